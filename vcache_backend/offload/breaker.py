@@ -1,4 +1,4 @@
-"""When to leave a store alone, and when to try it again. Pure: takes a clock, owns no thread."""
+"""Decides when to leave a failing store alone, and when to try it again. Pure: it is given the time, and owns no thread."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 
 class Breaker:
-    """Open at first, with a trial due, and again after `failures` failures in a row. Trials come after `retry_seconds`, doubling up to
-    `retry_max_seconds`; one that holds closes it.
+    """Open at first, with a trial due, and again after `failures` failures in a row. The next trials come after `retry_seconds`, doubling
+    up to `retry_max_seconds`. A trial that succeeds closes it.
 
     Any thread. `now`: a monotonic clock in seconds.
     """
@@ -23,13 +23,13 @@ class Breaker:
         """How often failures have opened it."""
 
     def succeeded(self) -> None:
-        """A call held. One that began before the breaker opened does not close it: only a trial does."""
+        """Note a call that succeeded. A call that began before the breaker opened does not close it; only a trial does."""
         with self._lock:
             if not self.is_open:
                 self._in_a_row = 0
 
     def failed(self) -> bool:
-        """A call failed, or was late. Whether the breaker opened."""
+        """Note a call that failed or was late. Returns whether that opened the breaker."""
         with self._lock:
             self._in_a_row += 1
             if self.is_open or self._in_a_row < self._failures:
@@ -40,7 +40,7 @@ class Breaker:
             return True
 
     def lost(self) -> None:
-        """There is nothing to call any more: open, with a trial due at once."""
+        """Note that the store's process is gone: the breaker opens, with a trial due at once."""
         with self._lock:
             if not self.is_open:
                 self._open()
@@ -51,7 +51,7 @@ class Breaker:
             return self.is_open and self._now() >= self._due
 
     def tried(self, held: bool) -> None:
-        """A trial is over: close, or wait longer for the next."""
+        """Note the end of a trial: close, or wait longer for the next one."""
         with self._lock:
             if held:
                 self.is_open, self._in_a_row = False, 0

@@ -1,4 +1,4 @@
-"""The parent's side of the offload process (process.py; verbs.py has its verbs): started, asked with a deadline, killed where it hangs."""
+"""Starts the offload process (process.py), asks it with a deadline, and kills it if it hangs. The verbs are in verbs.py."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ ERRORS: dict[str, type[VCacheError]] = {"ConfigError": ConfigError, "StoreLost":
 
 
 class OffloadProcess:
-    """One life of the process. Any thread; only in the process that started it.
+    """One offload process, from its start to its end. Any thread, but only of the process that started it.
 
-    When a call has returned or raised, nothing writes into its memory any more: one that takes too long ends with the process.
+    Once a call has returned or raised, nothing writes into its memory any more: a call that takes too long is ended by killing the process.
     """
 
     def __init__(self, config: MooncakeConfig, memory: int = -1) -> None:
-        """Start it and have it load the library. memory: a memfd that places are in; it may get its size before the first of them is
-        named. Raises ConfigError where the library does not load, StoreDown."""
+        """Start the process and have it load the library. memory: a memfd with all buffers that calls name; it may get its size later,
+        before the first such call. Raises ConfigError if the library does not load, StoreDown."""
         self._connection, theirs = Pipe()
         with theirs:
             fds, settings = [theirs.fileno(), *([memory] if memory >= 0 else [])], msgspec.json.encode(config)
@@ -80,7 +80,7 @@ class OffloadProcess:
         return self._process.pid
 
     def ask(self, verb: str, *arguments: Any) -> Future[Any]:
-        """Have a call made. Never blocks. The answer raises StoreDown."""
+        """Send a call. Never blocks. The future's result raises StoreDown."""
         call: Future[Any] = Future()
         number = next(self._numbers)
         with self._lock:
@@ -92,11 +92,11 @@ class OffloadProcess:
         return call
 
     def call(self, verb: str, *arguments: Any, seconds: float) -> Any:
-        """The answer. Raises StoreDown; after so many seconds the process is killed, with all it was doing."""
+        """Send a call and wait for its answer. Raises StoreDown; after `seconds` the process is killed, which ends its other calls, too."""
         return self._wait(self.ask(verb, *arguments), verb, seconds)
 
     def kill(self) -> None:
-        """And wait until it is gone: its memory is nobody's but ours then. Calls under way fail. Idempotent."""
+        """Kill the process and wait for its end; then nothing but this process uses the memory. Calls under way fail. Idempotent."""
         self._leaving = True
         self._process.kill()
         self._process.wait()
@@ -111,13 +111,13 @@ class OffloadProcess:
     # ---- its three threads
 
     def _send(self) -> None:
-        """So that a process which reads nothing holds up nobody who asks."""
+        """Send what is queued, in a thread of its own: a process that stops reading holds up no caller."""
         with suppress(OSError):
             while (message := self._outbox.get()) is not None:
                 self._connection.send_bytes(message)
 
     def _listen(self) -> None:
-        """Hand out answers, and reap the process."""
+        """Hand out answers until the process ends, and reap it."""
         ends = False
         try:
             while not ends:
@@ -147,7 +147,7 @@ class OffloadProcess:
         self._connection.close()
 
     def _log(self) -> None:
-        """What the library says, for who wants to know."""
+        """Log the lines that the library prints, for debugging."""
         assert self._process.stdout is not None
         with self._process.stdout as lines:
             for line in lines:
@@ -156,7 +156,7 @@ class OffloadProcess:
 
 
 def remove_under(config: MooncakeConfig, start: str) -> int:
-    """Remove all objects whose names begin so, for who does nothing else: how many. Raises ConfigError, StoreDown."""
+    """Remove all objects whose names begin with a prefix, in a process of its own. Returns how many. Raises ConfigError, StoreDown."""
     process = OffloadProcess(config)
     try:
         process.call("open", seconds=OPEN_SECONDS)

@@ -28,12 +28,12 @@ GPU_PIECES: Final = 8
 
 
 class CodecError(VCacheError):
-    """This model's KV cannot be written by this codec; says why."""
+    """This codec cannot write this model's KV; the message says why."""
 
 
 class Codec:
-    """int8 or fp8. Any number of threads. Tensors are contiguous, one dimension of uint8, all on one device; work is queued on the
-    current stream, but `encode` waits for it."""
+    """Encodes and decodes chunks as int8 or fp8. Any number of threads. Tensors are contiguous, 1-D, uint8, and all on one device. Work is
+    queued on the current stream; `encode` waits for it."""
 
     def __init__(self, name: str, dtype: str, head_dim: int) -> None:
         """dtype: torch's name of the numbers' type. Raises CodecError where that is no 16- or 32-bit number."""
@@ -45,7 +45,7 @@ class Codec:
         self.id, self._code, self._largest = KINDS[name]
 
     def payload_bytes(self, chunk_bytes: int) -> int:
-        """What a chunk of so many bytes takes. CodecError where no chunk has so many."""
+        """The size of the payload of a chunk of `nbytes` bytes. Raises CodecError if no chunk has that size."""
         vector = self._dtype.itemsize * self._head_dim
         if chunk_bytes <= 0 or chunk_bytes % vector:
             size = f"{self._head_dim} x {self._dtype.itemsize} B"
@@ -53,7 +53,7 @@ class Codec:
         return chunk_bytes // vector * (SCALE_BYTES + self._head_dim)
 
     def encode(self, chunk: torch.Tensor, payload: torch.Tensor) -> None:
-        """Fill `payload`. Raises CodecError for KV that holds inf or NaN; its contents are undefined then."""
+        """Fill `payload`. Raises CodecError for KV with inf or NaN, and leaves `payload` undefined then."""
         finite = torch.ones((), dtype=torch.bool, device=chunk.device)
         for numbers, scales, codes in self._pieces(chunk, payload):
             largest = numbers.abs().amax(1).float()
@@ -67,14 +67,14 @@ class Codec:
             raise CodecError(f"KV holds inf or NaN, which {self.name} cannot write")
 
     def decode(self, payload: torch.Tensor, chunk: torch.Tensor) -> None:
-        """Fill `chunk`. Whoever calls has checked that the payload is whole."""
+        """Fill `chunk` from a payload that the caller has checked to be whole."""
         limits = torch.finfo(self._dtype)
         for numbers, scales, codes in self._pieces(chunk, payload):
             read = codes.float() if self.name == "int8" else _from_fp8(codes)
             numbers.copy_(read.mul_(scales.float()[:, None]).clamp_(limits.min, limits.max))
 
     def _pieces(self, chunk: torch.Tensor, payload: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Numbers, scales and codes of some vectors at a time."""
+        """Views of the numbers, scales and codes, some vectors at a time."""
         numbers = chunk.view(self._dtype).view(-1, self._head_dim)
         split = SCALE_BYTES * len(numbers)
         scales, codes = payload[:split].view(torch.bfloat16), payload[split:].view(self._code).view(len(numbers), self._head_dim)
@@ -85,12 +85,12 @@ class Codec:
 
 
 def make(name: str, dtype: str, head_dim: int) -> Codec | None:
-    """The codec of that name for such KV; None for raw. Raises CodecError where it cannot be for this KV."""
+    """Make the codec of this name; None for raw. Raises CodecError if it does not fit this KV."""
     return None if name == "raw" else Codec(name, dtype, head_dim)
 
 
 def _rounded_up(scale: torch.Tensor) -> torch.Tensor:
-    """The next bfloat16 that is not smaller: its bits are the first half of a float32's."""
+    """Round up to bfloat16, which is the first half of a float32's bits."""
     return ((scale.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)
 
 

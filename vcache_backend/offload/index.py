@@ -1,4 +1,4 @@
-"""Which chunks are there: asked in one batch, not asked again for a while where they are not, and not at all where it does not pay."""
+"""Looks chunks up in the store: in one batch, not again for a while if absent, and not at all if loading is slower than computing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Recent:
             self._until.clear()
 
     def first(self, keys: Sequence[ChunkKey]) -> int:
-        """The index of the first of `keys` that is a member; their number if none is."""
+        """The index of the first of `keys` that is a member; `len(keys)` if none is."""
         if not self._until:
             return len(keys)
         return next((index for index, key in enumerate(keys) if key in self), len(keys))
@@ -51,14 +51,14 @@ class Recent:
 
 
 class Index:
-    """Look-ups of the tier's chunks. Any thread.
+    """Look-ups of the offload tier's chunks. Any thread.
 
-    bandwidth: bytes of KV a second that came lately, over all loads; None before the first; may be set by who has others load. epoch: of
-    the namespace, as the server last said.
+    bandwidth: bytes of KV a second over recent loads; None before the first. A scheduler, whose workers load, sets it. epoch: the
+    namespace's, as the server last said.
     """
 
     def __init__(self, config: OffloadConfig, store: Store, on_gpu: bool) -> None:
-        """on_gpu: where the KV caches are."""
+        """on_gpu: whether the KV caches are on a GPU."""
         self._config, self._store, self._least = config, store, config.least_bandwidth(on_gpu)
         self._absent = Recent(config.negative_seconds, MOST_ABSENT)
         self.bandwidth: float | None = None
@@ -67,27 +67,27 @@ class Index:
 
     @property
     def usable(self) -> bool:
-        """Whether look-ups reach the store now. Costs nothing to ask."""
+        """Whether look-ups reach the store now. Returns at once."""
         return self._store.usable
 
     def note_epoch(self, epoch: int) -> None:
-        """The server said that the namespace is in this epoch. What was absent in another may be there in this one."""
+        """Note the namespace's epoch, as the server said it. A new epoch forgets what was absent in the old one."""
         if epoch != self.epoch:
             self.epoch = epoch
             self._absent.clear()
 
     def may_have(self, key: ChunkKey) -> bool:
-        """Whether it is worth asking: the store is usable, and this was not found to be absent a short while ago."""
+        """Whether asking is worth it: the store is usable, and the chunk was not found absent a short while ago."""
         return self.usable and key not in self._absent
 
     def measured(self, nbytes: int, seconds: float) -> None:
-        """A load of so many bytes took so long."""
+        """Note that a load of `nbytes` bytes took `seconds`."""
         if nbytes >= MEASURED_BYTES and seconds > 0:
             rate = nbytes / seconds
             self.bandwidth = rate if self.bandwidth is None else 0.5 * self.bandwidth + 0.5 * rate
 
     def too_slow(self) -> bool:
-        """Whether computing is taken to be faster than the store. Not so for one look-up every `retry_max_seconds`, to find out."""
+        """Whether computing is faster than loading, as far as is known. False once every `retry_max_seconds`, to measure again."""
         if not self._least or self.bandwidth is None or self.bandwidth >= self._least:
             return False
         now = time.monotonic()
@@ -97,8 +97,7 @@ class Index:
         return False
 
     def lookup(self, keys: Sequence[ChunkKey], epoch: int) -> int:
-        """How many leading chunks are there, as far as can be told within `lookup_seconds`. epoch: the server's answer to who asked it
-        just now."""
+        """Count the leading chunks that the store has, within `lookup_seconds`. epoch: from the server's answer to the same look-up."""
         self.note_epoch(epoch)
         asked = self._absent.first(keys)
         found = self._store.lookup([objects.name(key, epoch) for key in keys[:asked]])
@@ -120,5 +119,5 @@ class Index:
         return found + whole // ranks
 
     def absent(self, keys: Sequence[ChunkKey]) -> None:
-        """These are not there."""
+        """Note chunks that are not in the store."""
         self._absent.add(keys)

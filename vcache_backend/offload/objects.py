@@ -1,9 +1,8 @@
-"""What lies in the store: a header that says whose bytes these are, then the chunk's bytes as a codec wrote them.
+"""The format of an object in the store: a header that says whose bytes these are, then the chunk's bytes as a codec wrote them.
 
-128 bytes, little-endian: magic `VCKV`, format version, codec, decoded and encoded length, xxh3-64 of the payload, chunk key,
-fingerprint, and at the end xxh3-64 of all of that. Stores are shared, lose power and are written by other versions: what is not what
-would be written now, to the bit, is not an object. xxh3 finds damage, it does not keep out who forges objects: for that the store must
-be trusted.
+The header has 128 bytes, little-endian: magic `VCKV`, format version, codec, decoded and encoded length, xxh3-64 of the payload, chunk
+key, fingerprint, and at the end xxh3-64 of all of that. Stores are shared, lose power and are written by other versions, so an object
+counts only if each bit of its header is what this version would write now. xxh3 finds damage but not forgery: the store must be trusted.
 """
 
 from __future__ import annotations
@@ -35,24 +34,24 @@ assert _FIELDS.size + _DIGEST.size == HEADER_BYTES
 
 
 class BadObject(VCacheError):
-    """Not the object that was asked for, or not whole."""
+    """The object is not the one that was asked for, or is not whole."""
 
 
 def name(key: ChunkKey, epoch: int = 0) -> str:
     """The name of the object of a chunk that was stored in `epoch`. The key holds its namespace and rank.
 
-    A reset raises the epoch: what is written late, by whoever slept through it, has a name that nobody asks for any more.
+    A reset raises the epoch: what a process that missed the reset writes afterwards has a name that nobody asks for any more.
     """
     return f"{start(key[:NAMESPACE_BYTES])}.{epoch:x}/{key[NAMESPACE_BYTES:].hex()}"
 
 
 def start(namespace: bytes) -> str:
-    """How the names of all objects of a namespace begin, of every epoch; of all objects with b""."""
+    """The prefix of the names of all objects of a namespace, in every epoch; b"" gives that of all namespaces."""
     return NAME_PREFIX + namespace.hex()
 
 
 def digest(data: Buffer | bytes) -> int:
-    """xxh3-64, without the GIL while it runs: 41 GB/s here for 32 MiB in the cache. ConfigError where xxhash is not installed."""
+    """xxh3-64, computed without the GIL: 41 GB/s on the development machine for 32 MiB in the cache. ConfigError if xxhash is missing."""
     try:
         from xxhash import xxh3_64_intdigest
     except ImportError as cause:
@@ -62,10 +61,10 @@ def digest(data: Buffer | bytes) -> int:
 
 
 def copy_and_hash(target: Buffer, source: Buffer) -> int:
-    """Copy `source` into `target`, of the same length, and give the digest of what arrived, for `seal`.
+    """Copy `source` into `target`, of the same length, and return the digest of the copy, for `seal`.
 
-    Each half is one call without the GIL. In pieces that stay in the L2 cache it is 12 % faster where no other thread runs Python,
-    and 50 times slower where one does, since each piece waits for the GIL again (5 ms each): measured on 32 MiB.
+    Each half is one call without the GIL. In pieces that stay in the L2 cache it is 12 % faster if no other thread runs Python, and 50
+    times slower if one does, since each piece waits 5 ms for the GIL: measured on 32 MiB.
     """
     np.copyto(target, source)
     return digest(target)
@@ -73,7 +72,7 @@ def copy_and_hash(target: Buffer, source: Buffer) -> int:
 
 @dataclass(frozen=True)
 class Format:
-    """What the objects of one namespace are. payload_bytes: of a chunk of `chunk_bytes` bytes, as the codec of that id writes it."""
+    """The format of one namespace's objects. payload_bytes: the size of a chunk of `chunk_bytes` bytes as the codec `codec` writes it."""
 
     fingerprint: bytes
     codec_id: int
@@ -85,14 +84,15 @@ class Format:
         return HEADER_BYTES + self.payload_bytes
 
     def seal(self, buffer: Buffer, key: ChunkKey, epoch: int, payload_digest: int | None = None) -> None:
-        """Write the header before the payload, which lies at buffer[HEADER_BYTES:] already. payload_digest: of it, where it is known; else
-        it is read once more."""
+        """Write the header of the payload at `buffer[HEADER_BYTES:]`. payload_digest: the payload's, if known; otherwise it is read
+        once more."""
         if payload_digest is None:
             payload_digest = digest(buffer[HEADER_BYTES : self.object_bytes])
         buffer[:HEADER_BYTES] = np.frombuffer(self._header(key, epoch, payload_digest), np.uint8)
 
     def check(self, buffer: Buffer, got_bytes: int, key: ChunkKey, epoch: int) -> None:
-        """BadObject unless the first `got_bytes` are this very object, whole. Reads the payload once; never beyond `got_bytes`."""
+        """Raise BadObject unless the first `got_bytes` bytes are exactly this object. Reads the payload once, and nothing beyond
+        `got_bytes`."""
         if got_bytes != self.object_bytes:
             raise BadObject(f"object of {key.hex()} has {got_bytes:,} B, not {self.object_bytes:,}")
         header = buffer[:HEADER_BYTES].tobytes()

@@ -1,11 +1,10 @@
-"""The offload process, `python -m vcache_backend.offload.process FD PARENT MEMORY SETTINGS`: the only one that loads Mooncake. Started
-by client.py.
+"""The offload process, `python -m vcache_backend.offload.process FD PARENT MEMORY SETTINGS`. Started by client.py. It alone loads Mooncake.
 
-Whatever the library does, it does it here, where nobody computes tokens. Whoever waits too long kills this process, and all that it was
-doing is over.
+The library may hang, crash or hold the GIL; here it does so apart from the process that computes tokens. A caller that has waited too
+long kills this process, which ends all its calls.
 
 A message is MessagePack in a frame of multiprocessing's: `[number, verb, arguments]` from the parent, `[number, error, answer]` back,
-in any order. Number 0 answers whether the library loads. Calls read and write memory of the parent's. The process ends with its parent.
+in any order. Number 0 answers whether the library loads. Calls read and write the parent's memory. The process ends with its parent.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ NICENESS = 10
 
 
 class OffloadService:
-    """Makes one parent's calls. Look-ups, transfers and removals have threads of their own, so that none waits for another kind."""
+    """Runs the calls of one parent. Look-ups, transfers and removals have threads of their own and do not wait for each other."""
 
     def __init__(self, connection: Connection, load: Callable[[], Mooncake]) -> None:
         self._connection, self._sending = connection, threading.Lock()
@@ -55,7 +54,7 @@ class OffloadService:
         self._answer(0, "load", lambda: self._load(load), [])
 
     def serve(self) -> None:
-        """Until the parent is gone."""
+        """Serve until the parent is gone."""
         while self._store is not None:
             number, verb, arguments = msgspec.msgpack.decode(self._connection.recv_bytes())
             self._threads[verb].submit(self._answer, number, verb, getattr(self._store, verb), arguments)

@@ -1,4 +1,4 @@
-"""Reading chunks from the store: batches on their way in threads of their own, handed over in order as they arrive."""
+"""Reads chunks from the store: threads fetch batches, and hand the chunks over in order as they arrive."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Bound:
 
 
 class Staged(NamedTuple):
-    """One chunk that came. epoch: the one it was stored in. payload: 1-D uint8 on the host, valid until it is given back: the chunk's
-    bytes, or, with a codec, what decodes to them."""
+    """One chunk that has arrived. epoch: the one it was stored in. payload: 1-D uint8 on the host, the chunk's bytes or, with a codec, what
+    decodes to them; valid until `give_back`."""
 
     epoch: int
     payload: torch.Tensor
@@ -68,7 +68,7 @@ class Staged(NamedTuple):
 
 
 class Reader:
-    """All reads of one worker. now: a monotonic clock."""
+    """All reads of one worker. now: a monotonic clock in seconds."""
 
     def __init__(self, bound: Bound, ring: Ring, config: OffloadConfig, now: Callable[[], float] = time.monotonic) -> None:
         self.bound, self.ring, self.seconds, self.now = bound, ring, config.get_seconds, now
@@ -77,11 +77,12 @@ class Reader:
         self.checks = Workers("vcache-offload-check", max(1, min(CHECKERS, len(os.sched_getaffinity(0)) // 4)))
 
     def fetch(self, keys: Sequence[ChunkKey], epoch: int) -> Fetch:
-        """Begin to read these, which were stored in `epoch`."""
+        """Begin to read chunks that were stored in `epoch`."""
         return Fetch(self, keys, epoch)
 
     def try_again(self, name: str) -> None:
-        """Read what was late once more: may the store be trusted again? Its absence is an answer, too. Raises StoreDown."""
+        """Read once more what was late, to find out whether the store can be trusted again. Absence counts as an answer. Raises
+        StoreDown."""
         buffers = self.ring.take(1, 0.1)
         if not buffers:
             raise StoreDown("all staging buffers wait for calls of the store's")
@@ -91,16 +92,16 @@ class Reader:
             self.ring.give(buffers)
 
     def close(self, seconds: float) -> None:
-        """Once the store is closed, and its calls have failed."""
+        """End the threads. Called once the store is closed and its calls have failed."""
         self.calls.close(seconds)
         self.checks.close(seconds)
 
 
 class Fetch:
-    """Chunks of one request on their way from the store.
+    """The chunks of one request on their way from the store.
 
-    `ready` never waits; `wait` does, for the next chunk. Each is used from one thread. Every `Staged` is to be given back. Ends with
-    the first chunk that is not there, not right, or late.
+    `ready` never waits; `wait` waits for the next chunk. One thread uses a fetch, and gives every `Staged` back. It ends with the first
+    chunk that is absent, damaged or late.
     """
 
     def __init__(self, reader: Reader, keys: Sequence[ChunkKey], epoch: int) -> None:
@@ -122,7 +123,7 @@ class Fetch:
             reader.calls.submit(partial(self._read, part))
 
     def ready(self, most: int) -> list[Staged]:
-        """The next chunks, in order, that are here: `most` at most."""
+        """The next chunks that have arrived, in order, `most` at most."""
         self._look_at_clock()
         with self._arrived:
             count = 0
@@ -134,29 +135,29 @@ class Fetch:
         return chunks
 
     def wait(self, seconds: float) -> bool:
-        """Wait, at most so long, until `ready` has something or the fetch is over; False if neither."""
+        """Wait up to `seconds` until `ready` has something or the fetch is over. False if neither."""
         with self._arrived:
             return self._arrived.wait_for(lambda: self._given in self._staged or self._given >= self._end, seconds)
 
     @property
     def over(self) -> bool:
-        """Whether nothing more will come, and nothing is ready. Says so late chunks, too."""
+        """Whether the fetch is over and `ready` is empty. Ends a fetch that is late."""
         self._look_at_clock()
         return self._given >= self._end
 
     def give_back(self, chunks: Sequence[Staged]) -> None:
-        """Their bytes are not used any more."""
+        """Return buffers whose bytes are not used any more."""
         self._reader.ring.give([chunk.buffer for chunk in chunks])
 
     def cancel(self) -> None:
-        """Nobody wants the rest. What is on its way is given back when it comes. Idempotent."""
+        """Drop the rest. What is on its way is given back when it arrives. Idempotent."""
         self._stop(0, self.cause)
 
     # ---- inside
 
     def _look_at_clock(self) -> None:
-        """End what waits too long. That is a failure of the store where its call has taken most of that time; waiting for a thread or for
-        buffers, behind other loads, is not."""
+        """End the fetch if it has waited too long. It counts as a failure of the store only if the store's call took most of that time,
+        and not the wait for a thread or for buffers behind other loads."""
         reader, now = self._reader, self._reader.now()
         if self._given >= self._end or now - self._moved < reader.seconds:
             return
@@ -172,7 +173,7 @@ class Fetch:
         self._stop(self._given, "timeout")
 
     def _stop(self, at: int, cause: str) -> None:
-        """Nothing from chunk `at` on is handed over."""
+        """Hand over nothing from chunk `at` on."""
         with self._arrived:
             if at < self._end:
                 self._end, self.cause = at, cause
@@ -181,7 +182,7 @@ class Fetch:
         self.give_back(dropped)
 
     def _read(self, part: range) -> None:
-        """In a reader thread: one call of the store's. Others look at what it brought, so that the next call begins at once."""
+        """In a reader thread: make one call to the store. A checker thread looks at the result, so that the next call begins at once."""
         reader, keys = self._reader, self.keys[part.start : part.stop]
         if part.start >= self._end:
             return
@@ -199,7 +200,7 @@ class Fetch:
             reader.checks.submit(partial(self._look_at, index, buffer, nbytes))
 
     def _look_at(self, index: int, buffer: Buffer, nbytes: int) -> None:
-        """In a checker thread: hand over one object of `nbytes` bytes, if it is what it should be."""
+        """In a checker thread: hand over one object of `nbytes` bytes if it is the right one."""
         came, good = 0, index < self._end and self._is_right(index, buffer, nbytes)
         with self._arrived:
             if good and index < self._end:
@@ -233,13 +234,13 @@ class Fetch:
 
 
 def batch_chunks(chunk_bytes: int) -> int:
-    """Chunks of one call of the store's, at most."""
+    """The most chunks that one call reads."""
     return max(1, min(BATCH_BYTES // chunk_bytes, BATCH_MOST))
 
 
 def parts(count: int, most: int) -> list[range]:
-    """What each call reads of `count` chunks: `most` each; half as many the first, so that calls beside each other do not end at the same
-    time, and the last, which nothing hides the checking of."""
+    """How many of `count` chunks each call reads: `most`, but half as many in the first, so that concurrent calls do not end together,
+    and in the last, whose check nothing hides."""
     half, made, at = max(1, most // 2), list[range](), 0
     while at < count:
         left = count - at

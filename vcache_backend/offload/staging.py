@@ -1,7 +1,7 @@
-"""Host memory that chunks pass through on their way to and from the store: buffers of one size, handed out and given back.
+"""Buffers of one size in host memory, which chunks pass through on their way to and from the store.
 
-A buffer belongs to whoever took it until it is given back. One that a call of the store's may still read or write is not given back
-before that call has returned: until then the ring has one buffer less.
+Whoever takes a buffer owns it until it gives it back. A buffer that a call to the store may still read or write is given back only when
+that call has returned; until then the ring has one buffer less.
 """
 
 # torch.cuda's runtime bindings have no types.
@@ -24,17 +24,17 @@ ALIGNMENT = 4096
 
 
 class Buffer(NamedTuple):
-    """place: in the memory that is shared. memory: the same, 1-D uint8, on the host."""
+    """place: its place in the shared memory. memory: the same bytes, 1-D uint8, on the host."""
 
     place: Place
     memory: torch.Tensor
 
 
 class Staging:
-    """`count` buffers of `nbytes` bytes each in a memfd, which gets its size here."""
+    """`count` buffers of `nbytes` bytes each, in a memfd whose size is set here."""
 
     def __init__(self, fd: int, nbytes: int, count: int, pinned: bool) -> None:
-        """pinned: page-locked, for copies from and to a GPU. Raises RuntimeError, OSError where there is not so much memory."""
+        """pinned: lock the pages, for copies from and to a GPU. Raises RuntimeError or OSError if there is too little memory."""
         stride = -(-nbytes // ALIGNMENT) * ALIGNMENT
         os.ftruncate(fd, stride * count)
         self._whole = torch.frombuffer(mmap.mmap(fd, stride * count), dtype=torch.uint8)
@@ -46,21 +46,21 @@ class Staging:
         self.buffers = [Buffer((at, nbytes), self._whole[at : at + nbytes]) for at in range(0, stride * count, stride)]
 
     def close(self) -> None:
-        """Give back the pages' lock; copies must be complete. The memory goes with the last tensor over it. Idempotent."""
+        """Unlock the pages, after the last copy. The memory goes with the last tensor over it. Idempotent."""
         pinned, self._pinned = self._pinned, False
         if pinned:
             _cuda("cudaHostUnregister", self._whole.data_ptr())
 
 
 class Ring:
-    """Buffers that are taken by turns. Any thread."""
+    """Buffers that callers take in turn. Any thread."""
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
         self.count, self._free = len(buffers), list(buffers)
         self._returned = threading.Condition()
 
     def take(self, count: int, seconds: float) -> list[Buffer]:
-        """`count` buffers, all at once; none if there are not so many within so many seconds."""
+        """Take `count` buffers at once; none if so many do not become free within `seconds`."""
         deadline = time.monotonic() + seconds
         with self._returned:
             while len(self._free) < count:
@@ -71,14 +71,14 @@ class Ring:
             return taken
 
     def give(self, buffers: Sequence[Buffer]) -> None:
-        """Nobody reads or writes these any more."""
+        """Return buffers that nobody reads or writes any more."""
         with self._returned:
             self._free += buffers
             self._returned.notify_all()
 
 
 def _cuda(name: str, *arguments: Any) -> None:
-    """A call of the CUDA runtime. Raises RuntimeError."""
+    """Call the CUDA runtime. Raises RuntimeError if it fails."""
     code = int(getattr(torch.cuda.cudart(), name)(*arguments))
     if code:
         raise RuntimeError(f"{name} failed with CUDA error {code}")

@@ -29,10 +29,10 @@ MOST_REMOVALS = 64
 
 
 class Store:
-    """The tier's only way to its objects. Any thread; in a forked child nothing is ever there. Nothing raises for what the store does.
+    """The tier's only way to its objects. Any thread; in a forked child the store is always empty. No failure of the store raises.
 
-    `usable` costs nothing to ask, and is False from the moment the breaker opens or the process ends until the store, in the
-    background, has been opened again and answered.
+    `usable` returns at once. It turns False when the breaker opens or the process ends, and True again when the background thread has
+    opened the store and got an answer.
     """
 
     def __init__(self, config: OffloadConfig, stats: EngineStats) -> None:
@@ -56,13 +56,13 @@ class Store:
         return self._usable_process() is not None
 
     def wait(self, seconds: float) -> None:
-        """Wait, at most so long, until it is known whether the store can be used."""
+        """Wait up to `seconds` until it is known whether the store can be used."""
         self._tried.wait(seconds)
 
     # ---- calls
 
     def lookup(self, names: Sequence[str]) -> int | None:
-        """How many leading objects are there, within `lookup_seconds`; None: nobody knows. A late answer counts as a failure."""
+        """Count the leading objects that are there, within `lookup_seconds`; None if unknown. A late answer counts as a failure."""
         process = self._usable_process()
         if not names or process is None:
             return None
@@ -85,32 +85,32 @@ class Store:
         return there.index(False) if False in there else len(there)
 
     def there(self, names: Sequence[str]) -> list[bool]:
-        """Which objects are there, as far as anybody knows. As `get`."""
+        """Which objects are there, as far as is known. Takes as long as `get` at most."""
         return self._call("exist", names) or [False] * len(names)
 
     def get(self, names: Sequence[str], places: Sequence[Place]) -> list[int]:
-        """Read objects: the bytes of each, 0 if it is not there, -1 if nobody knows. A place may be larger. For at most `call_seconds`;
-        after that nothing writes into its memory."""
+        """Read objects into their places, which may be larger: the bytes of each, 0 if it is not there, -1 if unknown. Takes
+        `call_seconds` at most; after that nothing writes into its memory."""
         return self._call("get", names, places) or [-1] * len(names)
 
     def put(self, names: Sequence[str], places: Sequence[Place]) -> list[str]:
-        """Write objects: STORED, FULL or FAILED for each. As `get`."""
+        """Write objects: STORED, FULL or FAILED for each. Takes as long as `get` at most."""
         return self._call("put", names, places) or [FAILED] * len(names)
 
     def try_get(self, name: str, place: Place) -> None:
-        """`get`, whatever the breaker says. Raises StoreDown."""
+        """`get`, even if the breaker is open. Raises StoreDown."""
         if self._process is not None:
             self._process.call("get", [name], [place], seconds=self._config.call_seconds)
 
     def forget(self, names: Sequence[str]) -> None:
-        """Remove objects, soon. Look-ups neither wait for it nor learn of its failure."""
+        """Remove objects in the background. Look-ups neither wait for it nor learn of its failure."""
         process = self._usable_process()
         if process is not None and self._removals < MOST_REMOVALS:
             self._removals += 1
             process.ask("remove", names).add_done_callback(self._removed)
 
     def failed(self, what: str, why: str, again: Callable[[], None] | None = None) -> None:
-        """A call failed or was late. again: what failed, to be tried before the store is trusted again; raises StoreDown."""
+        """Note a call that failed or was late. again: a call to repeat before the store is trusted again; it raises StoreDown."""
         self._stats.failed(f"offload_{what}")
         if again is not None:
             self._suspect = again
@@ -120,7 +120,7 @@ class Store:
         self._wake.set()
 
     def snapshot(self) -> dict[str, Any]:
-        """For people."""
+        """The state of the store, for people."""
         process = self._process
         pid = process.pid if process is not None and process.alive else None
         return {"process": pid, "processes_started": self._started, "last_error": self._said}
@@ -131,7 +131,7 @@ class Store:
         return process if usable else None
 
     def _call(self, verb: str, *arguments: Any) -> Any:
-        """The answer; None if there is none."""
+        """The answer to a call; None if there is none."""
         process = self._usable_process()
         if process is None:
             return None
@@ -152,7 +152,7 @@ class Store:
     # ---- life
 
     def close(self) -> None:
-        """Leave; calls under way fail. Idempotent."""
+        """Close the store; calls under way fail. Idempotent."""
         if os.getpid() != self._pid:
             return
         self._stop.set()
@@ -180,7 +180,7 @@ class Store:
             self._process.kill()
 
     def _try(self) -> bool:
-        """Whether the store answers, and what failed last does not fail again."""
+        """Whether the store answers, and the call that failed last now succeeds."""
         try:
             if self._process is None or not self._process.alive:
                 self._process = OffloadProcess(self._config.mooncake, self.memory)

@@ -1,4 +1,4 @@
-"""The offload tier as a process has it: look-ups, and, once it is bound to KV caches, reads and background writes of their chunks."""
+"""The offload tier of one process: look-ups, and, once it is bound to KV caches, reads and background writes of their chunks."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ Views = Callable[[Sequence[Location]], list[SlotView]]
 
 
 class OffloadTier(Index):
-    """What one process looks up in, reads from and writes to the offload tier; nobody outside looks behind it.
+    """What one process uses of the offload tier.
 
-    Look-ups in any thread; `bind` and `fetch` in the worker's thread; `offer` in any. Nothing waits for the store but threads of the
-    tier's own, whoever waits for a `Fetch`, and look-ups, for `lookup_seconds`. Nothing raises for what the store does.
+    Look-ups in any thread; `bind` and `fetch` in the worker's thread; `offer` in any. Only the tier's own threads, callers of
+    `Fetch.wait`, and look-ups, for `lookup_seconds`, wait for the store. No failure of the store raises.
     """
 
     def __init__(self, config: OffloadConfig, stats: EngineStats, on_gpu: bool) -> None:
-        """Looks up only, until `bind`. on_gpu: where the KV caches are. Returns once it is known whether the store can be reached, or after
-        START_SECONDS; it is tried in the background from then on."""
+        """Open the tier for look-ups. on_gpu: whether the KV caches are on a GPU. Returns once it is known whether the store can be
+        reached, or after START_SECONDS; the background thread goes on trying."""
         super().__init__(config, Store(config, stats), on_gpu)
         self._settings, self._stats = config, stats
         self._bound: Bound | None = None
@@ -52,9 +52,9 @@ class OffloadTier(Index):
         self._store.wait(START_SECONDS)
 
     def bind(self, config: Config, layout: Layout, device: Device, chunk_bytes: int, views: Views) -> None:
-        """The chunks of this process's KV caches are known: make the buffers, once. In the worker's thread. views: addresses of slots.
+        """Make the buffers for the chunks of this process's KV caches, once. In the worker's thread. views: the addresses of slots.
 
-        Raises ConfigError where there is no memory for them, CodecError where the codec is not for such KV.
+        Raises ConfigError if there is too little memory for them, CodecError if the codec does not fit such KV.
         """
         if self._bound is not None:
             there = self._bound.format.chunk_bytes
@@ -86,26 +86,26 @@ class OffloadTier(Index):
     # ---- reads and writes
 
     def fetch(self, keys: Sequence[ChunkKey], epoch: int) -> Fetch | None:
-        """Begin to read these, as they were stored in `epoch`; None where nothing can come."""
+        """Begin to read chunks that were stored in `epoch`; None if the store cannot be used."""
         self.note_epoch(epoch)
         if self._reader is None or not keys or not self.may_have(keys[0]):
             return None
         return self._reader.fetch(keys, epoch)
 
     def offer(self, keys: Sequence[ChunkKey]) -> None:
-        """These are in the pool from now on. Never blocks."""
+        """Write chunks that are now in the pool, in the background. Never blocks."""
         if self._writer is not None:
             self._writer.offer(keys)
 
     def forget(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove these from the store, soon."""
+        """Remove chunks from the store, in the background."""
         self.absent(keys)
         self._store.forget([objects.name(key, self.epoch) for key in keys])
 
     # ---- the rest
 
     def flush(self, seconds: float) -> bool:
-        """Wait until what was offered is written or dropped; False if it is not after so many seconds."""
+        """Wait until all offered chunks are written or dropped. False if that takes more than `seconds`."""
         return self._writer is None or self._writer.flush(seconds)
 
     def snapshot(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class OffloadTier(Index):
         }
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Let writes under way end, within so many seconds, and leave. Idempotent."""
+        """Let writes under way end, for `seconds` at most, and close the store. Idempotent."""
         if self._writer is not None:
             self._writer.close(seconds)
         self._store.close()

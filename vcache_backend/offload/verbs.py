@@ -1,12 +1,12 @@
 """Mooncake's verbs, and what its return codes mean here. Only the offload process (process.py) imports the library.
 
-The library keeps the interpreter's lock while it connects (4.4 s without a master, measured), may take half a minute for one call, and
-crashes where it is used before its set-up or after its end.
+The library holds the GIL while it connects (4.4 s without a master, measured), may take half a minute for one call, and crashes if it
+is used before its set-up or after its end.
 
-The master did not answer (-900): StoreLost, since each further call would take 4 s to say the same. It was late (-901): StoreDown. A
-transfer failed (-800), as after a provider's death, which the master notices 10 s late: that object is not there; StoreDown if none of
-its batch could be had. No room (-200): FULL; Mooncake says the same of an object larger than its largest segment. Anything else below
-zero: that object is not there, or was not stored.
+Return codes. The master did not answer (-900): StoreLost, since each further call would take 4 s to say the same. It was late (-901):
+StoreDown. A transfer failed (-800), as after a provider's death, which the master notices 10 s later: that object is absent; StoreDown
+if no object of its batch could be read. No room (-200): FULL, which Mooncake also says of an object larger than its largest segment. Any
+other negative code: that object is absent, or was not stored.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ class StoreDown(VCacheError):
 
 
 class StoreLost(StoreDown):
-    """The same, and this process is of no further use."""
+    """The store failed, and this process cannot use it any more."""
 
 
 class Mooncake:
-    """The verbs. Objects by name, first writer wins; whoever puts and gets them checks their contents (objects.py). Any thread.
+    """The verbs. Objects go by name, and the first writer wins; callers check the contents (objects.py). Any thread.
 
-    Calls block for as long as the library does. All raise StoreDown. The library has no call before `open`.
+    Calls block for as long as the library does. All raise StoreDown. No call reaches the library before `open`.
     """
 
     def __init__(self, config: MooncakeConfig, memory: int) -> None:
-        """Load the library. memory: a memfd that objects are put from and got into; it may get its size later. Raises ConfigError with
+        """Load the library. memory: a memfd that objects are put from and read into; it may get its size later. Raises ConfigError with
         what to install."""
         self._config, self._fd = config, memory
         mooncake_environment(config)
@@ -61,8 +61,8 @@ class Mooncake:
         self._is_open = False
 
     def open(self) -> dict[str, str]:
-        """Connect: what is in force, for people; nothing if it is open already. Blocks for 30 ms, or until the master has not answered for
-        `rpc_seconds`."""
+        """Connect. Returns the settings in force, for people; empty if it is open already. Takes 30 ms, or `rpc_seconds` if no master
+        answers."""
         if self._is_open:
             return {}
         config = self._config
@@ -90,13 +90,13 @@ class Mooncake:
         return settings | environment
 
     def exist(self, names: Sequence[str]) -> list[bool]:
-        """Which are there; without a lease where the library can (0.3.14), since one keeps an object from being evicted for 10 s."""
+        """Which objects are there. Takes no lease if the library can (0.3.14), since a lease keeps an object from eviction for 10 s."""
         raw = self._opened()
         codes = _checked("look-up", getattr(raw, "batch_probe_key", raw.batch_is_exist)(self._full(names)))
         return [code == 1 for code in codes]
 
     def put(self, names: Sequence[str], places: Sequence[Place]) -> list[str]:
-        """Write objects, in one batched call: STORED, FULL or FAILED for each."""
+        """Write objects in one batched call: STORED, FULL or FAILED for each."""
         config = self._library.ReplicateConfig()
         config.replica_num = self._config.replicas
         raw, sizes = self._opened(), [nbytes for _, nbytes in places]
@@ -104,16 +104,16 @@ class Mooncake:
         return [STORED if code == 0 else FULL if code == NO_ROOM else FAILED for code in codes]
 
     def get(self, names: Sequence[str], places: Sequence[Place]) -> list[int]:
-        """Read objects, in one batched call: the bytes of each, 0 if it is not there or could not be read. A place may be larger."""
+        """Read objects in one batched call: the bytes of each, 0 if it is absent or could not be read. A place may be larger."""
         raw, sizes = self._opened(), [nbytes for _, nbytes in places]
         return [max(0, code) for code in _checked("get", raw.batch_get_into(self._full(names), self._addresses(places), sizes))]
 
     def remove(self, names: Sequence[str]) -> None:
-        """Forget objects, also such as are being read."""
+        """Remove objects, even while they are being read."""
         _checked("remove", self._opened().batch_remove(self._full(names), True))
 
     def remove_under(self, start: str) -> int:
-        """Forget all objects whose names begin with `start`, whoever wrote them, also such as are being read: how many."""
+        """Remove all objects whose names begin with `start`, whoever wrote them, even while they are being read. Returns how many."""
         (code,) = _checked("remove", [self._opened().remove_by_regex("^" + re.escape(self._prefix + start), True)])
         if code < 0:
             raise StoreDown(f"objects under {start!r} could not be removed ({code})")
@@ -128,7 +128,7 @@ class Mooncake:
         return [self._prefix + name for name in names]
 
     def _addresses(self, places: Sequence[Place]) -> list[int]:
-        """Here. Maps the memory once it has a size. Raises StoreDown for what is not in it."""
+        """Addresses of places in this process. Maps the memory once it has a size. Raises StoreDown for a place outside it."""
         with self._lock:
             size = os.fstat(self._fd).st_size if self._fd >= 0 else 0
             if self._memory is None and size:
@@ -168,7 +168,7 @@ def _load_library() -> Any:
 
 
 def _check_master(master: str, seconds: float) -> None:
-    """Raises StoreDown unless something at HOST:PORT answers. What is sent is no request of Mooncake's: a master that lives hangs up."""
+    """Raise StoreDown unless something answers at HOST:PORT. It is sent what is no request of Mooncake's: a live master hangs up."""
     host, _, port = master.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), seconds) as probe:
@@ -181,7 +181,7 @@ def _check_master(master: str, seconds: float) -> None:
 
 
 def _way_out(master: str) -> str:
-    """The address of this host that packets to `master` leave from. Raises OSError."""
+    """The address of this host from which packets to `master` leave. Raises OSError."""
     host, _, port = master.rpartition(":")
     family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:

@@ -1,4 +1,4 @@
-"""Threads for calls that take long: whoever has one made neither waits for it nor is held up by one that hangs."""
+"""Threads for calls that take long: the caller does not wait, and a call that hangs holds up nobody outside its threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class Workers:
-    """`count` threads that make calls in the order they came. Daemons, unlike an executor's: the process can end while one hangs."""
+    """`count` threads that make calls in order. They are daemons, unlike an executor's: the process can end while one hangs."""
 
     def __init__(self, name: str, count: int) -> None:
         self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
@@ -21,11 +21,11 @@ class Workers:
             thread.start()
 
     def submit(self, call: Callable[[], object]) -> None:
-        """Let a thread make this call. Never blocks. After `close` nobody does."""
+        """Have a thread make this call. Never blocks. Does nothing after `close`."""
         self._queue.put(call)
 
     def close(self, seconds: float) -> None:
-        """Wait for what was submitted so far, at most so long."""
+        """Wait up to `seconds` for what was submitted so far."""
         for _ in self._threads:
             self._queue.put(None)
         deadline = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""Writing chunks to the store, in threads of its own: pool slot, staging buffer, object. Nothing on a request's way waits for it."""
+"""Writes chunks to the store in threads of its own: from pool slot to staging buffer to object. No request waits for it."""
 
 # torch.cuda's streams and events have no types.
 # mypy: allow-untyped-calls
@@ -43,8 +43,8 @@ Sealed = list[tuple[str, Place]]
 
 
 class Writer:
-    """Writes what it is offered. All its threads do the same: take some chunks, copy them out of the pool, put them into the store. One
-    copies at a time, and `writers` put, so that a copy goes on beside the store's calls."""
+    """Writes the chunks it is offered. Each thread takes some chunks, copies them out of the pool and puts them into the store. One
+    thread copies at a time, and `writers` threads put, so that copies go on beside the store's calls."""
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class Writer:
         views: Callable[[Sequence[Location]], list[SlotView]],
         ordinal: int | None,
     ) -> None:
-        """shares: the buffers of each thread. client: closed by `close`; of its own, since what happens here must not make a request
-        wait. views: addresses of pool slots. ordinal: of the GPU that copies, if any."""
+        """shares: the buffers of each thread. client: the writer's own, since requests must not wait for it; `close` closes it. views:
+        the addresses of pool slots. ordinal: of the GPU that copies, if any."""
         self._bound, self._most = bound, config.queue_chunks
         self._client, self._views, self._ordinal = client, views, ordinal
         self._waiting: deque[ChunkKey] = deque()
@@ -75,7 +75,7 @@ class Writer:
             thread.start()
 
     def offer(self, keys: Sequence[ChunkKey]) -> None:
-        """These are in the pool: write them, soon. Never blocks: what is too much is dropped, and counted."""
+        """Write chunks that are in the pool, in the background. Never blocks: what is too much is dropped and counted."""
         with self._changed:
             room = max(self._most - len(self._waiting), 0)
             self._waiting += keys[:room]
@@ -83,12 +83,12 @@ class Writer:
         self._dropped("backlog", len(keys) - room)
 
     def flush(self, seconds: float) -> bool:
-        """Wait until what was offered so far is written or dropped; False if it is not after so many seconds."""
+        """Wait until everything offered so far is written or dropped. False if that takes more than `seconds`."""
         with self._changed:
             return self._changed.wait_for(lambda: not (self._waiting or self._busy), seconds)
 
     def close(self, seconds: float) -> None:
-        """Drop what waits, and let the writes under way end, within so many seconds. Idempotent."""
+        """Drop what is queued, and let the writes under way end, for `seconds` at most. Idempotent."""
         with self._changed:
             self._stop.set()
             waiting, self._waiting = len(self._waiting), deque()
@@ -102,7 +102,7 @@ class Writer:
     # ---- the threads
 
     def _run(self, buffers: Sequence[Buffer]) -> None:
-        """The body of a thread. What fails is counted, and nothing more."""
+        """The body of a thread. A failure is only counted."""
         while keys := self._take(len(buffers)):
             try:
                 sealed = self._copy_out(keys, buffers)
@@ -121,8 +121,8 @@ class Writer:
                     self._changed.notify_all()
 
     def _take(self, most: int) -> list[ChunkKey]:
-        """Some of what waits, once there is a store for it, and nobody else copies: a chunk may stay in the pool for longer than a master
-        takes to come back. None after `close`."""
+        """Take some queued chunks, once the store is usable and no other thread copies: chunks may stay in the pool for longer than a
+        master takes to come back. None after `close`."""
         with self._changed:
             while not self._stop.is_set():
                 if self._waiting and not self._copying and self._bound.store.usable:
@@ -161,7 +161,7 @@ class Writer:
                 self._changed.notify_all()
 
     def _sealed(self, keys: Sequence[ChunkKey], leased: Leased, buffers: Sequence[Buffer]) -> Sealed:
-        """Leased chunks as objects in buffers; what cannot be copied is dropped."""
+        """Turn leased chunks into objects in buffers. What cannot be copied is dropped."""
         bound, sealed = self._bound, Sealed()
         views = self._views(leased.locations)
         self._dropped("gone", len(keys) - len(views))
@@ -177,7 +177,7 @@ class Writer:
         return sealed
 
     def _copy(self, chunk: torch.Tensor, payload: torch.Tensor) -> int | None:
-        """Encode a chunk where it is, and wait until it is in host memory: its digest, where that is known."""
+        """Encode a chunk where it lies, and wait until it is in host memory. Returns its digest, if known."""
         codec = self._bound.codec
         if chunk.device.type != "cuda":
             if codec is None:
