@@ -301,6 +301,15 @@ def test_runs_are_summed_up_by_their_medians_and_compared_where_their_seeds_are_
     assert ahead["inplace_x4_throughput_vs_alone"].limit == ">= 1.5"
 
 
+def test_the_median_of_runs_is_judged_not_the_last_run() -> None:
+    rows: dict[str, Row] = {}
+    for run, value in enumerate((0.99, 1.0, 0.5)):
+        raw = [Row("inplace_hit_rate_unfiltered", value, "fraction", 1.0, value, 1, 0.0, f"w, seed {run}", "", None)]
+        rows |= {row.case: row for row in of_runs(rows, run, raw, at_least=0.98)}
+    median = rows["inplace_hit_rate_unfiltered"]
+    assert (median.ratio, median.ok, median.limit) == (0.99, True, ">= 0.98")
+
+
 def test_only_the_same_workload_is_compared_and_a_hit_rate_stands_beside_its_ceiling() -> None:
     rows = rows_of({"alone": "80 prefixes", "vcache": "90 prefixes"})
     assert compared(rows, "prefix") == []
