@@ -9,11 +9,12 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_cases import missing
 
 from vcache_backend.integration import plugin
 from vcache_backend.integration.lmcache import patches
@@ -28,7 +29,16 @@ from vcache_backend.integration.lmcache.scope import (
     uncached,
 )
 
+if not missing(()):
+    pytest.importorskip("vllm.v1.request")  # it lets the warnings pass that come with the import
+    import torch
+    from vllm import PoolingParams, SamplingParams
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.request import Request
+
 NOT_CACHED = {SKIP_SAVE: True, REFUSED: True}
+beside = pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here")
+"""For tests with requests of vLLM's own."""
 
 # ---- scopes
 
@@ -82,36 +92,30 @@ def test_the_users_own_dictionaries_are_left_alone(rewrite: Callable[[Any], dict
     assert mine == before
 
 
-# ---- the scheduler, with objects shaped as vLLM's and LMCache's
+# ---- the scheduler, with requests of vLLM's own
 
 
-@dataclass
-class Params:
-    extra_args: dict[str, Any] | None = None
+def sampling(params: Any = None, **more: Any) -> SamplingParams:
+    """params: the request's `kv_transfer_params`, if any."""
+    return SamplingParams(extra_args=None if params is None else {"kv_transfer_params": params}, **more)
 
 
-@dataclass
-class Lora:
-    lora_name: str
-    lora_path: str
-    lora_int_id: int = 1
+def request(name: str = "r", params: SamplingParams | None = None, **more: Any) -> Request:
+    return Request(name, [1, 2, 3], params or sampling(), None, **more)
 
 
-@dataclass
-class Request:
-    request_id: str = "r"
-    sampling_params: Any = field(default_factory=Params)
-    lora_request: Any = None
-    cache_salt: str | None = None
-    prompt_embeds: Any = None
-    skip_reading_prefix_cache: bool = False
+def adapter_of(name: str, path: str) -> LoRARequest:
+    return LoRARequest(name, 1, path)
 
-    def tags(self) -> dict[str, Any]:
-        return dict((self.sampling_params.extra_args or {}).get("kv_transfer_params", {}))
+
+def tags(of: Any) -> dict[str, Any]:
+    return dict((of.sampling_params.extra_args or {}).get("kv_transfer_params", {}))
 
 
 @dataclass
 class LoadSpec:
+    """As LMCache's."""
+
     vllm_cached_tokens: int
     lmcache_cached_tokens: int
     can_load: bool
@@ -124,68 +128,72 @@ class Adapter:
         extra = {"storage_plugin.vcache.module_path": module}
         self.config = types.SimpleNamespace(storage_plugins=plugins, extra_config=extra)
         self.lookup_client: Any = object()
-        self.load_specs: dict[str, LoadSpec] = {}
+        self.load_specs: dict[str, Any] = {}
         self.asked: list[dict[str, Any]] = []
-        self.meta: Any = types.SimpleNamespace(requests=[])
+        self.meta: Any = None
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        self.asked.append(request.tags() if request.sampling_params else {})
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> int:
+        self.asked.append(tags(request) if request.sampling_params else {})
         return 256 - num_computed_tokens
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         return self.meta
 
 
-def ask(request: Request, adapter: Adapter | None = None, computed: int = 0) -> int | None:
+def ask(request: Any, adapter: Adapter | None = None, computed: int = 0) -> int | None:
     return Scheduler(adapter or Adapter()).get_num_new_matched_tokens(request, computed)
 
 
+@beside
 def test_requests_that_share_their_parameters_keep_their_own_scopes() -> None:
-    shared = Params({"kv_transfer_params": {"lmcache.tag.team": "red"}})
-    one, two = Request("1", shared, cache_salt="a"), Request("2", shared, cache_salt="b")
+    mine = {"lmcache.tag.team": "red"}
+    shared = sampling(dict(mine))
+    one, two = request("1", shared, cache_salt="a"), request("2", shared, cache_salt="b")
     ask(one)
     ask(two)
-    assert [one.tags()[TAG], two.tags()[TAG]] == [scope("a", None), scope("b", None)]
-    assert shared == Params({"kv_transfer_params": {"lmcache.tag.team": "red"}})
+    assert [tags(one)[TAG], tags(two)[TAG]] == [scope("a", None), scope("b", None)]
+    assert shared.extra_args == {"kv_transfer_params": mine}
 
 
+@beside
 @pytest.mark.parametrize(
-    "request_",
+    "make",
     [
-        Request(lora_request=Lora("sql", "/sql")),
-        Request(sampling_params=Params({"kv_transfer_params": {TAG: "ours is no user's"}}), lora_request=Lora("a", "/a")),
-        Request(prompt_embeds=object()),  # LMCache hashes token ids, and those of embeddings are all zero
+        lambda: request(lora_request=adapter_of("sql", "/sql")),
+        lambda: request(params=sampling({TAG: "ours is no user's"}), lora_request=adapter_of("a", "/a")),
+        lambda: request(prompt_embeds=torch.zeros(3, 8)),  # LMCache hashes token ids, and those of embeddings are all zero
     ],
     ids=["adapter", "our own tag", "embeddings"],
 )
-def test_requests_that_no_key_tells_apart_are_neither_looked_up_nor_stored(request_: Request) -> None:
-    adapter = Adapter()
+def test_requests_that_no_key_tells_apart_are_neither_looked_up_nor_stored(make: Callable[[], Any]) -> None:
+    adapter, refused = Adapter(), make()
     for _ in ("new", "preempted"):
-        assert ask(request_, adapter, computed=32) == 0
-        assert (adapter.asked, request_.tags()) == ([], NOT_CACHED)
+        assert ask(refused, adapter, computed=32) == 0
+        assert (adapter.asked, tags(refused)) == ([], NOT_CACHED)
     assert adapter.load_specs == {"r": LoadSpec(32, 0, False)}  # LMCache asserts that there is one after a preemption
 
 
+@beside
 def test_an_adapter_with_a_users_tag_has_a_scope_of_its_own() -> None:
-    tags = []
-    for lora, salt in ((Lora("a", "/a"), None), (Lora("b", "/a"), None), (Lora("a", "/b"), None), (Lora("a", "/a"), "s")):
-        request = Request(
-            sampling_params=Params({"kv_transfer_params": {"lmcache.tag.v": 1}}), lora_request=lora, cache_salt=salt
-        )
-        assert ask(request) == 256
-        assert request.tags()["lmcache.tag.v"] == 1
-        tags.append(request.tags()[TAG])
-    assert len({*tags, PLAIN, scope("s", None)}) == 6
+    found = []
+    for lora, salt in ((("a", "/a"), None), (("b", "/a"), None), (("a", "/b"), None), (("a", "/a"), "s")):
+        one = request(params=sampling({"lmcache.tag.v": 1}), lora_request=adapter_of(*lora), cache_salt=salt)
+        assert ask(one) == 256
+        assert tags(one)["lmcache.tag.v"] == 1
+        found.append(tags(one)[TAG])
+    assert len({*found, PLAIN, scope("s", None)}) == 6
 
 
+@beside
 def test_a_pooling_request_is_not_cached() -> None:
-    adapter, request = Adapter(), Request(sampling_params=None)
-    assert (ask(request, adapter), adapter.asked, request.sampling_params) == (0, [], None)
+    adapter, pooling = Adapter(), Request("r", [1, 2, 3], None, PoolingParams())
+    assert (ask(pooling, adapter), adapter.asked, pooling.sampling_params) == (0, [], None)
 
 
+@beside
 def test_a_request_that_must_be_computed_is_stored_but_not_looked_up() -> None:
-    adapter, request = Adapter(), Request(skip_reading_prefix_cache=True)
-    assert (ask(request, adapter), adapter.asked, request.tags()) == (0, [], {TAG: PLAIN})
+    adapter, computed = Adapter(), request(params=sampling(skip_reading_prefix_cache=True))
+    assert (ask(computed, adapter), adapter.asked, tags(computed)) == (0, [], {TAG: PLAIN})
 
 
 def test_nothing_is_saved_of_a_request_without_a_tag() -> None:
@@ -193,21 +201,22 @@ def test_nothing_is_saved_of_a_request_without_a_tag() -> None:
         return types.SimpleNamespace(request_configs=configs, save_spec=types.SimpleNamespace(can_save=True))
 
     adapter = Adapter()
-    adapter.meta.requests = [meta({TAG: PLAIN}), meta(None), meta({"lmcache.tag.team": "red"})]
+    adapter.meta = types.SimpleNamespace(requests=[meta({TAG: PLAIN}), meta(None), meta({"lmcache.tag.team": "red"})])
     adapter.meta.requests.append(types.SimpleNamespace(request_configs=None, save_spec=None))
     answer = Scheduler(adapter).build_connector_meta("a scheduler's output")
-    assert [request.save_spec and request.save_spec.can_save for request in answer.requests] == [True, False, False, None]
+    assert [one.save_spec and one.save_spec.can_save for one in answer.requests] == [True, False, False, None]
 
 
+@beside
 def test_a_request_we_do_not_understand_is_not_cached_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     adapter = Adapter()
     scheduler = Scheduler(adapter)
     for number, params in enumerate(({"lmcache.tag.team": []}, "text", {1: 2})):
-        request = Request(str(number), Params({"kv_transfer_params": params}))
+        one = request(str(number), sampling(params))
         for _ in ("new", "preempted"):
-            assert scheduler.get_num_new_matched_tokens(request, 0) == 0
-            assert request.tags() == NOT_CACHED
-    strange = types.SimpleNamespace(request_id="s", sampling_params=Params())
+            assert scheduler.get_num_new_matched_tokens(one, 0) == 0
+            assert tags(one) == NOT_CACHED
+    strange = types.SimpleNamespace(request_id="s", sampling_params=sampling())
     assert scheduler.get_num_new_matched_tokens(strange, 0) == 0
     assert adapter.asked == []
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
@@ -251,10 +260,11 @@ def hooked(adapter: Any) -> bool:
     return isinstance(getattr(adapter.get_num_new_matched_tokens, "__self__", None), Scheduler)
 
 
+@beside
 def test_the_schedulers_connector_is_hooked_once(connector: type[Connector]) -> None:
     adapter = Adapter()
     connector(config(adapter), "SCHEDULER")
-    adapter.get_num_new_matched_tokens(Request(), 0)
+    adapter.get_num_new_matched_tokens(request(), 0)
     assert adapter.asked == [{TAG: PLAIN}]
     assert connector.__init__.__wrapped__ is Connector.__init__  # type: ignore[attr-defined]
 
