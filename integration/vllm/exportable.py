@@ -172,7 +172,8 @@ def _refusals(vllm_config: Any, kv_cache_config: Any, model: ModelSpec) -> Itera
         # Our allocator would replace sleep mode's for the KV cache.
         yield "sleep mode frees nothing of a KV cache that others can map: start vLLM without --enable-sleep-mode"
     if model.device_type == "cuda" and config.expandable_segments():
-        yield "expandable_segments moves pages behind addresses: take it out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"
+        why = "expandable_segments does not work with the allocator of a shared KV cache (pytorch issue 147851)"
+        yield f"{why}: take it out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"
 
 
 def _kinds(spec: Any) -> Iterator[str]:

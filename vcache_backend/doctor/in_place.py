@@ -83,7 +83,7 @@ def _gpu_reasons() -> Iterator[tuple[str, str, bool]]:
             yield f"gpu {gpu.ordinal} does not reach the memory of every other GPU", "see `nvidia-smi topo -p2p r`", False
     if settings.expandable_segments():
         yield (
-            "expandable_segments moves pages behind addresses",
+            "expandable_segments does not work with the allocator of a shared KV cache (pytorch issue 147851)",
             "take it out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF",
             True,
         )
