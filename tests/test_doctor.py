@@ -213,7 +213,7 @@ def test_the_doctor_says_that_vllm_can_share_in_place_and_which_setting_does_it(
         ("hook", "this vLLM has no evict_blocks in v1/core/block_pool.py", "install an unchanged vllm>=0.26,<0.34"),
         ("machine", "sharing in place needs a machine that orders stores", "run it on x86-64 with Linux 5.4 or later"),
         ("link", "gpu 0 does not reach the memory of every other GPU", "see `nvidia-smi topo -p2p r`"),
-        ("allocator", "expandable_segments moves pages", "take it out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"),
+        ("allocator", "expandable_segments does not work", "take it out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"),
     ],
 )
 def test_the_first_reason_why_it_cannot_is_a_failure_only_for_who_wants_it(
@@ -396,7 +396,7 @@ def test_a_hung_server_and_somebody_else_who_listens_there_are_failures(config: 
 
 def test_no_server_is_a_warning_that_says_how_to_start_one(config: Config) -> None:
     finding = only(doctor.check_server(config))
-    assert (finding.status, finding.advice) == ("warn", "start it: `vcache serve`")
+    assert (finding.status, finding.advice) == ("warn", "start one with `vcache serve`")
     assert str(config.server.path) in finding.detail
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left_over:
         left_over.bind(str(config.server.path))

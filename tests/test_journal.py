@@ -58,13 +58,18 @@ def test_what_was_written_is_read_back(path: Path) -> None:
     assert state.segments == {S0: HISTORY[0]}
 
 
-def test_a_cut_file_is_read_to_its_last_whole_record(path: Path) -> None:
+def test_a_cut_file_is_read_to_its_last_whole_record(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It may be the last write of a killed server. That it is not is the witness's to say: the number of its last frame tells."""
-    write(path, HISTORY)
+    ends = set()
+    for count in range(len(HISTORY) + 1):
+        write(path, HISTORY[:count])
+        ends.add(path.stat().st_size)
     whole = path.read_bytes()
     for cut in range(journal.HEADER_BYTES, len(whole) + 1):
         path.write_bytes(whole[:cut])
+        caplog.clear()
         state = journal.read(path)
+        assert ("are no whole record and are left out" in caplog.text) is (cut not in ends)
         assert (state.epoch, state) == (EPOCH, state_of(HISTORY[: state.frame]))
         assert (state.frame == len(HISTORY)) is (cut == len(whole))
     assert path.stat().st_mode & 0o777 == 0o600

@@ -250,7 +250,7 @@ def test_a_monitor_that_was_killed_is_started_again(alone: Stage) -> None:
     # A service manager sends SIGHUP to all of a service: that ends neither.
     for number in ("-HUP", "-9"):
         subprocess.run(["kill", number, child], check=True)
-    server.expect("its process ended with status -9; another one follows")
+    server.expect("their process ended with status -9 and is started again")
     assert get(address_of(server), "/nothing")[0] == 404
 
 
@@ -353,7 +353,7 @@ def test_a_log_for_machines_is_an_object_a_line_and_says_that_nothing_is_read_ag
     server = alone.server(metrics=":0", log_format="json")
     said = [server.expect("metrics and a page at")]
     server.signal(signal.SIGHUP)
-    said.append(server.expect("the configuration is read at the start alone"))
+    said.append(server.expect("the configuration is only read at start"))
     assert alone.client().connected
     server.signal(signal.SIGTERM)
     status, rest = server.wait()

@@ -61,7 +61,7 @@ def test_a_known_layout_is_recognised_and_its_pages_are_the_bytes_of_the_tensor(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_is_moved_as_bytes(dtype: torch.dtype) -> None:
+def test_a_page_has_the_bytes_of_its_dtype_and_its_name(dtype: torch.dtype) -> None:
     found = PagedKV.describe([kv(BLOCKS, BLOCK, HEADS, DIM, dtype=dtype)], BLOCK)
     assert found.page_bytes == BLOCK * HEADS * DIM * dtype.itemsize
     assert found.dtype == str(dtype).removeprefix("torch.")

@@ -205,11 +205,11 @@ def test_nobody_takes_over_an_instance_or_a_rank_of_it_or_publishes_for_it(alone
     owner.expect("shown")
     table = make_table(64)
     try:
-        with pytest.raises(Refused, match=rf"join {A.hex()}: pid {owner.pid} is that"):
+        with pytest.raises(Refused, match=rf"join {A.hex()}: pid {owner.pid} is this part"):
             reader.join(A, NAMESPACE, 64, 1, EACH, table)
     finally:
         os.close(table)
-    with pytest.raises(Refused, match=f"pid {owner.pid} is that"):
+    with pytest.raises(Refused, match=f"pid {owner.pid} is this part"):
         reader.show_cache(A, 0, shape())
     with pytest.raises(Refused, match="this connection has not shown that cache"):
         reader.show_region(A, 0, 0, 0)
@@ -568,7 +568,7 @@ def test_one_client_cannot_take_all_the_room_there_is_for_others(alone: Stage, m
         with pytest.raises(Refused, match="0 segments are there and 4 fds of instances, more would leave no descriptors"):
             other.add_segment(info("s0", 4096), memory)
         os.close(memory)
-        with pytest.raises(Refused, match=f"pid {os.getpid()} is part of 8 instances; others' places are not for it"):
+        with pytest.raises(Refused, match=f"pid {os.getpid()} is part of 8 instances already, the most for one process"):
             other.show_cache(instance_id(30), 0, shape())
         alone.script(SHOW_A_CACHE).expect("shown")
         monkeypatch.setattr(instances, "MAX_OF_PROCESS", 10)

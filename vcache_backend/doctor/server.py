@@ -54,10 +54,10 @@ def check_server(config: Config) -> Iterator[Finding]:
         if not client.connected:
             # An absent server may only have to be started: a warning. One that is there and does not answer is a failure.
             absent = client.trouble.startswith("no metadata server at")
-            advice = "start it: `vcache serve`" if absent else "see its log; `kill -CONT` it, or restart it with this version"
-            if "is no socket" in client.trouble:
-                advice = "remove it, or set another server.socket"
-            yield Finding("server", "warn" if absent else "fail", client.trouble, advice)
+            detail, advice = client.trouble, "see its log; `kill -CONT` it, or restart it with this version"
+            if absent or "is no socket" in detail:
+                detail, _, advice = detail.rpartition("; ")
+            yield Finding("server", "warn" if absent else "fail", detail, advice)
             return
         try:
             stats = client.stats()

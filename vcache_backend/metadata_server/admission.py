@@ -1,4 +1,4 @@
-"""Who may connect, and how many: connections are accepted here, and a hello makes a client of one."""
+"""Who may connect, and how many: accepts connections, and makes clients of those that say hello."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from vcache_backend.metadata_server.service import Service
 log = logging.getLogger(__name__)
 
 SPARE_DESCRIPTORS = 64
-"""Not for clients: sockets, journals, /proc. A third each of the rest for connections, their pidfds and segments."""
+"""Descriptors kept for sockets, journals and /proc. Connections, their pidfds and segments get a third each of the rest."""
 
 MAX_TOLD = 64
-"""Most users whose refusal is in the log, once each: strangers do not fill it."""
+"""The most users whose refusal is logged, once each, so that strangers cannot fill the log."""
 
 
 class Admission:
-    """The listening socket in the server's loop. Where descriptors run out nobody is accepted until `listen_again`."""
+    """The listening socket in the server's loop. When descriptors run out nobody is accepted until `listen_again`."""
 
     def __init__(self, config: ServerConfig, endpoint: Endpoint, epoll: select.epoll) -> None:
         limit = processes.raise_descriptor_limit()
@@ -36,7 +36,11 @@ class Admission:
         self._max_clients = min(config.max_clients, share)
         self._few_descriptors = self._max_clients < config.max_clients
         if self._few_descriptors:
-            log.warning("%d descriptors are enough for %d clients, not for server.max_clients", limit, self._max_clients)
+            log.warning(
+                "the limit of %d descriptors is enough for %d clients, not for server.max_clients: raise ulimit -n",
+                limit,
+                self._max_clients,
+            )
         self._uids, self._gids = {os.getuid(), 0, *config.allow_uids}, set(config.allow_gids)
         self._listener, self._epoll = endpoint.listener, epoll
         self._told: set[int] = set()
@@ -47,7 +51,7 @@ class Admission:
         epoll.register(self._listener, select.EPOLLIN)
 
     def accept(self, connected: int) -> tuple[Connection, str] | None:
-        """Whoever waits first, and why he is to be turned away, if so. `connected`: how many connections there are."""
+        """Accept the next connection. Also returns why it is to be turned away, if it is. connected: how many connections there are."""
         try:
             sock, _ = self._listener.accept()
         except BlockingIOError:
@@ -66,7 +70,7 @@ class Admission:
         if uid not in self._uids and self._gids.isdisjoint(gids):
             if uid not in self._told and len(self._told) < MAX_TOLD:
                 self._told.add(uid)
-                log.warning("refused a connection of uid %d (pid %d); others of it are refused without a word here", uid, pid)
+                log.warning("refused a connection of uid %d (pid %d); further ones of this user are not logged", uid, pid)
             allowed = (
                 "its own user and root; add the uid to server.allow_uids, or a group of it to server.allow_gids, to let it in"
             )
@@ -77,7 +81,7 @@ class Admission:
         return ""
 
     def _pause(self, error: OSError, connected: int) -> None:
-        """Descriptors or memory are exhausted: whoever waits to connect waits on, and costs nothing meanwhile."""
+        """Descriptors or memory are exhausted: stop listening. Who connects meanwhile waits, at no cost."""
         if not self._paused:
             log.warning("no new client can connect for now: %s; %d are connected", error, connected)
         self._paused = str(error)
@@ -85,13 +89,14 @@ class Admission:
         self._epoll.unregister(self._listener)
 
     def listen_again(self) -> None:
-        """Something may have become free."""
+        """Listen again, since something may have become free."""
         if not self._listens:
             self._listens = True
             self._epoll.register(self._listener, select.EPOLLIN)
 
     def greet(self, connection: Connection, request: m.AnyRequest, service: Service, watch: Watch, witness: Witness) -> None:
-        """The first request of a connection: a hello, with its pidfd and the witness that the client holds, or a ProtocolError."""
+        """Answer a connection's first request: a hello, with its pidfd and the witness that the client holds. ProtocolError if it is
+        another one."""
         if not isinstance(request, m.Hello):
             raise ProtocolError(f"the first message is {type(request).__name__}, not hello")
         if request.version != m.PROTOCOL_VERSION:
@@ -110,7 +115,7 @@ class Admission:
 
 
 def _take_pidfd(connection: Connection) -> int | None:
-    """The pidfd of its process that came with the hello, ours now; None if none did."""
+    """Take over the pidfd of the client's process that came with the hello; None if none did."""
     for fd in connection.fds:
         if processes.is_pidfd(fd, connection.pid):
             connection.fds.remove(fd)

@@ -1,8 +1,7 @@
-"""Slots within one segment: best fit over exact hole sizes, merged at once when freed.
+"""Allocates slots within one segment: best fit over exact hole sizes; freed slots merge with their neighbours at once.
 
-Pure arithmetic over offsets. With chunks of one size the segment packs without gaps (all of it is usable but a tail
-smaller than a chunk); with several sizes best fit keeps each size in the holes that fit it, and `Directory` evicts
-neighbours when no hole is large enough.
+Pure arithmetic over offsets. With chunks of one size the segment packs without gaps, except for a tail smaller than a chunk. With several
+sizes best fit keeps each size in the holes that fit it, and `Contents` evicts neighbours when no hole is large enough.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ ALIGNMENT = 256
 
 
 def padded(nbytes: int) -> int:
-    """Bytes a slot of `nbytes` takes."""
+    """The size of a slot for `nbytes` bytes."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class Extents:
-    """The holes of one segment of `nbytes` bytes. Every call is O(log of the number of distinct hole sizes)."""
+    """The holes of one segment of `nbytes` bytes. A call costs a binary search among the distinct hole sizes."""
 
     def __init__(self, nbytes: int, taken: Iterable[tuple[int, int]] = ()) -> None:
-        """`taken`: (start, size) of slots in use already, as a journal tells; ValueError if they overlap or lie outside."""
+        """taken: (start, size) of the slots in use, as a journal has them. ValueError if they overlap or lie outside."""
         self.free = 0
         self._end_of: dict[int, int] = {}
         self._start_of: dict[int, int] = {}
@@ -40,11 +39,11 @@ class Extents:
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest hole."""
+        """The size of the largest hole in bytes."""
         return self._sizes[-1] if self._sizes else 0
 
     def take(self, size: int) -> int | None:
-        """Offset of a slot of `size` bytes (a multiple of ALIGNMENT) from the tightest hole, or None."""
+        """Take a slot of `size` bytes (a multiple of ALIGNMENT) from the tightest hole. Returns its offset; None if no hole fits."""
         at = bisect_left(self._sizes, size)
         if at == len(self._sizes):
             return None
@@ -56,7 +55,7 @@ class Extents:
         return start
 
     def give(self, start: int, size: int) -> None:
-        """Free a slot that `take` gave, merging it with the holes beside it."""
+        """Free a slot that `take` gave, and merge it with the holes beside it."""
         end = start + size
         before = self._start_of.get(start)
         if before is not None:
@@ -69,7 +68,7 @@ class Extents:
         self._add(start, end)
 
     def cut(self, end: int, to: int) -> int:
-        """Take away the hole that ends at `end`, down to `to` at most: where what is left ends; `end` if there is no hole."""
+        """Remove the hole that ends at `end`, but nothing of it before `to`. Returns the new end; `end` if there is no hole."""
         start = self.hole_before(end)
         if start < end:
             self._remove(start, end)
@@ -78,11 +77,11 @@ class Extents:
         return max(start, to)
 
     def hole_at(self, start: int) -> int:
-        """End of the hole that starts at `start`; `start` itself if none does."""
+        """The end of the hole that starts at `start`; `start` if there is none."""
         return self._end_of.get(start, start)
 
     def hole_before(self, end: int) -> int:
-        """Start of the hole that ends at `end`; `end` itself if none does."""
+        """The start of the hole that ends at `end`; `end` if there is none."""
         return self._start_of.get(end, end)
 
     def _add(self, start: int, end: int) -> None:

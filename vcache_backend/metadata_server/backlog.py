@@ -1,4 +1,4 @@
-"""What is too much for one turn of the server's loop: it is begun at once and goes on in the turns after it. Pure."""
+"""Work that is too much for one turn of the server's loop: begun at once, continued in later turns. Pure."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from itertools import islice
 
 AT_ONCE = 1024
-"""So many steps a task takes in the turn that begins it; most end there."""
+"""Steps of a task in the turn that begins it. Most tasks end there."""
 SHARE = 32
-"""So many steps it takes later, before the next task's turn comes."""
+"""Steps of a task in later turns, before the next task has its share."""
 Steps = Iterator[None]
 """Work in steps, each of which touches one entry."""
 
 
 class Backlog:
-    """The tasks that go on. Each has its share of every turn, so that none waits for the end of another."""
+    """Unfinished tasks. They run in turn, `SHARE` steps each, so none waits for another to end."""
 
     def __init__(self) -> None:
         self._tasks: deque[Steps] = deque()
@@ -24,15 +24,15 @@ class Backlog:
         return bool(self._tasks)
 
     def begin(self, task: Steps) -> None:
-        """The first steps of a task."""
+        """Begin a task, and do its first steps now."""
         self._go_on(task, AT_ONCE)
 
     def later(self, task: Steps) -> None:
-        """A task of which there may be many in one turn."""
+        """Add a task of a kind of which there may be many in one turn; it begins later."""
         self._tasks.append(task)
 
     def run(self, steps: int) -> None:
-        """About so many steps of what was begun."""
+        """Do about `steps` steps of the unfinished tasks."""
         while steps > 0 and self._tasks:
             self._go_on(self._tasks.popleft(), SHARE)
             steps -= SHARE

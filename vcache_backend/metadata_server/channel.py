@@ -1,4 +1,4 @@
-"""A connection to the metadata server that comes back by itself: calls with deadlines, a circuit breaker, a thread that reconnects."""
+"""A connection to the metadata server that is made again when lost: calls with deadlines, a circuit breaker, a background thread."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ T = TypeVar("T")
 
 
 class Sent(Generic[R]):
-    """A request on its way. Its answer is read by `answer`, or on the way by whoever calls next.
+    """A request whose answer is still to be read, by `answer` or by the next call on the channel.
 
-    An answer that nobody fetches is read with the next call's and forgotten: of a lease, fetch it, or it is held until it ends.
-    `received`: where the fds that come with the answer are put.
+    The next call reads and discards an answer that nobody has fetched. Fetch that of a lease, or the lease is held until it ends.
+    `received`: where fds that come with the answer are put.
     """
 
     def __init__(self, channel: Channel, request: m.Request, kind: type[R], received: list[int] | None = None) -> None:
@@ -42,11 +42,11 @@ class Sent(Generic[R]):
 
     @property
     def over(self) -> bool:
-        """Whether the answer is here, or never comes."""
+        """Whether the answer is here, or will never come."""
         return self.reply is not None or bool(self.lost)
 
     def answer(self) -> R:
-        """The answer, waited for as long as for that of a call; raises as a call does."""
+        """Wait for the answer, with the deadline of a call; raises as a call does."""
         if not self.over:
             self._channel._collect(self)
         if isinstance(self.reply, self.kind):
@@ -57,10 +57,10 @@ class Sent(Generic[R]):
 
 
 class Channel(ABC):
-    """The connection, whichever it is at present. Any thread may call any method; requests go one after the other."""
+    """The current connection, whichever it is. Any thread may call any method; requests go one after the other."""
 
     def __init__(self, path: Path, config: ClientConfig, hello: m.Hello, reconnect: bool) -> None:
-        """Try to connect once, within `connect_seconds`; an absent server is no error here (`require` makes it one)."""
+        """Try to connect once, within `connect_seconds`. An absent server is no error here; `require` makes it one."""
         self._path, self._config, self._hello = path, config, hello
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -81,11 +81,11 @@ class Channel(ABC):
 
     @abstractmethod
     def _come_back(self) -> None:
-        """There is a connection again, or for the first time: say what the server must know. Background thread, or constructor."""
+        """Called after connecting, also for the first time: tell the server what it must know. Background thread, or constructor."""
 
     @abstractmethod
     def _beat(self) -> None:
-        """Every `heartbeat_seconds`, and after a connection was lost. Background thread; whatever VCacheError is raised is logged."""
+        """Called every `heartbeat_seconds`, and after a connection was lost. Background thread; a VCacheError that it raises is logged."""
 
     def __enter__(self) -> Self:
         return self
@@ -121,7 +121,7 @@ class Channel(ABC):
         return "" if self.connected else self._down
 
     def require(self) -> None:
-        """ServerUnavailable, with the reason, unless connected."""
+        """Raise ServerUnavailable, with the reason, unless connected."""
         if not self.connected:
             raise ServerUnavailable(self._down)
 
@@ -135,7 +135,7 @@ class Channel(ABC):
         fd: int | None = None,
         received: list[int] | None = None,
     ) -> R:
-        """Ask and wait for the answer, `seconds` at most. `fd` goes along; those that come are put into `received`."""
+        """Send a request and wait up to `seconds` for the answer. `fd` goes along; fds that come back are put into `received`."""
         data, sent = wire.encode(request), Sent(self, request, kind, received)
 
         def exchange(link: ServerLink, deadline: float) -> None:
@@ -147,7 +147,7 @@ class Channel(ABC):
         return sent.answer()
 
     def _open(self, request: m.Request, kind: type[R]) -> tuple[R, int]:
-        """Ask for what comes with an fd, the caller's to close."""
+        """Ask for something that comes with an fd, which the caller closes."""
         fds: list[int] = []
         try:
             reply = self._call(request, kind, received=fds)
@@ -159,7 +159,7 @@ class Channel(ABC):
         return reply, fds[0]
 
     def _send(self, request: m.Request, kind: type[R]) -> Sent[R]:
-        """Ask now; the answer is read later."""
+        """Send a request whose answer is read later."""
         data, sent = wire.encode(request), Sent(self, request, kind)
 
         def send(link: ServerLink, deadline: float) -> None:
@@ -170,7 +170,7 @@ class Channel(ABC):
         return sent
 
     def _collect(self, sent: Sent[Any]) -> None:
-        """See that the answer is there, if it ever comes."""
+        """Wait until the answer is there, or can no longer come."""
         try:
             self._alone(sent.request, lambda link, deadline: self._read_unread(link, deadline, sent))
         except ServerUnavailable:
@@ -178,7 +178,7 @@ class Channel(ABC):
                 raise
 
     def _read_unread(self, link: ServerLink, deadline: float, last: Sent[Any]) -> None:
-        """Read the answers to what was sent before, up to that to `last`. Under the lock."""
+        """Read the answers to earlier requests, up to that of `last`. Under the lock."""
         while not last.over:
             sent = self._unread[0]
             reply = link.read(deadline, sent.received)
@@ -189,7 +189,7 @@ class Channel(ABC):
                 self._drop(link, f"the metadata server at {self._path} closed the connection: {reply.message}")
 
     def _alone(self, request: m.Request, work: Callable[[ServerLink, float], T], seconds: float | None = None) -> T:
-        """Do this on the present connection while nobody else uses it, by a deadline; the connection ends if that fails."""
+        """Run a step on the current connection while nobody else uses it, by a deadline. The connection ends if the step fails."""
         seconds = self._config.request_seconds if seconds is None else seconds
         deadline = time.perf_counter() + seconds
         self.require()
@@ -222,7 +222,7 @@ class Channel(ABC):
     # ---- connection
 
     def _try_connect(self) -> bool:
-        """Connect and say hello, within `connect_seconds`. Nobody sees the new connection before the server's welcome."""
+        """Connect and say hello, within `connect_seconds`. Other threads see the connection only after the server's welcome."""
         deadline = time.perf_counter() + self._config.connect_seconds
         link = ServerLink(self._config.server_uid)
         received: list[int] = []
@@ -239,12 +239,12 @@ class Channel(ABC):
         return True
 
     def _keep_witness(self, fds: list[int]) -> None:
-        """Of the server that has just welcomed this client, in place of its predecessor's."""
+        """Keep the witness of the server that has just welcomed this client, in place of its predecessor's."""
         wire.close_fds(([] if self._witness is None else [self._witness]) + fds[1:])
         self._witness = fds[0] if fds else None
 
     def _no_connection(self, error: Exception) -> str:
-        """Why there is none, and what to do about it: not more than is known."""
+        """Why there is no connection and what to do about it, as far as is known."""
         at = whole(self._path)
         match error:
             case ConnectionRefusedError() if not self._path.is_socket():
@@ -273,7 +273,7 @@ class Channel(ABC):
         self._complained = ""
 
     def _drop(self, link: ServerLink, reason: str) -> None:
-        """Open the breaker: close the socket, remember why, wake the background thread. Under the lock, so that nobody uses it."""
+        """Open the breaker: close the socket, keep the reason, wake the background thread. Under the lock."""
         link.close()
         if self._link is link:
             self._link, self._down = None, reason
@@ -307,7 +307,7 @@ class Channel(ABC):
             log.debug("heartbeat: %s", error)
 
     def _complain(self) -> None:
-        """One line when the server is lost, not one a second."""
+        """Log once that the server is lost, not every second."""
         if not self._complained and not self._stop.is_set():
             self._complained = self._down
             log.warning("vcache: %s; KV is computed, not shared, until it is back", self._down)

@@ -1,4 +1,4 @@
-"""Chunks by their key, namespace by namespace, so that a whole namespace is forgotten in one step. Pure."""
+"""Chunks by key and namespace, so that a whole namespace can be forgotten in one step. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EMPTY: Space = {}
 
 
 class Chunks:
-    """Key to entry. What is taken out of here nobody sees any more, wherever it still occupies a slot."""
+    """Chunk entries by key. What is taken out here is no longer found, though it may still occupy a slot."""
 
     def __init__(self) -> None:
         self._spaces: dict[bytes, Space] = {}
@@ -39,14 +39,14 @@ class Chunks:
         return cast("list[Entry]", found[: found.index(None)] if None in found else found)
 
     def leading_of_all(self, keys: list[ChunkKey], ranks: int) -> int:
-        """How many leading chunks (keys of rank 0) are there for all ranks."""
+        """Count the leading chunks (keys of rank 0) that are there for all ranks."""
         found = len(keys)
         for rank in range(ranks):
             found = len(self.leading(of_rank(keys[:found], rank) if ranks > 1 else keys))
         return found
 
     def among(self, keys: list[ChunkKey]) -> Space:
-        """Where these keys are to be found, if they are: mostly their namespace, the same for all. For reading, until the next change."""
+        """A table with those of these keys that are there, and perhaps others of their namespace. To be read before the next change."""
         if not self._count or not keys:
             return _EMPTY
         namespace = min(keys)[:NAMESPACE_BYTES]
@@ -55,7 +55,7 @@ class Chunks:
         return {key: entry for key in keys if (entry := self.get(key)) is not None}
 
     def put(self, entries: Iterable[Entry]) -> None:
-        """Their keys are not there yet."""
+        """Add entries whose keys are not there yet."""
         spaces = self._spaces
         for entry in entries:
             key = entry.key
@@ -70,7 +70,7 @@ class Chunks:
         return self.get(entry.key) is entry
 
     def drop(self, entries: Iterable[Entry]) -> list[ChunkKey]:
-        """Take them out; the keys of those whose key led to this very entry."""
+        """Take entries out. Returns the keys that led to them."""
         spaces, gone = self._spaces, list[ChunkKey]()
         for entry in entries if spaces else ():
             key = entry.key
@@ -84,7 +84,7 @@ class Chunks:
         return gone
 
     def clear(self, namespace: bytes) -> list[Space]:
-        """Take a namespace out, or all with b"": the caller's from now on."""
+        """Take out a namespace, or all of them with b"". The tables are the caller's from now on."""
         taken = [space] if (space := self._spaces.pop(namespace, None)) else []
         if not namespace:
             taken, self._spaces = list(self._spaces.values()), {}

@@ -1,4 +1,4 @@
-"""The server's requests as typed calls, for the workers and schedulers of the node."""
+"""The requests to the metadata server as typed calls, for the workers and schedulers of a node."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ log = logging.getLogger(__name__)
 
 
 class Client(ResidentCalls):
-    """A connection to the metadata server that comes back by itself.
+    """A connection to the metadata server that is made again whenever it is lost.
 
-    Any thread may call any method; requests go one after the other. Every call answers or raises within its deadline
-    (`client.request_seconds`; control calls: `client.control_seconds`): ServerTimeout when it passed, ServerUnavailable at once
-    while there is no connection (the breaker is open), Refused when the server said no. After a failure a background thread
-    connects again and offers again the segments in `offer`. Reservations do not survive a lost connection, leases do so for their
-    grace only. Not to be used in a forked child: calls there raise ServerUnavailable.
+    Any thread may call any method; requests go one after the other. Every call returns or raises within its deadline
+    (`client.request_seconds`; control calls: `client.control_seconds`): ServerTimeout after the deadline, ServerUnavailable at once while
+    there is no connection (the breaker is open), Refused if the server said no. After a failure a background thread connects again, and
+    registers the segments in `offer` again. A lost connection ends its reservations at once, and its leases after their grace. In a forked
+    child every call raises ServerUnavailable.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Client(ResidentCalls):
         layout: dict[str, str] | None = None,
         reconnect: bool = True,
     ) -> None:
-        """Try to connect once, within `connect_seconds`; an absent server is no error here (`require` makes it one)."""
+        """Try to connect once, within `connect_seconds`. An absent server is no error here; `require` makes it one."""
         self.on_segments: Callable[[list[m.SegmentInfo]], None] = lambda segments: None
         self.on_return: list[Callable[[], None]] = []
         """Called whenever there is a connection again, after segments were offered: to show what goes with a connection. Background
@@ -57,7 +57,7 @@ class Client(ResidentCalls):
     # ---- chunks
 
     def lookup(self, keys: list[m.ChunkKey], ranks: int = 1) -> int:
-        """How many leading chunks all ranks have. More than `MAX_LOOKED_UP` keys times ranks are asked for in several requests."""
+        """Count the leading chunks that all ranks have. Sends several requests for more than `MAX_LOOKED_UP` keys times ranks."""
         most = max(1, min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks))
         found = 0
         for reply in self._in_parts(keys, lambda part: m.Lookup(part, ranks), m.Count, most):
@@ -70,26 +70,26 @@ class Client(ResidentCalls):
         return self.present(keys).present
 
     def present(self, keys: list[m.ChunkKey]) -> m.Present:
-        """`contains`, with the epoch in which to look for the others in the offload tier."""
+        """`contains`, with the epoch in which the offload tier is to be asked for the other chunks."""
         replies = list(self._in_parts(keys, m.Contains, m.Present))
         return msgspec.structs.replace(replies[0], present=[there for reply in replies for there in reply.present])
 
     def segments_of(self, keys: list[m.ChunkKey]) -> list[str]:
-        """For each key the segment in which its chunk lies, "" where it is not there. An older server says nothing: []."""
+        """The segment of each key's chunk; "" if it is not in the pool. [] from an older server, which does not know."""
         return [id_ for reply in self._in_parts(keys, lambda part: m.Contains(part, True), m.Present) for id_ in reply.segments]
 
     def acquire(self, keys: list[m.ChunkKey], ranks: int = 1) -> m.Leased:
-        """Lease the leading run, of at most `MAX_KEYS` chunks. ranks: of chunks of so many parts (keys of rank 0), whose locations come
-        chunk by chunk; parts of one more may follow."""
+        """Lease the leading run, of at most `MAX_KEYS` chunks. ranks: parts of each chunk (keys are of rank 0); locations come chunk by
+        chunk, and some parts of one more chunk may follow."""
         return self._call(_acquire(keys, ranks), m.Leased)
 
     def send_lookup(self, keys: list[m.ChunkKey], ranks: int = 1) -> Sent[m.Count] | None:
-        """`lookup` without waiting for the answer; None if one request cannot ask for so many."""
+        """Send `lookup` without waiting for the answer; None if one request cannot hold so many keys."""
         most = min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks)
         return self._send(m.Lookup(keys, ranks), m.Count) if len(keys) <= most else None
 
     def send_acquire(self, keys: list[m.ChunkKey], ranks: int = 1) -> Sent[m.Leased]:
-        """`acquire` without waiting for the answer."""
+        """Send `acquire` without waiting for the answer."""
         return self._send(_acquire(keys, ranks), m.Leased)
 
     def renew(self, lease: int) -> bool:
@@ -99,7 +99,7 @@ class Client(ResidentCalls):
         return self._call(m.Release(lease), m.Verdict).held
 
     def reserve(self, keys: list[m.ChunkKey], nbytes: int) -> m.Reserved:
-        """A slot or a refusal for each key; FULL for those behind the first `MAX_SLOTS` that get one."""
+        """Reserve a slot for each key: a slot or a refusal each; FULL for the keys behind the first `MAX_SLOTS` that get one."""
         reserved = self._call(m.Reserve(keys[: m.MAX_KEYS], nbytes), m.Reserved)
         rest = len(keys) - m.MAX_KEYS
         if rest <= 0:
@@ -107,7 +107,7 @@ class Client(ResidentCalls):
         return msgspec.structs.replace(reserved, slots=reserved.slots + [int(m.Refusal.FULL)] * rest)
 
     def commit(self, reservation: int, prefix: list[m.ChunkKey] | None = None) -> int:
-        """Publish a reservation; only the last `MAX_KEYS` of `prefix` become as recent."""
+        """Publish a reservation. Only the last `MAX_KEYS` of `prefix` become more recent than its chunks."""
         return self._call(m.Commit(reservation, (prefix or [])[-m.MAX_KEYS :]), m.Count).count
 
     def abort(self, reservation: int) -> int:
@@ -120,25 +120,25 @@ class Client(ResidentCalls):
         return sum(reply.count for reply in self._in_parts(keys, lambda part: m.Remove(part, force), m.Count))
 
     def clear(self, namespace: bytes = b"", reset: bool = False) -> int:
-        """Forget chunks of a namespace; how many. reset: nor is anything found again that was offloaded of it."""
+        """Forget the chunks of a namespace. Returns how many. reset: forget what was offloaded of it, too."""
         return self._call(m.Clear(namespace, reset), m.Count, self._config.control_seconds).count
 
     # ---- segments and the server
 
     def lend(self, nbytes: int) -> m.Lendable:
-        """What of `nbytes` that the pool shall have on this client's device is to be made here and now."""
+        """Ask how much of `nbytes`, which the pool is to have on this client's device, this client is to allocate now."""
         return self._call(m.Lend(nbytes), m.Lendable)
 
     def add_segment(self, info: m.SegmentInfo, fd: int, claim: int = 0) -> None:
-        """Register a new segment, made under `claim` if any, with a copy of `fd`."""
+        """Register a new segment, allocated under `claim` if any, by a copy of `fd`."""
         self._add_segment(m.AddSegment(info.id, info.device, info.medium, info.nbytes, claim), fd)
 
     def _add_segment(self, request: m.AddSegment, fd: int) -> m.Added:
         return self._call(request, m.Added, self._config.control_seconds, fd)
 
     def offer(self, info: m.SegmentInfo, fd: int, claim: int = 0) -> None:
-        """`add_segment` now, and again after every reconnection until `withdraw`, or until a server does not take its memory again.
-        `fd` stays the caller's and open till then. If this raises, nothing is offered again, though the server may have it."""
+        """`add_segment` now, and after every reconnection until `withdraw`, or until a server refuses its memory. `fd` stays the
+        caller's, and must stay open until then. If this raises, nothing is registered again, though the server may have the segment."""
         self.remember(info, fd)
         try:
             self.add_segment(info, fd, claim)
@@ -147,38 +147,38 @@ class Client(ResidentCalls):
             raise
 
     def remember(self, info: m.SegmentInfo, fd: int) -> None:
-        """`offer` from the next reconnection on: for segments the server has now."""
+        """`offer` from the next reconnection on, for segments that the server already has."""
         self._offers[info.id] = (info, fd)
 
     def withdraw(self, id_: m.SegmentId) -> None:
-        """Do not offer this segment again."""
+        """Do not register this segment again."""
         self._offers.pop(id_, None)
 
     def open_segment(self, id_: m.SegmentId) -> tuple[m.SegmentInfo, int]:
-        """A segment and its fd, the caller's to close."""
+        """A segment and its fd, which the caller closes."""
         opened, fd = self._open(m.OpenSegment(id_), m.Opened)
         return opened.segment, fd
 
     def avoid(self, id_: m.SegmentId) -> None:
-        """This process cannot map the segment: no slot there, also after a reconnection."""
+        """Say that this process cannot map the segment: it gets no slot there, also after a reconnection."""
         self._avoided.add(id_)
         self._call(m.Unusable(id_), m.Count)
 
     def drop_segment(self, id_: m.SegmentId, keep: bool = False) -> m.Dropped:
-        """keep: its chunks stay for a while, to be moved."""
+        """Take a segment out of the pool. keep: its chunks stay for a while, to be moved."""
         return self._call(m.DropSegment(id_, keep), m.Dropped, self._config.control_seconds)
 
     def resize_segment(self, id_: m.SegmentId, nbytes: int, keep: bool = False) -> m.SegmentInfo:
-        """Take back what a host segment has beyond `nbytes`; what it has by now: the rest follows as `given_back` grows. keep: chunks
-        there stay for a while, to be moved."""
+        """Take back what a host segment has beyond `nbytes`. Returns its size by now: the rest is freed step by step, as `given_back`
+        shows. keep: chunks there stay for a while, to be moved."""
         return self._call(m.ResizeSegment(id_, nbytes, keep), m.Opened, self._config.control_seconds).segment
 
     def move(self, id_: m.SegmentId) -> m.Moves:
-        """What to copy next of a segment that is resized or dropped, and to `commit`."""
+        """The next chunks to copy out of a segment that is resized or dropped; the copies are then to be committed."""
         return self._call(m.Move(id_), m.Moves, self._config.control_seconds)
 
     def list_segments(self) -> list[m.SegmentInfo]:
-        """Also says what `saves` was told since."""
+        """All segments. Also sends what `saves` has noted since."""
         with self._saving:
             saved, self._saved = self._saved, None
         try:
@@ -189,8 +189,8 @@ class Client(ResidentCalls):
             raise
 
     def saves(self, seconds: float) -> None:
-        """Hits have saved so many seconds of prefill, or none yet: the server, or the one after it, hears of it with the next heartbeat;
-        twice, where its answer comes too late."""
+        """Note seconds of prefill that hits have saved, for the server's statistics; they go with the next heartbeat, to this server or
+        the next one. They count twice if the answer comes too late."""
         with self._saving:
             self._saved = min((self._saved or 0.0) + seconds, m.MAX_SAVED_SECONDS)
 
@@ -198,7 +198,7 @@ class Client(ResidentCalls):
         return self._call(m.Stats(), m.ServerStats)
 
     def report(self, level: m.Level, text: str) -> bool:
-        """Tell whoever looks after the node one line (cut at `MAX_REPORT_CHARS`); False if this connection said it before.
+        """Tell the node's operator one line, cut at `MAX_REPORT_CHARS`. False if this connection has said it before.
 
         A control call. Refused by a server too old to know it, and if `text` is empty.
         """
@@ -215,7 +215,7 @@ class Client(ResidentCalls):
         most: int = m.MAX_KEYS,
         last_first: bool = False,
     ) -> Iterator[R]:
-        """The replies to as many requests of at most `most` keys as it takes, nearly always one; all by one deadline."""
+        """The replies to requests of at most `most` keys each, nearly always one, by one common deadline."""
         deadline = time.perf_counter() + self._config.request_seconds
         starts = range(0, max(len(keys), 1), most)
         for start in reversed(starts) if last_first else starts:

@@ -1,4 +1,4 @@
-"""The connections of one server, from the bytes that come in to those that go out: no client stalls another one."""
+"""The connections of one server, from the bytes that arrive to those that leave. No client holds up another one."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from vcache_backend.metadata_server.service import Service
 log = logging.getLogger(__name__)
 
 HELLO_SECONDS = 5.0
-"""A connection that says no hello within this time is closed."""
+"""A connection that has not said hello within this time is closed."""
 TURN_SECONDS = 0.004
-"""When answering has taken so long, the requests that are left wait for the next turn."""
+"""Once answering has taken this long, the remaining requests wait for the next turn."""
 FOLLOWED = (m.Lookup, m.Find, m.Acquire, m.Reserve)
-"""After these another request comes soon, which is worth spinning for."""
+"""Requests that another one follows soon, for which it is worth spinning."""
 
 
 class Clients:
-    """Called from the server's loop. `spin_until`: until then the loop is not to sleep (monotonic clock)."""
+    """All connections. Called from the server's loop, which should not sleep before `spin_until` (monotonic clock)."""
 
     def __init__(
         self, admission: Admission, epoll: select.epoll, service: Service, watch: Watch, witness: Witness, spin_seconds: float
@@ -42,7 +42,7 @@ class Clients:
         self._receiver = wire.Receiver()
         self._turns = Turns()
         self._concerned: dict[Connection, None] = {}
-        """Connections of which something changed in this turn."""
+        """Connections that have changed in this turn."""
 
     @property
     def waiting(self) -> bool:
@@ -50,7 +50,7 @@ class Clients:
         return bool(len(self._turns))
 
     def on_ready(self, fd: int, mask: int) -> bool:
-        """Epoll tells of `fd`; False if it is none of these."""
+        """Handle an event of `fd`. False if it is neither a connection nor the listening socket."""
         connection = self._connections.get(fd)
         if connection is not None:
             self._concerned[connection] = None
@@ -65,7 +65,7 @@ class Clients:
         return True
 
     def answer_some(self) -> None:
-        """Answer requests, one after the other, until the turn has been long enough."""
+        """Answer requests until the turn has taken `TURN_SECONDS`."""
         began = now = time.perf_counter()
         while now < began + TURN_SECONDS and (served := self._turns.next()) is not None:
             self._guarded(served, self._answer)
@@ -74,7 +74,7 @@ class Clients:
             self._concerned[served] = None
 
     def send(self) -> None:
-        """What can leave now does; then listen to those whose requests are all answered, and whose answers are read."""
+        """Send what can leave now, then listen to connections whose requests are answered and whose answers have left."""
         concerned, self._concerned = self._concerned, {}
         for connection in concerned:
             if connection.closed:
@@ -92,7 +92,7 @@ class Clients:
                 self._epoll.modify(connection.sock, connection.mask)
 
     def tick(self) -> None:
-        """Close connections that say no hello."""
+        """Close connections that have not said hello in time."""
         self._admission.listen_again()
         now = time.monotonic()
         for connection in list(self._connections.values()):
@@ -117,7 +117,7 @@ class Clients:
             self._refuse(connection, refusal)
 
     def _guarded(self, connection: Connection, what: Callable[[Connection], None]) -> None:
-        """Whatever goes wrong with one connection ends that one only."""
+        """Do something for one connection. Whatever goes wrong ends that connection only."""
         try:
             what(connection)
         except BlockingIOError:
@@ -167,7 +167,7 @@ class Clients:
     # ---- out
 
     def _refuse(self, connection: Connection, message: str) -> None:
-        """Say why, then close, read or not."""
+        """Say why, then close the connection, whether the client reads it or not."""
         connection.queue(m.Error(message, fatal=True))
         connection.closing = True
 

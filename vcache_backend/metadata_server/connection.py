@@ -1,5 +1,4 @@
-"""One client's connection, as the server has it; whose request is answered next, so that no client waits for another one's; and the
-fds that leave with answers."""
+"""A client's connection as the server has it, the order in which requests are answered, and the fds that leave with answers."""
 
 from __future__ import annotations
 
@@ -27,20 +26,20 @@ from vcache_backend.seals import FUTURE_WRITE, lacking
 log = logging.getLogger(__name__)
 
 FREED_AT_ONCE, FREEING_STEPS = 2 << 20, 256
-"""Bytes, no less than a large page, and the steps they count for: a turn of the loop frees some 4 MiB, in about a millisecond."""
+"""Bytes freed at once, a large page or more, and the steps that this counts for: a turn of the loop frees about 4 MiB, in 1 ms."""
 
 
 class Holder(Protocol):
-    """What keeps an open file for others."""
+    """Something that keeps a file open for others."""
 
     fd: int
 
 
 class Descriptor:
-    """An open file that is closed, soon after nobody needs it any more: neither the table it is in, nor an answer yet to be sent."""
+    """An open file, closed soon after its last user lets go of it: the table it is in, or an answer that is yet to be sent."""
 
     def __init__(self, fd: int) -> None:
-        """`fd` is this object's from now on."""
+        """Take over `fd`."""
         self.fd = fd
         closer.start()
 
@@ -49,7 +48,7 @@ class Descriptor:
 
 
 class Connection:
-    """One client's socket and what is on its way. `pid`: as this pid namespace has it, or 0."""
+    """One client's socket, and the requests and answers on their way. `pid`: as seen in this pid namespace, or 0."""
 
     def __init__(self, sock: socket.socket, number: int, pid: int) -> None:
         self.sock = sock
@@ -67,13 +66,13 @@ class Connection:
 
     @property
     def wanted(self) -> int:
-        """What epoll is to tell of it: the next request only when the one before is answered, and the answer has left."""
+        """The events that epoll should report: the next request only once the last one is answered and its answer has left."""
         if self.unsent:
             return select.EPOLLOUT
         return 0 if self.queued else select.EPOLLIN
 
     def queue(self, reply: m.Reply, held: Holder | None = None) -> None:
-        """`held` is held until the reply has left: its fd goes with it."""
+        """Queue a reply. `held`, whose fd goes with it, is kept until the reply has left."""
         try:
             data = wire.encode(reply)
         except ProtocolError as error:
@@ -81,7 +80,7 @@ class Connection:
         self.unsent.append((data, held, reply.reservation if isinstance(reply, m.Reserved) else 0))
 
     def untold(self) -> list[int]:
-        """Reservations whose answer did not leave: nobody knows of them, so nobody writes under them."""
+        """Reservations whose answers have not left. No client knows of them, so none writes their slots."""
         return [reservation for _, _, reservation in self.unsent if reservation]
 
     def flush(self) -> None:
@@ -95,7 +94,7 @@ class Connection:
             self.unsent.popleft()
 
     def close_fds(self) -> None:
-        """Those that came along and that nobody took, soon: each may be the last of much memory."""
+        """Close, in the background, fds that came with a request and were not kept: each may hold the last of much memory."""
         if self.fds:
             closer.start()
         while self.fds:
@@ -108,10 +107,10 @@ class Connection:
 
 
 class Turns:
-    """Connections with a request, the one that was given least work lately first (start-time fair queueing).
+    """Connections with a request, in order of the work done for them lately, the least first (start-time fair queueing).
 
-    A connection is charged for the time that its requests take. One that was quiet starts level with those being served: it waits for one
-    request of another's, however many they sent.
+    A connection is charged for the time that its requests take. One that was quiet starts level with those being served, so it waits for
+    one request of each, however many they sent.
     """
 
     def __init__(self) -> None:
@@ -122,13 +121,13 @@ class Turns:
         return len(self._heap)
 
     def enter(self, connection: Connection) -> None:
-        """It has a request."""
+        """The connection has a request."""
         connection.queued = True
         connection.charged = max(connection.charged, self._now)
         heapq.heappush(self._heap, (connection.charged, connection.number, connection))
 
     def next(self) -> Connection | None:
-        """Whose request comes now."""
+        """Take out the connection whose request is answered next."""
         while self._heap:
             self._now, _, connection = heapq.heappop(self._heap)
             connection.queued = False
@@ -138,28 +137,28 @@ class Turns:
 
 
 class Longest:
-    """The longest turn of the loop since the server's start: microseconds on the wall clock, and of the processor."""
+    """The longest turn of the loop since the server's start, in microseconds of the clock and of the processor."""
 
     def __init__(self) -> None:
         self._wall = self._cpu = 0.0
         self._began = self._began_cpu = 0.0
 
     def begin(self) -> None:
-        """The loop has something to do."""
+        """A turn begins."""
         self._began, self._began_cpu = time.perf_counter(), time.thread_time()
 
     def end(self) -> None:
-        """It waits again."""
+        """The turn is over."""
         self._wall = max(self._wall, time.perf_counter() - self._began)
         self._cpu = max(self._cpu, time.thread_time() - self._began_cpu)
 
     def told(self) -> dict[str, int]:
-        """As counters."""
+        """The figures as counters."""
         return {"longest_turn_us": round(self._wall * 1e6), "longest_turn_cpu_us": round(self._cpu * 1e6)}
 
 
 def free_pages(memory: Holder, start: int, end: int) -> Iterator[None]:
-    """Give the pages of a memfd between these bytes back to the system, a little a step. Who has it mapped finds zeros there."""
+    """Return the pages of a memfd between these bytes to the system, a few a step. Whoever has it mapped then reads zeros there."""
     start, at = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, 0
     try:
         with mmap.mmap(memory.fd, max(end - start, 1), offset=start) as pages:
@@ -169,13 +168,13 @@ def free_pages(memory: Holder, start: int, end: int) -> Iterator[None]:
                 at += size
                 yield from repeat(None, FREEING_STEPS)
     except (OSError, ValueError) as error:
-        log.warning("%s B that were taken back from a segment cannot be freed before it goes: %s", f"{end - start:,}", error)
+        log.warning("%s B taken back from a segment cannot be freed before the segment is dropped: %s", f"{end - start:,}", error)
 
 
 def unmappable(medium: m.Medium, nbytes: int, fd: int, to_write: bool = True) -> str:
-    """Why workers could not map so much of `fd`, to write or only to read, or would die of it; empty if nothing here speaks against it.
+    """Why workers could not map `nbytes` of `fd`, or would be killed for using it; empty if nothing found here speaks against it.
 
-    Whether GPU memory is what it is said to be, only its driver knows: a worker that cannot map it says so (`Unusable`).
+    Only the driver knows whether GPU memory is what it is said to be. A worker that cannot map it says so (`Unusable`).
     """
     status, flags = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GETFL)
     if flags & os.O_PATH or flags & os.O_ACCMODE not in ((os.O_RDWR,) if to_write else (os.O_RDWR, os.O_RDONLY)):

@@ -1,7 +1,7 @@
 """What lies in the pool: chunks, the slots they occupy, and how room is made for others. Pure.
 
-A chunk is live (found by its key), resting (in a segment of before a restart that is not back yet), or cleared (found no more, its
-slot yet to be freed). A chunk elsewhere than in a slot of the pool would have a table of its own beside `live`.
+A chunk is live (found by its key), resting (in a segment from before a restart that is not back yet), or cleared (no longer found, its slot
+still to be freed).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vcache_backend.metadata_server.records import Cleared, Gone, JournalState, 
 
 
 class Contents:
-    """`records`: what the journal must hold before anybody is told of it."""
+    """Chunks and slots. `records`: changes that the journal must hold before anybody is told of them."""
 
     def __init__(self) -> None:
         self.live, self.resting = Chunks(), Chunks()
@@ -30,12 +30,12 @@ class Contents:
         self._uses = 0
 
     def there(self, keys: Iterable[ChunkKey]) -> list[Entry]:
-        """The chunks that are found, each once."""
+        """The live chunks of these keys, each once."""
         wanted = list(dict.fromkeys(keys))
         return [entry for entry in map(self.live.among(wanted).get, wanted) if entry is not None]
 
     def use(self, entries: list[Entry]) -> None:
-        """Chunks that nobody reads become recent, the first one most: tails are evicted before what they hang on."""
+        """Make chunks that nobody reads recent, the first one the most: the end of a prefix is evicted before its beginning."""
         for use, entry in enumerate(reversed(entries), self._uses):
             if entry.newer is not None:
                 order = entry.segment.order
@@ -44,7 +44,7 @@ class Contents:
         self._uses += len(entries)
 
     def lying(self, keys: list[ChunkKey], locations: list[Location]) -> Iterator[Live]:
-        """Those of the chunks that still lie there, found or not found yet, if there are any."""
+        """A record of those chunks that still lie at these locations, live or resting; nothing if there are none."""
         pairs = zip(keys, locations, strict=True)
         found = [(k, at) for k, at in pairs if (e := self.live.get(k) or self.resting.get(k)) is not None and e.location == at]
         if found:
@@ -53,8 +53,10 @@ class Contents:
     # ---- chunks come
 
     def restore(self, state: JournalState) -> dict[int, list[Entry]]:
-        """The segments and chunks of an earlier server: absent, and resting in them, the coldest first to come back. Also the slots
-        that were being written, by reservation."""
+        """Restore an earlier server's segments, absent, and their chunks, resting; the least recently used ones come back first.
+
+        Returns the slots that were being written, by reservation.
+        """
         self.placement.generations = count(1 + state.generation)
         for id_, added in state.segments.items():
             info = SegmentInfo(id_, added.device, added.medium, added.nbytes, state="absent")
@@ -73,7 +75,7 @@ class Contents:
         return written
 
     def occupy(self, keys: list[ChunkKey], locations: list[Location], reservation: int) -> list[Entry]:
-        """Slots that `room` gave are being written from now on."""
+        """Mark slots that `room` returned as being written."""
         segments, entries = self.placement.segments, []
         length = size = 0
         for key, location in zip(keys, locations, strict=True):
@@ -87,8 +89,10 @@ class Contents:
         return entries
 
     def publish(self, entries: list[Entry]) -> int:
-        """Chunks are found from now on, the first one the most recent, but for those of a segment, or the end of one, that is being
-        dropped; how many."""
+        """Make chunks live, the first one the most recent. Returns how many.
+
+        Chunks in a segment, or in the end of one, that is being dropped are forgotten instead.
+        """
         draining: list[Entry] = []
         resting = self.resting
         for use, entry in enumerate(reversed(entries), self._uses):
@@ -107,7 +111,7 @@ class Contents:
         return len(entries) - len(draining)
 
     def bring_back(self, segment: Segment, pending: Callable[[ChunkKey], bool]) -> Steps:
-        """The chunks of a segment that is here again are found, but for those that went meanwhile or are being stored anew."""
+        """Make the chunks of a segment live that has been offered again, but for those removed or being stored anew meanwhile."""
         while segment.returning and segment.state == "live":
             entry = segment.returning.pop()
             if self.resting.holds(entry):
@@ -119,8 +123,10 @@ class Contents:
             yield
 
     def room(self, nbytes: int, peer: Peer, wanted: int, allowed: int, before: float = inf) -> list[Location]:
-        """Slots for `wanted` chunks, or fewer if there is no room for all: from the holes, then by evicting what was used `before`.
-        `allowed`: so many chunks more there may be."""
+        """Find slots for `wanted` chunks, or for as many as there is room for: in holes, then by evicting chunks last used `before`.
+
+        allowed: by how many the number of chunks may grow.
+        """
         left, slots = MAX_SEARCH, list[Location]()
         while True:
             while (most := min(allowed, wanted - len(slots))) > 0 and (free := self.placement.take(nbytes, peer, most)):
@@ -143,7 +149,7 @@ class Contents:
     # ---- chunks are read
 
     def hold(self, entries: Iterable[Entry]) -> None:
-        """Somebody reads these, each of them once: they cannot go."""
+        """Count a reader for each of these chunks, so that they are not evicted. Each must occur only once."""
         for entry in entries:
             if not entry.leases:
                 segment = entry.segment
@@ -152,7 +158,7 @@ class Contents:
             entry.leases += 1
 
     def let_go(self, entries: list[Entry]) -> None:
-        """He reads them no more: now they are recent, the first one most. What was removed meanwhile gives its slot back."""
+        """End one reader of each chunk. Those without any left become recent, the first one the most; removed ones free their slots."""
         for use, entry in enumerate(reversed(entries), self._uses):
             entry.leases -= 1
             if not entry.leases:
@@ -169,7 +175,7 @@ class Contents:
     # ---- chunks go
 
     def forget(self, entries: list[Entry]) -> None:
-        """Chunks are found no more, be they live, resting or cleared; a slot that somebody reads is freed later."""
+        """Remove chunks, be they live, resting or cleared. The slot of one that somebody reads is freed when its last reader ends."""
         gone = self.live.drop(entries) + self.resting.drop(entries)
         for entry in entries:
             if entry.leases:
@@ -181,7 +187,7 @@ class Contents:
             self.records.append(Gone(gone))
 
     def clear(self, namespace: bytes) -> tuple[int, Steps]:
-        """No chunk of a namespace, or none at all with b"", is found any more: how many were, and what gives their slots back."""
+        """Remove all chunks of a namespace, of all with b"". Returns how many were live, and the steps that free their slots."""
         live, resting = self.live.clear(namespace), self.resting.clear(namespace)
         if live or resting:
             self.records.append(Cleared(namespace))
@@ -190,7 +196,7 @@ class Contents:
         return chunks, self._drain([*live, *resting])
 
     def empty(self, segment: Segment) -> Steps:
-        """Forget the chunks of a segment, or let them leave, one a step."""
+        """Forget the chunks of a segment one a step, or mark them for `move` if they are to be kept."""
         while segment.occupants:
             offset, entry = segment.occupants.popitem()
             segment.staying[offset] = entry
@@ -204,7 +210,7 @@ class Contents:
             yield from self._leave(segment)
 
     def shorten(self, segment: Segment) -> Steps:
-        """The same of the chunks behind its limit; its holes there are taken away."""
+        """Forget, or mark for `move`, the chunks beyond a segment's limit, and take away the holes there."""
         while segment.end > segment.limit and segment.state == "live":
             entry = segment.shorten(segment.limit)
             if entry is not None and not entry.reservation and not entry.doomed:
@@ -217,17 +223,17 @@ class Contents:
             yield from self._leave(segment)
 
     def _leave(self, segment: Segment) -> Steps:
-        """Forget what was to be moved, one a step."""
+        """Forget the chunks marked for `move`, one a step."""
         while segment.leaving:
             self.forget([segment.leaving.popitem()[1]])
             yield
 
     def better(self, entry: Entry, peer: Peer) -> list[Location]:
-        """A slot for a chunk that leaves its own: a hole, or of what was used less lately. Empty: there is none."""
+        """A slot to which a chunk can move: a hole, or one whose chunk was used less recently. Empty if there is none."""
         return self.room(entry.location.length, peer, 1, 1, before=entry.use)
 
     def _drain(self, spaces: list[Space]) -> Steps:
-        """Free the slots of cleared chunks, but for those that were evicted meanwhile, or are in a segment that is being dropped."""
+        """Free the slots of cleared chunks, one a step, unless they were evicted meanwhile or only wait for their leases to end."""
         for space in spaces:
             while space:
                 _, entry = space.popitem()
@@ -236,7 +242,7 @@ class Contents:
                 yield
 
     def _evict(self, victims: list[Entry]) -> None:
-        """Unlink chunks nobody reads; their slots are the caller's to free or reuse."""
+        """Unlink chunks that nobody reads. The caller frees or reuses their slots."""
         gone = self.live.drop(victims) + self.resting.drop(victims)
         for victim in victims:
             segment = victim.segment

@@ -1,8 +1,8 @@
-"""The directory: which chunk lies where, who writes it and who reads it. A pure state machine.
+"""The directory: where each chunk lies, who writes it and who reads it. A pure state machine.
 
-No socket, no thread, no file: it takes a clock, returns replies, and leaves in `records` what the journal must hold
-before the replies may leave. Rules kept here: nobody sees a chunk before commit (1); a leased slot is never reused before its lease
-ends (2); a reserved slot comes back only when its writer says so or its process is gone (3).
+It has no socket, thread or file: it takes a clock, returns replies, and leaves in `records` what the journal must hold before the replies
+may leave. It keeps three rules: nobody sees a chunk before its commit (1); a leased slot is not reused before its lease ends (2); a
+reserved slot is freed only once its writer says so or the writer's process has ended (3).
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ _ENOUGH = f"one request reserves at most {m.MAX_SLOTS:,} slots; reserve the othe
 
 
 class Directory(SegmentDirectory):
-    """All methods are called from the server's loop, each for a bounded time. `now` is a monotonic clock in seconds.
+    """The state behind every request about chunks and segments. Called from the server's loop only; `now` is a monotonic clock in seconds.
 
-    What takes longer (`add_segment`, `clear`, `drop_segment`, `disconnect`) is begun, and `go_on` ends it in later turns.
+    Each call takes a bounded time. Of `add_segment`, `clear`, `drop_segment` and `disconnect`, `go_on` does in later turns of the loop what
+    is too much for one.
 
-    Ids of leases and reservations count up from `first_id`, near which no earlier life of the server had any; generations from the
-    newest that `restore` brings.
+    The ids of leases and reservations count up from `first_id`, far from those of earlier lives of the server. Generations count up from
+    the newest one that `restore` brings.
     """
 
     def __init__(self, limits: ServerConfig, now: Callable[[], float], first_id: int = 1) -> None:
@@ -40,20 +41,20 @@ class Directory(SegmentDirectory):
         self.epochs = Epochs()
 
     def __len__(self) -> int:
-        """Live chunks."""
+        """The number of live chunks."""
         return len(self.contents.live)
 
     # ---- reading
 
     def lookup(self, keys: list[m.ChunkKey], ranks: int = 1) -> int:
-        """How many leading chunks all ranks have. At most `MAX_LOOKED_UP` keys times ranks."""
+        """Count the leading chunks that all ranks have. At most `MAX_LOOKED_UP` keys times ranks."""
         found = self.contents.live.leading_of_all(keys, ranks)
         self.counters["lookup_chunks"] += len(keys)
         self.counters["lookup_hits"] += found
         return found
 
     def find(self, request: m.Find) -> m.Found:
-        """Which leading chunks are pooled, for all ranks, or resident in another instance."""
+        """Find which leading chunks are in the pool, for all ranks, or resident in another instance's KV cache."""
         found = self.residents.find(request, self.contents.live)
         self.counters["lookup_chunks"] += len(request.keys)
         self.counters["lookup_hits"] += len(found.pooled)
@@ -61,16 +62,16 @@ class Directory(SegmentDirectory):
         return found
 
     def contains(self, keys: list[m.ChunkKey]) -> list[bool]:
-        """For each key whether its chunk is there."""
+        """Say for each key whether its chunk is in the pool."""
         return list(map(self.contents.live.among(keys).__contains__, keys))
 
     def segments_of(self, keys: list[m.ChunkKey]) -> list[str]:
-        """For each key the segment in which its chunk lies, "" where it is not there."""
+        """The segment of each key's chunk; "" if the chunk is not in the pool."""
         there = self.contents.live.among(keys)
         return [entry.segment.id if (entry := there.get(key)) is not None else "" for key in keys]
 
     def acquire(self, client: Peer, keys: list[m.ChunkKey]) -> m.Leased:
-        """Lease the leading run. It becomes recent when the lease ends, its first chunk most."""
+        """Lease the leading run. When the lease ends its chunks become recent, the first one the most."""
         entries = list[Entry]() if self.leases.full(client.id, len(keys)) else self.contents.live.leading(keys)
         self.counters["acquire_chunks"] += len(keys)
         self.counters["acquire_hits"] += len(entries)
@@ -82,15 +83,15 @@ class Directory(SegmentDirectory):
         return m.Leased(lease, self._limits.lease_seconds, [entry.location for entry in entries])
 
     def renew(self, lease: int) -> bool:
-        """Full time again for a lease that still holds, whoever asks."""
+        """Extend a lease, whoever asks, to its full time from now. False if it has ended."""
         return self.leases.renew(lease, self._now())
 
     def release(self, lease: int) -> bool:
-        """End a lease, whoever asks; whether it held until now."""
+        """End a lease, whoever asks. False if it had ended before."""
         return self.leases.release(lease, self._now())
 
     def touch(self, keys: list[m.ChunkKey]) -> int:
-        """Make chunks recent, the first one most; how many are there."""
+        """Make chunks recent, the first one the most. Returns how many of them are in the pool."""
         there = self.contents.there(keys)
         self.contents.use(there)
         return len(there)
@@ -98,8 +99,10 @@ class Directory(SegmentDirectory):
     # ---- writing
 
     def reserve(self, client: Peer, keys: list[m.ChunkKey], nbytes: int) -> m.Reserved:
-        """One slot of `nbytes` a key: own device, peers with room, evict. A key that is there or on its way gets none, and neither does
-        one after `MAX_SLOTS` others."""
+        """Reserve a slot of `nbytes` for each key: on the client's device, else on peers with room, else by eviction.
+
+        A key whose chunk is stored already, or is being written, gets a refusal instead, as do keys beyond the first `MAX_SLOTS` new ones.
+        """
         if reason := self._not_now(client):
             return m.Reserved(0, 0.0, [int(m.Refusal.FULL)] * len(keys), reason)
         reservation, live = next(self._ids), self.contents.live
@@ -124,7 +127,10 @@ class Directory(SegmentDirectory):
         return m.Reserved(reservation, self._limits.reservation_seconds, slots, reason)
 
     def commit(self, client: Peer, reservation: int, prefix: list[m.ChunkKey]) -> int:
-        """Publish a reservation of this client; how many chunks are visible. Void: 0, and its slots are free: its writer is done."""
+        """Publish a reservation of this client. Returns how many chunks are visible.
+
+        0 if the reservation is void. Its slots are then freed, since its writer has finished.
+        """
         open_, holds = self.reservations.get(reservation), self.contents.live.holds
         if open_ is None or open_.client != client.id or self._now() > open_.deadline or not all(map(holds, open_.sources)):
             self.abort(client, reservation)
@@ -139,16 +145,16 @@ class Directory(SegmentDirectory):
         return visible
 
     def abort(self, client: Peer, reservation: int) -> int:
-        """Free the slots of a reservation of this process, since none of its copies runs any more; how many."""
+        """Free the slots of a reservation of this process, none of whose copies runs any more. Returns how many."""
         open_ = self.reservations.get(reservation)
         if open_ is None or open_.process != client.process:
             return 0
         return self._give_back(reservation)
 
     def remove(self, keys: list[m.ChunkKey], force: bool = True) -> int:
-        """Forget chunks; the slot of a leased one is freed when its last lease ends. How many were there.
+        """Forget chunks. Returns how many there were. The slot of a leased chunk is freed when its last lease ends.
 
-        Without `force` those that are leased, and those whose segment is not back yet, stay.
+        Without `force`, leased chunks stay, and so do those of segments that are not back since a restart.
         """
         there = self.contents.there(keys)
         if force:
@@ -161,8 +167,10 @@ class Directory(SegmentDirectory):
         return len(there)
 
     def clear(self, namespace: bytes, reset: bool = False) -> int:
-        """Forget all chunks of a namespace (all chunks with b""), resident ones, too; how many were there. Their slots come back soon. Such
-        as are being written are forgotten, too: their reservations are void. `reset`: raise its epoch."""
+        """Forget all chunks of a namespace, resident ones included; of all namespaces with b"". Returns how many there were.
+
+        Their slots are freed now or in later turns. Reservations of the namespace become void. reset: raise the namespace's epoch, too.
+        """
         self.reservations.void(self.reservations.of_namespace(namespace))
         residents = self.residents.clear(namespace)
         if reset:
@@ -172,7 +180,7 @@ class Directory(SegmentDirectory):
         return chunks + residents
 
     def raise_epoch(self, namespace: bytes) -> None:
-        """Nothing is found again that was offloaded, or computed in a KV cache, of a namespace so far, or of all with b""."""
+        """Make everything void that was offloaded, or computed in a KV cache, of a namespace so far; of all with b""."""
         self.residents.clear(namespace)
         self.epochs.advance(namespace)
         self.records.append(records.EpochTable(self.epochs.all()))
@@ -180,17 +188,17 @@ class Directory(SegmentDirectory):
     # ---- clients and time
 
     def disconnect(self, client: Peer) -> None:
-        """The connection is gone: its leases end, see `GRACE_SECONDS`; its reservations are void, their slots quarantined."""
+        """The connection is closed: its leases end after `GRACE_SECONDS`, its reservations are void and their slots quarantined."""
         self.backlog.later(self.leases.drop_client(client.id, self._now))
         self._claims.drop_client(client.id)
         self.reservations.void(self.reservations.of_client(client.id))
 
     def process_gone(self, process: records.ProcessId) -> None:
-        """The process is really gone, so nothing of it writes any more: its void reservations' slots are free, soon."""
+        """The process has ended and writes nothing any more: free the slots of its void reservations now or in later turns."""
         self.backlog.begin(self._free_slots_of(process))
 
     def tick(self) -> None:
-        """Whatever time brings: leases and reservations end, segments that were dropped go."""
+        """End leases and reservations whose time is over, and segments that were dropped."""
         now = self._now()
         self.leases.expire(now)
         overdue = self.reservations.overdue(now)
@@ -199,14 +207,13 @@ class Directory(SegmentDirectory):
         self._tick_segments(now)
 
     def go_on(self, steps: int) -> None:
-        """Some of what earlier turns left."""
+        """Do up to `steps` steps of what earlier turns left to do."""
         self.backlog.run(steps)
 
     # ---- journal
 
     def restore(self, state: records.JournalState) -> None:
-        """Take over what an earlier server knew. Segments are absent until offered again, their chunks rest in them; reservations are
-        void."""
+        """Take over an earlier server's state. Segments are absent until offered again and their chunks rest; reservations are void."""
         self.epochs.restore(state.epochs)
         for number, entries in self.contents.restore(state).items():
             self.reservations.restore(number, state.held[number].process, entries)
@@ -215,7 +222,10 @@ class Directory(SegmentDirectory):
             self._reserves_from = self._now() + m.GRACE_SECONDS
 
     def still(self, record: records.Record) -> Iterator[records.Record]:
-        """What of a journal's record has to be in a shorter one, too, in which also stands what happens from the first one's turn on."""
+        """The parts of an old journal's record that still hold, for a new, shorter journal.
+
+        The new journal also gets every change from the turn on in which its first record was written.
+        """
         match record:
             case records.Counted():  # the first
                 yield records.Counted(next(self.contents.placement.generations))
@@ -232,7 +242,7 @@ class Directory(SegmentDirectory):
     # ---- inside
 
     def _refusal(self, client: Peer, nbytes: int) -> tuple[m.Refusal | None, str]:
-        """Why no chunk of this size can ever have a slot now, if so."""
+        """Why no chunk of this size can ever get a slot at present; (None, "") if it can."""
         largest = max((segment.end for segment in self.contents.placement.usable(client)), default=-1)
         if largest < 0:
             return m.Refusal.NO_SEGMENT, self._no_segment(client)
@@ -242,7 +252,7 @@ class Directory(SegmentDirectory):
         return None, ""
 
     def _no_segment(self, client: Peer) -> str:
-        """Why there is none in which this client can store, and what to do about it."""
+        """Why this client has no segment to store in, and what to do about it."""
         placement, medium = self.contents.placement, client.medium
         unusable = any(segment.medium == medium for segment in placement.in_state("live"))
         absent = sum(segment.medium == medium for segment in placement.in_state("absent"))
@@ -278,7 +288,7 @@ def _answers(
     busy: set[m.ChunkKey],
     refusal: m.Refusal | None,
 ) -> list[m.Location | int]:
-    """For each key its slot, or why it gets none: FULL also if it was there until others of its request needed the room."""
+    """For each key its slot, or the reason for none: FULL also if its chunk was evicted to make room for others of this request."""
     slots: list[m.Location | int] = []
     for key in keys:
         if (location := given.pop(key, None)) is not None:

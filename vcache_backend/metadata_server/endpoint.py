@@ -1,4 +1,4 @@
-"""Where a server listens: the socket's folder and the files beside it, who may come in, and whether the path is still its own."""
+"""Where a server listens: the socket's folder and the files beside it, who may connect, and whether the path still leads to it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from types import TracebackType
 from vcache_backend.errors import ConfigError
 
 FRESH_SECONDS = 3600.0
-"""So often the files are touched: cleaners of /tmp remove what nobody touched for days."""
+"""How often the files are touched, since cleaners of /tmp remove what nobody has touched for days."""
 LISTENS_SECONDS = 1.0
-"""A connection to a socket that is there already is accepted, or refused, by the kernel: at once."""
+"""How long connecting to an existing socket may take. The kernel accepts or refuses at once."""
 
 
 def beside(path: Path, suffix: str) -> Path:
-    """The socket's lock, journal or log: its whole name and `suffix`, so that no two sockets share one."""
+    """The path of a socket's lock, journal or log: the socket's whole name and `suffix`, so that no two sockets share one."""
     return path.with_name(path.name + suffix)
 
 
 def folder_fault(path: Path, trusted: Collection[int]) -> str:
-    """Why somebody else may put a socket or a file of theirs at `path`, and what to do; empty if only `trusted` uids can.
+    """Why others could put a socket or a file of theirs at `path`, and what to do; empty if only `trusted` uids can.
 
-    OSError where there is no such folder.
+    OSError if there is no such folder.
     """
     folder = path.parent
     status = folder.lstat()
@@ -45,14 +45,14 @@ def folder_fault(path: Path, trusted: Collection[int]) -> str:
 
 
 class Endpoint:
-    """A listening socket and its lock, which keeps a second server away. ConfigError where there cannot be one.
+    """A listening socket, and its lock, which keeps a second server away. ConfigError if it cannot be made.
 
-    Only this user can reach it, or the members of one group. Where other users or several groups are let in everybody can connect,
-    and whoever accepts looks at who it is.
+    Only this user can reach it, or the members of one group. With other users or several groups everybody can connect, and `Admission`
+    checks who it is.
     """
 
     def __init__(self, path: Path, uids: Sequence[int] = (), gids: Sequence[int] = ()) -> None:
-        """uids, gids: users and groups to be let in beside this user and root."""
+        """uids, gids: users and groups who may connect, besides this user and root."""
         self._path = path
         self._gid = gids[0] if len(gids) == 1 and not uids else -1
         self._bits = 0o1 if uids or len(gids) > 1 else 0o10 if gids else 0
@@ -77,7 +77,7 @@ class Endpoint:
         self._undo.close()
 
     def lost(self) -> str:
-        """Why the path does not lead here any more; empty while it does."""
+        """Why the path no longer leads to this server; empty while it does."""
         try:
             found = _identity(self._path)
         except FileNotFoundError:
@@ -168,7 +168,7 @@ class Endpoint:
 
 
 def same_pids(path: Path) -> bool:
-    """Whether a pid means the same process to this one and to the server at `path`; False where that cannot be told."""
+    """Whether a pid means the same process to this process and to the server at `path`. False if that is unknown."""
     try:
         return beside(path, ".lock").read_bytes() == _namespaces()
     except OSError:
@@ -176,7 +176,7 @@ def same_pids(path: Path) -> bool:
 
 
 def _namespaces() -> bytes:
-    """Names what pids and their start times mean to this process: its pid and time namespaces, and the boot they are of."""
+    """Names what this process's pids and start times refer to: its pid and time namespaces, and the boot."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     here = [os.readlink("/proc/self/ns/pid")]
     with suppress(FileNotFoundError):  # Linux before 5.6

@@ -1,4 +1,4 @@
-"""Which epoch each namespace is in. Pure."""
+"""The epoch of each namespace. Pure."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ import secrets
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey
 
 MAX_EPOCHS = 256
-"""Namespaces with an epoch of their own; one more, and all are raised."""
+"""The most namespaces with an epoch of their own. One more, and all epochs are raised."""
 _RANDOM_BITS = 40
 
 
 class Epochs:
-    """Which epoch each namespace is in: a reset raises it, and nothing that was offloaded in an earlier one is found any more.
+    """The epoch of each namespace. A reset raises it, and nothing that was offloaded in an earlier one is found any more.
 
-    0 until the first reset, so that nodes which were never reset share what they offload.
-
-    After that a count and 40 random bits: it grows, and no other node, whose instances may have other weights by then, has the same
-    one.
+    It is 0 until the first reset, so that nodes that were never reset share what they offload. After that it is a count and 40 random bits:
+    it grows, and no other node, whose instances may have other weights by then, has the same one.
     """
 
     def __init__(self) -> None:
@@ -25,7 +23,7 @@ class Epochs:
         self._of: dict[bytes, int] = {}
 
     def of(self, keys: list[ChunkKey]) -> int:
-        """The epoch of these keys' namespace, which they have in common."""
+        """The epoch of these keys' namespace, which must be the same for all."""
         return self._of.get(keys[0][:NAMESPACE_BYTES], self._others) if self._of and keys else self._others
 
     def advance(self, namespace: bytes) -> None:
@@ -36,11 +34,11 @@ class Epochs:
             self._of[namespace] = _next(self._of.get(namespace, self._others))
 
     def all(self) -> dict[bytes, int]:
-        """By namespace; b"": of every one that is not among them."""
+        """All epochs by namespace. b"": of every one that is not listed."""
         return {b"": self._others} | self._of
 
     def restore(self, epochs: dict[bytes, int]) -> None:
-        """Take over what `all` said."""
+        """Take over what `all` returned."""
         self._of = dict(epochs)
         self._others = self._of.pop(b"", 0)
 

@@ -1,7 +1,7 @@
-"""The instances that share their KV caches in place: what each of their processes has shown, and the fds of it.
+"""The instances that share their KV caches in place: what each of their processes has shown, and its fds.
 
-What a process has shown goes with its connection, at once: nobody finds anything in the instance until it is shown again. When none of the
-instance's processes is left, nothing of it is.
+What a process has shown ends with its connection, at once, and nothing in the instance is found until it is shown again. An instance is
+gone when none of its processes is left.
 """
 
 from __future__ import annotations
@@ -20,33 +20,34 @@ from vcache_backend.seals import lacking
 
 MAX_INSTANCES = 64
 MAX_OF_PROCESS = 16
+"""The most instances of which one process is part."""
 MAX_PARTS = 8
+"""The most parts of instances (a scheduler's or a rank's) that one connection shows."""
 MAX_READERS = 4096
-"""Most instances, and such that one process is part of; most parts of instances (a scheduler's or a rank's) that one connection shows, and
-most that read any are known."""
+"""The most readers that are remembered, one for each connection and instance; beyond it the oldest is forgotten."""
 
 
 class Instances:
-    """Called from the server's loop. Raises Refuse where something cannot be granted."""
+    """All instances. Called from the server's loop. Raises Refuse if something cannot be granted."""
 
     def __init__(self, residents: Residents, spare: Callable[[], int], pidfd: Callable[[ProcessId], int | None]) -> None:
-        """`spare`: how many more fds may be kept here. `pidfd`: a new one of a process, if there can be one."""
+        """spare: how many more fds may be kept here. pidfd: makes a new pidfd of a process, or None."""
         self._residents, self._spare, self._pidfd = residents, spare, pidfd
         self._of: dict[m.InstanceId, KnownInstance] = {}
         self._parts: dict[int, set[tuple[m.InstanceId, int]]] = {}
-        """By connection: what it shows."""
+        """What each connection shows."""
         self._readers: dict[tuple[m.InstanceId, int], tuple[Peer, str]] = {}
-        """By instance and connection: who has opened regions and not said that they are unmapped, and the device they lie on."""
+        """Who has opened regions of an instance and not said that they are unmapped, and on which device they lie."""
 
     @property
     def descriptors(self) -> int:
-        """How many fds are kept."""
+        """The number of fds kept."""
         tables = [known.table for known in self._of.values() if known.table is not None and known.table.peer is not None]
         shown = len(tables) + sum(table.pins is not None for table in tables)
         return shown + sum(len(cache.regions) for known in self._of.values() for cache in known.caches.values())
 
     def processes(self) -> set[ProcessId]:
-        """Those whose end ends what they have shown, whoever else holds their connection."""
+        """The processes whose end ends what they have shown, whoever else holds their connection."""
         return set().union(*(known.processes() for known in self._of.values()))
 
     # ---- shown
@@ -80,7 +81,7 @@ class Instances:
         return m.Count(1)
 
     def show_cache(self, client: Peer, request: m.ShowCache) -> m.Count:
-        """A worker says what its cache is."""
+        """A worker describes its KV cache."""
         instance, rank, shape = request.instance, request.rank, request.shape
         if reason := shape.misfit():
             raise Refuse(reason)
@@ -93,7 +94,7 @@ class Instances:
         return m.Count(len(shape.regions))
 
     def show_region(self, client: Peer, request: m.ShowRegion, fds: list[int]) -> m.Count:
-        """A worker shows one region of its cache."""
+        """A worker shows one region of its KV cache."""
         instance, rank, number = request.instance, request.rank, request.number
         if not self.owns(client, instance, rank):
             raise Refuse("this connection has not shown that cache")
@@ -108,13 +109,13 @@ class Instances:
         return m.Count(cache.missing)
 
     def owns(self, client: Peer, instance: m.InstanceId, rank: int) -> bool:
-        """Whether it is this connection that shows a part."""
+        """Whether this connection shows that part."""
         return (instance, rank) in self._parts.get(client.id, ())
 
     # ---- published
 
     def publish(self, client: Peer, request: m.Publish) -> m.Count:
-        """Chunks of the rank that this connection shows."""
+        """Publish chunks of the rank that this connection shows."""
         instance, keys = request.instance, request.keys
         if instance not in self._of or not keys:
             return m.Count(0)
@@ -124,7 +125,7 @@ class Instances:
         return m.Count(self._residents.publish(rank, request))
 
     def retract(self, client: Peer, request: m.Retract) -> m.Count:
-        """What one of its parts says of all that the instance has published."""
+        """Void what the instance has published with a lower sequence. Any of its parts may ask."""
         instance = request.instance
         if instance not in self._of:
             return m.Count(0)
@@ -135,7 +136,7 @@ class Instances:
         return m.Count(self._residents.retract(instance, request.sequence))
 
     def listens(self, client: Peer, instance: m.InstanceId) -> bytes:
-        """The namespace of an instance whose scheduler asks."""
+        """The namespace of the instance whose scheduler asks."""
         known = self._of.get(instance)
         if known is None or known.table is None or not self.owns(client, instance, m.SCHEDULER):
             raise Refuse(f"listen {instance.hex()}: this connection has shown no generations of it")
@@ -144,25 +145,25 @@ class Instances:
     # ---- opened
 
     def open(self, instance: m.InstanceId) -> tuple[m.Joined, Descriptor]:
-        """The table of an instance of which all is shown."""
+        """The table of an instance that is shown as a whole."""
         shown = self._whole(instance).table
         assert shown is not None
         assert shown.table is not None
         return m.Joined(shown.request.blocks, shown.request.ranks, shown.request.each), shown.table
 
     def open_pins(self, instance: m.InstanceId) -> tuple[m.Count, Descriptor]:
-        """Where its blocks are pinned."""
+        """The memory in which its blocks are pinned."""
         shown = self._whole(instance).table
         if shown is None or shown.pins is None:
             raise Refuse("it takes no pins")
         return m.Count(shown.request.blocks), shown.pins
 
     def open_cache(self, instance: m.InstanceId, rank: int) -> m.Cache:
-        """What one worker's cache is."""
+        """The description of one worker's KV cache."""
         return m.Cache(self._cache(instance, rank).shape)
 
     def open_region(self, client: Peer, instance: m.InstanceId, rank: int, number: int) -> tuple[m.Count, Descriptor]:
-        """One region of one worker's cache."""
+        """One region of one worker's KV cache. The connection is a reader until `close_instance`, or until it closes."""
         cache = self._cache(instance, rank)
         if number not in cache.regions:
             raise Refuse(f"there are {len(cache.regions)} regions, none has that number")
@@ -172,11 +173,11 @@ class Instances:
         return m.Count(cache.shape.regions[number]), cache.regions[number]
 
     def close_instance(self, client: Peer, instance: m.InstanceId) -> m.Count:
-        """The connection's process has unmapped what it had opened of it."""
+        """The connection's process has unmapped what it had opened of an instance."""
         return m.Count(int(self._readers.pop((instance, client.id), None) is not None))
 
     def open_process(self, instance: m.InstanceId, rank: int) -> tuple[m.Count, Descriptor]:
-        """A pidfd of one of its processes."""
+        """A pidfd of one of an instance's processes."""
         part = self._whole(instance).table if rank == m.SCHEDULER else self._cache(instance, rank)
         assert part is not None
         try:
@@ -190,7 +191,7 @@ class Instances:
     # ---- gone
 
     def disconnect(self, client: Peer) -> None:
-        """The connection is gone, and what it showed with it. (A process that is stopped keeps its connections.)"""
+        """The connection is closed, which ends what it showed. A stopped process keeps its connections."""
         for reader in [reader for reader in self._readers if reader[1] == client.id]:
             del self._readers[reader]
         for instance, rank in self._parts.pop(client.id, ()):
@@ -208,15 +209,15 @@ class Instances:
                 self.disconnect(peer)
 
     def close(self) -> None:
-        """Let go of all fds."""
+        """Close all fds."""
         self._of.clear()
 
     def stats(self) -> list[m.InstanceStats]:
-        """What people see."""
+        """The instances as `vcache status` shows them."""
         return [self._stats(instance, known) for instance, known in self._of.items()]
 
     def still_mapped(self) -> list[m.StillMapped]:
-        """Who keeps the memory of instances that are gone, the first of them."""
+        """The first of those who still hold memory of instances that are gone."""
         gone = [(instance, *reader) for (instance, _), reader in self._readers.items() if instance not in self._of]
         return [
             m.StillMapped(instance.hex(), device, peer.process.pid, processes.stopped(peer.process))
@@ -243,16 +244,16 @@ class Instances:
         known = self._of.get(instance)
         part = None if known is None else known.table if rank == m.SCHEDULER else known.caches.get(rank)
         if part is not None and part.peer is not None and part.process != client.process:
-            raise Refuse(f"pid {part.process.pid} is that; an instance's id names one start of one instance")
+            raise Refuse(f"pid {part.process.pid} is this part of it already; an id names one start of one instance")
         if not self.owns(client, instance, rank):
             mine = self._parts.setdefault(client.id, set())
             if len(mine) >= MAX_PARTS:
                 raise Refuse(f"this connection shows {len(mine)} parts of instances already; connect once more for others")
             its = [id_ for id_, one in self._of.items() if client.process in one.processes()]
             if instance not in its and len(its) >= MAX_OF_PROCESS:
-                raise Refuse(f"pid {client.process.pid} is part of {len(its)} instances; others' places are not for it")
+                raise Refuse(f"pid {client.process.pid} is part of {len(its)} instances already, the most for one process")
             if known is None and len(self._of) >= MAX_INSTANCES:
-                raise Refuse(f"{len(self._of)} instances share in place, no server takes more")
+                raise Refuse(f"{len(self._of)} instances share in place already, the most for one server")
         if rank == m.SCHEDULER and (part is None or part.peer is None):
             self._make_sure_of_room()
         if known is None:
@@ -281,7 +282,7 @@ class Instances:
         return known.caches[rank]
 
     def _changed(self, instance: m.InstanceId) -> None:
-        """A part came or went."""
+        """A part has come or gone."""
         known = self._of[instance]
         if all(part.peer is None for _, part in known.parts()):
             del self._of[instance]

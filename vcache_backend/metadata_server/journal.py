@@ -1,17 +1,18 @@
-"""What a restarted server must know, appended to a file beside the socket before any answer that depends on it leaves.
+"""The journal: what a restarted server must know, appended to a file beside the socket before any answer that depends on it leaves.
 
-Written with `write(2)`, never synced: it has to outlive the server process, not the machine (the VRAM does not either).
-Compaction copies what is still true into a new file a slice at a time while records go to both files, so no request waits for it.
+It is written with `write(2)` and never synced, since it has to outlive the server process, not the machine (the VRAM does not either).
+Compaction copies what still holds into a new file, a slice at a time, while records go to both files, so no request waits for it.
 
-The file: a header (`_HEADER`: magic, format, epoch, the writer's pid and start time; then their CRC-32), and frames. A frame is a
-record's length, a CRC-32, the frame's number and the record as MessagePack. Numbers grow through a server's life, compactions
-included; each CRC covers its frame and everything before it. What a file cannot tell, that it was cut between two frames or is an
-older copy of itself, the server's `Witness` tells.
+The file is a header (`_HEADER`: magic, format, epoch, the writer's pid and start time; then their CRC-32) and frames. A frame is a record's
+length, a CRC-32, the frame's number and the record as MessagePack. Numbers grow through a server's life, compactions included; each CRC
+covers the number and record of its frame, and everything before. A file cannot tell that it was cut, or is an older copy of itself: the
+server's `Witness` does.
 """
 
 from __future__ import annotations
 
 import fcntl
+import logging
 import mmap
 import os
 import stat
@@ -26,10 +27,12 @@ import msgspec
 
 from vcache_backend.metadata_server.records import JournalState, ProcessId, Record
 
+log = logging.getLogger(__name__)
+
 COMPACT_BYTES = 64 << 20
-"""A journal smaller than this is never compacted."""
+"""A smaller journal is never compacted."""
 SLICE_BYTES = 1 << 16
-"""So much of the old file is read in one turn of the server's loop, and the rest of a record."""
+"""Bytes of the old file read in one turn of the server's loop, and the rest of a record."""
 FORMAT = 3
 _MAGIC = b"vcache-j"
 _HEADER = struct.Struct("<8sIQIQ")
@@ -37,19 +40,19 @@ _CRC = struct.Struct("<I")
 _FRAME = struct.Struct("<IIQ")
 HEADER_BYTES = _HEADER.size + _CRC.size
 FRAME_BYTES = _FRAME.size
-"""Of each frame, before its record."""
+"""Bytes of each frame before its record."""
 NEVER = (1 << 64) - 1
-"""The count of a server whose journal proves nothing: it keeps none, it could not go on with it, or a successor has taken over."""
+"""The witness's count where the journal proves nothing: the server keeps none, could not go on with it, or has a successor."""
 _CELLS = struct.Struct("=QQ")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class Damaged(Exception):
-    """The file cannot be what a server wrote; the text says where and why."""
+    """The file cannot be what a server wrote. The text says where and why."""
 
 
 def writer(path: Path) -> ProcessId | None:
-    """Who wrote the journal; None if there is none, or none with a whole header. OSError if it cannot be read."""
+    """The process that wrote the journal; None without a journal, or without a whole header. OSError if it cannot be read."""
     try:
         with _open(path) as file:
             return _header(file.read(HEADER_BYTES))[1]
@@ -58,9 +61,11 @@ def writer(path: Path) -> ProcessId | None:
 
 
 def read(path: Path) -> JournalState:
-    """Replay a journal; no file is an empty state. A last frame that is not all there was never promised to anybody: it is left out.
+    """Replay a journal; without a file, an empty state. A cut last frame is left out, and so is all from a damaged length on.
 
-    Raises Damaged for everything else that is not as it was written, OSError if the file cannot be read."""
+    If an answer rested on it, the witness disproves the journal. Damaged if anything else is not as it was written, OSError if the file
+    cannot be read.
+    """
     state = JournalState()
     try:
         file = _open(path)
@@ -74,7 +79,7 @@ def read(path: Path) -> JournalState:
             try:
                 state.apply(record)
             except ValueError as error:
-                raise Damaged(f"the record at byte {at:,} of {size:,} is none: {error}") from error
+                raise Damaged(f"the record at byte {at:,} of {size:,} cannot be applied: {error}") from error
     try:
         state.check()
     except ValueError as error:
@@ -83,14 +88,14 @@ def read(path: Path) -> JournalState:
 
 
 def _frames(file: BinaryIO, header: bytes, size: int) -> Iterator[tuple[int, int, Record]]:
-    """(where, number, record) of each whole frame behind the header, up to `size` bytes. Damaged where one is not what was written."""
+    """(offset, number, record) of each whole frame behind the header, up to `size` bytes. Damaged where one is not as it was written."""
     decoder = msgspec.msgpack.Decoder(Record)
     at, last, chain = HEADER_BYTES, 0, crc32(header[: _HEADER.size])
     while at + FRAME_BYTES <= size:
         frame = file.read(FRAME_BYTES)
         length, crc, number = _FRAME.unpack(frame) if len(frame) == FRAME_BYTES else (0, 0, 0)
         if at + FRAME_BYTES + length > size:
-            return
+            break
         body = file.read(length)
         chain = crc32(body, crc32(frame[8:], chain))
         if chain != crc or number <= last:
@@ -98,13 +103,17 @@ def _frames(file: BinaryIO, header: bytes, size: int) -> Iterator[tuple[int, int
         try:
             record = decoder.decode(body)
         except msgspec.DecodeError as error:
-            raise Damaged(f"the record at byte {at:,} of {size:,} is none: {error}") from error
+            raise Damaged(f"the record at byte {at:,} of {size:,} cannot be decoded: {error}") from error
         yield at, number, record
         at, last = at + FRAME_BYTES + length, number
+    if at < size:
+        log.warning(
+            "journal: %s of %s B at its end are no whole record and are left out: it was cut, or damaged", size - at, size
+        )
 
 
 def _open(path: Path) -> BinaryIO:
-    """The file, to be read. Neither a symbolic link nor what another user put there is followed."""
+    """Open the file for reading. Follows no symbolic link, and takes no file of another user."""
     flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with ExitStack() as undo:
         file = undo.enter_context(open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags)))
@@ -118,7 +127,7 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _header(data: bytes) -> tuple[int, ProcessId]:
-    """(epoch, writer) of a file that begins so."""
+    """(epoch, writer) from a file's header."""
     if len(data) < HEADER_BYTES or crc32(data[: _HEADER.size]) != _CRC.unpack_from(data, _HEADER.size)[0]:
         raise Damaged(f"its first {HEADER_BYTES} bytes are no header of format {FORMAT}")
     magic, format_, epoch, pid, started = _HEADER.unpack_from(data)
@@ -128,11 +137,11 @@ def _header(data: bytes) -> tuple[int, ProcessId]:
 
 
 class Journal:
-    """The open files, owned by the server's loop. OSErrors (a full disk) reach the loop, which goes on without a journal."""
+    """The open files, owned by the server's loop, which gets OSErrors (a full disk) and goes on without a journal."""
 
     def __init__(self, path: Path, epoch: int, process: ProcessId) -> None:
         self.frame = 0
-        """Number of the last frame in the file that a restart would read: what the witness is to say."""
+        """The number of the last frame in the file that a restart would read, for the witness."""
         self._numbered = 0
         self._path, self._fresh = path, path.with_name(path.name + ".new")
         header = _HEADER.pack(_MAGIC, FORMAT, epoch, process.pid, process.started)
@@ -144,7 +153,7 @@ class Journal:
         self._file = _File(self._fresh, self._header)
 
     def start(self, state: Iterable[Record]) -> None:
-        """Write the state the server starts from, then put this file in the old one's place."""
+        """Write the state that the server starts from, then put this file in the old one's place."""
         for record in state:
             self._write([record], self._file)
         self._base = self._file.size
@@ -152,13 +161,16 @@ class Journal:
         self.frame = self._numbered
 
     def append(self, records: list[Record]) -> None:
-        """Write records; they are safe against this process's death on return."""
+        """Write records. On return they are safe against this process's death."""
         self._write(records, self._file, self._next)
         self.frame = self._numbered
 
     def compact(self, still: Callable[[Record], Iterable[Record]]) -> None:
-        """One slice of compaction, if one is due or under way: records of the file are read again, and what of them is `still` true is
-        written to the next one. Called between requests. Damaged if the file was changed behind our back."""
+        """Do one slice of compaction, if one is due or under way: read records of the file again, and write what is `still` true to the
+        next one.
+
+        Called between requests. Damaged if somebody has changed the file.
+        """
         if self._next is None:
             if self._file.size < max(COMPACT_BYTES, 4 * self._base):
                 return
@@ -180,7 +192,7 @@ class Journal:
         self._base = self._file.size
 
     def abandon(self) -> None:
-        """Close the files and remove them where that is possible. Those that stay prove nothing once the witness says so."""
+        """Close the files and remove them if possible. Those that stay prove nothing once the witness says so."""
         self.close()
         for path in (self._path, self._fresh):
             with suppress(OSError):
@@ -203,7 +215,7 @@ class Journal:
 
 
 class _File:
-    """One file of a journal, new: whatever had its name is unlinked, not written to."""
+    """One new file of a journal. A file of the same name is unlinked, not written to."""
 
     def __init__(self, path: Path, header: bytes) -> None:
         path.unlink(missing_ok=True)
@@ -213,7 +225,7 @@ class _File:
         self._put(header)
 
     def frames(self) -> Iterator[tuple[int, int, Record]]:
-        """What was written until now, read again from this very file."""
+        """Read what has been written so far, from this very file."""
         size = self.size
         with open(f"/proc/self/fd/{self._fd}", "rb") as file:
             yield from _frames(file, file.read(HEADER_BYTES), size)
@@ -221,7 +233,7 @@ class _File:
                 raise Damaged(f"the file ends at byte {file.tell():,} of {size:,}")
 
     def append(self, numbered: list[tuple[int, bytes]]) -> None:
-        """Frames of (number, record), chained to what is there."""
+        """Append frames of (number, record), chained to those before."""
         out = bytearray()
         for number, body in numbered:
             covered = number.to_bytes(8, "little") + body
@@ -243,14 +255,15 @@ class _File:
 
 
 class Witness:
-    """How far a server's journal had come, in memory that outlives the server and that no damage to its file can reach: a memfd with
-    two numbers, its epoch and the number of the last journal frame that an answer may rest on.
+    """How far a server's journal has come, kept where it outlives the server and no damage to the file can reach it.
 
-    Every client holds the witness of the server it is connected to and hands it to the next one. So a restarted server knows whether
-    the journal it found is the whole last word of its predecessor, or was cut, given up, or put back from a copy."""
+    A memfd with two numbers: the server's epoch, and the last journal frame that an answer may rest on. Every client holds the witness of
+    the server it is connected to and hands it to the next one. So a restarted server knows whether the journal it found is its
+    predecessor's whole last word, or was cut, given up, or replaced by a copy.
+    """
 
     def __init__(self, epoch: int) -> None:
-        """`fd` is to be handed to clients; it stays this object's."""
+        """`fd` is for clients; it stays this object's."""
         self.fd = os.memfd_create("vcache-witness", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, mmap.PAGESIZE)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
@@ -258,7 +271,7 @@ class Witness:
         self._cells[0], self._cells[1] = epoch, NEVER
 
     def reached(self, frame: int) -> None:
-        """The journal holds everything up to `frame`. One aligned 8-byte store: a killed server leaves the old number or the new."""
+        """The journal holds everything up to `frame`. One aligned 8-byte store: after a kill it is the old number or the new one."""
         self._cells[1] = frame
 
     def close(self) -> None:
@@ -266,7 +279,7 @@ class Witness:
 
 
 def read_witness(fd: int) -> tuple[int, int]:
-    """(epoch, frame) of a witness that a client brought. OSError, struct.error if it is none."""
+    """(epoch, frame) of a witness that a client brought. OSError or struct.error if it is none."""
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
         raise OSError("it can shrink")
     epoch, frame = _CELLS.unpack(os.pread(fd, _CELLS.size, 0))
@@ -274,5 +287,5 @@ def read_witness(fd: int) -> tuple[int, int]:
 
 
 def end_witness(fd: int) -> None:
-    """Its memory belongs to this server's life now, and a copy of the journal, put back later, cannot be proven with it again."""
+    """Make a witness prove nothing more: its memory belongs to this server's life now, and an old copy of the journal may be put back."""
     os.pwrite(fd, NEVER.to_bytes(8, "little"), 8)

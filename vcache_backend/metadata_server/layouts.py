@@ -1,4 +1,4 @@
-"""What a person should know about connected instances: who does not share with whom, and why, and what they report. Pure."""
+"""What an operator should know about connected instances: which do not share and why, and what they report. Pure."""
 
 from __future__ import annotations
 
@@ -9,39 +9,42 @@ from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.placement import Peer
 
 MAX_LINES = 8
-"""Most lines about others that one instance is told."""
+"""The most lines about others that one instance is told."""
 MAX_NAMESPACES = 128
+"""The most namespaces that the statistics name."""
 MAX_CHUNK_DIGITS = 9
 MAX_COMPARED = 16
+"""The most namespaces that are compared for the statistics."""
 MAX_MISMATCHES = 64
+"""The most fields in which the statistics say that they differ."""
 MAX_INSTANCES = 16
-"""Most namespaces that the statistics name and compare, most fields in which they differ, and instances with one value of a field."""
+"""The most instances named for one value of a field."""
 MAX_REPORTS = 64
 MAX_SHOWN_CHARS = 64
+"""The most characters shown of a name or value."""
 MAX_LINE_CHARS = 600
-"""Of a name or value, and of a line."""
 _APART = ("namespace", "pp_rank")
-"""Differs between instances that differ elsewhere, or between the stages of one instance."""
+"""Fields that differ only because others do, or between the stages of one instance."""
 _SEED = "start all instances with the same PYTHONHASHSEED (0 for example), and the same hash algorithm"
 ADVICE = {"extra.hash_probe": _SEED, "extra.hash_root": _SEED}
-"""For fields whose names do not say what to set."""
+"""What to set, for fields whose names do not say so."""
 
 
 class Layouts:
-    """The layouts of the connected instances, as their hellos told them. Those without a model are of tools."""
+    """The layouts of the connected instances, from their hellos. Clients without a model are tools."""
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[Peer, dict[str, str]]] = {}
         self._mismatches: list[m.Mismatch] | None = []
         self.hits: dict[str, list[int]] = {}
-        """Tokens that instances have asked for and that were there, by namespace, since the server's start."""
+        """By namespace, tokens that instances have asked for and tokens found, since the server's start."""
         self.saved: dict[str, float] = {}
-        """Seconds of prefill, likewise, of those of which an instance has made an estimate."""
+        """By namespace, seconds of prefill saved since the server's start, as far as instances have estimated them."""
         self._counted: dict[int, tuple[str, int, list[int]]] = {}
         """By client: its namespace, tokens of a chunk, and where to count."""
 
     def add(self, client: Peer, layout: dict[str, str]) -> list[str]:
-        """Remember an instance; a line for each other namespace of the same model: it cannot share with that."""
+        """Add an instance. Returns a line for each other namespace of the same model, with which it cannot share."""
         layout = {name: _short(value) for name, value in layout.items()}
         others: dict[str, tuple[Peer, dict[str, str]]] = {}
         for who, other in self._of.values():
@@ -56,8 +59,10 @@ class Layouts:
         return [_line(layout, who, other, fields) for who, other, fields in differences if fields]
 
     def asked(self, client: int, chunks: int, found: int) -> None:
-        """An instance has looked for so many chunks of a prompt. vLLM's workers, which ask once more for what they load, say no layout and
-        are not counted; LMCache's do, and are."""
+        """Count a look-up of so many chunks by an instance, and how many were found.
+
+        vLLM's workers, which ask once more for what they load, send no layout and are not counted. LMCache's do, and are.
+        """
         counted = self._counted.get(client)
         if counted is not None:
             _, each, totals = counted
@@ -65,7 +70,7 @@ class Layouts:
             totals[1] += each * found
 
     def saves(self, client: int, seconds: float | None) -> None:
-        """An instance's hits have saved so many seconds; None: it does not say."""
+        """Add the seconds that an instance's hits have saved; None: it does not know."""
         name = self._counted[client][0] if client in self._counted else ""
         if seconds is not None and name in self.hits:
             self.saved[name] = self.saved.get(name, 0.0) + seconds
@@ -84,24 +89,24 @@ class Layouts:
             self._counted[client.id] = name, int(each), totals
 
     def drop(self, client: int) -> None:
-        """The instance is gone."""
+        """Remove an instance that is gone."""
         self._counted.pop(client, None)
         if self._of.pop(client, None) is not None:
             self._mismatches = None
 
     def namespaces(self) -> dict[str, str]:
-        """Each namespace, and the model it is of."""
+        """Each namespace, with its model."""
         named = {layout.get("namespace", ""): layout["model"] for _, layout in self._of.values()}
         return {printable(name): printable(model) for name, model in list(named.items())[:MAX_NAMESPACES]}
 
     def mismatches(self) -> list[m.Mismatch]:
-        """In what connected instances of one model differ now."""
+        """The fields in which connected instances of one model differ now."""
         if self._mismatches is None:
             self._mismatches = self._compare()
         return self._mismatches
 
     def _compare(self) -> list[m.Mismatch]:
-        """Of `MAX_COMPARED` namespaces: who connects with many of many names costs everybody a millisecond, not more."""
+        """Compare `MAX_COMPARED` namespaces: a client that connects under very many names costs the others a millisecond at most."""
         of_model: dict[str, dict[str, tuple[dict[str, str], list[Peer]]]] = {}
         for client, layout in self._of.values():
             groups = of_model.setdefault(layout["model"], {})
@@ -129,13 +134,13 @@ def _mismatches(model: str, groups: list[tuple[dict[str, str], list[Peer]]]) -> 
 
 
 def printable(text: str) -> str:
-    """`text` for a terminal or a log: not too long, and nothing in it that a terminal would act on."""
+    """`text` for a terminal or a log: cut to length, without anything that a terminal would act on."""
     short = text if len(text) <= MAX_SHOWN_CHARS else f"{text[: MAX_SHOWN_CHARS - 3]}..."
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in short)
 
 
 def _short(text: str) -> str:
-    """What is kept of `text`: as equal as that, and no longer than a person sees but for a digest."""
+    """A short form of `text` that is equal for equal texts: as long as a person reads, then a digest."""
     if len(text) <= MAX_SHOWN_CHARS:
         return text
     return text[:MAX_SHOWN_CHARS] + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -161,14 +166,14 @@ def _who(client: Peer) -> str:
 
 
 class Reports:
-    """The newest reports, at most `MAX_REPORTS`. One text of one connection is kept once, with the time it was last said."""
+    """The newest reports, `MAX_REPORTS` at most. A text is kept once a connection, with the time of its last report."""
 
     def __init__(self, wall_clock: Callable[[], float]) -> None:
         self._now = wall_clock
         self._kept: dict[tuple[int, str], m.Reported] = {}
 
     def add(self, client: Peer, level: m.Level, text: str) -> m.Reported | None:
-        """Keep what `client` says, as one printable line; None if it is among those kept already."""
+        """Keep what `client` reports, as one printable line. None if it is kept already."""
         line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
         known = self._kept.pop((client.id, line), None)
         reported = m.Reported(self._now(), level, client.process.pid, client.device, line)

@@ -13,14 +13,14 @@ from vcache_backend.metadata_server.placement import Entry
 
 MAX_LEASES_PER_CLIENT = 65_536
 MAX_LEASED_PER_CLIENT = 1 << 18
-"""Most chunks under the leases of one client, each counted once a lease."""
+"""The most chunks under the leases of one client. A chunk counts once for each lease."""
 AT_ONCE = 2048
-"""One look at the clock ends leases of about so many chunks; others that are over end at the next one."""
+"""About how many chunks' leases one look at the clock ends; the next one ends others."""
 
 
 class Grant(msgspec.Struct, gc=False):
-    """One reader's hold on some chunks until `deadline` (the server's monotonic clock, seconds). `client`: None once its connection
-    is gone and nothing but the deadline ends it."""
+    """One reader's hold on some chunks until `deadline`, in seconds of the server's monotonic clock. `client`: None once its connection is
+    closed."""
 
     client: int | None
     deadline: float
@@ -28,16 +28,16 @@ class Grant(msgspec.Struct, gc=False):
 
 
 class Leases:
-    """The table of leases. `let_go(entries)` is called when a lease is over."""
+    """The table of leases. It calls `let_go(entries)` when a lease ends."""
 
     def __init__(self, seconds: float, let_go: Callable[[list[Entry]], None]) -> None:
         self.seconds = seconds
         self.expired = 0
         self._let_go = let_go
         self._leases: OrderedDict[int, Grant] = OrderedDict()
-        """By deadline, since all get the same time."""
+        """In order of their deadlines, since all get the same time."""
         self._orphans: OrderedDict[int, Grant] = OrderedDict()
-        """Those whose client is gone, by deadline, too."""
+        """Those whose client is gone, in order of their deadlines, too."""
         self._of_client: dict[int, dict[int, None]] = {}
         self._leased_by: Counter[int] = Counter()
 
@@ -50,13 +50,13 @@ class Leases:
         return leases >= MAX_LEASES_PER_CLIENT or self._leased_by[client] + more > MAX_LEASED_PER_CLIENT
 
     def grant(self, lease: int, client: int, entries: list[Entry], now: float) -> None:
-        """`entries`: each once, held already."""
+        """Add a lease of `entries`, each there once and held already."""
         self._leases[lease] = Grant(client, now + self.seconds, entries)
         self._of_client.setdefault(client, {})[lease] = None
         self._leased_by[client] += len(entries)
 
     def renew(self, lease: int, now: float) -> bool:
-        """Full time again for a lease that still holds, whoever asks: one process may read under another's lease."""
+        """Extend a lease that has not ended to its full time, whoever asks: one process may read under another's lease."""
         held = self._holding(lease, now)
         if held is None:
             return False
@@ -69,7 +69,7 @@ class Leases:
         return True
 
     def release(self, lease: int, now: float) -> bool:
-        """End a lease, whoever asks; whether it held until now."""
+        """End a lease, whoever asks. False if it had ended before."""
         held = self._holding(lease, now)
         if held is None:
             return False
@@ -88,8 +88,7 @@ class Leases:
                 self._holding(lease, now)
 
     def drop_client(self, client: int, now: Callable[[], float]) -> Steps:
-        """A client is gone: its leases go on for `GRACE_SECONDS`, as each of them was promised when it was granted, unless somebody else
-        renews them."""
+        """A client is gone: its leases hold for another `GRACE_SECONDS`, as promised when granted, unless somebody renews them."""
         leases = self._of_client.pop(client, {})
         self._leased_by.pop(client, None)
         return self._orphan(leases, now)
@@ -103,7 +102,7 @@ class Leases:
             yield
 
     def _holding(self, lease: int, now: float) -> Grant | None:
-        """The lease, if it holds still; one whose time is over ends here."""
+        """The lease, if it has not ended. One whose time is over ends here."""
         held = self._leases.get(lease) or self._orphans.get(lease)
         if held is not None and held.deadline <= now:
             self._end(lease, held)

@@ -1,4 +1,4 @@
-"""One connected socket of a client: requests out, replies in, within deadlines."""
+"""A client's connected socket: sends requests and reads replies, within deadlines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vcache_backend.metadata_server.endpoint import folder_fault
 
 
 class Unwelcome(ConnectionError):
-    """Somebody is there who must not be spoken to, or who refuses; the text says who and why."""
+    """The server must not be spoken to, or it refuses. The text says who it is and why."""
 
 
 class ServerLink:
@@ -28,7 +28,7 @@ class ServerLink:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._receiver = wire.Receiver()
         self._early: deque[bytes] = deque()
-        """Replies that came while a request did not get out."""
+        """Replies that arrived while a request was being sent."""
         self._incoming = select.poll()
         self._incoming.register(self._socket, select.POLLIN)
         self._either = select.poll()
@@ -36,10 +36,10 @@ class ServerLink:
         self._spin = processes.spin(0.0002, 0.001)
 
     def open(self, path: Path, hello: m.Hello, deadline: float, witness: int | None, received: list[int]) -> m.Welcome:
-        """Connect and be welcomed. Unwelcome: another user could serve there, or does, or the server refuses; OSError.
+        """Connect, say hello and wait for the welcome. Unwelcome: another user serves there, or could, or the server refuses; OSError.
 
-        Nothing is sent before it is known whose the server is. `witness`: of the server before, to be shown to this one, whose own
-        is put into `received`.
+        Sends nothing before it knows whose server it is. witness: of the server before, to be shown to this one, whose own is put into
+        `received`.
         """
         if fault := folder_fault(path, self._trusted):
             raise Unwelcome(f"{fault}, or name its user in client.server_uid if that is meant")
@@ -57,7 +57,7 @@ class ServerLink:
         return reply
 
     def _introduce(self, hello: m.Hello, deadline: float, witness: int | None, received: list[int]) -> m.AnyReply:
-        """Say hello, with a pidfd of this process: by it the server sees our end, whichever pid namespace it lives in."""
+        """Say hello, with a pidfd of this process, by which the server sees it end, whichever pid namespace it is in."""
         pidfd = processes.own_pidfd()
         try:
             fds = [fd for fd in (pidfd, witness) if fd is not None]
@@ -68,7 +68,7 @@ class ServerLink:
                 os.close(pidfd)
 
     def read(self, deadline: float, received: list[int] | None = None) -> m.AnyReply:
-        """The next reply: the server answers requests in their order."""
+        """Read the next reply. The server answers requests in their order."""
         message: bytes | memoryview
         if self._early:
             message = self._early.popleft()
@@ -84,16 +84,16 @@ class ServerLink:
         return reply
 
     def interrupt(self) -> None:
-        """End the connection for whoever waits for an answer on it. Any thread."""
+        """End the connection, also for a thread that waits for an answer on it. Any thread."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Not while somebody exchanges: the number of a closed socket is given to the next file that is opened."""
+        """Close the socket. Not during an exchange: the next file to be opened gets its number."""
         self._socket.close()
 
     def send(self, data: bytes, deadline: float, fds: Sequence[int] = ()) -> None:
-        """Send one request, whose reply is to be `read`. Takes in answers meanwhile: a server whose answers nobody reads reads
+        """Send one request, whose reply is still to be `read`. Reads answers meanwhile, since a server whose answers nobody reads reads
         nothing either."""
         # If it closed the connection, the last it said may be there to be read, and says why.
         with suppress(BrokenPipeError, ConnectionResetError):
@@ -106,14 +106,14 @@ class ServerLink:
                         return
 
     def _take_in(self) -> bool:
-        """Read a reply that is there; False at the end."""
+        """Read a reply that is there. False at the end of the connection."""
         message, came = self._receiver.receive(self._socket)
         wire.close_fds(came)
         self._early.append(bytes(message))
         return bool(message)
 
     def _receive(self, deadline: float) -> tuple[memoryview, list[int]]:
-        """One read; looks for it without sleeping at first, since the answer mostly is there sooner than a sleeper wakes."""
+        """Read once. Polls at first without sleeping, since an answer mostly arrives before a sleeping thread would wake."""
         spin_until = time.perf_counter() + self._spin
         while not self._incoming.poll(0) and time.perf_counter() < spin_until:
             os.sched_yield()
@@ -124,7 +124,7 @@ class ServerLink:
                 self._wait(self._incoming, deadline)
 
     def _wait(self, poll: select.poll, deadline: float) -> int:
-        """Which events are there of those waited for; TimeoutError by the deadline."""
+        """Wait for events, and return those that are there. TimeoutError at the deadline."""
         left = deadline - time.perf_counter()
         ready = poll.poll(left * 1000) if left > 0 else []
         if not ready:

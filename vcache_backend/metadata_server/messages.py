@@ -1,8 +1,8 @@
 """The protocol: every message that crosses the socket, and nothing else.
 
-A message is one packet of a Unix socket (SOCK_SEQPACKET): a MessagePack array whose first element is the message's name,
-`["lookup", [key, ...], ranks]`. Requests of a connection are answered in their order, each with the reply type named in its
-docstring, or with `Error`. Fds travel as SCM_RIGHTS with their message.
+A message is one packet of a Unix socket (SOCK_SEQPACKET): a MessagePack array whose first element is the message's name, `["lookup", [key,
+...], ranks]`. The server answers a connection's requests in their order, each with the reply type that its docstring names after the arrow,
+or with `Error`. Fds travel as SCM_RIGHTS with their message.
 """
 
 from __future__ import annotations
@@ -15,31 +15,33 @@ import msgspec
 
 PROTOCOL_VERSION = 7
 MAX_MESSAGE_BYTES = 200_000
-"""Linux sends a packet of so many bytes with a socket's ordinary buffer. A client that sends more is disconnected."""
+"""Linux sends a packet of this size with a socket's ordinary buffer. A client that sends a larger one is disconnected."""
 MAX_KEYS = 2048
-"""Most keys in one request; a request of more is refused and the connection stays usable."""
+"""The most keys in one request. The server refuses a request with more, and the connection stays usable."""
 MAX_LOOKED_UP = 16_384
-"""Most keys times ranks of one look-up; one of more is refused in the same way."""
+"""The most keys times ranks of one look-up; more are refused in the same way."""
 MAX_SLOTS = 1024
-"""Most slots that one request reserves; the keys after these are refused as FULL."""
+"""The most slots that one request reserves; the keys beyond are refused as FULL."""
 INSTANCE_BYTES = 16
 MAX_REGIONS = 256
-"""Most allocations in which one worker's KV cache lies."""
+"""The most allocations in which one worker's KV cache lies."""
 MAX_PLANES = 1024
-"""Most planes (a plane: one part of one layer) of one worker's KV cache."""
+"""The most planes of one worker's KV cache. A plane is one part of one layer."""
 MAX_PUBLISHED = 512
-"""Most chunks of one publication; fewer if they have so many blocks that no more fit in a message."""
+"""The most chunks of one publication; fewer if their blocks fill a message sooner."""
 MAX_OWNERS = 64
-"""Most instances of which one client tells what it has read there."""
+"""The most rows of one `ShowReads`."""
 MAX_REPLICAS = 2
-"""Most resident copies of one chunk that an asker is told of."""
+"""The most resident copies of one chunk in an answer."""
 MAX_BLOCKS = 1 << 21
+"""The most blocks of an instance."""
 MAX_EACH = 1024
+"""The most blocks of a resident chunk."""
 MAX_RANKS = 64
-"""Most blocks of an instance, blocks of a resident chunk, and workers of an instance."""
+"""The most workers of an instance."""
 NUMBER_BYTES = 4
 GENERATION_BYTES = 8
-"""Of a block's number and of its generation, little-endian, where messages have many of them."""
+"""Bytes of a block's number and of its generation in messages that pack many of them, little-endian."""
 
 ChunkKey = NewType("ChunkKey", bytes)
 """Namespace (8 bytes), prefix-chained token hash (16), rank (2, big-endian). See `vcache_backend.transfer.keys`."""
@@ -47,7 +49,7 @@ SegmentId = NewType("SegmentId", str)
 InstanceId = NewType("InstanceId", bytes)
 """Names one start of one EngineCore: 16 random bytes."""
 SCHEDULER = -1
-"""Names an instance's scheduler, in place of a rank."""
+"""Stands for an instance's scheduler where others have a rank."""
 Named = Annotated[InstanceId, msgspec.Meta(min_length=INSTANCE_BYTES, max_length=INSTANCE_BYTES)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
 Medium = Literal["cuda", "host"]
@@ -59,19 +61,19 @@ _Key = Annotated[ChunkKey, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYT
 Keys = Annotated[list[_Key], msgspec.Meta(max_length=MAX_KEYS)]
 SEGMENT_ID = r"\A[0-9A-Za-z_.:-]{1,64}\Z"
 MAX_SEGMENT_BYTES = 1 << 46
-"""Larger than any allocation there is; what is claimed beyond it is refused before it reaches a system call."""
+"""Larger than any allocation there is. More is refused before it reaches a system call."""
 Bytes = Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]
 _PRINTABLE = r"\A[^\x00-\x1f\x7f-\x9f]*\Z"
 Text = Annotated[str, msgspec.Meta(max_length=256, pattern=_PRINTABLE)]
 MAX_FIELDS = 64
-"""Of a layout."""
+"""The most fields of a layout."""
 Field = Annotated[str, msgspec.Meta(max_length=64, pattern=_PRINTABLE)]
 TOKEN_BITS = 63
 MAX_REPORT_CHARS = 1024
 MAX_SAVED_SECONDS = 1e9
 GRACE_SECONDS = 0.25
-"""So long after it was granted or renewed (unless it was given for less) a lease holds whatever happens: its holder's connection
-may be lost, its server may die and start again. A copy that is over by then needs nobody's word for it."""
+"""How long a lease holds in any case after it was granted or renewed, unless it was given for less: even if its holder's connection is
+lost, or the server dies and starts again. A copy that ends within it needs no further proof."""
 Level = Literal["info", "warn", "error"]
 
 
@@ -92,7 +94,7 @@ def of_ranks(keys: Sequence[ChunkKey], ranks: int) -> list[ChunkKey]:
 
 
 class Refusal(IntEnum):
-    """Why a key got no slot. The first two are no failure: the bytes are there, or on their way."""
+    """Why a key got no slot. The first two are no failures: the chunk is stored, or being stored."""
 
     EXISTS = 0
     BUSY = 1
@@ -102,7 +104,7 @@ class Refusal(IntEnum):
 
 
 class Location(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where one chunk lies: `length` bytes at byte `offset` of `segment`. `generation` changes at every reuse of the place."""
+    """Where one chunk lies: `length` bytes at byte `offset` of `segment`. `generation` changes whenever the slot is reused."""
 
     segment: SegmentId
     offset: int
@@ -111,8 +113,8 @@ class Location(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
-    """One segment as the server knows it. `device` is a GPU UUID, or `host` or `host:NAME`. Sizes in bytes. `given_back`: so much of its
-    end holds no chunk any more, and no memory."""
+    """One segment as the server knows it. `device`: a GPU UUID, `host` or `host:NAME`. Sizes in bytes. `given_back`: the bytes at its end
+    that hold no chunk, and no memory, any more."""
 
     id: SegmentId
     device: str
@@ -129,8 +131,8 @@ class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reported(msgspec.Struct, frozen=True, array_like=True):
-    """A `Report` as the server keeps it. `time`: wall clock, seconds since the epoch. `pid`: 0 if it lives in another pid namespace.
-    `device`: the one the connection's hello named."""
+    """A `Report` as the server keeps it. `time`: seconds since the Unix epoch. `pid`: 0 if the client is in another pid namespace.
+    `device`: from the connection's hello."""
 
     time: float
     level: Level
@@ -140,8 +142,8 @@ class Reported(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Mismatch(msgspec.Struct, frozen=True, array_like=True):
-    """A field in which connected instances of one model differ, so that they do not share. `values`: each one that it has, and which
-    instances have it. `advice`: what to do about it, where the field's name does not say so."""
+    """A field in which connected instances of one model differ, so that they do not share. `values`: each value and the instances that have
+    it. `advice`: what to do, where the field's name does not say so."""
 
     model: str
     field: str
@@ -150,11 +152,11 @@ class Mismatch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CacheShape(msgspec.Struct, frozen=True, array_like=True):
-    """One worker's paged KV cache, as a reader must know it to read there. Sizes in bytes.
+    """What a reader must know of one worker's paged KV cache. Sizes in bytes.
 
-    `layout`: the order of bytes in a page; only caches with the same one read each other. `num_blocks`, `block_size` (tokens): of
-    the tensors. `stride`: from block to block, the same in all planes. `planes`: of each layer and part, layer-major, the region it lies
-    in and where in it block 0 begins. `regions`: how much of each region's fd may be mapped.
+    `layout`: the order of bytes in a page; only caches with the same one read each other. `num_blocks`, `block_size` (tokens): of the
+    tensors. `stride`: from block to block, the same in all planes. `planes`: for each layer and part, layer-major, the region it lies in
+    and where in it block 0 begins. `regions`: how much of each region's fd may be mapped.
     """
 
     device: Text
@@ -173,7 +175,7 @@ class CacheShape(msgspec.Struct, frozen=True, array_like=True):
     regions: Annotated[list[Bytes], msgspec.Meta(min_length=1, max_length=MAX_REGIONS)]
 
     def misfit(self) -> str:
-        """Why no cache can be so; empty if every page lies inside of its region."""
+        """Why no cache can have this shape; empty if every page lies inside its region."""
         if len(self.planes) != self.layers * self.parts:
             return f"{len(self.planes)} planes of {self.layers} layers with {self.parts} parts"
         if self.num_blocks > 1 and self.stride < self.page_bytes:
@@ -189,9 +191,12 @@ class CacheShape(msgspec.Struct, frozen=True, array_like=True):
 
 
 class InstanceStats(msgspec.Struct, frozen=True, array_like=True):
-    """One instance as the server knows it. `id` in hex. `device`: of its first worker. `pid`: its scheduler's, 0 if that is not there or
-    not visible. `resident`: chunks that others find in it. `regions`: fds of its workers' KV caches. `missing`: what is not shown yet,
-    so that nothing in it is found; empty: nothing."""
+    """One instance as the server knows it. `id`: in hex. `device`: of its first worker. `pid`: of its scheduler, 0 if absent or not
+    visible.
+
+    `resident`: chunks that others find in it, once `missing` is empty. `regions`: fds of its workers' KV caches. `missing`: the first part
+    that is not shown; while there is one, nothing is found in the instance.
+    """
 
     id: str
     device: str
@@ -204,8 +209,8 @@ class InstanceStats(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StillMapped(msgspec.Struct, frozen=True, array_like=True):
-    """A process, 0 if it is not visible, that has not said that it has unmapped the KV cache of `instance` (in hex), which has ended:
-    that memory of `device` is not free. `stopped`: it cannot say so, as it is stopped."""
+    """A process that has not said that it unmapped the KV cache of `instance` (in hex), which has ended: that memory of `device` is not
+    free. `pid`: 0 if it is not visible. `stopped`: whether it is stopped, and so cannot say so."""
 
     instance: str
     device: str
@@ -214,8 +219,8 @@ class StillMapped(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reads(msgspec.Struct, frozen=True, array_like=True):
-    """What one client has read out of the KV cache of `instance` since it started: bytes that counted, and chunks that the verdict
-    refused, since their owner had used them again."""
+    """What one client has read out of the KV cache of `instance` since it started: bytes that counted, and chunks that the verdict refused
+    because their owner had reused the blocks."""
 
     instance: Named
     nbytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
@@ -223,7 +228,7 @@ class Reads(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReadStats(msgspec.Struct, frozen=True, array_like=True):
-    """The `Reads` of a client that is connected: process `pid`, 0 if it is not visible, with its device. `instance` in hex."""
+    """The `Reads` of a connected client: process `pid`, 0 if it is not visible, with its device. `instance`: in hex."""
 
     pid: int
     device: str
@@ -236,15 +241,15 @@ class ReadStats(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Base of all requests; the name on the wire is the class's in lower case."""
+    """Base of all requests. `tag` is the name on the wire."""
 
 
 class Hello(Request, frozen=True, tag="hello"):
-    """First message of a connection → `Welcome`, or `Error` and the connection closes. Along come, as fds, a pidfd of the client, and
-    the witness of the server that it was connected to before, if there was one.
+    """The first message of a connection → `Welcome`, or `Error` and the connection closes.
 
-    `layout` is the instance's layout as text, field by field (see `transfer.layout.Layout`); empty for tools. `token`: a
-    number that stays with the client, by which the server knows it again where it cannot see its pid.
+    Fds, either of which may be missing: a pidfd of the client, and the witness of the server that it was connected to before. `layout`: the
+    instance's layout as text, field by field (see `transfer.layout.Layout`); empty for tools. `token`: a number that the client keeps, by
+    which the server recognises it where it cannot see its pid.
     """
 
     version: int
@@ -255,10 +260,10 @@ class Hello(Request, frozen=True, tag="hello"):
 
 
 class AddSegment(Request, frozen=True, tag="add_segment"):
-    """Register a segment; its fd comes along → `Added`.
+    """Register a segment, whose fd comes along → `Added`.
 
-    `claim`: of the `Lendable` it was made under; refused if that has ended meanwhile. 0: somebody wants it there whatever else is.
-    `again`: it was offered before, on an earlier connection. Then it is taken only if the server knows what lies in it.
+    `claim`: of the `Lendable` under which it was made; refused if that has ended. 0: add it unconditionally. `again`: it was offered before
+    on an earlier connection, and is taken only if the server knows what lies in it.
     """
 
     id: Annotated[SegmentId, msgspec.Meta(pattern=SEGMENT_ID)]
@@ -270,7 +275,7 @@ class AddSegment(Request, frozen=True, tag="add_segment"):
 
 
 class Lend(Request, frozen=True, tag="lend"):
-    """How much of its device's memory may this client make now, if the pool shall have `nbytes` there in all? → `Lendable`."""
+    """How much of its device's memory may this client allocate now, if the pool is to have `nbytes` there in all? → `Lendable`."""
 
     nbytes: Bytes
 
@@ -282,24 +287,25 @@ class OpenSegment(Request, frozen=True, tag="open_segment"):
 
 
 class Unusable(Request, frozen=True, tag="unusable"):
-    """This client cannot map a segment: none of its reservations is to get a slot there → `Count` of segments it avoids."""
+    """This client cannot map a segment: give its reservations no slot there → `Count` of segments it avoids."""
 
     id: Annotated[SegmentId, msgspec.Meta(max_length=64)]
 
 
 class DropSegment(Request, frozen=True, tag="drop_segment"):
-    """Stop using a segment: evicts its chunks; it goes when its last lease and reservation end → `Dropped`. `keep`: the chunks stay until
-    this is said again without, or nobody asked `Move` for a while."""
+    """Forget a segment's chunks; it is gone once its last lease and reservation end → `Dropped`. `keep`: keep the chunks until this is sent
+    again without it, or nobody has sent `Move` for a while."""
 
     id: SegmentId
     keep: bool = False
 
 
 class ResizeSegment(Request, frozen=True, tag="resize_segment"):
-    """Take memory back: at most its first `nbytes` hold chunks from now on, and what lies behind them is forgotten → `Opened`, without an
-    fd: what it has by now. The rest is freed when its last lease and reservation end. Only host memory can be given back in part.
+    """Leave the first `nbytes` of a host segment to the pool and forget the chunks beyond → `Opened`, without an fd: its size by now.
 
-    `keep`: what lies behind them stays until this is said again without, or nobody asked `Move` for a while."""
+    The memory is freed when the last lease and reservation there end. `keep`: keep those chunks until this is sent again without it, or
+    nobody has sent `Move` for a while.
+    """
 
     id: SegmentId
     nbytes: Bytes
@@ -307,21 +313,21 @@ class ResizeSegment(Request, frozen=True, tag="resize_segment"):
 
 
 class Move(Request, frozen=True, tag="move"):
-    """Slots for some of the chunks that a resize or a drop keeps → `Moves`. A chunk for which others, used later, would have
-    to go is forgotten instead."""
+    """Reserve new slots for some of the chunks that a resize or a drop keeps → `Moves`. A chunk is forgotten instead if only chunks used
+    later could make room for it."""
 
     id: SegmentId
 
 
 class ListSegments(Request, frozen=True, tag="list_segments"):
-    """→ `Segments`. `saved`: seconds of prefill that hits of this client's instance have saved since it said so last, by its own estimate;
-    None: it says nothing."""
+    """→ `Segments`. `saved`: seconds of prefill, by its own estimate, that hits have saved this client's instance since the last such
+    message; None: unknown."""
 
     saved: Annotated[float, msgspec.Meta(ge=0, le=MAX_SAVED_SECONDS)] | None = None
 
 
 class Reserve(Request, frozen=True, tag="reserve"):
-    """Ask for one slot of `nbytes` for each key, in prefix order → `Reserved`. Own device first, then peers, then evict."""
+    """Ask for a slot of `nbytes` for each key, in prefix order → `Reserved`. On the client's device, else on peers, else by eviction."""
 
     keys: Keys
     nbytes: Bytes
@@ -330,7 +336,7 @@ class Reserve(Request, frozen=True, tag="reserve"):
 class Commit(Request, frozen=True, tag="commit"):
     """The copies of this reservation are complete: publish them → `Count` of chunks now visible (0: it was void).
 
-    `prefix` are the chunks before them, already there: they become as recent as these, so that tails are evicted first.
+    `prefix`: the chunks before these, stored already. They become more recent than these, so that the end of a prefix is evicted first.
     """
 
     reservation: int
@@ -338,61 +344,60 @@ class Commit(Request, frozen=True, tag="commit"):
 
 
 class Abort(Request, frozen=True, tag="abort"):
-    """No copy of this reservation runs or will run: take its slots back → `Count` of slots returned."""
+    """No copy of this reservation runs or will run: free its slots → `Count` of slots freed."""
 
     reservation: int
 
 
 class Lookup(Request, frozen=True, tag="lookup"):
-    """How many leading chunks are there for all `ranks` ranks (keys of rank 0)? No lease → `Count`."""
+    """How many leading chunks do all `ranks` ranks have (keys of rank 0)? Without a lease → `Count`."""
 
     keys: Keys
     ranks: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
 
 
 class Acquire(Request, frozen=True, tag="acquire"):
-    """Lease the leading run of chunks that are there → `Leased`. The lease runs from the request's arrival."""
+    """Lease the leading run of chunks that are there → `Leased`."""
 
     keys: Keys
 
 
 class Renew(Request, frozen=True, tag="renew"):
-    """Give a lease that still holds its full time again → `Verdict` (False: it had ended, acquire again)."""
+    """Extend a lease that has not ended to its full time → `Verdict` (False: it had ended, acquire again)."""
 
     lease: int
 
 
 class Release(Request, frozen=True, tag="release"):
-    """End a lease → `Verdict`: did it hold all the time until now? False: whatever was read under it is void."""
+    """End a lease → `Verdict`: did it hold until now? If False, whatever was read under it is void."""
 
     lease: int
 
 
 class Contains(Request, frozen=True, tag="contains"):
-    """→ `Present`, one answer a key; no lease, no effect on recency. `where`: and in which segment."""
+    """→ `Present`, one answer a key; no lease, no effect on recency. `where`: say in which segment, too."""
 
     keys: Keys
     where: bool = False
 
 
 class Touch(Request, frozen=True, tag="touch"):
-    """Make chunks recent (keys in prefix order; the first ends up the most recent) → `Count` of those there."""
+    """Make chunks recent (keys in prefix order; the first ends up the most recent) → `Count` of those in the pool."""
 
     keys: Keys
 
 
 class Remove(Request, frozen=True, tag="remove"):
-    """Forget chunks; the place of a leased one comes back when its leases end → `Count` removed. Without `force` those that are
-    leased stay."""
+    """Forget chunks; the slot of a leased one is freed when its leases end → `Count` removed. Without `force` leased chunks stay."""
 
     keys: Keys
     force: bool = True
 
 
 class Clear(Request, frozen=True, tag="clear"):
-    """Forget every chunk of one namespace (8 bytes), or all with b"", those being written included → `Count` removed.
+    """Forget every chunk of one namespace (8 bytes), or of all with b"", those being written included → `Count` of those that were visible.
 
-    `reset`: the weights have changed, or may have: raise the epoch too, so that nothing is found again that was offloaded before.
+    `reset`: the weights have changed, or may have: raise the epoch, too, so that nothing offloaded before is found again.
     """
 
     namespace: Annotated[bytes, msgspec.Meta(max_length=NAMESPACE_BYTES)] = b""
@@ -402,8 +407,8 @@ class Clear(Request, frozen=True, tag="clear"):
 class Join(Request, frozen=True, tag="join"):
     """An instance's scheduler shows its generation table, whose fd comes along → `Count` (1).
 
-    `blocks`: of vLLM, counted by the table. `each`: so many of them are a chunk. `lead`: of those the first ones, which readers
-    need in any case, 0: all; the others come and go, and readers look for themselves. Refused while another process is its scheduler.
+    `blocks`: how many vLLM has, the length of the table. `each`: blocks of a chunk. `lead`: how many of these, the first ones, readers
+    always need (0: all); the others come and go, and readers check them themselves. Refused while another process is its scheduler.
     """
 
     instance: Named
@@ -415,7 +420,7 @@ class Join(Request, frozen=True, tag="join"):
 
 
 class ShowCache(Request, frozen=True, tag="show_cache"):
-    """A worker of an instance says where its KV cache lies, before or after its scheduler joined → `Count` of regions to show now.
+    """A worker of an instance describes its KV cache, before or after its scheduler joined → `Count` of regions to show now.
 
     Refused while another process is this rank. What this rank showed before is void.
     """
@@ -426,7 +431,7 @@ class ShowCache(Request, frozen=True, tag="show_cache"):
 
 
 class ShowRegion(Request, frozen=True, tag="show_region"):
-    """A region of the cache that this connection showed; its fd comes along → `Count` of regions still missing."""
+    """Show a region of the cache that this connection described; its fd comes along → `Count` of regions still missing."""
 
     instance: Named
     rank: Rank
@@ -434,7 +439,7 @@ class ShowRegion(Request, frozen=True, tag="show_region"):
 
 
 class OpenInstance(Request, frozen=True, tag="open_instance"):
-    """→ `Joined`, with the fd of the generation table. Refused unless all of the instance is shown, as are the next three."""
+    """→ `Joined`, with the fd of the generation table. Refused, like all `Open…` below, unless all of the instance is shown."""
 
     instance: Named
 
@@ -446,7 +451,7 @@ class ShowPins(Request, frozen=True, tag="show_pins"):
 
 
 class OpenPins(Request, frozen=True, tag="open_pins"):
-    """→ `Count` (its blocks), with the fd of that memory. Refused as is `OpenInstance`, and where it takes no pins."""
+    """→ `Count` (of its blocks), with the fd of that memory. Also refused if the instance takes no pins."""
 
     instance: Named
 
@@ -459,7 +464,7 @@ class OpenCache(Request, frozen=True, tag="open_cache"):
 
 
 class OpenRegion(Request, frozen=True, tag="open_region"):
-    """→ `Count` (its bytes), with the region's fd."""
+    """→ `Count` (of its bytes), with the region's fd."""
 
     instance: Named
     rank: Rank
@@ -467,27 +472,28 @@ class OpenRegion(Request, frozen=True, tag="open_region"):
 
 
 class CloseInstance(Request, frozen=True, tag="close_instance"):
-    """This connection's process has none of the instance's regions mapped any more → `Count` (1, or 0 if it had opened none)."""
+    """This connection's process no longer maps any region of the instance → `Count` (1, or 0 if it had opened none)."""
 
     instance: Named
 
 
 class OpenProcess(Request, frozen=True, tag="open_process"):
-    """→ `Count` (the pid, 0 if it is not visible), with a pidfd of the process that is this rank; -1: of the scheduler."""
+    """→ `Count` (the pid, 0 if it is not visible), with a pidfd of the process of this rank; -1: of the scheduler."""
 
     instance: Named
     rank: Annotated[int, msgspec.Meta(ge=-1, lt=MAX_RANKS)]
 
 
 class Publish(Request, frozen=True, tag="publish"):
-    """The step that wrote these chunks is over: they can be read where they lie → `Count` of chunks taken (0: the instance has not joined,
-    or the sequence is old, or the epoch).
+    """The step that wrote these chunks is over, and they can be read where they lie → `Count` of chunks taken.
 
-    Only of the connection that showed this rank's cache. `keys`: of one rank. `blocks`, `generations`: uint32 and uint64, little-endian,
-    `each` of them a key. Replaces what the instance published under the same keys, or with one of these blocks in its `lead`, with no
-    higher `sequence`. With several ranks a chunk is found when all have published the same of it. One whose lead names a block twice is
-    not taken. A block behind the lead that is not there is number 0, of generation 0.
-    `epoch`: the one in which all of it was computed, as the scheduler had heard.
+    0: the instance has not joined, or `sequence` or `epoch` is old. Only on the connection that showed this rank's cache. `keys`: of one
+    rank. `blocks`, `generations`: uint32 and uint64, little-endian, `each` of them a key. `epoch`: the one in which all of it was computed,
+    as far as the scheduler had heard.
+
+    A chunk replaces what the instance published under its key, or with one of its blocks in the `lead`, with no higher `sequence`. With
+    several ranks it is found once all have published the same. It is not taken if its lead names a block twice. A block behind the lead
+    that does not exist is number 0, of generation 0.
     """
 
     instance: Named
@@ -499,15 +505,15 @@ class Publish(Request, frozen=True, tag="publish"):
 
 
 class Retract(Request, frozen=True, tag="retract"):
-    """What the instance published, or will publish, with a lower sequence is void → `Count` of chunks dropped. Its scheduler's."""
+    """Void what the instance published, or will publish, with a lower sequence → `Count` of chunks dropped. From any of its parts."""
 
     instance: Named
     sequence: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Hint(Request, frozen=True, tag="hint"):
-    """A load reads chunks in `instance`: these are the prefix up to the last of them, from its start, keys of rank 0 → `Count` of those
-    that others find in there. Its scheduler hears of it, and keeps them as if they had been used there."""
+    """A load reads chunks in `instance`. keys: the prefix up to the last of them, of rank 0 → `Count` of those that others find there. Its
+    scheduler hears of it, and keeps them as if they had been used there."""
 
     instance: Named
     keys: Keys
@@ -520,13 +526,13 @@ class Listen(Request, frozen=True, tag="listen"):
 
 
 class ShowReads(Request, frozen=True, tag="show_reads"):
-    """What this client has read out of others' KV caches, in all so far, for the statistics → `Count` of them."""
+    """What this client has read out of others' KV caches so far, for the statistics → `Count` of the rows."""
 
     reads: Annotated[list[Reads], msgspec.Meta(max_length=MAX_OWNERS)]
 
 
 class Find(Request, frozen=True, tag="find"):
-    """Which leading chunks are pooled, for all `ranks` ranks, or resident in an instance (keys of rank 0)? → `Found`.
+    """Which leading chunks are in the pool, for all `ranks` ranks, or resident in an instance (keys of rank 0)? → `Found`.
 
     `instance`: the asker, whose own chunks are left out; b"" if it is none.
     """
@@ -541,8 +547,8 @@ class Stats(Request, frozen=True, tag="stats"):
 
 
 class Report(Request, frozen=True, tag="report"):
-    """A line for whoever looks after the node, such as why an instance caches nothing → `Count`: 1, or 0 if this connection's
-    words are among the newest already. The server logs it and keeps the newest."""
+    """A line for the node's operator, such as why an instance caches nothing → `Count`: 1, or 0 if this connection's text is kept already.
+    The server logs it and keeps the newest ones."""
 
     level: Level
     text: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_REPORT_CHARS)]
@@ -556,8 +562,8 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Welcome(Reply, frozen=True, tag="welcome"):
-    """`epoch` is another one at every server start; the server's witness comes along as an fd (see `journal.Witness`). `mismatches`: a line
-    for each instance of the model that cannot share, and why."""
+    """`epoch`: another one at every start of the server, whose witness comes along as an fd (see `journal.Witness`). `mismatches`: for each
+    other namespace of the model, a line that says why the client cannot share with it."""
 
     version: int
     epoch: int
@@ -567,37 +573,37 @@ class Welcome(Reply, frozen=True, tag="welcome"):
 
 
 class Error(Reply, frozen=True, tag="error"):
-    """The request was refused; `fatal` says that the server closes the connection."""
+    """The request was refused. `fatal`: the server closes the connection."""
 
     message: str
     fatal: bool = False
 
 
 class Added(Reply, frozen=True, tag="added"):
-    """`chunks`: how many chunks of an earlier server life the segment brought back. `taken`: False if it was offered again and its
-    memory cannot be used any more: the server knows nothing of it, and an earlier writer may still write there. Lend a fresh one."""
+    """`chunks`: how many chunks from an earlier life of the server the segment brings back. `taken`: False if it was offered again and its
+    memory cannot be used any more, since the server does not know it and an earlier writer may still write there. Lend a fresh one."""
 
     chunks: int
     taken: bool = True
 
 
 class Lendable(Reply, frozen=True, tag="lendable"):
-    """`nbytes`: to be made and added as one segment, within `CLAIM_SECONDS`, on this connection. 0: it is there, others are about to
-    make it, or it may be offered again after a restart; ask again later."""
+    """`nbytes`: to be allocated and added as one segment, within `CLAIM_SECONDS`, on this connection. 0: the pool has them, others are
+    about to allocate them, or they may be offered again after a restart; ask again later."""
 
     claim: int
     nbytes: int
 
 
 class Opened(Reply, frozen=True, tag="opened"):
-    """The fd comes along."""
+    """A segment. Its fd comes along, except in answer to `ResizeSegment`."""
 
     segment: SegmentInfo
 
 
 class Moves(Reply, frozen=True, tag="moves"):
-    """From where to where chunks are to be copied, by a client that then commits the reservation: from that on they lie there, unless one
-    of them has gone meanwhile; then none does. `left`: so many were not looked at yet, or are being moved."""
+    """From where to where a client is to copy chunks, and then to commit the reservation. From then on they lie there, unless one of them
+    is gone: then none of them has moved. `left`: chunks not looked at yet, or being moved."""
 
     reservation: int
     pairs: list[tuple[Location, Location]]
@@ -616,8 +622,8 @@ class Segments(Reply, frozen=True, tag="segments"):
 
 
 class Reserved(Reply, frozen=True, tag="reserved"):
-    """A location or a `Refusal` for each key. `reservation` is 0 if nothing was reserved. `seconds`: how long the
-    reservation may stay uncommitted. `reason` explains a FULL, TOO_LARGE or NO_SEGMENT in words. `epoch`: of the keys' namespace."""
+    """A location or a `Refusal` for each key. `reservation`: 0 if nothing was reserved. `seconds`: how long it may stay uncommitted.
+    `reason`: explains a FULL, TOO_LARGE or NO_SEGMENT. `epoch`: of the keys' namespace."""
 
     reservation: int
     seconds: float
@@ -627,8 +633,8 @@ class Reserved(Reply, frozen=True, tag="reserved"):
 
 
 class Leased(Reply, frozen=True, tag="leased"):
-    """Locations of the leading keys that are there; `lease` is 0 if there are none. `seconds` from the request's arrival.
-    `epoch`: the one that these chunks were stored in."""
+    """Locations of the leading keys that are there. `lease`: 0 if there are none. `seconds`: how long it holds from the grant; clients
+    count from when they sent the request. `epoch`: of the keys' namespace."""
 
     lease: int
     seconds: float
@@ -637,7 +643,7 @@ class Leased(Reply, frozen=True, tag="leased"):
 
 
 class Joined(Reply, frozen=True, tag="joined"):
-    """The fd of the generation table comes along."""
+    """An instance. The fd of its generation table comes along."""
 
     blocks: int
     ranks: int
@@ -649,7 +655,7 @@ class Cache(Reply, frozen=True, tag="cache"):
 
 
 class Resident(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A chunk in an instance's KV cache. `instance`: its place in `Found.instances`. `blocks`, `generations`: as published."""
+    """A chunk in an instance's KV cache. `instance`: its index in `Found.instances`. `blocks`, `generations`: as published."""
 
     instance: int
     blocks: bytes
@@ -657,9 +663,9 @@ class Resident(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Found(Reply, frozen=True, tag="found"):
-    """Of each leading chunk that is somewhere, whether it is pooled (a byte, 0 or 1), and where it is resident: at most `MAX_REPLICAS`
-    places, first the instance that has the chunk before, too. `epoch`: of the keys' namespace. `cut`: the message is full, and the
-    keys after these were not looked for."""
+    """For each leading chunk that is somewhere, whether it is in the pool (a byte, 0 or 1), and where it is resident: at most
+    `MAX_REPLICAS` places, first the instance that has the chunk before, too. `epoch`: of the keys' namespace. `cut`: the answer has reached
+    its bound; ask again for the keys beyond."""
 
     pooled: bytes
     instances: list[InstanceId]
@@ -669,8 +675,8 @@ class Found(Reply, frozen=True, tag="found"):
 
 
 class Heard(Reply, frozen=True, tag="heard"):
-    """`epoch`: of the instance's namespace. `blocks`, `generations`: of whole chunks that others have read there since it was asked last,
-    as published; the chunk that should stay longest is the last one."""
+    """`epoch`: of the instance's namespace. `blocks`, `generations`: of whole chunks, as published, that others have read there since the
+    last `Listen`; the one that should stay longest comes last."""
 
     epoch: int
     blocks: bytes = b""
@@ -686,7 +692,7 @@ class Verdict(Reply, frozen=True, tag="verdict"):
 
 
 class Present(Reply, frozen=True, tag="present"):
-    """`epoch`: of the keys' namespace. `segments`: one a key, where that was asked, "" of one that is not there."""
+    """`epoch`: of the keys' namespace. `segments`: one a key, if asked for; "" if the chunk is not in the pool."""
 
     present: list[bool]
     epoch: int = 0
@@ -694,7 +700,7 @@ class Present(Reply, frozen=True, tag="present"):
 
 
 class Latency(msgspec.Struct, frozen=True, array_like=True):
-    """Time of one kind of request inside the server, in microseconds."""
+    """The time of one kind of request inside the server, in microseconds."""
 
     count: int
     p50_us: float
@@ -702,10 +708,13 @@ class Latency(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ServerStats(Reply, frozen=True, tag="server_stats"):
-    """Counters since the server's start. `lookup_*` count chunks asked and found; `latency` is by request name.
-    `reports`: the newest, oldest first. `quarantined_slots`: slots that wait until their
-    writer, by its pid, ends or answers for them. `hits`: by namespace, prompt tokens that instances asked for and that were there.
-    `saved`: by namespace, seconds of prefill that hits have saved, where an instance has made an estimate."""
+    """Counters since the server's start. `lookup_*`: chunks asked for and found. `latency`: by request name. `reports`: the newest, oldest
+    first.
+
+    `quarantined_slots`: slots that wait until their writer, by its pid, ends or answers for them. `hits`: by namespace, prompt tokens that
+    instances asked for, and those found. `saved`: by namespace, seconds of prefill that hits have saved, where an instance has made an
+    estimate.
+    """
 
     epoch: int
     uptime_seconds: float

@@ -1,4 +1,4 @@
-"""The process that shows the server's statistics over HTTP (`server.metrics`), started with the server and ended with it."""
+"""The process that serves the server's statistics over HTTP (`server.metrics`). It starts and ends with the server."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ AGAIN_SECONDS, MOST_SECONDS = 5.0, 600.0
 
 
 class MonitorProcess:
-    """Started again, `AGAIN_SECONDS` later, whenever it ends; after each time that it ends sooner than it was waited for, twice as late,
-    `MOST_SECONDS` at most. The server goes on without it."""
+    """Starts the process again, `AGAIN_SECONDS` later, whenever it ends. The server goes on without it.
+
+    While it ends soon after its start the wait doubles each time, up to `MOST_SECONDS`.
+    """
 
     def __init__(self, config: ServerConfig) -> None:
         # `-P`: the current folder is nobody's package here.
@@ -51,12 +53,12 @@ class MonitorProcess:
                     self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE)
                 status = self._process.wait()
             except OSError as error:
-                log.error("server.metrics: no process for it: %s", error)
+                log.error("server.metrics: their process cannot be started: %s", error)
             else:
                 assert self._process.stdin is not None
                 self._process.stdin.close()
                 if not self._closing.is_set():
-                    log.error("server.metrics: its process ended with status %d; another one follows", status)
+                    log.error("server.metrics: their process ended with status %d and is started again", status)
             if time.monotonic() > began + pause:
                 pause = AGAIN_SECONDS
             self._closing.wait(pause)

@@ -15,12 +15,14 @@ _PAUSE_SECONDS = 0.01
 
 
 Copy = Callable[[Sequence[tuple[Location, Location]]], None]
-"""Copies from the first of each pair to the second; it returns when all is there."""
+"""Copies from the first location of each pair to the second. Returns when all of it is there."""
 
 
 def move(client: Client, id_: SegmentId, deadline: float, copy: Copy) -> int:
-    """Copy what a resize or a drop keeps to where the server says, until nothing is left or `deadline` (monotonic); how many chunks lie
-    elsewhere now. Each lies where it was until the server knows that its copy is complete."""
+    """Copy what a resize or a drop keeps to where the server says, until nothing is left or `deadline` (monotonic).
+
+    Returns how many chunks moved. A chunk stays where it was until the server knows that its copy is complete.
+    """
     moved = 0
     while time.monotonic() < deadline:
         moves = client.move(id_)
@@ -35,7 +37,7 @@ def move(client: Client, id_: SegmentId, deadline: float, copy: Copy) -> int:
 
 
 def in_host_memory(client: Client) -> Copy:
-    """From memory file to memory file, which none of them has to be mapped for. It raises SegmentError."""
+    """Copy from memfd to memfd, without mapping them. Raises SegmentError."""
 
     def copy(pairs: Sequence[tuple[Location, Location]]) -> None:
         with raising_as({OSError: SegmentError}, "chunks cannot be moved"), ExitStack() as undo:

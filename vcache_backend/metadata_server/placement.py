@@ -1,4 +1,4 @@
-"""Where chunks lie: the segments of the node, what occupies their slots and when it was last used, and which slots make room."""
+"""Where chunks lie: the node's segments, what occupies their slots and when it was last used, and which slots make room."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from vcache_backend.metadata_server.messages import ChunkKey, Location, Medium, 
 from vcache_backend.metadata_server.records import ProcessId
 
 MAX_WINDOW_ATTEMPTS = 64
-"""How many cold chunks are tried as the start of a run to evict, when chunks of other sizes surround them."""
+"""How many chunks, least recently used first, are tried as the start of a run to evict among chunks of other sizes."""
 MAX_SEARCH = 2048
-"""Most chunks that a run to evict is made of, and that one request evicts: some milliseconds of the server's time."""
+"""The most chunks in a run to evict, and that one request evicts: a few milliseconds of the server's time."""
 SAME_SEGMENT = 64
-"""So many slots of one request are taken from a segment before the roomiest one is looked for again."""
+"""How many slots of one request come from a segment before the one with the most room is looked for again."""
 
 
 class Entry(msgspec.Struct, gc=False, eq=False):
-    """One occupied slot of `size` bytes. `reservation` is 0 once its chunk is committed; `doomed` once that was removed under a lease.
-    `use` grows with every use; `older` and `newer` are its neighbours in the order of its segment, None if it is not in there."""
+    """One occupied slot of `size` bytes. `reservation`: 0 once its chunk is committed. `doomed`: the chunk was removed while leased.
+
+    `use` grows with every use. `older` and `newer`: its neighbours in the order of its segment, None if it is not in there.
+    """
 
     key: ChunkKey
     location: Location
@@ -39,42 +41,43 @@ class Entry(msgspec.Struct, gc=False, eq=False):
 
     @property
     def end(self) -> int:
-        """Where its slot ends."""
+        """The offset at which its slot ends."""
         return self.location.offset + self.size
 
 
 class Order:
-    """The chunks of a segment that may go, the coldest first: those that are committed and that nobody reads.
+    """The chunks of a segment that may be evicted (committed, and read by nobody), the least recently used first.
 
-    It runs through the entries themselves, in a ring. A table, however fast, would be built anew for all of them now and then."""
+    A ring through the entries themselves: a table, however fast, would at times be rebuilt for all of them.
+    """
 
     def __init__(self) -> None:
         self._ends = Entry(ChunkKey(b""), Location(SegmentId(""), 0, 0, 0), cast("Segment", None), 0)
         self._ends.older = self._ends.newer = self._ends
 
     def __iter__(self) -> Iterator[Entry]:
-        """Not to be used after the next change."""
+        """Not to be continued after a change."""
         entry = self._ends.newer
         while entry is not None and entry is not self._ends:
             yield entry
             entry = entry.newer
 
     def append(self, entry: Entry, use: int) -> None:
-        """It is the most recent now, and was not in there."""
+        """Add an entry as the most recent one. It must not be in there."""
         ends, last = self._ends, self._ends.older
         if last is not None:
             entry.use, entry.older, entry.newer = use, last, ends
             last.newer = ends.older = entry
 
     def remove(self, entry: Entry) -> None:
-        """It may not go, or has gone. Not in there: nothing happens."""
+        """Take an entry out, if it is in there."""
         older, newer = entry.older, entry.newer
         if older is not None and newer is not None:
             older.newer, newer.older = newer, older
             entry.older = entry.newer = None
 
     def clear(self) -> None:
-        """No entry names another one any more; this is not used again."""
+        """Unlink all entries. The order is not used again."""
         entry: Entry | None = self._ends
         while entry is not None:
             following, entry.older, entry.newer = entry.newer, None, None
@@ -94,33 +97,32 @@ class Peer(msgspec.Struct, frozen=True):
 class Segment:
     """One segment: its holes, its occupants by offset (and by where they end), and how many of these are reserved and leased.
 
-    `state`: live; absent, of before a restart, until its fd is offered again; draining, until nobody reads or
-    writes there any more.
+    `state`: live; absent, from before a restart, until its fd is offered again; or draining, until nobody reads or writes there any more.
     """
 
     def __init__(self, info: SegmentInfo) -> None:
         self.id, self.device, self.medium, self.nbytes = info.id, info.device, info.medium, info.nbytes
         self.state: SegmentState = info.state
         self.end = self.limit = info.nbytes // ALIGNMENT * ALIGNMENT
-        """Chunks lie before `end`, which comes down to `limit` where memory is taken back."""
+        """Chunks lie before `end`, which is lowered to `limit` when memory is taken back."""
         self.outside = 0
-        """Bytes of slots behind `end` that somebody is not done with yet."""
+        """Bytes of slots beyond `end` that are still in use."""
         self.given_back = 0
         self.extents = Extents(info.nbytes)
         self.order = Order()
         self.occupants: dict[int, Entry] = {}
         self.ending: dict[int, Entry] = {}
         self.staying: dict[int, Entry] = {}
-        """Occupants of a draining segment, or of one's cut end, that go when somebody is done with them."""
+        """Occupants of a draining segment, or beyond a new end, that are removed once nobody uses them."""
         self.leaving: dict[int, Entry] = {}
-        """Chunks among these that are to be moved, until `keeps_until` (0: none are any more)."""
+        """Those of them that are to be moved, until `keeps_until` (0: none any more)."""
         self.keeps_until = 0.0
         self.returning: list[Entry] = []
-        """Chunks that an absent segment will bring back, unless they have gone meanwhile; the coldest last."""
+        """Chunks that an absent segment will bring back, unless removed meanwhile; the least recently used last."""
         self.reserved = self.leased = self.evictions = 0
 
     def info(self) -> SegmentInfo:
-        """What people and the protocol see."""
+        """The segment as people and the protocol see it."""
         return SegmentInfo(
             id=self.id,
             device=self.device,
@@ -141,11 +143,11 @@ class Segment:
         return self.ending.get(entry.end) is entry
 
     def find_holes(self) -> None:
-        """After slots were occupied for which no hole was taken. ValueError if they overlap."""
+        """Find the holes anew, after slots were occupied without taking them from holes. ValueError if slots overlap."""
         self.extents = Extents(self.nbytes, [(at, entry.size) for at, entry in self.occupants.items()])
 
     def free(self, entry: Entry) -> None:
-        """Nobody has the slot any more: it is a hole."""
+        """Make a slot a hole, unless it lies beyond `end`, since nobody has it any more."""
         offset = entry.location.offset
         if self.occupants.pop(offset, None) is None:
             del self.staying[offset]
@@ -159,7 +161,7 @@ class Segment:
             self.outside -= entry.size
 
     def shorten(self, end: int) -> Entry | None:
-        """Cut the hole at its end, no further than to `end`; where there is none, the occupant, which is returned, yet to be forgotten."""
+        """Cut the hole at the segment's end, down to `end` at most. Without a hole there, return the occupant, still to be forgotten."""
         if (cut := self.extents.cut(self.end, end)) < self.end:
             self.end = cut
             return None
@@ -170,7 +172,7 @@ class Segment:
         return entry
 
     def let_go(self) -> None:
-        """The segment is in the pool no more. (It and its entries name each other, and nobody collects garbage.)"""
+        """Unlink a segment that has left the pool: it and its entries refer to each other, and the garbage collector is off."""
         for table in (self.occupants, self.staying, self.leaving, self.ending):
             table.clear()
         self.order.clear()
@@ -180,7 +182,8 @@ class Segment:
     def window(self, first: Entry, size: int, most: int, before: float) -> tuple[list[Entry], bool]:
         """A run of at most `most` occupants used `before`, with `first`, and whether it, with the holes around it, spans `size` bytes.
 
-        It grows towards the end of the segment as far as it can, then towards the start."""
+        It grows towards the end of the segment as far as it can, then towards the start.
+        """
         run, end = [first], self.extents.hole_at(first.end)
         start = self.extents.hole_before(first.location.offset)
         while end - start < size and len(run) < most:
@@ -206,8 +209,8 @@ class Placement:
         self.generations = count(1)
 
     def take(self, nbytes: int, peer: Peer, most: int) -> list[Location]:
-        """Free slots for a peer, at most `most`: on its device first, then on the one with the most room. Empty if there is no hole that
-        is large enough."""
+        """Take up to `most` free slots for a peer: on its device first, then where there is the most room. Empty if no hole is large
+        enough."""
         size = padded(nbytes)
         best: Segment | None = None
         for segment in self.usable(peer):
@@ -227,15 +230,15 @@ class Placement:
         return locations
 
     def reuse(self, entries: list[Entry], nbytes: int) -> list[Location]:
-        """The slots of evicted chunks for others of the same padded size, to be occupied at once: no detour through the holes."""
+        """The slots of evicted chunks of the same padded size, without a detour through the holes. To be occupied at once."""
         return [Location(e.location.segment, e.location.offset, nbytes, next(self.generations)) for e in entries]
 
     def victims(self, nbytes: int, most: int, peer: Peer, left: int, before: float) -> tuple[list[Entry], bool, int]:
-        """Which chunks of a peer's medium, used `before`, to evict for slots of `nbytes`, whether each of them leaves such a slot, and how
-        many chunks were looked at: about `left` at most.
+        """Choose chunks of a peer's medium, used `before`, to evict for slots of `nbytes`.
 
-        Up to `most` of the coldest ones as long as they have that size; if the coldest has another one, the run from it on that
-        leaves one slot; no victims if none can go, or if too many would have to.
+        Returns them, whether each of them leaves such a slot, and how many chunks were looked at, about `left` at most. They are up to
+        `most` of the least recently used ones if those have that size. If the first one has another size, they are a run around it that
+        leaves one slot. None if none can go, or too many would have to.
         """
         size, attempts, looked = padded(nbytes), 0, 0
         equal: list[Entry] = []
@@ -257,7 +260,7 @@ class Placement:
         return equal, bool(equal), looked + len(equal)
 
     def usable(self, peer: Peer) -> Iterator[Segment]:
-        """Where a peer may store."""
+        """The segments in which a peer may store."""
         for segment in self.segments.values():
             if segment.medium == peer.medium and segment.state == "live" and segment.id not in peer.avoids:
                 yield segment

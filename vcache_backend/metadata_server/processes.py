@@ -1,4 +1,4 @@
-"""Who is at the other end of a Unix socket, and whether that process still lives."""
+"""Who is at the other end of a Unix socket, and whether that process still runs."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from vcache_backend.metadata_server.records import ProcessId
 log = logging.getLogger(__name__)
 
 SPIN_CORES = 2
-"""With fewer cores than this, spinning takes the core from the very process that is waited for. (Measured on 2 cores: a
-look-up takes 24 µs at the median with spinning, 108 µs without.)"""
+"""With fewer cores, spinning takes the core from the very process that is waited for. (Measured on 2 cores: a look-up takes 24 µs at the
+median with spinning, 108 µs without.)"""
 MANY_CORES = 16
-"""With so many, one of them is worth the 0.2 ms that a look-up takes longer where the server sleeps. (Measured on a virtual machine
+"""With this many cores, one of them is worth the time by which a look-up takes longer if the server sleeps. (Measured on a virtual machine
 of 32 cores with two H200s: 0.3 ms against 0.02.)"""
 
 
 def spin(few: float, many: float) -> float:
-    """How long to look for the next message before sleeping: `few` seconds, `many` with many cores, 0 with too few."""
+    """How long to poll for the next message before sleeping: `few` seconds, `many` with many cores, 0 with too few."""
     cores = len(os.sched_getaffinity(0))
     return 0.0 if cores < SPIN_CORES else many if cores >= MANY_CORES else few
 
 
 _SO_PEERGROUPS = 59
 _GROUPS_BYTES = 1024
-"""The most that Python reads: 256 groups. Of a process with more only its own counts."""
+"""The most that Python reads: 256 groups. Of a process with more, only its own group counts."""
 
 
 def peer(sock: socket.socket) -> tuple[int, int]:
-    """(pid, uid) of the process that connected. pid 0: it lives in a pid namespace we cannot see."""
+    """(pid, uid) of the process that connected. pid 0: it is in a pid namespace that is not visible here."""
     pid, uid, _gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return pid, uid
 
 
 def groups(sock: socket.socket) -> set[int]:
-    """The groups of the process that connected: its own and those beside it (Linux 4.13)."""
+    """The groups of the process that connected: its own and its supplementary ones (Linux 4.13)."""
     _, _, gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     try:
         more = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS_BYTES)
@@ -56,7 +56,7 @@ def groups(sock: socket.socket) -> set[int]:
 
 
 def started(pid: int) -> int:
-    """When process `pid` began, in ticks since boot; 0 if it is gone or hidden. OSError where that cannot be found out now."""
+    """When process `pid` began, in ticks since boot; 0 if it is gone or hidden. OSError if that cannot be read now."""
     try:
         status = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -65,7 +65,7 @@ def started(pid: int) -> int:
 
 
 def stopped(process: ProcessId) -> bool:
-    """Whether it is stopped by a signal, or by a debugger; False where nobody can tell."""
+    """Whether it is stopped, by a signal or a debugger; False if that is unknown."""
     try:
         said = Path(f"/proc/{process.pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -74,12 +74,12 @@ def stopped(process: ProcessId) -> bool:
 
 
 def identity(pid: int, token: int = 0) -> ProcessId:
-    """The process `pid` for good. One that this pid namespace does not show (pid 0) goes by the token it sent, or by a fresh one."""
+    """Identify process `pid` for good. One that is not visible here (pid 0) is identified by the token it sent, or by a fresh one."""
     return ProcessId(pid, started(pid)) if pid else ProcessId(0, token or secrets.randbits(TOKEN_BITS))
 
 
 def lives(process: ProcessId) -> bool:
-    """Whether it runs. A zombie does not. OSError if that cannot be found out."""
+    """Whether it runs; a zombie does not. OSError if that is unknown."""
     if identity(process.pid) != process:
         return False
     pidfd = open_pidfd(process)
@@ -94,9 +94,9 @@ def lives(process: ProcessId) -> bool:
 
 
 def open_pidfd(process: ProcessId) -> int | None:
-    """A pidfd that becomes readable when the process is gone; None if it is gone already.
+    """A pidfd, which becomes readable when the process ends; None if it has ended already.
 
-    OSError where that cannot be told: it is invisible, or descriptors are exhausted. It then counts as living.
+    OSError if that is unknown: the process is not visible, or descriptors are exhausted. It then counts as running.
     """
     try:
         pidfd = os.pidfd_open(process.pid)
@@ -114,7 +114,7 @@ def open_pidfd(process: ProcessId) -> int | None:
 
 
 def is_pidfd(fd: int, pid: int) -> bool:
-    """Whether `fd` is a pidfd, of process `pid` as far as that can be told (pid 0: it is invisible; -1: it is gone by now)."""
+    """Whether `fd` is a pidfd, of process `pid` as far as that is known (pid 0: not visible; -1: ended by now)."""
     for line in Path(f"/proc/self/fdinfo/{fd}").read_bytes().splitlines():
         if line.startswith(b"Pid:"):
             return pid == 0 or int(line.split()[1]) in (pid, -1)
@@ -122,7 +122,7 @@ def is_pidfd(fd: int, pid: int) -> bool:
 
 
 def own_pidfd() -> int | None:
-    """A pidfd of this process, for a server that may live in another pid namespace; None where the system has none."""
+    """A pidfd of this process, for a server that may be in another pid namespace; None if the system has none."""
     try:
         return os.pidfd_open(os.getpid())
     except OSError:
@@ -130,7 +130,7 @@ def own_pidfd() -> int | None:
 
 
 def raise_descriptor_limit() -> int:
-    """Take as many descriptors as this process may have; how many that is."""
+    """Raise this process's limit of descriptors as far as allowed. Returns it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -145,7 +145,7 @@ class _Process(msgspec.Struct):
 
 
 class Watch:
-    """pidfds of the connected processes and of those whose end is waited for; the latter's are in `epoll`."""
+    """pidfds of the connected processes and of those whose end is awaited. The latter are in `epoll`."""
 
     def __init__(self, epoll: select.epoll) -> None:
         self._epoll = epoll
@@ -154,15 +154,15 @@ class Watch:
         self._unseen: set[ProcessId] = set()
 
     def cannot_see(self, unseen: set[ProcessId]) -> None:
-        """Pids of another pid namespace: nothing here tells whether those processes are gone."""
+        """These pids are of another pid namespace, so nothing here tells whether the processes have ended."""
         self._unseen = unseen
 
     def __contains__(self, fd: int) -> bool:
-        """Whether this one is waited for."""
+        """Whether the end of this pidfd's process is awaited."""
         return fd in self._waited
 
     def joined(self, process: ProcessId, pidfd: int | None) -> None:
-        """One more connection of `process`, which sent `pidfd` (ours from now on), or none."""
+        """`process` has one more connection, and sent `pidfd`, which becomes ours, or None."""
         known = self._processes.setdefault(process, _Process(None))
         known.connections += 1
         if known.pidfd is None:
@@ -171,7 +171,7 @@ class Watch:
             os.close(pidfd)
 
     def pidfd(self, process: ProcessId) -> int | None:
-        """A pidfd of a connected process, the caller's; None if it is gone, or sent none and is not visible. OSError: descriptors are
+        """A new pidfd of a connected process, the caller's; None if it has ended, or sent none and is not visible. OSError: descriptors are
         exhausted."""
         known = self._processes.get(process)
         if known is not None and known.pidfd is not None:
@@ -179,11 +179,11 @@ class Watch:
         return open_pidfd(process) if process.pid and process not in self._unseen else None
 
     def left(self, process: ProcessId) -> None:
-        """One connection less. Its pidfd stays until the next `wait_for`."""
+        """The process has one connection less. Its pidfd is kept until the next `wait_for`."""
         self._processes[process].connections -= 1
 
     def wait_for(self, wanted: set[ProcessId]) -> list[ProcessId]:
-        """Wait for the end of these and of no others; which of them are gone already."""
+        """Wait for the end of these processes. Returns those that have ended already. Others that are not connected are forgotten."""
         for process in [p for p, known in self._processes.items() if not known.connections and p not in wanted]:
             self._forget(process)
         gone = []
@@ -203,14 +203,14 @@ class Watch:
         return gone
 
     def ended(self, pidfd: int) -> ProcessId:
-        """Whose end `pidfd`, which is readable, tells."""
+        """The process that has ended, by its `pidfd`, which is readable."""
         process = self._waited.pop(pidfd)
         self._epoll.unregister(pidfd)
         self._processes[process].waited_for = False
         return process
 
     def close(self) -> None:
-        """Let go of all pidfds."""
+        """Close all pidfds."""
         for process in list(self._processes):
             self._forget(process)
 

@@ -1,4 +1,4 @@
-"""What the connected clients say they have read out of others' KV caches. For the statistics alone."""
+"""What the connected clients say they have read out of others' KV caches, for the statistics."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.placement import Peer
 
 MAX_LISTED = 256
-"""Most rows of the statistics: those with the most bytes."""
+"""The most rows in the statistics: those with the most bytes."""
 
 
 class ReadsTold:
-    """By client, each what it said last. Gone with its connection."""
+    """What each client said last, until its connection closes."""
 
     def __init__(self) -> None:
         self._of: dict[int, list[tuple[m.Reads, Peer]]] = {}
-        """Of each the most bytes first."""
+        """By client, the rows with the most bytes first."""
 
     def note(self, client: Peer, reads: list[m.Reads]) -> m.Count:
-        """In place of what this client said before."""
+        """Replace what this client said before."""
         self._of[client.id] = sorted(((read, client) for read in reads), key=_order, reverse=True)
         return m.Count(len(reads))
 
@@ -28,7 +28,7 @@ class ReadsTold:
         self._of.pop(client.id, None)
 
     def stats(self) -> list[m.ReadStats]:
-        """What people see, most bytes first. Of many thousands no more are looked at than these, and one of each client."""
+        """The rows for the statistics, those with the most bytes first. Looks at no more than these, and at one more of each client."""
         most = islice(merge(*self._of.values(), key=_order, reverse=True), MAX_LISTED)
         return [m.ReadStats(who.process.pid, who.device, read.instance.hex(), read.nbytes, read.refused) for read, who in most]
 

@@ -1,4 +1,4 @@
-"""What the journal holds, record by record, and the state that a sequence of records tells."""
+"""What the journal holds, record by record, and the state that a sequence of records describes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ SLICE = 2048
 
 
 class ProcessId(msgspec.Struct, frozen=True, array_like=True):
-    """A process for good, as pids are reused: pid and start time in ticks since boot (field 22 of /proc/PID/stat)."""
+    """Identifies a process although pids are reused: its pid and start time in ticks since boot (field 22 of /proc/PID/stat). In another
+    pid namespace: 0 and a random number."""
 
     pid: int
     started: int
@@ -27,7 +28,7 @@ class SegmentAdded(msgspec.Struct, frozen=True, array_like=True, tag="S"):
     medium: Medium
     nbytes: int
     limit: int | None = None
-    """Where its chunks shall end, if memory was taken back."""
+    """Where its chunks are to end, if memory was taken back."""
 
 
 class SegmentGone(msgspec.Struct, frozen=True, array_like=True, tag="s"):
@@ -35,7 +36,7 @@ class SegmentGone(msgspec.Struct, frozen=True, array_like=True, tag="s"):
 
 
 class Held(msgspec.Struct, frozen=True, array_like=True, tag="H", gc=False):
-    """A reservation: its slots may be written by `process` from now on."""
+    """A reservation: from now on `process` may write its slots."""
 
     reservation: int
     process: ProcessId
@@ -44,7 +45,7 @@ class Held(msgspec.Struct, frozen=True, array_like=True, tag="H", gc=False):
 
 
 class Published(msgspec.Struct, frozen=True, array_like=True, tag="C", gc=False):
-    """A reservation was committed; its keys are in prefix order."""
+    """A reservation was committed. Its keys are in prefix order."""
 
     reservation: int
 
@@ -56,20 +57,20 @@ class Returned(msgspec.Struct, frozen=True, array_like=True, tag="R", gc=False):
 
 
 class Live(msgspec.Struct, frozen=True, array_like=True, tag="L", gc=False):
-    """Committed chunks, coldest first: what is left of reservations when a journal is written anew."""
+    """Committed chunks, the least recently used first: what remains of reservations when a journal is rewritten."""
 
     keys: list[ChunkKey]
     locations: list[Location]
 
 
 class Gone(msgspec.Struct, frozen=True, array_like=True, tag="G", gc=False):
-    """Chunks evicted or removed."""
+    """Chunks were evicted or removed."""
 
     keys: list[ChunkKey]
 
 
 class Cleared(msgspec.Struct, frozen=True, array_like=True, tag="c"):
-    """All committed chunks of a namespace are gone, or simply all with b""."""
+    """All committed chunks of a namespace were removed, or of all with b""."""
 
     namespace: bytes
 
@@ -81,7 +82,7 @@ class Counted(msgspec.Struct, frozen=True, array_like=True, tag="N"):
 
 
 class EpochTable(msgspec.Struct, frozen=True, array_like=True, tag="E"):
-    """The epochs of all namespaces, see `epochs.Epochs`; b"": of every one that is not among them."""
+    """The epochs of all namespaces, see `epochs.Epochs`. b"": of every one that is not listed."""
 
     epochs: dict[bytes, int]
 
@@ -90,8 +91,11 @@ Record = SegmentAdded | SegmentGone | Held | Published | Returned | Live | Gone 
 
 
 class JournalState(msgspec.Struct):
-    """What a journal says: segments, where committed chunks lie, coldest first, open reservations; whose it is (`epoch`, 0 without a
-    journal), the number of its last frame, and the newest generation."""
+    """What a journal describes: segments, committed chunks with their locations, the least recently used first, and reservations neither
+    committed nor returned.
+
+    Also the server's `epoch` (0 without a journal), the number of the last frame, and the newest generation.
+    """
 
     epoch: int = 0
     frame: int = 0
@@ -101,10 +105,10 @@ class JournalState(msgspec.Struct):
     held: dict[int, Held] = {}
     epochs: dict[bytes, int] = {}
     spaces: dict[bytes, set[ChunkKey]] | None = None
-    """From the first `Cleared` on, which would go through all chunks else: the keys of each namespace, some of them gone since."""
+    """The keys of each namespace, some of them gone since. Built by the first `Cleared`, which would go through all chunks otherwise."""
 
     def apply(self, record: Record) -> None:
-        """The next record."""
+        """Apply the next record. ValueError if its keys and locations differ in number."""
         match record:
             case SegmentAdded(id=id):
                 self.segments[id] = record
@@ -154,7 +158,7 @@ class JournalState(msgspec.Struct):
             spaces.setdefault(key[:NAMESPACE_BYTES], set()).add(key)
 
     def records(self) -> Iterator[Record]:
-        """The shortest history that tells the same."""
+        """A short sequence of records that describes this state."""
         yield Counted(self.generation)
         yield EpochTable(self.epochs)
         yield from self.segments.values()
@@ -164,7 +168,7 @@ class JournalState(msgspec.Struct):
             yield Live([key for key, _ in piece], [location for _, location in piece])
 
     def check(self) -> None:
-        """ValueError unless this can be the state of a pool: known segments, slots inside them that do not overlap, keys of our own."""
+        """ValueError unless this can be the state of a pool: known segments, slots inside them that do not overlap, well-formed keys."""
         taken: dict[SegmentId, list[tuple[int, int]]] = {id_: [] for id_ in self.segments}
         written = (zip(held.keys, held.locations, strict=True) for held in self.held.values())
         for key, location in chain(self.chunks.items(), *written):
@@ -180,6 +184,6 @@ class JournalState(msgspec.Struct):
 
 
 def _without(held: Held, segment: SegmentId) -> Held | None:
-    """A reservation less its slots in a segment that is gone; None if that leaves none."""
+    """A reservation without its slots in a segment that is gone; None if none are left."""
     pairs = [(k, at) for k, at in zip(held.keys, held.locations, strict=True) if at.segment != segment]
     return Held(held.reservation, held.process, [k for k, _ in pairs], [at for _, at in pairs]) if pairs else None

@@ -1,7 +1,7 @@
-"""What the server's rooms raise where a request cannot be granted."""
+"""The error for a request that cannot be granted."""
 
 from __future__ import annotations
 
 
 class Refuse(Exception):
-    """The request cannot be granted; the text goes to the client, which keeps its connection."""
+    """The request cannot be granted. The text goes to the client, which keeps its connection."""

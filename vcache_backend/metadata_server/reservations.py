@@ -1,7 +1,9 @@
-"""Slots being written: who may still commit them, and which ones wait until their writer is surely done. And who may make memory for
-the pool now: what was made and then refused would be made in vain, and on a GPU may be too much, so a worker asks first. Pure.
+"""Reservations: slots being written, who may still commit them, and which wait until their writer has surely finished. Pure.
 
-What a hostile client can make many of is never gone through as a whole: a client, a process and the clock find their own.
+Claims, too: a worker asks before it allocates memory for the pool, since memory allocated and then refused is wasted, and on a GPU may be
+too much.
+
+A hostile client can make many reservations, so a client, a process and the clock each find theirs without going through all.
 """
 
 from __future__ import annotations
@@ -18,17 +20,20 @@ from vcache_backend.metadata_server.records import ProcessId
 
 MAX_RESERVATIONS_PER_CLIENT = 1024
 MAX_OVERDUE = 1024
-"""So many end at one look at the clock; others that are over end at the next one."""
+"""The most reservations that one look at the clock ends; the next one ends others."""
 CLAIM_SECONDS = 30.0
-"""How long a worker may take to make its memory; then others may."""
+"""How long a worker may take to allocate what it claimed; after that others may claim it."""
 ROUNDING_BYTES = 64 << 20
-"""So much larger than its claim may a segment be: GPU memory comes in granules."""
+"""By how much a segment may exceed its claim: GPU memory comes in granules."""
 
 
 class Reservation(msgspec.Struct, gc=False):
-    """`client` is None once it can no longer be committed (after `deadline`, connection lost, server restarted): the slots then
-    wait in quarantine until the writer answers for them or is gone, however long that takes. `sources`: where its chunks lie until
-    it is committed, if it moves them."""
+    """Slots that one client writes. `client` is None once they can no longer be committed: after `deadline`, a lost connection, a clear or
+    a restart of the server.
+
+    They then wait in quarantine until the writer answers for them or its process ends, however long that takes. `sources`: the old places
+    of chunks that the reservation moves, until it is committed.
+    """
 
     client: int | None
     process: ProcessId
@@ -44,15 +49,15 @@ class Reservations:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._open: dict[int, Reservation] = {}
-        """Those that can be committed, by deadline, since all have the same time."""
+        """Those that can be committed, in order of their deadlines, since all have the same time."""
         self._void: dict[int, Reservation] = {}
         self._of_client: dict[int, dict[int, None]] = {}
         self._of_writer: dict[ProcessId, dict[int, None]] = {}
-        """The void ones of each process."""
+        """The void reservations of each process."""
         self._pending: dict[ChunkKey, int] = {}
-        """The last reservation of a key; it may be void by now."""
+        """The last reservation of each key, which may be void by now."""
         self.slots = 0
-        """Of open reservations."""
+        """The number of slots of open reservations."""
 
     def pending(self, key: ChunkKey) -> bool:
         """Whether somebody is writing this chunk who may still commit it."""
@@ -73,25 +78,25 @@ class Reservations:
         return [*self._void.items(), *self._open.items()]
 
     def of_client(self, client: int) -> list[int]:
-        """A client's open ones."""
+        """The open reservations of a client."""
         return list(self._of_client.get(client, ()))
 
     def of_namespace(self, namespace: bytes) -> list[int]:
-        """Open ones with a chunk of the namespace; all with b""."""
+        """The open reservations with a chunk of the namespace; all open ones with b""."""
         return [id_ for id_, open_ in self._open.items() if not namespace or namespace in open_.namespaces]
 
     def of_writer(self, process: ProcessId) -> list[int]:
-        """The void ones of a process."""
+        """The void reservations of a process."""
         return list(self._of_writer.get(process, ()))
 
     def overdue(self, now: float) -> list[int]:
-        """Open ones whose time is over, up to `MAX_OVERDUE`."""
+        """Open reservations whose time is over, `MAX_OVERDUE` at most."""
         return [id_ for id_, _ in takewhile(lambda pair: now > pair[1].deadline, islice(self._open.items(), MAX_OVERDUE))]
 
     def open(
         self, id_: int, client: int, process: ProcessId, entries: list[Entry], now: float, sources: Iterable[Entry] = ()
     ) -> None:
-        """Its slots are being written, and may be committed for so many `seconds`."""
+        """Begin a reservation: its slots are being written, and may be committed for `seconds`."""
         self._pending.update((entry.key, id_) for entry in entries)
         namespaces = frozenset({entry.key[:NAMESPACE_BYTES] for entry in entries})
         self._open[id_] = Reservation(client, process, now + self.seconds, entries, namespaces, list(sources))
@@ -99,17 +104,17 @@ class Reservations:
         self.slots += len(entries)
 
     def restore(self, id_: int, process: ProcessId, entries: list[Entry]) -> None:
-        """A reservation of an earlier server: void from the start."""
+        """Take over a reservation of an earlier server, void from the start."""
         self._quarantine(id_, Reservation(None, process, 0.0, entries))
 
     def close(self, id_: int) -> Reservation:
-        """Take it out of the table; its keys are free for others."""
+        """Remove a reservation from the table. Others may store its keys."""
         reservation = self._shut(id_) if id_ in self._open else self._leave(id_)
         self._forget_keys(id_, reservation.entries)
         return reservation
 
     def void(self, ids: Iterable[int]) -> None:
-        """These can no longer be committed, and others may store their keys; their slots stay out of use."""
+        """End these reservations: they can no longer be committed, others may store their keys, and their slots stay in quarantine."""
         for id_ in ids:
             reservation = self._shut(id_)
             reservation.client = None
@@ -120,7 +125,7 @@ class Reservations:
         return entry.reservation in self._void
 
     def let_go(self, entries: list[Entry]) -> None:
-        """These quarantined slots leave the pool with their memory: nobody need answer for them any more."""
+        """Drop quarantined slots that leave the pool with their memory: nobody needs to answer for them any more."""
         gone: dict[int, list[Entry]] = {}
         for entry in entries:
             gone.setdefault(entry.reservation, []).append(entry)
@@ -132,22 +137,22 @@ class Reservations:
                 self._leave(id_)
 
     def processes(self) -> set[ProcessId]:
-        """Those whose end is waited for, since their slots are in quarantine."""
+        """The processes whose end frees quarantined slots."""
         return set(self._of_writer)
 
     def writers(self) -> Counter[int]:
-        """Quarantined slots by the pid of their writer."""
+        """The number of quarantined slots by the pid of their writer."""
         slots: Counter[int] = Counter()
         for reservation in self._void.values():
             slots[reservation.process.pid] += len(reservation.entries)
         return slots
 
     def counts(self) -> tuple[int, int]:
-        """(open, quarantined)."""
+        """The numbers of open and of quarantined reservations."""
         return len(self._open), len(self._void)
 
     def _shut(self, id_: int) -> Reservation:
-        """Out of the open ones."""
+        """Remove a reservation from the open ones."""
         reservation = self._open.pop(id_)
         assert reservation.client is not None
         of_client = self._of_client[reservation.client]
@@ -162,7 +167,7 @@ class Reservations:
         self._of_writer.setdefault(reservation.process, {})[id_] = None
 
     def _leave(self, id_: int) -> Reservation:
-        """Out of the quarantined ones."""
+        """Remove a reservation from the quarantined ones."""
         reservation = self._void.pop(id_)
         of_writer = self._of_writer[reservation.process]
         del of_writer[id_]
@@ -177,7 +182,7 @@ class Reservations:
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """`client` is about to lend so many bytes of `device`. `until`: on the server's monotonic clock."""
+    """`client` may allocate so many bytes of `device` for the pool, `until` then on the server's monotonic clock."""
 
     id: int
     device: str
@@ -186,13 +191,13 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 class Claims:
-    """What devices shall lend in all, as far as it is about to be made. At most one claim of each client."""
+    """What is about to be allocated for the pool on each device. At most one claim a client."""
 
     def __init__(self) -> None:
         self._of_client: dict[int, Claim] = {}
 
     def grant(self, id_: int, client: int, device: str, missing: int, now: float) -> int:
-        """Of the `missing` bytes of a device what nobody else is about to make; the client's claim is on that from now on."""
+        """Grant the client those of the `missing` bytes of a device that no other claim covers; an earlier claim of it ends."""
         self.drop_client(client)
         others = sum(claim.nbytes for claim in self._of_client.values() if claim.device == device and now <= claim.until)
         nbytes = max(missing - others, 0)
@@ -201,12 +206,12 @@ class Claims:
         return nbytes
 
     def redeem(self, id_: int, client: int, device: str, nbytes: int, now: float) -> bool:
-        """The client has made so many bytes under its claim, which ends; False if it has no such claim any more."""
+        """End a claim of the client, which has allocated so many bytes under it. False if it has none any more or they are too many."""
         claim = self._of_client.pop(client, None)
         if claim is None or (claim.id, claim.device) != (id_, device):
             return False
         return now <= claim.until and nbytes <= claim.nbytes + ROUNDING_BYTES
 
     def drop_client(self, client: int) -> None:
-        """It makes nothing, or is gone."""
+        """End the claim of a client that allocates nothing or has disconnected."""
         self._of_client.pop(client, None)

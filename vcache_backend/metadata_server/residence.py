@@ -1,4 +1,4 @@
-"""What one instance has published of its KV cache, and what others have read there lately. Pure."""
+"""What one instance has published of its KV cache, and which of it others have read lately. Pure."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from vcache_backend.metadata_server.backlog import Steps
 from vcache_backend.metadata_server.refuse import Refuse
 
 RETRACT_LOOKS = 4096
-"""So many of the newest publications are looked through for such as a retraction leaves; what is behind them is not found, as if it was
-never published."""
+"""How many of the newest publications a retraction looks through for those that stay. Older ones go in any case, each a miss."""
 MAX_HINTS = 2048
-"""Chunks that are kept between two heartbeats of an instance; of more those read longest ago are dropped."""
+"""The most chunks kept between two heartbeats of an instance; beyond that, those read longest ago are dropped."""
 _FIRST_RANK = bytes(m.RANK_BYTES)
 
 
@@ -31,7 +30,7 @@ class PublishedChunk(msgspec.Struct, gc=False, eq=False):
 
 
 class Residence:
-    """What one instance has published: each block is at most one chunk's lead, so all tables are bounded by its blocks."""
+    """What one instance has published. Each block is in the lead of at most one chunk, so its blocks bound all tables."""
 
     def __init__(self, namespace: bytes, blocks: int, ranks: int, each: int, lead: int = 0) -> None:
         """lead: see `Join`."""
@@ -39,12 +38,12 @@ class Residence:
         self.namespace, self.blocks, self.ranks, self.each, _ = self.shape
         self._lead = lead or each
         self.whole = False
-        """Whether everything of the instance is shown: else nothing of it is found."""
+        """Whether every part of the instance is shown; until then nothing of it is found."""
         self.found: dict[m.ChunkKey, PublishedChunk] = {}
         self.awaited: dict[m.ChunkKey, PublishedChunk] = {}
-        """Published by some of the ranks only."""
+        """Chunks that only some of the ranks have published."""
         self.holders: list[PublishedChunk | None] = [None] * blocks
-        """Which publication a block is in the lead of. One that is in neither table any more means nothing."""
+        """The publication whose lead each block is in. One that is in neither table any more counts for nothing."""
         self.recency = Recency()
         self._all_ranks = (1 << ranks) - 1
         self._floor = 0
@@ -53,7 +52,7 @@ class Residence:
         return len(self.found) + len(self.awaited)
 
     def publish(self, rank: int, request: m.Publish, most: int) -> int:
-        """How many of the chunks are taken, `most` new ones at most."""
+        """Take chunks that a rank publishes, `most` new ones at most. Returns how many were taken."""
         each, sequence = self.each, request.sequence
         numbers = self._numbers(rank, request)
         if sequence < self._floor:
@@ -70,7 +69,7 @@ class Residence:
         return taken
 
     def retract(self, sequence: int) -> tuple[int, Steps]:
-        """Publications with a lower sequence are void: how many there were, and what clears them away."""
+        """Void publications with a lower sequence. Returns how many there were, and the steps that clear them away."""
         self._floor = max(self._floor, sequence)
         tables = self.found, self.awaited
         self.found, self.awaited = {}, {}
@@ -82,7 +81,7 @@ class Residence:
         return sum(map(len, tables)) - kept, self._forget(tables)
 
     def clear(self) -> tuple[int, Steps]:
-        """Nothing is found any more: how many chunks were, and what clears them away."""
+        """Forget everything. Returns how many chunks were found, and the steps that clear them away."""
         tables = self.found, self.awaited
         self.found, self.awaited = {}, {}
         return len(tables[0]), self._forget(tables)
@@ -90,7 +89,7 @@ class Residence:
     # ---- inside
 
     def _numbers(self, rank: int, request: m.Publish) -> tuple[int, ...]:
-        """The blocks' numbers, if everything has the length it should have and they are blocks of this instance."""
+        """The numbers of a publication's blocks. Refuse: lengths, keys or numbers that cannot be those of this instance."""
         due, namespace = len(request.keys) * self.each, self.namespace
         if (len(request.blocks), len(request.generations)) != (due * m.NUMBER_BYTES, due * m.GENERATION_BYTES):
             what = f"{len(request.keys)} keys of {self.each} blocks, but {len(request.blocks):,} B of numbers"
@@ -107,7 +106,7 @@ class Residence:
         return numbers
 
     def _take(self, new: PublishedChunk, numbers: tuple[int, ...]) -> bool:
-        """One chunk, unless a newer publication has its key or one of its blocks, or a block is in its lead twice."""
+        """Take one chunk, unless a newer publication has its key or, in its lead, one of its blocks, or its own lead has a block twice."""
         found, awaited, holders = self.found, self.awaited, self.holders
         key, lead = new.key, numbers[: self._lead]
         old = found.get(key) or awaited.get(key)
@@ -127,7 +126,7 @@ class Residence:
         return True
 
     def _agree(self, old: PublishedChunk, new: PublishedChunk) -> bool:
-        """A rank publishes what the instance has published already: by itself before, or by another rank."""
+        """A rank publishes what the instance has published already, by this rank or by another one."""
         if self.found.get(old.key) is old:
             old.sequence = max(old.sequence, new.sequence)
             return True
@@ -143,14 +142,14 @@ class Residence:
         return self.found.get(one.key) is one or self.awaited.get(one.key) is one
 
     def _vacate(self, one: PublishedChunk) -> None:
-        """No block belongs to this one any more."""
+        """Release all blocks of this publication."""
         holders = self.holders
         for block in struct.unpack(f"<{self.each}I", one.blocks):
             if holders[block] is one:
                 holders[block] = None
 
     def _forget(self, tables: tuple[dict[m.ChunkKey, PublishedChunk], ...]) -> Steps:
-        """Publications that are found no more go, but for those that are kept; more steps each the more blocks they have."""
+        """Remove void publications, but for those that are kept. A publication takes more steps the more blocks it has."""
         for table in tables:
             while table:
                 _, one = table.popitem()
@@ -160,14 +159,16 @@ class Residence:
 
 
 class Recency:
-    """Which chunks of an instance others have read lately, for its scheduler to hear: vLLM does not see those reads. Each chunk once, the
-    one that should stay longest last: of a prefix its first one."""
+    """Which chunks of an instance others have read lately, for its scheduler to hear, since vLLM does not see those reads.
+
+    Each chunk is there once. The one that should stay longest comes last: of a prefix, its first chunk.
+    """
 
     def __init__(self) -> None:
         self._keys: dict[m.ChunkKey, None] = {}
 
     def note(self, keys: list[m.ChunkKey], there: Container[m.ChunkKey]) -> int:
-        """These were read, in prefix order; how many of them are `there`, and noted."""
+        """Note reads of these chunks, in prefix order. Returns how many of them are `there`, and noted."""
         before, noted = self._keys, [key for key in reversed(keys) if key in there]
         for key in noted:
             before.pop(key, None)
@@ -177,7 +178,7 @@ class Recency:
         return len(noted)
 
     def take(self, most: int) -> list[m.ChunkKey]:
-        """The first `most`, which are to be forgotten here."""
+        """Take out the first `most`."""
         taken = list(islice(self._keys, most))
         for key in taken:
             del self._keys[key]

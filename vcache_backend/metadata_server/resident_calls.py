@@ -12,37 +12,39 @@ from vcache_backend.metadata_server.channel import Channel, Sent
 
 _PUBLISHED_BYTES = m.MAX_MESSAGE_BYTES - 256
 _KEY_BYTES = m.KEY_BYTES + 2
-"""Of a publication's message for its chunks, and of a key in there."""
+"""Bytes of a key in a message that publishes chunks."""
 
 
 class ResidentCalls(Channel, ABC):
-    """Part of `Client`, whose contract holds here: deadlines, which errors, any thread. An fd that is sent stays the caller's, one that is
-    returned is the caller's to close."""
+    """Part of `Client`, whose contract holds here: deadlines, errors, any thread.
+
+    The caller keeps an fd that it passes, and closes one that is returned.
+    """
 
     # ---- an owner's
 
     def join(self, instance: bytes, namespace: bytes, blocks: int, ranks: int, each: int, fd: int, lead: int = 0) -> None:
-        """An instance's scheduler shows its generation table, `fd`, on this connection; to be done again after a reconnection."""
+        """Show an instance's generation table, `fd`, as its scheduler, on this connection. To be repeated after a reconnection."""
         request = m.Join(m.InstanceId(instance), namespace, blocks, ranks, each, lead)
         self._call(request, m.Count, self._config.control_seconds, fd)
 
     def show_pins(self, instance: bytes, fd: int) -> None:
-        """The scheduler that has joined shows in which memory its blocks are pinned; to be done again whenever it joins."""
+        """Show the memory in which the blocks of the scheduler that joined are pinned. To be repeated after each `join`."""
         self._call(m.ShowPins(m.InstanceId(instance)), m.Count, self._config.control_seconds, fd)
 
     def show_cache(self, instance: bytes, rank: int, shape: m.CacheShape) -> int:
-        """A worker says where its KV cache lies; how many regions are to be shown now. To be done again after a reconnection."""
+        """Describe a worker's KV cache. Returns how many regions are now to be shown. To be repeated after a reconnection."""
         return self._call(m.ShowCache(m.InstanceId(instance), rank, shape), m.Count, self._config.control_seconds).count
 
     def show_region(self, instance: bytes, rank: int, number: int, fd: int) -> int:
-        """A worker shows one region of its cache; how many are missing yet."""
+        """Show one region of a worker's cache. Returns how many are still missing."""
         request = m.ShowRegion(m.InstanceId(instance), rank, number)
         return self._call(request, m.Count, self._config.control_seconds, fd).count
 
     def publish(
         self, instance: bytes, sequence: int, keys: list[m.ChunkKey], blocks: bytes, generations: bytes, epoch: int = 0
     ) -> int:
-        """Chunks of one rank can be read where they lie, from now on; how many were taken. In several requests if there are many."""
+        """Publish chunks of one rank, to be read where they lie. Returns how many were taken. Sends several requests for many."""
         taken, most = 0, _most(len(keys), blocks)
         deadline = time.perf_counter() + self._config.request_seconds
         whole = m.Publish(m.InstanceId(instance), sequence, keys, blocks, generations, epoch)
@@ -52,7 +54,7 @@ class ResidentCalls(Channel, ABC):
         return taken
 
     def retract(self, instance: bytes, sequence: int) -> int:
-        """Whatever the instance publishes with a lower sequence is void; how many chunks it had published so."""
+        """Void what the instance publishes with a lower sequence. Returns how many chunks it had published so."""
         return self._call(m.Retract(m.InstanceId(instance), sequence), m.Count).count
 
     def listen(self, instance: bytes) -> m.Heard:
@@ -62,11 +64,11 @@ class ResidentCalls(Channel, ABC):
     # ---- a reader's
 
     def hint(self, instance: bytes, keys: list[m.ChunkKey]) -> int:
-        """A load reads in `instance`, which is to keep this prefix; how many of its chunks others find there."""
+        """Say that a load reads this prefix in `instance`, which should keep it. Returns how many of its chunks are found there."""
         return self._call(m.Hint(m.InstanceId(instance), keys[: m.MAX_KEYS]), m.Count).count
 
     def find(self, keys: list[m.ChunkKey], ranks: int = 1, instance: bytes = b"") -> m.Found:
-        """Where the leading chunks are that are anywhere, but for what is resident in `instance`. In several requests if it takes them."""
+        """Find where the leading chunks lie, in the pool or in instances other than `instance`. Sends several requests for many."""
         deadline = time.perf_counter() + self._config.request_seconds
         most = max(1, min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks))
         found = m.Found(b"", [], [])
@@ -78,12 +80,12 @@ class ResidentCalls(Channel, ABC):
                 return msgspec.structs.replace(found, cut=False) if found.cut else found
 
     def send_find(self, keys: list[m.ChunkKey], ranks: int = 1, instance: bytes = b"") -> Sent[m.Found] | None:
-        """`find` without waiting for the answer; None if one request cannot ask for so many. Its answer may be `cut`."""
+        """Send `find` without waiting for the answer, which may be `cut`. None if one request cannot hold so many keys."""
         most = min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks)
         return self._send(m.Find(keys, ranks, m.InstanceId(instance)), m.Found) if len(keys) <= most else None
 
     def show_reads(self, reads: list[m.Reads]) -> None:
-        """What this process has read out of others' KV caches, in all so far, `MAX_OWNERS` rows at most: for the statistics."""
+        """Tell what this process has read out of others' KV caches so far, `MAX_OWNERS` rows at most, for the statistics."""
         self._call(m.ShowReads(reads), m.Count)
 
     def open_instance(self, instance: bytes) -> tuple[m.Joined, int]:
@@ -95,7 +97,7 @@ class ResidentCalls(Channel, ABC):
         return self._open(m.OpenPins(m.InstanceId(instance)), m.Count)[1]
 
     def open_cache(self, instance: bytes, rank: int) -> m.CacheShape:
-        """Where one of its workers' KV cache lies."""
+        """The description of one worker's KV cache."""
         return self._call(m.OpenCache(m.InstanceId(instance), rank), m.Cache).shape
 
     def open_region(self, instance: bytes, rank: int, number: int) -> int:
@@ -103,16 +105,16 @@ class ResidentCalls(Channel, ABC):
         return self._open(m.OpenRegion(m.InstanceId(instance), rank, number), m.Count)[1]
 
     def close_instance(self, instance: bytes) -> None:
-        """None of its regions is mapped here any more."""
+        """Say that none of an instance's regions is mapped here any more."""
         self._call(m.CloseInstance(m.InstanceId(instance)), m.Count)
 
     def open_process(self, instance: bytes, rank: int) -> int:
-        """A pidfd of the process that is one of its ranks; -1: its scheduler."""
+        """A pidfd of the process of one of its ranks; -1: its scheduler."""
         return self._open(m.OpenProcess(m.InstanceId(instance), rank), m.Count)[1]
 
 
 def _most(keys: int, blocks: bytes) -> int:
-    """How many of these chunks one publication can tell."""
+    """How many of these chunks fit into one publication."""
     each = len(blocks) // m.NUMBER_BYTES // max(1, keys)
     return max(1, min(m.MAX_PUBLISHED, _PUBLISHED_BYTES // (_KEY_BYTES + each * (m.NUMBER_BYTES + m.GENERATION_BYTES))))
 
@@ -129,7 +131,7 @@ def _part(whole: m.Publish, start: int, stop: int) -> m.Publish:
 
 
 def _joined(first: m.Found, then: m.Found) -> m.Found:
-    """Two answers, the second about the keys after those of the first."""
+    """One answer of two, the second of which is about the keys after those of the first."""
     instances = list(dict.fromkeys([*first.instances, *then.instances]))
     place = [instances.index(instance) for instance in then.instances]
     moved = [[msgspec.structs.replace(one, instance=place[one.instance]) for one in here] for here in then.residents]

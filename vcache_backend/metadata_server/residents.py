@@ -1,6 +1,6 @@
-"""Which chunks lie in which instances' own KV caches, as those have published them. A pure state machine: no socket, no fd.
+"""Which chunks lie in which instances' own KV caches, as the instances have published them. A pure state machine: no socket, no fd.
 
-Nothing here is a promise: an instance uses a block again whenever it likes. Its generation table tells a reader, before and after.
+Nothing here is a promise, since an instance may reuse a block at any time. Its generation table tells a reader, before and after a read.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from vcache_backend.metadata_server.messages import of_rank
 from vcache_backend.metadata_server.residence import PublishedChunk, Residence
 
 MAX_BLOCKS_IN_ALL = 2 * m.MAX_BLOCKS
-"""Of all instances together."""
+"""The most blocks of all instances together."""
 MAX_CELLS = 16_384
-"""Keys times instances that one look-up looks at; the keys after these are left for the next one."""
+"""The most keys times instances in one look-up; the keys beyond are left for the next one."""
 FOUND_BYTES = m.MAX_MESSAGE_BYTES - 8192
-"""For the residents of one answer; the rest is for what comes with them."""
+"""Bytes for the residents of one answer; the rest of the message is for what comes with them."""
 _RESIDENT_BYTES = 16
-"""At most, of a resident in a message, beside its blocks and generations."""
+"""The most bytes of a resident in a message, besides its blocks and generations."""
 
 
 Column = list[PublishedChunk | None]
@@ -31,45 +31,45 @@ Column = list[PublishedChunk | None]
 
 
 class Residents:
-    """What all instances have published. `max_chunks`: in all together."""
+    """What all instances have published. `max_chunks`: the most chunks of all instances together."""
 
     def __init__(self, backlog: Backlog, counters: Counter[str], max_chunks: int) -> None:
         self._backlog, self._counters, self._max_chunks = backlog, counters, max_chunks
         self._of: dict[m.InstanceId, Residence] = {}
 
     def count(self, instance: m.InstanceId) -> int:
-        """Chunks that are found in an instance, once all of it is shown."""
+        """The number of chunks that are found in an instance, once all of it is shown."""
         residence = self._of.get(instance)
         return 0 if residence is None else len(residence.found)
 
     def blocks_left(self, instance: m.InstanceId) -> int:
-        """How many blocks this instance may have beside the others'."""
+        """How many blocks this instance may have, given those of the others."""
         return MAX_BLOCKS_IN_ALL - sum(residence.blocks for id_, residence in self._of.items() if id_ != instance)
 
     def open(self, instance: m.InstanceId, namespace: bytes, blocks: int, ranks: int, each: int, lead: int = 0) -> None:
-        """An instance publishes from now on. If it has published before, it keeps that, unless it has changed."""
+        """Begin an instance. What it published before stays, unless its shape has changed."""
         known = self._of.get(instance)
         if known is None or known.shape != (namespace, blocks, ranks, each, lead):
             self.close(instance)
             self._of[instance] = Residence(namespace, blocks, ranks, each, lead)
 
     def show(self, instance: m.InstanceId, whole: bool) -> None:
-        """Whether its chunks are found."""
+        """Set whether an instance's chunks are found."""
         if (residence := self._of.get(instance)) is not None:
             residence.whole = whole
 
     def empty(self, instance: m.InstanceId) -> None:
-        """Nothing that it has published is right any more."""
+        """Forget everything that an instance has published."""
         if (residence := self._of.get(instance)) is not None:
             self._backlog.later(residence.clear()[1])
 
     def close(self, instance: m.InstanceId) -> None:
-        """The instance is gone."""
+        """Remove an instance that is gone."""
         self.empty(instance)
         self._of.pop(instance, None)
 
     def publish(self, rank: int, request: m.Publish) -> int:
-        """How many chunks are taken; 0 if the instance has not joined. Refuse: lengths or numbers that cannot be."""
+        """Publish chunks of an instance. Returns how many were taken; 0 if it has not joined. Refuse: impossible lengths or numbers."""
         residence = self._of.get(request.instance)
         if residence is None:
             return 0
@@ -79,7 +79,7 @@ class Residents:
         return taken
 
     def retract(self, instance: m.InstanceId, sequence: int) -> int:
-        """What an instance publishes with a lower sequence is void; how many chunks it had published so."""
+        """Void what an instance publishes with a lower sequence. Returns how many chunks it had published so."""
         residence = self._of.get(instance)
         if residence is None:
             return 0
@@ -88,7 +88,7 @@ class Residents:
         return dropped
 
     def clear(self, namespace: bytes) -> int:
-        """Forget what is resident of a namespace, or all with b""; how many chunks."""
+        """Forget what is resident of a namespace, of all with b"". Returns how many chunks."""
         dropped = 0
         for residence in self._of.values():
             if not namespace or residence.namespace == namespace:
@@ -100,14 +100,14 @@ class Residents:
     # ---- what others read
 
     def hint(self, instance: m.InstanceId, keys: list[m.ChunkKey]) -> int:
-        """The prefix of these chunks is read in an instance; how many of them are found there."""
+        """Note that the prefix of these chunks is read in an instance. Returns how many of them are found there."""
         residence = self._of.get(instance)
         noted = residence.recency.note(keys, residence.found) if residence is not None else 0
         self._counters["hints"] += noted
         return noted
 
     def heard(self, instance: m.InstanceId, epoch: int) -> m.Heard:
-        """What its scheduler is to hear: of the hints as many as the message holds."""
+        """What an instance's scheduler has yet to hear, with as many hints as the message holds."""
         residence = self._of[instance]
         keys = residence.recency.take(FOUND_BYTES // (residence.each * (m.NUMBER_BYTES + m.GENERATION_BYTES)))
         read = [one for key in keys if (one := residence.found.get(key)) is not None]
@@ -116,7 +116,7 @@ class Residents:
     # ---- look-up
 
     def find(self, request: m.Find, pooled: Chunks) -> m.Found:
-        """Which leading chunks are pooled for all ranks, or resident in another instance than the asker."""
+        """Find which leading chunks are in the pool for all ranks, or resident in an instance other than the asker."""
         others = self._others(request)
         keys = request.keys[: MAX_CELLS // max(1, len(others))]
         columns = {instance: column for instance, found in others if (column := _column(found, keys))}
@@ -150,7 +150,7 @@ def _column(found: dict[m.ChunkKey, PublishedChunk], keys: list[m.ChunkKey]) -> 
 
 
 def _present(keys: list[m.ChunkKey], ranks: int, pooled: Chunks) -> list[bool]:
-    """For each chunk whether it is pooled for all ranks."""
+    """For each chunk whether it is in the pool for all ranks."""
     there = list(map(pooled.among(keys).__contains__, keys))
     for rank in range(1, ranks):
         if not any(there):
@@ -161,7 +161,7 @@ def _present(keys: list[m.ChunkKey], ranks: int, pooled: Chunks) -> list[bool]:
 
 
 def _assemble(there: list[bool], columns: dict[m.InstanceId, Column], each: int) -> m.Found:
-    """The answer, as far as chunks are somewhere and the message reaches. `each`: blocks of a chunk, at most."""
+    """Build the answer, up to the first chunk that is nowhere or that no longer fits the message. `each`: the most blocks of a chunk."""
     residents: list[list[m.Resident]] = []
     left, last = FOUND_BYTES // (_RESIDENT_BYTES + each * (m.NUMBER_BYTES + m.GENERATION_BYTES)), 0
     for pooled, row in zip(there, zip(*columns.values(), strict=True), strict=True):
@@ -178,7 +178,7 @@ def _assemble(there: list[bool], columns: dict[m.InstanceId, Column], each: int)
 
 
 def _places(row: tuple[PublishedChunk | None, ...], last: int) -> list[m.Resident]:
-    """Where one chunk is resident, at most `MAX_REPLICAS` places: `last` first, if it is among them."""
+    """Where one chunk is resident, `MAX_REPLICAS` places at most: `last` first, if it is among them."""
     one = row[last]
     here = [m.Resident(last, one.blocks, one.generations)] if one is not None else []
     for at, one in enumerate(row) if len(row) > 1 else ():

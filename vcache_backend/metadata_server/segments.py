@@ -1,4 +1,4 @@
-"""The segments of the pool as the directory has them: who may lend, what comes back after a restart, what is taken back and what goes."""
+"""The pool's segments in the directory: lending, adding, restoring after a restart, resizing and dropping."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from vcache_backend.metadata_server.placement import Entry, Peer, Segment
 from vcache_backend.metadata_server.reservations import MAX_RESERVATIONS_PER_CLIENT, Claims, Reservations
 
 MAX_AVOIDED = 1024
-"""With more, a client's list of segments that it cannot use is rid of those that are not there."""
+"""At this length a client's list of segments that it cannot map is cleared of those that no longer exist."""
 MAX_MOVED = 16
 KEEP_SECONDS = 10.0
-"""Chunks that one `move` is about, and how long they wait for it."""
+"""MAX_MOVED: the most chunks in one `move`. KEEP_SECONDS: how long chunks wait for the next one."""
 
 
 class SegmentDirectory:
-    """Part of `Directory`, whose contract holds here."""
+    """The part of `Directory` that is about segments; its contract holds here."""
 
     def __init__(self, limits: ServerConfig, now: Callable[[], float], first_id: int) -> None:
         self._now = now
@@ -38,21 +38,24 @@ class SegmentDirectory:
         self._claims = Claims()
         self._reserves_from = 0.0
         self.shortened: list[Segment] = []
-        """Those of which more has been given back: what lies behind their `end` is to be freed."""
+        """Segments that have given back more memory: what lies beyond their `end` is to be freed."""
 
     def lend(self, client: Peer, nbytes: int) -> m.Lendable:
-        """What is missing of `nbytes` on the client's device and nobody else is about to make: the client may, soon."""
+        """Grant the client what its device lacks of `nbytes`, less what other clients are about to allocate."""
         there = sum(segment.nbytes for segment in self.segments.values() if segment.device == client.device)
         claim = next(self._ids)
         lendable = self._claims.grant(claim, client.id, client.device, nbytes - there, self._now())
         return m.Lendable(claim if lendable else 0, lendable)
 
     def redeem(self, client: Peer, claim: int, device: str, nbytes: int) -> bool:
-        """A segment made under a claim of this client has come, which ends the claim; False if it is too late or too large."""
+        """End a claim, since its segment has been made. False if the claim has expired or the segment is larger than granted."""
         return self._claims.redeem(claim, client.id, device, nbytes, self._now())
 
     def add_segment(self, info: m.SegmentInfo) -> int:
-        """A segment is usable from now on. How many chunks of before a restart it brings back, soon, unless they have gone meanwhile."""
+        """Make a segment usable. Returns how many chunks from before a restart it can bring back.
+
+        They become live now or in later turns, unless they are removed meanwhile.
+        """
         segment = self.segments.get(info.id)
         if segment is None:
             segment = self.segments[info.id] = Segment(info)
@@ -65,8 +68,11 @@ class SegmentDirectory:
         return chunks
 
     def resize_segment(self, id_: m.SegmentId, nbytes: int, keep: bool = False) -> None:
-        """Leave `nbytes` of a segment to the pool, for good; what lies behind them is forgotten, soon, or first may `move`. `shortened`
-        names it once nobody reads or writes there any more, but for quarantined writers, who then write for nobody."""
+        """Reduce a segment to `nbytes` for good. Chunks beyond are forgotten, now or in later turns; keep: once they could `move`.
+
+        When nobody reads or writes there the segment is added to `shortened`. Quarantined writers are not waited for: what they write is
+        void.
+        """
         segment = self.segments[id_]
         segment.keeps_until = self._now() + KEEP_SECONDS if keep else 0.0
         segment.limit = min(segment.limit, nbytes // ALIGNMENT * ALIGNMENT)
@@ -74,8 +80,10 @@ class SegmentDirectory:
         self.backlog.begin(self._shorten(segment))
 
     def move(self, client: Peer, id_: m.SegmentId) -> m.Moves:
-        """Slots for a few of the chunks that a resize or a drop keeps, wherever there is room or something older. The reservation cannot be
-        committed once one of them is no more found where it was."""
+        """Reserve new slots for a few chunks that a resize or a drop keeps, in holes or in place of chunks used less recently.
+
+        The reservation can no longer be committed once one of these chunks has left its old place.
+        """
         segment, reservation = self.segments.get(id_), next(self._ids)
         if segment is None or not segment.keeps_until or self._not_now(client):
             return m.Moves(0, [], 0)
@@ -101,10 +109,12 @@ class SegmentDirectory:
         return m.Moves(reservation, [(entry.location, to) for entry, to in pairs], left)
 
     def drop_segment(self, id_: m.SegmentId, keep: bool = False) -> int:
-        """Take no new chunks in a segment, and forget its own, soon, or first may `move`; how many it has. When they are forgotten and
-        nobody reads or writes there any more, the segment is gone.
+        """Store no new chunks in a segment and forget its own, now or in later turns; keep: once they could `move`. Returns how many it
+        has.
 
-        Slots in quarantine are not waited for: whoever still writes there has the memory to itself."""
+        The segment is removed once it is empty and nobody reads or writes there. Slots in quarantine are not waited for: their writer keeps
+        the memory to itself.
+        """
         segment = self.segments[id_]
         chunks, kept = segment.info().chunks, segment.keeps_until
         segment.keeps_until = self._now() + KEEP_SECONDS if keep else 0.0
@@ -114,18 +124,18 @@ class SegmentDirectory:
         return chunks
 
     def avoid(self, client: Peer, id_: m.SegmentId) -> int:
-        """No slot there for this client, which cannot map the segment, should it come back, too; how many it avoids."""
+        """Give this client no slot in a segment that it cannot map, even if the segment is offered again. Returns how many it avoids."""
         if len(client.avoids) >= MAX_AVOIDED:
             client.avoids.intersection_update(self.segments)
         client.avoids.add(id_)
         return len(client.avoids)
 
     def absent_segments(self) -> list[m.SegmentId]:
-        """Segments of before a restart whose fd nobody has offered yet."""
+        """The segments from before a restart whose fd nobody has offered yet."""
         return [segment.id for segment in self.contents.placement.in_state("absent")]
 
     def forget_absent(self, ids: Iterable[m.SegmentId]) -> int:
-        """Stop waiting for these; how many chunks are lost. Their memory must not be used again: somebody may still write there."""
+        """Stop waiting for absent segments. Returns how many chunks are lost. Their memory stays unused: somebody may write there."""
         lost = 0
         for id_ in ids:
             segment = self.segments.pop(id_)
@@ -136,7 +146,7 @@ class SegmentDirectory:
         return lost
 
     def segment_infos(self) -> list[m.SegmentInfo]:
-        """Every segment, live, draining and absent, with its occupancy."""
+        """Every segment, live, draining or absent, with its occupancy."""
         return [segment.info() for segment in self.segments.values()]
 
     # ---- inside
@@ -144,13 +154,13 @@ class SegmentDirectory:
     def _open(
         self, client: Peer, reservation: int, keys: list[m.ChunkKey], locations: list[m.Location], sources: Iterable[Entry] = ()
     ) -> None:
-        """These slots are the client's to write from now on."""
+        """Open a reservation: from now on the client may write these slots."""
         entries = self.contents.occupy(keys, locations, reservation)
         self.reservations.open(reservation, client.id, client.process, entries, self._now(), sources)
         self.records.append(records.Held(reservation, client.process, keys, locations))
 
     def _not_now(self, client: Peer) -> str:
-        """Why nothing at all is reserved for this client, if so."""
+        """Why nothing can be reserved for this client at present; empty if something can."""
         if self.reservations.full(client.id):
             return f"{MAX_RESERVATIONS_PER_CLIENT} reservations of this client are open; commit or abort some"
         return "the server has just started again; try later" if self._now() < self._reserves_from else ""
@@ -165,12 +175,12 @@ class SegmentDirectory:
             self._let_end_go(segment)
 
     def _empty(self, segment: Segment) -> Steps:
-        """Forget the chunks of a segment; it goes with the last."""
+        """Forget the chunks of a segment, then remove it."""
         yield from self.contents.empty(segment)
         self._close(segment)
 
     def _close(self, segment: Segment) -> None:
-        """The segment is gone, if nothing is left in it."""
+        """Remove the segment if nobody but quarantined writers uses it any more."""
         staying = segment.staying.values()
         waited_for = segment.occupants or not all(map(self.reservations.quarantined, staying))
         if not waited_for and self.segments.get(segment.id) is segment:
@@ -180,12 +190,12 @@ class SegmentDirectory:
             self.records.append(records.SegmentGone(segment.id))
 
     def _shorten(self, segment: Segment) -> Steps:
-        """Forget what lies behind a segment's limit."""
+        """Forget the chunks beyond a segment's limit, then give that memory back."""
         yield from self.contents.shorten(segment)
         self._let_end_go(segment)
 
     def _let_end_go(self, segment: Segment) -> None:
-        """The memory behind a segment's limit is nobody's, if that is so."""
+        """Give back the memory beyond a segment's limit if nobody but quarantined writers uses it any more."""
         rest = segment.nbytes - segment.end
         if segment.limit < segment.end or rest - segment.given_back < ALIGNMENT or segment.state != "live":
             return

@@ -1,7 +1,7 @@
-"""The server process: one thread, one epoll loop over the socket, its connections, and the processes it waits for.
+"""The server process: one thread, with one epoll loop over its socket, its connections and the processes it waits for.
 
-Order within a turn of the loop: read and answer whatever is there, write the journal, then send the answers. So no
-answer ever leaves before what it promises would survive the server.
+In each turn the loop reads and answers requests, writes the journal, and then sends the answers. So whatever an answer promises has been
+written before it leaves.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ log = logging.getLogger(__name__)
 BUSY_TICK_SECONDS = 0.05
 IDLE_TICK_SECONDS = 0.5
 PATH_SECONDS = 0.01
-"""Whether the socket's path still leads here is looked at so often, as long as there is anything to do."""
+"""How often a busy server checks that the socket's path still leads to it."""
 EVENTS_A_TURN = 64
-"""Most connections read from in one turn of the loop: one request each."""
+"""The most connections read from in one turn of the loop, one request each."""
 BACKLOG_STEPS = 512
-"""So much of what earlier turns left is done in each turn."""
+"""About how many steps each turn does of what earlier turns left to do."""
 
 
 class Server:
@@ -55,7 +55,7 @@ class Server:
         self._watch_processes()
 
     def _take_over(self, undo: ExitStack) -> None:
-        """Start from what the server before left, and begin what this one leaves."""
+        """Take over what the server before left, and begin this one's journal and witness."""
         config, epoch, path = self._config, 1 + secrets.randbits(62), beside(self._config.path, ".journal")
         admission = Admission(config, self._endpoint, self._epoll)
         state = succession.inherit(path, config.journal)
@@ -71,18 +71,16 @@ class Server:
         self._clients = Clients(admission, self._epoll, self._service, self._watch, self._legacy.witness, spin_seconds)
         undo.callback(self._clients.close)
         if state.segments:
-            found = (
-                f"{len(state.chunks)} chunks in {len(state.segments)} segments wait to be offered again by who has them mapped"
-            )
-            log.warning("journal: %s; what `vcache segment add` lent and nobody has mapped is gone: add it again", found)
+            waiting = f"{len(state.chunks)} chunks in {len(state.segments)} segments are back once their workers offer them again"
+            log.warning("journal: %s; segments of `vcache segment add` that nobody has mapped are lost: add them again", waiting)
         if not self._endpoint.same_pids:
             self._watch.cannot_see(self._directory.reservations.processes())
         self._recover_until = time.monotonic() + config.recover_seconds
 
     def run(self) -> None:
-        """Serve until stopped. Everything is closed and the socket removed on return.
+        """Serve until stopped. On return everything is closed and the socket removed.
 
-        ConfigError as soon as the socket's path leads elsewhere: what it leads to then stays.
+        ConfigError once the socket's path leads elsewhere; what it leads to then stays.
         """
         log.info("serving %s", self._config.path)
         with self._undo:
@@ -118,11 +116,11 @@ class Server:
         self._stopping = True
 
     def hang_up(self) -> None:
-        """SIGHUP came, which asks many a server to read its configuration again. In a signal handler."""
+        """Note a SIGHUP, which asks many servers to read their configuration again. Called from a signal handler."""
         self._hung_up = True
 
     def _check_path(self) -> None:
-        """Whoever serves the path now may have this server's segments: not one more answer. Also after having been stopped."""
+        """Stop if another server has the path, since it may have this server's segments: send no further answer. Also after a SIGSTOP."""
         now = time.monotonic()
         if now < self._looked + PATH_SECONDS:
             return
@@ -135,7 +133,7 @@ class Server:
         if self._hung_up:
             self._hung_up = False
             log.warning(
-                "SIGHUP: the configuration is read at the start alone. Start the server again: clients keep the pool's memory"
+                "SIGHUP: the configuration is only read at start. Restart the server to apply it: clients keep the pool's memory"
             )
         self._endpoint.keep_fresh()
         self._directory.tick()
@@ -153,7 +151,7 @@ class Server:
         return bool(len(directory.leases) or sum(directory.reservations.counts()) or draining)
 
     def _watch_processes(self) -> None:
-        """Watch every process whose death would free slots or KV caches; act at once for those that are gone already."""
+        """Watch the processes whose end frees slots or KV caches. Handle those that have ended already."""
         for process in self._watch.wait_for(self._directory.reservations.processes() | self._service.instances.processes()):
             self._service.process_gone(process)
 
@@ -161,8 +159,8 @@ class Server:
 def serve(config: ServerConfig) -> None:
     """Run the server in this process until SIGTERM or SIGINT. ConfigError if the socket cannot be used.
 
-    The garbage collector is switched off: the directory makes no cycles, and a collection over millions of chunks would
-    stop the loop for a noticeable time.
+    The garbage collector is off: the directory unlinks its cycles itself, and a collection over millions of chunks would stop the loop for
+    a noticeable time.
     """
     server = Server(config)
     monitor = MonitorProcess(config) if config.metrics else None

@@ -1,4 +1,4 @@
-"""The server's statistics: gathered where they are kept, and as one message holds them."""
+"""The server's statistics: collected where they are kept, and cut to the size of a message."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from vcache_backend.metadata_server.service import Service
 
 _MOST_TOKENS = 1 << 62
-"""What a message can say; only a client that lies about the size of its chunks has asked for so many."""
+"""A bound that a message can hold. Only a client that lies about the size of its chunks reaches it."""
 
 
 def server_stats(service: Service) -> m.ServerStats:
-    """What people and programs are told, but for how many are connected."""
+    """All statistics but the number of connections."""
     directory, layouts = service.directory, service.layouts
     open_, quarantined = directory.reservations.counts()
     counters = dict(directory.counters) | {"expired_leases": directory.leases.expired} | service.longest.told()
@@ -48,7 +48,7 @@ def server_stats(service: Service) -> m.ServerStats:
 
 
 def fitting(stats: m.ServerStats) -> m.ServerStats:
-    """`stats` as a message can hold them: with less of what clients said of themselves, the newest of it, then of who shares in place."""
+    """Cut `stats` to the size of a message: halve what clients reported, then who shares in place, as often as it takes."""
     while len(msgspec.msgpack.encode(stats)) > m.MAX_MESSAGE_BYTES:
         if stats.reports or stats.mismatches or stats.namespaces or stats.reads or stats.hits or stats.saved:
             stats = _less_told(stats)
@@ -61,7 +61,7 @@ def fitting(stats: m.ServerStats) -> m.ServerStats:
 
 
 def _less_told(stats: m.ServerStats) -> m.ServerStats:
-    """Half of what clients said of themselves, the newest of it."""
+    """Half of what clients reported: the newest reports, namespaces and savings, the first mismatches and the largest reads."""
     namespaces, hits, saved = (list(one.items()) for one in (stats.namespaces, stats.hits, stats.saved))
     return msgspec.structs.replace(
         stats,
@@ -75,7 +75,7 @@ def _less_told(stats: m.ServerStats) -> m.ServerStats:
 
 
 def _rss_bytes() -> int:
-    """0 where descriptors are exhausted, which is when somebody looks."""
+    """This process's resident memory. 0 if descriptors are exhausted, which is when somebody looks."""
     try:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * resource.getpagesize()

@@ -1,4 +1,4 @@
-"""Requests to replies: the directory's operations, the fds of segments and the namespaces in use. No sockets, no loop."""
+"""From requests to replies: the directory's operations, the fds of segments and the namespaces in use. No sockets, no loop."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from vcache_backend.metadata_server.succession import Predecessor
 log = logging.getLogger(__name__)
 
 MAX_LISTED_BYTES = 3 * m.MAX_MESSAGE_BYTES // 4
-"""Segments that one message can list, with other things beside them: about a thousand."""
+"""Bytes for the list of segments in one message, about a thousand of them; the rest is for what comes with it."""
 _LISTED_BYTES = 100
-"""At most, of a segment in such a list, beside its id and its device."""
+"""The most bytes of a segment in that list, besides its id and its device."""
 _LOG_LEVELS: dict[m.Level, int] = {"info": logging.INFO, "warn": logging.WARNING, "error": logging.ERROR}
 
 
 class Service:
-    """Answers requests. Runs in the server's one thread; owns the segments' fds from registration until they are dropped."""
+    """Answers requests, in the server's one thread. Owns the segments' fds from their registration until they are dropped."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class Service:
         max_segments: int = 1024,
         pidfd: Callable[[ProcessId], int | None] = processes.open_pidfd,
     ) -> None:
-        """`predecessor`: of the server that the directory was restored from. `max_segments`: fds of segments, and of instances' tables and
-        regions, that are kept at most. `pidfd`: a new one of a connected process, if there can be one."""
+        """predecessor: of the server that the directory was restored from. max_segments: the most fds to keep, of segments and of
+        instances' tables and regions. pidfd: makes a new pidfd of a connected process, or None."""
         self.max_segments = max_segments
         self.instances = Instances(directory.residents, self._spare, pidfd)
         self.of_instances = ResidentService(directory, self.instances)
@@ -57,14 +57,16 @@ class Service:
         self.latency: dict[str, Histogram] = {}
         self.fds: dict[m.SegmentId, Descriptor] = {}
         self._freeing: dict[Descriptor, int] = {}
-        """Memory whose end is being freed, and how much of it: nothing that the journal may not have yet."""
+        """Memory whose end is being freed, and up to how many bytes. The journal must know of them first."""
         self.reports = Reports(time.time)
         self.longest = Longest()
         self.started = time.monotonic()
 
     def answer(self, client: Peer, request: m.AnyRequest, fds: list[int]) -> tuple[m.Reply, Descriptor | None]:
-        """The reply, and the fd that goes with it, if any, to be held until it is sent. `fds` came along; one that is kept is taken out
-        of the list."""
+        """Answer a request. Returns the reply and the fd that goes with it, if any, to be kept until the reply is sent.
+
+        fds: came with the request. One that is kept is taken out of the list.
+        """
         started = time.perf_counter()
         try:
             reply, fd = self._answer(client, request, fds)
@@ -111,7 +113,7 @@ class Service:
                 return self._answer_other(client, request, fds)
 
     def _answer_other(self, client: Peer, request: m.OfOthers, fds: list[int]) -> tuple[m.Reply, Descriptor | None]:
-        """What is asked less often than for chunks, or is not about the pool."""
+        """Answer requests that are rarer, or not about chunks in the pool."""
         directory = self.directory
         if isinstance(request, m.OfResidents):
             reply = self.of_instances.resident(client, request)
@@ -148,7 +150,7 @@ class Service:
                 assert_never(request)
 
     def collect_dropped(self) -> None:
-        """Let go of the memory of segments that are gone, and of what others have given back."""
+        """Close the memory of segments that are gone, and free what others have given back."""
         while self.directory.shortened:
             segment = self.directory.shortened.pop()
             if (kept := self.fds.get(segment.id)) is None:
@@ -168,12 +170,12 @@ class Service:
         del self._freeing[memory]
 
     def close(self) -> None:
-        """Let go of all fds; host and GPU memory nobody else holds is freed."""
+        """Close all fds, which frees host and GPU memory that nobody else holds."""
         self.fds.clear()
         self.instances.close()
 
     def disconnect(self, client: Peer) -> None:
-        """The connection is gone, and with it whatever lasts as long."""
+        """The connection is closed: end everything that lasts as long as it."""
         self.directory.disconnect(client)
         self.layouts.drop(client.id)
         self.of_instances.disconnect(client)
@@ -219,7 +221,7 @@ class Service:
         return m.Added(self.directory.add_segment(info))
 
     def _decline(self, id_: m.SegmentId, known: bool) -> m.Added:
-        """Memory of before that nothing proves to be as the journal says: an earlier writer may still write there."""
+        """Refuse memory from before a restart that nothing proves to be as the journal says: an earlier writer may still write there."""
         lost = self.directory.forget_absent([id_] if known else [])
         why = "no journal knows it" if not known else f"no witness proves the journal; {lost} chunks are lost"
         log.warning(
@@ -273,7 +275,7 @@ class Service:
 
 
 def _parts(keys: list[m.ChunkKey]) -> int:
-    """How many parts of its first chunk, and so of each, a request is for."""
+    """How many parts each chunk of a request has, counted from its first chunk."""
     chunk = keys[0][: -m.RANK_BYTES] if keys else b""
     return next((at for at, key in enumerate(keys) if not key.startswith(chunk)), len(keys)) or 1
 

@@ -1,4 +1,4 @@
-"""One instance as its processes have shown it: a scheduler's generation table, workers' KV caches, and what of it may be trusted."""
+"""One instance as its processes have shown it: a scheduler's generation table, workers' KV caches, and which of it can be trusted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vcache_backend.seals import FUTURE_WRITE, RESIZING, lacking
 
 
 class ShownTable:
-    """What a scheduler has shown; `peer` is None when its connection is gone."""
+    """What a scheduler has shown. `peer` is None once its connection is closed."""
 
     def __init__(self, peer: Peer, request: m.Join, table: Descriptor) -> None:
         self.peer: Peer | None = peer
@@ -26,12 +26,12 @@ class ShownTable:
         self.memory = status.st_dev, status.st_ino
 
     def gone(self) -> None:
-        """Its connection is. (What it was stays known: the same process may come back.)"""
+        """Its connection is closed. The description is kept, since the same process may connect again."""
         self.peer = self.table = self.pins = None
 
 
 class ShownCache:
-    """What a worker has shown; `peer` is None when its connection is gone."""
+    """What a worker has shown. `peer` is None once its connection is closed."""
 
     def __init__(self, peer: Peer, shape: m.CacheShape) -> None:
         self.peer: Peer | None = peer
@@ -39,13 +39,13 @@ class ShownCache:
         self.regions: dict[int, Descriptor] = {}
 
     def gone(self) -> None:
-        """Its connection is: its fds are closed. (What it was stays known: the same process may come back.)"""
+        """Its connection is closed: close its fds. The description is kept, since the same process may connect again."""
         self.peer = None
         self.regions = {}
 
     @property
     def missing(self) -> int:
-        """Regions to be shown yet."""
+        """How many regions are still to be shown."""
         return len(self.shape.regions) - len(self.regions)
 
 
@@ -57,17 +57,17 @@ class KnownInstance:
         self.caches: dict[int, ShownCache] = {}
 
     def parts(self) -> Iterator[tuple[int, ShownTable | ShownCache]]:
-        """Those that are there, and those that were."""
+        """All parts, with those whose connections are closed."""
         if self.table is not None:
             yield m.SCHEDULER, self.table
         yield from self.caches.items()
 
     def processes(self) -> set[ProcessId]:
-        """Those that show a part of it now."""
+        """The processes that show a part of it at present."""
         return {part.process for _, part in self.parts() if part.peer is not None}
 
     def missing(self) -> str:
-        """What is not shown; empty if nothing in it has to be waited for."""
+        """Which part is not shown yet; empty if all are."""
         if self.table is None or self.table.peer is None:
             return "its scheduler"
         for rank in range(self.table.request.ranks):
@@ -80,14 +80,14 @@ class KnownInstance:
 
 
 def only(fds: list[int]) -> int:
-    """The one fd that came along, to be taken out of there by who keeps it."""
+    """The one fd that came with a message. Whoever keeps it takes it out of the list. Refuse unless there is exactly one."""
     if len(fds) != 1:
         raise Refuse(f"{len(fds)} fds came along; exactly 1 is needed")
     return fds[0]
 
 
 def no_table(fd: int, blocks: int) -> str:
-    """Why readers could not trust `fd` to be a table that only its owner changes, and that stays; empty if they can."""
+    """Why readers could not trust `fd` to be a table of fixed size that only its owner changes; empty if they can."""
     if fcntl.fcntl(fd, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_PATH) not in (os.O_RDONLY, os.O_RDWR):
         return "the fd is not open for reading"
     if reason := lacking(fd, RESIZING | FUTURE_WRITE):

@@ -1,7 +1,7 @@
-"""Starts a metadata server where nobody serves yet, for workers that are told to: one that outlives them, as the pool does.
+"""Starts a metadata server, for workers that are configured to, unless one serves already. It outlives them, as the pool does.
 
-Workers that start at the same time agree by a lock on who starts it. The server has a session, a parent and a log of its own, so
-that neither signals to the worker's group nor whoever ends all its children reaches it.
+Workers that start at the same time agree by a lock on who starts it. The server has its own session, parent and log, so that neither a
+signal to the worker's group nor a parent that ends all its children reaches it.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from vcache_backend.metadata_server.endpoint import beside, folder_fault
 log = logging.getLogger(__name__)
 
 SECONDS = 30.0
-"""Until a server must answer: its interpreter and a long journal take their time on a busy machine."""
+"""How long a new server may take to answer: its interpreter and a long journal take time on a busy machine."""
 _PAUSE_SECONDS = 0.05
 _EXITED_SECONDS = 1.0
-"""After our server ended: how long another one, started by hand at the same moment, may take to answer."""
+"""How long, after our server has ended, another one that was started by hand at the same moment may take to answer."""
 _ASKING_SECONDS = 1.0
 _DETACH = "import subprocess as s, sys; print(s.Popen(sys.argv[1:], stdin=0, stdout=2, start_new_session=True).pid)"
-"""What the process does whose end leaves the server to init: its stdin is the server's, and its stderr the server's log."""
+"""Run by a process whose end leaves the server to init. Its stdin becomes the server's, its stderr the server's log."""
 
 
 def ensure(config: Config, seconds: float = SECONDS) -> str:
-    """A server answers at `config.server.path` when this returns: the one that was there, or a new one that outlives this process.
+    """Return once a server answers at `config.server.path`: the one that was there, or a new one that outlives this process.
 
-    The answer says which. ConfigError where there cannot be one; ServerUnavailable, with the end of the new server's log, if none
-    answers within `seconds`.
+    The answer says which. ConfigError if there cannot be one; ServerUnavailable, with the end of the new server's log, if none answers
+    within `seconds`.
     """
     path, deadline = config.server.path.absolute(), time.monotonic() + seconds
     trusted = config.client.server_uid
@@ -58,8 +58,7 @@ def ensure(config: Config, seconds: float = SECONDS) -> str:
 
 
 def try_ensure(config: Config) -> None:
-    """`ensure` for an integration, which serves without a server, too: everything is a miss until there is one. The log says what came
-    of it."""
+    """`ensure` for an integration, which serves without a server, too: every look-up is then a miss. Logs the outcome."""
     try:
         log.warning("vcache: %s", ensure(config))
     except Exception as error:  # noqa: BLE001 - nothing of ours raises into who serves
@@ -82,7 +81,7 @@ def _start(config: Config, path: Path, deadline: float) -> str:
 
 
 def _silence(path: Path, trusted: int | None) -> str:
-    """Why nobody answers at `path`; empty if a server does, of ours or of the user that is trusted."""
+    """Why nobody answers at `path`; empty if a server does, of this user, of root or of the trusted user."""
     asking = ClientConfig(connect_seconds=_ASKING_SECONDS, server_uid=trusted)
     with Client(path, asking, reconnect=False) as client:
         try:
@@ -94,7 +93,7 @@ def _silence(path: Path, trusted: int | None) -> str:
 
 @contextmanager
 def _alone(path: Path, deadline: float) -> Iterator[None]:
-    """One process at a time; ServerUnavailable if it is not our turn by the deadline. The lock goes with its process."""
+    """Hold the lock that lets one process at a time start a server; ServerUnavailable at the deadline. It ends with its process."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         while True:
@@ -111,7 +110,7 @@ def _alone(path: Path, deadline: float) -> Iterator[None]:
 
 
 def _spawn(config: Config, path: Path, log: Path) -> int:
-    """The pid of a detached server, which reads its configuration from its stdin."""
+    """Start a detached server, which reads its configuration from stdin. Returns its pid."""
     command = [sys.executable, "-P", "-m", "vcache_backend.metadata_server", "--config", "/dev/stdin", "--socket", str(path)]
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
     with open(os.open(log, flags, 0o600), "ab") as out:

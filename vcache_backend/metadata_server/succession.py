@@ -1,4 +1,4 @@
-"""One life of a server after another: what this one may believe of the one before it, and what it leaves to the next."""
+"""From one life of the server to the next: what it may believe of its predecessor, and what it leaves to its successor."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ log = logging.getLogger(__name__)
 
 
 def inherit(path: Path, believed: bool) -> JournalState:
-    """What the journal at `path` says; an empty state if it is damaged, which is kept aside, or not to be `believed`.
+    """Read the journal at `path`. An empty state if it is damaged (the file is kept under another name), or not to be `believed`.
 
-    ConfigError if it cannot be used, or if who writes it still lives: no two servers may use the same segments."""
+    ConfigError if it cannot be used, or if its writer still runs: two servers must not use the same segments.
+    """
     with raising_as({OSError: ConfigError}, f"server.journal: cannot use {path}"):
         writer = journals.writer(path)
         if writer not in (None, processes.identity(os.getpid())) and processes.lives(writer):
@@ -37,7 +38,7 @@ def inherit(path: Path, believed: bool) -> JournalState:
 
 
 def first_id(taken: Iterable[int]) -> int:
-    """From where ids can count up without meeting any of `taken`, or of another life of the server."""
+    """A number from which ids can count up without meeting any of `taken`, or those of another life of the server."""
     while True:
         first = 1 + secrets.randbits(62)
         if not any(first <= id_ < first + (1 << 48) for id_ in taken):
@@ -45,11 +46,13 @@ def first_id(taken: Iterable[int]) -> int:
 
 
 class Predecessor:
-    """What clients' witnesses tell of the servers before this one, and what follows: memory that no proven journal knows is never used
-    again, and a server that has forgotten resets makes them all once more."""
+    """What clients' witnesses tell of earlier servers, and what follows from it.
+
+    Memory that no proven journal knows is never used again. A server that may have forgotten resets makes all of them once more.
+    """
 
     def __init__(self, directory: Directory, state: JournalState, ours: int) -> None:
-        """`state`: what the directory was restored from. `ours`: this server's epoch."""
+        """state: what the directory was restored from. ours: this server's epoch."""
         self._directory = directory
         self._epoch, self._frame, self._ours = state.epoch, state.frame, ours
         self.proven = False
@@ -57,12 +60,14 @@ class Predecessor:
         self._forgotten = False
 
     def hear(self, fd: int) -> None:
-        """A client brings the witness of the server that it knew before. The first one that proves the journal is ended; one of this
-        server's own epoch, as those of clients that come back have, says nothing."""
+        """Read the witness, brought by a client, of the server that it was connected to before.
+
+        The first one that proves the journal is ended. One of this server's own epoch says nothing: clients that come back bring those.
+        """
         try:
             epoch, frame = journals.read_witness(fd)
         except (OSError, struct.error) as error:
-            log.warning("a client brought a witness that is none: %s", error)
+            log.warning("a client sent an fd that is no witness of a server: %s", error)
             return
         if epoch not in (self._epoch, self._ours):
             self._resets_forgotten()
@@ -80,7 +85,7 @@ class Predecessor:
             log.error("journal: %s; %d chunks in %d segments are lost, fresh memory is used", refuted, lost, len(absent))
 
     def _resets_forgotten(self) -> None:
-        """The journal does not say all, resets perhaps among it."""
+        """The journal is not complete, and resets may be missing from it: make all of them once more."""
         if not self._forgotten:
             self._forgotten = True
             self._directory.raise_epoch(b"")
@@ -90,7 +95,7 @@ class Legacy:
     """What the next server will find: the journal, as long as it can be written, and the witness of how far it came."""
 
     def __init__(self, path: Path, keep: bool, epoch: int, directory: Directory, state: JournalState) -> None:
-        """Write the `state` that the directory starts from. Without `keep` there is no journal, and no old one stays. ConfigError."""
+        """Write the `state` that the directory starts from. Without `keep` there is no journal, and an old one is removed. ConfigError."""
         self._directory = directory
         self._journal: Journal | None = None
         self.witness = Witness(epoch)
@@ -107,7 +112,7 @@ class Legacy:
             raise
 
     def write(self) -> None:
-        """What happened since the last time; answers may leave after this. Where it cannot be written a restart will be cold."""
+        """Write what has happened since the last call; answers may leave after this. If it cannot be written, a restart will be cold."""
         records = self._directory.records
         if self._journal is not None:
             try:

@@ -1,4 +1,4 @@
-"""Messages on a Unix socket of type SOCK_SEQPACKET, which keeps their boundaries: each is one MessagePack array, whose fds come with it."""
+"""Messages on a Unix socket of type SOCK_SEQPACKET, which keeps their boundaries. Each is one MessagePack array; fds come with it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vcache_backend.errors import ProtocolError
 from vcache_backend.metadata_server.messages import MAX_MESSAGE_BYTES, AnyReply, AnyRequest, Reply, Request
 
 MAX_FDS = 4
-"""Most fds accepted with one message; the kernel closes the others."""
+"""The most fds accepted with one message. The kernel closes the others."""
 _FD_SPACE = socket.CMSG_SPACE(MAX_FDS * 4)
 
 _encoder = msgspec.msgpack.Encoder()
@@ -21,7 +21,7 @@ reply_decoder = msgspec.msgpack.Decoder(AnyReply)
 
 
 def encode(message: Request | Reply) -> bytes:
-    """A message as it goes over the wire. ProtocolError if it exceeds MAX_MESSAGE_BYTES."""
+    """Encode a message. ProtocolError if it exceeds MAX_MESSAGE_BYTES."""
     data = _encoder.encode(message)
     if len(data) > MAX_MESSAGE_BYTES:
         kind = type(message).__name__
@@ -30,16 +30,16 @@ def encode(message: Request | Reply) -> bytes:
 
 
 class Receiver:
-    """Reads from one socket after another into one buffer, so that a read costs no allocation. One thread at a time."""
+    """Reads from many sockets into one buffer, so that a read allocates nothing. One thread at a time."""
 
     def __init__(self) -> None:
         self._buffer = bytearray(MAX_MESSAGE_BYTES)
         self._view = memoryview(self._buffer)
 
     def receive(self, sock: socket.socket) -> tuple[memoryview, list[int]]:
-        """The next message, valid until the next call, and any fds (close-on-exec, the caller's to close).
+        """Read the next message, valid until the next call, and its fds (close-on-exec, the caller's to close).
 
-        Empty at the end, and no message is. OSError as recvmsg gives it; ProtocolError: it is too long.
+        Empty at the end of the connection; no message is empty. OSError from recvmsg; ProtocolError if the message is too long.
         """
         try:
             size, ancillary, flags, _address = sock.recvmsg_into([self._buffer], _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
@@ -58,6 +58,6 @@ class Receiver:
 
 
 def close_fds(fds: list[int]) -> None:
-    """Close fds nobody asked for."""
+    """Close fds that nobody asked for."""
     for fd in fds:
         os.close(fd)

@@ -130,8 +130,8 @@ def launch(
 ) -> None:
     """Launch a copy of `blocks` blocks on the current device, which must be the KV cache's. Compiles at the first use.
 
-    table: (rows, 3) int64, filled by `fill_table`, contiguous, on that device; it must live until the kernel has run. aligned: what
-    `fill_table` returned. many: the table has several origins. to_origin: copy out of the KV cache (gather); else into it.
+    table: (rows, 3) int64, filled by `fill_table` or `fill_slots`, contiguous, on that device; it must live until the kernel has run.
+    aligned: what these returned. many: the table has several origins. to_origin: copy out of the KV cache (gather); else into it.
     stream: a stream's handle; None: the current one. Returns at once. Raises LayoutError for a copy of some 2^31 pieces or more.
     """
     planes = len(kv.planes)
