@@ -26,6 +26,8 @@ LLAMA = {
     "num_key_value_heads": 8,
 }
 MLA = {"num_hidden_layers": 61, "num_attention_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+FALCON = {"num_hidden_layers": 32, "hidden_size": 4544, "num_attention_heads": 71}
+DBRX = {"n_layers": 40, "d_model": 6144, "n_heads": 48, "attn_config": {"kv_n_heads": 8}}
 MIMO = {
     "num_hidden_layers": 48,
     "num_key_value_heads": 4,
@@ -52,6 +54,14 @@ def written(folder: Path, model: object) -> str:
         (LLAMA | {"torch_dtype": "bfloat16"}, 131072, "32 layers of full attention: cached; 8 KV heads of 128, bfloat16"),
         (LLAMA | {"head_dim": 64, "dtype": "float32"}, 65536, "16 bits (float32 in the file)"),
         (LLAMA | {"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}, 65536, "8 KV heads of 128, fp8"),
+        # As Falcon 7B, Falcon 40B and DBRX are published.
+        (
+            FALCON | {"multi_query": True, "num_kv_heads": 71},
+            8192,
+            "32 layers of full attention: cached; 1 KV head of 64, bfloat16",
+        ),
+        (FALCON | {"multi_query": True, "new_decoder_architecture": True, "n_head_kv": 8}, 65536, "8 KV heads of 64"),
+        (DBRX, 163840, "40 layers of full attention: cached; 8 KV heads of 128"),
         # Half a byte a number, and a scale of one byte to 16 of them.
         (LLAMA | {"quantization_config": {"kv_cache_quant_algo": "NVFP4"}}, 36864, "8 KV heads of 128, nvfp4"),
         (LLAMA | {"sliding_window": 4096, "use_sliding_window": False}, 131072, "32 layers of full attention: cached"),

@@ -287,21 +287,25 @@ def _token(text: Mapping[str, Any], dtype: str) -> tuple[int, int, str]:
     if text.get("hybrid_layer_pattern"):  # MiMo V2, whose K and V differ in size
         heads, dim = text.get("swa_num_key_value_heads") or heads, text.get("swa_head_dim") or dim
         of_v, of_wide_v = text.get("swa_v_head_dim") or dim, text.get("v_head_dim") or of_wide
-    what = f"{heads} KV heads of {dim}, {named}"
+    what = f"{heads} KV head{'s' * (heads > 1)} of {dim}, {named}"
     if (wide, of_wide) != (heads, dim):
         what = f"{what}; {wide} of {of_wide} in layers of full attention"
     return wide * (of_wide + of_wide_v) * size // 16, heads * (dim + of_v) * size // 16, what
 
 
 _KV_HEADS = (
-    *("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "num_attention_groups"),
+    *("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads", "multi_query_group_num", "num_attention_groups"),
     *("num_attention_heads", "n_head", "n_heads"),
 )
 
 
 def _kv_heads(text: Mapping[str, Any]) -> int:
     grouped = next((block.get("n_heads_in_group") for block in _attentions(text)), None)
-    return int(text["num_attention_heads"]) // int(grouped) if grouped else _number(text, _KV_HEADS)
+    if grouped:
+        return int(text["num_attention_heads"]) // int(grouped)
+    if text.get("multi_query") and not text.get("new_decoder_architecture"):  # Falcon 7B and StarCoder, which may name more
+        return 1
+    return _number({**(text.get("attn_config") or {}), **text}, _KV_HEADS)  # DBRX has it inside
 
 
 def _attentions(text: Mapping[str, Any]) -> list[Mapping[str, Any]]:
