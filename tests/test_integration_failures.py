@@ -380,7 +380,7 @@ def test_an_instance_killed_in_the_middle_of_loads_and_stores_leaves_the_pool_as
     case, victim = make_case(fleet, fleet("a")), fleet("victim")
     assert victim.one(case.tokens).agrees(case.computed)
     victim.forget()
-    fresh, chunks = new_tokens(HITS + 17), here.stats().chunks
+    fresh, chunks = new_tokens(HITS + 17), here.chunks()
     with closing(victim):
         for place in (COMMIT, RELEASE):
             victim.ask("meddle", place, "stop", here.folder / place.rpartition(".")[2], FOREVER)
@@ -392,7 +392,7 @@ def test_an_instance_killed_in_the_middle_of_loads_and_stores_leaves_the_pool_as
         eventually(lambda: here.stats().reservations >= 1)
         eventually(lambda: here.stats().leases >= 1)
     eventually(lambda: (stats := here.stats()).reservations == stats.leases == 0, LEASE_SECONDS + 20)
-    assert here.stats().chunks == chunks
+    assert here.chunks() == chunks
     for name in (BETWEEN, IN_STEP):
         case.hits_again(fleet(name))
         assert fleet(name).again(fresh).agrees(fleet.aside.one(fresh))

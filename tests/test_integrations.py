@@ -143,7 +143,7 @@ def test_the_pool_continues_vllms_own_cache(here: Node, a: Instance, reader: Ins
     """The reader has a chunk and a half in blocks of its own, which are not written again, and takes the rest from the pool."""
     tokens = new_tokens(5 * CHUNK + 1)
     here.keep(reader, tokens[: CHUNK + BLOCK + 1])
-    before = here.stats().chunks
+    before = here.chunks()
     assert a.one(tokens).cached == CHUNK
     here.kept(a, before + 4)
     aside.one(tokens)
@@ -174,7 +174,7 @@ def test_a_hit_whose_rest_is_computed_in_several_steps(here: Node, pooled: None,
     computed = here.keep(a, tokens)
     assert a.again(tokens).agrees(computed)
     a.forget()
-    before = here.stats().chunks
+    before = here.chunks()
     found = a.one(longer)
     assert found.cached == HITS
     assert found.agrees(aside.one(longer))

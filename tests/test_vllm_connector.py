@@ -135,7 +135,7 @@ def test_the_model_run_waits_for_the_copies_of_its_load(here: Node, a: Instance,
 
 def test_a_conversation_finds_what_was_said_before(here: Node, a: Instance, b: Instance) -> None:
     """Chunks that an answer completes are stored, and are a prefix of the next prompt."""
-    tokens, before = new_tokens(3 * CHUNK - 10), here.stats().chunks
+    tokens, before = new_tokens(3 * CHUNK - 10), here.chunks()
     said = a.one(tokens, max_tokens=2 * CHUNK)
     here.stored(before + 4)
     following = tokens + said.tokens + new_tokens(7)
@@ -174,6 +174,7 @@ def test_a_hit_too_short_to_be_worth_a_load_is_computed(here: Node, a: Instance,
     longer = tokens + new_tokens(2 * CHUNK)
     assert b.one(longer).cached == 0
     here.unleased()
+    here.chunks()
     assert a.again(longer).cached == 3 * CHUNK - BLOCK
 
 
@@ -190,11 +191,11 @@ def test_requests_that_are_computed_whatever_is_there(here: Node, a: Instance, b
 
 
 def test_a_request_that_leaves_nothing_in_the_pool(here: Node, a: Instance, b: Instance) -> None:
-    tokens, before = new_tokens(3 * CHUNK + 5), here.stats().chunks
+    tokens, before = new_tokens(3 * CHUNK + 5), here.chunks()
     a.one(tokens, params=vcache(store=False))
     later = here.keep(a, new_tokens(CHUNK))
     assert later.cached == 0
-    assert here.stats().chunks == before + 1
+    assert here.chunks() == before + 1
     assert b.one(tokens).cached == 0
 
 
@@ -202,9 +203,9 @@ def test_wishes_we_do_not_understand_are_served_uncached(here: Node, a: Instance
     """Which those are, test_vllm_settings says."""
     tokens = new_tokens(3 * CHUNK + 5)
     computed = here.keep(a, tokens)
-    before, chunks, said = here.asked(), here.stats().chunks, len(b.log)
+    before, chunks, said = here.asked(), here.chunks(), len(b.log)
     answer = b.one(tokens + new_tokens(CHUNK), params=vcache(anounced=True))
-    assert (answer.cached, here.asked(), here.stats().chunks) == (0, before, chunks)
+    assert (answer.cached, here.asked(), here.chunks()) == (0, before, chunks)
     lines = [line for line in b.log[said:].splitlines() if "is served uncached: kv_transfer_params: vcache: " in line]
     assert len(lines) == 1
     assert b.again(tokens, params={"another": 1}).agrees(computed)
@@ -220,7 +221,7 @@ def test_an_announced_prefix_is_loaded_as_it_is_computed(here: Node, a: Instance
     assert b.step(3) == {}
     b.add("other", other)
     assert b.finish("other").keys() == {"other"}
-    before = here.stats().chunks
+    before = here.chunks()
     computed = a.one(tokens[: 4 * CHUNK])
     assert computed.cached == 0
     here.stored(before + 4)
@@ -245,12 +246,12 @@ def test_an_announced_prefix_that_is_there_needs_no_waiting(here: Node, a: Insta
 
 def test_chunks_for_one_reader_leave_with_it(here: Node, a: Instance, b: Instance, later: Instance) -> None:
     for reader in (b, later):
-        tokens, before = new_tokens(3 * CHUNK + 1), here.stats().chunks
+        tokens, before = new_tokens(3 * CHUNK + 1), here.chunks()
         computed = here.keep(a, tokens)
         answer = reader.one(tokens, params=vcache(consume_once=True))
         assert answer.cached == 3 * CHUNK
         assert answer.agrees(computed)
-        assert here.stats().chunks == before
+        assert here.chunks() == before
         assert reader.again(tokens).cached == 0
 
 
@@ -281,9 +282,9 @@ def test_resetting_the_cache_empties_the_pool_too(here: Node, a: Instance, b: In
     tokens = new_tokens(6 * CHUNK + 1)
     here.keep(a, tokens)
     a.forget()
-    assert here.stats().chunks > 0
+    assert here.chunks() > 0
     assert a.ask("reset")
-    assert here.stats().chunks == 0
+    assert here.chunks() == 0
     assert b.again(tokens).cached == 0
     for _ in range(8):
         fresh = new_tokens(6 * CHUNK + 1)
@@ -311,7 +312,7 @@ def test_what_goes_on_over_a_reset_that_vllm_did_not_make_is_not_stored(here: No
     # Stores become visible in their order.
     here.keep(a, fresh)
     assert b.again(fresh).cached == 3 * CHUNK
-    assert here.stats().chunks == 3
+    assert here.chunks() == 3
     assert b.again(longer, params=vcache(store=False)).cached == 0
     here.unleased()
 
@@ -324,7 +325,7 @@ def test_vllm_counts_hits_by_whose_segment_they_lay_in(here: Node, a: Instance) 
     far = here.connect("far", {"pool": {"device": "host:far"}, "connector": {"sync_below_tokens": 0}})
     tokens, sources = new_tokens(5 * CHUNK + 1), ("p2p", "host", "device", "external_unspecified")
     here.keep(a, tokens[: 3 * CHUNK + 1])
-    before = here.stats().chunks
+    before = here.chunks()
     assert far.one(tokens).cached == 3 * CHUNK
     here.stored(before + 2)
     assert far.again(tokens).cached == 5 * CHUNK

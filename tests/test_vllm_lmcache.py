@@ -36,20 +36,20 @@ def test_a_tag_keeps_requests_apart_and_a_forged_one_opens_nothing(here: Node, a
     assert b.again(tokens).cached == 0
     assert b.again(tokens, params={"lmcache.tag.team": "blue"}).cached == 0
     assert b.again(tokens, params={"lmcache.tag.team": "red"}).cached == 2 * CHUNK
-    tokens, before = new_tokens(2 * CHUNK + 1), here.stats().chunks
+    tokens, before = new_tokens(2 * CHUNK + 1), here.chunks()
     answer = a.one(tokens, params={"lmcache.tag.team": ["red"]})
     here.keep(a, new_tokens(CHUNK))
-    assert here.stats().chunks == before + 1
+    assert here.chunks() == before + 1
     assert b.one(tokens).agrees(answer)
 
 
 def test_without_a_hash_seed_it_steps_aside_and_says_so_once(here: Node, a: Instance) -> None:
     """Two instances would never agree on a key."""
     aside = here.start("aside", environment={"PYTHONHASHSEED": None})
-    tokens, before = new_tokens(2 * CHUNK + 1), here.stats().chunks
+    tokens, before = new_tokens(2 * CHUNK + 1), here.chunks()
     alone = aside.one(tokens)
     assert aside.again(tokens).cached == 0
-    assert here.stats().chunks == before
+    assert here.chunks() == before
     assert a.one(tokens).said == alone.said
     # LMCache says the reason, too.
     (line,) = [line for line in aside.log.splitlines() if "vLLM serves, nothing is cached" in line]

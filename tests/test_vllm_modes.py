@@ -52,10 +52,10 @@ def start(here: Node, request: pytest.FixtureRequest) -> Iterator[Start]:
 
 def caches_nothing(here: Node, instance: Instance, reason: str) -> None:
     """Requests are served and the pool is left alone; the log gives the reason once, and nothing of ours raised."""
-    tokens, chunks, before = new_tokens(LENGTH + 1), here.stats().chunks, here.asked()
+    tokens, chunks, before = new_tokens(LENGTH + 1), here.chunks(), here.asked()
     first = instance.one(tokens)
     assert (first.cached, instance.again(tokens).tokens) == (0, first.tokens)
-    assert (here.stats().chunks, here.asked()) == (chunks, before)
+    assert (here.chunks(), here.asked()) == (chunks, before)
     lines = [line for line in instance.log.splitlines() if "vcache caches nothing" in line]
     assert [reason in line for line in lines] == [True]
     assert "which counts as a miss" not in instance.log
@@ -96,11 +96,11 @@ def test_a_producer_stores_and_does_not_look(here: Node, start: Start) -> None:
     b = start({"connector": {"store": "prompt"}}, role="kv_producer")
     # Somebody waits for what it computes.
     assert b.ask("scheduler", "requires_kv_delivery")
-    tokens, questions, before = new_tokens(LENGTH - 10), here.asked(), here.stats().chunks
+    tokens, questions, before = new_tokens(LENGTH - 10), here.asked(), here.chunks()
     computed = here.keep(b, tokens, max_tokens=2 * CHUNK)
     assert (b.again(tokens).cached, here.asked()) == (0, questions)
     assert start(role="kv_consumer").one(tokens + computed.tokens).cached == 3 * CHUNK
-    assert here.stats().chunks == before + 3
+    assert here.chunks() == before + 3
 
 
 def test_a_consumer_loads_and_stores_nothing(here: Node, a: Instance, start: Start) -> None:
@@ -108,14 +108,14 @@ def test_a_consumer_loads_and_stores_nothing(here: Node, a: Instance, start: Sta
     assert a.ask("scheduler", "recompute_kv_load_failures")
     tokens = new_tokens(LENGTH + 1)
     computed = here.keep(a, tokens)
-    longer, chunks = tokens + new_tokens(LENGTH), here.stats().chunks
+    longer, chunks = tokens + new_tokens(LENGTH), here.chunks()
     strict = start({"connector": {"kv_load_failure_policy": "fail"}}, role="kv_consumer")
     assert not strict.ask("scheduler", "recompute_kv_load_failures")
     answer = strict.one(tokens)
     assert answer.cached == LENGTH
     assert answer.agrees(computed)
     assert (strict.one(longer).cached, strict.again(longer).cached) == (LENGTH, LENGTH)
-    assert here.stats().chunks == chunks
+    assert here.chunks() == chunks
 
 
 # ---- beside other features
@@ -137,7 +137,7 @@ def test_tokens_guessed_ahead_are_not_stored_unless_they_were_right(here: Node, 
     b = start({"connector": {"share": share}}, speculative_config=guesses)
     reader = b if share == "pool" else start({"connector": {"share": share}}, speculative_config=guesses)
     for count in (3, 5):
-        prompt, before = new_tokens(40) * count + new_tokens(5), here.stats().chunks
+        prompt, before = new_tokens(40) * count + new_tokens(5), here.chunks()
         following = prompt + b.one(prompt, max_tokens=2 * CHUNK + 17 - len(prompt) % CHUNK).tokens
         whole = (len(prompt) // CHUNK + 2) * CHUNK
         assert len(following) == whole + 17
@@ -203,7 +203,7 @@ def test_an_image_is_a_part_of_the_prefix_by_what_it_shows(here: Node, start: St
     eyes = {"model": str(write_vision_model(here.folder / "eyes")), "skip_tokenizer_init": False}
     tokens = [*new_tokens(3), IMAGE, *new_tokens(LENGTH - 9)]
     b, reader = start(**eyes), start(**eyes)
-    chunks = here.stats().chunks
+    chunks = here.chunks()
     one, two = b.one(tokens, image=1), b.one(tokens, image=2)
     here.stored(chunks + 2 * LENGTH // CHUNK)
     assert one.said != two.said

@@ -112,7 +112,7 @@ def test_each_rank_stores_and_loads_its_part(here: Node, which: str) -> None:
         # Which of the four it was, the journal does not say.
         assert without.cached in (0, CHUNK, 2 * CHUNK, 3 * CHUNK)
         if which == "ranks":
-            longer, before = tokens + new_tokens(3 * CHUNK), ranks.one(new_tokens(BLOCK)) and here.stats().chunks
+            longer, before = tokens + new_tokens(3 * CHUNK), ranks.one(new_tokens(BLOCK)) and here.chunks()
             lost, right = lost_by_one(ranks, longer)
             assert lost.agrees(right)
             # Also what was lacking before.
@@ -121,7 +121,7 @@ def test_each_rank_stores_and_loads_its_part(here: Node, which: str) -> None:
             assert after.cached == LENGTH + 3 * CHUNK
             assert after.agrees(right), "what a rank computed from what the other one lacked is in the pool"
             # As a prefill server is asked: there is no later step to store it.
-            before = here.stats().chunks
+            before = here.chunks()
             assert ranks.again(longer + new_tokens(2 * CHUNK), max_tokens=1).cached == LENGTH + 3 * CHUNK
             here.stored(before + 2 * 2)
 
@@ -443,6 +443,6 @@ def test_the_documents_one_command_shares_what_its_data_parallel_ranks_compute(t
             assert (hit[1], own[1]) == (LENGTH, LENGTH)
             assert hit == own
             assert len({one.id for one in here.stats().instances}) == 2 * in_place
-        assert here.stats().chunks == 4 * (not in_place), "the server is still there"
+        assert here.chunks() == 4 * (not in_place), "the server is still there"
     finally:
         end_servers(here.socket)

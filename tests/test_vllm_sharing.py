@@ -85,7 +85,7 @@ def test_a_hit_is_what_vllms_own_prefix_cache_would_have_given(here: Node, a: In
         assert (hit.cached, own.cached) == (chunks * CHUNK, chunks * CHUNK)
         assert hit.said == own.said
         assert hit.agrees(computed)
-    assert here.stats().chunks == 0
+    assert here.chunks() == 0
     assert not here.stats().segments, "nobody was told to lend memory"
     assert b.counter("vllm:vcache_loaded_tokens", tier="resident") == 11 * CHUNK
     eventually(lambda: [(row.nbytes, row.refused) for row in here.stats().reads] == [(11 * CHUNK * TOKEN_BYTES, 0)])
@@ -376,10 +376,10 @@ def test_an_announced_prefix_is_read_where_it_is_computed_as_it_is(here: Node, a
 def test_who_cannot_share_in_place_caches_nothing_and_says_why(here: Node, a: Instance, aside: Instance) -> None:
     refused = here.connect("refused", {**IN_PLACE, "pool": {"segment_bytes": "16 MiB"}}, enable_prefix_caching=False)
     tokens = new_tokens(3 * CHUNK + 1)
-    chunks = here.stats().chunks
+    chunks = here.chunks()
     assert refused.one(tokens).said == aside.one(tokens).said
     assert refused.one(tokens).cached == 0
-    assert here.stats().chunks == chunks
+    assert here.chunks() == chunks
     said = "without prefix caching vLLM's KV cache keeps nothing to share"
     assert f"vcache caches nothing: {said}" in refused.log
     assert [report.text for report in here.stats().reports if said in report.text]

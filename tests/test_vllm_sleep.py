@@ -188,10 +188,10 @@ def test_others_read_and_store_while_it_sleeps(here: Node, a: Instance, b: Insta
 
 
 def test_what_was_computed_just_before_is_in_the_pool_when_it_sleeps(here: Node, a: Instance) -> None:
-    tokens, before = new_tokens(4 * CHUNK + 1), here.stats().chunks
+    tokens, before = new_tokens(4 * CHUNK + 1), here.chunks()
     with meddled(a, GATHER, "slow", 0.2):
         computed = a.ask(run_and_sleep, Prompt(tokens))
-    assert here.stats().chunks == before + 4
+    assert here.chunks() == before + 4
     a.ask(wake)
     again = a.one(tokens)
     assert (again.cached, again.agrees(computed)) == (4 * CHUNK, True)
@@ -252,7 +252,7 @@ def test_new_weights_since_the_sleep_find_nothing_of_the_old_ones(here: Node, a:
     a.ask(wake)
     with new_weights(a, change):
         assert a.one(tokens, params=UNSTORED).cached == 0
-        assert here.stats().chunks == 0
+        assert here.chunks() == 0
         assert b.again(tokens, params=UNSTORED).cached == 0
 
 
@@ -317,9 +317,9 @@ def test_a_pause_and_a_reset_during_a_sleep_empty_the_pool_at_once(here: Node, a
     for act in ("pause", "reset"):
         here.keep(a, new_tokens(4 * CHUNK + 1))
         a.ask(sleep)
-        assert here.stats().chunks > 0
+        assert here.chunks() > 0
         a.ask(act)
-        assert here.stats().chunks == 0
+        assert here.chunks() == 0
         a.ask(wake)
 
 
@@ -327,7 +327,7 @@ def test_a_sleep_that_loses_the_weights_empties_the_pool_at_once(here: Node, onc
     tokens = new_tokens(4 * CHUNK + 1)
     here.keep(once, tokens)
     once.ask(sleep, 2)
-    assert here.stats().chunks == 0
+    assert here.chunks() == 0
     once.ask(wake)
     assert once.one(tokens).cached == 0
 
@@ -355,7 +355,7 @@ def test_where_nobody_says_how_the_weights_are_the_pool_is_emptied_in_time(here:
     with meddled(once, f"{OURS}.report:Reporter.take", "raise"):
         again = once.one(tokens, params=UNSTORED)
     assert (again.cached, again.agrees(computed)) == (0, True)
-    assert here.stats().chunks == 0
+    assert here.chunks() == 0
 
 
 def test_who_cannot_move_a_byte_rightly_after_its_sleep_caches_nothing_any_more(here: Node, once: Instance) -> None:

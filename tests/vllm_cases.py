@@ -387,13 +387,18 @@ class Node:
         with self.connection() as client:
             return asked(client, *requests)
 
+    def chunks(self) -> int:
+        """How many the pool has once no store is under way: they go on in the background, an earlier test's, too."""
+        settled = eventually(lambda: (stats := self.stats()).reservations == 0 and (stats.chunks,))
+        return int(settled[0])
+
     def stored(self, chunks: int) -> None:
         """Wait until so many are visible: stores become that in the background."""
         eventually(lambda: self.stats().chunks >= chunks)
 
     def keep(self, instance: Instance, tokens: list[int], **more: Any) -> Answer:
         """Have `instance` compute and store a prompt nobody has seen; its answer, once every whole chunk is visible."""
-        before = self.stats().chunks
+        before = self.chunks()
         answer = instance.one(tokens, **more)
         assert answer.cached == 0
         self.kept(instance, before + len(tokens) // CHUNK)
