@@ -336,6 +336,23 @@ def test_what_was_sent_ahead_is_asked_once(make: Callable[..., Side], sync: int,
     assert counters.data["counters"] == {"lookup_asked_tokens": {"": 80}, "lookup_hit_tokens": {"": 80}}
 
 
+def test_a_request_that_waits_is_looked_up_again_and_its_tokens_are_counted_once(
+    asynchronous: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM asks in every step until it has blocks for the request; meanwhile chunks come and go."""
+    monkeypatch.setattr(tracked, "FRESH_SECONDS", 0.0)
+    side, request = asynchronous, new_request()
+    before = side.asked()
+    for chunks in (0, 2, CHUNKS, 1):
+        side.client.clear()
+        side.put(request, chunks)
+        assert side.matched(request)[0] == chunks * CHUNK
+    assert side.asked() == before + 4
+    counters = side.meter.take()
+    assert counters is not None
+    assert counters.data["counters"] == {"lookup_asked_tokens": {"": 80}, "lookup_hit_tokens": {"": 80}}
+
+
 def test_what_was_sent_ahead_too_long_ago_is_asked_again(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody may have stored it meanwhile; and the lease on what there was is given back."""
     request = new_request()

@@ -141,10 +141,14 @@ class Lookups:
     # ---- inside
 
     def _count(self, tracked: Tracked, answer: Answer, first: int, whole: int) -> None:
+        """Count a look-up, and each of the request's tokens once: vLLM asks again while the request waits for blocks."""
         if not answer.counted:
             answer.counted = True
             found = max(min(answer.hits, whole) - first, 0)
-            self._meter.looked_up((whole - first) * self._size, found * self._size, answer.seconds)
+            asked, hit = tracked.asked, tracked.promised
+            tracked.asked, tracked.promised = max(asked, whole - first), max(hit, found)
+            more, more_found = tracked.asked - asked, tracked.promised - hit
+            self._meter.looked_up(more * self._size, more_found * self._size, answer.seconds)
             log.debug("look-up %s: %d of %d chunks", tracked.request.request_id, found, whole - first)
 
     def _ask(self, tracked: Tracked, first: int, whole: int, lease: bool) -> Answer:

@@ -85,7 +85,8 @@ class Tracked(msgspec.Struct):
     supplied: those and the tokens that we load. stored: chunks from its start that are stored, published or on their way. complete_at:
     the number of computed tokens that completes one more chunk; infinite if it stores nothing more. loading: an asynchronous load is
     under way. pinned: the chunks that it loads are pinned, so that the load can be synchronous. junction: others' prompts share so many
-    chunks with it, but have lost the windows' blocks there. outdated: see `Leftovers`.
+    chunks with it, but have lost the windows' blocks there. outdated: see `Leftovers`. asked, promised: its chunks that the metrics count
+    as looked up, and as found.
 
     For sharing in place. rows: its blocks, by block table. generations: by block table, the generations in which its leading blocks hold
     what it has computed or found. filled: how many places (`Completions.place`) its steps have filled; `NEVER`: publish nothing of what
@@ -116,3 +117,5 @@ class Tracked(msgspec.Struct):
     pinned: bool = False
     outdated: bool = False
     junction: int = 0
+    asked: int = 0
+    promised: int = 0
