@@ -10,6 +10,7 @@ is lost or counted twice, and the journal tells the truth.
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 
 import pytest
 from directory_machine import ALL_KEYS, DEVICES, LIMITS, SEGMENTS, Clients, Journal, one_of
@@ -25,6 +26,16 @@ from vcache_backend.metadata_server.records import ProcessId
 
 NONE = Written(None, ProcessId(0, 0), 0.0, [])
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
+
+
+def tables(thing: object, path: str = "") -> dict[str, int]:
+    """How many items each container has that is reached by attributes of our own classes."""
+    found = {path: len(thing)} if isinstance(thing, Collection) and not isinstance(thing, (str, bytes)) else {}
+    if type(thing).__module__.startswith("vcache_backend.metadata_server"):
+        names = getattr(thing, "__struct_fields__", None) or getattr(thing, "__dict__", ())
+        for name in names:
+            found |= tables(getattr(thing, name), f"{path}.{name}")
+    return found
 
 
 class DirectoryMachine(Clients):
@@ -148,6 +159,24 @@ class DirectoryMachine(Clients):
             self.offer_again(0)
         while self.compacting is not None:
             self.compact_a_slice()
+
+    def teardown(self) -> None:
+        """When all processes have ended and all memory was taken back, no table holds anything of them."""
+        for name in list(self.directory.segments):
+            self.directory.drop_segment(SegmentId(name))
+        for client in self.clients:
+            self.directory.disconnect(client)
+        for process in {*self.processes, *self.directory.reservations.processes()}:
+            self.directory.process_gone(process)
+        self.directory.forget_absent(self.directory.absent_segments())
+        self.clock.advance(LIMITS.lease_seconds + LIMITS.reservation_seconds)
+        self.directory.tick()
+        self.directory.backlog.run(10_000)
+        # What the server would have taken by now.
+        self.directory.records.clear()
+        self.directory.shortened.clear()
+        left = {table: items for table, items in tables(self.directory).items() if items and not table.endswith("counters")}
+        assert not left
 
     # ---- what always holds
 
