@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from engine_cases import Node
 from in_place_cases import BLOCK, BLOCKS, CHUNK, EACH, Engine, engines, here, new_tokens, scheduling
+from kv_cases import Cache, layout_of
 from neighbour_cases import NAMESPACE, instance
 from processes import eventually
 from vllm_cases import missing
@@ -20,7 +21,8 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installe
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from vcache_backend.integration.vllm import hints
+from vcache_backend.engine import VCacheEngine
+from vcache_backend.integration.vllm import hints, lookups
 from vcache_backend.integration.vllm.metadata import StepMetadata, WorkerReport
 from vcache_backend.metadata_server.messages import MAX_BLOCKS
 from vcache_backend.resident import pins
@@ -127,6 +129,22 @@ def test_a_hit_is_loaded_in_the_step_where_the_worker_has_mapped_its_owner_and_n
     reader.step(kv_connector_worker_meta=WorkerReport(read={load.number for load in meta.loads}))
     assert pinned() == 0
     reader.finish(request)
+
+
+def test_a_hit_that_lies_partly_in_the_pool_is_loaded_beside_the_steps(
+    here: Node, shared: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No pin keeps the pool's part."""
+    monkeypatch.setattr(lookups, "AHEAD_SECONDS", 0.0)
+    owner, reader, tokens = shared(), shared(), new_tokens(2 * CHUNK + 5)
+    computed(owner, tokens[: CHUNK + 5])
+    told = owner.half.publications
+    reader.half.update(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(mapped={0: frozenset({told.instance})})))
+    request = reader.add(tokens)
+    with VCacheEngine(here.config("host", 1 << 20), layout_of(Cache())), here.client() as client:
+        assert client.commit(client.reserve(reader.keys(request)[1:], 4096).reservation) == 1
+        assert reader.half.matched(request, 0) == (2 * CHUNK, True)
+    assert told.pins.on(np.arange(BLOCKS)) is None
 
 
 def read(reader: Engine, tokens: list[int], answer: int = 1) -> Request:
