@@ -265,9 +265,22 @@ def test_the_leases_of_clients_that_are_gone_end_in_several_looks_at_the_clock(c
     assert directory.segment_infos()[0].leased == 0
 
 
-def test_leased_chunks_of_one_client_are_bounded(directory: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vcache_backend.metadata_server.leases.MAX_LEASED_PER_CLIENT", 3)
+def test_who_renews_a_lease_before_a_lost_connection_is_cleared_away_has_its_full_time(
+    directory: Directory, clock: FakeClock
+) -> None:
     put(directory, A, B)
+    renewed, other = directory.acquire(READER, [A]).lease, directory.acquire(READER, [B]).lease
+    directory.disconnect(READER)
+    assert directory.renew(renewed)
+    directory.backlog.run(1000)
+    clock.advance(m.GRACE_SECONDS)
+    assert (directory.release(renewed), directory.release(other)) == (True, False)
+
+
+def test_leased_chunks_of_one_client_are_bounded(directory: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vcache_backend.metadata_server.leases.MAX_LEASED_PER_CLIENT", 4)
+    put(directory, A, B)
+    directory.acquire(READER, [A])
     first = directory.acquire(READER, [A, B])
     assert directory.acquire(READER, [A, B]).lease == 0
     assert directory.acquire(OTHER, [A, B]).lease != 0

@@ -114,9 +114,6 @@ class Leases:
         if self._leases.pop(lease, None) is None:
             del self._orphans[lease]
         if held.client in self._of_client:
-            of_client = self._of_client[held.client]
-            of_client.pop(lease, None)
+            self._of_client[held.client].pop(lease, None)
             self._leased_by[held.client] -= len(held.entries)
-            if not of_client:
-                del self._of_client[held.client], self._leased_by[held.client]
         self._let_go(held.entries)
