@@ -4,7 +4,7 @@
 MAKEFLAGS += --no-print-directory
 
 BIN := .venv/bin
-CODE := vcache_backend integration benchmarks
+CODE := vcache_backend benchmarks
 ARGS ?=
 # Three files of tests at a time, long ones first: many wait for other processes. BESIDE= runs one after the other.
 BESIDE ?= --numprocesses 3 --dist loadfile --no-loadscope-reorder
