@@ -13,7 +13,6 @@
 #               torch 2.11, unpacked apart:
 #                 SITE=/tmp/site33 benchmarks/gpu_night.sh states vllm33.tar.xz c33.tar.xz m33.tar.xz deps.tar.xz
 #               (deps.tar.xz is that of 0.26; without FlashInfer, FlashAttention 2 and quack, which it does not need.)
-#     sleep     hits after a sleep, and none with new weights; one GPU, vLLM 0.33 as `states` has it
 #     lmcache   TTFT, decoding, misses through LMCache; misses through our connector
 #     groups2   the same in place
 #     inplace   our connector without a pool, hits out of vLLM's own KV cache: 200 of them, TTFT, misses, decoding, prefill apart
@@ -70,7 +69,7 @@ case $call in
     cp -r "$stay/out/." "${OUT:?}"; tail -n 20 "$stay/out/later.txt"; for one in $2; do echo "== $one: $(cat "$stay/out/$one.over" 2> /dev/null || echo 'not over')"; done
     exit ;;
 esac
-known="pool speed equal kinds groups groups2 states sleep lmcache inplace inplace2 hostpool deploy four campaign host x4"
+known="pool speed equal kinds groups groups2 states lmcache inplace inplace2 hostpool deploy four campaign host x4"
 for peer in alone offload mp pool; do known="$known serving_$peer unfiltered_$peer"; done
 for one in ${call//+/ }; do [[ " $known " == *" $one "* ]] || { echo "no call $one; there are: $known"; exit 2; }; done
 out=${OUT:-/tmp/vcache-gpu}; site=${SITE:-/tmp/site}; logs=/tmp/vcache-gpu-logs/$call; began=$SECONDS
@@ -88,7 +87,7 @@ python=${PYTHON:-python3}
 trace=${TRACE:-shared/traces/mooncake-conversation.jsonl}
 
 # What is missing is found now, in seconds, not by the first instance that does not start.
-gpus=2; [[ $call != sleep ]] || gpus=1
+gpus=2
 [[ $call != x4 && $call != four ]] || gpus=4
 [[ $call != *+* ]] || gpus=4
 [[ ${CUDA_VISIBLE_DEVICES-,} == *,* ]] || gpus=1
@@ -169,9 +168,6 @@ case $call in
     ;;
   states)
     vllm vllm 520 state_mamba2,state_conv,state_gdn,state_graphs --pool-gib 8 --isolated --rounds 9
-    ;;
-  sleep)
-    vllm vllm 400 sleep --isolated
     ;;
   lmcache)
     vllm lmcache 350 ttft,tpot,miss --rounds 9 --isolated

@@ -22,7 +22,7 @@ from typing import NamedTuple, NoReturn
 import msgspec
 
 from .results import Clock, Report, Row
-from .vllm import death, dp, equality, failures, groups, latency, offload, pd, scheduling, sleep
+from .vllm import death, dp, equality, failures, groups, latency, offload, pd, scheduling
 from .vllm.environment import container, on_one_gpu
 from .vllm.fleet import Fleet
 from .vllm.instances import KINDS
@@ -164,19 +164,12 @@ PARTS: dict[str, Part] = {
     "state_mamba2": _groups("state_mamba2", 90, cpu=False),
     "state_conv": _groups("state_conv", 90),
     "state_gdn": _groups("state_gdn", 90),
-    "sleep": Part(
-        ("sleep_alone", "sleep_a"),
-        40,
-        lambda run: sleep.measure(run.fleet, run.clock, run.source),
-        OURS,
-        in_place=False,
-    ),
     "state_graphs": _groups("state_graphs", 90, cpu=False),
     "ep": Part((), 60, _expert_parallel, OURS, cpu=False),
 }
 """In the order in which they run. A part's number is the seed of its prompts, so new parts go to the end. Some are not for sharing in
 place: `restart`, since an instance's KV goes with it; `failures`, since a promised chunk is in its owner's memory, not under the server's
-control; `below`, since without a pool nothing is offloaded; and `sleep`, since a sleeping instance's KV cache cannot be read."""
+control; and `below`, since without a pool nothing is offloaded."""
 APART = (
     ("pd",),
     ("eager",),
@@ -191,7 +184,6 @@ APART = (
     ("gemma3", "gptoss"),
     groups.STATES,
     ("state_graphs",),
-    ("sleep",),
     ("ep",),
 )
 """Groups of parts whose instances start after all others have ended; those of one group start together, on the CPU one at a time."""

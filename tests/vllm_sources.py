@@ -23,10 +23,10 @@ _POOL, _SCHEDULER = "v1/core/block_pool.py", "v1/core/sched/scheduler.py"
 _QUEUE = "v1/core/kv_cache_utils.py"
 _MANAGERS = ("v1/core/single_type_kv_cache_manager.py", "v1/core/kv_cache_manager.py", "v1/core/kv_cache_coordinator.py")
 _BINDS = {"bind_gpu_block_pool", "bind_kv_cache_manager"}
-_CORE, _CUMEM, _BACKEND = "v1/engine/core.py", "device_allocator/cumem.py", "device_allocator/sleep_mode_backend.py"
+_BACKEND = "device_allocator/sleep_mode_backend.py"
 FILES = (
     *(_WORKER, _CPU_WORKER, _BASE, *_RUNNERS, *_ALLOCATES, _ALLOCATE[0], _POOL, _SCHEDULER, *_MANAGERS, _QUEUE),
-    *(_CORE, _CUMEM, _BACKEND),
+    _BACKEND,
 )
 """All that are read."""
 
@@ -106,8 +106,8 @@ def _blocks(package: Path) -> Iterator[str]:
 
 
 def _sleeping(package: Path) -> Iterator[str]:
-    """What `sleeping` reads off vLLM's stack and in its allocator, and in which order a worker does it."""
-    core, worker = _functions(package / _CORE), _functions(package / _WORKER)
+    """In which order a worker frees memory and tells the connector."""
+    worker = _functions(package / _WORKER)
     orders = {
         "sleep": ["synchronize", "unregister_kv_caches", "suspend"],
         "wake_up": ["resume", "restore_kv_caches"],
@@ -117,21 +117,6 @@ def _sleeping(package: Path) -> Iterator[str]:
         order = [called for called in dict.fromkeys(_calls(worker[name])) if called in expected]
         if order != expected:
             yield f"{_WORKER}: {name} calls {order}, not {expected}"
-        if worker[name].args.args[0].arg != "self":
-            yield f"{_WORKER}: {name} does not call its worker self"
-    asked = {"sleep": "level", "engine_idle_callback": "future", "release_kv_cache_memory": "self"}
-    for name, argument in asked.items():
-        if name not in core or argument not in [one.arg for one in core[name].args.args]:
-            yield f"{_CORE} has no {name} with an argument {argument}"
-    if "model_executor.sleep(level)" not in ast.unparse(core["pause_complete"]):
-        yield f"{_CORE}: pause_complete does not know the level"
-    if "_finish_pause" not in _calls(core["engine_idle_callback"]):
-        yield f"{_CORE}: engine_idle_callback resets nothing"
-    allocator = ast.unparse(_functions(package / _CUMEM)["_python_malloc_callback"])
-    if "self.pointer_to_data[py_d_mem] = AllocationData(allocation_handle, self.current_tag)" not in allocator:
-        yield f"{_CUMEM}: what is allocated is kept in another way"
-    if "size_in_bytes = handle[1]" not in ast.unparse(_functions(package / _CUMEM)["sleep"]):
-        yield f"{_CUMEM}: the size of an allocation is not handle[1]"
     if "'runtime'" not in ast.unparse(_functions(package / _BACKEND)["suspend"]):
         yield f"{_BACKEND}: sleep loses what was allocated as the KV cache was registered"
     start = ast.unparse(_functions(package / _WORKER)["initialize_from_config"])

@@ -203,7 +203,6 @@ class ConnectorConfig(_Section, frozen=True, kw_only=True):
     min_hit_tokens: PositiveInt = 256
     sync_below_tokens: Annotated[int, msgspec.Meta(ge=0)] = 2048
     store: Literal["all", "prompt"] = "all"
-    sleep: bool = False
     wait_seconds: Positive = 10.0
     consume_once: bool = False
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"

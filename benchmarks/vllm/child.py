@@ -15,9 +15,9 @@ import time
 from typing import Any
 
 from ..processes import answer_commands
-from . import cpu_sleep, one_gpu
+from . import one_gpu
 from .environment import on_one_gpu
-from .weights import draw_weights, flip_kv, flip_states, scale_weights
+from .weights import flip_kv, flip_states, scale_weights
 
 SECONDS = 120.0
 
@@ -29,9 +29,11 @@ class Serving:
         from vllm import LLM
         from vllm.platforms import current_platform
 
-        if current_platform.is_cpu():
-            cpu_sleep.install()
-        elif on_one_gpu() and arguments["tensor_parallel_size"] * arguments["pipeline_parallel_size"] > 1:
+        if (
+            not current_platform.is_cpu()
+            and on_one_gpu()
+            and arguments["tensor_parallel_size"] * arguments["pipeline_parallel_size"] > 1
+        ):
             one_gpu.install()
         self._llm = LLM(**arguments)
         self._engine = self._llm.llm_engine
@@ -143,18 +145,6 @@ class Serving:
     def reset(self) -> bool:
         """Empty vLLM's own prefix cache."""
         return bool(self._llm.reset_prefix_cache())
-
-    def sleep(self, level: int) -> None:
-        """vLLM's own sleep mode."""
-        self._llm.sleep(level=level)
-
-    def wake(self, tags: list[str] | None) -> None:
-        """tags: what is to be there again; None: all."""
-        self._llm.wake_up(tags)
-
-    def reweigh(self) -> None:
-        """Other weights, of which nobody is told."""
-        self._llm.apply_model(draw_weights)
 
     def decode(self, prompts: list[list[int]], count: int, windows: list[dict[str, Any]], loads: list[list[int]]) -> Any:
         """Keep `prompts` decoding and look at the gaps between their tokens, window by window.

@@ -122,7 +122,6 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
 KINDS = {
     "": Kind(),
     "eager": Kind(arguments={"enforce_eager": True}),
-    "sleep": Kind(arguments={"enforce_eager": True, "enable_sleep_mode": True}),
     "isolated": Kind(arguments={"enforce_eager": True}, isolated=True),
     # On one GPU nothing is compiled: vLLM may not have saved its last rank's code when the first rank's is there.
     "tp2": Kind(tensor_parallel=2, arguments={"enforce_eager": True} if on_one_gpu() else {}),
@@ -206,7 +205,6 @@ INSTANCES = {
     "consumer": Spec(variant="vcache", gpu=1, role="consumer"),
     **_trio("eager_", "eager"),
     **_trio("isolated_", "isolated"),
-    **_trio("sleep_", "sleep"),
     **_trio("fp8_", "fp8"),
     **_trio("mla_", "mla"),
     **_trio("ngram_", "ngram"),

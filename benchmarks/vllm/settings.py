@@ -68,9 +68,6 @@ def arguments(scale: Scale, spec: Spec, model: Path, integration: Integration) -
     if spec.variant != "alone":
         given["kv_transfer_config"] = _transfer(scale, spec, integration)
     given |= kind.arguments
-    if scale.cpu:
-        # See `cpu_sleep`.
-        given.pop("enable_sleep_mode", None)
     return given
 
 
@@ -78,8 +75,6 @@ def _transfer(scale: Scale, spec: Spec, integration: Integration) -> dict[str, A
     if integration.of(spec) != "vllm":
         return {"kv_connector": "LMCacheConnectorV1", **BOTH}
     more = {path.removeprefix("vcache."): value for path, value in integration.settings(spec).items()}
-    if "enable_sleep_mode" in KINDS[spec.kind].arguments:
-        more["connector.sleep"] = "true"
     lends = 0 if spec.role == "consumer" else scale.pool_bytes
     # A chunk of one token less is not made of whole blocks.
     return our_connector(integration.socket, lends, scale.chunk - spec.refused, more) | (

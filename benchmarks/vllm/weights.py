@@ -34,16 +34,6 @@ def scale_weights(model: Any) -> int:
     return sum(1 for _ in model.parameters())
 
 
-def draw_weights(model: Any) -> int:
-    """Every matrix becomes another one of the usual size, every other parameter 1. In vLLM's worker, like `scale_weights`."""
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(0, 0.02)
-        else:
-            parameter.data.fill_(1)
-    return sum(1 for _ in model.parameters())
-
-
 def flip_kv(worker: Any, offset: int, mask: int) -> None:
     """In vLLM's worker: byte `offset` of every block of the first layer, exclusive or `mask`."""
     import torch

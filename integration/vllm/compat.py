@@ -14,7 +14,7 @@ from vllm.v1.core import kv_cache_utils
 from vcache_backend import config
 from vcache_backend.errors import ConfigError, LayoutError
 
-from . import groups, model_spec, sleeping
+from . import groups, model_spec
 
 
 def hash_root() -> bytes:
@@ -69,13 +69,24 @@ def refusal(vllm_config: Any, kv_cache_config: Any, model: model_spec.ModelSpec,
     size = settings.engine.chunk_size
     reason = model_spec.refusal(model, size, hash_seed(vllm_config))
     if model.sleep_mode:
-        reason = reason or sleeping.refusal(vllm_config.model_config, settings.connector.sleep)
+        reason = reason or _sleep_refusal(vllm_config.model_config)
     try:
         if groups.read(kv_cache_config, size).states and not fails_by_request():
             reason = reason or "layers that keep a state need asynchronous loads that may fail: take vLLM 0.30 or a later one"
     except LayoutError as error:
         return reason or str(error)
     return reason
+
+
+def _sleep_refusal(model_config: Any) -> str | None:
+    """Why an instance with sleep mode must not cache, in one line with what to change; None if it may."""
+    if not hasattr(base.KVConnectorBase_V1, "unregister_kv_caches"):
+        return (
+            "vLLM before 0.33 frees the KV cache for its sleep while copies may still run: start vLLM without --enable-sleep-mode, "
+            "or take vLLM 0.33"
+        )
+    backend = str(getattr(model_config, "sleep_mode_backend", "cumem"))
+    return None if backend == "cumem" else f"sleep mode's backend {backend} is not known: set --sleep-mode-backend cumem"
 
 
 def check_states(vllm_config: Any, kv_cache_config: Any) -> None:

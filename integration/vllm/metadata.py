@@ -128,8 +128,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     which to show the KV cache to others, in a step that introduces; empty: do not show it. found: more `LoadSpec.residents`, by request,
     for loads that wait for chunks; an empty entry: no more will come. victims: chunks to save in the pool before their blocks are used
     again. meet: instances whose KV caches to map for later loads. echo: report this number as that of a load that is over with this
-    step; 0: none. nap: the number of the last sleep if it is not yet known how it left the weights; 0: none. compare: report now whether
-    the weights are as they were before that sleep.
+    step; 0: none.
     """
 
     loads: list[LoadSpec] = field(default_factory=list)
@@ -146,8 +145,6 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     victims: PublicationSpec | None = None
     meet: set[bytes] = field(default_factory=set)
     echo: int = 0
-    nap: int = 0
-    compare: bool = False
 
 
 class _Uncached(StepMetadata):
@@ -193,8 +190,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     if that changed or the step introduces. mapped: by worker's number, the instances whose KV caches it can read, likewise. read: the
     numbers of the synchronous loads that are over; all workers report one in the same step. links: how workers reach the offload tier,
     if that changed. shards: by (pipeline rank, tensor rank), what they hold, if the step asked. stored: by rank, the keys (rank 0's) of
-    what it has stored, if somebody wants KV events. spans: of every load that is over. same: by worker's number, the nap that was asked
-    for and whether its weights are as they were before it, if the step asked.
+    what it has stored, if somebody wants KV events. spans: of every load that is over.
     """
 
     failed: set[str] = field(default_factory=set)
@@ -206,7 +202,6 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     mapped: dict[int, frozenset[bytes]] = field(default_factory=dict)
     read: set[int] = field(default_factory=set)
     spans: list[LoadSpan] = field(default_factory=list)
-    same: dict[int, tuple[int, bool]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """This report and another worker's as one: a load that failed at one of them has failed."""
@@ -225,5 +220,4 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
             self.mapped | other.mapped,
             self.read | other.read,
             self.spans + other.spans,
-            self.same | other.same,
         )

@@ -21,7 +21,6 @@ class Reporter:
     """In the worker's main thread. number: this worker's among all.
 
     failed, read, spans, flushed: see `WorkerReport`; each entry is sent once. introduce: the next report says what this worker holds.
-    same: the nap that the scheduler asked for, and whether the weights are as they were before it.
     """
 
     def __init__(self, place: tuple[int, int], number: int, rank: int, events: bool) -> None:
@@ -31,7 +30,6 @@ class Reporter:
         self.refuse("it was given no KV caches")
         self.failed, self.read, self.spans = set[str](), set[int](), list[LoadSpan]()
         self.introduce, self.flushed = False, 0
-        self.same: tuple[int, bool] | None = None
         self._segments: dict[SegmentId, Where] = {}
         self._link = Link()
         self._stored: deque[ChunkKey] = deque(maxlen=MOST_STORED)
@@ -55,7 +53,7 @@ class Reporter:
         segments, link, introduce = self._readable(), self._reached(), self.introduce
         mapped = self._neighbours.mapped if self._neighbours is not None else self._mapped
         new_segments, new_link, new_mapped = introduce or segments != self._segments, link != self._link, mapped != self._mapped
-        told = self.failed or self.read or self.spans or self.flushed or self._stored or self.same is not None
+        told = self.failed or self.read or self.spans or self.flushed or self._stored
         if not (told or new_segments or new_link or new_mapped):
             return None
         stored = [self._stored.popleft() for _ in range(len(self._stored))]
@@ -69,9 +67,8 @@ class Reporter:
             {self.number: mapped} if new_mapped else {},
             self.read,
             self.spans,
-            {self.number: self.same} if self.same is not None else {},
         )
-        self.read, self.spans, self.same = set(), [], None
+        self.read, self.spans = set(), []
         self.failed, self.flushed, self._segments, self._link, self._mapped = set(), 0, segments, link, mapped
         self.introduce = False
         return report

@@ -1,11 +1,10 @@
-"""Resets of the namespace: by vLLM, by other instances, and those put off while vLLM sleeps, until its weights are known."""
+"""Resets of the namespace, by vLLM and by other instances."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 
-from . import sleeping
 from .introduction import Introduction
 from .metadata import WorkerReport
 
@@ -13,7 +12,7 @@ log = logging.getLogger("vllm.vcache")
 
 
 class Resets:
-    """In the scheduler's thread. clearing: a reset is under way; nothing is looked up until it is over. nap: nor while its `due` is set."""
+    """In the scheduler's thread. clearing: a reset is under way; nothing is looked up until it is over."""
 
     def __init__(self, instance: Introduction, drop: Callable[[], None], outdate: Callable[[], None]) -> None:
         """drop: called on a reset to forget what look-ups found. outdate: called on a reset to mark KV that requests have already."""
@@ -21,7 +20,6 @@ class Resets:
         self.clearing = False
         self._number = 0
         """The last reset's. What workers report for an earlier one says nothing about the steps since."""
-        self.nap = sleeping.Nap(instance.workers)
 
     def reset(self) -> bool:
         """Forget every chunk of the namespace, including those on their way. For vLLM's `reset_cache`. False if the server did not answer.
@@ -29,46 +27,6 @@ class Resets:
         Before the first step the namespace is not known. The reset is then done before the first look-up, and the answer is True, since
         vLLM, when paused for new weights, would end on a False.
         """
-        if sleeping.keeps_weights():
-            self._drop()
-            self.nap.begin()
-            return True
-        return self._forget()
-
-    def waits(self) -> bool:
-        """Whether requests must wait until it is known whether vLLM's sleep has kept the weights."""
-        if self.nap.due and not self._instance.refused and self.nap.gives_up():
-            self._new_weights()
-        return bool(self.nap.due) and not self._instance.refused
-
-    def learn(self) -> None:
-        """Act on reads and resets by other instances of which the server has told."""
-        if self._instance.shared is not None and self._instance.shared.learn():
-            self._drop()
-
-    def flushes(self) -> int:
-        """`StepMetadata.flush` of the step being planned. It is repeated in each step until the workers have answered, since they do not in
-        a step while vLLM sleeps, or one whose stores raise."""
-        return self._number if self.clearing else 0
-
-    def note(self, report: WorkerReport) -> None:
-        """Act on what workers report about their weights and their stores."""
-        same = self.nap.note(report.same)
-        if same:
-            log.info("vcache: the weights have not changed while vLLM slept: the pool's chunks are found again")
-        elif same is False:
-            self._new_weights()
-        if self.clearing and report.flushed == self._number:
-            # Clear again: steps from before the reset may have stored since. What they have not committed yet is void by then.
-            self.clearing = not self._instance.clear()
-
-    # ---- inside
-
-    def _new_weights(self) -> None:
-        log.warning("vcache: the weights may have changed while vLLM slept: the pool's chunks of this namespace are forgotten")
-        self._forget()
-
-    def _forget(self) -> bool:
         # Look up nothing until the steps under way are over, and their stores cleared, too.
         self.clearing = True
         self._number += 1
@@ -81,3 +39,19 @@ class Resets:
             # No need to wait: what the steps under way publish, or save in the pool, carries the old epoch.
             self.clearing = False
         return cleared or not self._instance.over
+
+    def learn(self) -> None:
+        """Act on reads and resets by other instances of which the server has told."""
+        if self._instance.shared is not None and self._instance.shared.learn():
+            self._drop()
+
+    def flushes(self) -> int:
+        """`StepMetadata.flush` of the step being planned. It is repeated in each step until the workers have answered, since they do not in
+        a step while vLLM sleeps, or one whose stores raise."""
+        return self._number if self.clearing else 0
+
+    def note(self, report: WorkerReport) -> None:
+        """Act on what workers report about their stores."""
+        if self.clearing and report.flushed == self._number:
+            # Clear again: steps from before the reset may have stored since. What they have not committed yet is void by then.
+            self.clearing = not self._instance.clear()

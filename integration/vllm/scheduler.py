@@ -122,7 +122,7 @@ class SchedulerSide:
 
     def arrived(self, request: Any) -> None:
         """A new request: ask the server for its chunks now, so that the answer is here when vLLM schedules it."""
-        if self._resets.nap.due or (self.instance.keys is None and not self.instance.open()):
+        if self.instance.keys is None and not self.instance.open():
             return
         tracked, whole = self._track(request), len(request.block_hashes) // self._hashes
         tokens = min(whole * self._size, self._most(request))
@@ -139,7 +139,7 @@ class SchedulerSide:
 
         None in place of a number: ask again in the next step.
         """
-        if self._resets.waits() or self.instance.waits() or (self._recomputes and self._builds_on_load(request, local)):
+        if self.instance.waits() or (self._recomputes and self._builds_on_load(request, local)):
             return None, False
         self._resets.learn()
         tracked = self._track(request)
@@ -201,10 +201,8 @@ class SchedulerSide:
         introduce = self.instance.keys is None and not self.instance.over
         name = self.publications.instance if introduce and self.publications is not None else b""
         unmet, self._unmet = self._unmet, set()
-        nap, flush = self._resets.nap, self._resets.flushes()
-        return StepMetadata(
-            loads, [], fresh, cancelled, flush, idle, False, introduce, name, meet=unmet, nap=nap.due, compare=nap.asked
-        )
+        flush = self._resets.flushes()
+        return StepMetadata(loads, [], fresh, cancelled, flush, idle, False, introduce, name, meet=unmet)
 
     def add_stores(self, output: Any, meta: StepMetadata) -> None:
         """Add to `meta` what the step stores, which blocks get a new owner, and chunks found since for loads that wait."""

@@ -25,7 +25,7 @@ from vcache_backend.metadata_server.messages import InstanceId
 from vcache_backend.transfer.session import Session
 
 from .. import amx, memory_budget, round_trip
-from . import compat, exportable, groups, model_spec, sleeping
+from . import compat, exportable, groups, model_spec
 from .in_place import InPlace
 from .loading import Attached
 from .loads import Loads
@@ -69,7 +69,6 @@ class WorkerSide:
         self._worker: Attached | None = None
         """None before `register`, and while vLLM sleeps."""
         self._asleep: Attached | None = None
-        self._weights = sleeping.Weights()
         self._meta, self._open = StepMetadata(), False
         """The last step's metadata, and whether that step is under way."""
         self._models: tuple[int, int] | None = None
@@ -163,7 +162,6 @@ class WorkerSide:
         self.loads.expect(meta.loads)
         self.report.introduce |= meta.introduce
         self.report.read |= {meta.echo} if meta.echo else set()
-        self.report.same = self._weights.ask(meta.nap, meta.compare)
         worker = self._worker
         if worker is None:
             return
@@ -224,7 +222,6 @@ class WorkerSide:
         if worker.kv.device.type == "cuda":
             # vLLM synchronises before and after this call, too. Our copies' address tables go with its memory.
             torch.cuda.synchronize(worker.kv.device)
-        self._weights.note()
 
     def wake(self) -> None:
         """The KV cache's memory is back, at the same addresses. Does nothing without a `sleep` before it."""
