@@ -233,13 +233,19 @@ def doctor(
     """Check GPUs, peer access, driver, packages and the socket: what is wrong, and what to do. Exit code 1 on a failure."""
     from vcache_backend.doctor import diagnose
 
+    if model:
+        _say_that_vllm_is_asked()
     _show_findings(diagnose(command.load(config_file, socket), model), as_json)
 
 
 @app.command()
 def plan(
     model: Annotated[
-        str, typer.Option(metavar="NAME_OR_FOLDER", help="A folder with a config.json, or a model in Hugging Face's cache.")
+        str,
+        typer.Option(
+            metavar="NAME_OR_FOLDER",
+            help="A folder with a config.json, or a model in Hugging Face's cache; vLLM is asked about it.",
+        ),
     ],
     gpus: Annotated[int, typer.Option(min=1, max=1 << 20, metavar="N", help="GPUs that lend memory to the pool.")] = 1,
     tokens: Annotated[
@@ -260,7 +266,13 @@ def plan(
     """How much memory GPUs must lend for a pool of so many tokens of a model, or how many tokens a pool holds."""
     from vcache_backend.doctor.plan import plan
 
+    _say_that_vllm_is_asked()
     _show_findings(list(plan(model, config.load(config_file), gpus, tokens, gpu_memory or 0)), as_json)
+
+
+def _say_that_vllm_is_asked() -> None:
+    if sys.stderr.isatty():
+        typer.echo("asking vLLM about the model, which takes some 20 s", err=True)
 
 
 def _show_findings(findings: Sequence[Finding], as_json: bool) -> None:

@@ -315,12 +315,6 @@ def hash_seed() -> str | None:
     return os.environ.get("PYTHONHASHSEED")
 
 
-def hugging_face_cache() -> Path:
-    """The folder of downloaded models, found as Hugging Face's programs do."""
-    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
-    return Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
-
-
 def expandable_segments() -> bool:
     """Whether `expandable_segments` is on for torch's CUDA allocator. Of its two variables the first that is set counts, as in torch."""
     given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""

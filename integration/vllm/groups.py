@@ -274,6 +274,13 @@ def is_full(kind: str) -> bool:
     return kind in _FULL
 
 
+def kind(spec: Any) -> tuple[str, int]:
+    """What layers of this specification keep, and the tokens of their window: `full`, `window`, `state`, or vLLM's name for others."""
+    name = type(spec).__name__
+    named = "full" if is_full(name) else {_WINDOWED: "window", STATES: "state"}.get(name, name)
+    return named, int(spec.sliding_window) if named == "window" else 0
+
+
 def unknown(kind: str) -> str | None:
     """Why layers of this kind, a class of vLLM's `kv_cache_interface`, cannot be cached, and what to change; None if they can."""
     if kind in (*_FULL, _WINDOWED, STATES):

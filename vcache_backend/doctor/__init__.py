@@ -23,7 +23,7 @@ from vcache_backend.doctor.system import check_hash_seed, check_kernel, check_li
 def diagnose(config: Config, model: str = "") -> list[Finding]:
     """All findings, in the order of the checks; with `model`, those about this model only. Never raises.
 
-    Takes seconds; up to a minute if an offload tier hangs, or if transformers must be asked about the model.
+    Takes seconds; up to a minute if an offload tier hangs; with `model` some 20 s, since vLLM is asked about it.
     """
     if model:
         return _made(partial(check_model, model), "model", config)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-import msgspec
-
 from vcache_backend.config import ByteSize, Config
+from vcache_backend.doctor import model as models
 from vcache_backend.doctor.finding import Finding
-from vcache_backend.doctor.model import GIB, check_model, chunk_bytes, find, read
+from vcache_backend.doctor.model import GIB
 from vcache_backend.vram_pool.memory_budget import most_utilization
 
 LEAST_UTILIZATION = 0.5
@@ -22,13 +21,16 @@ def plan(name: str, config: Config, gpus: int, tokens: int = 0, gpu_bytes: int =
     gpu_bytes: the memory of one GPU, for a finding about what is left for vLLM; 0: none. If the model is not cached, the only finding is
     why.
     """
-    known = list(check_model(name, config))
-    if known[0].status != "ok":
-        yield msgspec.structs.replace(known[0], status="fail")
+    try:
+        model = models.ask(name, config)
+    except models.UnknownModel as error:
+        yield models.unknown(name, error)
         return
-    yield from known[:2]
-    kv, size = read(find(name)), config.engine.chunk_size
-    chunk = chunk_bytes(kv, size)
+    yield models.cached(name, model)
+    if model.refused:
+        return
+    size, chunk = config.engine.chunk_size, model.chunk_bytes
+    yield models.chunks(model, size)
     # A chunk lies on one GPU.
     chunks = math.ceil(math.ceil(tokens / size) / gpus)
     segment = ByteSize(math.ceil(chunks * chunk / GIB) * GIB) if tokens else config.pool.lent

@@ -133,9 +133,9 @@ def _mismatches(model: str, groups: list[tuple[dict[str, str], list[Peer]]]) -> 
     return found
 
 
-def printable(text: str) -> str:
-    """`text` for a terminal or a log: cut to length, without anything that a terminal would act on."""
-    short = text if len(text) <= MAX_SHOWN_CHARS else f"{text[: MAX_SHOWN_CHARS - 3]}..."
+def printable(text: str, most: int = MAX_SHOWN_CHARS) -> str:
+    """`text` for a terminal or a log: cut to `most` characters, without anything that a terminal would act on."""
+    short = text if len(text) <= most else f"{text[: most - 3]}..."
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in short)
 
 
