@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import io
 import json
-import os
 import re
 import shlex
 import shutil
@@ -23,11 +22,9 @@ from typing import NamedTuple
 import msgspec
 import pytest
 from mooncake_cases import BIN, MISSING
-from processes import ROOT, SECONDS, Child
-from typer.testing import CliRunner
+from processes import ROOT, SECONDS, Child, without_paths
 
 from benchmarks import run_on
-from vcache_backend.cli import app
 from vcache_backend.config import Config
 
 COMMANDS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -61,7 +58,8 @@ def commands(page: Path) -> Iterator[str]:
 
 
 class Place(NamedTuple):
-    """Where commands run. given: what stands for the names that the pages have, and the server's socket. folder: a test's own."""
+    """Where commands run. given: what stands for the names that the pages have, the server's socket, and the `bin` of the environment
+    that vcache is installed in. folder: a test's own."""
 
     given: dict[str, str]
     folder: Path
@@ -83,7 +81,7 @@ def check(command: str, place: Place) -> None:
 
 def _said(*command: str | Path) -> str:
     # These tests may be run by `make`, which hands its own variables on.
-    environment = {name: value for name, value in os.environ.items() if "MAKE" not in name}
+    environment = {name: value for name, value in without_paths().items() if "MAKE" not in name}
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS * 3, check=False)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout + ran.stderr
@@ -102,12 +100,10 @@ def _options(words: list[str]) -> list[str]:
 
 
 def _vcache(words: list[str], place: Place) -> None:
-    """As it stands, against a server of the test's."""
-    place.monkeypatch.chdir(place.folder if "init" in words else ROOT)
-    place.monkeypatch.setenv("VCACHE_SOCKET", place.given["VCACHE_SOCKET"])
+    """As it stands, from the checkout, against a server of the test's."""
     arguments = [place.given.get(word, word) for word in words[1:]]
     if "ID" in arguments:
-        added = CliRunner().invoke(app, ["segment", "add", "--device", "host:page", "--bytes", "1MiB", "--json"])
+        added = _run(place, ["segment", "add", "--device", "host:page", "--bytes", "1MiB", "--json"])
         arguments[arguments.index("ID")] = json.loads(added.stdout)["id"]
     elif arguments in (["segment", "add"], ["segment", "drop"], ["segment", "resize"], ["plan"], ["doctor", "--model"]):
         arguments = [*arguments[:2], "--help"]  # named without what it is about
@@ -115,15 +111,23 @@ def _vcache(words: list[str], place: Place) -> None:
         arguments = arguments[:2]
     if arguments[0] in ("demo", "mooncake"):
         arguments.append("--help")  # test_demo and test_examples run them
-    result = CliRunner().invoke(app, arguments)
+    ran = _run(place, arguments)
     fails = {"doctor": "fail", "clear": "no offload tier"}.get(arguments[0], "?")
-    assert result.exit_code == 0 or (result.exit_code == 1 and fails in result.output), (result.output, result.exception)
+    assert ran.returncode == 0 or (ran.returncode == 1 and fails in ran.stdout + ran.stderr), ran
+
+
+def _run(place: Place, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    """What `vcache` does, as it is installed."""
+    environment = without_paths() | {"VCACHE_SOCKET": place.given["VCACHE_SOCKET"]}
+    where = place.folder if "init" in arguments else ROOT
+    command = [f"{place.given['bin']}/vcache", *arguments]
+    return subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, timeout=SECONDS * 3, check=False)
 
 
 def _serve(words: list[str], place: Place) -> None:
     words += [place.given["FILE"]] if words[-1] == "--config" else []
     with Child(
-        [sys.executable, "-m", "vcache_backend.cli", *words[1:]], VCACHE_SOCKET=str(place.folder / "s" / "s.sock")
+        [f"{place.given['bin']}/vcache", *words[1:]], VCACHE_SOCKET=str(place.folder / "s" / "s.sock"), PYTHONPATH=""
     ) as server:
         server.expect("serving")
 
@@ -165,7 +169,7 @@ def _program(words: list[str], place: Place) -> None:
     """Is there, and has these options, or the part that is named."""
     program, *arguments = words[1:] if words[0] in ("python", "python3") else words
     example = program.startswith("examples/") and program.endswith(".py")
-    said = _help(sys.executable, program) if example else (ROOT / program).read_text()
+    said = _help(f"{place.given['bin']}/python", program) if example else (ROOT / program).read_text()
     assert not [word for word in _options(arguments) if word not in said]
     plain = [word for word in arguments[:1] if re.fullmatch("[a-z]+", word)]
     assert all(re.search(rf"\b{word}(\(\)|\))", said) for word in plain), f"{program} knows no {plain}"

@@ -14,10 +14,12 @@ import os
 import pickle
 import resource
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -41,6 +43,41 @@ IMPORT_SECONDS = 120.0
 """Until a nursery has imported its modules on a busy machine."""
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def installed(folder: Path) -> Path:
+    """The `python` of a new environment in `folder`, in which this checkout is installed as a user does it, not editable. All other
+    packages are those of this Python."""
+    source, packages = folder / "src", sysconfig.get_path("purelib", vars={"base": str(folder / "venv")})
+    for path in (ROOT / name for name in ("vcache_backend", "integration", "configs", "pyproject.toml", "README.md", "LICENSE")):
+        into = source / path.name
+        if path.is_dir():
+            shutil.copytree(path, into, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(path, into)
+    python = folder / "venv" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True, timeout=SECONDS)
+    # A .pth file in a folder that a .pth file names is not read: neither is that of the editable installation.
+    Path(packages, "others.pth").write_text(sysconfig.get_path("purelib"))
+    install = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--ignore-installed",
+        source,
+    ]
+    subprocess.run(install, check=True, timeout=SECONDS, env=without_paths())
+    return python
+
+
+def without_paths() -> dict[str, str]:
+    """The environment without `PYTHONPATH`, by which a checkout would be found before what is installed."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 def asked(client: Client, *requests: str) -> int:

@@ -61,8 +61,8 @@ PAGED = sorted({command: page for page in COMMANDS for command in commands(page)
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A server, two segments of it, and what stands for the names that the pages have."""
+def place(tmp_path_factory: pytest.TempPathFactory, plain_python: Path) -> Iterator[dict[str, str]]:
+    """A server, the environment that vcache is installed in, and what stands for the names that the pages have."""
     folder = tmp_path_factory.mktemp("documents")
     model = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes = {"hidden_size": 64, "num_key_value_heads": 2, "head_dim": 16, "torch_dtype": "bfloat16", "vocab_size": 128}
@@ -72,6 +72,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         node.server()
         yield {
             "VCACHE_SOCKET": str(node.path),
+            "bin": str(plain_python.parent),
             "D": "host:page",
             "N": "64",
             "SIZE": "256KiB",
@@ -99,7 +100,7 @@ def test_a_command_that_no_rule_knows_fails(tmp_path: Path, monkeypatch: pytest.
         "vcache status --nothing",
     ):
         with pytest.raises(AssertionError):
-            check(wrong, Place({"VCACHE_SOCKET": "none"}, tmp_path, monkeypatch))
+            check(wrong, Place({"VCACHE_SOCKET": "none", "bin": str(Path(sys.executable).parent)}, tmp_path, monkeypatch))
 
 
 @pytest.mark.parametrize(("command", "page"), PAGED, ids=lambda part: part.name if isinstance(part, Path) else part[:60])

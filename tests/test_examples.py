@@ -148,10 +148,10 @@ def test_the_settings_it_refuses_are_those_that_the_plugin_refuses() -> None:
 # ---- the example
 
 
-def example(folder: Path, *arguments: str) -> Child:
+def example(folder: Path, *arguments: str, python: str | Path = sys.executable) -> Child:
     """The example as a person starts it, its files in `folder`."""
     ports = ",".join(map(str, free_ports(2)))
-    command = [sys.executable, "-W", "ignore", str(EXAMPLE), "--cpu", "--logs", str(folder), "--ports", ports, *arguments]
+    command = [str(python), "-W", "ignore", str(EXAMPLE), "--cpu", "--logs", str(folder), "--ports", ports, *arguments]
     # Triton's interpreter is for our own kernels; vLLM would try to use it.
     return Child(command, TRITON_INTERPRET="0", PYTHONPATH=FORK)
 
@@ -171,9 +171,10 @@ def left_over(text: str | Path) -> list[int]:
 
 @NEEDS_VLLM
 @pytest.mark.timeout(EXAMPLE_SECONDS + 20)
-def test_the_example_shows_that_the_second_instance_reads_what_the_first_computed(tmp_path: Path) -> None:
+def test_the_example_shows_that_the_second_instance_reads_what_the_first_computed(tmp_path: Path, plain_python: Path) -> None:
+    """From the checkout, with vcache installed beside it."""
     know_model()
-    with example(tmp_path / "run", "--json", "--lengths", "130,513") as child:
+    with example(tmp_path / "run", "--json", "--lengths", "130,513", python=plain_python) as child:
         status, said = child.wait(EXAMPLE_SECONDS)
         assert status == 0, said
         # What a server had forked was killed with it, and nobody waits for that to be over.
