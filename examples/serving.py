@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -117,7 +118,7 @@ class Process(Program):
                 say.print(f"{self.name}: {told:g} s, {next((line for line in reversed(lines) if line), '')[:100]}", markup=False)
                 told += TELL_SECONDS
             if not self.alive:
-                raise self.failure("ended")
+                raise self.failure(f"ended with code {self._process.returncode}")
             if time.monotonic() - self.started > seconds:
                 raise self.failure(f"did not start in {seconds:g} s")
             time.sleep(0.1)
@@ -125,8 +126,9 @@ class Process(Program):
 
     def failure(self, what: str) -> Failed:
         lines = self.log.read_text(errors="replace").strip().splitlines()
-        errors = [line for line in lines if "Error" in line][-3:]
-        return Failed("\n  ".join([f"{self.name} {what}. Its log is {self.log}; from it:", *errors, *lines[-5:]]))
+        errors = [line for line in lines if re.search("Error|ERROR|vcache.*(caches nothing|stepped aside)", line)][-5:]
+        shown = [*errors, *(line for line in lines[-5:] if line not in errors)]
+        return Failed("\n  ".join([f"{self.name} {what}. Its log is {self.log}; from it:", *shown]))
 
 
 @contextmanager
@@ -235,23 +237,45 @@ def ask(server: Process, model: str, prompt: list[int], **more: Any) -> Answer:
 
 
 def report(options: argparse.Namespace, site: Site, rows: list[dict[str, Any]], **more: Any) -> int:
-    """Show the rows, a column for each key, and whether tokens say anything. 0 if all that came from the pool did so wholly and right."""
+    """Show the rows, a column for each key, and whether tokens say anything. 0 if all that came from elsewhere did so wholly and right;
+    else 1, after a message that says what did not."""
     prompt = prompts(options, seed=1)[0]
     answers = [
         ask(site.servers[0], site.model, [first, *prompt[1:]], **more).tokens for first in (prompt[0], prompt[0] % 900 + 3)
     ]
     hits = [row for row in rows if row["source"] in ("pool", "other server")]
-    good = all(row["tokens_equal"] and row["cached"] >= row["prompt"] - TAIL for row in hits)
+    wrong = [line for row in hits for line in mistakes(row)]
     if options.json:
-        shown = {"rows": rows, "context_matters": answers[0] != answers[1], "ok": good, "status": summary(site.client.stats())}
+        shown = {
+            "rows": rows,
+            "context_matters": answers[0] != answers[1],
+            "ok": not wrong,
+            "status": summary(site.client.stats()),
+        }
         print(json.dumps(shown, indent=2), flush=True)
-        return 0 if good else 1
+        return explain(site, wrong)
     table = Table(*(name.replace("_", " ") for name in rows[0]))
     for row in rows:
         table.add_row(*(f"{value:,.1f}" if isinstance(value, float) else str(value) for value in row.values()))
     Console(highlight=False).print(table)
     print("another first token gives another answer:", answers[0] != answers[1], flush=True)
-    return 0 if good else 1
+    return explain(site, wrong)
+
+
+def mistakes(row: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with the answer that a row is about, which should have come from elsewhere."""
+    due = row["prompt"] - TAIL
+    if row["cached"] < due:
+        yield f"{row['cached']} of {due} tokens came from the {row['source']}, the others were computed"
+    if not row["tokens_equal"]:
+        yield f"the answer to the prompt of {row['prompt']} tokens is another one than after vLLM's own prefix cache"
+
+
+def explain(site: Site, wrong: list[str]) -> int:
+    """The exit code. If something is wrong, raises Failed with that, and with what the servers' logs say."""
+    if wrong:
+        raise Failed("\n".join([*wrong, *(str(server.failure("may say why")) for server in site.servers)]))
+    return 0
 
 
 # ---- the command line

@@ -47,6 +47,10 @@ def one_round(site: Site, prompts: list[list[int]], chunk: int) -> list[dict[str
         deadline = time.monotonic() + STORE_SECONDS
         while site.client.stats().chunks < wanted and time.monotonic() < deadline:
             time.sleep(0.01)  # chunks become visible in the background, once they are copied
+        if (stored := site.client.stats().chunks) < wanted:
+            raise a.failure(
+                f"has stored too little: the pool holds {stored} chunks where {wanted} are due after {STORE_SECONDS:g} s"
+            )
         own, pool = ask(a, site.model, prompt), ask(b, site.model, prompt)
         for name, source, answer in (("A", "computed", computed), ("A", "own cache", own), ("B", "pool", pool)):
             row = {"prompt": len(prompt), "instance": name, "source": source, "cached": answer.cached}

@@ -50,6 +50,7 @@ def test_the_program_of_the_api_page_prints_what_the_page_says(tmp_path: Path) -
         ran = subprocess.run(
             [sys.executable, "program.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=SECONDS * 3
         )
+        assert node.client().list_segments() == []
     assert (ran.returncode, ran.stdout) == (0, printed), ran.stderr
     assert len([line for line in program.splitlines() if line.strip()]) <= 20
 

@@ -192,8 +192,23 @@ def test_a_program_that_does_not_start_is_one_error_with_its_log(tmp_path: Path,
     monkeypatch.syspath_prepend(EXAMPLE.parent)
     serving = importlib.import_module("serving")
     process = serving.Process("instance B", [sys.executable, "-c", "raise RuntimeError('no such model')"], tmp_path / "B.log")
-    with pytest.raises(serving.Failed, match=rf"instance B ended. Its log is {tmp_path}/B.log; from it:\s+RuntimeError: no such"):
+    with pytest.raises(
+        serving.Failed, match=rf"instance B ended with code 1. Its log is {tmp_path}/B.log; from it:\s+RuntimeError: no such"
+    ):
         process.wait(lambda: False, 20)
+
+
+def test_an_answer_that_was_not_read_is_one_error_with_what_the_logs_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLE.parent)
+    serving = importlib.import_module("serving")
+    (row,) = [{"prompt": 136, "source": "pool", "cached": 0, "tokens_equal": True}]
+    code = "print('WARNING vcache stepped aside: no hash seed'); print('INFO: Started'); import time; time.sleep(60)"
+    with serving.Process("instance B", [sys.executable, "-u", "-c", code], tmp_path / "B.log") as process:
+        eventually(lambda: "Started" in process.log.read_text())
+        with pytest.raises(serving.Failed) as failed:
+            serving.explain(serving.Site(None, [process], ""), list(serving.mistakes(row)))
+    assert str(failed.value).startswith("0 of 128 tokens came from the pool, the others were computed\ninstance B may say why.")
+    assert "vcache stepped aside: no hash seed" in str(failed.value)
 
 
 def test_a_socket_that_a_server_left_behind_is_not_taken_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from vcache_backend.config import Config
-from vcache_backend.errors import VCacheError
+from vcache_backend.errors import LayoutError, VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey, of_rank
 from vcache_backend.transfer.arguments import (
     KVCaches,
@@ -212,6 +212,17 @@ class VCacheEngine:
         the offload tier or dropped, too."""
         return self._session.flush(as_seconds(timeout), through)
 
+    def give_back(self) -> None:
+        """Take the segments that this engine has lent out of the pool, with all chunks in them, whoever stored them.
+
+        Their memory is free once nobody has them mapped: this engine's own mapping ends with `close`.
+        """
+        for id_ in self._session.pool.lent:
+            try:
+                self._session.client.drop_segment(id_)
+            except VCacheError as error:
+                self._session.miss("give_back", error)
+
     def close(self) -> None:
         """Finish stores, unmap, disconnect. The segments and their chunks stay in the pool. Idempotent."""
         self._session.close()
@@ -228,9 +239,12 @@ class VCacheEngine:
         return max(HEAD_BYTES // nbytes, 1) if nbytes and chunks * nbytes >= 2 * HEAD_BYTES else chunks
 
     def _bound(self, call: str, kvcaches: KVCaches) -> PagedKV | None:
-        """The geometry of the KV caches; None, counted as a miss, if they are not what the layout says. ValueError if they are none."""
+        """The geometry of the KV caches. ValueError if they are none, or not what the layout says; None, counted as a miss, if they cannot
+        be bound for another reason."""
         try:
             return self._session.bind(kvcaches)
+        except LayoutError as error:
+            raise ValueError(str(error)) from error
         except ValueError:
             raise
         except Exception as error:  # noqa: BLE001 - nothing is raised into the caller

@@ -47,6 +47,8 @@ class Pool:
         reason, nothing is lent.
         """
         self.device = device
+        self.lent: list[SegmentId] = []
+        """Segments that this process has lent. They stay in the pool when it ends."""
         self._client = client
         self._segment_bytes, self._over_budget = int(segment_bytes), over_budget
         self._mapped: dict[SegmentId, MappedSegment] = {}
@@ -169,6 +171,7 @@ class Pool:
             log.warning("segment %s on %s is given up: %s", mapped.id, self.device, error)
             mapped.close()
             return False
+        self.lent.append(mapped.id)
         log.info("lent %s B of %s to the pool as segment %s", f"{mapped.nbytes:,}", self.device, mapped.id)
         return self._admit(mapped)
 
