@@ -169,7 +169,7 @@ def test_status_shows_reports_above_what_is_well_newest_first() -> None:
     told = [m.Reported(1.0, "warn", 12, "GPU-a", SEED), m.Reported(2.0, "error", 34, "GPU-b", "word " * 200)]
     stats = msgspec.structs.replace(STATS, reports=told)
     text = text_of(status.render(stats))
-    assert text.index("Reports") < text.index("GPU-b") < text.index("GPU-a") < text.index("Namespaces")
+    assert text.index("Reports") < text.index("GPU-b") < text.index("GPU-a") < text.index("Segments")
     assert text.count("word") == 200
     assert "Reports" not in text_of(status.render(STATS))
     when = time.strftime("%m-%d %H:%M:%S", time.localtime(1.0))

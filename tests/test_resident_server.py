@@ -11,6 +11,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import neighbour_cases
 import pytest
 from instance_cases import (
     EACH,
@@ -36,6 +38,7 @@ from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
 from vcache_backend.seals import FUTURE_WRITE, RESIZING
+from vcache_backend.status import verdict
 
 A, B = instance_id(1), instance_id(2)
 NOTHING = m.Found(b"", [], [])
@@ -120,7 +123,10 @@ def test_what_an_instance_shows_and_publishes_others_find_and_open(alone: Stage,
     for fd in (table, *regions, *pidfds):
         os.close(fd)
     stats = reader.stats()
-    assert stats.instances == [m.InstanceStats(A.hex(), "host", os.getpid(), 64, 3, 2)]
+    (told,) = stats.instances
+    assert msgspec.structs.replace(told, silent=0.0) == m.InstanceStats(
+        A.hex(), "host", os.getpid(), 64, 3, 2, namespace=NAMESPACE.hex()
+    )
     assert stats.counters["published"] == 3
     assert stats.counters["resident_hits"] == 5
     assert memories(server) == 3
@@ -140,6 +146,8 @@ def test_what_clients_say_they_have_read_is_seen_as_long_as_they_are_connected(a
     two.show_reads([m.Reads(A, 9, 0)])
     rows = [(A.hex(), 9, 0), (A.hex(), 7, 1), (B.hex(), 0, 2)]
     assert reader.stats().reads == [m.ReadStats(os.getpid(), "host", *row) for row in rows]
+    join(one, A)
+    assert [row.reader for row in reader.stats().reads] == [A.hex()] * 3, "all are this process"
     one.close()
     eventually(lambda: [row.nbytes for row in reader.stats().reads] == [9])
     many = [m.Reads(instance_id(number), 1 << 60, 1 << 60) for number in range(m.MAX_OWNERS)]
@@ -151,10 +159,33 @@ def test_what_clients_say_they_have_read_is_seen_as_long_as_they_are_connected(a
     for number in range(1024):
         some = [m.Reads(instance_id(n), 64 * number + n, 0) for n in range(m.MAX_OWNERS)]
         told.note(Peer(number, ProcessId(number, 1), "host", "host"), some)
-    assert work_of(told.stats) < 15 * 1024
-    assert [row.nbytes for row in told.stats()] == list(range(64 * 1024 - 1, 64 * 1024 - 1 - reads.MAX_LISTED, -1))
+    assert work_of(lambda: told.stats(lambda _: "")) < 15 * 1024
+    assert [row.nbytes for row in told.stats(lambda _: "")] == list(range(64 * 1024 - 1, 64 * 1024 - 1 - reads.MAX_LISTED, -1))
     with pytest.raises(Refused):
         two.show_reads([*many, *many])
+
+
+def test_an_instance_is_seen_that_is_stopped_or_silent_or_shares_through_the_pool_only(alone: Stage) -> None:
+    alone.server()
+    worker = neighbour_cases.owner(alone)
+    with alone.client() as asks:
+
+        def only() -> m.InstanceStats:
+            (one,) = asks.stats().instances
+            return one
+
+        assert (only().stopped, verdict(asks.stats())[0]) == (0, True)
+        with worker.stopped():
+            assert only().stopped == worker.pid
+            assert "is stopped" in verdict(asks.stats())[1]
+            before = only().silent
+            eventually(lambda: only().silent > before)
+        eventually(lambda: only().silent < before + 0.1)
+        worker.ask("leave")
+        layout = {"model": "llama", "namespace": "00ff"}
+        with Client(alone.path, PATIENT, layout=layout, name=":8000"):
+            one = only()
+        assert (one.id, one.name, one.namespace, one.pid) == ("", ":8000", "00ff", os.getpid())
 
 
 def test_nothing_is_found_before_all_of_an_instance_is_shown_in_whatever_order(alone: Stage, reader: Client) -> None:

@@ -42,12 +42,16 @@ STATS = ServerStats(
     leases=1,
     reservations=1,
     quarantined=0,
-    counters={"lookup_chunks": 200, "lookup_hits": 150, "acquire_chunks": 0, "acquire_hits": 0, "evicted": 7},
+    counters={"lookup_chunks": 200, "lookup_hits": 150, "evicted": 7},
     latency={"lookup": Latency(40, 12.5, 80.25), "clear": Latency(0, 0, 0)},
     segments=[SEGMENT],
     namespaces={"00ff00ff00ff00ff": "llama bf16"},
     rss_bytes=50 << 20,
+    hits={"00ff00ff00ff00ff": (1600, 1280), "11": (400, 220)},
 )
+UUID = "GPU-3c1f5a3e-1111-2222-3333-444444444444"
+ONE = InstanceStats("ab" * 16, UUID, 4_194_303, 2_097_152, 131_072, 34, name=":8000", silent=0.4)
+OTHER = InstanceStats("cd" * 16, UUID, 4_194_304, 2_097_152, 131_072, 34, name=":8001", silent=0.5)
 
 
 def text_of(renderable: Any, width: int = 160) -> str:
@@ -57,8 +61,8 @@ def text_of(renderable: Any, width: int = 160) -> str:
     return console.export_text()
 
 
-def test_status_shows_segments_hits_counters_and_latencies() -> None:
-    text = text_of(status.render(STATS))
+def test_status_shows_segments_hits_and_with_all_counters_and_latencies() -> None:
+    text = text_of(status.render(STATS, everything=True))
     for part in (
         "1 d 2 h",
         "0123456789ab",
@@ -75,18 +79,39 @@ def test_status_shows_segments_hits_counters_and_latencies() -> None:
     ):
         assert part in text
     assert "clear" not in text
-    assert "saved" not in text
-    told = text_of(status.render(msgspec.structs.replace(STATS, saved={"00": 190.0, "11": 10.5})))
-    assert "Hits: about 3 min 20 s of prefill saved" in told
+    assert "12.5" not in text_of(status.render(STATS))
+
+
+def test_the_first_line_says_who_shares_and_whether_it_works() -> None:
+    """What is wrong with an instance comes before all that is well."""
+    pooled = msgspec.structs.replace(ONE, id="", name="")
+    lacking = msgspec.structs.replace(ONE, missing="rank 1")
+    stopped = msgspec.structs.replace(ONE, stopped=4711)
+    silent = msgspec.structs.replace(ONE, silent=25.0)
+    mismatch = Mismatch("llama", "dtype", [], "")
+    for instances, mismatches, good, said in (
+        ([], [], True, "no instance is connected"),
+        ([ONE], [], True, "instance abababab at :8000 is alone: nobody to share with"),
+        ([ONE, OTHER], [], True, "2 instances share in place; 75.0% of the tokens looked up were found"),
+        ([ONE, OTHER, pooled], [], True, "3 instances share 2 in place, 1 through the pool; 75.0% of"),
+        ([lacking, OTHER], [], False, "instance abababab at :8000 lacks rank 1"),
+        ([OTHER, stopped], [mismatch], False, "is stopped (pid 4711): continue it, or kill it; and 1 more"),
+        ([silent, OTHER], [], False, "instance abababab at :8000 has been silent for 0 min 25 s"),
+        ([ONE, OTHER], [mismatch], False, "instances of llama do not share: dtype differs"),
+    ):
+        stats = msgspec.structs.replace(STATS, instances=instances, mismatches=mismatches)
+        found, line = status.verdict(stats)
+        assert (found, said in line) == (good, True), line
+        assert text_of(status.render(stats)).splitlines()[0].strip() == line
 
 
 def test_status_shows_what_happened_since_the_last_look_but_for_a_restart_and_whose_slots_wait() -> None:
     later = status.plain(STATS)["counters"] | {"evicted": 27}
     now = msgspec.structs.replace(STATS, counters=later, quarantined_slots={4711: 1024})
-    assert "a second" not in text_of(status.render(now)) + text_of(
-        status.render(now, msgspec.structs.replace(STATS, epoch=6), 2.0)
+    assert "a second" not in text_of(status.render(now, everything=True)) + text_of(
+        status.render(now, msgspec.structs.replace(STATS, epoch=6), 2.0, everything=True)
     )
-    rows = [line.split() for line in text_of(status.render(now, STATS, 2.0)).splitlines()]
+    rows = [line.split() for line in text_of(status.render(now, STATS, 2.0, everything=True)).splitlines()]
     assert ["evicted", "27", "10"] in rows
     assert ["4711", "1,024"] in rows
     assert "vcache segment add" in text_of(status.segments_table([]))
@@ -101,7 +126,7 @@ def test_eighty_columns_cut_no_cell_and_show_what_is_wrong_first() -> None:
     segments = [msgspec.structs.replace(SEGMENT, device=uuid, nbytes=1023 << 20, used=1007 << 20, chunks=131_072), SEGMENT]
     reports = [Reported(1e9 + number, "error", 4_194_303, uuid, f"report {number}: {told}") for number in range(12)]
     stats = msgspec.structs.replace(STATS, segments=segments, reports=reports, counters={"evicted": 7, "clients": 0})
-    lines = text_of(status.render(stats), 80).splitlines()
+    lines = text_of(status.render(stats, everything=True), 80).splitlines()
     assert max(map(len, lines)) <= 80
     assert "…" not in "".join(lines)
     shown = " ".join(line.strip() for line in lines)
@@ -128,33 +153,31 @@ def test_names_as_long_as_there_may_be_go_on_in_the_next_line_and_no_number_is_c
 
 def test_instances_that_share_in_place_fit_into_eighty_columns() -> None:
     """And the JSON has all of each."""
-    uuid = "GPU-3c1f5a3e-1111-2222-3333-444444444444"
-    whole = InstanceStats("ab" * 16, uuid, 4_194_303, 2_097_152, 131_072, 34)
-    other = InstanceStats("cd" * 16, uuid, 0, 0, 0, 272, 8, "its scheduler")
-    stats = msgspec.structs.replace(STATS, instances=[whole, other])
+    lacking = InstanceStats("ef" * 16, UUID, 0, 0, 0, 272, 8, "its scheduler")
+    stats = msgspec.structs.replace(STATS, instances=[ONE, lacking])
     alone = text_of(status.render(msgspec.structs.replace(stats, segments=[])))
     assert "vcache segment add" not in alone, "nobody needs a pool"
-    lines = text_of(status.instances_table(stats.instances), 80).splitlines()
+    lines = text_of(status.render(stats, everything=True), 80).splitlines()
     assert max(map(len, lines)) <= 80
     rows = [line.split() for line in lines]
-    assert ["abababab", "GPU-3c1f5a3e", "4194303", "1", "34", "2,097,152", "131,072", "shared"] in rows
-    assert ["cdcdcdcd", "GPU-3c1f5a3e", "–", "8", "272", "0", "0"] in [row[:7] for row in rows]
-    assert "lacks" in " ".join(rows[3])
-    assert "share in place" in text_of(status.render(stats))
+    assert ["abababab", "4194303", ":8000", "GPU-3c1f5a3e", "0.4", "s", "shares", "in", "place"] in rows
+    assert ["efefefef", "–", "–", "GPU-3c1f5a3e", "0.0", "s", "lacks", "its", "scheduler"] in rows
+    assert ["abababab", "GPU-3c1f5a3e", "1", "34", "2,097,152", "131,072"] in rows
+    assert ["efefefef", "GPU-3c1f5a3e", "8", "272", "0", "0"] in rows
     for stopped, what in ((True, "stopped: continue it, or kill it"), (False, "is unmapping it")):
-        kept = msgspec.structs.replace(STATS, still_mapped=[StillMapped("ef" * 16, uuid, 4711, stopped)])
+        kept = msgspec.structs.replace(STATS, still_mapped=[StillMapped("ef" * 16, UUID, 4711, stopped)])
         (row,) = [line for line in text_of(status.render(kept)).splitlines() if "efefefef" in line]
         assert " ".join(row.split()) == f"efefefef GPU-3c1f5a3e 4711 {what}"
     assert len(row.rstrip()) <= 80
-    read = msgspec.structs.replace(STATS, instances=[whole], reads=[ReadStats(4_194_302, uuid, "ab" * 16, 1 << 40, 1_000_000)])
-    (row,) = [line for line in text_of(status.render(read)).splitlines() if "4194302" in line]
-    assert " ".join(row.split()) == f"4194302 {uuid[:12]} abababab {uuid[:12]} 1 TiB 1,000,000"
-    assert len(row.rstrip()) <= 80
-    busy = [ReadStats(pid, uuid, "ab" * 16, nbytes, 0) for pid, nbytes in ((7, 5), (8, 4), (9, 1), (8, 3))]
-    text = text_of(status.render(msgspec.structs.replace(STATS, reads=busy)))
-    assert re.findall(r"^(\d) .*?(\d) B", text, re.MULTILINE) == [("8", "4"), ("8", "3"), ("7", "5"), ("9", "1")]
-    assert "share in place" not in text_of(status.render(STATS))
-    assert status.summary(stats)["instances"][0] == status.plain(whole)
+    reads = [ReadStats(7, UUID, "ab" * 16, 1 << 40, 1_000_000, "cd" * 16), ReadStats(8, UUID, "ef" * 16, 1, 0)]
+    shown = text_of(status.render(msgspec.structs.replace(STATS, instances=[ONE, OTHER], reads=reads), everything=True), 80)
+    rows = [line.split() for line in shown.splitlines()]
+    assert ["cdcdcdcd", ":8001", "abababab", ":8000", "1", "TiB", "1,000,000"] in rows
+    assert ["pid", "8", "–", "efefefef", "ended", "1", "B", "0"] in rows
+    busy = [ReadStats(pid, UUID, "ab" * 16, nbytes, 0) for pid, nbytes in ((7, 5), (8, 4), (9, 1), (8, 3))]
+    text = text_of(status.render(msgspec.structs.replace(STATS, reads=busy), everything=True))
+    assert re.findall(r"^pid (\d) .*?(\d) B", text, re.MULTILINE) == [("8", "4"), ("8", "3"), ("7", "5"), ("9", "1")]
+    assert status.summary(stats)["instances"][0] == status.plain(ONE)
     assert status.summary(stats)["instances"][0]["id"] == "ab" * 16
 
 
@@ -163,7 +186,7 @@ def test_who_does_not_share_is_shown_with_both_values_and_what_to_do() -> None:
     values = [("17", ["pid 1 on host"]), ("[/b]", ["pid 2 on host", "pid 3 on host"])]
     mismatch = Mismatch("llama", "extra.hash_probe", values, "start all with the same PYTHONHASHSEED")
     stats = msgspec.structs.replace(STATS, mismatches=[mismatch], namespaces={"aa": "[/red]"})
-    text = text_of(status.render(stats), 200)
+    text = text_of(status.render(stats, everything=True), 200)
     for part in ("Not shared", "extra.hash_probe", "17", "[/b]", "pid 2 on host, pid 3 on host", "same PYTHONHASHSEED", "[/red]"):
         assert part in text
     assert status.summary(stats)["mismatches"][0]["advice"] == mismatch.advice
@@ -176,7 +199,7 @@ def test_eighty_columns_say_who_does_not_share_whatever_the_model_s_path_and_a_v
     mismatch = Mismatch(path, "extra.hash_root", values, "start all with the same PYTHONHASHSEED")
     lines = text_of(status.render(msgspec.structs.replace(STATS, mismatches=[mismatch])), 80).splitlines()
     assert max(len(line.rstrip()) for line in lines) <= 80
-    assert [line.split()[:1] for line in lines[:2]] == [["up"], ["chunks"]]
+    assert (lines[0].strip(), lines[1][:11]) == ("instances of", "/models/xxx")
     words = " ".join(lines).split()
     assert {"instances", "what", "extra.hash_root", "–", "4711", "4713", "GPU-3c1f5a3e", "PYTHONHASHSEED"} <= {*words}
     assert sum(word.count("x") for word in words if set(word) == {"x"}) >= 90
@@ -186,4 +209,4 @@ def test_the_summary_is_named_fields_and_rates() -> None:
     summary = json.loads(json.dumps(status.summary(STATS)))
     assert summary["segments"][0]["device"] == "GPU-3c1f"
     assert summary["latency"]["lookup"] == {"count": 40, "p50_us": 12.5, "p99_us": 80.25}
-    assert summary["hit_rates"] == {"lookup": 0.75, "acquire": None}
+    assert (summary["hit_rate"], summary["ok"], summary["verdict"]) == (0.75, True, "no instance is connected")

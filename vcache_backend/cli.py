@@ -102,9 +102,10 @@ def status(
             metavar="AGE", parser=_seconds, help="Show all reports of the last `90s`, `5m`, `2h` or `1d`, and no older ones."
         ),
     ] = None,
+    everything: Annotated[bool, typer.Option("--all", "-a", help="Show counters, latencies and who has read what, too.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show segments, occupancy, hit rates, latencies and counters of the running server."""
+    """Say whether sharing works: who shares, what is wrong, the hit rate and the pool."""
     from vcache_backend.status import SHOWN_REPORTS, lately, render, summary
 
     before: ServerStats | None = None
@@ -120,7 +121,8 @@ def status(
                 if as_json:
                     terminal.print_json(summary(stats), indent=None if watch else 2)
                 else:
-                    terminal.show(render(stats, before, every, reports=SHOWN_REPORTS if since is None else None), anew=watch)
+                    reports = SHOWN_REPORTS if since is None else None
+                    terminal.show(render(stats, before, every, reports, everything), anew=watch)
                 before = stats
             if not watch:
                 break

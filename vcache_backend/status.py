@@ -22,6 +22,8 @@ BAR_WIDTH = 24
 READABLE = 32
 """Columns of the terminal that a text which may take several lines is given, before others are left out."""
 SHOWN_REPORTS = 5
+SILENT_SECONDS = 10.0
+"""An instance of which the server has heard nothing for so long does not answer. Heartbeats come every second by default."""
 ABSENT = "absent: lost when the server was restarted, unless a worker still maps it and offers it again; `vcache segment add` lends anew"
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _UUID = re.compile(r"\b(GPU-[0-9a-f]{8})(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
@@ -41,8 +43,9 @@ def plain(value: Any) -> Any:
 
 
 def summary(stats: ServerStats) -> dict[str, Any]:
-    """`stats` as plain values, with `hit_rates` by request (None before the first one)."""
-    return {**plain(stats), "hit_rates": {kind: hit_rate(stats, kind) for kind in ("lookup", "acquire")}}
+    """`stats` as plain values, with the `verdict`, whether it is `ok`, and the `hit_rate`."""
+    good, said = verdict(stats)
+    return {**plain(stats), "verdict": said, "ok": good, "hit_rate": hit_rate(stats)}
 
 
 def lately(stats: ServerStats, since: float) -> ServerStats:
@@ -50,10 +53,49 @@ def lately(stats: ServerStats, since: float) -> ServerStats:
     return msgspec.structs.replace(stats, reports=[one for one in stats.reports if one.time >= since])
 
 
-def hit_rate(stats: ServerStats, kind: str) -> float | None:
-    """Chunks found over chunks asked for. kind: `lookup` or `acquire`. None before the first request."""
-    asked = stats.counters.get(f"{kind}_chunks", 0)
-    return stats.counters.get(f"{kind}_hits", 0) / asked if asked else None
+def tokens(stats: ServerStats) -> tuple[int, int]:
+    """Prompt tokens that instances have asked for since the server's start, and those that were found."""
+    return sum(asked for asked, _ in stats.hits.values()), sum(found for _, found in stats.hits.values())
+
+
+def hit_rate(stats: ServerStats) -> float | None:
+    """Tokens found over tokens asked for, in place and in the pool. None before the first look-up."""
+    asked, found = tokens(stats)
+    return found / asked if asked else None
+
+
+def verdict(stats: ServerStats) -> tuple[bool, str]:
+    """Whether sharing works, and who shares, in one line. What is wrong comes first."""
+    instances = stats.instances
+    wrong = [f"{_named(one)} {trouble(one)}" for one in instances if trouble(one)]
+    wrong += [f"instances of {one.model} do not share: {one.field} differs" for one in stats.mismatches]
+    if wrong:
+        more = f"; and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        return False, f"{wrong[0]}{more}"
+    if not instances:
+        return True, "no instance is connected"
+    if len(instances) == 1:
+        return True, f"{_named(instances[0])} is alone: nobody to share with"
+    ways = Counter("in place" if one.id else "through the pool" for one in instances)
+    who = ", ".join(f"{count} {way}" for way, count in ways.items()) if len(ways) > 1 else next(iter(ways))
+    rate = hit_rate(stats)
+    hits = "nothing was looked up yet" if rate is None else f"{rate:.1%} of the tokens looked up were found"
+    return True, f"{len(instances)} instances share {who}; {hits}"
+
+
+def trouble(one: InstanceStats) -> str:
+    """What is wrong with an instance; empty if nothing is."""
+    if one.stopped:
+        return f"is stopped (pid {one.stopped}): continue it, or kill it"
+    if one.silent > SILENT_SECONDS:
+        return f"has been silent for {duration(one.silent)}"
+    return f"lacks {one.missing}" if one.missing else ""
+
+
+def _named(one: InstanceStats) -> str:
+    """An instance in a sentence, such as `instance abababab at :8000`."""
+    who = f"instance {one.id[:8]}" if one.id else f"the instance of pid {one.pid or '–'}"
+    return f"{who} at {one.name}" if one.name else who
 
 
 def bar(fraction: float) -> Text:
@@ -108,13 +150,19 @@ def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str
 
 
 def render(
-    stats: ServerStats, before: ServerStats | None = None, seconds: float = 0.0, reports: int | None = SHOWN_REPORTS
+    stats: ServerStats,
+    before: ServerStats | None = None,
+    seconds: float = 0.0,
+    reports: int | None = SHOWN_REPORTS,
+    everything: bool = False,
 ) -> RenderableType:
-    """Everything that `vcache status` shows, what is wrong first.
+    """What `vcache status` shows: the verdict, what is wrong, who shares, and the pool. everything: counters, latencies and reads, too.
 
     before: the statistics of `seconds` ago; counters then get a column with their change a second, unless the server was restarted.
     reports: how many of the newest are shown; None for all.
     """
+    good, said = verdict(stats)
+    first = Text(said, style="bold green" if good and len(stats.instances) > 1 else "bold" if good else "bold yellow")
     latencies = [
         (name, f"{latency.count:,}", f"{latency.p50_us:,.1f}", f"{latency.p99_us:,.1f}")
         for name, latency in sorted(stats.latency.items())
@@ -127,17 +175,18 @@ def render(
         table("Slots in quarantine until their writer ends or answers", ("pid", "slots"), quarantine),
         _reports(stats.reports, len(stats.reports) if reports is None else reports),
     ]
-    tables = [
-        instances_table(stats.instances),
+    details = [
+        in_place_table(stats.instances),
         _reads(stats),
-        table(_saved(stats), ("request", "rate", "", "found", "asked"), _hits(stats)),
         _counters(stats, before if before is not None and seconds and before.epoch == stats.epoch else None, seconds),
         table("Time inside the server", ("request", ">count", ">p50 µs", ">p99 µs"), latencies),
         table("Namespaces", ("namespace", "~what it is"), sorted(stats.namespaces.items())),
     ]
-    first, then = ([shown for shown in some if shown.row_count] for some in (wrong, tables))
+    wrong, details = ([shown for shown in some if shown.row_count] for some in (wrong, details))
+    instances = [instances_table(stats.instances)] if stats.instances else []
     pool = [] if stats.instances and not stats.segments else [segments_table(stats.segments)]
-    return Group(_headline(stats), *first, *pool, *then)
+    more = details if everything else [Text("vcache status --all shows counters, latencies and who has read what", style="dim")]
+    return Group(first, _headline(stats), *wrong, *instances, *pool, *_hits(stats), *more)
 
 
 def segments_table(segments: Sequence[SegmentInfo]) -> RenderableType:
@@ -172,14 +221,24 @@ def segments_table(segments: Sequence[SegmentInfo]) -> RenderableType:
 
 
 def instances_table(instances: Sequence[InstanceStats]) -> Table:
-    """One row for each instance that shares in place. Names are cut so that it fits 80 columns; the JSON has them whole."""
+    """One row for each instance. Names are cut so that it fits 80 columns; the JSON has them whole."""
     rows = []
     for one in instances:
-        state = Text(f"lacks {one.missing}", style="yellow") if one.missing else Text("shared")
-        sizes = (str(one.ranks), str(one.regions), f"{one.blocks:,}", f"{one.resident:,}")
-        rows.append((one.id[:8], one.device[:12], str(one.pid or "–"), *sizes, state))
-    columns = ("instance", "device", ">pid", ">ranks", ">regions", ">blocks", ">resident", "~state")
-    return table("Instances that share in place, and the chunks resident in each", columns, rows)
+        wrong = trouble(one)
+        state = Text(wrong, style="yellow") if wrong else Text("shares in place" if one.id else "shares through the pool")
+        who = (one.id[:8] or "–", str(one.pid or "–"), one.name or "–", one.device[:12])
+        rows.append((*who, f"{one.silent:.1f} s", state))
+    return table("Instances", ("instance", ">pid", "~port", "-device", ">last heard", "~state"), rows)
+
+
+def in_place_table(instances: Sequence[InstanceStats]) -> Table:
+    """One row for each instance that shares in place: its KV cache, and the chunks resident in it."""
+    rows = [
+        (one.id[:8], one.device[:12], str(one.ranks), str(one.regions), f"{one.blocks:,}", f"{one.resident:,}")
+        for one in instances
+        if one.id
+    ]
+    return table("KV caches shared in place", ("instance", "device", ">ranks", ">regions", ">blocks", ">resident"), rows)
 
 
 def _still_mapped(readers: Sequence[StillMapped]) -> Table:
@@ -193,15 +252,16 @@ def _still_mapped(readers: Sequence[StillMapped]) -> Table:
 
 
 def _reads(stats: ServerStats) -> Table:
-    """One row for each reader and owner, the reader of the most bytes first. The device of an owner that has ended is not known."""
-    devices = {one.id: one.device for one in stats.instances}
+    """One row for each reader and owner, the reader of the most bytes first. The port of an owner that has ended is not known."""
+    names = {one.id: one.name for one in stats.instances if one.id}
     rows, totals = [], Counter[int]()
     for one in stats.reads:
         totals[one.pid] += one.nbytes
     for one in sorted(stats.reads, key=lambda one: (-totals[one.pid], one.pid, -one.nbytes)):
-        owner = one.instance[:8], devices.get(one.instance, "ended")[:12]
-        rows.append((str(one.pid or "–"), one.device[:12], *owner, size(one.nbytes), f"{one.refused:,}"))
-    columns = ("reader", "on", "instance", "on", ">read", ">chunks refused")
+        reader = one.reader[:8] or f"pid {one.pid or '–'}", names.get(one.reader) or "–"
+        owner = one.instance[:8], (names[one.instance] or "–") if one.instance in names else "ended"
+        rows.append((*reader, *owner, size(one.nbytes), f"{one.refused:,}"))
+    columns = ("reader", "port", "owner", "port", ">read", ">chunks refused")
     return table("Read in place, by reader and owner", columns, rows)
 
 
@@ -229,15 +289,11 @@ def _headline(stats: ServerStats) -> Text:
     return text
 
 
-def _saved(stats: ServerStats) -> str:
-    return f"Hits: about {duration(sum(stats.saved.values()))} of prefill saved, an estimate" if stats.saved else "Hits"
-
-
-def _hits(stats: ServerStats) -> Iterator[tuple[str | Text, ...]]:
-    for kind in ("lookup", "acquire"):
-        rate = hit_rate(stats, kind)
-        found, asked = (stats.counters.get(f"{kind}_{what}", 0) for what in ("hits", "chunks"))
-        yield kind, bar(rate or 0.0), "–" if rate is None else f"{rate:.1%}", f"{found:,}", f"{asked:,}"
+def _hits(stats: ServerStats) -> Iterator[Text]:
+    """The hit rate; nothing before the first look-up."""
+    rate, (asked, found) = hit_rate(stats), tokens(stats)
+    if rate is not None:
+        yield Text.assemble(("hits ", "dim"), bar(rate), f" {rate:.1%}", (f"   {found:,} of {asked:,} tokens looked up", "dim"))
 
 
 def _counters(stats: ServerStats, before: ServerStats | None, seconds: float) -> Table:

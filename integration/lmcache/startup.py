@@ -14,6 +14,7 @@ from vcache_backend.transfer.session import Session
 
 from ..memory_budget import beside_vllm
 from ..round_trip import through_pool
+from ..served_at import served_at
 from ..vllm import model_spec
 from . import checks, patches
 from .instance import Instance, discover, hash_probe
@@ -74,7 +75,7 @@ class Starter:
         probe, algorithm = hash_probe(self._engine.token_database), self._config.pre_caching_hash_algorithm
         layout = instance.layout(kvcaches, kv, size, probe, algorithm)
         over_budget = beside_vllm(instance.model.device_type, instance.model.gpu_memory_utilization)
-        session = Session(config, layout, over_budget=over_budget, rank=instance.rank, kv_device=str(kv.device))
+        session = Session(config, layout, over_budget=over_budget, rank=instance.rank, kv_device=str(kv.device), name=served_at())
         try:
             session.bind(kvcaches)
             _refuse(through_pool(session, kv))

@@ -48,12 +48,14 @@ class Introduction:
         hash_block: int,
         refused: str | None,
         publications: Publications | None = None,
+        name: str = "",
     ) -> None:
-        """hash_block: tokens that one of vLLM's block hashes covers. publications: None unless KV caches are shared in place."""
+        """hash_block: tokens that one of vLLM's block hashes covers. publications: None unless KV caches are shared in place. name: for the
+        server's status."""
         self._config, self._model, self._hash_block = config, model, hash_block
         self._shards: dict[tuple[int, int], model_spec.ShardSpec] = {}
         self._wait_until = 0.0
-        self._prefix = b""
+        self._prefix, self._name = b"", name
         self._not_joined = ""
         """Why the server has not taken our generations; empty if it has, or was not asked."""
         self.shared = publications
@@ -139,7 +141,8 @@ class Introduction:
         config, shards = self._config, [self._shards[rank] for rank in sorted(self._shards)]
         layout = checked_layout(config, model_spec.layout(self._model, shards, config.engine.chunk_size, compat.hash_root()))
         namespace = layout.namespace()
-        self.client = Client(config.server.path, config.client, layout=layout.fields() | {"namespace": str(namespace)})
+        fields = layout.fields() | {"namespace": str(namespace)}
+        self.client = Client(config.server.path, config.client, layout=fields, name=self._name)
         self.courier = Courier(self.client)
         self._prefix = namespace.prefix
         self.keys = BlockHashKeys(namespace, config.engine.chunk_size // self._hash_block)

@@ -107,7 +107,7 @@ class Admission:
         for fd in connection.fds:
             service.predecessor.hear(fd)
         connection.close_fds()
-        connection.client = Peer(connection.number, process, request.device, request.medium)
+        connection.client = Peer(connection.number, process, request.device, request.medium, name=request.name)
         mismatches = service.layouts.add(connection.client, request.layout)
         if mismatches:
             log.warning("pid %d: %s; %d such instances", connection.pid, mismatches[0], len(mismatches))

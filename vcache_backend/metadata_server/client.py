@@ -39,8 +39,12 @@ class Client(ResidentCalls):
         medium: m.Medium = "host",
         layout: dict[str, str] | None = None,
         reconnect: bool = True,
+        name: str = "",
     ) -> None:
-        """Try to connect once, within `connect_seconds`. An absent server is no error here; `require` makes it one."""
+        """Try to connect once, within `connect_seconds`. An absent server is no error here; `require` makes it one.
+
+        layout, name: of the instance, for the hello.
+        """
         self.on_segments: Callable[[list[m.SegmentInfo]], None] = lambda segments: None
         self.on_return: list[Callable[[], None]] = []
         """Called whenever there is a connection again, after segments were offered: to show what goes with a connection. Background
@@ -52,7 +56,7 @@ class Client(ResidentCalls):
         self._saved: float | None = None
         self._saving = threading.Lock()
         token = secrets.randbits(m.TOKEN_BITS)
-        super().__init__(path, config, m.Hello(m.PROTOCOL_VERSION, device, medium, layout or {}, token), reconnect)
+        super().__init__(path, config, m.Hello(m.PROTOCOL_VERSION, device, medium, layout or {}, token, name), reconnect)
 
     # ---- chunks
 

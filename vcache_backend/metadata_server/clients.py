@@ -136,6 +136,8 @@ class Clients:
         if not data:
             self._disconnect(connection)
             return
+        if connection.client is not None:
+            connection.client.heard = time.monotonic()
         connection.request = bytes(data)
         self._turns.enter(connection)
 

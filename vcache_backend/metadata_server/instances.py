@@ -6,7 +6,9 @@ gone when none of its processes is left.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes
@@ -25,6 +27,13 @@ MAX_PARTS = 8
 """The most parts of instances (a scheduler's or a rank's) that one connection shows."""
 MAX_READERS = 4096
 """The most readers that are remembered, one for each connection and instance; beyond it the oldest is forgotten."""
+
+
+def liveness(peers: Sequence[Peer]) -> dict[str, Any]:
+    """`InstanceStats.silent` and `.stopped` of an instance with these connections."""
+    halted = (peer.process.pid for peer in peers if processes.stopped(peer.process))
+    heard = min((peer.heard for peer in peers), default=0.0)
+    return {"silent": round(max(0.0, time.monotonic() - heard), 1), "stopped": next(halted, 0)}
 
 
 class Instances:
@@ -216,6 +225,10 @@ class Instances:
         """The instances as `vcache status` shows them."""
         return [self._stats(instance, known) for instance, known in self._of.items()]
 
+    def of_process(self, process: ProcessId) -> str:
+        """The instance that a process is part of, in hex; empty if it is part of none."""
+        return next((instance.hex() for instance, known in self._of.items() if process in known.processes()), "")
+
     def still_mapped(self) -> list[m.StillMapped]:
         """The first of those who still hold memory of instances that are gone."""
         gone = [(instance, *reader) for (instance, _), reader in self._readers.items() if instance not in self._of]
@@ -237,6 +250,9 @@ class Instances:
             regions=sum(len(cache.regions) for cache in known.caches.values()),
             ranks=table.request.ranks if table is not None else len(known.caches),
             missing=known.missing(),
+            name=table.peer.name if table is not None and table.peer is not None else "",
+            namespace=table.request.namespace.hex() if table is not None else "",
+            **liveness([part.peer for _, part in known.parts() if part.peer is not None]),
         )
 
     def _enter(self, client: Peer, instance: m.InstanceId, rank: int) -> KnownInstance:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server.instances import liveness
 from vcache_backend.metadata_server.placement import Peer
+from vcache_backend.metadata_server.records import ProcessId
 
 MAX_LINES = 8
 """The most lines about others that one instance is told."""
@@ -93,6 +95,24 @@ class Layouts:
         self._counted.pop(client, None)
         if self._of.pop(client, None) is not None:
             self._mismatches = None
+
+    def through_pool(self, in_place: Container[ProcessId]) -> list[m.InstanceStats]:
+        """The instances that share through the pool: all but those with a process of `in_place`."""
+        return [
+            m.InstanceStats(
+                "",
+                peer.device,
+                peer.process.pid,
+                0,
+                0,
+                0,
+                name=peer.name,
+                namespace=layout.get("namespace", ""),
+                **liveness([peer]),
+            )
+            for peer, layout in list(self._of.values())[:MAX_NAMESPACES]
+            if peer.process not in in_place
+        ]
 
     def namespaces(self) -> dict[str, str]:
         """Each namespace, with its model."""

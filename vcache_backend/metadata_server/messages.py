@@ -191,11 +191,12 @@ class CacheShape(msgspec.Struct, frozen=True, array_like=True):
 
 
 class InstanceStats(msgspec.Struct, frozen=True, array_like=True):
-    """One instance as the server knows it. `id`: in hex. `device`: of its first worker. `pid`: of its scheduler, 0 if absent or not
-    visible.
+    """One instance as the server knows it. `id`: in hex; empty if it shares through the pool only. `device`: of its first worker. `pid`: of
+    its scheduler, 0 if absent or not visible.
 
     `resident`: chunks that others find in it, once `missing` is empty. `regions`: fds of its workers' KV caches. `missing`: the first part
-    that is not shown; while there is one, nothing is found in the instance.
+    that is not shown; while there is one, nothing is found in the instance. `name`: from its hello. `namespace`: in hex. `silent`: seconds
+    since the server last heard of one of its processes. `stopped`: the pid of a process of it that is stopped; 0 if none is.
     """
 
     id: str
@@ -206,6 +207,10 @@ class InstanceStats(msgspec.Struct, frozen=True, array_like=True):
     regions: int
     ranks: int = 1
     missing: str = ""
+    name: str = ""
+    namespace: str = ""
+    silent: float = 0.0
+    stopped: int = 0
 
 
 class StillMapped(msgspec.Struct, frozen=True, array_like=True):
@@ -228,13 +233,15 @@ class Reads(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReadStats(msgspec.Struct, frozen=True, array_like=True):
-    """The `Reads` of a connected client: process `pid`, 0 if it is not visible, with its device. `instance`: in hex."""
+    """The `Reads` of a connected client: process `pid`, 0 if it is not visible, with its device. `instance`: in hex. `reader`: the instance
+    that the client is part of, in hex; empty if it shows none."""
 
     pid: int
     device: str
     instance: str
     nbytes: int
     refused: int
+    reader: str = ""
 
 
 # ---- requests
@@ -249,7 +256,7 @@ class Hello(Request, frozen=True, tag="hello"):
 
     Fds, either of which may be missing: a pidfd of the client, and the witness of the server that it was connected to before. `layout`: the
     instance's layout as text, field by field (see `transfer.layout.Layout`); empty for tools. `token`: a number that the client keeps, by
-    which the server recognises it where it cannot see its pid.
+    which the server recognises it where it cannot see its pid. `name`: what people know the instance by, such as its port, `:8000`.
     """
 
     version: int
@@ -257,6 +264,7 @@ class Hello(Request, frozen=True, tag="hello"):
     medium: Medium
     layout: Annotated[dict[Field, str], msgspec.Meta(max_length=MAX_FIELDS)] = {}
     token: Annotated[int, msgspec.Meta(ge=0, le=(1 << TOKEN_BITS) - 1)] = 0
+    name: Text = ""
 
 
 class AddSegment(Request, frozen=True, tag="add_segment"):

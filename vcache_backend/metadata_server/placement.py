@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import time
 from collections.abc import Iterator
 from itertools import count, islice
 from operator import attrgetter
@@ -84,14 +85,17 @@ class Order:
             entry = following
 
 
-class Peer(msgspec.Struct, frozen=True):
-    """One connection of a client: its number, the process behind it, the device it prefers and the segments it cannot use."""
+class Peer(msgspec.Struct):
+    """One connection of a client: its number, the process behind it, the device it prefers, the segments it cannot use, the name from its
+    hello, and when (monotonic clock) its last message came."""
 
     id: int
     process: ProcessId
     device: str
     medium: Medium
     avoids: set[SegmentId] = msgspec.field(default_factory=set)
+    name: str = ""
+    heard: float = msgspec.field(default_factory=time.monotonic)
 
 
 class Segment:

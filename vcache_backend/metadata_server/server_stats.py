@@ -21,6 +21,7 @@ def server_stats(service: Service) -> m.ServerStats:
     """All statistics but the number of connections."""
     directory, layouts = service.directory, service.layouts
     open_, quarantined = directory.reservations.counts()
+    instances = service.instances.stats() + layouts.through_pool(service.instances.processes())
     counters = dict(directory.counters) | {"expired_leases": directory.leases.expired} | service.longest.told()
     stats = m.ServerStats(
         epoch=service.epoch,
@@ -38,9 +39,9 @@ def server_stats(service: Service) -> m.ServerStats:
         reports=service.reports.newest_last(),
         quarantined_slots=dict(directory.reservations.writers()),
         mismatches=layouts.mismatches(),
-        instances=service.instances.stats(),
+        instances=instances,
         still_mapped=service.instances.still_mapped(),
-        reads=service.of_instances.reads.stats(),
+        reads=service.of_instances.reads.stats(service.instances.of_process),
         hits={name: (min(asked, _MOST_TOKENS), min(found, _MOST_TOKENS)) for name, (asked, found) in layouts.hits.items()},
         saved=dict(layouts.saved),
     )

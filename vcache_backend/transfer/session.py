@@ -52,12 +52,13 @@ class Session:
         over_budget: Callable[[int, int], str | None] = lambda whole, new: None,
         anonymous: bool = False,
         kv_device: str = "",
+        name: str = "",
     ) -> None:
         """Connect, and lend this worker's segment, unless `over_budget` (see `Pool`) says why not. Raises ConfigError, and ValueError if
         `layout` has another chunk size. An absent server is no error: everything is a miss until it is there.
 
         rank: in the keys of chunks that this worker stores. anonymous: do not tell the server the layout; another process of this instance
-        does. kv_device: where the KV caches will lie, see `devices.resolve`.
+        does. kv_device: where the KV caches will lie, see `devices.resolve`. name: of the instance, for the server's status.
         """
         if layout.chunk_size != config.engine.chunk_size:
             raise ValueError(f"layout.chunk_size is {layout.chunk_size}, engine.chunk_size is {config.engine.chunk_size}")
@@ -69,7 +70,7 @@ class Session:
         self.device = devices.resolve(config.pool.device, kv_device)
         """The pool's device: where this worker lends memory, and which GPU reads the pool."""
         fields = {} if anonymous else layout.fields() | {"namespace": str(self.namespace)}
-        self.client = Client(config.server.path, config.client, self.device.name, self.device.medium, fields)
+        self.client = Client(config.server.path, config.client, self.device.name, self.device.medium, fields, name=name)
         self.pool = make_pool(self.client, self.device, config.pool.lent, over_budget)
         self.copier = copier or make_copier(self.device, config)
         self.sealer = make_sealer(self.device) if is_checked(layout) else None

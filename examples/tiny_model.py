@@ -1,0 +1,21 @@
+"""A tiny Llama with generated weights, for trying vLLM on a CPU without a download.
+
+    python examples/tiny_model.py FOLDER
+
+Writes config.json and model.safetensors, 6 MB. It has no tokenizer: start vLLM with --skip-tokenizer-init, and send tokens from 0 to 999.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+try:
+    from serving import write_model
+except ModuleNotFoundError as absent:
+    sys.exit(f"{Path(sys.argv[0]).name}: this Python has no {absent.name}: pip install '/path/to/vcache[engine]'")
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit(f"usage: {Path(sys.argv[0]).name} FOLDER")
+    print(write_model(Path(sys.argv[1]), tiny=True))

@@ -1,0 +1,22 @@
+"""The port by which people know an instance, read from the command line of vLLM's API server."""
+
+from __future__ import annotations
+
+import pytest
+
+from vcache_backend.integration.served_at import served_at
+
+
+@pytest.mark.parametrize(
+    ("command", "rank", "said"),
+    [
+        ("/usr/bin/vllm serve M", None, ":8000"),
+        ("/usr/bin/vllm serve M --port 8001", 1, ":8001 rank 1"),
+        ("/site/vllm/entrypoints/openai/api_server.py --port=9000 --model M", None, ":9000"),
+        ("program.py", None, ""),
+        ("program.py --port", None, ""),
+        ("vllm serve --port \x1b[2J", None, ""),
+    ],
+)
+def test_an_instance_is_named_by_its_port(command: str, rank: int | None, said: str) -> None:
+    assert served_at(rank, command.split(" ")) == said
