@@ -111,7 +111,7 @@ class Directory(SegmentDirectory):
         there, busy = live.among(keys), self.reservations.among(keys)
         wanted = [key for key in dict.fromkeys(keys) if key not in there and key not in busy]
         some = [] if refusal is not None else wanted[: m.MAX_SLOTS]
-        locations = self.contents.room(nbytes, client, len(some), self._limits.max_chunks - len(live) - self.reservations.slots)
+        locations = self.contents.room(nbytes, client, len(some), self._limits.max_chunks - self.contents.placement.occupied())
         if refusal is None and len(locations) < len(wanted):
             refusal = m.Refusal.FULL
             reason = _full(nbytes, client.medium) if len(locations) < len(some) else _ENOUGH

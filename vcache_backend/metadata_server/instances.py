@@ -56,15 +56,14 @@ class Instances:
         """A scheduler shows its generation table."""
         if reason := no_table(only(fds), request.blocks):
             raise Refuse(reason)
-        if request.blocks > (left := self._residents.blocks_left(request.instance)):
-            raise Refuse(f"{request.blocks:,} blocks, but there is room for {left:,} beside the other instances'")
+        if lacking_bytes := self._residents.lacks(client, request):
+            raise Refuse(f"{request.blocks:,} blocks need {lacking_bytes:,} B more than this process may hold in the server now")
         known = self._enter(client, request.instance, m.SCHEDULER)
         before = known.table
         known.table = shown = ShownTable(client, request, Descriptor(fds.pop()))
         if before is None or (before.process, before.memory) != (shown.process, shown.memory):
             self._residents.close(request.instance)
-        shape = request.namespace, request.blocks, request.ranks, request.each, request.lead
-        self._residents.open(request.instance, *shape)
+        self._residents.open(client, request)
         self._changed(request.instance)
         return m.Count(1)
 
@@ -85,9 +84,15 @@ class Instances:
         instance, rank, shape = request.instance, request.rank, request.shape
         if reason := shape.misfit():
             raise Refuse(reason)
+        shown = ShownCache(client, shape)
+        if shown.nbytes > self._residents.room(client):
+            raise Refuse(f"its description takes {shown.nbytes:,} B, more than this process may hold in the server now")
         known = self._enter(client, instance, rank)
         before = known.caches.get(rank)
-        known.caches[rank] = ShownCache(client, shape)
+        known.caches[rank] = shown
+        self._residents.charge(client, shown.nbytes)
+        if before is not None:
+            self._residents.charge(before.owner, -before.nbytes)
         if before is not None and (before.process, before.shape) != (client.process, shape):
             self._residents.empty(instance)
         self._changed(instance)
@@ -287,5 +292,7 @@ class Instances:
         if all(part.peer is None for _, part in known.parts()):
             del self._of[instance]
             self._residents.close(instance)
+            for cache in known.caches.values():
+                self._residents.charge(cache.owner, -cache.nbytes)
         else:
             self._residents.show(instance, not known.missing())

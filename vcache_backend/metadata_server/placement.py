@@ -10,6 +10,7 @@ from typing import cast
 
 import msgspec
 
+from vcache_backend.metadata_server import shares
 from vcache_backend.metadata_server.allocator import ALIGNMENT, Extents, padded
 from vcache_backend.metadata_server.messages import ChunkKey, Location, Medium, SegmentId, SegmentInfo, SegmentState
 from vcache_backend.metadata_server.records import ProcessId
@@ -85,13 +86,20 @@ class Order:
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """One connection of a client: its number, the process behind it, the device it prefers and the segments it cannot use."""
+    """One connection of a client: its number, the process behind it and that one's user, the device it prefers and the segments it cannot
+    use."""
 
     id: int
     process: ProcessId
     device: str
     medium: Medium
     avoids: set[SegmentId] = msgspec.field(default_factory=set)
+    uid: int = 0
+
+    @property
+    def user(self) -> int:
+        """Whose share it counts to, see `shares.user`."""
+        return shares.user(self.uid, self.process.pid)
 
 
 class Segment:
@@ -264,6 +272,10 @@ class Placement:
         for segment in self.segments.values():
             if segment.medium == peer.medium and segment.state == "live" and segment.id not in peer.avoids:
                 yield segment
+
+    def occupied(self) -> int:
+        """The number of slots in use, be their chunks live, being written, or gone and still read or in quarantine."""
+        return sum(len(segment.ending) for segment in self.segments.values() if segment.state != "absent")
 
     def in_state(self, state: SegmentState) -> list[Segment]:
         """The segments in a state."""
