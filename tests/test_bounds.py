@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import gc
+import logging
+import os
+import signal
 import tracemalloc
+import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import instance_cases
+import msgspec
 import pytest
 from instance_cases import NAMESPACE, chunk_generations, instance_id, keys, numbers
 from model import FakeClock
+from processes import Raw, Stage, eventually, info
 
 from vcache_backend.config import ServerConfig
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import residents
+from vcache_backend.metadata_server.client_lines import MAX_CALLERS, OF_PROCESS, OF_USER, Caller, ClientLines, caused_by
 from vcache_backend.metadata_server.directory import Directory
+from vcache_backend.metadata_server.layouts import MAX_REPORTS, Reports
 from vcache_backend.metadata_server.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
+from vcache_backend.metadata_server.shares import Shares, user
 
 MIB = 1 << 20
 A, B = instance_id(1), instance_id(2)
@@ -153,3 +164,201 @@ def test_slots_count_until_they_are_free_whatever_has_become_of_their_writer() -
         else:
             directory.disconnect(client)
     assert slots == 1000
+
+
+# ---- connections
+
+
+HOG = """
+import sys, time
+from pathlib import Path
+from processes import Raw
+held = []
+while (raw := Raw(Path(sys.argv[1]))).welcome and raw.welcome[0] == "welcome":
+    held.append(raw)
+print("has", len(held), raw.welcome, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_process_that_takes_all_the_connections_it_can_leaves_some_for_others(alone: Stage) -> None:
+    alone.server(max_clients=144)
+    said = alone.script(HOG).expect("has")
+    assert "kept for others: close some, or raise server.max_clients" in said
+    assert int(said.split()[1]) == 144 // 9
+    assert alone.client().stats().clients > 0
+
+
+def test_whatever_a_process_or_a_user_takes_there_is_room_for_others() -> None:
+    places = Shares(1024, process=8, user=1 / 4, least=4)
+
+    def fill(who: int | None, of: int) -> int:
+        taken = 0
+        while places.room(who, of):
+            places.take(who, of, 1)
+            taken += 1
+        return taken
+
+    taken = [fill(number, 1000) for number in range(20)]
+    assert taken[:3] == [113, 101, 90]
+    assert set(taken[14:]) == {4}, "a process may have a few, though its user has the most that it may have"
+    assert fill(500, 0) > 4, "another user"
+    assert fill(None, user(1000, 0)) > 50, "its processes in other pid namespaces are another user"
+    for number in range(20):
+        places.take(number, 1000, -taken[number])
+    assert places.room(1, 1000) > 80
+
+
+# ---- the log
+
+
+SPEAK = "from processes import Raw; import sys; from pathlib import Path; Raw(Path(sys.argv[1])).ask('report', 'warn', 'heard')"
+
+
+def test_no_client_fills_the_log_however_often_it_connects_and_others_are_heard(alone: Stage) -> None:
+    server = alone.server()
+    layout = {"model": "m", "namespace": "aa", "field": "x"}
+    alone.raw(hello=False).ask("hello", m.PROTOCOL_VERSION, "host", "host", layout)
+    for number in range(300):
+        with Raw(alone.path, hello=False) as raw:
+            other = layout | {"namespace": str(number), "field": str(number)}
+            assert raw.ask("hello", m.PROTOCOL_VERSION, "host", "host", other)[0] == "welcome"
+            raw.ask("report", "info", f"{number} " + "x" * 1000)
+            raw.send_bytes(b"\xc1")
+            assert raw.closed()
+        server.said()
+    assert alone.script(SPEAK).wait()[0] == 0
+    server.signal(signal.SIGTERM)
+    _, said = server.wait()
+    assert "reports: heard" in said
+    assert said.count("\n") < OF_PROCESS.lines + 10
+    assert len(said) < 100_000
+
+
+@pytest.fixture
+def lines() -> Iterator[tuple[ClientLines, Callable[[int, int], None], list[str], list[float]]]:
+    """A log with a clock: says a line of a process of a user."""
+    said, now = list[str](), [0.0]
+    kept = ClientLines(lambda: now[0])
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.addFilter(kept)
+    log = logging.getLogger("vcache_backend.metadata_server.client_lines")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+
+    def say(uid: int, pid: int, text: str = "a line") -> None:
+        with caused_by(Caller(uid, pid)):
+            log.warning("%s", text)
+
+    yield kept, say, said, now
+    log.removeHandler(handler)
+    log.setLevel(logging.NOTSET)
+
+
+def test_a_process_has_its_lines_and_then_one_now_and_then_that_says_how_many_were_left_out(lines: Any) -> None:
+    kept, say, said, now = lines
+    for _ in range(OF_PROCESS.lines + 7):
+        say(1000, 7)
+    say(1000, 8, "another process")
+    assert said == ["a line"] * OF_PROCESS.lines + ["another process"]
+    now[0] += OF_PROCESS.seconds
+    say(1000, 7)
+    say(1000, 7)
+    assert said[-1] == "a line (lines of this client left out before this one: 7)"
+    now[0] += OF_PROCESS.seconds
+    kept.tell()
+    assert said[-1] == "pid 7 of uid 1000 is quiet again (lines of this client left out before this one: 1)"
+
+
+def test_a_user_with_ever_new_processes_has_no_more_lines_than_a_user_has(lines: Any) -> None:
+    """Those of other pid namespaces have no numbers: they are counted by user alone."""
+    kept, say, said, now = lines
+    for pid in range(1, 5 * MAX_CALLERS):
+        say(1000, pid)
+        say(1001, 0)
+    assert len(said) == 2 * OF_USER.lines
+    assert len(kept._buckets) <= MAX_CALLERS + 1
+    now[0] += OF_PROCESS.lines * OF_PROCESS.seconds
+    kept.tell()
+    assert len(kept._buckets) < MAX_CALLERS, "who was quiet for long is forgotten"
+
+
+def test_what_a_client_says_is_one_printable_line(lines: Any) -> None:
+    _, say, said, _ = lines
+    say(1000, 7, "one\n2026 INFO forged\x1b[2J\u202e" + "x" * 5000)
+    assert said[0].startswith(r"one\n2026 INFO forged\x1b[2J\u202exxx")
+    assert len(said[0]) < 1600
+
+
+OWN = """
+import sys, time
+from pathlib import Path
+from processes import PATIENT
+from instance_cases import instance_id, join, show
+from vcache_backend.metadata_server.client import Client
+client = Client(Path(sys.argv[1]), PATIENT, "GPU-7", "host")
+join(client, instance_id(1 << 120)), show(client, instance_id(1 << 120))
+print("shown", flush=True)
+time.sleep(60)
+"""
+
+
+def test_who_joins_and_leaves_stands_in_the_log_and_why(alone: Stage) -> None:
+    server = alone.server()
+    owner = alone.script(OWN)
+    owner.expect("shown")
+    who = f"(pid {owner.pid} on GPU-7)"
+    assert " INFO " in server.expect(f"instance 01000000: scheduler {who} joins")
+    server.expect(f"instance 01000000: rank 0 {who} joins")
+    owner.kill()
+    server.expect(f"{who} leaves: its process has ended")
+    with alone.client() as client:
+        instance_cases.join(client, A)
+    server.expect(f"scheduler (pid {os.getpid()} on host) leaves: its connection is closed")
+    one, other = alone.client(), alone.client()
+    instance_cases.join(one, A)
+    instance_cases.join(other, A)
+    server.expect(f"scheduler (pid {os.getpid()} on host) replaces its earlier connection")
+    alone.raw(hello=False).ask("hello", 1, "host", "host", {})
+    assert "the client speaks protocol 1" in server.expect(f"refused pid {os.getpid()} of uid {os.getuid()}")
+
+
+def test_who_reports_much_pushes_out_its_own_reports_alone() -> None:
+    reports = Reports(lambda: 0.0)
+    reports.add(peer(8), "error", "what an operator should see")
+    for number in range(2 * MAX_REPORTS):
+        reports.add(peer(7, number), "info", f"{number}")
+    texts = [report.text for report in reports.newest_last()]
+    assert (len(texts), texts[0], texts[-1]) == (MAX_REPORTS, "what an operator should see", str(2 * MAX_REPORTS - 1))
+
+
+# ---- names
+
+
+def test_no_name_has_invisible_characters() -> None:
+    """They turn the direction of writing, or begin a line, wherever the name is shown."""
+    taken = msgspec.msgpack.Decoder(m.Text)
+    for code in range(0x110000):
+        letter = chr(code)
+        if unicodedata.category(letter) in ("Cc", "Cf", "Zl", "Zp"):
+            with pytest.raises(msgspec.ValidationError):
+                taken.decode(msgspec.msgpack.encode(f"GPU{letter}"))
+    assert taken.decode(msgspec.msgpack.encode("GPU-Grüße 東京 é")) == "GPU-Grüße 東京 é"
+
+
+def test_a_namespace_is_told_as_long_as_it_has_a_client_or_a_chunk(alone: Stage, memfd: int) -> None:
+    alone.server()
+    looking = alone.client()
+    looking.add_segment(info("s0", 4096), memfd)
+    layout = {"model": "m", "chunk_size": "16", "namespace": NAMESPACE.hex()}
+    with alone.client(layout=layout) as client:
+        client.commit(client.reserve(keys(1), 1024).reservation)
+        assert client.lookup(keys(2)) == 1
+        eventually(lambda: looking.stats().hits == {NAMESPACE.hex(): (32, 16)})
+    eventually(lambda: looking.stats().clients == 1)
+    assert NAMESPACE.hex() in looking.stats().hits
+    counted = looking.stats().counters["lookup_hits"]
+    looking.clear(NAMESPACE)
+    assert looking.stats().hits == {}
+    assert looking.stats().counters["lookup_hits"] == counted

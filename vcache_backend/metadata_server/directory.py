@@ -44,6 +44,10 @@ class Directory(SegmentDirectory):
         """The number of live chunks."""
         return len(self.contents.live)
 
+    def stores(self, namespace: bytes) -> bool:
+        """Whether there are chunks of a namespace, be they of before a restart and not back yet."""
+        return self.contents.live.has(namespace) or self.contents.resting.has(namespace)
+
     # ---- reading
 
     def lookup(self, keys: list[m.ChunkKey], ranks: int = 1) -> int:

@@ -6,21 +6,29 @@ gone when none of its processes is left.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes
+from vcache_backend.metadata_server.client_lines import caused_by
 from vcache_backend.metadata_server.connection import Descriptor, unmappable
 from vcache_backend.metadata_server.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
 from vcache_backend.metadata_server.refuse import Refuse
 from vcache_backend.metadata_server.residents import Residents
+from vcache_backend.metadata_server.shares import room
 from vcache_backend.metadata_server.shown import KnownInstance, ShownCache, ShownTable, no_table, only
 from vcache_backend.seals import lacking
+
+log = logging.getLogger(__name__)
 
 MAX_INSTANCES = 64
 MAX_OF_PROCESS = 16
 """The most instances of which one process is part."""
+SHARE_OF_PROCESS, SHARE_OF_USER, LEAST = 4, 1 / 4, 2
+"""How many times the instances of which a process is part, and those of a user, must be free beside them, and how many a
+process may have in any case."""
 MAX_PARTS = 8
 """The most parts of instances (a scheduler's or a rank's) that one connection shows."""
 MAX_READERS = 4096
@@ -195,8 +203,8 @@ class Instances:
 
     # ---- gone
 
-    def disconnect(self, client: Peer) -> None:
-        """The connection is closed, which ends what it showed. A stopped process keeps its connections."""
+    def disconnect(self, client: Peer, ended: bool = False) -> None:
+        """The connection is closed, which ends what it showed. A stopped process keeps its connections. ended: the process has."""
         for reader in [reader for reader in self._readers if reader[1] == client.id]:
             del self._readers[reader]
         for instance, rank in self._parts.pop(client.id, ()):
@@ -204,6 +212,8 @@ class Instances:
             part = known.table if rank == m.SCHEDULER else known.caches[rank]
             assert part is not None
             part.gone()
+            why = "its process has ended" if ended or processes.ending(client.process) else "its connection is closed"
+            _say(client, instance, rank, f"leaves: {why}")
             self._changed(instance)
 
     def process_gone(self, process: ProcessId) -> None:
@@ -211,7 +221,7 @@ class Instances:
         peers = {part.peer.id: part.peer for known in self._of.values() for _, part in known.parts() if part.peer is not None}
         for peer in peers.values():
             if peer.process == process:
-                self.disconnect(peer)
+                self.disconnect(peer, ended=True)
 
     def close(self) -> None:
         """Close all fds."""
@@ -259,14 +269,27 @@ class Instances:
                 raise Refuse(f"pid {client.process.pid} is part of {len(its)} instances already, the most for one process")
             if known is None and len(self._of) >= MAX_INSTANCES:
                 raise Refuse(f"{len(self._of)} instances share in place already, the most for one server")
+            if known is None and not self._leaves_room(client, len(its)):
+                kept = f"so that {MAX_INSTANCES - len(self._of)} are left for others"
+                raise Refuse(f"pid {client.process.pid} is part of {len(its)} instances, its user of more, {kept}")
         if rank == m.SCHEDULER and (part is None or part.peer is None):
             self._make_sure_of_room()
         if known is None:
             known = self._of[instance] = KnownInstance()
+        if not self.owns(client, instance, rank):
+            again = part is not None and part.peer is not None
+            _say(client, instance, rank, "replaces its earlier connection" if again else "joins")
         if part is not None and part.peer is not None:
             self._parts[part.peer.id].discard((instance, rank))
         self._parts.setdefault(client.id, set()).add((instance, rank))
         return known
+
+    def _leaves_room(self, client: Peer, its: int) -> bool:
+        """Whether one more instance of this client leaves some for others."""
+        ours = sum(
+            any(part.peer is not None and part.peer.user == client.user for _, part in one.parts()) for one in self._of.values()
+        )
+        return room(MAX_INSTANCES - len(self._of), (its, SHARE_OF_PROCESS), (ours, SHARE_OF_USER), LEAST) > 0
 
     def _make_sure_of_room(self) -> None:
         if self._spare() <= 0:
@@ -296,3 +319,10 @@ class Instances:
                 self._residents.charge(cache.owner, -cache.nbytes)
         else:
             self._residents.show(instance, not known.missing())
+
+
+def _say(client: Peer, instance: m.InstanceId, rank: int, what: str) -> None:
+    """Log what becomes of one part of an instance."""
+    part = "scheduler" if rank == m.SCHEDULER else f"rank {rank}"
+    with caused_by(client.caller):
+        log.info("instance %s: %s (pid %d on %s) %s", instance.hex()[:8], part, client.process.pid, client.device, what)

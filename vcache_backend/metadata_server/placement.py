@@ -12,6 +12,7 @@ import msgspec
 
 from vcache_backend.metadata_server import shares
 from vcache_backend.metadata_server.allocator import ALIGNMENT, Extents, padded
+from vcache_backend.metadata_server.client_lines import Caller
 from vcache_backend.metadata_server.messages import ChunkKey, Location, Medium, SegmentId, SegmentInfo, SegmentState
 from vcache_backend.metadata_server.records import ProcessId
 
@@ -95,6 +96,11 @@ class Peer(msgspec.Struct, frozen=True):
     medium: Medium
     avoids: set[SegmentId] = msgspec.field(default_factory=set)
     uid: int = 0
+
+    @property
+    def caller(self) -> Caller:
+        """Whom its lines in the log count for."""
+        return Caller(self.uid, self.process.pid)
 
     @property
     def user(self) -> int:

@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Hashable
 
 
-def room(free: int, *holders: tuple[int, float], least: int = 0) -> int:
-    """How much more may be taken of what is `free`, by one who counts as each of these holders: what it has, and how many times that
-    what is then free must be. In any case it may have `least`.
+def room(free: int, process: tuple[int, float], user: tuple[int, float], least: int = 0) -> int:
+    """How much more a process may take of what is `free`. process, user: what it and its user hold, and how many times that must still be
+    free afterwards. A process may have `least` as long as anything is free.
 
-    So whatever some hold, others find something free: of N, k holders with `times` 1 have at most N / (k + 1) each.
+    So whatever some hold, others find something: of N, k processes with `times` 1 have at most N / (k + 1) each.
     """
-    shares = [max((free - times * held) / (1 + times), least - held) for held, times in holders]
-    return max(0, int(min([free, *shares])))
+    shares = [(free - times * held) / (1 + times) for held, times in (process, user)]
+    return max(0, int(min(free, max(min(shares), least - process[0]))))
 
 
 def user(uid: int, pid: int) -> int:
@@ -39,7 +39,7 @@ class Shares:
         """How much more this process of this user may take. process: None if it is not known."""
         free = self.whole - self.taken
         held = 0 if process is None else self._processes[process]
-        return room(free, (held, self._process), (self._users[user], self._user), least=self._least)
+        return room(free, (held, self._process), (self._users[user], self._user), self._least)
 
     def take(self, process: Hashable, user: int, amount: int) -> None:
         """Note that it has taken `amount`, or given it back if that is negative."""
