@@ -241,7 +241,7 @@ class Clients(RuleBasedStateMachine):
         elif expected == {Refusal.FULL}:
             fits = {name for name in usable if model.largest_gap(name) >= size}
             may = {name for name in usable if model.largest_gap(name, ignore_evictable=True) >= size}
-            counted = len(before) + sum(s.state == "open" for s in model.slots)
+            counted = sum(s.location.segment in model.segments for s in model.slots)
             if fits and counted < model.max_chunks:
                 own = {name for name in fits if usable[name].device == client.device}
                 most = max(map(model.free, fits))

@@ -242,10 +242,10 @@ class DirectoryMachine(Clients):
         void = sum(write.client is None for write in self.model.writes.values())
         assert self.directory.reservations.counts() == (len(self.model.writes) - void, void)
         assert self.directory.reservations.processes() == {w.process for w in self.model.writes.values() if w.client is None}
-        live, open_ = len(self.directory), sum(slot.state == "open" for slot in self.model.slots)
-        assert open_ == self.directory.reservations.slots
+        occupied = sum(slot.location.segment in self.model.segments for slot in self.model.slots)
+        assert occupied == self.directory.contents.placement.occupied()
         moved = sum(slot.state == "open" for id_ in self.sources for slot in self.model.writes.get(id_, NONE).slots)
-        assert live + open_ - moved <= LIMITS.max_chunks or self.restarted
+        assert occupied - moved <= LIMITS.max_chunks or self.restarted
 
 
 DirectoryMachine.TestCase.settings = settings(

@@ -79,25 +79,23 @@ def test_a_report_is_one_line_that_a_terminal_cannot_be_fooled_with() -> None:
 # ---- the server and its clients
 
 
-def test_a_report_is_logged_once_and_kept_with_time_process_and_device_beyond_its_connection(
-    shared: Stage, stage_: Stage
-) -> None:
-    before = time.time()
-    with stage_.client(device="GPU-3") as client:
+def test_a_report_is_logged_once_and_kept_with_time_process_and_device_beyond_its_connection(alone: Stage) -> None:
+    server, before = alone.server(), time.time()
+    with alone.client(device="GPU-3") as client:
         assert client.report("warn", SEED) is True
         assert client.report("warn", SEED) is False
         assert client.report("info", "x" * 5000)
         with pytest.raises(Refused):
             client.report("info", "")
         assert client.connected
-    first, second = stage_.client().stats().reports[-2:]
+    first, second = alone.client().stats().reports
     assert (first.level, first.pid, first.device, first.text) == ("warn", os.getpid(), "GPU-3", SEED)
     assert before <= first.time <= time.time()
     assert second.text == "x" * 1024
-    line = shared.servers[0].expect("stepped aside")
+    line = server.expect("stepped aside")
     assert " WARNING " in line
     assert line.endswith(f": pid {os.getpid()} on GPU-3 reports: {SEED}")
-    assert "INFO" in shared.servers[0].expect("xxx")
+    assert "INFO" in server.expect("xxx")
 
 
 def test_reports_and_segments_that_no_message_could_hold_leave_the_statistics_and_the_list_readable(memfd: int) -> None:

@@ -566,21 +566,20 @@ def test_nobody_waits_while_memory_that_was_refused_is_freed(alone: Stage, monke
         os.close(memory)
 
 
-def test_all_instances_together_have_a_bounded_number_of_blocks(alone: Stage, reader: Client) -> None:
+def test_the_tables_of_one_process_s_instances_leave_room_for_others(alone: Stage, reader: Client) -> None:
     table = make_table(m.MAX_BLOCKS)
     with alone.client() as greedy:
-        for number in (10, 11):
-            greedy.join(instance_id(number), NAMESPACE, m.MAX_BLOCKS, 1, EACH, table)
-        with pytest.raises(Refused, match="2,097,152 blocks, but there is room for 0 beside the other instances'"):
-            greedy.join(instance_id(12), NAMESPACE, m.MAX_BLOCKS, 1, EACH, table)
-    eventually(lambda: not reader.stats().instances)
-    reader.join(instance_id(12), NAMESPACE, m.MAX_BLOCKS, 1, EACH, table)
+        greedy.join(instance_id(10), NAMESPACE, m.MAX_BLOCKS, 1, EACH, table)
+        with pytest.raises(Refused, match="2,097,152 blocks need .* B more than this process may hold in the server now"):
+            greedy.join(instance_id(11), NAMESPACE, m.MAX_BLOCKS, 1, EACH, table)
+        join(reader, instance_id(12), blocks=100_000)
+    eventually(lambda: len(reader.stats().instances) == 1)
+    reader.join(instance_id(11), NAMESPACE, m.MAX_BLOCKS, 1, EACH, table)
     os.close(table)
 
 
 def test_one_client_cannot_take_all_the_room_there_is_for_others(alone: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instances, "MAX_INSTANCES", 10)
-    monkeypatch.setattr(instances, "MAX_OF_PROCESS", 8)
+    monkeypatch.setattr(instances, "MAX_INSTANCES", 40)
     with running(alone.path) as server:
         server._service.max_segments = 4
         greedy, other = alone.client(), alone.client()
@@ -599,13 +598,19 @@ def test_one_client_cannot_take_all_the_room_there_is_for_others(alone: Stage, m
         with pytest.raises(Refused, match="0 segments are there and 4 fds of instances, more would leave no descriptors"):
             other.add_segment(info("s0", 4096), memory)
         os.close(memory)
-        with pytest.raises(Refused, match=f"pid {os.getpid()} is part of 8 instances already, the most for one process"):
+        with pytest.raises(Refused, match=f"pid {os.getpid()} is part of 8 instances, .* so that 32 are left for others"):
             other.show_cache(instance_id(30), 0, shape())
+        monkeypatch.setattr(instances, "MAX_INSTANCES", 60)
         alone.script(SHOW_A_CACHE).expect("shown")
-        monkeypatch.setattr(instances, "MAX_OF_PROCESS", 10)
         other.show_cache(instance_id(30), 0, shape())
+        monkeypatch.setattr(instances, "MAX_OF_PROCESS", 9)
+        with pytest.raises(Refused, match=f"pid {os.getpid()} is part of 9 instances already, the most for one process"):
+            other.show_cache(instance_id(40), 1, shape())
+        monkeypatch.setattr(instances, "MAX_INSTANCES", 10)
+        monkeypatch.setattr(instances, "MAX_OF_PROCESS", 16)
         with pytest.raises(Refused, match="10 instances share in place"):
             other.show_cache(instance_id(32), 0, shape())
+        monkeypatch.setattr(instances, "MAX_INSTANCES", 40)
         greedy.close()
         eventually(lambda: len(other.stats().instances) == 3)
         join(other, B)

@@ -22,6 +22,7 @@ from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
+from vcache_backend.metadata_server.residence import BLOCK_BYTES
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 BLOCKS, KEYS, MAX_CHUNKS = 5, 4, 8
@@ -63,7 +64,7 @@ class Model:
     def found(self) -> dict[bytes, Place]:
         return {key: one.place for key, one in self.told.items() if len(one.by) == self.ranks}
 
-    def publish(self, rank: int, sequence: int, key: bytes, place: Place) -> bool:
+    def publish(self, rank: int, sequence: int, key: bytes, place: Place, full: bool) -> bool:
         old = self.told.get(key)
         if old is not None and old.place == place:
             if len(old.by) == self.ranks:
@@ -79,6 +80,8 @@ class Model:
         if any(self.told[k].sequence > sequence for k in rivals) or len(new.blocks(self.lead)) * 4 < len(
             place[0][: self.lead * 4 or None]
         ):
+            return False
+        if full and not rivals:
             return False
         for k in rivals:
             del self.told[k]
@@ -109,7 +112,7 @@ class ResidentMachine(RuleBasedStateMachine):
     def come(self, instance: m.InstanceId, ranks: int) -> None:
         namespace, each = NAMESPACES[ranks]
         lead = 1 if instance == LED else 0
-        self.residents.open(instance, namespace, BLOCKS, ranks, each, lead)
+        self.residents.open(WRITER, m.Join(instance, namespace, BLOCKS, ranks, each, lead))
         self.residents.show(instance, True)
         if (known := self.model.get(instance)) is not None and known.ranks == ranks:
             known.whole = True
@@ -180,9 +183,7 @@ class ResidentMachine(RuleBasedStateMachine):
         limit = len(known.told) + max(0, MAX_CHUNKS - sum(len(model.told) for model in self.model.values()))
         taken = 0
         for key, place in zip(keys, chunks, strict=False):
-            if len(known.told) >= limit:
-                break
-            taken += known.publish(rank, sequence, key, place)
+            taken += known.publish(rank, sequence, key, place, len(known.told) >= limit)
         return taken
 
     @rule(instance=st.sampled_from(IDS), sequence=st.integers(0, 3))
@@ -231,6 +232,8 @@ class ResidentMachine(RuleBasedStateMachine):
             told = {bytes(one.place[0]): one.blocks(model.lead) for one in model.told.values()}
             assert {numbers(block) for block, one in enumerate(holders) if one is not None} == set().union(*told.values())
             assert {one.blocks for one in holders if one is not None} == set(told)
+        held = sum(BLOCKS * BLOCK_BYTES + len(model.told) * self.residents._of[i].chunk_bytes for i, model in self.model.items())
+        assert self.residents.shares.taken == held
 
     # ---- what always holds
 

@@ -13,6 +13,7 @@ from vcache_backend.errors import ProtocolError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
 from vcache_backend.metadata_server.admission import Admission
+from vcache_backend.metadata_server.client_lines import CALLER, caused_by
 from vcache_backend.metadata_server.connection import Connection, Turns
 from vcache_backend.metadata_server.journal import Witness
 from vcache_backend.metadata_server.processes import Watch
@@ -106,7 +107,7 @@ class Clients:
     # ---- in
 
     def _accept(self) -> None:
-        accepted = self._admission.accept(len(self._connections))
+        accepted = self._admission.accept()
         if accepted is None:
             return
         connection, refusal = accepted
@@ -118,6 +119,7 @@ class Clients:
 
     def _guarded(self, connection: Connection, what: Callable[[Connection], None]) -> None:
         """Do something for one connection. Whatever goes wrong ends that connection only."""
+        caused = CALLER.set(connection.caller)
         try:
             what(connection)
         except BlockingIOError:
@@ -128,8 +130,10 @@ class Clients:
         except OSError:
             self._disconnect(connection)
         except Exception:
-            log.exception("a request of pid %d could not be answered; its connection is closed", connection.pid)
+            log.exception("a request of pid %d could not be answered; its connection is closed", connection.caller.pid)
             self._disconnect(connection)
+        finally:
+            CALLER.reset(caused)
 
     def _read(self, connection: Connection) -> None:
         data, connection.fds = self._receiver.receive(connection.sock)
@@ -170,6 +174,9 @@ class Clients:
 
     def _refuse(self, connection: Connection, message: str) -> None:
         """Say why, then close the connection, whether the client reads it or not."""
+        uid, pid = connection.caller
+        with caused_by(connection.caller):
+            log.warning("refused pid %d of uid %d: %s", pid, uid, message)
         connection.queue(m.Error(message, fatal=True))
         connection.closing = True
 
@@ -177,7 +184,7 @@ class Clients:
         if self._connections.pop(connection.sock.fileno(), None) is None:
             return
         connection.close()
-        self._admission.listen_again()
+        self._admission.left(connection)
         if connection.client is not None:
             self._watch.left(connection.client.process)
             for reservation in connection.untold():

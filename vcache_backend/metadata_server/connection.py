@@ -19,8 +19,10 @@ from typing import Protocol
 from vcache_backend.errors import ProtocolError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
+from vcache_backend.metadata_server.client_lines import Caller
 from vcache_backend.metadata_server.closing import closer
 from vcache_backend.metadata_server.placement import Peer
+from vcache_backend.metadata_server.shares import user
 from vcache_backend.seals import FUTURE_WRITE, lacking
 
 log = logging.getLogger(__name__)
@@ -48,12 +50,13 @@ class Descriptor:
 
 
 class Connection:
-    """One client's socket, and the requests and answers on their way. `pid`: as seen in this pid namespace, or 0."""
+    """One client's socket, and the requests and answers on their way. caller: its pid as seen in this pid namespace, or 0."""
 
-    def __init__(self, sock: socket.socket, number: int, pid: int) -> None:
+    def __init__(self, sock: socket.socket, number: int, caller: Caller) -> None:
         self.sock = sock
         self.number = number
-        self.pid = pid
+        self.caller = caller
+        self.user = user(caller.uid, caller.pid)
         self.client: Peer | None = None
         self.accepted = time.monotonic()
         self.request: bytes | None = None

@@ -44,6 +44,10 @@ class Directory(SegmentDirectory):
         """The number of live chunks."""
         return len(self.contents.live)
 
+    def stores(self, namespace: bytes) -> bool:
+        """Whether there are chunks of a namespace, be they of before a restart and not back yet."""
+        return self.contents.live.has(namespace) or self.contents.resting.has(namespace)
+
     # ---- reading
 
     def lookup(self, keys: list[m.ChunkKey], ranks: int = 1) -> int:
@@ -111,7 +115,7 @@ class Directory(SegmentDirectory):
         there, busy = live.among(keys), self.reservations.among(keys)
         wanted = [key for key in dict.fromkeys(keys) if key not in there and key not in busy]
         some = [] if refusal is not None else wanted[: m.MAX_SLOTS]
-        locations = self.contents.room(nbytes, client, len(some), self._limits.max_chunks - len(live) - self.reservations.slots)
+        locations = self.contents.room(nbytes, client, len(some), self._limits.max_chunks - self.contents.placement.occupied())
         if refusal is None and len(locations) < len(wanted):
             refusal = m.Refusal.FULL
             reason = _full(nbytes, client.medium) if len(locations) < len(some) else _ENOUGH

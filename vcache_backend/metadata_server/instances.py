@@ -6,23 +6,31 @@ gone when none of its processes is left.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes
+from vcache_backend.metadata_server.client_lines import caused_by
 from vcache_backend.metadata_server.connection import Descriptor, unmappable
 from vcache_backend.metadata_server.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
 from vcache_backend.metadata_server.refuse import Refuse
 from vcache_backend.metadata_server.residents import Residents
+from vcache_backend.metadata_server.shares import room
 from vcache_backend.metadata_server.shown import KnownInstance, ShownCache, ShownTable, no_table, only
 from vcache_backend.seals import lacking
+
+log = logging.getLogger(__name__)
 
 MAX_INSTANCES = 64
 MAX_OF_PROCESS = 16
 """The most instances of which one process is part."""
+SHARE_OF_PROCESS, SHARE_OF_USER, LEAST = 4, 1 / 4, 2
+"""How many times the instances of which a process is part, and those of a user, must be free beside them, and how many a
+process may have in any case."""
 MAX_PARTS = 8
 """The most parts of instances (a scheduler's or a rank's) that one connection shows."""
 MAX_READERS = 4096
@@ -65,15 +73,14 @@ class Instances:
         """A scheduler shows its generation table."""
         if reason := no_table(only(fds), request.blocks):
             raise Refuse(reason)
-        if request.blocks > (left := self._residents.blocks_left(request.instance)):
-            raise Refuse(f"{request.blocks:,} blocks, but there is room for {left:,} beside the other instances'")
+        if lacking_bytes := self._residents.lacks(client, request):
+            raise Refuse(f"{request.blocks:,} blocks need {lacking_bytes:,} B more than this process may hold in the server now")
         known = self._enter(client, request.instance, m.SCHEDULER)
         before = known.table
         known.table = shown = ShownTable(client, request, Descriptor(fds.pop()))
         if before is None or (before.process, before.memory) != (shown.process, shown.memory):
             self._residents.close(request.instance)
-        shape = request.namespace, request.blocks, request.ranks, request.each, request.lead
-        self._residents.open(request.instance, *shape)
+        self._residents.open(client, request)
         self._changed(request.instance)
         return m.Count(1)
 
@@ -94,9 +101,15 @@ class Instances:
         instance, rank, shape = request.instance, request.rank, request.shape
         if reason := shape.misfit():
             raise Refuse(reason)
+        shown = ShownCache(client, shape)
+        if shown.nbytes > self._residents.room(client):
+            raise Refuse(f"its description takes {shown.nbytes:,} B, more than this process may hold in the server now")
         known = self._enter(client, instance, rank)
         before = known.caches.get(rank)
-        known.caches[rank] = ShownCache(client, shape)
+        known.caches[rank] = shown
+        self._residents.charge(client, shown.nbytes)
+        if before is not None:
+            self._residents.charge(before.owner, -before.nbytes)
         if before is not None and (before.process, before.shape) != (client.process, shape):
             self._residents.empty(instance)
         self._changed(instance)
@@ -199,8 +212,8 @@ class Instances:
 
     # ---- gone
 
-    def disconnect(self, client: Peer) -> None:
-        """The connection is closed, which ends what it showed. A stopped process keeps its connections."""
+    def disconnect(self, client: Peer, ended: bool = False) -> None:
+        """The connection is closed, which ends what it showed. A stopped process keeps its connections. ended: the process has."""
         for reader in [reader for reader in self._readers if reader[1] == client.id]:
             del self._readers[reader]
         for instance, rank in self._parts.pop(client.id, ()):
@@ -208,6 +221,8 @@ class Instances:
             part = known.table if rank == m.SCHEDULER else known.caches[rank]
             assert part is not None
             part.gone()
+            why = "its process has ended" if ended or processes.ending(client.process) else "its connection is closed"
+            _say(client, instance, rank, f"leaves: {why}")
             self._changed(instance)
 
     def process_gone(self, process: ProcessId) -> None:
@@ -215,7 +230,7 @@ class Instances:
         peers = {part.peer.id: part.peer for known in self._of.values() for _, part in known.parts() if part.peer is not None}
         for peer in peers.values():
             if peer.process == process:
-                self.disconnect(peer)
+                self.disconnect(peer, ended=True)
 
     def close(self) -> None:
         """Close all fds."""
@@ -270,14 +285,27 @@ class Instances:
                 raise Refuse(f"pid {client.process.pid} is part of {len(its)} instances already, the most for one process")
             if known is None and len(self._of) >= MAX_INSTANCES:
                 raise Refuse(f"{len(self._of)} instances share in place already, the most for one server")
+            if known is None and not self._leaves_room(client, len(its)):
+                kept = f"so that {MAX_INSTANCES - len(self._of)} are left for others"
+                raise Refuse(f"pid {client.process.pid} is part of {len(its)} instances, its user of more, {kept}")
         if rank == m.SCHEDULER and (part is None or part.peer is None):
             self._make_sure_of_room()
         if known is None:
             known = self._of[instance] = KnownInstance()
+        if not self.owns(client, instance, rank):
+            again = part is not None and part.peer is not None
+            _say(client, instance, rank, "replaces its earlier connection" if again else "joins")
         if part is not None and part.peer is not None:
             self._parts[part.peer.id].discard((instance, rank))
         self._parts.setdefault(client.id, set()).add((instance, rank))
         return known
+
+    def _leaves_room(self, client: Peer, its: int) -> bool:
+        """Whether one more instance of this client leaves some for others."""
+        ours = sum(
+            any(part.peer is not None and part.peer.user == client.user for _, part in one.parts()) for one in self._of.values()
+        )
+        return room(MAX_INSTANCES - len(self._of), (its, SHARE_OF_PROCESS), (ours, SHARE_OF_USER), LEAST) > 0
 
     def _make_sure_of_room(self) -> None:
         if self._spare() <= 0:
@@ -303,5 +331,14 @@ class Instances:
         if all(part.peer is None for _, part in known.parts()):
             del self._of[instance]
             self._residents.close(instance)
+            for cache in known.caches.values():
+                self._residents.charge(cache.owner, -cache.nbytes)
         else:
             self._residents.show(instance, not known.missing())
+
+
+def _say(client: Peer, instance: m.InstanceId, rank: int, what: str) -> None:
+    """Log what becomes of one part of an instance."""
+    part = "scheduler" if rank == m.SCHEDULER else f"rank {rank}"
+    with caused_by(client.caller):
+        log.info("instance %s: %s (pid %d on %s) %s", instance.hex()[:8], part, client.process.pid, client.device, what)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Container
 
 from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server.client_lines import Caller
 from vcache_backend.metadata_server.instances import liveness
 from vcache_backend.metadata_server.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
@@ -90,6 +92,13 @@ class Layouts:
             self.hits[name] = totals
             self._counted[client.id] = name, int(each), totals
 
+    def forget_gone(self, stores: Callable[[bytes], bool]) -> None:
+        """Forget what namespaces have counted of which no client is connected and nothing is stored. stores: whether something is."""
+        connected = {name for name, *_ in self._counted.values()}
+        for name in [name for name in self.hits if name not in connected and not stores(_prefix(name))]:
+            del self.hits[name]
+            self.saved.pop(name, None)
+
     def drop(self, client: int) -> None:
         """Remove an instance that is gone."""
         self._counted.pop(client, None)
@@ -153,6 +162,14 @@ def _mismatches(model: str, groups: list[tuple[dict[str, str], list[Peer]]]) -> 
     return found
 
 
+def _prefix(name: str) -> bytes:
+    """The first bytes of a namespace's keys, as its name says; b"" if that is no namespace's name."""
+    try:
+        return bytes.fromhex(name)
+    except ValueError:
+        return b""
+
+
 def printable(text: str, most: int = MAX_SHOWN_CHARS) -> str:
     """`text` for a terminal or a log: cut to `most` characters, without anything that a terminal would act on."""
     short = text if len(text) <= most else f"{text[: most - 3]}..."
@@ -186,21 +203,23 @@ def _who(client: Peer) -> str:
 
 
 class Reports:
-    """The newest reports, `MAX_REPORTS` at most. A text is kept once a connection, with the time of its last report."""
+    """The newest reports, `MAX_REPORTS` at most: beyond that, the oldest of whoever has the most goes. A text is kept once a connection,
+    with the time of its last report."""
 
     def __init__(self, wall_clock: Callable[[], float]) -> None:
         self._now = wall_clock
-        self._kept: dict[tuple[int, str], m.Reported] = {}
+        self._kept: dict[tuple[int, str], tuple[Caller, m.Reported]] = {}
 
     def add(self, client: Peer, level: m.Level, text: str) -> m.Reported | None:
         """Keep what `client` reports, as one printable line. None if it is kept already."""
         line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
         known = self._kept.pop((client.id, line), None)
         reported = m.Reported(self._now(), level, client.process.pid, client.device, line)
-        self._kept[client.id, line] = reported
+        self._kept[client.id, line] = client.caller, reported
         if len(self._kept) > MAX_REPORTS:
-            del self._kept[next(iter(self._kept))]
+            ((most, _),) = Counter(caller for caller, _ in self._kept.values()).most_common(1)
+            del self._kept[next(key for key, (caller, _) in self._kept.items() if caller == most)]
         return reported if known is None else None
 
     def newest_last(self) -> list[m.Reported]:
-        return list(self._kept.values())
+        return [reported for _, reported in self._kept.values()]

@@ -63,7 +63,13 @@ SEGMENT_ID = r"\A[0-9A-Za-z_.:-]{1,64}\Z"
 MAX_SEGMENT_BYTES = 1 << 46
 """Larger than any allocation there is. More is refused before it reaches a system call."""
 Bytes = Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]
-_PRINTABLE = r"\A[^\x00-\x1f\x7f-\x9f]*\Z"
+_INVISIBLE = (
+    r"\x00-\x1f\x7f-\x9f\xad\u0600-\u0605\u061c\u06dd\u070f\u0890-\u0891\u08e2\u180e\u200b-\u200f"
+    r"\u2028-\u202e\u2060-\u2064\u2066-\u206f\ufeff\ufff9-\ufffb\U000110bd\U000110cd\U00013430-\U0001343f"
+    r"\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0001\U000e0020-\U000e007f"
+)
+"""Control and format characters, such as those that turn the direction of writing, and separators of lines: Unicode's Cc, Cf, Zl, Zp."""
+_PRINTABLE = rf"\A[^{_INVISIBLE}]*\Z"
 Text = Annotated[str, msgspec.Meta(max_length=256, pattern=_PRINTABLE)]
 MAX_FIELDS = 64
 """The most fields of a layout."""

@@ -11,7 +11,9 @@ from typing import cast
 
 import msgspec
 
+from vcache_backend.metadata_server import shares
 from vcache_backend.metadata_server.allocator import ALIGNMENT, Extents, padded
+from vcache_backend.metadata_server.client_lines import Caller
 from vcache_backend.metadata_server.messages import ChunkKey, Location, Medium, SegmentId, SegmentInfo, SegmentState
 from vcache_backend.metadata_server.records import ProcessId
 
@@ -86,8 +88,8 @@ class Order:
 
 
 class Peer(msgspec.Struct):
-    """One connection of a client: its number, the process behind it, the device it prefers, the segments it cannot use, the name from its
-    hello, and when (monotonic clock) its last message came."""
+    """One connection of a client: its number, the process behind it and that one's user, the device it prefers, the segments it cannot use,
+    the name from its hello, and when (monotonic clock) its last message came."""
 
     id: int
     process: ProcessId
@@ -96,6 +98,17 @@ class Peer(msgspec.Struct):
     avoids: set[SegmentId] = msgspec.field(default_factory=set)
     name: str = ""
     heard: float = msgspec.field(default_factory=time.monotonic)
+    uid: int = 0
+
+    @property
+    def caller(self) -> Caller:
+        """Whom its lines in the log count for."""
+        return Caller(self.uid, self.process.pid)
+
+    @property
+    def user(self) -> int:
+        """Whose share it counts to, see `shares.user`."""
+        return shares.user(self.uid, self.process.pid)
 
 
 class Segment:
@@ -268,6 +281,10 @@ class Placement:
         for segment in self.segments.values():
             if segment.medium == peer.medium and segment.state == "live" and segment.id not in peer.avoids:
                 yield segment
+
+    def occupied(self) -> int:
+        """The number of slots in use, be their chunks live, being written, or gone and still read or in quarantine."""
+        return sum(len(segment.ending) for segment in self.segments.values() if segment.state != "absent")
 
     def in_state(self, state: SegmentState) -> list[Segment]:
         """The segments in a state."""

@@ -34,6 +34,8 @@ def spin(few: float, many: float) -> float:
     return 0.0 if cores < SPIN_CORES else many if cores >= MANY_CORES else few
 
 
+_EXITING = 4
+"""PF_EXITING, of the flags in /proc/PID/stat."""
 _SO_PEERGROUPS = 59
 _GROUPS_BYTES = 1024
 """The most that Python reads: 256 groups. Of a process with more, only its own group counts."""
@@ -71,6 +73,17 @@ def stopped(process: ProcessId) -> bool:
     except OSError:
         return False
     return int(said[19]) == process.started and said[0] in (b"T", b"t")
+
+
+def ending(process: ProcessId) -> bool:
+    """Whether it has ended, or is about to: its sockets are closed before that can be waited for. False if that is unknown."""
+    try:
+        said = Path(f"/proc/{process.pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return process.pid != 0 and process.started != 0
+    except OSError:
+        return False
+    return int(said[19]) != process.started or said[0] in (b"Z", b"X") or bool(int(said[6]) & _EXITING)
 
 
 def identity(pid: int, token: int = 0) -> ProcessId:

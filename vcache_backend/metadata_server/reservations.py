@@ -56,8 +56,6 @@ class Reservations:
         """The void reservations of each process."""
         self._pending: dict[ChunkKey, int] = {}
         """The last reservation of each key, which may be void by now."""
-        self.slots = 0
-        """The number of slots of open reservations."""
 
     def pending(self, key: ChunkKey) -> bool:
         """Whether somebody is writing this chunk who may still commit it."""
@@ -101,7 +99,6 @@ class Reservations:
         namespaces = frozenset({entry.key[:NAMESPACE_BYTES] for entry in entries})
         self._open[id_] = Reservation(client, process, now + self.seconds, entries, namespaces, list(sources))
         self._of_client.setdefault(client, {})[id_] = None
-        self.slots += len(entries)
 
     def restore(self, id_: int, process: ProcessId, entries: list[Entry]) -> None:
         """Take over a reservation of an earlier server, void from the start."""
@@ -159,7 +156,6 @@ class Reservations:
         del of_client[id_]
         if not of_client:
             del self._of_client[reservation.client]
-        self.slots -= len(reservation.entries)
         return reservation
 
     def _quarantine(self, id_: int, reservation: Reservation) -> None:

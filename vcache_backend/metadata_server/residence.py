@@ -10,10 +10,14 @@ import msgspec
 
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.backlog import Steps
+from vcache_backend.metadata_server.placement import Peer
 from vcache_backend.metadata_server.refuse import Refuse
 
 RETRACT_LOOKS = 4096
 """How many of the newest publications a retraction looks through for those that stay. Older ones go in any case, each a miss."""
+CHUNK_BYTES, BLOCK_BYTES = 320, 136
+"""What the server's memory holds of each chunk besides numbers and generations, and for each block of an instance: its entry among the
+holders, and room in both tables, which do not shrink with what is in them."""
 MAX_HINTS = 2048
 """The most chunks kept between two heartbeats of an instance; beyond that, those read longest ago are dropped."""
 _FIRST_RANK = bytes(m.RANK_BYTES)
@@ -29,62 +33,80 @@ class PublishedChunk(msgspec.Struct, gc=False, eq=False):
     agreed: int
 
 
-class Residence:
-    """What one instance has published. Each block is in the lead of at most one chunk, so its blocks bound all tables."""
+Table = dict[m.ChunkKey, PublishedChunk]
 
-    def __init__(self, namespace: bytes, blocks: int, ranks: int, each: int, lead: int = 0) -> None:
-        """lead: see `Join`."""
-        self.shape = namespace, blocks, ranks, each, lead
-        self.namespace, self.blocks, self.ranks, self.each, _ = self.shape
-        self._lead = lead or each
+
+class Residence:
+    """What one instance has published. Each block is in the lead of at most one chunk, so its blocks bound the number of chunks."""
+
+    def __init__(self, owner: Peer, join: m.Join) -> None:
+        """owner: who has joined."""
+        self.owner, self.shape = owner, shape(join)
+        self.namespace, self.blocks, self.ranks, self.each = join.namespace, join.blocks, join.ranks, join.each
+        self._lead = join.lead or join.each
         self.whole = False
         """Whether every part of the instance is shown; until then nothing of it is found."""
-        self.found: dict[m.ChunkKey, PublishedChunk] = {}
-        self.awaited: dict[m.ChunkKey, PublishedChunk] = {}
+        self.found: Table = {}
+        self.awaited: Table = {}
         """Chunks that only some of the ranks have published."""
-        self.holders: list[PublishedChunk | None] = [None] * blocks
+        self.holders: list[PublishedChunk | None] = [None] * self.blocks
         """The publication whose lead each block is in. One that is in neither table any more counts for nothing."""
         self.recency = Recency()
-        self._all_ranks = (1 << ranks) - 1
+        self.chunk_bytes = CHUNK_BYTES + self.each * (m.NUMBER_BYTES + m.GENERATION_BYTES)
+        self.closed = False
+        self.charged = 0
+        """The bytes that its owner was charged for."""
+        self._kept = 0
+        """The chunks in memory: those in the tables, and void ones that `forget` has not reached yet."""
+        self._all_ranks = (1 << self.ranks) - 1
         self._floor = 0
 
     def __len__(self) -> int:
         return len(self.found) + len(self.awaited)
 
+    @property
+    def nbytes(self) -> int:
+        """About how many bytes of the server's memory it takes."""
+        kept = self._kept * self.chunk_bytes
+        return kept if self.closed and not kept else kept + self.blocks * BLOCK_BYTES
+
     def publish(self, rank: int, request: m.Publish, most: int) -> int:
-        """Take chunks that a rank publishes, `most` new ones at most. Returns how many were taken."""
+        """Take chunks that a rank publishes. Returns how many were taken. Its chunks become `most` more at most; then only those are
+        taken that replace others."""
         each, sequence = self.each, request.sequence
         numbers = self._numbers(rank, request)
         if sequence < self._floor:
             return 0
         taken, limit = 0, len(self) + most
         for at, key in enumerate(request.keys):
-            if len(self) >= limit:
-                break
             part = slice(at * each, (at + 1) * each)
             blocks = request.blocks[part.start * m.NUMBER_BYTES : part.stop * m.NUMBER_BYTES]
             generations = request.generations[part.start * m.GENERATION_BYTES : part.stop * m.GENERATION_BYTES]
             first = m.ChunkKey(key[: -m.RANK_BYTES] + _FIRST_RANK) if rank else key
-            taken += self._take(PublishedChunk(first, blocks, generations, sequence, 1 << rank), numbers[part])
+            full = len(self) >= limit
+            taken += self._take(PublishedChunk(first, blocks, generations, sequence, 1 << rank), numbers[part], full)
         return taken
 
-    def retract(self, sequence: int) -> tuple[int, Steps]:
-        """Void publications with a lower sequence. Returns how many there were, and the steps that clear them away."""
+    def retract(self, sequence: int) -> tuple[Table, Table]:
+        """Void publications with a lower sequence. Returns them, for `forget`."""
         self._floor = max(self._floor, sequence)
-        tables = self.found, self.awaited
-        self.found, self.awaited = {}, {}
-        kept = 0
-        for old, new in zip(tables, (self.found, self.awaited), strict=True):
-            newest = list(islice(reversed(old.values()), RETRACT_LOOKS))
-            new.update((one.key, one) for one in reversed(newest) if one.sequence >= sequence)
-            kept += len(new)
-        return sum(map(len, tables)) - kept, self._forget(tables)
+        self.found, found = _split(self.found, sequence)
+        self.awaited, awaited = _split(self.awaited, sequence)
+        return found, awaited
 
-    def clear(self) -> tuple[int, Steps]:
-        """Forget everything. Returns how many chunks were found, and the steps that clear them away."""
+    def clear(self) -> tuple[Table, Table]:
+        """Void everything. Returns it, for `forget`: what was found, and the rest."""
         tables = self.found, self.awaited
         self.found, self.awaited = {}, {}
-        return len(tables[0]), self._forget(tables)
+        return tables
+
+    def forget(self, tables: tuple[Table, ...]) -> Steps:
+        """Remove void publications from memory. A publication takes more steps the more blocks it has."""
+        for table in tables:
+            while table:
+                self._vacate(table.popitem()[1])
+                self._kept -= 1
+                yield from repeat(None, 1 + self.each // 8)
 
     # ---- inside
 
@@ -105,8 +127,9 @@ class Residence:
             raise Refuse(f"publish: block {max(numbers):,} of an instance that has {self.blocks:,}")
         return numbers
 
-    def _take(self, new: PublishedChunk, numbers: tuple[int, ...]) -> bool:
-        """Take one chunk, unless a newer publication has its key or, in its lead, one of its blocks, or its own lead has a block twice."""
+    def _take(self, new: PublishedChunk, numbers: tuple[int, ...], full: bool) -> bool:
+        """Take one chunk, unless a newer publication has its key or, in its lead, one of its blocks, or its own lead has a block twice.
+        full: unless it replaces none, too."""
         found, awaited, holders = self.found, self.awaited, self.holders
         key, lead = new.key, numbers[: self._lead]
         old = found.get(key) or awaited.get(key)
@@ -115,8 +138,9 @@ class Residence:
         rivals = {holder for block in numbers if (holder := holders[block]) is not None and self._has(holder)}
         if old is not None:
             rivals.add(old)
-        if any(rival.sequence > new.sequence for rival in rivals) or len(set(lead)) < len(lead):
+        if any(rival.sequence > new.sequence for rival in rivals) or len(set(lead)) < len(lead) or (full and not rivals):
             return False
+        self._kept += 1 - len(rivals)
         for rival in rivals:
             (found if found.get(rival.key) is rival else awaited).pop(rival.key)
             self._vacate(rival)
@@ -148,14 +172,24 @@ class Residence:
             if holders[block] is one:
                 holders[block] = None
 
-    def _forget(self, tables: tuple[dict[m.ChunkKey, PublishedChunk], ...]) -> Steps:
-        """Remove void publications, but for those that are kept. A publication takes more steps the more blocks it has."""
-        for table in tables:
-            while table:
-                _, one = table.popitem()
-                if not self._has(one):
-                    self._vacate(one)
-                yield from repeat(None, 1 + self.each // 8)
+
+def shape(join: m.Join) -> m.Join:
+    """What must be the same for publications to stay: all but the instance's name."""
+    return msgspec.structs.replace(join, instance=m.InstanceId(b""))
+
+
+def _split(table: Table, sequence: int) -> tuple[Table, Table]:
+    """Those chunks of a table whose sequence is no lower, and the others. The table becomes one of the two."""
+    newest = list(islice(reversed(table.values()), RETRACT_LOOKS))
+    kept = {one.key: one for one in reversed(newest) if one.sequence >= sequence}
+    if len(table) > 2 * RETRACT_LOOKS:
+        for key in kept:
+            del table[key]
+        return kept, table
+    void = {key: one for key, one in table.items() if key not in kept}
+    for key in void:
+        del table[key]
+    return table, void
 
 
 class Recency:

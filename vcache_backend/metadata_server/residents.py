@@ -11,13 +11,15 @@ from collections import Counter
 import msgspec
 
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server.backlog import Backlog
+from vcache_backend.metadata_server.backlog import Backlog, Steps
 from vcache_backend.metadata_server.chunks import Chunks
 from vcache_backend.metadata_server.messages import of_rank
-from vcache_backend.metadata_server.residence import PublishedChunk, Residence
+from vcache_backend.metadata_server.placement import Peer
+from vcache_backend.metadata_server.residence import BLOCK_BYTES, PublishedChunk, Residence, Table, shape
+from vcache_backend.metadata_server.shares import Shares
 
-MAX_BLOCKS_IN_ALL = 2 * m.MAX_BLOCKS
-"""The most blocks of all instances together."""
+MAX_BYTES = 1 << 30
+"""About the most memory of the server that all instances take together. The process of one scheduler has at most half of it."""
 MAX_CELLS = 16_384
 """The most keys times instances in one look-up; the keys beyond are left for the next one."""
 FOUND_BYTES = m.MAX_MESSAGE_BYTES - 8192
@@ -36,22 +38,35 @@ class Residents:
     def __init__(self, backlog: Backlog, counters: Counter[str], max_chunks: int) -> None:
         self._backlog, self._counters, self._max_chunks = backlog, counters, max_chunks
         self._of: dict[m.InstanceId, Residence] = {}
+        self.shares = Shares(MAX_BYTES, process=1, user=1 / 4)
+        """The bytes that each scheduler's process holds with its instances, and each worker's with what it shows of its cache."""
 
     def count(self, instance: m.InstanceId) -> int:
         """The number of chunks that are found in an instance, once all of it is shown."""
         residence = self._of.get(instance)
         return 0 if residence is None else len(residence.found)
 
-    def blocks_left(self, instance: m.InstanceId) -> int:
-        """How many blocks this instance may have, given those of the others."""
-        return MAX_BLOCKS_IN_ALL - sum(residence.blocks for id_, residence in self._of.items() if id_ != instance)
+    def room(self, owner: Peer) -> int:
+        """How many more bytes the process of this scheduler or worker may hold."""
+        return self.shares.room(owner.process, owner.user)
 
-    def open(self, instance: m.InstanceId, namespace: bytes, blocks: int, ranks: int, each: int, lead: int = 0) -> None:
+    def charge(self, owner: Peer, nbytes: int) -> None:
+        """Note that it holds so many more."""
+        self.shares.take(owner.process, owner.user, nbytes)
+
+    def lacks(self, owner: Peer, join: m.Join) -> int:
+        """How many bytes there are too few for the tables of an instance that is to be opened."""
+        known = self._of.get(join.instance)
+        there = known is not None and known.shape == shape(join)
+        return 0 if there else max(0, join.blocks * BLOCK_BYTES - self.room(owner))
+
+    def open(self, owner: Peer, join: m.Join) -> None:
         """Begin an instance. What it published before stays, unless its shape has changed."""
-        known = self._of.get(instance)
-        if known is None or known.shape != (namespace, blocks, ranks, each, lead):
-            self.close(instance)
-            self._of[instance] = Residence(namespace, blocks, ranks, each, lead)
+        known = self._of.get(join.instance)
+        if known is None or known.shape != shape(join):
+            self.close(join.instance)
+            self._of[join.instance] = Residence(owner, join)
+            self._settle(self._of[join.instance])
 
     def show(self, instance: m.InstanceId, whole: bool) -> None:
         """Set whether an instance's chunks are found."""
@@ -61,12 +76,14 @@ class Residents:
     def empty(self, instance: m.InstanceId) -> None:
         """Forget everything that an instance has published."""
         if (residence := self._of.get(instance)) is not None:
-            self._backlog.later(residence.clear()[1])
+            self._forget(residence, residence.clear())
 
     def close(self, instance: m.InstanceId) -> None:
         """Remove an instance that is gone."""
         self.empty(instance)
-        self._of.pop(instance, None)
+        if (residence := self._of.pop(instance, None)) is not None:
+            residence.closed = True
+            self._settle(residence)
 
     def publish(self, rank: int, request: m.Publish) -> int:
         """Publish chunks of an instance. Returns how many were taken; 0 if it has not joined. Refuse: impossible lengths or numbers."""
@@ -74,7 +91,8 @@ class Residents:
         if residence is None:
             return 0
         room = self._max_chunks - sum(map(len, self._of.values()))
-        taken = residence.publish(rank, request, max(0, room))
+        taken = residence.publish(rank, request, max(0, min(room, self.room(residence.owner) // residence.chunk_bytes)))
+        self._settle(residence)
         self._counters["published"] += taken
         return taken
 
@@ -83,19 +101,36 @@ class Residents:
         residence = self._of.get(instance)
         if residence is None:
             return 0
-        dropped, rest = residence.retract(sequence)
-        self._backlog.later(rest)
-        return dropped
+        tables = residence.retract(sequence)
+        self._forget(residence, tables)
+        return sum(map(len, tables))
 
     def clear(self, namespace: bytes) -> int:
         """Forget what is resident of a namespace, of all with b"". Returns how many chunks."""
         dropped = 0
         for residence in self._of.values():
             if not namespace or residence.namespace == namespace:
-                chunks, rest = residence.clear()
-                dropped += chunks
-                self._backlog.later(rest)
+                tables = residence.clear()
+                dropped += len(tables[0])
+                self._forget(residence, tables)
         return dropped
+
+    def _forget(self, residence: Residence, tables: tuple[Table, Table]) -> None:
+        """Remove void chunks from memory in later turns. Their owner is charged for them until then."""
+        if any(tables):  # else anybody could add to the backlog faster than it is done
+            self._backlog.later(self._forgetting(residence, tables))
+
+    def _forgetting(self, residence: Residence, tables: tuple[Table, Table]) -> Steps:
+        for _ in residence.forget(tables):
+            self._settle(residence)
+            yield
+        self._settle(residence)
+
+    def _settle(self, residence: Residence) -> None:
+        """Charge its owner for what it holds now."""
+        if change := residence.nbytes - residence.charged:
+            residence.charged += change
+            self.charge(residence.owner, change)
 
     # ---- what others read
 

@@ -19,6 +19,7 @@ from vcache_backend.config import ServerConfig
 from vcache_backend.errors import ConfigError
 from vcache_backend.metadata_server import processes, succession
 from vcache_backend.metadata_server.admission import Admission
+from vcache_backend.metadata_server.client_lines import ClientLines
 from vcache_backend.metadata_server.clients import Clients
 from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.endpoint import Endpoint, beside
@@ -45,6 +46,8 @@ class Server:
         self._config = config
         self._stopping = self._hung_up = False
         self._looked = time.monotonic()
+        self.lines = ClientLines()
+        """For the handlers of the log."""
         with ExitStack() as undo:
             self._endpoint = undo.enter_context(Endpoint(config.path, config.allow_uids, config.allow_gids))
             self._epoll = undo.enter_context(select.epoll())
@@ -140,6 +143,7 @@ class Server:
         self._service.collect_dropped()
         self._watch_processes()
         self._clients.tick()
+        self.lines.tell()
         absent = self._directory.absent_segments()
         if absent and time.monotonic() > self._recover_until and (lost := self._directory.forget_absent(absent)):
             seconds = self._config.recover_seconds
@@ -163,6 +167,8 @@ def serve(config: ServerConfig) -> None:
     a noticeable time.
     """
     server = Server(config)
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(server.lines)
     monitor = MonitorProcess(config) if config.metrics else None
     gc.disable()
     for number in (signal.SIGTERM, signal.SIGINT):

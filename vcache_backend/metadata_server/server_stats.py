@@ -20,6 +20,7 @@ _MOST_TOKENS = 1 << 62
 def server_stats(service: Service) -> m.ServerStats:
     """All statistics but the number of connections."""
     directory, layouts = service.directory, service.layouts
+    layouts.forget_gone(directory.stores)
     open_, quarantined = directory.reservations.counts()
     instances = service.instances.stats() + layouts.through_pool(service.instances.processes())
     counters = dict(directory.counters) | {"expired_leases": directory.leases.expired} | service.longest.told()

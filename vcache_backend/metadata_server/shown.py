@@ -13,6 +13,9 @@ from vcache_backend.metadata_server.records import ProcessId
 from vcache_backend.metadata_server.refuse import Refuse
 from vcache_backend.seals import FUTURE_WRITE, RESIZING, lacking
 
+CACHE_BYTES, PLANE_BYTES, REGION_BYTES = 4096, 144, 256
+"""What the server's memory holds of a cache's description."""
+
 
 class ShownTable:
     """What a scheduler has shown. `peer` is None once its connection is closed."""
@@ -35,7 +38,9 @@ class ShownCache:
 
     def __init__(self, peer: Peer, shape: m.CacheShape) -> None:
         self.peer: Peer | None = peer
-        self.process, self.shape = peer.process, shape
+        self.owner, self.process, self.shape = peer, peer.process, shape
+        self.nbytes = CACHE_BYTES + PLANE_BYTES * len(shape.planes) + REGION_BYTES * len(shape.regions)
+        """About how many bytes of the server's memory its description takes."""
         self.regions: dict[int, Descriptor] = {}
 
     def gone(self) -> None:

@@ -1,0 +1,364 @@
+"""What clients may take of a server: its memory, its connections, its instances and its log. Nobody takes all of it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import tracemalloc
+import unicodedata
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import instance_cases
+import msgspec
+import pytest
+from instance_cases import NAMESPACE, chunk_generations, instance_id, keys, numbers
+from model import FakeClock
+from processes import Raw, Stage, eventually, info
+
+from vcache_backend.config import ServerConfig
+from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server import residents
+from vcache_backend.metadata_server.client_lines import MAX_CALLERS, OF_PROCESS, OF_USER, Caller, ClientLines, caused_by
+from vcache_backend.metadata_server.directory import Directory
+from vcache_backend.metadata_server.layouts import MAX_REPORTS, Reports
+from vcache_backend.metadata_server.placement import Peer
+from vcache_backend.metadata_server.records import ProcessId
+from vcache_backend.metadata_server.shares import Shares, user
+
+MIB = 1 << 20
+A, B = instance_id(1), instance_id(2)
+
+
+def peer(pid: int = 7, number: int = 1, uid: int = 1000) -> Peer:
+    return Peer(number, ProcessId(pid, 1), "host", "host", uid=uid)
+
+
+@pytest.fixture
+def directory() -> Directory:
+    return Directory(ServerConfig(), FakeClock())
+
+
+@contextmanager
+def grows_by_less_than(nbytes: int) -> Iterator[None]:
+    gc.collect()
+    tracemalloc.start()
+    try:
+        yield
+        grown = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert grown < nbytes, f"the server has grown by {grown:,} B"
+
+
+# ---- what instances publish
+
+
+def join(
+    directory: Directory, instance: m.InstanceId, owner: Peer, each: int, lead: int = 0, ranks: int = 1, blocks: int = 10_000
+) -> None:
+    directory.residents.open(owner, m.Join(instance, NAMESPACE, blocks, ranks, each, lead))
+
+
+def publish(
+    directory: Directory, instance: m.InstanceId, each: int, lead: int, chunks: int, start: int = 0, sequence: int = 1
+) -> int:
+    """A chunk is in blocks of its own, as far as its lead goes."""
+    taken, at_once = 0, 16
+    for first in range(start, start + chunks, at_once):
+        blocks = b"".join(
+            numbers(*range(n * lead, (n + 1) * lead)) + bytes(4 * (each - lead)) for n in range(first, first + at_once)
+        )
+        generations = chunk_generations(300, at_once, each)
+        taken += directory.residents.publish(0, m.Publish(instance, sequence, keys(at_once, start=first), blocks, generations))
+    return taken
+
+
+SHAPES = {"blocks behind the lead": (1024, 1, 1), "a block a chunk": (1, 1, 1), "chunks that wait for another rank": (256, 1, 2)}
+
+
+@pytest.mark.parametrize(("each", "lead", "ranks"), SHAPES.values(), ids=SHAPES)
+def test_what_all_publish_is_bounded_in_bytes(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch, each: int, lead: int, ranks: int
+) -> None:
+    monkeypatch.setattr(residents, "MAX_BYTES", 6 * MIB, raising=False)
+    directory = Directory(ServerConfig(), FakeClock())
+    with grows_by_less_than(6 * MIB):
+        for number in range(3):
+            join(directory, instance_id(number), peer(number + 1), each, lead, ranks)
+            publish(directory, instance_id(number), each, lead, 9984)
+
+
+def publish_and_retract(directory: Directory) -> None:
+    for sequence in range(1, 60):
+        publish(directory, A, 256, 1, 64, sequence=sequence)
+        directory.residents.retract(A, sequence + 1)
+
+
+def retract_old_ones(directory: Directory) -> None:
+    publish(directory, A, 1, 1, 4096, start=16, sequence=1000)
+    for sequence in range(1, 200):
+        publish(directory, A, 1, 1, 16, sequence=sequence)
+        directory.residents.retract(A, sequence + 1)
+
+
+def clear_nothing(directory: Directory) -> None:
+    for _ in range(20_000):
+        directory.clear(b"")
+
+
+def join_anew(directory: Directory) -> None:
+    for ranks in range(60):
+        join(directory, A, peer(), 256, 1, 1 + ranks % 2, 10_000)
+        publish(directory, A, 256, 1, 64)
+
+
+@pytest.mark.parametrize("does", [publish_and_retract, retract_old_ones, clear_nothing, join_anew])
+def test_what_is_void_counts_until_it_is_out_of_memory(
+    monkeypatch: pytest.MonkeyPatch, does: Callable[[Directory], None]
+) -> None:
+    """A client that is faster than the server's backlog."""
+    monkeypatch.setattr(residents, "MAX_BYTES", 6 * MIB, raising=False)
+    directory = Directory(ServerConfig(), FakeClock())
+    with grows_by_less_than(6 * MIB):
+        join(directory, A, peer(), 256 if does is not retract_old_ones else 1, 1)
+        does(directory)
+    while directory.backlog:
+        directory.go_on(1000)
+    directory.residents.close(A)
+    while directory.backlog:
+        directory.go_on(1000)
+    assert directory.residents.shares.taken == 0
+
+
+def test_whatever_some_publish_there_is_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residents, "MAX_BYTES", 4 * MIB, raising=False)
+    directory = Directory(ServerConfig(), FakeClock())
+    for number in range(1, 5):
+        join(directory, instance_id(number), peer(1 + number % 2), 64, 1, blocks=1000)
+        assert 0 < publish(directory, instance_id(number), 64, 1, 992)
+    join(directory, instance_id(9), peer(9), 64, 1, blocks=1000)
+    assert publish(directory, instance_id(9), 64, 1, 320) == 320
+    assert publish(directory, instance_id(1), 64, 1, 992, sequence=2) > 0, "new ones take the place of old ones"
+
+
+# ---- what they reserve
+
+
+def test_slots_count_until_they_are_free_whatever_has_become_of_their_writer() -> None:
+    """A client that reserves, hangs up and comes back; one that leases chunks and removes them."""
+    directory = Directory(ServerConfig(max_chunks=1000), FakeClock())
+    directory.add_segment(m.SegmentInfo(m.SegmentId("s"), "host", "host", 16 * MIB))
+    slots = 0
+    for number in range(1, 6):
+        client = peer(number=number)
+        reserved = directory.reserve(client, keys(600, start=1000 * number), 256)
+        slots += sum(isinstance(slot, m.Location) for slot in reserved.slots)
+        if number == 1:
+            directory.commit(client, reserved.reservation, [])
+            directory.acquire(client, keys(600, start=1000))
+            directory.remove(keys(600, start=1000))
+        else:
+            directory.disconnect(client)
+    assert slots == 1000
+
+
+# ---- connections
+
+
+HOG = """
+import sys, time
+from pathlib import Path
+from processes import Raw
+held = []
+while (raw := Raw(Path(sys.argv[1]))).welcome and raw.welcome[0] == "welcome":
+    held.append(raw)
+print("has", len(held), raw.welcome, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_process_that_takes_all_the_connections_it_can_leaves_some_for_others(alone: Stage) -> None:
+    alone.server(max_clients=144)
+    said = alone.script(HOG).expect("has")
+    assert "kept for others: close some, or raise server.max_clients" in said
+    assert int(said.split()[1]) == 144 // 9
+    assert alone.client().stats().clients > 0
+
+
+def test_whatever_a_process_or_a_user_takes_there_is_room_for_others() -> None:
+    places = Shares(1024, process=8, user=1 / 4, least=4)
+
+    def fill(who: int | None, of: int) -> int:
+        taken = 0
+        while places.room(who, of):
+            places.take(who, of, 1)
+            taken += 1
+        return taken
+
+    taken = [fill(number, 1000) for number in range(20)]
+    assert taken[:3] == [113, 101, 90]
+    assert set(taken[14:]) == {4}, "a process may have a few, though its user has the most that it may have"
+    assert fill(500, 0) > 4, "another user"
+    assert fill(None, user(1000, 0)) > 50, "its processes in other pid namespaces are another user"
+    for number in range(20):
+        places.take(number, 1000, -taken[number])
+    assert places.room(1, 1000) > 80
+
+
+# ---- the log
+
+
+SPEAK = "from processes import Raw; import sys; from pathlib import Path; Raw(Path(sys.argv[1])).ask('report', 'warn', 'heard')"
+
+
+def test_no_client_fills_the_log_however_often_it_connects_and_others_are_heard(alone: Stage) -> None:
+    server = alone.server()
+    layout = {"model": "m", "namespace": "aa", "field": "x"}
+    alone.raw(hello=False).ask("hello", m.PROTOCOL_VERSION, "host", "host", layout)
+    for number in range(300):
+        with Raw(alone.path, hello=False) as raw:
+            other = layout | {"namespace": str(number), "field": str(number)}
+            assert raw.ask("hello", m.PROTOCOL_VERSION, "host", "host", other)[0] == "welcome"
+            raw.ask("report", "info", f"{number} " + "x" * 1000)
+            raw.send_bytes(b"\xc1")
+            assert raw.closed()
+        server.said()
+    assert alone.script(SPEAK).wait()[0] == 0
+    server.signal(signal.SIGTERM)
+    _, said = server.wait()
+    assert "reports: heard" in said
+    assert said.count("\n") < OF_PROCESS.lines + 10
+    assert len(said) < 100_000
+
+
+@pytest.fixture
+def lines() -> Iterator[tuple[ClientLines, Callable[[int, int], None], list[str], list[float]]]:
+    """A log with a clock: says a line of a process of a user."""
+    said, now = list[str](), [0.0]
+    kept = ClientLines(lambda: now[0])
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.addFilter(kept)
+    log = logging.getLogger("vcache_backend.metadata_server.client_lines")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+
+    def say(uid: int, pid: int, text: str = "a line") -> None:
+        with caused_by(Caller(uid, pid)):
+            log.warning("%s", text)
+
+    yield kept, say, said, now
+    log.removeHandler(handler)
+    log.setLevel(logging.NOTSET)
+
+
+def test_a_process_has_its_lines_and_then_one_now_and_then_that_says_how_many_were_left_out(lines: Any) -> None:
+    kept, say, said, now = lines
+    for _ in range(OF_PROCESS.lines + 7):
+        say(1000, 7)
+    say(1000, 8, "another process")
+    assert said == ["a line"] * OF_PROCESS.lines + ["another process"]
+    now[0] += OF_PROCESS.seconds
+    say(1000, 7)
+    say(1000, 7)
+    assert said[-1] == "a line (lines of this client left out before this one: 7)"
+    now[0] += OF_PROCESS.seconds
+    kept.tell()
+    assert said[-1] == "pid 7 of uid 1000 is quiet again (lines of this client left out before this one: 1)"
+
+
+def test_a_user_with_ever_new_processes_has_no_more_lines_than_a_user_has(lines: Any) -> None:
+    """Those of other pid namespaces have no numbers: they are counted by user alone."""
+    kept, say, said, now = lines
+    for pid in range(1, 5 * MAX_CALLERS):
+        say(1000, pid)
+        say(1001, 0)
+    assert len(said) == 2 * OF_USER.lines
+    assert len(kept._buckets) <= MAX_CALLERS + 1
+    now[0] += OF_PROCESS.lines * OF_PROCESS.seconds
+    kept.tell()
+    assert len(kept._buckets) < MAX_CALLERS, "who was quiet for long is forgotten"
+
+
+def test_what_a_client_says_is_one_printable_line(lines: Any) -> None:
+    _, say, said, _ = lines
+    say(1000, 7, "one\n2026 INFO forged\x1b[2J\u202e" + "x" * 5000)
+    assert said[0].startswith(r"one\n2026 INFO forged\x1b[2J\u202exxx")
+    assert len(said[0]) < 1600
+
+
+OWN = """
+import sys, time
+from pathlib import Path
+from processes import PATIENT
+from instance_cases import instance_id, join, show
+from vcache_backend.metadata_server.client import Client
+client = Client(Path(sys.argv[1]), PATIENT, "GPU-7", "host")
+join(client, instance_id(1 << 120)), show(client, instance_id(1 << 120))
+print("shown", flush=True)
+time.sleep(60)
+"""
+
+
+def test_who_joins_and_leaves_stands_in_the_log_and_why(alone: Stage) -> None:
+    server = alone.server()
+    owner = alone.script(OWN)
+    owner.expect("shown")
+    who = f"(pid {owner.pid} on GPU-7)"
+    assert " INFO " in server.expect(f"instance 01000000: scheduler {who} joins")
+    server.expect(f"instance 01000000: rank 0 {who} joins")
+    owner.kill()
+    server.expect(f"{who} leaves: its process has ended")
+    with alone.client() as client:
+        instance_cases.join(client, A)
+    server.expect(f"scheduler (pid {os.getpid()} on host) leaves: its connection is closed")
+    one, other = alone.client(), alone.client()
+    instance_cases.join(one, A)
+    instance_cases.join(other, A)
+    server.expect(f"scheduler (pid {os.getpid()} on host) replaces its earlier connection")
+    alone.raw(hello=False).ask("hello", 1, "host", "host", {})
+    assert "the client speaks protocol 1" in server.expect(f"refused pid {os.getpid()} of uid {os.getuid()}")
+
+
+def test_who_reports_much_pushes_out_its_own_reports_alone() -> None:
+    reports = Reports(lambda: 0.0)
+    reports.add(peer(8), "error", "what an operator should see")
+    for number in range(2 * MAX_REPORTS):
+        reports.add(peer(7, number), "info", f"{number}")
+    texts = [report.text for report in reports.newest_last()]
+    assert (len(texts), texts[0], texts[-1]) == (MAX_REPORTS, "what an operator should see", str(2 * MAX_REPORTS - 1))
+
+
+# ---- names
+
+
+def test_no_name_has_invisible_characters() -> None:
+    """They turn the direction of writing, or begin a line, wherever the name is shown."""
+    taken = msgspec.msgpack.Decoder(m.Text)
+    for code in range(0x110000):
+        letter = chr(code)
+        if unicodedata.category(letter) in ("Cc", "Cf", "Zl", "Zp"):
+            with pytest.raises(msgspec.ValidationError):
+                taken.decode(msgspec.msgpack.encode(f"GPU{letter}"))
+    assert taken.decode(msgspec.msgpack.encode("GPU-Grüße 東京 é")) == "GPU-Grüße 東京 é"
+
+
+def test_a_namespace_is_told_as_long_as_it_has_a_client_or_a_chunk(alone: Stage, memfd: int) -> None:
+    alone.server()
+    looking = alone.client()
+    looking.add_segment(info("s0", 4096), memfd)
+    layout = {"model": "m", "chunk_size": "16", "namespace": NAMESPACE.hex()}
+    with alone.client(layout=layout) as client:
+        client.commit(client.reserve(keys(1), 1024).reservation)
+        assert client.lookup(keys(2)) == 1
+        eventually(lambda: looking.stats().hits == {NAMESPACE.hex(): (32, 16)})
+    eventually(lambda: looking.stats().clients == 1)
+    assert NAMESPACE.hex() in looking.stats().hits
+    counted = looking.stats().counters["lookup_hits"]
+    looking.clear(NAMESPACE)
+    assert looking.stats().hits == {}
+    assert looking.stats().counters["lookup_hits"] == counted

@@ -1,0 +1,116 @@
+"""Log lines that clients cause: each on one printable line, and of each client only so many."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
+
+import msgspec
+
+log = logging.getLogger(__name__)
+
+MAX_CALLERS = 1024
+"""The most processes and users whose lines are counted apart."""
+MAX_LINE_CHARS = 1500
+
+
+class Caller(NamedTuple):
+    """A process that is connected, or all those of a user that are not visible here (`pid` 0)."""
+
+    uid: int
+    pid: int
+
+
+class Limit(NamedTuple):
+    """So many lines at once, and after that one every so many seconds."""
+
+    lines: int
+    seconds: float
+
+
+OF_PROCESS, OF_USER = Limit(60, 10.0), Limit(600, 1.0)
+_OTHERS = Caller(-1, 0)
+"""Everybody for whom there is no place in the table."""
+
+CALLER: ContextVar[Caller | None] = ContextVar("CALLER", default=None)
+"""Who causes what happens now; None: nobody in particular."""
+
+
+@contextmanager
+def caused_by(caller: Caller) -> Iterator[None]:
+    """What is logged in this context counts as a line of this client."""
+    token = CALLER.set(caller)
+    try:
+        yield
+    finally:
+        CALLER.reset(token)
+
+
+class _Bucket(msgspec.Struct):
+    """The lines that are still `left`, as of the time `at`, and how many were left out since the last one."""
+
+    limit: Limit
+    left: float
+    at: float
+    left_out: int = 0
+
+    def refill(self, now: float) -> None:
+        self.left, self.at = min(self.limit.lines, self.left + (now - self.at) / self.limit.seconds), now
+
+
+class ClientLines(logging.Filter):
+    """Leaves out what is more than the limit of the process or of its user, whatever it was. To be added to the log's handler.
+
+    A client that connects again is the same client.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._now = now
+        self._buckets: dict[Caller, _Bucket] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the line is written; it then says how many before it were not."""
+        if (caller := CALLER.get()) is None:
+            return True
+        user, process = self._bucket(Caller(caller.uid, 0), OF_USER), self._bucket(caller, OF_PROCESS)
+        if min(user.left, process.left) < 1:
+            process.left_out += 1
+            return False
+        for bucket in {id(user): user, id(process): process}.values():
+            bucket.left -= 1
+        line, out, process.left_out = one_line(record.getMessage()), process.left_out, 0
+        more = f" (lines of this client left out before this one: {out:,})" if out else ""
+        record.msg, record.args = line + more, None
+        return True
+
+    def tell(self) -> None:
+        """Say how many lines of clients were left out that have caused none since. To be called now and then."""
+        now = self._now()
+        for caller, bucket in list(self._buckets.items()):
+            bucket.refill(now)
+            if bucket.left_out and bucket.left >= 1:
+                with caused_by(caller):
+                    log.info("pid %d of uid %d is quiet again", caller.pid, caller.uid)
+            elif bucket.left == bucket.limit.lines:
+                del self._buckets[caller]
+
+    def _bucket(self, caller: Caller, limit: Limit) -> _Bucket:
+        now = self._now()
+        if caller not in self._buckets and len(self._buckets) >= MAX_CALLERS:
+            caller, limit = _OTHERS, OF_USER
+        bucket = self._buckets.get(caller)
+        if bucket is None:
+            bucket = self._buckets[caller] = _Bucket(limit, limit.lines, now)
+        bucket.refill(now)
+        return bucket
+
+
+def one_line(text: str) -> str:
+    """`text` without anything that a terminal would act on, or that would look like another line."""
+    short = text if len(text) <= MAX_LINE_CHARS else f"{text[: MAX_LINE_CHARS - 3]}..."
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in short)

@@ -1,0 +1,49 @@
+"""How much one of many may take of something of which there is only so much. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+
+
+def room(free: int, process: tuple[int, float], user: tuple[int, float], least: int = 0) -> int:
+    """How much more a process may take of what is `free`. process, user: what it and its user hold, and how many times that must still be
+    free afterwards. A process may have `least` as long as anything is free.
+
+    So whatever some hold, others find something: of N, k processes with `times` 1 have at most N / (k + 1) each.
+    """
+    shares = [(free - times * held) / (1 + times) for held, times in (process, user)]
+    return max(0, int(min(free, max(min(shares), least - process[0]))))
+
+
+def user(uid: int, pid: int) -> int:
+    """Whose share a process counts to: its user's. Processes that are not visible here (pid 0) cannot be told apart, and are together
+    another user."""
+    return uid if pid else -1 - uid
+
+
+class Shares:
+    """Who holds how much of `whole`, by process and by user. process, user, least: see `room`."""
+
+    def __init__(self, whole: int, process: float, user: float, least: int = 0) -> None:
+        self.whole, self._process, self._user, self._least = whole, process, user, least
+        self._processes: Counter[Hashable] = Counter()
+        self._users: Counter[Hashable] = Counter()
+
+    @property
+    def taken(self) -> int:
+        """What all hold together."""
+        return self._users.total()
+
+    def room(self, process: Hashable, user: int) -> int:
+        """How much more this process of this user may take. process: None if it is not known."""
+        free = self.whole - self.taken
+        held = 0 if process is None else self._processes[process]
+        return room(free, (held, self._process), (self._users[user], self._user), self._least)
+
+    def take(self, process: Hashable, user: int, amount: int) -> None:
+        """Note that it has taken `amount`, or given it back if that is negative."""
+        for table, holder in ((self._processes, process), (self._users, user)):
+            table[holder] += amount
+            if not table[holder]:
+                del table[holder]
