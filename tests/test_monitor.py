@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -10,10 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import urllib.error
 import urllib.request
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from typing import Any
 import pytest
 from engine_cases import Cache, layout_of, node
 from instance_cases import instance_id, join, keys, publish, show
-from processes import ROOT, Child, Stage, eventually
-from prometheus_client import CollectorRegistry
+from processes import ROOT, SECONDS, Child, Stage, eventually
+from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.processes import free_ports
@@ -272,66 +273,99 @@ def test_a_page_of_somebody_else_whose_name_was_made_to_mean_this_address_reads_
     assert {host: asked_as(address, host) for host in others} == dict.fromkeys(others, 421)
 
 
-def test_nobody_who_is_slow_keeps_others_away(alone: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web, "ANSWER_SECONDS", 0.5)
-    alone.server()
-    with closing(Samples(alone.path)) as asked:
-        served = web.Web("127.0.0.1", 0, asked, CollectorRegistry())
-        thread = threading.Thread(target=served.serve_forever, daemon=True)
-        thread.start()
-        address = f"127.0.0.1:{served.server_address[1]}"
-        slow = [socket.create_connection(("127.0.0.1", int(served.server_address[1]))) for _ in range(2 * web.MOST_AT_ONCE)]
-        for one in slow:
+SLOW = {
+    "sends nothing": b"",
+    "sends a part of a head": b"GET /metr",
+    "reads no answer": b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "stays after an answer": b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n",
+}
+
+
+@contextmanager
+def slow(address: str, sent: bytes, sources: Sequence[str]) -> Iterator[list[socket.socket]]:
+    """Connections that have sent this and read nothing."""
+    host, _, port = address.rpartition(":")
+    with ExitStack() as held:
+        made = []
+        for source in sources:
+            one = held.enter_context(socket.socket())
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            one.settimeout(SECONDS)
+            one.bind((source, 0))
+            one.connect((host, int(port)))
             with suppress(OSError):
-                one.sendall(b"GET /metr")
-
-        eventually(lambda: answers(address))
-        for one in slow:
-            one.close()
-        served.shutdown()
-        served.server_close()
+                one.sendall(sent)
+            made.append(one)
+        yield made
 
 
-def test_who_holds_connections_keeps_other_addresses_from_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A kubelet that asks for /healthz in vain starts the server anew."""
-    monkeypatch.setattr(web, "ANSWER_SECONDS", 1000.0)
-    with closing(Samples(tmp_path / "vcache.sock")) as asked:
-        served = web.Web("127.0.0.1", 0, asked, CollectorRegistry())
-        threading.Thread(target=served.serve_forever, daemon=True).start()
-        port = int(served.server_address[1])
-        slow = [
-            socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.2", 0)) for _ in range(2 * web.MOST_AT_ONCE)
-        ]
-        assert get(f"127.0.0.1:{port}", "/nothing")[0] == 404
-        for one in slow:
-            one.close()
-        eventually(lambda: not served.held)
-        served.shutdown()
-        served.server_close()
+def while_served(monkeypatch: pytest.MonkeyPatch, folder: Path, seconds: float, what: Callable[[web.Web], None]) -> None:
+    """Call `what` beside a server whose metrics are too large for any socket, and that gives a connection so many seconds."""
+    monkeypatch.setattr(web, "ANSWER_SECONDS", seconds)
+    registry = CollectorRegistry()
+    Gauge("large", "x" * (16 << 20), registry=registry)
+
+    async def serve() -> None:
+        with closing(Samples(folder / "vcache.sock")) as asked:
+            served = web.Web("127.0.0.1", 0, asked, registry)
+            serving = asyncio.create_task(served.serve())
+            try:
+                await asyncio.to_thread(what, served)
+            finally:
+                serving.cancel()
+
+    asyncio.run(serve())
 
 
-def test_connections_that_no_thread_could_be_had_for_leave_their_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with closing(Samples(tmp_path / "vcache.sock")) as asked:
-        served = web.Web("127.0.0.1", 0, asked, CollectorRegistry())
-        thread = threading.Thread(target=served.serve_forever, daemon=True)
-        thread.start()
-        address = f"127.0.0.1:{served.server_address[1]}"
-        start = threading.Thread.start
+@pytest.mark.parametrize("sent", SLOW.values(), ids=SLOW)
+def test_slow_connections_keep_nobody_away(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However many, from the address that asks and from others. A kubelet that asks for /healthz in vain restarts the server."""
+    sources = ["127.0.0.1"] * 200 + [f"127.0.0.{last}" for last in range(2, 7)] * 16
 
-        def refused(thread: Any) -> None:
-            """Of the connections' alone: who asks the server starts one too, and may do so now."""
-            if thread._target == served.process_request_thread:
-                raise RuntimeError("can't start new thread")
-            start(thread)
+    def what(served: web.Web) -> None:
+        with slow(served.address, sent, sources):
+            answered = [get(served.address, path)[0] for path in ("/", "/metrics", "/stats.json", "/healthz")]
+            assert answered == [200] * 4
+            assert len(served.served) <= web.MOST_AT_ONCE < len(sources)
 
-        with monkeypatch.context() as short:
-            short.setattr(threading.Thread, "start", refused)
-            for _ in range(web.MOST_AT_ONCE):
-                with pytest.raises(OSError):  # noqa: PT011 - reset, or closed without an answer
-                    get(address, "/nothing")
-        assert get(address, "/nothing")[0] == 404
-        served.shutdown()
-        served.server_close()
+    while_served(monkeypatch, tmp_path, 1000.0, what)
+    assert not [one for one in caplog.records if one.name == "asyncio"]
+
+
+def test_slow_connections_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def what(served: web.Web) -> None:
+        with ExitStack() as held:
+            for sent in SLOW.values():
+                held.enter_context(slow(served.address, sent, ["127.0.0.1"]))
+            eventually(lambda: served.served)
+            eventually(lambda: not served.served)
+
+    while_served(monkeypatch, tmp_path, 1.0, what)
+
+
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [
+        (b"GET /healthz\r\n\r\n", 400),
+        (b"GET /healthz HTTP/1.1\r\n\r\n", 400),
+        (b"GET /" + b"x" * 20_000, 431),
+        (b"POST / HTTP/1.1\r\nHost: localhost\r\n\r\n", 405),
+        (b"HEAD / HTTP/1.1\r\nHost: localhost\r\n\r\n", 200),
+        (b"GET /healthz HTTP/1.0\r\n\r\n", 200),
+    ],
+)
+def test_requests_get_the_status_that_http_has_for_them(
+    said: bytes, status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def what(served: web.Web) -> None:
+        with slow(served.address, said, ["127.0.0.1"]) as (one,), one.makefile("rb") as answer:
+            head, _, body = answer.read().partition(b"\r\n\r\n")
+            assert head.startswith(f"HTTP/1.1 {status} ".encode())
+            assert bool(body) == (not said.startswith(b"HEAD"))
+
+    while_served(monkeypatch, tmp_path, 1000.0, what)
 
 
 @pytest.mark.parametrize(
