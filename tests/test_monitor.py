@@ -135,7 +135,9 @@ def test_prometheus_has_what_the_server_knows(alone: Stage) -> None:
     saved(reader, 200.0)
     eventually(lambda: samples(address).get(("vcache_namespace_hit_ratio_1m", "llama", "cafe")) == 0.5)
     eventually(lambda: samples(address)["vcache_namespace_saved_prefill_seconds_total", "llama", "cafe"] == 200.0)
-    assert seen["vcache_server_requests_total", "Publish"] == 1
+    assert seen["vcache_server_request_seconds_count", "Publish"] == 1
+    assert seen["vcache_server_request_seconds_sum", "Publish"] > 0
+    assert [seen["vcache_server_reports_10m", level] for level in ("info", "warn", "error")] == [0, 0, 1]
     assert 10 < seen["vcache_server_open_fds",] < seen["vcache_server_max_fds",]
     assert seen["vcache_server_journal_bytes",] > 0
     reader.close()
@@ -173,6 +175,21 @@ def test_the_dashboard_asks_for_metrics_that_there_are(tmp_path: Path) -> None:
             return asked - SELDOM - {labels[0] for labels in samples(address)}
 
         eventually(lambda: not missing())
+
+
+@needs("promtool")
+def test_prometheus_own_check_has_nothing_against_the_metrics(tmp_path: Path) -> None:
+    """Of their names, types and texts, where all of them are there."""
+    with node(tmp_path) as here:
+        server = here.serve()
+        here.engine("host", 1 << 20, layout_of(Cache()))
+        used(here.stage)
+        address = beside(here.stage, "--pid", str(server.pid))
+        eventually(lambda: ("vcache_server_clients",) in samples(address))
+        text = get(address)[1]
+        ran = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=SECONDS)
+        assert (ran.returncode, ran.stdout + ran.stderr) == (0, "")
+        assert text.count("# HELP ") == text.count("# TYPE ") > 40
 
 
 @needs("prometheus")
