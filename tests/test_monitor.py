@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import re
 import shutil
@@ -12,14 +13,16 @@ import socket
 import subprocess
 import sys
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import yaml
 from engine_cases import Cache, layout_of, node
 from instance_cases import instance_id, join, keys, publish, show
 from processes import ROOT, SECONDS, Child, Stage, eventually
@@ -47,10 +50,16 @@ def address_of(shown: Child) -> str:
     return shown.expect("metrics and a page at").split("//")[1].strip()
 
 
-def beside(alone: Stage, *more: str) -> str:
-    """Where a server's monitor listens, one that asks more often than `server.metrics` does."""
+def monitoring(alone: Stage, *more: str) -> tuple[Child, str]:
+    """A server's monitor that asks more often than that of `server.metrics`, and where it listens."""
     options = ["--socket", str(alone.path), "--listen", ":0", "--every", "0.1"]
-    return address_of(alone.undo.enter_context(Child([sys.executable, "-m", "vcache_backend.monitor", *options, *more])))
+    monitor = alone.undo.enter_context(Child([sys.executable, "-m", "vcache_backend.monitor", *options, *more]))
+    return monitor, address_of(monitor)
+
+
+def beside(alone: Stage, *more: str) -> str:
+    """Where such a monitor listens."""
+    return monitoring(alone, *more)[1]
 
 
 def get(address: str, path: str = "/metrics") -> tuple[int, str]:
@@ -143,6 +152,13 @@ def test_prometheus_has_what_the_server_knows(alone: Stage) -> None:
     reader.close()
     eventually(lambda: samples(address)["vcache_server_clients",] == 2)
     assert ("vcache_namespace_asked_tokens_total", "llama", "cafe") in samples(address)  # another label is another series
+    server.kill()
+    alone.server()  # has heard of no namespace
+
+    def names() -> set[str]:
+        return {labels[0].removesuffix("_total") for labels in samples(address)}
+
+    eventually(lambda: "vcache_server_clients" in (there := names()) and "vcache_namespace_asked_tokens" not in there)
     assert get(address, "/nothing")[0] == 404
     assert [get(address, path) for path in ("/healthz", "/readyz")] == [(200, "ok\n")] * 2
 
@@ -158,23 +174,106 @@ def test_segments_are_told_apart(tmp_path: Path) -> None:
         assert (seen["vcache_segment_bytes", *labels], seen["vcache_segment_live", *labels]) == (info.nbytes, 1)
 
 
-def test_the_dashboard_asks_for_metrics_that_there_are(tmp_path: Path) -> None:
+class Prometheus(NamedTuple):
+    """A real one. port: of its API."""
+
+    port: int
+
+    def get(self, path: str) -> Any:
+        return json.loads(get(f"127.0.0.1:{self.port}", f"/api/v1/{path}")[1])["data"]
+
+    def values(self, query: str) -> list[float]:
+        """What it answers, without numbers that are none: nothing over nothing, for example."""
+        rows = self.get(f"query?{urllib.parse.urlencode({'query': query})}")["result"]
+        return [value for row in rows if not math.isnan(value := float(row["value"][1]))]
+
+    def alerts(self) -> set[str]:
+        """The names of those that fire."""
+        return {one["labels"]["alertname"] for one in self.get("alerts")["alerts"]}
+
+
+@contextmanager
+def scraping(address: str, folder: Path, rules: str = "") -> Iterator[Prometheus]:
+    """A Prometheus that has scraped this address and does so every second."""
+    (port,) = free_ports(1)
+    every = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    config = {"global": every, "scrape_configs": [{"job_name": "vcache", "static_configs": [{"targets": [address]}]}]}
+    (folder / "rules.yml").write_text(rules)
+    (folder / "prometheus.yml").write_text(json.dumps(config | {"rule_files": ["rules.yml"]}))
+    options = [f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
+    with Child(["prometheus", *options, f"--web.listen-address=127.0.0.1:{port}"]) as program:
+        program.expect("Server is ready to receive web requests")
+        made = Prometheus(port)
+        eventually(lambda: made.values("vcache_server_up") == made.values("up") == [1])
+        yield made
+
+
+PANELS = json.loads((ROOT / "configs" / "grafana" / "vcache.json").read_text())["panels"]
+ALERTS = ROOT / "configs" / "prometheus" / "alerts.yml"
+
+
+@needs("prometheus")
+def test_no_panel_of_the_dashboard_is_empty(tmp_path: Path) -> None:
+    """Every query has an answer where there is a pool, an instance and a reader. Where nothing was done yet every panel shows that."""
+    queries = {panel["title"]: [one["expr"].replace("$__rate_interval", "10s") for one in panel["targets"]] for panel in PANELS}
+    with node(tmp_path) as here:
+        server = here.serve()
+        address = beside(here.stage, "--pid", str(server.pid))
+        with scraping(address, tmp_path) as prometheus:
+            rates = {title for title, asked in queries.items() if "Hit rate" in title}  # nothing over nothing
+            eventually(lambda: {title for title, asked in queries.items() if not any(map(prometheus.values, asked))} == rates)
+            here.engine("host", 1 << 20, layout_of(Cache()))
+            reader = used(here.stage)
+
+            def unanswered() -> list[str]:
+                looked_for(reader)
+                asked = [query for those in queries.values() for query in those if "unless" not in query]
+                return [query for query in asked if not prometheus.values(query)]
+
+            eventually(lambda: not unanswered())
+            assert prometheus.values(f'vcache_instance_resident_chunks{{instance_id="{A.hex()}"}}') == [3]
+
+
+@needs("promtool")
+def test_prometheus_own_check_has_nothing_against_the_alerts() -> None:
+    ran = subprocess.run(["promtool", "check", "rules", str(ALERTS)], capture_output=True, text=True, timeout=SECONDS)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    named = re.findall(r"alert: (\w+)", ALERTS.read_text())
+    page = (ROOT / "docs" / "operations.md").read_text()
+    assert [name for name in named if f"`{name}`" not in page] == []
+
+
+@needs("prometheus")
+def test_alerts_tell_what_is_wrong_and_nothing_else(alone: Stage, tmp_path: Path) -> None:
+    """All at once here, without waiting for them to last."""
+    server = alone.server()
+    monitor, address = monitoring(alone)
+    with scraping(address, tmp_path, re.sub(r"\n +for: .*", "", ALERTS.read_text())) as prometheus:
+        reader = used(alone)
+        eventually(lambda: prometheus.alerts() == {"VCacheErrorsReported"})
+        join(alone.client(), instance_id(2))
+        other = alone.client(layout={"model": "llama", "namespace": "beef", "chunk_size": "128"})
+        eventually(lambda: prometheus.alerts() == {"VCacheErrorsReported", "VCacheInstanceNotShared", "VCacheInstancesDiffer"})
+        other.close()
+        reader.close()
+        with server.stopped():
+            eventually(lambda: prometheus.alerts() == {"VCacheServerDoesNotAnswer"})
+        monitor.kill()
+        eventually(lambda: prometheus.alerts() == {"VCacheServerGone"})
+
+
+def test_what_dashboard_and_alerts_ask_for_there_is(tmp_path: Path) -> None:
     """Of a server with a segment, an instance and somebody who reads."""
-    dashboard = json.loads((ROOT / "configs" / "grafana" / "vcache.json").read_text())
-    asked = {name for panel in dashboard["panels"] for one in panel["targets"] for name in re.findall(r"vcache_\w+", one["expr"])}
-    assert len(asked) > 15
+    queries = [one["expr"] for panel in PANELS for one in panel["targets"]]
+    queries += [rule["expr"] for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
+    asked = {name for query in queries for name in re.findall(r"vcache_\w+", query)}
+    assert len(asked) > 25
     with node(tmp_path) as here:
         server = here.serve()
         here.engine("host", 1 << 20, layout_of(Cache()))
         used(here.stage)
         address = beside(here.stage, "--pid", str(server.pid))
-        client = here.stage.client(layout={"model": "llama", "namespace": "cafe", "chunk_size": "256"})
-
-        def missing() -> set[str]:
-            client.lookup(keys(2))  # or the last minute has no hit rate
-            return asked - SELDOM - {labels[0] for labels in samples(address)}
-
-        eventually(lambda: not missing())
+        eventually(lambda: not asked - SELDOM - {labels[0] for labels in samples(address)})
 
 
 @needs("promtool")
@@ -190,26 +289,6 @@ def test_prometheus_own_check_has_nothing_against_the_metrics(tmp_path: Path) ->
         ran = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=SECONDS)
         assert (ran.returncode, ran.stdout + ran.stderr) == (0, "")
         assert text.count("# HELP ") == text.count("# TYPE ") > 40
-
-
-@needs("prometheus")
-def test_a_real_prometheus_scrapes_it(alone: Stage, tmp_path: Path) -> None:
-    alone.server()
-    used(alone)
-    address = beside(alone)
-    (port,) = free_ports(1)
-    config = {"scrape_configs": [{"job_name": "vcache", "scrape_interval": "1s", "static_configs": [{"targets": [address]}]}]}
-    (tmp_path / "prometheus.yml").write_text(json.dumps(config))
-    options = [f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data"]
-    with Child(["prometheus", *options, f"--web.listen-address=127.0.0.1:{port}"]) as prometheus:
-        prometheus.expect("Server is ready to receive web requests")
-
-        def asked(query: str) -> list[str]:
-            said = json.loads(get(f"127.0.0.1:{port}", f"/api/v1/query?query={query}")[1])
-            return [row["value"][1] for row in said["data"]["result"]]
-
-        eventually(lambda: asked("vcache_read_refused_chunks_total") == ["2"])
-        assert asked("vcache_server_up") == asked("up") == ["1"]
 
 
 @needs("chromium")

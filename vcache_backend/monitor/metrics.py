@@ -53,8 +53,8 @@ _COUNTERS = {
 }
 """What the server counts. There from the start, at 0, or nothing could be said of the first one."""
 _SEGMENT = ("segment", "device", "medium")
-_INSTANCE = ("instance", "device", "pid")
-_READER = ("pid", "device", "instance")
+_INSTANCE = ("instance_id", "device", "pid")
+_READER = ("pid", "device", "instance_id")
 Row = tuple[Sequence[str], float]
 
 
