@@ -20,10 +20,10 @@ import msgspec
 import pytest
 import yaml
 from packaging.requirements import Requirement
-from processes import IN_A_CONTAINER, PATIENT, ROOT, Child, containers
+from processes import IN_A_CONTAINER, PATIENT, ROOT, SECONDS, Child, Stage, containers
 
 from vcache_backend import config
-from vcache_backend.config import split_address
+from vcache_backend.config import ClientConfig, split_address
 from vcache_backend.metadata_server.client import Client
 
 DEPLOY = ROOT / "deploy"
@@ -190,10 +190,30 @@ def test_pods_are_whole(kind: str) -> None:
     assert spec["selector"]["matchLabels"].items() <= spec["template"]["metadata"]["labels"].items()
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     ports = {port["name"] for port in container["ports"]}
-    assert {probe["httpGet"]["port"] for name, probe in container.items() if name.endswith("Probe")} <= ports
+    assert {probe["httpGet"]["port"] for probe in container.values() if "httpGet" in probe} <= ports
     assert container["image"] in re.findall(r"-t (vcache-\w+)", (DEPLOY / "Containerfile").read_text())
     assert "hostPID" not in pod
     assert "hostIPC" not in pod
+
+
+def test_the_server_is_restarted_if_it_does_not_answer_and_for_nothing_else(alone: Stage) -> None:
+    """No metrics are served here: whoever keeps their port busy restarts no server."""
+    (container,) = of_kind("DaemonSet")["spec"]["template"]["spec"]["containers"]
+    probe = container["livenessProbe"]
+    program, *arguments = probe["exec"]["command"]
+    command = [str(Path(sys.executable).with_name(program)), *arguments]
+
+    def well() -> bool:
+        ran = subprocess.run(command, env={**os.environ, "VCACHE_SOCKET": str(alone.path)}, capture_output=True, timeout=SECONDS)
+        return ran.returncode == 0
+
+    assert not well()
+    server = alone.server()
+    assert well()
+    with server.stopped():
+        assert not well()
+    assert well()
+    assert probe["timeoutSeconds"] > ClientConfig().control_seconds  # or the answer "no" comes too late to be heard
 
 
 def test_both_pods_look_at_one_socket_in_a_folder_that_the_server_makes() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 import os
 import re
 import shutil
@@ -10,19 +12,21 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import urllib.error
+import urllib.parse
 import urllib.request
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import yaml
 from engine_cases import Cache, layout_of, node
 from instance_cases import instance_id, join, keys, publish, show
-from processes import ROOT, Child, Stage, eventually
-from prometheus_client import CollectorRegistry
+from processes import ROOT, SECONDS, Child, Stage, eventually
+from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.processes import free_ports
@@ -46,10 +50,16 @@ def address_of(shown: Child) -> str:
     return shown.expect("metrics and a page at").split("//")[1].strip()
 
 
-def beside(alone: Stage, *more: str) -> str:
-    """Where a server's monitor listens, one that asks more often than `server.metrics` does."""
+def monitoring(alone: Stage, *more: str) -> tuple[Child, str]:
+    """A server's monitor that asks more often than that of `server.metrics`, and where it listens."""
     options = ["--socket", str(alone.path), "--listen", ":0", "--every", "0.1"]
-    return address_of(alone.undo.enter_context(Child([sys.executable, "-m", "vcache_backend.monitor", *options, *more])))
+    monitor = alone.undo.enter_context(Child([sys.executable, "-m", "vcache_backend.monitor", *options, *more]))
+    return monitor, address_of(monitor)
+
+
+def beside(alone: Stage, *more: str) -> str:
+    """Where such a monitor listens."""
+    return monitoring(alone, *more)[1]
 
 
 def get(address: str, path: str = "/metrics") -> tuple[int, str]:
@@ -134,7 +144,9 @@ def test_prometheus_has_what_the_server_knows(alone: Stage) -> None:
     saved(reader, 200.0)
     eventually(lambda: samples(address).get(("vcache_namespace_hit_ratio_1m", "llama", "cafe")) == 0.5)
     eventually(lambda: samples(address)["vcache_namespace_saved_prefill_seconds_total", "llama", "cafe"] == 200.0)
-    assert seen["vcache_server_requests_total", "Publish"] == 1
+    assert seen["vcache_server_request_seconds_count", "Publish"] == 1
+    assert seen["vcache_server_request_seconds_sum", "Publish"] > 0
+    assert [seen["vcache_server_reports_10m", level] for level in ("info", "warn", "error")] == [0, 0, 1]
     assert 10 < seen["vcache_server_open_fds",] < seen["vcache_server_max_fds",]
     assert seen["vcache_server_journal_bytes",] > 0
     reader.close()
@@ -156,43 +168,121 @@ def test_segments_are_told_apart(tmp_path: Path) -> None:
         assert (seen["vcache_segment_bytes", *labels], seen["vcache_segment_live", *labels]) == (info.nbytes, 1)
 
 
-def test_the_dashboard_asks_for_metrics_that_there_are(tmp_path: Path) -> None:
+class Prometheus(NamedTuple):
+    """A real one. port: of its API."""
+
+    port: int
+
+    def get(self, path: str) -> Any:
+        return json.loads(get(f"127.0.0.1:{self.port}", f"/api/v1/{path}")[1])["data"]
+
+    def values(self, query: str) -> list[float]:
+        """What it answers, without numbers that are none: nothing over nothing, for example."""
+        rows = self.get(f"query?{urllib.parse.urlencode({'query': query})}")["result"]
+        return [value for row in rows if not math.isnan(value := float(row["value"][1]))]
+
+    def alerts(self) -> set[str]:
+        """The names of those that fire."""
+        return {one["labels"]["alertname"] for one in self.get("alerts")["alerts"]}
+
+
+@contextmanager
+def scraping(address: str, folder: Path, rules: str = "") -> Iterator[Prometheus]:
+    """A Prometheus that has scraped this address and does so every second."""
+    (port,) = free_ports(1)
+    every = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    config = {"global": every, "scrape_configs": [{"job_name": "vcache", "static_configs": [{"targets": [address]}]}]}
+    (folder / "rules.yml").write_text(rules)
+    (folder / "prometheus.yml").write_text(json.dumps(config | {"rule_files": ["rules.yml"]}))
+    options = [f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
+    with Child(["prometheus", *options, f"--web.listen-address=127.0.0.1:{port}"]) as program:
+        program.expect("Server is ready to receive web requests")
+        made = Prometheus(port)
+        eventually(lambda: made.values("vcache_server_up") == made.values("up") == [1])
+        yield made
+
+
+PANELS = json.loads((ROOT / "configs" / "grafana" / "vcache.json").read_text())["panels"]
+ALERTS = ROOT / "configs" / "prometheus" / "alerts.yml"
+
+
+@needs("prometheus")
+def test_no_panel_of_the_dashboard_is_empty(tmp_path: Path) -> None:
+    """Every query has an answer where there is a pool, an instance and a reader. Where nothing was done yet every panel shows that."""
+    queries = {panel["title"]: [one["expr"].replace("$__rate_interval", "10s") for one in panel["targets"]] for panel in PANELS}
+    with node(tmp_path) as here:
+        server = here.serve()
+        address = beside(here.stage, "--pid", str(server.pid))
+        with scraping(address, tmp_path) as prometheus:
+            rates = {title for title, asked in queries.items() if "Hit rate" in title}  # nothing over nothing
+            eventually(lambda: {title for title, asked in queries.items() if not any(map(prometheus.values, asked))} == rates)
+            here.engine("host", 1 << 20, layout_of(Cache()))
+            reader = used(here.stage)
+
+            def unanswered() -> list[str]:
+                looked_for(reader)
+                asked = [query for those in queries.values() for query in those if "unless" not in query]
+                return [query for query in asked if not prometheus.values(query)]
+
+            eventually(lambda: not unanswered())
+            assert prometheus.values(f'vcache_instance_resident_chunks{{instance_id="{A.hex()}"}}') == [3]
+
+
+@needs("promtool")
+def test_prometheus_own_check_has_nothing_against_the_alerts() -> None:
+    ran = subprocess.run(["promtool", "check", "rules", str(ALERTS)], capture_output=True, text=True, timeout=SECONDS)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    named = re.findall(r"alert: (\w+)", ALERTS.read_text())
+    page = (ROOT / "docs" / "operations.md").read_text()
+    assert [name for name in named if f"`{name}`" not in page] == []
+
+
+@needs("prometheus")
+def test_alerts_tell_what_is_wrong_and_nothing_else(alone: Stage, tmp_path: Path) -> None:
+    """All at once here, without waiting for them to last."""
+    server = alone.server()
+    monitor, address = monitoring(alone)
+    with scraping(address, tmp_path, re.sub(r"\n +for: .*", "", ALERTS.read_text())) as prometheus:
+        reader = used(alone)
+        eventually(lambda: prometheus.alerts() == {"VCacheErrorsReported"})
+        join(alone.client(), instance_id(2))
+        other = alone.client(layout={"model": "llama", "namespace": "beef", "chunk_size": "128"})
+        eventually(lambda: prometheus.alerts() == {"VCacheErrorsReported", "VCacheInstanceNotShared", "VCacheInstancesDiffer"})
+        other.close()
+        reader.close()
+        with server.stopped():
+            eventually(lambda: prometheus.alerts() == {"VCacheServerDoesNotAnswer"})
+        monitor.kill()
+        eventually(lambda: prometheus.alerts() == {"VCacheServerGone"})
+
+
+def test_what_dashboard_and_alerts_ask_for_there_is(tmp_path: Path) -> None:
     """Of a server with a segment, an instance and somebody who reads."""
-    dashboard = json.loads((ROOT / "configs" / "grafana" / "vcache.json").read_text())
-    asked = {name for panel in dashboard["panels"] for one in panel["targets"] for name in re.findall(r"vcache_\w+", one["expr"])}
-    assert len(asked) > 15
+    queries = [one["expr"] for panel in PANELS for one in panel["targets"]]
+    queries += [rule["expr"] for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
+    asked = {name for query in queries for name in re.findall(r"vcache_\w+", query)}
+    assert len(asked) > 25
     with node(tmp_path) as here:
         server = here.serve()
         here.engine("host", 1 << 20, layout_of(Cache()))
         used(here.stage)
         address = beside(here.stage, "--pid", str(server.pid))
-        client = here.stage.client(layout={"model": "llama", "namespace": "cafe", "chunk_size": "256"})
-
-        def missing() -> set[str]:
-            client.lookup(keys(2))  # or the last minute has no hit rate
-            return asked - SELDOM - {labels[0] for labels in samples(address)}
-
-        eventually(lambda: not missing())
+        eventually(lambda: not asked - SELDOM - {labels[0] for labels in samples(address)})
 
 
-@needs("prometheus")
-def test_a_real_prometheus_scrapes_it(alone: Stage, tmp_path: Path) -> None:
-    alone.server()
-    used(alone)
-    address = beside(alone)
-    (port,) = free_ports(1)
-    config = {"scrape_configs": [{"job_name": "vcache", "scrape_interval": "1s", "static_configs": [{"targets": [address]}]}]}
-    (tmp_path / "prometheus.yml").write_text(json.dumps(config))
-    options = [f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data"]
-    with Child(["prometheus", *options, f"--web.listen-address=127.0.0.1:{port}"]) as prometheus:
-        prometheus.expect("Server is ready to receive web requests")
-
-        def asked(query: str) -> list[str]:
-            said = json.loads(get(f"127.0.0.1:{port}", f"/api/v1/query?query={query}")[1])
-            return [row["value"][1] for row in said["data"]["result"]]
-
-        eventually(lambda: asked("vcache_read_refused_chunks_total") == ["2"])
-        assert asked("vcache_server_up") == asked("up") == ["1"]
+@needs("promtool")
+def test_prometheus_own_check_has_nothing_against_the_metrics(tmp_path: Path) -> None:
+    """Of their names, types and texts, where all of them are there."""
+    with node(tmp_path) as here:
+        server = here.serve()
+        here.engine("host", 1 << 20, layout_of(Cache()))
+        used(here.stage)
+        address = beside(here.stage, "--pid", str(server.pid))
+        eventually(lambda: ("vcache_server_clients",) in samples(address))
+        text = get(address)[1]
+        ran = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=SECONDS)
+        assert (ran.returncode, ran.stdout + ran.stderr) == (0, "")
+        assert text.count("# HELP ") == text.count("# TYPE ") > 40
 
 
 @needs("chromium")
@@ -273,66 +363,99 @@ def test_a_page_of_somebody_else_whose_name_was_made_to_mean_this_address_reads_
     assert {host: asked_as(address, host) for host in others} == dict.fromkeys(others, 421)
 
 
-def test_nobody_who_is_slow_keeps_others_away(alone: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web, "ANSWER_SECONDS", 0.5)
-    alone.server()
-    with closing(Samples(alone.path)) as asked:
-        served = web.Web("127.0.0.1", 0, asked, CollectorRegistry())
-        thread = threading.Thread(target=served.serve_forever, daemon=True)
-        thread.start()
-        address = f"127.0.0.1:{served.server_address[1]}"
-        slow = [socket.create_connection(("127.0.0.1", int(served.server_address[1]))) for _ in range(2 * web.MOST_AT_ONCE)]
-        for one in slow:
+SLOW = {
+    "sends nothing": b"",
+    "sends a part of a head": b"GET /metr",
+    "reads no answer": b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "stays after an answer": b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n",
+}
+
+
+@contextmanager
+def slow(address: str, sent: bytes, sources: Sequence[str]) -> Iterator[list[socket.socket]]:
+    """Connections that have sent this and read nothing."""
+    host, _, port = address.rpartition(":")
+    with ExitStack() as held:
+        made = []
+        for source in sources:
+            one = held.enter_context(socket.socket())
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            one.settimeout(SECONDS)
+            one.bind((source, 0))
+            one.connect((host, int(port)))
             with suppress(OSError):
-                one.sendall(b"GET /metr")
-
-        eventually(lambda: answers(address))
-        for one in slow:
-            one.close()
-        served.shutdown()
-        served.server_close()
+                one.sendall(sent)
+            made.append(one)
+        yield made
 
 
-def test_who_holds_connections_keeps_other_addresses_from_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A kubelet that asks for /healthz in vain starts the server anew."""
-    monkeypatch.setattr(web, "ANSWER_SECONDS", 1000.0)
-    with closing(Samples(tmp_path / "vcache.sock")) as asked:
-        served = web.Web("127.0.0.1", 0, asked, CollectorRegistry())
-        threading.Thread(target=served.serve_forever, daemon=True).start()
-        port = int(served.server_address[1])
-        slow = [
-            socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.2", 0)) for _ in range(2 * web.MOST_AT_ONCE)
-        ]
-        assert get(f"127.0.0.1:{port}", "/nothing")[0] == 404
-        for one in slow:
-            one.close()
-        eventually(lambda: not served.held)
-        served.shutdown()
-        served.server_close()
+def while_served(monkeypatch: pytest.MonkeyPatch, folder: Path, seconds: float, what: Callable[[web.Web], None]) -> None:
+    """Call `what` beside a server whose metrics are too large for any socket, and that gives a connection so many seconds."""
+    monkeypatch.setattr(web, "ANSWER_SECONDS", seconds)
+    registry = CollectorRegistry()
+    Gauge("large", "x" * (16 << 20), registry=registry)
+
+    async def serve() -> None:
+        with closing(Samples(folder / "vcache.sock")) as asked:
+            served = web.Web("127.0.0.1", 0, asked, registry)
+            serving = asyncio.create_task(served.serve())
+            try:
+                await asyncio.to_thread(what, served)
+            finally:
+                serving.cancel()
+
+    asyncio.run(serve())
 
 
-def test_connections_that_no_thread_could_be_had_for_leave_their_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with closing(Samples(tmp_path / "vcache.sock")) as asked:
-        served = web.Web("127.0.0.1", 0, asked, CollectorRegistry())
-        thread = threading.Thread(target=served.serve_forever, daemon=True)
-        thread.start()
-        address = f"127.0.0.1:{served.server_address[1]}"
-        start = threading.Thread.start
+@pytest.mark.parametrize("sent", SLOW.values(), ids=SLOW)
+def test_slow_connections_keep_nobody_away(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However many, from the address that asks and from others. A kubelet that asks for /healthz in vain restarts the server."""
+    sources = ["127.0.0.1"] * 200 + [f"127.0.0.{last}" for last in range(2, 7)] * 16
 
-        def refused(thread: Any) -> None:
-            """Of the connections' alone: who asks the server starts one too, and may do so now."""
-            if thread._target == served.process_request_thread:
-                raise RuntimeError("can't start new thread")
-            start(thread)
+    def what(served: web.Web) -> None:
+        with slow(served.address, sent, sources):
+            answered = [get(served.address, path)[0] for path in ("/", "/metrics", "/stats.json", "/healthz")]
+            assert answered == [200] * 4
+            assert len(served.served) <= web.MOST_AT_ONCE < len(sources)
 
-        with monkeypatch.context() as short:
-            short.setattr(threading.Thread, "start", refused)
-            for _ in range(web.MOST_AT_ONCE):
-                with pytest.raises(OSError):  # noqa: PT011 - reset, or closed without an answer
-                    get(address, "/nothing")
-        assert get(address, "/nothing")[0] == 404
-        served.shutdown()
-        served.server_close()
+    while_served(monkeypatch, tmp_path, 1000.0, what)
+    assert not [one for one in caplog.records if one.name == "asyncio"]
+
+
+def test_slow_connections_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def what(served: web.Web) -> None:
+        with ExitStack() as held:
+            for sent in SLOW.values():
+                held.enter_context(slow(served.address, sent, ["127.0.0.1"]))
+            eventually(lambda: served.served)
+            eventually(lambda: not served.served)
+
+    while_served(monkeypatch, tmp_path, 1.0, what)
+
+
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [
+        (b"GET /healthz\r\n\r\n", 400),
+        (b"GET /healthz HTTP/1.1\r\n\r\n", 400),
+        (b"GET /" + b"x" * 20_000, 431),
+        (b"POST / HTTP/1.1\r\nHost: localhost\r\n\r\n", 405),
+        (b"HEAD / HTTP/1.1\r\nHost: localhost\r\n\r\n", 200),
+        (b"GET /healthz HTTP/1.0\r\n\r\n", 200),
+    ],
+)
+def test_requests_get_the_status_that_http_has_for_them(
+    said: bytes, status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def what(served: web.Web) -> None:
+        with slow(served.address, said, ["127.0.0.1"]) as (one,), one.makefile("rb") as answer:
+            head, _, body = answer.read().partition(b"\r\n\r\n")
+            assert head.startswith(f"HTTP/1.1 {status} ".encode())
+            assert bool(body) == (not said.startswith(b"HEAD"))
+
+    while_served(monkeypatch, tmp_path, 1000.0, what)
 
 
 @pytest.mark.parametrize(

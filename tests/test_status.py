@@ -208,5 +208,5 @@ def test_eighty_columns_say_who_does_not_share_whatever_the_model_s_path_and_a_v
 def test_the_summary_is_named_fields_and_rates() -> None:
     summary = json.loads(json.dumps(status.summary(STATS)))
     assert summary["segments"][0]["device"] == "GPU-3c1f"
-    assert summary["latency"]["lookup"] == {"count": 40, "p50_us": 12.5, "p99_us": 80.25}
+    assert summary["latency"]["lookup"] == {"count": 40, "p50_us": 12.5, "p99_us": 80.25, "total_us": 0.0}
     assert (summary["hit_rate"], summary["ok"], summary["verdict"]) == (0.75, True, "no instance is connected")

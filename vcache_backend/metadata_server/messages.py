@@ -714,11 +714,12 @@ class Present(Reply, frozen=True, tag="present"):
 
 
 class Latency(msgspec.Struct, frozen=True, array_like=True):
-    """The time of one kind of request inside the server, in microseconds."""
+    """The time of one kind of request inside the server, in microseconds. `total_us`: of all of them."""
 
     count: int
     p50_us: float
     p99_us: float
+    total_us: float = 0.0
 
 
 class ServerStats(Reply, frozen=True, tag="server_stats"):

@@ -33,7 +33,7 @@ def server_stats(service: Service) -> m.ServerStats:
         reservations=open_,
         quarantined=quarantined,
         counters=counters,
-        latency={n: m.Latency(h.count, h.percentile(0.5), h.percentile(0.99)) for n, h in service.latency.items()},
+        latency={n: m.Latency(h.count, h.percentile(0.5), h.percentile(0.99), h.total_us) for n, h in service.latency.items()},
         segments=directory.segment_infos(),
         namespaces=layouts.namespaces(),
         rss_bytes=_rss_bytes(),

@@ -6,11 +6,11 @@ The server starts it if `server.metrics` is set, with `--until-eof`: it then end
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import os
 import signal
 import sys
-import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import get_args
@@ -48,23 +48,17 @@ def main() -> int:
     except (OSError, ValueError) as error:
         log.error("server.metrics: cannot listen at %s: %s", arguments.listen, error)
         return 1
-    log.info("metrics and a page at http://%s", _named(web))
-    if arguments.until_eof:
-        threading.Thread(target=_until_eof, args=(web,), daemon=True).start()
-    with suppress(KeyboardInterrupt):
-        web.serve_forever()
+    log.info("metrics and a page at http://%s", web.address)
+    with suppress(KeyboardInterrupt, asyncio.CancelledError):
+        asyncio.run(_serve(web, arguments.until_eof))
     return 0
 
 
-def _named(web: Web) -> str:
-    host, port = web.server_address[:2]
-    return f"[{host!s}]:{port}" if ":" in str(host) else f"{host!s}:{port}"
-
-
-def _until_eof(web: Web) -> None:
-    while os.read(0, 4096):
-        pass
-    web.shutdown()
+async def _serve(web: Web, until_eof: bool) -> None:
+    serving = asyncio.create_task(web.serve())
+    if until_eof:
+        asyncio.get_running_loop().add_reader(0, lambda: os.read(0, 4096) or serving.cancel())
+    await serving
 
 
 if __name__ == "__main__":

@@ -3,20 +3,58 @@
 from __future__ import annotations
 
 import os
+import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from vcache_backend.metadata_server.endpoint import beside
-from vcache_backend.metadata_server.messages import SegmentInfo, ServerStats
+from vcache_backend.metadata_server.messages import Level, SegmentInfo, ServerStats
 from vcache_backend.monitor.samples import Samples
 
+REPORTS_SECONDS = 600.0
+_GAUGES = {
+    "uptime_seconds": "Time since the start of the server. When it falls, the server was restarted.",
+    "clients": "Processes that are connected: vLLM's scheduler and each worker, and tools.",
+    "chunks": "Chunks in the pool.",
+    "leases": "Leases that keep chunks of the pool in place while they are read. They rise and fall with the load.",
+    "reservations": "Requests to write into the pool that are under way. They rise and fall with the load.",
+}
+_LONGEST = {
+    "longest_turn": "The longest that the server was busy at a stretch, since its start. Near client.request_seconds, requests fail.",
+    "longest_turn_cpu": "The same in time of the processor. Far less than by the clock: the machine has too much to do.",
+}
+_COUNTERS = {
+    "clients_total": "Clients that have connected. If it rises while no instance starts, clients lose their connection.",
+    "protocol_errors": "Messages that the server could not read. Above 0, a client has another version, or is none of ours.",
+    "lookup_chunks": "Chunks that look-ups asked for.",
+    "lookup_hits": "Chunks that look-ups found, in the pool or in another instance's KV cache.",
+    "resident_hits": "Chunks that look-ups found in another instance's KV cache.",
+    "acquire_chunks": "Chunks of the pool that loads asked to lease.",
+    "acquire_hits": "Chunks of the pool that loads leased. Far fewer than asked for: chunks go between look-up and load.",
+    "reserved": "Chunks of the pool that writers got a slot for.",
+    "committed": "Chunks that were written to the pool.",
+    "aborted": "Slots that writers gave back unwritten.",
+    "expired_reservations": "Reservations whose writer was too slow or is gone. If they rise, a worker hangs or the machine is overloaded.",
+    "expired_leases": "Leases that ended before their reader released them. If they rise, a worker hangs or the machine is overloaded.",
+    "evicted": "Chunks that made room for others in the pool. If they rise while the hit rate falls, the pool is too small.",
+    "removed": "Chunks of the pool that were forgotten because a client asked for it.",
+    "moved": "Chunks of the pool that were moved because a segment shrank or was dropped.",
+    "published": "Chunks that instances showed to others in their KV caches.",
+    "hints": "Chunks in KV caches whose owner was told that others read them.",
+    "refused_full": "Chunks that were not stored because nothing in the pool could make room. If they rise, the pool is too small.",
+    "refused_too_large": "Chunks that were not stored because they are larger than any segment.",
+    "refused_no_segment": "Chunks that were not stored because the pool has no segment that their worker can use.",
+}
+"""What the server counts. There from the start, at 0, or nothing could be said of the first one."""
 _SEGMENT = ("segment", "device", "medium")
-_INSTANCE = ("instance", "device", "pid")
-_READER = ("pid", "device", "instance")
+_INSTANCE = ("instance_id", "device", "pid")
+_READER = ("pid", "device", "instance_id")
 Row = tuple[Sequence[str], float]
 
 
@@ -32,14 +70,18 @@ class ServerMetrics(Collector):
         """The metrics. Only `vcache_server_up` if the last question was not answered: older values may be wrong by now."""
         stats = None if self._samples.problem else self._samples.stats
         yield _gauge(
-            "server_up", "1 if the metadata server answered the last question, asked every few seconds", stats is not None
+            "server_up",
+            "1 if the server answered the last question, asked every few seconds. At 0 nothing is shared.",
+            stats is not None,
         )
         if stats is None:
             return
         yield from _whole(stats)
         yield from _files(self._pid, self._journal)
         if (rate := self._samples.hit_rate()) is not None:
-            yield _gauge("server_hit_ratio_1m", "chunks found over chunks asked for, in the last minute", rate)
+            yield _gauge(
+                "server_hit_ratio_1m", "Chunks found over chunks asked for, in the last minute. Not there if nobody asked.", rate
+            )
         self._models = {name: stats.namespaces.get(name) or self._models.get(name, "") for name in stats.hits}
         yield from _hits(stats, self._samples, self._models)
         yield from _requests(stats)
@@ -48,30 +90,40 @@ class ServerMetrics(Collector):
 
 
 def _whole(stats: ServerStats) -> Iterator[Metric]:
-    yield _gauge("server_uptime_seconds", "since the start of the metadata server", stats.uptime_seconds)
-    yield _gauge("server_memory_bytes", "resident memory of the server's process, the pool's not counted", stats.rss_bytes)
-    for name in ("clients", "chunks", "leases", "reservations"):
-        yield _gauge(f"server_{name}", f"{name} now", getattr(stats, name))
-    yield _gauge("server_quarantined_slots", "slots that wait for their writer's end or answer", stats.quarantined)
-    yield _gauge("server_not_shared", "fields in which connected instances of one model differ", len(stats.mismatches))
-    for name, total in stats.counters.items():
-        if name.startswith("longest_"):
-            yield _gauge(
-                f"server_{name.removesuffix('_us')}_seconds", "the longest turn of the server's loop lately", total / 1e6
-            )
-        else:
-            yield _counter(f"server_{name.removesuffix('_total')}", f"{name.replace('_', ' ')} since the server's start", total)
+    for name, what in _GAUGES.items():
+        yield _gauge(f"server_{name}", what, getattr(stats, name))
+    yield _gauge("server_memory_bytes", "Resident memory of the server, without the pool's.", stats.rss_bytes)
+    what = "Slots out of use until their writer ends or answers. If they stay, a process hangs; `vcache status` has its pid."
+    yield _gauge("server_quarantined_slots", what, sum(stats.quarantined_slots.values()))
+    what = "Fields in which connected instances of one model differ, so that they do not share. Above 0, `vcache status` says what to do."
+    yield _gauge("server_not_shared", what, len(stats.mismatches))
+    since = time.time() - REPORTS_SECONDS
+    levels = Counter(one.level for one in stats.reports if one.time >= since)
+    what = "What clients reported in the last 10 minutes, of the newest ones. If one is an error, read it in `vcache status`."
+    yield _family(
+        GaugeMetricFamily, "server_reports_10m", what, ("level",), [((level,), levels[level]) for level in get_args(Level)]
+    )
+    for name, what in _LONGEST.items():
+        yield _gauge(f"server_{name}_seconds", what, stats.counters.get(f"{name}_us", 0) / 1e6)
+    told = {name: total for name, total in stats.counters.items() if not name.startswith("longest_")}
+    for name, total in (dict.fromkeys(_COUNTERS, 0) | told).items():
+        what = _COUNTERS.get(name, f"{name.replace('_', ' ').capitalize()}, since the server's start.")
+        yield _counter(f"server_{name.removesuffix('_total')}", what, total)
 
 
 def _files(pid: int, journal: Path) -> Iterator[Metric]:
     """What the system knows of the server: fds, their limit, size of the journal. What cannot be read is left out."""
     with suppress(OSError, ValueError):
-        yield _gauge("server_open_fds", "file descriptors that the server has open", len(os.listdir(f"/proc/{pid}/fd")))
+        yield _gauge(
+            "server_open_fds",
+            "File descriptors that the server has open. Near the limit, new clients wait.",
+            len(os.listdir(f"/proc/{pid}/fd")),
+        )
         limits = Path(f"/proc/{pid}/limits").read_text().splitlines()
         (most,) = [line.split()[3] for line in limits if line.startswith("Max open files")]
-        yield _gauge("server_max_fds", "file descriptors that the server may have open", float(most.replace("unlimited", "inf")))
+        yield _gauge("server_max_fds", "File descriptors that the server may have open.", float(most.replace("unlimited", "inf")))
     with suppress(OSError):
-        yield _gauge("server_journal_bytes", "size of the journal", journal.stat().st_size)
+        yield _gauge("server_journal_bytes", "Size of the journal on disk.", journal.stat().st_size)
 
 
 def _hits(stats: ServerStats, samples: Samples, models: Mapping[str, str]) -> Iterator[Metric]:
@@ -80,28 +132,27 @@ def _hits(stats: ServerStats, samples: Samples, models: Mapping[str, str]) -> It
     def rows(values: Iterable[tuple[str, float]]) -> list[Row]:
         return [((name, models.get(name, "")), value) for name, value in values]
 
-    for number, what in enumerate(("asked", "found")):
-        told = f"prompt tokens that instances {'asked for' if not number else 'asked for and that were there'}"
+    for number, (name, what) in enumerate((("asked", "asked for"), ("found", "asked for and found"))):
         totals = rows((name, float(counts[number])) for name, counts in stats.hits.items())
-        yield _family(CounterMetricFamily, f"namespace_{what}_tokens", told, labels, totals)
-    what = "seconds of prefill that hits have saved, as vLLM's instances estimate"
+        yield _family(CounterMetricFamily, f"namespace_{name}_tokens", f"Prompt tokens that instances {what}.", labels, totals)
+    what = "Seconds of prefill that hits have saved, as vLLM's instances estimate."
     saved = rows((name, seconds) for name, seconds in stats.saved.items())
     yield _family(CounterMetricFamily, "namespace_saved_prefill_seconds", what, labels, saved)
     rates = rows((name, found / asked) for name, (asked, found) in samples.hits().items())
-    what = "tokens that were there over tokens asked for, in the last minute"
+    what = "Prompt tokens found over those asked for, in the last minute. Not there if nobody asked."
     yield _family(GaugeMetricFamily, "namespace_hit_ratio_1m", what, labels, rates)
 
 
 def _requests(stats: ServerStats) -> Iterator[Metric]:
-    counts = {(name,): float(latency.count) for name, latency in stats.latency.items()}
-    yield _family(CounterMetricFamily, "server_requests", "requests answered", ("request",), counts.items())
-    rows = [
-        ((name, quantile), us / 1e6)
-        for name, latency in stats.latency.items()
-        for quantile, us in (("0.5", latency.p50_us), ("0.99", latency.p99_us))
-    ]
-    what = "time of a request inside the server, since its start"
-    yield _family(GaugeMetricFamily, "server_request_seconds", what, ("request", "quantile"), rows)
+    """A summary with its quantiles, for which prometheus_client has no family."""
+    what = "Time of requests inside the server; quantiles since its start. Near client.request_seconds, requests fail."
+    made = Metric("vcache_server_request_seconds", what, "summary")
+    for name, latency in stats.latency.items():
+        for quantile, us in (("0.5", latency.p50_us), ("0.99", latency.p99_us)):
+            made.add_sample(made.name, {"request": name, "quantile": quantile}, us / 1e6)
+        made.add_sample(f"{made.name}_count", {"request": name}, latency.count)
+        made.add_sample(f"{made.name}_sum", {"request": name}, latency.total_us / 1e6)
+    yield made
 
 
 def _segments(segments: Sequence[SegmentInfo]) -> Iterator[Metric]:
@@ -109,31 +160,37 @@ def _segments(segments: Sequence[SegmentInfo]) -> Iterator[Metric]:
         return [((one.id, one.device, one.medium), float(getattr(one, field))) for one in segments]
 
     sizes = [((one.id, one.device, one.medium), float(one.nbytes - one.given_back)) for one in segments]
-    yield _family(GaugeMetricFamily, "segment_bytes", "size of a segment", _SEGMENT, sizes)
-    yield _family(GaugeMetricFamily, "segment_used_bytes", "bytes of a segment that hold chunks", _SEGMENT, rows("used"))
-    for name in ("chunks", "leased", "reserved"):
-        yield _family(GaugeMetricFamily, f"segment_{name}", f"{name} in a segment now", _SEGMENT, rows(name))
-    yield _family(CounterMetricFamily, "segment_evictions", "chunks evicted from a segment", _SEGMENT, rows("evictions"))
+    yield _family(GaugeMetricFamily, "segment_bytes", "Size of a segment.", _SEGMENT, sizes)
+    what = "Bytes of a segment that hold chunks. A full one is a good one: chunks that were used least make room."
+    yield _family(GaugeMetricFamily, "segment_used_bytes", what, _SEGMENT, rows("used"))
+    yield _family(GaugeMetricFamily, "segment_chunks", "Chunks in a segment.", _SEGMENT, rows("chunks"))
+    what = "Chunks of a segment that are being read, and cannot make room."
+    yield _family(GaugeMetricFamily, "segment_leased", what, _SEGMENT, rows("leased"))
+    what = "Slots of a segment that are being written, or are in quarantine."
+    yield _family(GaugeMetricFamily, "segment_reserved", what, _SEGMENT, rows("reserved"))
+    what = "Chunks of a segment that made room for others. If they rise while the hit rate falls, the pool is too small."
+    yield _family(CounterMetricFamily, "segment_evictions", what, _SEGMENT, rows("evictions"))
+    what = "1 if chunks can be stored in a segment; 0 if it is being dropped, or was lost when the server was restarted."
     live = [((one.id, one.device, one.medium), float(one.state == "live")) for one in segments]
-    yield _family(GaugeMetricFamily, "segment_live", "1 if chunks can be stored in a segment", _SEGMENT, live)
+    yield _family(GaugeMetricFamily, "segment_live", what, _SEGMENT, live)
 
 
 def _in_place(stats: ServerStats) -> Iterator[Metric]:
     shown = [((one.id, one.device, str(one.pid)), one) for one in stats.instances]
+    what = "Chunks that others find in an instance's KV cache."
     chunks = [(labels, float(one.resident)) for labels, one in shown]
+    yield _family(GaugeMetricFamily, "instance_resident_chunks", what, _INSTANCE, chunks)
+    what = "1 if others can read an instance's KV cache. At 0 for minutes, `vcache status` says what it lacks."
     shared = [(labels, float(not one.missing)) for labels, one in shown]
-    yield _family(
-        GaugeMetricFamily, "instance_resident_chunks", "chunks that others find in an instance's KV cache", _INSTANCE, chunks
-    )
-    yield _family(GaugeMetricFamily, "instance_shared", "1 if others can read an instance's KV cache in place", _INSTANCE, shared)
+    yield _family(GaugeMetricFamily, "instance_shared", what, _INSTANCE, shared)
     readers = [((str(one.pid), one.device, one.instance), one) for one in stats.reads]
     nbytes = [(labels, float(one.nbytes)) for labels, one in readers]
+    yield _family(CounterMetricFamily, "read_bytes", "Bytes that a process read out of an instance's KV cache.", _READER, nbytes)
+    what = "Chunks that their owner used again while a process read them. They are computed instead."
     refused = [(labels, float(one.refused)) for labels, one in readers]
-    yield _family(CounterMetricFamily, "read_bytes", "read out of an instance's KV cache, by a process", _READER, nbytes)
-    what = "chunks that their owner had used again while they were read"
     yield _family(CounterMetricFamily, "read_refused_chunks", what, _READER, refused)
+    what = "1 for a process that keeps the memory of an instance that has ended. If it stays, that process hangs: end it."
     kept = [((one.instance, one.device, str(one.pid)), 1.0) for one in stats.still_mapped]
-    what = "1 for a process that keeps the memory of an instance that has ended"
     yield _family(GaugeMetricFamily, "instance_still_mapped", what, _INSTANCE, kept)
 
 

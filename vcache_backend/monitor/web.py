@@ -1,52 +1,71 @@
-"""The monitor's HTTP server: metrics, health, statistics as JSON, and a page."""
+"""The monitor's HTTP server: metrics, health, statistics as JSON, and a page.
+
+It reads HTTP with h11, a small package in pure Python that vLLM's own server needs anyway. Servers made for applications would bring
+more packages and lack what this one needs: when all places are taken, the oldest connection makes room for the newest. Whoever sends
+no request, or does not read the answer, grows old; a scraper or a probe is answered as soon as it has asked. A connection gets one
+answer. One thread serves all of them, and what is costly to make is made at most once a second, however many ask for it.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import json
 import re
 import socket
-import threading
-from collections import Counter
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
+import h11
+from prometheus_client import CollectorRegistry, generate_latest
 
 from vcache_backend.monitor.samples import Samples
 from vcache_backend.status import summary
 
-MOST_AT_ONCE, MOST_OF_ONE = 64, 16
+MOST_AT_ONCE = 256
+BACKLOG = 64
+"""Connections that are accepted at a time. Far fewer than `MOST_AT_ONCE`, or a burst could push out who has just asked."""
 ANSWER_SECONDS = 10.0
-"""The most connections served at a time, in all and from one address, and the seconds that each may take: so no client can keep the others
-away."""
+"""The most seconds that a connection may take, from its start to the last byte of its answer."""
+PIECE_BYTES = 64 << 10
+"""An answer is sent in such pieces, so that one that nobody reads does not lie in memory for each connection."""
+SAME_SECONDS = 1.0
+"""For so long the same metrics and statistics are sent to all who ask."""
+_TEXT = "text/plain; charset=utf-8"
+_METRICS = "text/plain; version=0.0.4; charset=utf-8"
+"""Prometheus's text format, which every scraper reads."""
 
 
-class Web(ThreadingHTTPServer):
-    """Answers each connection in a thread of its own. Listens from construction on. Raises OSError if it cannot."""
+class _Response(NamedTuple):
+    status: HTTPStatus
+    kind: str
+    body: bytes
 
-    daemon_threads = True
-    request_queue_size = 64
+
+class Web:
+    """Listens from construction on; raises OSError if it cannot. Answers while `serve` runs, in its thread."""
 
     def __init__(self, host: str, port: int, samples: Samples, registry: CollectorRegistry, hosts: Sequence[str] = ()) -> None:
         """hosts: names by which it may be reached, besides `host`, `localhost` and the machine's own."""
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.samples, self.registry = samples, registry
-        self.page = files("vcache_backend.monitor").joinpath("page.html").read_bytes()
-        self.policy = _policy(self.page)
+        self._samples, self._registry = samples, registry
+        self._page = files("vcache_backend.monitor").joinpath("page.html").read_bytes()
+        self._policy = _policy(self._page)
         self._names = {name.lower().removesuffix(".") for name in ("localhost", socket.gethostname(), host, *hosts)}
-        self.held = Counter[str]()
-        """By address, the connections that are being served."""
-        self._holding = threading.Lock()
-        super().__init__((host, port), _Handler)
+        self._made: dict[str, tuple[float, _Response]] = {}
+        """By path, the last costly answer, and when it was made."""
+        self.served: dict[asyncio.Task[Any], None] = {}
+        """The connections that wait for a request, or for their client to read the answer, oldest first."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=":" in host)
+        host, port = self._socket.getsockname()[:2]
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def is_named(self, host: str) -> bool:
         """Whether a `Host` header has one of our names, or an IP address. Other names are refused: a foreign page whose name resolves to us
@@ -57,77 +76,85 @@ class Web(ThreadingHTTPServer):
         except ValueError:
             return False
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Start a thread for a connection, or close it if there are too many. Called by `serve_forever`."""
-        address = str(client_address[0])
-        with self._holding:
-            full = self.held.total() >= MOST_AT_ONCE or self.held[address] >= MOST_OF_ONE
-            if not full:
-                self.held[address] += 1
-        if full:
-            self.shutdown_request(request)
-            return
+    async def serve(self) -> None:
+        """Serve until cancelled. Connections that are open then end with the loop."""
+        server = await asyncio.start_server(self._serve_one, sock=self._socket, backlog=BACKLOG)
         try:
-            super().process_request(request, client_address)
-        except BaseException:  # no thread could be started; the caller closes the connection
-            self._release(address)
-            raise
-
-    def _release(self, address: str) -> None:
-        with self._holding:
-            self.held[address] -= 1
-            self.held += Counter()  # drops addresses with no connection
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer a connection, for `ANSWER_SECONDS` at most, in its thread."""
-        ends = threading.Timer(ANSWER_SECONDS, lambda: _cut(request))
-        ends.daemon = True
-        try:
-            with suppress(RuntimeError):  # no thread could be started
-                ends.start()
-            super().process_request_thread(request, client_address)
+            await asyncio.get_running_loop().create_future()
         finally:
-            ends.cancel()
-            self._release(str(client_address[0]))
+            server.close()
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print nothing: clients may go away at any time."""
+    async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.served[task] = None
+        if len(self.served) > MOST_AT_ONCE:
+            oldest = next(iter(self.served))
+            del self.served[oldest]
+            oldest.cancel()
+        try:
+            # The client went away or was too slow, or makes room. An asyncio of 3.11 would log each cancelled connection.
+            with suppress(OSError, asyncio.CancelledError):
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    await self._converse(reader, writer)
+        finally:
+            self.served.pop(task, None)
+            writer.transport.abort()  # what was written lies in the kernel by now, which still sends it
 
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Read one request, and answer it."""
+        http, method = h11.Connection(h11.SERVER), b""
+        try:
+            while (asked := http.next_event()) is h11.NEED_DATA:
+                http.receive_data(await reader.read(PIECE_BYTES))
+            if not isinstance(asked, h11.Request):
+                return
+            method, answer = asked.method, self._answer(asked)
+        except h11.RemoteProtocolError as error:
+            answer = _Response(HTTPStatus(error.error_status_hint), _TEXT, f"{error}\n".encode())
+        headers = [
+            ("Content-Type", answer.kind),
+            ("Content-Length", str(len(answer.body))),
+            ("Cache-Control", "no-store"),
+            ("X-Content-Type-Options", "nosniff"),
+            ("Content-Security-Policy", self._policy),
+            ("Connection", "close"),
+        ]
+        head = http.send(h11.Response(status_code=answer.status, reason=answer.status.phrase, headers=headers)) or b""
+        body = b"" if method == b"HEAD" else answer.body
+        writer.transport.set_write_buffer_limits(0)  # `drain` then waits until the kernel has all
+        for piece in (head, *(body[at : at + PIECE_BYTES] for at in range(0, len(body), PIECE_BYTES))):
+            writer.write(piece)
+            await writer.drain()
 
-def _cut(request: socket.socket) -> None:
-    with suppress(OSError):
-        request.shutdown(socket.SHUT_RDWR)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Web
-    server_version, sys_version = "vcache", ""
-
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        host = self.headers.get("Host", "")
-        if host and not self.server.is_named(host):
+    def _answer(self, request: h11.Request) -> _Response:
+        host = dict(request.headers).get(b"host", b"").decode("latin-1")
+        if request.method not in (b"GET", b"HEAD"):
+            return _Response(HTTPStatus.METHOD_NOT_ALLOWED, _TEXT, b"only GET and HEAD are answered\n")
+        if host and not self.is_named(host):
             said = f"{host[:256]!r} is no name of this server's; add it to server.metrics_hosts, or ask by its address\n"
-            return self._send(HTTPStatus.MISDIRECTED_REQUEST, "text/plain; charset=utf-8", said.encode())
-        answer = {"/": self._page, "/metrics": self._metrics, "/stats.json": self._stats}.get(path)
-        if answer is not None:
-            answer()
-        elif path in ("/healthz", "/readyz"):
-            self._health(path)
-        else:
-            self._send(HTTPStatus.NOT_FOUND, "text/plain", b"here are /, /metrics, /stats.json, /healthz and /readyz\n")
+            return _Response(HTTPStatus.MISDIRECTED_REQUEST, _TEXT, said.encode())
+        path = request.target.partition(b"?")[0].decode("latin-1")
+        if path == "/":
+            return _Response(HTTPStatus.OK, "text/html; charset=utf-8", self._page)
+        if path == "/metrics":
+            return self._lately(path, lambda: _Response(HTTPStatus.OK, _METRICS, generate_latest(self._registry)))
+        if path == "/stats.json":
+            return self._lately(path, self._stats)
+        if path in ("/healthz", "/readyz"):
+            return self._health(path)
+        return _Response(HTTPStatus.NOT_FOUND, _TEXT, b"here are /, /metrics, /stats.json, /healthz and /readyz\n")
 
-    do_HEAD = do_GET
+    def _lately(self, path: str, make: Callable[[], _Response]) -> _Response:
+        """The answer of the last second, or a new one."""
+        at, answer = self._made.get(path, (0.0, None))
+        if answer is None or time.monotonic() - at > SAME_SECONDS:
+            answer = make()
+            self._made[path] = time.monotonic(), answer
+        return answer
 
-    def _page(self) -> None:
-        self._send(HTTPStatus.OK, "text/html; charset=utf-8", self.server.page)
-
-    def _metrics(self) -> None:
-        encode, kind = choose_encoder(self.headers.get("Accept", ""))
-        self._send(HTTPStatus.OK, kind, encode(self.server.registry))
-
-    def _stats(self) -> None:
-        samples = self.server.samples
+    def _stats(self) -> _Response:
+        samples = self._samples
         told = {
             "problem": samples.problem,
             "late_seconds": samples.late_seconds,
@@ -137,28 +164,14 @@ class _Handler(BaseHTTPRequestHandler):
             "hits_1m": samples.hits(),
             "saved_1h": samples.saved(),
         }
-        self._send(HTTPStatus.OK, "application/json", json.dumps(told).encode())
+        return _Response(HTTPStatus.OK, "application/json", json.dumps(told).encode())
 
-    def _health(self, path: str) -> None:
+    def _health(self, path: str) -> _Response:
         """`/healthz` is for `Samples.healthy`, `/readyz` for whether the last question was answered."""
-        samples = self.server.samples
+        samples = self._samples
         well = samples.healthy if path == "/healthz" else not samples.problem
         said = "ok" if well else samples.problem or f"the metadata server has not answered for {samples.late_seconds:.0f} s"
-        self._send(HTTPStatus.OK if well else HTTPStatus.SERVICE_UNAVAILABLE, "text/plain; charset=utf-8", f"{said}\n".encode())
-
-    def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Cache-Control", "no-store")
-        self.send_header("X-Content-Type-Options", "nosniff")
-        self.send_header("Content-Security-Policy", self.server.policy)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        """Log no requests."""
+        return _Response(HTTPStatus.OK if well else HTTPStatus.SERVICE_UNAVAILABLE, _TEXT, f"{said}\n".encode())
 
 
 def _policy(page: bytes) -> str:
