@@ -123,6 +123,7 @@ def test_an_empty_file_means_the_defaults(write: Any) -> None:
         ("server: [", "line 1: not YAML: "),
         ("pool:\n\tdevice: host", "line 2: not YAML: "),
         ("server:\n  journal: true\n  metrics: '9419'", "line 3: metrics must be HOST:PORT"),
+        ("server: {metrics: 9419}", 'which is 9419; write ":9419" for this machine alone, or "HOST:PORT"'),
         ("offload:\n  mooncake:\n    replicas: 2\n    master: node-1", "line 4: master must be HOST:PORT"),
     ],
 )
@@ -154,7 +155,17 @@ def test_what_never_ends_is_no_configuration() -> None:
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("8 GiB", 8 << 30), ("512MiB", 512 << 20), ("1.5 kib", 1536), ("4GB", 4 * 10**9), ("2 TiB", 2 << 40), ("4096", 4096)],
+    [
+        ("8 GiB", 8 << 30),
+        ("512MiB", 512 << 20),
+        ("1.5 kib", 1536),
+        ("4GB", 4 * 10**9),
+        ("2 TiB", 2 << 40),
+        ("4096", 4096),
+        ("8Gi", 8 << 30),
+        ("8G", 8 * 10**9),
+        ("8 ki", 8192),
+    ],
 )
 def test_a_size_is_a_number_with_or_without_a_unit(write: Any, text: str, nbytes: int) -> None:
     assert config.load(write(f"pool: {{segment_bytes: {text}}}")).pool.segment_bytes == nbytes

@@ -48,7 +48,7 @@ def test_single_values_are_set_at_any_depth() -> None:
         ("vcache.client.request_seconds", "1e-1", "client.request_seconds", 0.1),
         ("vcache.server.journal", "False", "server.journal", False),
         ("vcache.server.allow_uids", "[1000, 1001]", "server.allow_uids", [1000, 1001]),
-        ("vcache.server.socket", "123", "server.socket", "123"),
+        ("vcache.server.socket", "/123", "server.socket", "/123"),
     ],
 )
 def test_text_from_the_environment_is_taken_as_what_is_wanted(key: str, text: str, section: str, value: object) -> None:

@@ -96,6 +96,10 @@ def test_a_default_socket_is_found_where_it_is_used(monkeypatch: pytest.MonkeyPa
             {"pool": {"device": "gpu9"}},
             "device must be auto, host, host:NAME (letters, digits, _ . -), cuda, cuda:N or a GPU's UUID",
         ),
+        (
+            {"server": {"socket": "run/vcache.sock"}},
+            "server.socket: run/vcache.sock depends on the folder that the program is started in; write the whole path",
+        ),
         ({"server": {"socket": f"/{'x' * 107}"}}, "socket must be a path of at most 107 bytes, got '/xxx"),
     ],
     ids=str,

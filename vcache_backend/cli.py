@@ -156,7 +156,10 @@ def clear(
         raise ConfigError("no offload tier: offload.policy is off; name the file that sets it with --config")
     with command.client(config_file, socket) as client:
         count = client.clear(prefix, reset=offloaded)
-    typer.echo(f"{count:,} chunks forgotten")
+    if namespace and not count:
+        typer.echo(f"no chunks of namespace {namespace} are in the pool; `vcache status --all` lists the namespaces")
+    else:
+        typer.echo(f"{count:,} chunks forgotten")
     if offloaded:
         from vcache_backend.offload import objects
         from vcache_backend.offload.client import remove_under
@@ -253,13 +256,15 @@ def plan(
     tokens: Annotated[
         int,
         typer.Option(
-            min=0, max=1 << 50, metavar="TOKENS", help="Prompt tokens that the pool should hold. 0: say how many it holds."
+            metavar="TOKENS",
+            parser=command.tokens_of,
+            help="Prompt tokens that the pool should hold, such as 500k. 0: say how many it holds.",
         ),
     ] = 0,
     gpu_memory: Annotated[
         config.ByteSize | None,
         typer.Option(
-            metavar="SIZE", parser=command.nbytes_of, help="Memory of one GPU, such as 80GiB: say what is left for vLLM."
+            metavar="SIZE", parser=command.gpu_bytes_of, help="Memory of one GPU, such as 80GiB: say what is left for vLLM."
         ),
     ] = None,
     config_file: ConfigFile = None,
@@ -269,7 +274,7 @@ def plan(
     from vcache_backend.doctor.plan import plan
 
     _say_that_vllm_is_asked()
-    _show_findings(list(plan(model, config.load(config_file), gpus, tokens, gpu_memory or 0)), as_json)
+    _show_findings(list(plan(model, config.load(config_file), gpus, tokens, gpu_memory or 0)), as_json, as_they_are=True)
 
 
 def _say_that_vllm_is_asked() -> None:
@@ -277,15 +282,16 @@ def _say_that_vllm_is_asked() -> None:
         typer.echo("asking vLLM about the model, which takes some 20 s", err=True)
 
 
-def _show_findings(findings: Sequence[Finding], as_json: bool) -> None:
-    """Print findings, the worst first. Exits with code 1 if one is a failure."""
+def _show_findings(findings: Sequence[Finding], as_json: bool, as_they_are: bool = False) -> None:
+    """Print findings, the worst first, or in their own order. Exits with code 1 if one is a failure."""
     from vcache_backend.status import level, plain, table
 
     if as_json:
         terminal.print_json(plain(findings))
     else:
         worst = sorted(findings, key=lambda finding: ("fail", "warn", "ok").index(finding.status))
-        rows = [(level(one.status), one.check, "\n→ ".join(filter(None, (one.detail, one.advice)))) for one in worst]
+        shown = findings if as_they_are else worst
+        rows = [(level(one.status), one.check, "\n→ ".join(filter(None, (one.detail, one.advice)))) for one in shown]
         terminal.show(table(None, ("", "check", "~finding → what to do"), rows))
         failed, warned = (sum(finding.status == status for finding in findings) for status in ("fail", "warn"))
         typer.echo(f"{len(findings)} findings: {failed} fail, {warned} warn")

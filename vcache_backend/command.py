@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from vcache_backend import config
 from vcache_backend.errors import ServerUnavailable, VCacheError
@@ -31,12 +32,35 @@ Socket = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
+LEAST_GPU_BYTES = 1 << 30
+MAX_TOKENS = 1 << 50
+_THOUSANDS = {"": 1, "k": 10**3, "m": 10**6}
 EXIT_CODES = "Exit codes: 0 success; 1 failure, with one line on stderr or a finding that says why; 2 wrong usage."
 ENGINE = ("torch", "numpy", "triton")
 """Modules that some commands need and that the base install does not have."""
 
 
-class _Group(TyperGroup):
+class _Flags:
+    """A command whose help shows flags as flags: Typer 0.29 puts `<bool>` behind them."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for one in params:
+            if getattr(one, "is_flag", False) and one.metavar is None:
+                one.metavar = ""
+        return params
+
+
+class _Command(_Flags, TyperCommand):
+    pass
+
+
+class _Typer(typer.Typer):
+    def command(self, *given: Any, **more: Any) -> Any:
+        return super().command(*given, **{"cls": _Command, **more})
+
+
+class _Group(_Flags, TyperGroup):
     """Commands that end with one line on stderr, and exit code 1, if a VCacheError is raised or a module of `ENGINE` is missing."""
 
     def __init__(self, **given: Any) -> None:
@@ -60,7 +84,7 @@ class _Group(TyperGroup):
 
 def group(text: str, root: bool = False) -> typer.Typer:
     """An empty group of commands. text: its help. root: it is `vcache` itself, with completion and exit codes in its help."""
-    return typer.Typer(
+    return _Typer(
         cls=_Group,
         help=text,
         no_args_is_help=True,
@@ -104,3 +128,19 @@ def nbytes_of(text: str | config.ByteSize) -> config.ByteSize:
     if nbytes <= 0:
         raise typer.BadParameter("Expected more than 0 bytes")
     return nbytes
+
+
+def gpu_bytes_of(text: str | config.ByteSize) -> config.ByteSize:
+    """The memory of a GPU. Raises BadParameter for less than any has: a number without its unit."""
+    nbytes = nbytes_of(text)
+    if nbytes < LEAST_GPU_BYTES:
+        raise typer.BadParameter(f"No GPU has {nbytes}; write the unit, such as {str(text).strip()}GiB")
+    return nbytes
+
+
+def tokens_of(text: str | int) -> int:
+    """A number of tokens, such as `500k` or `1.5M`. Typer passes the option's default, too. Raises BadParameter."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", str(text).replace(",", "").replace("_", ""), re.ASCII)
+    if found is None or (tokens := float(found[1]) * _THOUSANDS[found[2].lower()]) > MAX_TOKENS:
+        raise typer.BadParameter(f"Expected a number of tokens such as 500000, 500k or 2M, at most {MAX_TOKENS:,}, got {text!r}")
+    return int(tokens)

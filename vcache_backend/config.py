@@ -29,7 +29,13 @@ MAX_FILE_BYTES = 1 << 20
 HOST_DEVICE = re.compile(r"host(:[A-Za-z0-9_.-]{1,64})?")
 _GPU_DEVICE = re.compile(r"cuda(:\d{1,4})?|(?i:GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})")
 DEVICE_FORMS = "auto, host, host:NAME (letters, digits, _ . -), cuda, cuda:N or a GPU's UUID (nvidia-smi -L)"
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9} | {unit.upper(): size for unit, size in _LARGEST_FIRST}
+_DECIMAL = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS = (
+    {"": 1, "B": 1}
+    | {f"{letter}{b}": size for letter, size in _DECIMAL.items() for b in ("", "B")}
+    | {unit.upper().removesuffix("B") + b: size for unit, size in _LARGEST_FIRST for b in ("", "B")}
+)
+"""Bytes by unit, in capitals: G and GB are 10^9, Gi and GiB are 2^30, as in Kubernetes."""
 
 KV_AXES = ("part", "block", "token", "head", "dim")
 """Names of a KV tensor's axes: K or V; block; token in the block; KV head; elements of one head (of K and V if they are packed)."""
@@ -45,7 +51,7 @@ Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 2)]
 
 
 class ByteSize(int):
-    """A number of bytes. In YAML an integer, or a number with a unit: `8 GiB`, `512MiB`, `4GB`."""
+    """A number of bytes. In YAML an integer, or a number with a unit: `8 GiB`, `8Gi`, `4GB`."""
 
     @classmethod
     def parse(cls, value: object) -> ByteSize:
@@ -397,6 +403,15 @@ def with_socket(config: Config, socket: str, source: str) -> Config:
         return msgspec.structs.replace(config, server=msgspec.structs.replace(config.server, socket=socket))
     except ValueError as error:
         raise ConfigError(f"{source}: {error}") from error
+
+
+def check_socket_is_whole(config: Config, source: str) -> None:
+    """ConfigError unless `server.socket` is a whole path. A serving program may be started in any folder."""
+    if not config.server.path.is_absolute():
+        path = config.server.path
+        raise ConfigError(
+            f"{source}: server.socket: {path} depends on the folder that the program is started in; write the whole path"
+        )
 
 
 def load(path: str | Path | None = None) -> Config:

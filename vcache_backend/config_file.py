@@ -74,6 +74,8 @@ def explained(error: str, kind: type, where: dict[str, int], values: object = No
         hint = "; nothing stands under it: remove it"
     elif "`, got `str`" in error:
         hint = next((text for type_, text in _NO_TEXT.items() if f"`{type_}" in error), "")
+    elif path == ".server.metrics" and "`, got `int`" in error:
+        hint = f'; write ":{_at(values, steps)}" for this machine alone, or "HOST:PORT"'
     elif named := [word for word in re.findall(r"\w+", error) if word in names]:
         # The error of a section's own check names one or two of its keys: the line is that of the first which the file has.
         path += "." + next((name for name in named if f"{path}.{name}" in where), named[0])
@@ -100,11 +102,17 @@ def _paths(kind: Any, at: str = "") -> list[str]:
 def _given(error: str, value: Any, steps: list[str]) -> str:
     """`, which is VALUE` for the value at `steps`; empty if `error` shows it already, or if it is long."""
     with suppress(LookupError, TypeError, ValueError):
-        for step in steps:
-            value = value[int(step)] if isinstance(value, list) else value[step]
+        value = _at(value, steps)
         if steps and isinstance(value, str | int | float) and repr(value) not in error and len(repr(value)) <= _LONGEST:
             return f", which is {value!r}"
     return ""
+
+
+def _at(value: Any, steps: list[str]) -> Any:
+    """What stands at `steps` of `value`. LookupError, TypeError or ValueError if nothing does."""
+    for step in steps:
+        value = value[int(step)] if isinstance(value, list) else value[step]
+    return value
 
 
 def _fields(kind: Any) -> dict[str, Any]:

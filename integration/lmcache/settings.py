@@ -63,6 +63,7 @@ def read(extra_config: Mapping[str, Any], chunk_size: int) -> Settings:
         _put(values, key, given[key])
     _agree(values["engine"], chunk_size, PREFIX + "engine.chunk_size" in given, own.config)
     config = _checked(values, SOURCE)
+    configuration.check_socket_is_whole(config, SOURCE)
     return Settings(config=config, block_size=own.block_size, model=own.model, start_server=own.start_server)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import vllm
+from pydantic import ValidationError
 from vllm.config import KVTransferConfig, set_current_vllm_config
 from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
@@ -128,7 +129,9 @@ def main() -> None:
         try:
             found = report(sys.argv[1], config.from_dict(json.load(sys.stdin)))
         except Exception as error:  # noqa: BLE001 - the outermost line of this process: who asked is told
-            found = {"trouble": f"{type(error).__name__}: {error}"}
+            found = {
+                "trouble": error.errors()[0]["msg"] if isinstance(error, ValidationError) else f"{type(error).__name__}: {error}"
+            }
         json.dump(found, answer)
 
 

@@ -38,4 +38,6 @@ def read(extra_config: Mapping[str, Any]) -> Config:
         if known and not isinstance(section, Mapping):
             raise ConfigError(f"{SOURCE}: {name}: Expected a section of settings, got {section!r}")
         values[name] = {**values.get(name, {}), **section} if known else section
-    return configuration.from_dict(values, SOURCE)
+    config = configuration.from_dict(values, SOURCE)
+    configuration.check_socket_is_whole(config, SOURCE)
+    return config
