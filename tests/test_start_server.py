@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import msgspec
 import pytest
 from processes import PATIENT, Child, Stage, eventually, script, stage
 from vllm_cases import CHUNK, Node, missing, new_tokens
 
 from vcache_backend.config import Config, from_dict
 from vcache_backend.errors import ServerUnavailable
+from vcache_backend.metadata_server import channel
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.endpoint import beside
 from vcache_backend.metadata_server.start import ensure, try_ensure
@@ -78,6 +82,54 @@ def config(path: Path, **server: object) -> Config:
 def starter(path: Path, **server: object) -> Child:
     """A process that has a server started, and ends."""
     return script(STARTER, json.dumps({"server": {"socket": str(path), **server}}))
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is given time to look after a server that was killed."""
+    monkeypatch.setattr(channel, "KILLED_SECONDS", 0.0)
+
+
+def mourner(path: Path) -> Client:
+    """A client that has a server started again, as the integrations make it."""
+    made = Client(path, msgspec.structs.replace(PATIENT, retry_seconds=0.02, retry_max_seconds=0.02))
+    made.on_killed = partial(try_ensure, config(path))
+    return made
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_server_that_is_killed_is_started_again_once_by_whoever_is_first_and_one_that_was_stopped_is_not(path: Path) -> None:
+    ensure(config(path))
+    with mourner(path) as one, mourner(path) as other:
+        (first,) = servers(path)
+        epochs = one.epoch
+        os.kill(first, signal.SIGKILL)
+        eventually(lambda: one.connected and other.connected and epochs not in (one.epoch, other.epoch))
+        (second,) = servers(path)
+        assert first != second
+        os.kill(second, signal.SIGTERM)
+        eventually(lambda: not servers(path) and not one.connected and not other.connected)
+        time.sleep(0.5)  # each has tried some twenty times to connect
+        assert not servers(path)
+
+
+def test_the_log_of_a_server_that_is_started_so_is_bounded_and_keeps_what_it_said_last(path: Path) -> None:
+    code = """
+import logging, sys
+from pathlib import Path
+from vcache_backend import log_format
+log_format.LOG_BYTES = 10_000
+log_format.begin("text", Path(sys.argv[1]))
+for number in range(1000):
+    logging.info("line %d", number)
+sys.stderr.write("its last words")
+"""
+    path.parent.mkdir()
+    with script(code, str(path)) as child:
+        assert child.wait()[0] == 0
+    assert {one.name for one in path.parent.iterdir()} == {path.name, f"{path.name}.1"}
+    assert all(one.stat().st_size <= 10_000 + len("its last words") for one in path.parent.iterdir())
+    assert path.read_text().endswith("line 999\nits last words")
 
 
 def answers(path: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vcache_backend.config import hash_seed, load
@@ -76,6 +77,8 @@ class Starter:
         layout = instance.layout(kvcaches, kv, size, probe, algorithm)
         over_budget = beside_vllm(instance.model.device_type, instance.model.gpu_memory_utilization)
         session = Session(config, layout, over_budget=over_budget, rank=instance.rank, kv_device=str(kv.device), name=served_at())
+        if self._settings.start_server:
+            session.client.on_killed = partial(start.try_ensure, self._settings.config)
         try:
             session.bind(kvcaches)
             _refuse(through_pool(session, kv))

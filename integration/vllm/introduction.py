@@ -11,6 +11,7 @@ from time import monotonic
 
 from vcache_backend.config import Config
 from vcache_backend.errors import VCacheError
+from vcache_backend.metadata_server import start
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import SegmentId
 from vcache_backend.resident.pins import Pinning
@@ -143,6 +144,8 @@ class Introduction:
         namespace = layout.namespace()
         fields = layout.fields() | {"namespace": str(namespace)}
         self.client = Client(config.server.path, config.client, layout=fields, name=self._name)
+        if config.connector.start_server:
+            self.client.on_killed = partial(start.try_ensure, config)
         self.courier = Courier(self.client)
         self._prefix = namespace.prefix
         self.keys = BlockHashKeys(namespace, config.engine.chunk_size // self._hash_block)

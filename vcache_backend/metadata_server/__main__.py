@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from vcache_backend import config as configuration
 from vcache_backend import log_format
@@ -16,12 +17,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m vcache_backend.metadata_server", description=__doc__)
     parser.add_argument("--config", help="YAML configuration file (default: $VCACHE_CONFIG, else the defaults)")
     parser.add_argument("--socket", help="path of the Unix socket (overrides server.socket)")
+    parser.add_argument("--log", type=Path, help="a log of bounded size in place of stderr")
     arguments = parser.parse_args()
     try:
         loaded = configuration.load(arguments.config)
         if arguments.socket:
             loaded = configuration.with_socket(loaded, arguments.socket, "--socket")
-        log_format.begin(loaded.server.log_format)
+        log_format.begin(loaded.server.log_format, arguments.log)
         serve(loaded.server)
     except VCacheError as error:
         sys.stderr.write(f"vcache server: {error}\n")

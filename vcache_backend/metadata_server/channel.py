@@ -24,6 +24,11 @@ from vcache_backend.metadata_server.link import ServerLink, Unwelcome
 
 log = logging.getLogger(__name__)
 
+KILLED_SECONDS = 3.0
+"""How long a server that was killed stays away before it is started again. Whoever else looks after it has that long."""
+LONGEST_KILLED_SECONDS = 300.0
+"""The longest such wait. It doubles with each start, until one has lasted so long."""
+
 R = TypeVar("R", bound=m.Reply)
 T = TypeVar("T")
 
@@ -69,6 +74,10 @@ class Channel(ABC):
         self._witness: int | None = None
         self._down = f"never connected to {path}"
         self._complained = ""
+        self.on_killed: Callable[[], None] = lambda: None
+        """Called in the background thread once a server was killed and has stayed away: to start another one. One that was stopped has
+        removed its socket, and is not missed."""
+        self._killed, self._start_at, self._started, self._patience = False, 0.0, 0.0, KILLED_SECONDS
         self._wake = threading.Event()
         self._stop = threading.Event()
         self.epoch = 0
@@ -232,6 +241,7 @@ class Channel(ABC):
             link.close()
             wire.close_fds(received)
             self._down = self._no_connection(error)
+            self._killed = isinstance(error, ConnectionRefusedError) and self._path.is_socket()
             return False
         self._keep_witness(received)
         self._link = link
@@ -288,6 +298,8 @@ class Channel(ABC):
         while not self._stop.is_set():
             if self._link is not None:
                 pause = self._config.retry_seconds
+                if time.monotonic() > self._started + LONGEST_KILLED_SECONDS:
+                    self._patience = KILLED_SECONDS
                 self._wake.wait(self._config.heartbeat_seconds)
                 self._wake.clear()
                 self._heartbeat()
@@ -295,8 +307,20 @@ class Channel(ABC):
             self._complain()
             self._stop.wait(pause)
             pause = min(2 * pause, self._config.longest_pause)
-            if not self._stop.is_set():
-                self._try_connect()
+            if not self._stop.is_set() and not self._try_connect():
+                self._start_again()
+
+    def _start_again(self) -> None:
+        """Call `on_killed` if the server was killed, and has stayed away for `_patience` seconds since that was first seen."""
+        now = time.monotonic()
+        if not self._killed:
+            self._start_at = 0.0
+        elif not self._start_at:
+            self._start_at = now + self._patience
+        elif now >= self._start_at:
+            self._start_at, self._patience = 0.0, min(2 * self._patience, LONGEST_KILLED_SECONDS)
+            self.on_killed()
+            self._started = time.monotonic()
 
     def _heartbeat(self) -> None:
         if self._link is None or self._stop.is_set():
