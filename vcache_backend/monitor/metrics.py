@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from vcache_backend.metadata_server.endpoint import beside
 from vcache_backend.metadata_server.messages import Level, SegmentInfo, ServerStats
 from vcache_backend.monitor.samples import Samples
+from vcache_backend.status import SILENT_SECONDS
 
 REPORTS_SECONDS = 600.0
 _GAUGES = {
@@ -176,7 +177,11 @@ def _segments(segments: Sequence[SegmentInfo]) -> Iterator[Metric]:
 
 
 def _in_place(stats: ServerStats) -> Iterator[Metric]:
-    shown = [((one.id, one.device, str(one.pid)), one) for one in stats.instances]
+    every = [((one.id, one.device, str(one.pid)), one) for one in stats.instances]
+    what = "1 if a process of an instance is stopped, or nothing was heard of it for 10 s. Continue it, or end it."
+    stopped = [(labels, float(bool(one.stopped) or one.silent > SILENT_SECONDS)) for labels, one in every]
+    yield _family(GaugeMetricFamily, "instance_stopped", what, _INSTANCE, stopped)
+    shown = [(labels, one) for labels, one in every if one.id]
     what = "Chunks that others find in an instance's KV cache."
     chunks = [(labels, float(one.resident)) for labels, one in shown]
     yield _family(GaugeMetricFamily, "instance_resident_chunks", what, _INSTANCE, chunks)
