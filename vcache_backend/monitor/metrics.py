@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from vcache_backend.metadata_server.endpoint import beside
 from vcache_backend.metadata_server.messages import Level, SegmentInfo, ServerStats
 from vcache_backend.monitor.samples import Samples
-from vcache_backend.status import trouble
+from vcache_backend.status import SILENT_SECONDS
 
 REPORTS_SECONDS = 600.0
 _GAUGES = {
@@ -177,12 +177,16 @@ def _segments(segments: Sequence[SegmentInfo]) -> Iterator[Metric]:
 
 
 def _in_place(stats: ServerStats) -> Iterator[Metric]:
-    shown = [((one.id, one.device, str(one.pid)), one) for one in stats.instances if one.id]
+    every = [((one.id, one.device, str(one.pid)), one) for one in stats.instances]
+    what = "1 if a process of an instance is stopped, or nothing was heard of it for 10 s. Continue it, or end it."
+    stopped = [(labels, float(bool(one.stopped) or one.silent > SILENT_SECONDS)) for labels, one in every]
+    yield _family(GaugeMetricFamily, "instance_stopped", what, _INSTANCE, stopped)
+    shown = [(labels, one) for labels, one in every if one.id]
     what = "Chunks that others find in an instance's KV cache."
     chunks = [(labels, float(one.resident)) for labels, one in shown]
     yield _family(GaugeMetricFamily, "instance_resident_chunks", what, _INSTANCE, chunks)
-    what = "1 if others can read an instance's KV cache. At 0 for minutes, `vcache status` says what it lacks, or that it is stopped."
-    shared = [(labels, float(not trouble(one))) for labels, one in shown]
+    what = "1 if others can read an instance's KV cache. At 0 for minutes, `vcache status` says what it lacks."
+    shared = [(labels, float(not one.missing)) for labels, one in shown]
     yield _family(GaugeMetricFamily, "instance_shared", what, _INSTANCE, shared)
     readers = [((str(one.pid), one.device, one.instance), one) for one in stats.reads]
     nbytes = [(labels, float(one.nbytes)) for labels, one in readers]

@@ -37,11 +37,12 @@ class Point(NamedTuple):
 class Samples:
     """The server's answers. Asks in a background thread, from construction to `close`; all methods may be called in any thread.
 
-    stats: the last answer; None before the first. problem: why the last question was not answered; empty if it was.
+    path: the server's socket. stats: the last answer; None before the first. problem: why the last question was not answered; empty if it
+    was.
     """
 
     def __init__(self, path: Path, every: float = EVERY_SECONDS) -> None:
-        self._path, self._every = path, every
+        self.path, self._every = path, every
         self.stats: ServerStats | None = None
         self.problem = "the server was not asked yet"
         self.answered_at = time.monotonic()
@@ -101,7 +102,7 @@ class Samples:
         return next(point for point in points if point.at >= last.at - seconds and point.epoch == last.epoch), last
 
     def _run(self) -> None:
-        with Client(self._path, ClientConfig(request_seconds=ANSWER_SECONDS)) as client:
+        with Client(self.path, ClientConfig(request_seconds=ANSWER_SECONDS)) as client:
             while True:
                 self._ask(client)
                 if self._over.wait(self._every):

@@ -27,7 +27,7 @@ import h11
 from prometheus_client import CollectorRegistry, generate_latest
 
 from vcache_backend.monitor.samples import Samples
-from vcache_backend.status import summary
+from vcache_backend.status import summary, trouble
 
 MOST_AT_ONCE = 256
 BACKLOG = 64
@@ -156,9 +156,12 @@ class Web:
     def _stats(self) -> _Response:
         samples = self._samples
         told = {
+            "host": socket.gethostname(),
+            "socket": str(samples.path),
             "problem": samples.problem,
             "late_seconds": samples.late_seconds,
             "stats": summary(samples.stats) if samples.stats is not None else None,
+            "troubles": [trouble(one) for one in samples.stats.instances] if samples.stats is not None else [],
             "points": [(point.at, point.epoch, point.asked, point.found) for point in samples.points()],
             "hit_rate_1m": samples.hit_rate(),
             "hits_1m": samples.hits(),
