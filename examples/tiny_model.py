@@ -7,6 +7,7 @@ Writes config.json and model.safetensors, 6 MB. It has no tokenizer: start vLLM 
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -16,6 +17,6 @@ except ModuleNotFoundError as absent:
     sys.exit(f"{Path(sys.argv[0]).name}: this Python has no {absent.name}: pip install '/path/to/vcache[engine]'")
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        sys.exit(f"usage: {Path(sys.argv[0]).name} FOLDER")
-    print(write_model(Path(sys.argv[1]), tiny=True))
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("folder", type=Path, metavar="FOLDER")
+    print(write_model(options.parse_args().folder, tiny=True))

@@ -219,6 +219,8 @@ def _vllm(words: list[str], place: Place) -> None:
 
 
 def _curl(words: list[str], place: Place) -> None:
+    if any(word.endswith("/v1/completions") for word in words):
+        return  # as the examples do
     path, _, parameter = words[-1].rpartition("8000/")[2].partition("?")
     routes = ROUTES.read_text() if ROUTES is not None else pytest.skip("needs vLLM")
     assert f'"/{path}"' in routes
@@ -277,6 +279,7 @@ RULES: dict[str, Callable[[list[str], Place], None]] = {
     "python3? -m venv ": _venv,
     "python3? -m pytest ": _pytest,
     "python3? -m benchmarks.run_on ": _run_on,
+    "python3? -m vllm.entrypoints.openai.api_server ": _vllm,
     "python3? -m ": _module,
     "(python3? )?(examples|benchmarks|scripts|tests)/": _program,
     "vllm serve ": _vllm,
