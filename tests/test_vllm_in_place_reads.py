@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +26,8 @@ from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import Refused
 from vcache_backend.integration.vllm import hints, lookups
 from vcache_backend.integration.vllm.metadata import StepMetadata, WorkerReport
-from vcache_backend.metadata_server.instances import MAX_INSTANCES
+from vcache_backend.metadata_server.messages import MAX_BLOCKS
+from vcache_backend.metadata_server.residence import BLOCK_BYTES
 from vcache_backend.resident import pins
 from vcache_backend.resident.generations import Generations
 
@@ -90,16 +92,22 @@ def test_what_a_server_had_no_room_for_is_shared_once_it_has(tmp_path: Path) -> 
     """What was computed by then, too."""
     with scheduling(tmp_path) as here, engines(here, shown=True) as make, here.client() as client:
         with ExitStack() as crowd:
-            # So many of one process that it may have no more.
-            with suppress(Refused):
-                for number in range(1, MAX_INSTANCES):
-                    table = crowd.enter_context(closing(Generations(instance(number), 8)))
-                    crowd.enter_context(here.client()).join(instance(number), NAMESPACE, 8, 1, EACH, table.fd)
+
+            def join(number: int, blocks: int) -> None:
+                table = crowd.enter_context(closing(Generations(instance(number), blocks)))
+                crowd.enter_context(here.client()).join(instance(number), NAMESPACE, blocks, 1, EACH, table.fd)
+
+            # Then this process may have no more.
+            join(1, MAX_BLOCKS)
+            with pytest.raises(Refused, match="than this process may hold") as refused:
+                join(2, MAX_BLOCKS)
+            lacking = int(re.findall(r"need ([\d,]+) B", str(refused.value))[0].replace(",", ""))
+            join(3, MAX_BLOCKS - -(-lacking // BLOCK_BYTES))
             owner = make()
             source = owner.add(new_tokens(2 * CHUNK), load=False)
             owner.finish(source)
             keys = owner.keys(source)
-            assert "its scheduler" in [one.missing for one in client.stats().instances]
+            assert owner.half.publications.instance.hex() not in [one.id for one in client.stats().instances if not one.missing]
             assert client.find(keys).pooled == b""
         eventually(lambda: client.find(keys).pooled == bytes(2))
 
