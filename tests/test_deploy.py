@@ -57,6 +57,20 @@ def test_the_images_are_made_of_what_there_is() -> None:
     assert built == set(re.findall(r"AS (\w+)$", text, re.M)) - {"source"}
 
 
+def test_every_dependency_has_an_upper_bound_and_setup_installs_what_lies_within() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = declared["project"]["optional-dependencies"].values()
+    texts = [
+        *declared["build-system"]["requires"],
+        *declared["project"]["dependencies"],
+        *(text for extra in extras for text in extra),
+    ]
+    wanted = {one.name: one for one in map(Requirement, texts) if one.name != declared["project"]["name"]}
+    assert [str(one) for one in wanted.values() if not any(part.operator == "<" for part in one.specifier)] == []
+    pins = re.findall(r"^CPU_(TORCH|TRITON)=(\S+)$", (ROOT / "scripts" / "setup.sh").read_text(), re.M)
+    assert [name for name, pin in pins if pin in wanted[name.lower()].specifier] == ["TORCH", "TRITON"]
+
+
 CLEAN_ROOT = r"""
 mount --make-rprivate / && mount -t tmpfs none "$1" && cd "$1" || exit 9
 bind() { mkdir -p ".$2" && mount --rbind "$1" ".$2" && mount -o remount,bind,ro ".$2"; }

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from page_commands import COMMANDS, RULES, Place, blocks, check, commands
-from processes import ROOT, SECONDS, stage
+from processes import ROOT, SECONDS, stage, without_paths
 
 from benchmarks import run_on
 
@@ -102,6 +102,14 @@ def test_a_command_that_no_rule_knows_fails(tmp_path: Path, monkeypatch: pytest.
     ):
         with pytest.raises(AssertionError):
             check(wrong, Place({"VCACHE_SOCKET": "none", "bin": str(Path(sys.executable).parent)}, tmp_path, monkeypatch))
+
+
+def test_the_commands_are_run_with_what_is_installed_and_not_with_the_checkout(plain_python: Path, tmp_path: Path) -> None:
+    said = "from importlib.util import find_spec; print(find_spec('vcache_backend.integration').origin)"
+    ran = subprocess.run(
+        [plain_python, "-c", said], cwd=tmp_path, env=without_paths(), capture_output=True, text=True, check=True
+    )
+    assert Path(ran.stdout).is_relative_to(plain_python.parent.parent)
 
 
 @pytest.mark.parametrize(("command", "page"), PAGED, ids=lambda part: part.name if isinstance(part, Path) else part[:60])

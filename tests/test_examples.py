@@ -188,14 +188,34 @@ def test_the_example_shows_that_the_second_instance_reads_what_the_first_compute
     assert shown["status"]["reports"] == []
 
 
-def test_a_program_that_does_not_start_is_one_error_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+LOGGED = """
+(EngineCore pid=7) WARNING 11-24 [utils.py:255] This can cause errors like `OSError: [Errno 24]`
+(EngineCore pid=7) ERROR 11-24 [core.py:1510] Traceback (most recent call last):
+(EngineCore pid=7) ERROR 11-24 [core.py:1510]   File "core.py", line 1501, in run
+(EngineCore pid=7) ERROR 11-24 [core.py:1510] ValueError: no such model
+    raise RuntimeError("Engine core initialization failed.")
+RuntimeError: Engine core initialization failed.
+Exception ignored in: <function _tidy at 0x7f>
+"""
+
+
+def test_a_program_that_ends_is_one_error_with_its_command_and_what_its_log_says_while_another_still_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(EXAMPLE.parent)
     serving = importlib.import_module("serving")
-    process = serving.Process("instance B", [sys.executable, "-c", "raise RuntimeError('no such model')"], tmp_path / "B.log")
-    with pytest.raises(
-        serving.Failed, match=rf"instance B ended with code 1. Its log is {tmp_path}/B.log; from it:\s+RuntimeError: no such"
-    ):
-        process.wait(lambda: False, 20)
+    code = f"import sys; print({LOGGED!r}); sys.exit(3)"
+    starting = serving.Process("instance A", ["sleep", "60"], tmp_path / "A.log")
+    ended = serving.Process("instance B", [sys.executable, "-c", code], tmp_path / "B.log")
+    with starting, ended, pytest.raises(serving.Failed) as failed:
+        starting.wait(lambda: False, 20, [starting, ended])
+    first, *lines = str(failed.value).splitlines()[-3:]
+    assert str(failed.value).startswith(f"instance B ended with code 3; its command was {sys.executable} -c ")
+    assert first.endswith(f"Its log is {tmp_path}/B.log; from it:")
+    assert [line.split("] ")[-1].strip() for line in lines] == [
+        "ValueError: no such model",
+        "RuntimeError: Engine core initialization failed.",
+    ]
 
 
 def test_an_answer_that_was_not_read_is_one_error_with_what_the_logs_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
