@@ -102,7 +102,9 @@ def test_version_names_the_package_and_the_protocol() -> None:
         ["segment", "resize", "s0", "9" * 400 + "GiB"],
         ["plan", "--model", "x", "--tokens", "9" * 400],
         ["plan", "--model", "x", "--tokens", "-5"],
-        ["plan", "--model", "x", "--gpu-memory", "80"],
+        ["plan", "--model", "x", "--tokens", "1,5M"],
+        ["clear", "--namespace", ""],
+        ["clear", "--namespace", " "],
         ["clear", "--namespace", "xyz"],
         ["clear", "--namespace", "00ff"],
         ["config", "check"],
@@ -112,6 +114,21 @@ def test_version_names_the_package_and_the_protocol() -> None:
 )
 def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
     assert vcache(*arguments, expect=2).stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["plan", "--model", "x", "--gpu-memory", "80"], "80 without a unit is 80 B: write the unit, such as 80GiB or 80B"),
+        (["plan", "--model", "x", "--gpu-memory", "81920.5"], "81920.5 without a unit is 81920 B: write the unit"),
+        (["segment", "add", "--device", "host", "--bytes", "8"], "8 without a unit is 8 B"),
+        (["segment", "resize", "s0", "8"], "8 without a unit is 8 B"),
+        (["mooncake", "--segment", "9" * 5000], "Expected at most 256 TiB"),
+    ],
+    ids=["gpu-memory", "a-fraction", "bytes", "resize", "digits"],
+)
+def test_a_size_of_a_command_that_lacks_its_unit_is_wrong_usage_that_says_what_to_write(arguments: list[str], said: str) -> None:
+    assert said in " ".join(vcache(*arguments, expect=2).stderr.replace("│", " ").split())
 
 
 def test_a_shell_completes_commands_and_options() -> None:

@@ -131,7 +131,9 @@ def status(
 
 @app.command()
 def clear(
-    namespace: Annotated[str, typer.Option(metavar="HEX", help="Only this namespace, as `vcache status` names it.")] = "",
+    namespace: Annotated[
+        str | None, typer.Option(metavar="HEX", help="Only this namespace, as `vcache status --all` names it.")
+    ] = None,
     offloaded: Annotated[
         bool,
         typer.Option(
@@ -145,10 +147,11 @@ def clear(
     from vcache_backend.metadata_server.messages import NAMESPACE_BYTES
 
     try:
-        prefix = bytes.fromhex(namespace)
+        prefix = bytes.fromhex(namespace or "")
     except ValueError:
         prefix = b"?"
-    if len(prefix) not in (0, NAMESPACE_BYTES):
+    # An empty HEX, of a variable that is not set, is not every namespace.
+    if namespace is not None and len(prefix) != NAMESPACE_BYTES:
         wanted = f"Expected {2 * NAMESPACE_BYTES} hexadecimal digits"
         raise typer.BadParameter(f"{wanted}, got {namespace!r}", param_hint="--namespace")
     offload = config.load(config_file).offload
@@ -264,7 +267,7 @@ def plan(
     gpu_memory: Annotated[
         config.ByteSize | None,
         typer.Option(
-            metavar="SIZE", parser=command.gpu_bytes_of, help="Memory of one GPU, such as 80GiB: say what is left for vLLM."
+            metavar="SIZE", parser=command.nbytes_of, help="Memory of one GPU, such as 80GiB: say what is left for vLLM."
         ),
     ] = None,
     config_file: ConfigFile = None,

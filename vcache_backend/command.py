@@ -32,7 +32,8 @@ Socket = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
-LEAST_GPU_BYTES = 1 << 30
+LEAST_WITHOUT_UNIT = 1 << 20
+"""A size of a command below it needs its unit: `80` is never meant as 80 bytes."""
 MAX_TOKENS = 1 << 50
 _THOUSANDS = {"": 1, "k": 10**3, "m": 10**6}
 EXIT_CODES = "Exit codes: 0 success; 1 failure, with one line on stderr or a finding that says why; 2 wrong usage."
@@ -122,25 +123,20 @@ def client(path: Path | None, socket: Path | None, reconnect: bool = False) -> C
 def nbytes_of(text: str | config.ByteSize) -> config.ByteSize:
     """The value of an option in bytes. Typer passes the option's default, too. Raises BadParameter."""
     try:
-        nbytes = config.ByteSize.parse(int(text) if isinstance(text, str) and text.isdecimal() else text)
+        nbytes = config.ByteSize.parse(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     if nbytes <= 0:
         raise typer.BadParameter("Expected more than 0 bytes")
-    return nbytes
-
-
-def gpu_bytes_of(text: str | config.ByteSize) -> config.ByteSize:
-    """The memory of a GPU. Raises BadParameter for less than any has: a number without its unit."""
-    nbytes = nbytes_of(text)
-    if nbytes < LEAST_GPU_BYTES:
-        raise typer.BadParameter(f"No GPU has {nbytes}; write the unit, such as {str(text).strip()}GiB")
+    if isinstance(text, str) and nbytes < LEAST_WITHOUT_UNIT and (number := text.strip())[-1].isdigit():
+        wanted = f"write the unit, such as {number}GiB or {number}B"
+        raise typer.BadParameter(f"{number} without a unit is {int(nbytes)} B: {wanted}")
     return nbytes
 
 
 def tokens_of(text: str | int) -> int:
     """A number of tokens, such as `500k` or `1.5M`. Typer passes the option's default, too. Raises BadParameter."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", str(text).replace(",", "").replace("_", ""), re.ASCII)
-    if found is None or (tokens := float(found[1]) * _THOUSANDS[found[2].lower()]) > MAX_TOKENS:
+    found = re.fullmatch(r"(\d{1,3}(?:[,_]\d{3})+|\d+(?:\.\d+)?)([kKmM]?)", str(text), re.ASCII)
+    if found is None or (tokens := float(re.sub("[,_]", "", found[1])) * _THOUSANDS[found[2].lower()]) > MAX_TOKENS:
         raise typer.BadParameter(f"Expected a number of tokens such as 500000, 500k or 2M, at most {MAX_TOKENS:,}, got {text!r}")
     return int(tokens)

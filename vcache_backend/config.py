@@ -85,7 +85,8 @@ def split_address(address: str, name: str, absent: str = "127.0.0.1") -> tuple[s
     """Host and port of `address`; the host is `absent` if there is none. name: the setting, for errors. Raises ValueError."""
     found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s:/\[\]]*)):([0-9]{1,5})", address)
     if found is None:
-        raise ValueError(f"{name} must be HOST:PORT, got {address!r}")
+        hint = f'; write ":{address}" for this machine alone' if absent and address.isdecimal() else ""
+        raise ValueError(f"{name} must be HOST:PORT, got {address!r}{hint}")
     if int(found[3]) > 65535:
         raise ValueError(f"{name} must be HOST:PORT, and a port is 65535 at most, got {address!r}")
     host = found[1] or found[2]
@@ -440,6 +441,8 @@ def read(path: str | Path | None = None) -> tuple[dict[str, Any], str, dict[str,
         raise ConfigError(f"{path}: {config_file.not_yaml(error, text)}") from error
     except RecursionError as error:
         raise ConfigError(f"{path}: the sections are nested too deeply") from error
+    except (ValueError, LookupError, AttributeError) as error:  # by PyYAML: a number or a date that is none
+        raise ConfigError(f"{path}: not YAML: {error}; put it in quotes if it is text") from error
     if values is None:
         values = {}
     if not isinstance(values, dict):
