@@ -178,7 +178,7 @@ def clear(
 
 @config_app.command("init")
 def config_init(
-    path: Annotated[Path, typer.Argument(metavar="[PATH]", help="The new file; nothing is overwritten. -: show it.")] = Path(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="The new file; nothing is overwritten. -: show it.")] = Path(
         "vcache.yaml"
     ),
     like: Annotated[str, typer.Option(metavar="NAME", help="Which file; an unknown name lists them.")] = "vcache",
@@ -200,7 +200,7 @@ def config_init(
 
 
 @config_app.command("check")
-def config_check(path: Annotated[Path, typer.Argument(help="The YAML file.")]) -> None:
+def config_check(path: Annotated[Path, typer.Argument(metavar="PATH", help="The YAML file.")]) -> None:
     """Check a file strictly: an unknown key or an impossible value is an error that names it, its line, and what is possible there."""
     from vcache_backend.doctor.server import check_socket
 

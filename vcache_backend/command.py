@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from vcache_backend import config
 from vcache_backend.errors import ServerUnavailable, VCacheError
@@ -41,33 +41,14 @@ ENGINE = ("torch", "numpy", "triton")
 """Modules that some commands need and that the base install does not have."""
 
 
-class _Flags:
-    """A command whose help shows flags as flags: Typer 0.29 puts `<bool>` behind them."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
-        for one in params:
-            if getattr(one, "is_flag", False) and one.metavar is None:
-                one.metavar = ""
-        return params
-
-
-class _Command(_Flags, TyperCommand):
-    pass
-
-
-class _Typer(typer.Typer):
-    def command(self, *given: Any, **more: Any) -> Any:
-        return super().command(*given, **{"cls": _Command, **more})
-
-
-class _Group(_Flags, TyperGroup):
+class _Group(TyperGroup):
     """Commands that end with one line on stderr, and exit code 1, if a VCacheError is raised or a module of `ENGINE` is missing."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         for one in self.commands.values():
-            one.help = " ".join((one.help or "").split())  # the list of commands would keep the source's line breaks
+            first = " ".join((one.help or "").split()).partition(". ")[0]
+            one.short_help = first.removesuffix(".")  # else the list of commands cuts it off
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -85,13 +66,14 @@ class _Group(_Flags, TyperGroup):
 
 def group(text: str, root: bool = False) -> typer.Typer:
     """An empty group of commands. text: its help. root: it is `vcache` itself, with completion and exit codes in its help."""
-    return _Typer(
+    return typer.Typer(
         cls=_Group,
         help=text,
         no_args_is_help=True,
         add_completion=root,
         epilog=EXIT_CODES if root else None,
         pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # in rich's boxes flags have `<bool>` behind them, and texts are squeezed beside wide columns
         context_settings={"help_option_names": ["-h", "--help"]},
     )
 
