@@ -12,7 +12,7 @@ import pytest
 from test_doctor import config, only
 from vllm_cases import missing
 
-from vcache_backend.config import Config
+from vcache_backend.config import Config, from_dict
 from vcache_backend.doctor import diagnose
 from vcache_backend.doctor.plan import plan
 
@@ -69,6 +69,8 @@ def test_vllm_says_what_a_model_keeps_and_a_plan_what_gpus_lend_for_it(tmp_path:
         f"8 GPUs that lend 30 GiB each hold {held:,} chunks, {held * 256:,} tokens",
     )
     assert (vllm.status, vllm.advice) == ("ok", "--gpu-memory-utilization 0.57")
+    *_, pool = plan(str(tmp_path), from_dict({"pool": {"segment_bytes": 80}}), gpus=1)
+    assert (pool.status, pool.advice) == ("fail", "a chunk takes 128 KiB: set pool.segment_bytes to that or more")
 
 
 @needs_vllm

@@ -35,12 +35,11 @@ def plan(name: str, config: Config, gpus: int, tokens: int = 0, gpu_bytes: int =
     chunks = math.ceil(math.ceil(tokens / size) / gpus)
     segment = ByteSize(math.ceil(chunks * chunk / GIB) * GIB) if tokens else config.pool.lent
     held = segment // chunk * gpus
-    yield Finding(
-        "pool",
-        "ok",
-        f"{gpus} GPUs that lend {segment} each hold {held:,} chunks, {held * size:,} tokens",
-        f"pool.segment_bytes: {segment}",
-    )
+    detail = f"{gpus} GPUs that lend {segment} each hold {held:,} chunks, {held * size:,} tokens"
+    if segment and not held:
+        yield Finding("pool", "fail", detail, f"a chunk takes {ByteSize(chunk)}: set pool.segment_bytes to that or more")
+        return
+    yield Finding("pool", "ok", detail, f"pool.segment_bytes: {segment}")
     if gpu_bytes:
         left = most_utilization(gpu_bytes, segment)
         enough = left >= LEAST_UTILIZATION
