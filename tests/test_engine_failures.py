@@ -417,7 +417,7 @@ def test_what_is_taken_back_is_moved_while_it_is_read_and_who_dies_meanwhile_lea
         "segment",
         "resize",
         segment.id,
-        str(8 * size),
+        f"{8 * size}B",
         "--socket",
         str(here.path),
     ]
