@@ -51,7 +51,7 @@ COMMANDS = [
     ["version"],
 ]
 
-TALL = 7
+TALL = 5
 """Lines of a small window."""
 
 
