@@ -16,7 +16,6 @@ MAX_LINES = 8
 """The most lines about others that one instance is told."""
 MAX_NAMESPACES = 128
 """The most namespaces that the statistics name."""
-MAX_CHUNK_DIGITS = 9
 MAX_COMPARED = 16
 """The most namespaces that are compared for the statistics."""
 MAX_MISMATCHES = 64
@@ -41,11 +40,11 @@ class Layouts:
         self._of: dict[int, tuple[Peer, dict[str, str]]] = {}
         self._mismatches: list[m.Mismatch] | None = []
         self.hits: dict[str, list[int]] = {}
-        """By namespace, tokens that instances have asked for and tokens found, since the server's start."""
+        """By namespace, tokens that instances have looked up and tokens found, since the server's start."""
         self.saved: dict[str, float] = {}
         """By namespace, seconds of prefill saved since the server's start, as far as instances have estimated them."""
-        self._counted: dict[int, tuple[str, int, list[int]]] = {}
-        """By client: its namespace, tokens of a chunk, and where to count."""
+        self._counted: dict[int, tuple[str, list[int]]] = {}
+        """By client: its namespace, and where to count."""
 
     def add(self, client: Peer, layout: dict[str, str]) -> list[str]:
         """Add an instance. Returns a line for each other namespace of the same model, with which it cannot share."""
@@ -62,16 +61,12 @@ class Layouts:
             self._count(client, layout)
         return [_line(layout, who, other, fields) for who, other, fields in differences if fields]
 
-    def asked(self, client: int, chunks: int, found: int) -> None:
-        """Count a look-up of so many chunks by an instance, and how many were found.
-
-        vLLM's workers, which ask once more for what they load, send no layout and are not counted. LMCache's do, and are.
-        """
-        counted = self._counted.get(client)
-        if counted is not None:
-            _, each, totals = counted
-            totals[0] += each * chunks
-            totals[1] += each * found
+    def looked_up(self, client: int, asked: int, found: int) -> None:
+        """Count tokens that an instance has looked up, and those found, some of which it may have looked up earlier."""
+        if client in self._counted:
+            _, totals = self._counted[client]
+            totals[0] += asked
+            totals[1] = min(totals[1] + found, totals[0])
 
     def saves(self, client: int, seconds: float | None) -> None:
         """Add the seconds that an instance's hits have saved; None: it does not know."""
@@ -80,8 +75,7 @@ class Layouts:
             self.saved[name] = self.saved.get(name, 0.0) + seconds
 
     def _count(self, client: Peer, layout: dict[str, str]) -> None:
-        name, each = printable(layout.get("namespace", "")), layout.get("chunk_size", "")
-        if name and each.isascii() and each.isdigit() and len(each) <= MAX_CHUNK_DIGITS:
+        if name := printable(layout.get("namespace", "")):
             totals = self.hits.pop(name, [0, 0])
             if len(self.hits) >= MAX_NAMESPACES:
                 connected = {id(counts) for *_, counts in self._counted.values()}
@@ -90,7 +84,7 @@ class Layouts:
                 del self.hits[gone]
                 self.saved.pop(gone, None)
             self.hits[name] = totals
-            self._counted[client.id] = name, int(each), totals
+            self._counted[client.id] = name, totals
 
     def forget_gone(self, stores: Callable[[bytes], bool]) -> None:
         """Forget what namespaces have counted of which no client is connected and nothing is stored. stores: whether something is."""
