@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Hashable
 
 from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.client_lines import Caller
 from vcache_backend.metadata_server.instances import liveness
 from vcache_backend.metadata_server.placement import Peer
@@ -38,6 +39,8 @@ class Layouts:
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[Peer, dict[str, str]]] = {}
+        self._connected: dict[int, tuple[Peer, int]] = {}
+        """All clients, each with the pid of its process's parent."""
         self._mismatches: list[m.Mismatch] | None = []
         self.hits: dict[str, list[int]] = {}
         """By namespace, tokens that instances have looked up and tokens found, since the server's start."""
@@ -48,6 +51,7 @@ class Layouts:
 
     def add(self, client: Peer, layout: dict[str, str]) -> list[str]:
         """Add an instance. Returns a line for each other namespace of the same model, with which it cannot share."""
+        self._connected[client.id] = client, processes.parent(client.process)
         layout = {name: _short(value) for name, value in layout.items()}
         others: dict[str, tuple[Peer, dict[str, str]]] = {}
         for who, other in self._of.values():
@@ -95,26 +99,41 @@ class Layouts:
 
     def drop(self, client: int) -> None:
         """Remove an instance that is gone."""
+        self._connected.pop(client, None)
         self._counted.pop(client, None)
         if self._of.pop(client, None) is not None:
             self._mismatches = None
 
     def through_pool(self, in_place: Container[ProcessId]) -> list[m.InstanceStats]:
-        """The instances that share through the pool: all but those with a process of `in_place`."""
+        """The instances that share through the pool: all but those with a process of `in_place`.
+
+        Children of an instance's process that have told no layout are its workers. Processes with one parent and one name are one instance.
+        """
+        children: dict[int, list[Peer]] = {}
+        for id_, (peer, parent) in self._connected.items():
+            if id_ not in self._of:
+                for pid in filter(None, (peer.process.pid, parent)):
+                    children.setdefault(pid, []).append(peer)
+        found: dict[Hashable, tuple[str, list[Peer]]] = {}
+        for id_, (peer, layout) in self._of.items():
+            if peer.process not in in_place:
+                _, parent = self._connected[id_]
+                whose = (peer.name, parent) if peer.name and parent else id_
+                _, peers = found.setdefault(whose, (layout.get("namespace", ""), []))
+                peers += [peer, *children.get(peer.process.pid, ())]
         return [
             m.InstanceStats(
                 "",
-                peer.device,
-                peer.process.pid,
+                next((peer.device for peer in peers if peer.medium == "cuda"), peers[0].device),
+                peers[0].process.pid,
                 0,
                 0,
                 0,
-                name=peer.name,
-                namespace=layout.get("namespace", ""),
-                **liveness([peer]),
+                name=peers[0].name,
+                namespace=namespace,
+                **liveness(peers[: m.MAX_RANKS]),
             )
-            for peer, layout in list(self._of.values())[:MAX_NAMESPACES]
-            if peer.process not in in_place
+            for namespace, peers in list(found.values())[:MAX_NAMESPACES]
         ]
 
     def namespaces(self) -> dict[str, str]:

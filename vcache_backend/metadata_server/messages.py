@@ -545,9 +545,11 @@ class Listen(Request, frozen=True, tag="listen"):
 
 
 class ShowReads(Request, frozen=True, tag="show_reads"):
-    """What this client has read out of others' KV caches so far, for the statistics → `Count` of the rows."""
+    """What this client has read out of others' KV caches so far, for the statistics → `Count` of the rows. `instance`: that it is part of;
+    b"" if it is part of none."""
 
     reads: Annotated[list[Reads], msgspec.Meta(max_length=MAX_OWNERS)]
+    instance: Annotated[InstanceId, msgspec.Meta(max_length=INSTANCE_BYTES)] = InstanceId(b"")
 
 
 class Find(Request, frozen=True, tag="find"):
