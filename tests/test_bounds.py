@@ -355,6 +355,7 @@ def test_a_namespace_is_told_as_long_as_it_has_a_client_or_a_chunk(alone: Stage,
     with alone.client(layout=layout) as client:
         client.commit(client.reserve(keys(1), 1024).reservation)
         assert client.lookup(keys(2)) == 1
+        client.looked_up(32, 16)
         eventually(lambda: looking.stats().hits == {NAMESPACE.hex(): (32, 16)})
     eventually(lambda: looking.stats().clients == 1)
     assert NAMESPACE.hex() in looking.stats().hits

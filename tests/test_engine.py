@@ -11,6 +11,7 @@ from kv_cases import ARRANGEMENTS, CHUNK, FLASH, MLA, PACKED, SMALL, Arrangement
 from processes import SECONDS, eventually
 
 from vcache_backend import engine as engine_module
+from vcache_backend import status
 from vcache_backend.engine import VCacheEngine
 
 __all__ = ["folder", "fresh", "pair", "shared"]
@@ -62,6 +63,15 @@ def test_a_tail_shorter_than_a_chunk_is_not_stored(pair: Pair) -> None:
         mask = pair.reader.retrieve(kind, None, pair.theirs.tensors, places(SMALL, len(tokens), 1).numpy())
         assert (mask.dtype, mask.shape, mask.device.type, int(mask.sum())) == (torch.bool, tokens.shape, "cpu", 2 * CHUNK)
     assert pair.reader.retrieve([], None, pair.theirs.tensors, []).shape == (0,)
+
+
+def test_a_prompt_that_is_looked_up_and_then_retrieved_counts_once_in_the_hit_rate(shared: Node) -> None:
+    pair, tokens = Pair(shared), prompt(4 * CHUNK, 4)
+    put(pair.writer, pair.mine, tokens[: 3 * CHUNK])
+    with shared.client() as asks:
+        asked, found = status.tokens(asks.stats())
+        assert pair.reader.lookup(tokens) == get(pair.reader, pair.theirs, tokens) == 3 * CHUNK
+        eventually(lambda: status.tokens(asks.stats()) == (asked + 4 * CHUNK, found + 3 * CHUNK))
 
 
 # ---- what the caller has already, and what has no place

@@ -15,6 +15,8 @@ from kv_cases import CHUNK, FLASH, MLA, PACKED, PACKED_HND, Arrangement, places
 from lmcache_cases import NOTHING, Engine, Pair, Pool, all_of, chunks, needs_lmcache, pair, pool, said, served, shared, tokens
 from processes import eventually
 
+from vcache_backend import status
+
 if TYPE_CHECKING:
     from lmcache_worker import Inside
 
@@ -239,6 +241,17 @@ def test_chunks_evicted_before_the_load_are_not_retrieved(pool: Pool) -> None:
 
 def ranks(pool: Pool, arrangement: Arrangement = PACKED, **more: Any) -> list[Engine]:
     return [pool.engine(arrangement, process={"rank": rank, "ranks": 2, "service": "ranks"}, **more) for rank in range(2)]
+
+
+def test_what_both_ranks_look_up_and_load_counts_once_in_the_hit_rate(served: Pool) -> None:
+    first, second = ranks(served)
+    prompt = tokens(4 * CHUNK)
+    for rank in (first, second):
+        rank.store(prompt[: 3 * CHUNK])
+    assert first.do("ask", prompt, "r") == 3 * CHUNK
+    for rank in (first, second):
+        rank.retrieve(prompt[: 3 * CHUNK], request="r")
+    eventually(lambda: status.tokens(served.stats()) == (4 * CHUNK, 3 * CHUNK))
 
 
 def test_a_chunk_counts_when_both_ranks_have_stored_their_part(served: Pool) -> None:

@@ -117,9 +117,10 @@ def used(alone: Stage) -> Client:
 
 
 def looked_for(reader: Client) -> None:
-    """Five chunks, of which three are there, and one that is not."""
+    """Five chunks, of which three are there, and one that is not: an instance counts their tokens."""
     reader.find(keys(5))
     reader.acquire(keys(1))
+    reader.looked_up(6 * 256, 3 * 256)
 
 
 def saved(reader: Client, seconds: float) -> None:

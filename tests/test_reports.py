@@ -108,9 +108,9 @@ def test_reports_and_segments_that_no_message_could_hold_leave_the_statistics_an
         service.answer(peer(), m.AddSegment(m.SegmentId(f"{number}"), "d" * 256, "host", 4096), fds)
         wire.close_fds(fds)
     for number in range(200):
-        layout = {"model": "m", "namespace": f"{number}" + "\u202e" * 99, "chunk_size": "9" * 9}
+        layout = {"model": "m", "namespace": f"{number}" + "\u202e" * 99}
         service.layouts.add(peer(number), layout)
-        service.layouts.asked(number, 1 << 40, 1 << 40)
+        service.layouts.looked_up(number, 1 << 70, 1 << 70)
         service.layouts.saves(number, 1e9)
     stats, segments = (service.answer(peer(), request, [])[0] for request in (m.Stats(), m.ListSegments()))
     assert isinstance(stats, m.ServerStats)
@@ -121,17 +121,6 @@ def test_reports_and_segments_that_no_message_could_hold_leave_the_statistics_an
     assert stats.reports[-1].text.startswith(f"{MAX_REPORTS - 1} ")
     assert next(reversed(stats.hits)).startswith("199")
     assert next(reversed(stats.saved)).startswith("199")
-    service.close()
-
-
-def test_tokens_are_counted_once_however_many_ranks_have_a_part_of_them() -> None:
-    directory = Directory(ServerConfig(), lambda: 0.0)
-    service = Service(directory, 1, Predecessor(directory, JournalState(), 1), max_segments=1)
-    service.layouts.add(peer(), {"model": "m", "chunk_size": "16", "namespace": "here"})
-    keys = [m.ChunkKey(bytes([number]) * (m.KEY_BYTES - m.RANK_BYTES) + bytes(m.RANK_BYTES)) for number in range(3)]
-    for request in (m.Lookup(keys, 2), m.Acquire(m.of_ranks(keys, 2)), m.Acquire(keys), m.Acquire([])):
-        service.answer(peer(), request, [])
-    assert service.layouts.hits["here"] == [3 * 3 * 16, 0]
     service.close()
 
 
@@ -149,10 +138,10 @@ def test_instances_with_the_longest_names_leave_the_statistics_readable() -> Non
 def test_what_connected_instances_have_asked_for_is_kept_longer_than_what_others_had() -> None:
     """Over months there are namespaces without end."""
     layouts = Layouts()
-    layout = {"model": "m", "chunk_size": "16", "namespace": "here"}
+    layout = {"model": "m", "namespace": "here"}
     layouts.add(peer(), layout)
     for number in range(2, 2 * MAX_NAMESPACES):
-        layouts.asked(1, 2, 1)
+        layouts.looked_up(1, 32, 16)
         layouts.add(peer(number), layout | {"namespace": f"{number}"})
         layouts.saves(number, 2.0)
         layouts.drop(number)

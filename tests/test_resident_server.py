@@ -6,6 +6,7 @@ import fcntl
 import os
 import select
 import signal
+import sys
 import threading
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -146,8 +147,9 @@ def test_what_clients_say_they_have_read_is_seen_as_long_as_they_are_connected(a
     two.show_reads([m.Reads(A, 9, 0)])
     rows = [(A.hex(), 9, 0), (A.hex(), 7, 1), (B.hex(), 0, 2)]
     assert reader.stats().reads == [m.ReadStats(os.getpid(), "host", *row) for row in rows]
-    join(one, A)
-    assert [row.reader for row in reader.stats().reads] == [A.hex()] * 3, "all are this process"
+    assert {row.reader for row in reader.stats().reads} == {""}
+    one.show_reads([m.Reads(A, 7, 1)], B)
+    assert [(row.nbytes, row.reader) for row in reader.stats().reads] == [(9, ""), (7, B.hex())]
     one.close()
     eventually(lambda: [row.nbytes for row in reader.stats().reads] == [9])
     many = [m.Reads(instance_id(number), 1 << 60, 1 << 60) for number in range(m.MAX_OWNERS)]
@@ -158,9 +160,9 @@ def test_what_clients_say_they_have_read_is_seen_as_long_as_they_are_connected(a
     told = reads.ReadsTold()
     for number in range(1024):
         some = [m.Reads(instance_id(n), 64 * number + n, 0) for n in range(m.MAX_OWNERS)]
-        told.note(Peer(number, ProcessId(number, 1), "host", "host"), some)
-    assert work_of(lambda: told.stats(lambda _: "")) < 15 * 1024
-    assert [row.nbytes for row in told.stats(lambda _: "")] == list(range(64 * 1024 - 1, 64 * 1024 - 1 - reads.MAX_LISTED, -1))
+        told.note(Peer(number, ProcessId(number, 1), "host", "host"), A, some)
+    assert work_of(told.stats) < 15 * 1024
+    assert [row.nbytes for row in told.stats()] == list(range(64 * 1024 - 1, 64 * 1024 - 1 - reads.MAX_LISTED, -1))
     with pytest.raises(Refused):
         two.show_reads([*many, *many])
 
@@ -186,6 +188,41 @@ def test_an_instance_is_seen_that_is_stopped_or_silent_or_shares_through_the_poo
         with Client(alone.path, PATIENT, layout=layout, name=":8000"):
             one = only()
         assert (one.id, one.name, one.namespace, one.pid) == ("", ":8000", "00ff", os.getpid())
+
+
+CONNECTED = """
+import pathlib, sys, time
+from vcache_backend.config import ClientConfig
+from vcache_backend.metadata_server.client import Client
+layout = {"model": "llama", "namespace": "00ff"} if len(sys.argv) > 2 else None
+with Client(pathlib.Path(sys.argv[1]), ClientConfig(), "GPU-7", "cuda", layout, name=" ".join(sys.argv[2:])) as client:
+    client.require()
+    print("connected", flush=True)
+    time.sleep(600)
+"""
+"""A process with a connection. Its arguments: the socket, and the name of an instance, if it is to say of which it is."""
+
+
+def test_an_instance_that_shares_through_the_pool_is_all_of_its_processes(alone: Stage) -> None:
+    """vLLM's scheduler, whose children are the workers; LMCache's workers, all children of one process, which say the same name."""
+    alone.server()
+    asks = alone.client()
+
+    def connected(*name: str) -> Child:
+        child = alone.undo.enter_context(Child([sys.executable, "-c", CONNECTED, str(alone.path), *name]))
+        child.expect("connected")
+        return child
+
+    with Client(alone.path, PATIENT, layout={"model": "llama", "namespace": "00ff"}):
+        worker = connected()
+        (one,) = asks.stats().instances
+        assert (one.pid, one.device, one.stopped) == (os.getpid(), "GPU-7", 0)
+        with worker.stopped():
+            assert [one.stopped for one in asks.stats().instances] == [worker.pid]
+    first, second, other = connected(":8000"), connected(":8000"), connected(":8000", "rank", "1")
+    assert [(one.pid, one.name) for one in asks.stats().instances] == [(first.pid, ":8000"), (other.pid, ":8000 rank 1")]
+    with second.stopped():
+        assert [one.stopped for one in asks.stats().instances] == [second.pid, 0]
 
 
 def test_nothing_is_found_before_all_of_an_instance_is_shown_in_whatever_order(alone: Stage, reader: Client) -> None:

@@ -85,6 +85,7 @@ def test_status_shows_segments_hits_and_with_all_counters_and_latencies() -> Non
 def test_the_first_line_says_who_shares_and_whether_it_works() -> None:
     """What is wrong with an instance comes before all that is well."""
     pooled = msgspec.structs.replace(ONE, id="", name="")
+    strange = msgspec.structs.replace(OTHER, namespace="11")
     lacking = msgspec.structs.replace(ONE, missing="rank 1")
     stopped = msgspec.structs.replace(ONE, stopped=4711)
     silent = msgspec.structs.replace(ONE, silent=25.0)
@@ -93,7 +94,9 @@ def test_the_first_line_says_who_shares_and_whether_it_works() -> None:
         ([], [], True, "no instance is connected"),
         ([ONE], [], True, "instance abababab at :8000 is alone: nobody to share with"),
         ([ONE, OTHER], [], True, "2 instances share in place; 75.0% of the tokens looked up were found"),
-        ([ONE, OTHER, pooled], [], True, "3 instances share 2 in place, 1 through the pool; 75.0% of"),
+        ([ONE, OTHER, pooled], [], True, "3 instances share: 2 in place, 1 through the pool; 75.0% of"),
+        ([ONE, strange], [], True, "2 instances, all of different models: nobody to share with"),
+        ([ONE, strange, pooled], [], True, "2 instances share: 1 in place, 1 through the pool; 1 of another model; 75.0% of"),
         ([lacking, OTHER], [], False, "instance abababab at :8000 lacks rank 1"),
         ([OTHER, stopped], [mismatch], False, "is stopped (pid 4711): continue it, or kill it; and 1 more"),
         ([silent, OTHER], [], False, "instance abababab at :8000 has been silent for 0 min 25 s"),
@@ -103,6 +106,8 @@ def test_the_first_line_says_who_shares_and_whether_it_works() -> None:
         found, line = status.verdict(stats)
         assert (found, said in line) == (good, True), line
         assert text_of(status.render(stats)).splitlines()[0].strip() == line
+    bare = msgspec.structs.replace(STATS, instances=[pooled, OTHER], segments=[])
+    assert status.verdict(bare) == (False, "the instance of pid 4194303 shares through the pool, to which nobody lends memory")
 
 
 def test_status_shows_what_happened_since_the_last_look_but_for_a_restart_and_whose_slots_wait() -> None:
@@ -172,11 +177,11 @@ def test_instances_that_share_in_place_fit_into_eighty_columns() -> None:
     reads = [ReadStats(7, UUID, "ab" * 16, 1 << 40, 1_000_000, "cd" * 16), ReadStats(8, UUID, "ef" * 16, 1, 0)]
     shown = text_of(status.render(msgspec.structs.replace(STATS, instances=[ONE, OTHER], reads=reads), everything=True), 80)
     rows = [line.split() for line in shown.splitlines()]
-    assert ["cdcdcdcd", ":8001", "abababab", ":8000", "1", "TiB", "1,000,000"] in rows
-    assert ["pid", "8", "–", "efefefef", "ended", "1", "B", "0"] in rows
+    assert ["cdcdcdcd", "4194304", ":8001", "abababab", "4194303", ":8000", "1", "TiB", "1,000,000"] in rows
+    assert ["–", "8", "–", "efefefef", "ended", "–", "1", "B", "0"] in rows
     busy = [ReadStats(pid, UUID, "ab" * 16, nbytes, 0) for pid, nbytes in ((7, 5), (8, 4), (9, 1), (8, 3))]
     text = text_of(status.render(msgspec.structs.replace(STATS, reads=busy), everything=True))
-    assert re.findall(r"^pid (\d) .*?(\d) B", text, re.MULTILINE) == [("8", "4"), ("8", "3"), ("7", "5"), ("9", "1")]
+    assert re.findall(r"^– +(\d) .*?(\d) B", text, re.MULTILINE) == [("8", "4"), ("8", "3"), ("7", "5"), ("9", "1")]
     assert status.summary(stats)["instances"][0] == status.plain(ONE)
     assert status.summary(stats)["instances"][0]["id"] == "ab" * 16
 

@@ -37,6 +37,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from vcache_backend import status
 from vcache_backend.config import ByteSize, ConnectorConfig, PoolConfig
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.integration.vllm import compat, groups, introduction, lookups, savings, synchronous, tracked
@@ -342,12 +343,13 @@ def test_a_request_that_waits_is_looked_up_again_and_its_tokens_are_counted_once
     """vLLM asks in every step until it has blocks for the request; meanwhile chunks come and go."""
     monkeypatch.setattr(tracked, "FRESH_SECONDS", 0.0)
     side, request = asynchronous, new_request()
-    before = side.asked()
+    before, (asked, found) = side.asked(), status.tokens(side.client.stats())
     for chunks in (0, 2, CHUNKS, 1):
         side.client.clear()
         side.put(request, chunks)
         assert side.matched(request)[0] == chunks * CHUNK
     assert side.asked() == before + 4
+    eventually(lambda: status.tokens(side.client.stats()) == (asked + 80, found + 80))
     counters = side.meter.take()
     assert counters is not None
     assert counters.data["counters"] == {"lookup_asked_tokens": {"": 80}, "lookup_hit_tokens": {"": 80}}

@@ -88,6 +88,7 @@ class VCacheEngine:
             except Exception as error:  # noqa: BLE001 - nothing is raised into the caller
                 return self._session.miss("lookup", error)
         self._stats.count(tokens_asked=len(ids), tokens_hit=found * self._layout.chunk_size)
+        self._session.client.looked_up(len(keys) * self._layout.chunk_size, found * self._layout.chunk_size)
         return found * self._layout.chunk_size
 
     def store(

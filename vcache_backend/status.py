@@ -68,6 +68,8 @@ def verdict(stats: ServerStats) -> tuple[bool, str]:
     """Whether sharing works, and who shares, in one line. What is wrong comes first."""
     instances = stats.instances
     wrong = [f"{_named(one)} {trouble(one)}" for one in instances if trouble(one)]
+    if all(one.state != "live" for one in stats.segments):
+        wrong += [f"{_named(one)} shares through the pool, to which nobody lends memory" for one in instances if not one.id]
     wrong += [f"instances of {one.model} do not share: {one.field} differs" for one in stats.mismatches]
     if wrong:
         more = f"; and {len(wrong) - 1} more" if len(wrong) > 1 else ""
@@ -76,11 +78,18 @@ def verdict(stats: ServerStats) -> tuple[bool, str]:
         return True, "no instance is connected"
     if len(instances) == 1:
         return True, f"{_named(instances[0])} is alone: nobody to share with"
-    ways = Counter("in place" if one.id else "through the pool" for one in instances)
-    who = ", ".join(f"{count} {way}" for way, count in ways.items()) if len(ways) > 1 else next(iter(ways))
+    of = Counter(one.namespace for one in instances)
+    together = [one for one in instances if of[one.namespace] > 1]
+    if not together:
+        return True, f"{len(instances)} instances, all of different models: nobody to share with"
+    ways = Counter("in place" if one.id else "through the pool" for one in together)
+    said = f"{len(together)} instances share"
+    said += f" {next(iter(ways))}" if len(ways) == 1 else ": " + ", ".join(f"{count} {way}" for way, count in ways.items())
+    if others := len(instances) - len(together):
+        said += f"; {others} of another model"
     rate = hit_rate(stats)
     hits = "nothing was looked up yet" if rate is None else f"{rate:.1%} of the tokens looked up were found"
-    return True, f"{len(instances)} instances share {who}; {hits}"
+    return True, f"{said}; {hits}"
 
 
 def trouble(one: InstanceStats) -> str:
@@ -252,16 +261,16 @@ def _still_mapped(readers: Sequence[StillMapped]) -> Table:
 
 
 def _reads(stats: ServerStats) -> Table:
-    """One row for each reader and owner, the reader of the most bytes first. The port of an owner that has ended is not known."""
-    names = {one.id: one.name for one in stats.instances if one.id}
+    """One row for each reader and owner, the reader of the most bytes first. Where the reader is no instance its own pid is shown."""
+    known = {one.id: (one.id[:8], str(one.pid or "–"), one.name or "–") for one in stats.instances if one.id}
     rows, totals = [], Counter[int]()
     for one in stats.reads:
         totals[one.pid] += one.nbytes
     for one in sorted(stats.reads, key=lambda one: (-totals[one.pid], one.pid, -one.nbytes)):
-        reader = one.reader[:8] or f"pid {one.pid or '–'}", names.get(one.reader) or "–"
-        owner = one.instance[:8], (names[one.instance] or "–") if one.instance in names else "ended"
+        reader = known.get(one.reader, (one.reader[:8] or "–", str(one.pid or "–"), "–"))
+        owner = known.get(one.instance, (one.instance[:8], "ended", "–"))
         rows.append((*reader, *owner, size(one.nbytes), f"{one.refused:,}"))
-    columns = ("reader", "port", "owner", "port", ">read", ">chunks refused")
+    columns = ("reader", ">pid", "~port", "owner", ">pid", "~port", ">read", ">refused")
     return table("Read in place, by reader and owner", columns, rows)
 
 

@@ -15,7 +15,7 @@ from vcache_backend.transfer.session import Session
 
 from ..memory_budget import beside_vllm
 from ..round_trip import through_pool
-from ..served_at import served_at
+from ..served_at import data_parallel_rank, served_at
 from ..vllm import model_spec
 from . import checks, patches
 from .instance import Instance, discover, hash_probe
@@ -76,7 +76,8 @@ class Starter:
         probe, algorithm = hash_probe(self._engine.token_database), self._config.pre_caching_hash_algorithm
         layout = instance.layout(kvcaches, kv, size, probe, algorithm)
         over_budget = beside_vllm(instance.model.device_type, instance.model.gpu_memory_utilization)
-        session = Session(config, layout, over_budget=over_budget, rank=instance.rank, kv_device=str(kv.device), name=served_at())
+        name = served_at(data_parallel_rank(instance.vllm_config) if instance.vllm_config is not None else None)
+        session = Session(config, layout, over_budget=over_budget, rank=instance.rank, kv_device=str(kv.device), name=name)
         if self._settings.start_server:
             session.client.on_killed = partial(start.try_ensure, self._settings.config)
         try:

@@ -84,7 +84,9 @@ class PoolWorker:
 
     def contains(self, keys: Sequence[CacheEngineKey]) -> int:
         """How many leading chunks every rank has, in the pool or the offload tier. No lease."""
-        return self.session.lookup(of_rank(self._named(keys), 0), self._ranks)
+        found = self.session.lookup(of_rank(self._named(keys), 0), self._ranks)
+        self._count(len(keys), found)
+        return found
 
     def promise(self, names: list[ChunkKey]) -> Hit:
         """The leading chunks that every rank can load from the pool, with a lease on this rank's part.
@@ -92,14 +94,17 @@ class PoolWorker:
         Chunks of the offload tier are not promised: one that does not come must be recomputed, which not every vLLM does correctly (see
         `model_spec._recomputes`).
         """
+        asked = len(names)
         if self._ranks > 1:
             names = names[: self.session.client.lookup(of_rank(names, 0), self._ranks)]
         lease = self.session.leases.acquire(names) if names else None
-        return Hit(names[: self._readable(lease)], [(0, lease)]) if lease is not None else Hit()
+        hit = Hit(names[: self._readable(lease)], [(0, lease)]) if lease is not None else Hit()
+        self._count(asked, len(hit.names))
+        return hit
 
     def fetch_ahead(self, names: list[ChunkKey]) -> Hit:
         """The leading chunks that can be loaded: leases those in the pool, and waits until the others are read from the offload tier."""
-        hit, there = Hit(), 0
+        hit, there, asked = Hit(), 0, len(names)
         names = names[: self.session.lookup(of_rank(names, 0), self._ranks)] if self._ranks > 1 else names
         try:
             while there < len(names):
@@ -119,7 +124,13 @@ class PoolWorker:
             self.session.miss("get", error)
         self.session.stats.count(chunks_missed=len(names) - there)
         hit.names = names[:there]
+        self._count(asked, there)
         return hit
+
+    def _count(self, asked: int, found: int) -> None:
+        """Tell the server of a look-up of so many chunks. Every rank makes it; the first one tells."""
+        if self.session.rank == 0:
+            self.session.client.looked_up(asked * self.session.chunk_size, found * self.session.chunk_size)
 
     def _readable(self, lease: Lease) -> int:
         """How many of the lease's leading chunks this worker can read. Maps their segments."""

@@ -35,6 +35,8 @@ class InPlace:
         self._measured = 0
         self.neighbours: Neighbours | None = None
         self._session: Session | None = None
+        self._instance = InstanceId(b"")
+        """The name under which the instance shares; empty before `show`."""
         self._shown: Shown | None = None
         self.publisher: Publisher | None = None
         self._told: list[Reads] = []
@@ -57,7 +59,7 @@ class InPlace:
 
     def show(self, instance: InstanceId) -> None:
         """Show the KV cache to others under the instance's name. Later calls do nothing."""
-        session = self._session
+        session, self._instance = self._session, instance
         if session is None or self._shown is not None or not self._shows:
             return
         self._shown = Shown(session.client, instance, session.rank, self._shape, self._regions)
@@ -100,7 +102,7 @@ class InPlace:
     def _show_reads(self) -> None:
         reads = self._session.stats.reads() if self._session is not None else []
         if self._session is not None and reads != self._told:
-            self._session.client.show_reads(reads)
+            self._session.client.show_reads(reads, self._instance)
             self._told[:] = reads
 
     def close(self) -> None:

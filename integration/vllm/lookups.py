@@ -149,6 +149,8 @@ class Lookups:
             tracked.asked, tracked.promised = max(asked, whole - first), max(hit, found)
             more, more_found = tracked.asked - asked, tracked.promised - hit
             self._meter.looked_up(more * self._size, more_found * self._size, answer.seconds)
+            if self._instance.client is not None:
+                self._instance.client.looked_up(more * self._size, more_found * self._size)
             log.debug("look-up %s: %d of %d chunks", tracked.request.request_id, found, whole - first)
 
     def _ask(self, tracked: Tracked, first: int, whole: int, lease: bool) -> Answer:

@@ -13,7 +13,7 @@ import msgspec
 
 from vcache_backend.config import Config
 
-from ..served_at import served_at
+from ..served_at import data_parallel_rank, served_at
 from . import compat, exportable, group_publications, groups, hints, hit_sources, request_params, traces
 from .awaited import Awaited
 from .completions import Completions
@@ -84,8 +84,7 @@ class SchedulerSide:
             refused = exportable.refusal(vllm_config, kv_cache_config, model)
             if not refused:
                 refused = self._share_in_place(config, kv_cache_config, vllm_config.scheduler_config.max_num_batched_tokens)
-        parallel = vllm_config.parallel_config
-        name = served_at(parallel.data_parallel_rank if parallel.data_parallel_size > 1 else None)
+        name = served_at(data_parallel_rank(vllm_config))
         self.instance = Introduction(config, model, self._hash_block, refused, self.publications, name)
         self.lookups = Lookups(self.instance, self._size, meter, self._parts)
         self._synchronous = SynchronousLoads(below, model.recomputes, self._size, self.instance)

@@ -54,7 +54,8 @@ class Client(ResidentCalls):
         self._offers: dict[m.SegmentId, tuple[m.SegmentInfo, int]] = {}
         self._avoided: set[m.SegmentId] = set()
         self._saved: float | None = None
-        self._saving = threading.Lock()
+        self._asked = self._found = 0
+        self._telling = threading.Lock()
         token = secrets.randbits(m.TOKEN_BITS)
         super().__init__(path, config, m.Hello(m.PROTOCOL_VERSION, device, medium, layout or {}, token, name), reconnect)
 
@@ -182,20 +183,29 @@ class Client(ResidentCalls):
         return self._call(m.Move(id_), m.Moves, self._config.control_seconds)
 
     def list_segments(self) -> list[m.SegmentInfo]:
-        """All segments. Also sends what `saves` has noted since."""
-        with self._saving:
+        """All segments. Also sends what `saves` and `looked_up` have noted since."""
+        with self._telling:
             saved, self._saved = self._saved, None
+            asked, self._asked = self._asked, 0
+            found, self._found = self._found, 0
         try:
-            return self._call(m.ListSegments(saved), m.Segments).segments
+            return self._call(m.ListSegments(saved, asked, found), m.Segments).segments
         except VCacheError:
+            self.looked_up(asked, found)
             if saved is not None:
                 self.saves(saved)
             raise
 
+    def looked_up(self, asked: int, found: int) -> None:
+        """Note prompt tokens that were looked up, and those found, for the server's statistics; they go with the next heartbeat, as those
+        of `saves` do."""
+        with self._telling:
+            self._asked, self._found = min(self._asked + asked, m.MAX_TOKENS), min(self._found + found, m.MAX_TOKENS)
+
     def saves(self, seconds: float) -> None:
         """Note seconds of prefill that hits have saved, for the server's statistics; they go with the next heartbeat, to this server or
         the next one. They count twice if the answer comes too late."""
-        with self._saving:
+        with self._telling:
             self._saved = min((self._saved or 0.0) + seconds, m.MAX_SAVED_SECONDS)
 
     def stats(self) -> m.ServerStats:

@@ -39,7 +39,7 @@ MAX_READERS = 4096
 
 def liveness(peers: Sequence[Peer]) -> dict[str, Any]:
     """`InstanceStats.silent` and `.stopped` of an instance with these connections."""
-    halted = (peer.process.pid for peer in peers if processes.stopped(peer.process))
+    halted = (process.pid for process in dict.fromkeys(peer.process for peer in peers) if processes.stopped(process))
     heard = min((peer.heard for peer in peers), default=0.0)
     return {"silent": round(max(0.0, time.monotonic() - heard), 1), "stopped": next(halted, 0)}
 
@@ -239,10 +239,6 @@ class Instances:
     def stats(self) -> list[m.InstanceStats]:
         """The instances as `vcache status` shows them."""
         return [self._stats(instance, known) for instance, known in self._of.items()]
-
-    def of_process(self, process: ProcessId) -> str:
-        """The instance that a process is part of, in hex; empty if it is part of none."""
-        return next((instance.hex() for instance, known in self._of.items() if process in known.processes()), "")
 
     def still_mapped(self) -> list[m.StillMapped]:
         """The first of those who still hold memory of instances that are gone."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Hashable
 
 from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.client_lines import Caller
 from vcache_backend.metadata_server.instances import liveness
 from vcache_backend.metadata_server.placement import Peer
@@ -16,7 +17,6 @@ MAX_LINES = 8
 """The most lines about others that one instance is told."""
 MAX_NAMESPACES = 128
 """The most namespaces that the statistics name."""
-MAX_CHUNK_DIGITS = 9
 MAX_COMPARED = 16
 """The most namespaces that are compared for the statistics."""
 MAX_MISMATCHES = 64
@@ -39,16 +39,19 @@ class Layouts:
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[Peer, dict[str, str]]] = {}
+        self._connected: dict[int, tuple[Peer, int]] = {}
+        """All clients, each with the pid of its process's parent."""
         self._mismatches: list[m.Mismatch] | None = []
         self.hits: dict[str, list[int]] = {}
-        """By namespace, tokens that instances have asked for and tokens found, since the server's start."""
+        """By namespace, tokens that instances have looked up and tokens found, since the server's start."""
         self.saved: dict[str, float] = {}
         """By namespace, seconds of prefill saved since the server's start, as far as instances have estimated them."""
-        self._counted: dict[int, tuple[str, int, list[int]]] = {}
-        """By client: its namespace, tokens of a chunk, and where to count."""
+        self._counted: dict[int, tuple[str, list[int]]] = {}
+        """By client: its namespace, and where to count."""
 
     def add(self, client: Peer, layout: dict[str, str]) -> list[str]:
         """Add an instance. Returns a line for each other namespace of the same model, with which it cannot share."""
+        self._connected[client.id] = client, processes.parent(client.process)
         layout = {name: _short(value) for name, value in layout.items()}
         others: dict[str, tuple[Peer, dict[str, str]]] = {}
         for who, other in self._of.values():
@@ -62,16 +65,12 @@ class Layouts:
             self._count(client, layout)
         return [_line(layout, who, other, fields) for who, other, fields in differences if fields]
 
-    def asked(self, client: int, chunks: int, found: int) -> None:
-        """Count a look-up of so many chunks by an instance, and how many were found.
-
-        vLLM's workers, which ask once more for what they load, send no layout and are not counted. LMCache's do, and are.
-        """
-        counted = self._counted.get(client)
-        if counted is not None:
-            _, each, totals = counted
-            totals[0] += each * chunks
-            totals[1] += each * found
+    def looked_up(self, client: int, asked: int, found: int) -> None:
+        """Count tokens that an instance has looked up, and those found, some of which it may have looked up earlier."""
+        if client in self._counted:
+            _, totals = self._counted[client]
+            totals[0] += asked
+            totals[1] = min(totals[1] + found, totals[0])
 
     def saves(self, client: int, seconds: float | None) -> None:
         """Add the seconds that an instance's hits have saved; None: it does not know."""
@@ -80,8 +79,7 @@ class Layouts:
             self.saved[name] = self.saved.get(name, 0.0) + seconds
 
     def _count(self, client: Peer, layout: dict[str, str]) -> None:
-        name, each = printable(layout.get("namespace", "")), layout.get("chunk_size", "")
-        if name and each.isascii() and each.isdigit() and len(each) <= MAX_CHUNK_DIGITS:
+        if name := printable(layout.get("namespace", "")):
             totals = self.hits.pop(name, [0, 0])
             if len(self.hits) >= MAX_NAMESPACES:
                 connected = {id(counts) for *_, counts in self._counted.values()}
@@ -90,7 +88,7 @@ class Layouts:
                 del self.hits[gone]
                 self.saved.pop(gone, None)
             self.hits[name] = totals
-            self._counted[client.id] = name, int(each), totals
+            self._counted[client.id] = name, totals
 
     def forget_gone(self, stores: Callable[[bytes], bool]) -> None:
         """Forget what namespaces have counted of which no client is connected and nothing is stored. stores: whether something is."""
@@ -101,26 +99,41 @@ class Layouts:
 
     def drop(self, client: int) -> None:
         """Remove an instance that is gone."""
+        self._connected.pop(client, None)
         self._counted.pop(client, None)
         if self._of.pop(client, None) is not None:
             self._mismatches = None
 
     def through_pool(self, in_place: Container[ProcessId]) -> list[m.InstanceStats]:
-        """The instances that share through the pool: all but those with a process of `in_place`."""
+        """The instances that share through the pool: all but those with a process of `in_place`.
+
+        Children of an instance's process that have told no layout are its workers. Processes with one parent and one name are one instance.
+        """
+        children: dict[int, list[Peer]] = {}
+        for id_, (peer, parent) in self._connected.items():
+            if id_ not in self._of:
+                for pid in filter(None, (peer.process.pid, parent)):
+                    children.setdefault(pid, []).append(peer)
+        found: dict[Hashable, tuple[str, list[Peer]]] = {}
+        for id_, (peer, layout) in self._of.items():
+            if peer.process not in in_place:
+                _, parent = self._connected[id_]
+                whose = (peer.name, parent) if peer.name and parent else id_
+                _, peers = found.setdefault(whose, (layout.get("namespace", ""), []))
+                peers += [peer, *children.get(peer.process.pid, ())]
         return [
             m.InstanceStats(
                 "",
-                peer.device,
-                peer.process.pid,
+                next((peer.device for peer in peers if peer.medium == "cuda"), peers[0].device),
+                peers[0].process.pid,
                 0,
                 0,
                 0,
-                name=peer.name,
-                namespace=layout.get("namespace", ""),
-                **liveness([peer]),
+                name=peers[0].name,
+                namespace=namespace,
+                **liveness(peers[: m.MAX_RANKS]),
             )
-            for peer, layout in list(self._of.values())[:MAX_NAMESPACES]
-            if peer.process not in in_place
+            for namespace, peers in list(found.values())[:MAX_NAMESPACES]
         ]
 
     def namespaces(self) -> dict[str, str]:

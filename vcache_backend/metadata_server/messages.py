@@ -76,6 +76,9 @@ MAX_FIELDS = 64
 Field = Annotated[str, msgspec.Meta(max_length=64, pattern=_PRINTABLE)]
 TOKEN_BITS = 63
 MAX_REPORT_CHARS = 1024
+MAX_TOKENS = 1 << 48
+"""The most tokens that one message says were looked up. More is no instance."""
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 MAX_SAVED_SECONDS = 1e9
 GRACE_SECONDS = 0.25
 """How long a lease holds in any case after it was granted or renewed, unless it was given for less: even if its holder's connection is
@@ -335,9 +338,11 @@ class Move(Request, frozen=True, tag="move"):
 
 class ListSegments(Request, frozen=True, tag="list_segments"):
     """→ `Segments`. `saved`: seconds of prefill, by its own estimate, that hits have saved this client's instance since the last such
-    message; None: unknown."""
+    message; None: unknown. `asked`, `found`: prompt tokens that the instance has looked up since, and that were there, each once."""
 
     saved: Annotated[float, msgspec.Meta(ge=0, le=MAX_SAVED_SECONDS)] | None = None
+    asked: Tokens = 0
+    found: Tokens = 0
 
 
 class Reserve(Request, frozen=True, tag="reserve"):
@@ -540,9 +545,11 @@ class Listen(Request, frozen=True, tag="listen"):
 
 
 class ShowReads(Request, frozen=True, tag="show_reads"):
-    """What this client has read out of others' KV caches so far, for the statistics → `Count` of the rows."""
+    """What this client has read out of others' KV caches so far, for the statistics → `Count` of the rows. `instance`: that it is part of;
+    b"" if it is part of none."""
 
     reads: Annotated[list[Reads], msgspec.Meta(max_length=MAX_OWNERS)]
+    instance: Annotated[InstanceId, msgspec.Meta(max_length=INSTANCE_BYTES)] = InstanceId(b"")
 
 
 class Find(Request, frozen=True, tag="find"):
@@ -727,8 +734,8 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
     first.
 
     `quarantined_slots`: slots that wait until their writer, by its pid, ends or answers for them. `hits`: by namespace, prompt tokens that
-    instances asked for, and those found. `saved`: by namespace, seconds of prefill that hits have saved, where an instance has made an
-    estimate.
+    instances looked up, as they say, and those found: each token once a request, in the pool, in KV caches and below. `saved`: by
+    namespace, seconds of prefill that hits have saved, where an instance has made an estimate.
     """
 
     epoch: int

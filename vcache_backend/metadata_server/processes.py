@@ -68,11 +68,22 @@ def started(pid: int) -> int:
 
 def stopped(process: ProcessId) -> bool:
     """Whether it is stopped, by a signal or a debugger; False if that is unknown."""
+    return _said(process)[:1] in ([b"T"], [b"t"])
+
+
+def parent(process: ProcessId) -> int:
+    """The pid of its parent; 0 if that is unknown."""
+    said = _said(process)
+    return int(said[1]) if said else 0
+
+
+def _said(process: ProcessId) -> list[bytes]:
+    """What the system says of it, from its state on (see `man proc_pid_stat`); empty if that is unknown."""
     try:
         said = Path(f"/proc/{process.pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
-        return False
-    return int(said[19]) == process.started and said[0] in (b"T", b"t")
+        return []
+    return said if int(said[19]) == process.started else []
 
 
 def ending(process: ProcessId) -> bool:

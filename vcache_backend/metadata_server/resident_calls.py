@@ -84,9 +84,9 @@ class ResidentCalls(Channel, ABC):
         most = min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks)
         return self._send(m.Find(keys, ranks, m.InstanceId(instance)), m.Found) if len(keys) <= most else None
 
-    def show_reads(self, reads: list[m.Reads]) -> None:
-        """Tell what this process has read out of others' KV caches so far, `MAX_OWNERS` rows at most, for the statistics."""
-        self._call(m.ShowReads(reads), m.Count)
+    def show_reads(self, reads: list[m.Reads], instance: bytes = b"") -> None:
+        """Tell, for the statistics, what this process of `instance` has read out of others' KV caches so far: `MAX_OWNERS` rows at most."""
+        self._call(m.ShowReads(reads, m.InstanceId(instance)), m.Count)
 
     def open_instance(self, instance: bytes) -> tuple[m.Joined, int]:
         """An instance's generation table."""

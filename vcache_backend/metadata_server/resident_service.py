@@ -73,8 +73,8 @@ class ResidentService:
                 return residents.heard(instance, epochs.of([m.ChunkKey(namespace)]))
             case m.Hint(instance, keys):
                 return m.Count(residents.hint(instance, keys))
-            case m.ShowReads(reads):
-                return self.reads.note(client, reads)
+            case m.ShowReads(reads, instance):
+                return self.reads.note(client, instance, reads)
             case _:
                 assert_never(request)
 

@@ -42,7 +42,7 @@ def server_stats(service: Service) -> m.ServerStats:
         mismatches=layouts.mismatches(),
         instances=instances,
         still_mapped=service.instances.still_mapped(),
-        reads=service.of_instances.reads.stats(service.instances.of_process),
+        reads=service.of_instances.reads.stats(),
         hits={name: (min(asked, _MOST_TOKENS), min(found, _MOST_TOKENS)) for name, (asked, found) in layouts.hits.items()},
         saved=dict(layouts.saved),
     )

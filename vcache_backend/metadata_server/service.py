@@ -83,13 +83,9 @@ class Service:
         directory = self.directory
         match request:
             case m.Lookup(keys, ranks):
-                count = self._lookup(keys, ranks)
-                self.layouts.asked(client.id, len(keys), count.count)
-                return count, None
+                return self._lookup(keys, ranks), None
             case m.Acquire(keys):
-                leased, parts = directory.acquire(client, keys), _parts(keys)
-                self.layouts.asked(client.id, len(keys) // parts, len(leased.locations) // parts)
-                return _in_epoch(leased, directory.epochs.of(keys)), None
+                return _in_epoch(directory.acquire(client, keys), directory.epochs.of(keys)), None
             case m.Release(lease):
                 return m.Verdict(directory.release(lease)), None
             case m.Reserve(keys, nbytes):
@@ -116,10 +112,7 @@ class Service:
         """Answer requests that are rarer, or not about chunks in the pool."""
         directory = self.directory
         if isinstance(request, m.OfResidents):
-            reply = self.of_instances.resident(client, request)
-            if isinstance(request, m.Find) and isinstance(reply, m.Found):
-                self.layouts.asked(client.id, len(request.keys), len(reply.pooled))
-            return reply, None
+            return self.of_instances.resident(client, request), None
         if isinstance(request, m.OfInstances):
             return self.of_instances.shown(client, request, fds)
         match request:
@@ -137,8 +130,9 @@ class Service:
                 return self._resize_segment(request), None
             case m.Move(id_):
                 return directory.move(client, id_), None
-            case m.ListSegments(saved):
+            case m.ListSegments(saved, asked, found):
                 self.layouts.saves(client.id, saved)
+                self.layouts.looked_up(client.id, asked, found)
                 return m.Segments(directory.segment_infos()), None
             case m.Stats():
                 return server_stats(self), None
@@ -272,12 +266,6 @@ class Service:
         if reported is not None:
             log.log(_LOG_LEVELS[level], "pid %d on %s reports: %s", reported.pid, reported.device, reported.text)
         return m.Count(int(reported is not None))
-
-
-def _parts(keys: list[m.ChunkKey]) -> int:
-    """How many parts each chunk of a request has, counted from its first chunk."""
-    chunk = keys[0][: -m.RANK_BYTES] if keys else b""
-    return next((at for at, key in enumerate(keys) if not key.startswith(chunk)), len(keys)) or 1
 
 
 def _in_epoch(reply: m.Leased | m.Reserved, epoch: int) -> m.Reply:

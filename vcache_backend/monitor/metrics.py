@@ -81,7 +81,7 @@ class ServerMetrics(Collector):
         yield from _files(self._pid, self._journal)
         if (rate := self._samples.hit_rate()) is not None:
             yield _gauge(
-                "server_hit_ratio_1m", "Chunks found over chunks asked for, in the last minute. Not there if nobody asked.", rate
+                "server_hit_ratio_1m", "Tokens found over tokens looked up, in the last minute. Not there if none was.", rate
             )
         self._models = {name: stats.namespaces.get(name) or self._models.get(name, "") for name in stats.hits}
         yield from _hits(stats, self._samples, self._models)

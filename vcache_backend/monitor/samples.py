@@ -12,6 +12,7 @@ from vcache_backend.config import ClientConfig
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ServerStats
+from vcache_backend.status import tokens
 
 EVERY_SECONDS = 5.0
 KEPT_SECONDS = 3600.0
@@ -22,8 +23,8 @@ MINUTE_SECONDS = 60.0
 class Point(NamedTuple):
     """What is kept of one answer. Counts are since the server's start.
 
-    at: monotonic seconds. asked, found: chunks, by look-ups and acquires. hits: see `ServerStats`. saved: seconds of prefill; None if no
-    instance has made an estimate.
+    at: monotonic seconds. asked, found: prompt tokens that all instances looked up, and those that were there. hits: see `ServerStats`.
+    saved: seconds of prefill; None if no instance has made an estimate.
     """
 
     at: float
@@ -66,7 +67,7 @@ class Samples:
         return list(self._points)
 
     def hit_rate(self) -> float | None:
-        """Chunks found over chunks asked for in the last minute; None if none was asked for."""
+        """Tokens found over tokens looked up in the last minute; None if none was looked up."""
         if (ends := self._last(MINUTE_SECONDS)) is None:
             return None
         first, last = ends
@@ -114,9 +115,7 @@ class Samples:
         except VCacheError as error:
             self.problem = str(error)
             return
-        asked, found = (
-            sum(stats.counters.get(f"{kind}_{what}", 0) for kind in ("lookup", "acquire")) for what in ("chunks", "hits")
-        )
+        asked, found = tokens(stats)
         saved = sum(stats.saved.values()) if stats.saved else None
         self._points.append(Point(time.monotonic(), stats.epoch, asked, found, stats.hits, saved))
         self.stats, self.problem, self.answered_at = stats, "", time.monotonic()
