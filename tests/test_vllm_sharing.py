@@ -88,7 +88,10 @@ def test_a_hit_is_what_vllms_own_prefix_cache_would_have_given(here: Node, a: In
     assert here.chunks() == 0
     assert not here.stats().segments, "nobody was told to lend memory"
     assert b.counter("vllm:vcache_loaded_tokens", tier="resident") == 11 * CHUNK
+    ids = {one.id for one in here.stats().instances}
     eventually(lambda: [(row.nbytes, row.refused) for row in here.stats().reads] == [(11 * CHUNK * TOKEN_BYTES, 0)])
+    (row,) = here.stats().reads
+    assert {row.instance, row.reader} == ids, "one instance has read the other"
     assert b.counter("vllm:vcache_stored_bytes") == 0
 
 

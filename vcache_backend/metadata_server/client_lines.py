@@ -16,6 +16,8 @@ log = logging.getLogger(__name__)
 MAX_CALLERS = 1024
 """The most processes and users whose lines are counted apart."""
 MAX_LINE_CHARS = 1500
+MAX_SHOWN_CHARS = 64
+"""The most characters shown of a name or value."""
 
 
 class Caller(NamedTuple):
@@ -83,7 +85,7 @@ class ClientLines(logging.Filter):
             return False
         for bucket in {id(user): user, id(process): process}.values():
             bucket.left -= 1
-        line, out, process.left_out = one_line(record.getMessage()), process.left_out, 0
+        line, out, process.left_out = printable(record.getMessage(), MAX_LINE_CHARS), process.left_out, 0
         more = f" (lines of this client left out before this one: {out:,})" if out else ""
         record.msg, record.args = line + more, None
         return True
@@ -110,7 +112,7 @@ class ClientLines(logging.Filter):
         return bucket
 
 
-def one_line(text: str) -> str:
-    """`text` without anything that a terminal would act on, or that would look like another line."""
-    short = text if len(text) <= MAX_LINE_CHARS else f"{text[: MAX_LINE_CHARS - 3]}..."
+def printable(text: str, most: int = MAX_SHOWN_CHARS) -> str:
+    """`text` for a terminal or a log: cut to `most` characters, without anything that a terminal would act on."""
+    short = text if len(text) <= most else f"{text[: most - 3]}..."
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in short)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Hashable
 
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes
-from vcache_backend.metadata_server.client_lines import Caller
+from vcache_backend.metadata_server.client_lines import MAX_SHOWN_CHARS, Caller, printable
 from vcache_backend.metadata_server.instances import liveness
 from vcache_backend.metadata_server.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
@@ -24,8 +24,6 @@ MAX_MISMATCHES = 64
 MAX_INSTANCES = 16
 """The most instances named for one value of a field."""
 MAX_REPORTS = 64
-MAX_SHOWN_CHARS = 64
-"""The most characters shown of a name or value."""
 MAX_LINE_CHARS = 600
 _APART = ("namespace", "pp_rank")
 """Fields that differ only because others do, or between the stages of one instance."""
@@ -181,12 +179,6 @@ def _prefix(name: str) -> bytes:
         return bytes.fromhex(name)
     except ValueError:
         return b""
-
-
-def printable(text: str, most: int = MAX_SHOWN_CHARS) -> str:
-    """`text` for a terminal or a log: cut to `most` characters, without anything that a terminal would act on."""
-    short = text if len(text) <= most else f"{text[: most - 3]}..."
-    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in short)
 
 
 def _short(text: str) -> str:

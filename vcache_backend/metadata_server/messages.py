@@ -13,7 +13,7 @@ from typing import Annotated, Literal, NewType
 
 import msgspec
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAX_MESSAGE_BYTES = 200_000
 """Linux sends a packet of this size with a socket's ordinary buffer. A client that sends a larger one is disconnected."""
 MAX_KEYS = 2048
