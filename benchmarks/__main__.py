@@ -1,4 +1,6 @@
-"""`python -m benchmarks`, or `vcache bench`: run the subjects this machine can run, print their rows, write them as they come."""
+"""`python -m benchmarks`, or `vcache bench`: run the subjects this machine can run, print their
+rows, write them as they come.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ try:
     from .mooncake_store import missing
     from .results import Report, Row
 except ModuleNotFoundError as absent:
-    sys.exit(f"the benchmarks need {absent.name}, which this Python has not: pip install '/path/to/vcache[engine]'")
+    sys.exit(
+        f"the benchmarks need {absent.name}, which this Python has not: pip install '/path/to/vcache[engine]'"
+    )
 
 SUBJECTS: dict[str, Callable[[], list[Row]]] = {
     "metadata": metadata.run,
@@ -34,9 +38,16 @@ LONG = ("journal", "inplace", "mooncake")
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 if a case missed its limit or a subject failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--only", action="append", choices=[*SUBJECTS], help="may be repeated (default: all quick ones)")
     parser.add_argument(
-        "--out", type=Path, help="result file, such as benchmarks/results/NAME.json; one that is there is continued"
+        "--only",
+        action="append",
+        choices=[*SUBJECTS],
+        help="may be repeated (default: all quick ones)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="result file, such as benchmarks/results/NAME.json; one that is there is continued",
     )
     parser.add_argument("--commit", default="", help="the commit measured, where git cannot tell")
     options = parser.parse_args(arguments)

@@ -1,8 +1,9 @@
-"""The copy kernel against the copy engine: slots of real segments (VMM) between two GPUs and in host memory, and others' KV caches.
+"""The copy kernel against the copy engine: slots of real segments (VMM) between two GPUs and in
+host memory, and others' KV caches.
 
-Both are timed with CUDA events, one copy at a time, in turn. Our kernel moves scattered pages of a paged KV cache, as the engine does
-(`CudaCopier`); the copy engine moves the same number of contiguous bytes. All bytes are compared before any timing.
-"""
+Both are timed with CUDA events, one copy at a time, in turn. Our kernel moves scattered pages of a
+paged KV cache, as the engine does (`CudaCopier`); the copy engine moves the same number of
+contiguous bytes. All bytes are compared before any timing."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ RUNS = 31
 
 
 class Case(NamedTuple):
-    """A paged KV cache on `reader`, slots in a segment, and a plan that moves `nbytes` between them."""
+    """A paged KV cache on `reader`, slots in a segment, and a plan that moves `nbytes` between
+    them.
+    """
 
     reader: Device
     kv: PagedKV
@@ -56,8 +59,8 @@ class Case(NamedTuple):
 
 
 def case(owner: Device, reader: Device, nbytes: int) -> Case:
-    """Slots in a new segment of `owner`, one a chunk; on `reader` layers of (2, blocks, 16, 8, 128) bf16: pages of 32 KiB for K and for
-    V, blocks in random order."""
+    """Slots in a new segment of `owner`, one a chunk; on `reader` layers of (2, blocks, 16, 8, 128)
+    bf16: pages of 32 KiB for K and for V, blocks in random order."""
     with segment.create(owner, nbytes) as owned:
         mapped = segment.map_segment(owned.info, owned.fd, reader)
     torch.cuda.set_device(reader.ordinal)
@@ -74,7 +77,9 @@ def case(owner: Device, reader: Device, nbytes: int) -> Case:
     whole = mapped.tensor(0, mapped.nbytes)
     local = mapped.device == reader.name and reader.medium == "cuda"
     starts = range(0, nbytes, chunk_bytes)
-    views = [SlotView(whole.data_ptr() + start, chunk_bytes, local, whole, start) for start in starts]
+    views = [
+        SlotView(whole.data_ptr() + start, chunk_bytes, local, whole, start) for start in starts
+    ]
     made = Case(reader, kv, mapped, copy, views, torch.empty(nbytes, dtype=torch.uint8, device=gpu))
     _check(made, caches)
     return made
@@ -97,8 +102,9 @@ def _check(made: Case, caches: list[torch.Tensor]) -> None:
 
 
 class InPlaceCase(NamedTuple):
-    """A paged KV cache on `reader`, and blocks of another one, in memory that its owner exported. rows, origins: see `Copier.pull`.
-    halves: the same with every other block counted from a second origin."""
+    """A paged KV cache on `reader`, and blocks of another one, in memory that its owner exported.
+    rows, origins: see `Copier.pull`. halves: the same with every other block counted from a second
+    origin."""
 
     reader: Device
     kv: PagedKV
@@ -114,7 +120,13 @@ class InPlaceCase(NamedTuple):
 
     def move(self, copier: CudaCopier, *, halves: bool = False) -> Completion:
         if halves:
-            return copier.pull(self.kv, self.halves, np.concatenate([self.origins, self.origins]), None, self.mapped)
+            return copier.pull(
+                self.kv,
+                self.halves,
+                np.concatenate([self.origins, self.origins]),
+                None,
+                self.mapped,
+            )
         return copier.pull(self.kv, self.rows, self.origins, None, self.mapped)
 
     def engine(self) -> None:
@@ -123,19 +135,27 @@ class InPlaceCase(NamedTuple):
 
 
 def in_place_case(owner: Device, reader: Device, nbytes: int) -> InPlaceCase:
-    """32 layers of (blocks, 2, 16, 8, 128) bf16, pages of 64 KiB, on both sides; blocks in random order."""
+    """32 layers of (blocks, 2, 16, 8, 128) bf16, pages of 64 KiB, on both sides; blocks in random
+    order.
+    """
     layers, page_bytes = 32, 2 * PAGE_BYTES
     blocks = nbytes // (layers * page_bytes)
     with segment.create(owner, nbytes) as owned:
         mapped = segment.map_segment(owned.info, owned.fd, reader)
     torch.cuda.set_device(reader.ordinal)
     device = f"cuda:{reader.ordinal}"
-    caches = [torch.zeros((blocks + 7, 2, BLOCK_SIZE, 8, 128), dtype=torch.bfloat16, device=device) for _ in range(layers)]
+    caches = [
+        torch.zeros((blocks + 7, 2, BLOCK_SIZE, 8, 128), dtype=torch.bfloat16, device=device)
+        for _ in range(layers)
+    ]
     kv = PagedKV.describe(caches, BLOCK_SIZE, axes="block part token head dim")
     whole, order = mapped.tensor(0, nbytes), np.random.default_rng(0)
     whole.copy_(torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=device))
     rows = np.zeros((blocks, 3), dtype=np.int64)
-    rows[:, 1], rows[:, 2] = order.permutation(blocks) * page_bytes, order.permutation(blocks + 7)[:blocks]
+    rows[:, 1], rows[:, 2] = (
+        order.permutation(blocks) * page_bytes,
+        order.permutation(blocks + 7)[:blocks],
+    )
     halves = rows.copy()
     halves[:, 0] = np.arange(blocks) % 2
     origins = (whole.data_ptr() + np.arange(layers, dtype=np.int64) * blocks * page_bytes)[None]
@@ -153,7 +173,9 @@ def _check_in_place(made: InPlaceCase, halves: bool) -> None:
     if not made.move(CudaCopier(made.reader.ordinal or 0), halves=halves).wait(10):
         raise RuntimeError("the copy did not end")
     there = made.mapped.tensor(0, made.nbytes).view(len(made.kv.pages), -1, made.kv.page_bytes)
-    ids, places = (torch.from_numpy(made.rows[:, column].copy()).to(made.flat.device) for column in (1, 2))
+    ids, places = (
+        torch.from_numpy(made.rows[:, column].copy()).to(made.flat.device) for column in (1, 2)
+    )
     for page, source in zip(made.kv.pages, there, strict=True):
         if not torch.equal(page[places], source[ids // made.kv.page_bytes]):
             raise RuntimeError("the copy moved wrong bytes; nothing is measured")
@@ -165,7 +187,9 @@ def event() -> Any:
 
 
 def engine_seconds(work: Callable[[], object]) -> float:
-    """GPU time of one copy-engine copy on the current stream; the stream is kept busy until all of it is queued."""
+    """GPU time of one copy-engine copy on the current stream; the stream is kept busy until all of
+    it is queued.
+    """
     start, end = event(), event()
     torch.cuda._sleep(500_000)  # type: ignore[no-untyped-call]
     start.record()
@@ -176,7 +200,9 @@ def engine_seconds(work: Callable[[], object]) -> float:
 
 
 def copier_seconds(work: Callable[[], Completion]) -> float:
-    """GPU time of one copy of ours, from the launch of its kernel until the last bytes are in place."""
+    """GPU time of one copy of ours, from the launch of its kernel until the last bytes are in
+    place.
+    """
     torch.cuda._sleep(500_000)  # type: ignore[no-untyped-call]
     completion = work()
     if not completion.wait(10):
@@ -202,18 +228,39 @@ def run() -> list[Row]:
     first = resolve("cuda:0")
     if torch.cuda.device_count() > 1:
         second = resolve("cuda:1")
-        for nbytes, name, floor in ((256 * MIB, "256MiB", 0.95), (32 * MIB, "32MiB", 0.95), (4 * MIB, "4MiB", 0.90)):
+        for nbytes, name, floor in (
+            (256 * MIB, "256MiB", 0.95),
+            (32 * MIB, "32MiB", 0.95),
+            (4 * MIB, "4MiB", 0.90),
+        ):
             rows += _peer(case(second, first, nbytes), name, floor)
         rows += _in_place(in_place_case(second, first, 256 * MIB))
-    own, host = case(first, first, 256 * MIB), case(resolve("host", "cuda:0"), resolve("host", "cuda:0"), 256 * MIB)
+    own, host = (
+        case(first, first, 256 * MIB),
+        case(resolve("host", "cuda:0"), resolve("host", "cuda:0"), 256 * MIB),
+    )
     rows.append(
-        _one("local_store_256MiB", own, own.push, own.gather, "into the own segment; reference: a contiguous device copy")
+        _one(
+            "local_store_256MiB",
+            own,
+            own.push,
+            own.gather,
+            "into the own segment; reference: a contiguous device copy",
+        )
     )
     for name, engine, move, way in (
         ("host_retrieve_256MiB", host.pull, host.scatter, "out of"),
         ("host_store_256MiB", host.push, host.gather, "into"),
     ):
-        rows.append(_one(name, host, engine, move, f"{way} locked host memory; reference: the copy engine, contiguous"))
+        rows.append(
+            _one(
+                name,
+                host,
+                engine,
+                move,
+                f"{way} locked host memory; reference: the copy engine, contiguous",
+            )
+        )
     return rows
 
 
@@ -229,9 +276,20 @@ def _peer(made: Case, name: str, floor: float) -> list[Row]:
         made.copy.nbytes,
     )
     how = f"from a segment on the peer into scattered {PAGE_BYTES >> 10}-KiB pages; reference: the copy engine, contiguous"
-    rows = [row(f"peer_retrieve_{name}", "GB/s", ours, engine, what=f"{name} {how}", at_least=floor)]
+    rows = [
+        row(f"peer_retrieve_{name}", "GB/s", ours, engine, what=f"{name} {how}", at_least=floor)
+    ]
     if name == "256MiB":
-        rows.append(row(f"peer_retrieve_{name}_32cta", "GB/s", few, engine, what=f"{name}, 32 CTAs, {how}", at_least=0.90))
+        rows.append(
+            row(
+                f"peer_retrieve_{name}_32cta",
+                "GB/s",
+                few,
+                engine,
+                what=f"{name}, 32 CTAs, {how}",
+                at_least=0.90,
+            )
+        )
     return rows
 
 
@@ -260,8 +318,17 @@ def _in_place(made: InPlaceCase) -> list[Row]:
     ]
 
 
-def _one(name: str, made: Case, engine: Callable[[], None], move: Callable[[CudaCopier], Completion], where: str) -> Row:
+def _one(
+    name: str,
+    made: Case,
+    engine: Callable[[], None],
+    move: Callable[[CudaCopier], Completion],
+    where: str,
+) -> Row:
     copier = CudaCopier(made.reader.ordinal or 0)
-    theirs, ours = interleaved([lambda: engine_seconds(engine), lambda: copier_seconds(lambda: move(copier))], made.copy.nbytes)
+    theirs, ours = interleaved(
+        [lambda: engine_seconds(engine), lambda: copier_seconds(lambda: move(copier))],
+        made.copy.nbytes,
+    )
     what = f"256 MiB of scattered {PAGE_BYTES >> 10}-KiB pages {where}"
     return row(name, "GB/s", ours, theirs, what=what, at_least=0.85)

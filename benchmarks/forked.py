@@ -1,4 +1,6 @@
-"""Processes that are often killed and started: forked from one that has imported everything, since imports take seconds."""
+"""Processes that are often killed and started: forked from one that has imported everything, since
+imports take seconds.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Counts(msgspec.Struct):
 
 
 class Forked:
-    """A process that runs `life`, with a pipe to it. heard: when it last reported (time.monotonic)."""
+    """A process that runs `life`, with a pipe to it. heard: when it last reported
+    (time.monotonic).
+    """
 
     _context = multiprocessing.get_context("forkserver")
     _lock = threading.Lock()
@@ -62,7 +66,9 @@ class Forked:
 
 
 def begin(log: str) -> None:
-    """Called first in such a process: have it end with its parent, write its output to `log`, and use one torch thread."""
+    """Called first in such a process: have it end with its parent, write its output to `log`, and
+    use one torch thread.
+    """
     die_with_parent()
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for output in (1, 2):
@@ -71,7 +77,8 @@ def begin(log: str) -> None:
 
 
 def hear(processes: Sequence[Forked], silence: float = SECONDS) -> Iterator[tuple[int, Any]]:
-    """The reports that have come, each with its process's index; None for one that has ended, or was silent for `silence` seconds.
+    """The reports that have come, each with its process's index; None for one that has ended, or
+    was silent for `silence` seconds.
 
     Waits a moment if there are none.
     """
@@ -88,11 +95,17 @@ def hear(processes: Sequence[Forked], silence: float = SECONDS) -> Iterator[tupl
 
 
 class Waker:
-    """Sends SIGCONT to processes some time after they were stopped, by whatever cause. One thread. stops: how many it has seen."""
+    """Sends SIGCONT to processes some time after they were stopped, by whatever cause. One thread.
+    stops: how many it has seen.
+    """
 
     def __init__(self, seed: str, longest: float) -> None:
         """longest: seconds that a process stays stopped, at most."""
-        self._dice, self._longest, self._wakes = random.Random(f"wake {seed}"), longest, dict[int, float]()
+        self._dice, self._longest, self._wakes = (
+            random.Random(f"wake {seed}"),
+            longest,
+            dict[int, float](),
+        )
         self.stops = 0
 
     def look(self, pids: list[int]) -> None:

@@ -1,4 +1,6 @@
-"""The part of vLLM's block pool that our code wraps, for instances of the in-place campaign that do not run vLLM."""
+"""The part of vLLM's block pool that our code wraps, for instances of the in-place campaign that do
+not run vLLM.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ class FreeQueue:
     def __init__(self) -> None:
         self.num_free_blocks = 0
         self.fake_free_list_head, self._tail = Block(-1), Block(-1)
-        self.fake_free_list_head.next_free_block, self._tail.prev_free_block = self._tail, self.fake_free_list_head
+        self.fake_free_list_head.next_free_block, self._tail.prev_free_block = (
+            self._tail,
+            self.fake_free_list_head,
+        )
 
     def append(self, block: Block) -> None:
         last = self._tail.prev_free_block
@@ -39,11 +44,16 @@ class FreeQueue:
 
 
 class BlockPool:
-    """vLLM's block pool, as far as our code wraps it. Hands out the block that was free for the longest time first."""
+    """vLLM's block pool, as far as our code wraps it. Hands out the block that was free for the
+    longest time first.
+    """
 
     def __init__(self, blocks: int) -> None:
         self.num_gpu_blocks = blocks
-        self.blocks, self.free_block_queue = [Block(number) for number in range(blocks)], FreeQueue()
+        self.blocks, self.free_block_queue = (
+            [Block(number) for number in range(blocks)],
+            FreeQueue(),
+        )
         self.free_blocks(range(blocks))
 
     def get_new_blocks(self, num_blocks: int) -> list[Block]:

@@ -1,22 +1,26 @@
-"""Does a load out of another instance's live KV cache ever bring a wrong byte, though blocks are used again all the time?
+"""Does a load out of another instance's live KV cache ever bring a wrong byte, though blocks are
+used again all the time?
 
-    python -m benchmarks.inplace_campaign [--level cpu|vllm|gpu] [--loads N] [--seed N] [--control WHAT] [--out FILE]
+    python -m benchmarks.inplace_campaign [--level cpu|vllm|gpu] [--loads N] [--seed N] [--control
+    WHAT] [--out FILE]
 
-`cpu`: one metadata server, owners whose blocks are constantly handed out and rewritten, and readers that load from them and from each
-other, some slowly. All are real processes with real memory, and each byte is compared (`inplace_instance`). They pause themselves at
-every step of the protocol, are stopped and killed at any moment, and start again under other names; the server is killed and stopped,
-too. One seed gives the same decisions again, but not the same timing.
+`cpu`: one metadata server, owners whose blocks are constantly handed out and rewritten, and readers
+that load from them and from each other, some slowly. All are real processes with real memory, and
+each byte is compared (`inplace_instance`). They pause themselves at every step of the protocol, are
+stopped and killed at any moment, and start again under other names; the server is killed and
+stopped, too. One seed gives the same decisions again, but not the same timing.
 
-`vllm`: whole vLLMs on the CPU, each an owner and a reader, with so few KV blocks that these are constantly used again. Tokens and log
-probabilities of each answer are compared with those of a vLLM that shares nothing (`vllm.campaign`).
+`vllm`: whole vLLMs on the CPU, each an owner and a reader, with so few KV blocks that these are
+constantly used again. Tokens and log probabilities of each answer are compared with those of a vLLM
+that shares nothing (`vllm.campaign`).
 
-`gpu`: owners are live vLLMs on two GPUs, or a tiny one on the CPU. Readers do not run vLLM; they compare what they load with checksums
-from the owners (`inplace_live`).
+`gpu`: owners are live vLLMs on two GPUs, or a tiny one on the CPU. Readers do not run vLLM; they
+compare what they load with checksums from the owners (`inplace_live`).
 
-Controls run the same with one rule broken: readers ignore the generations after a copy; owners change generations only after writing,
-publish before writing, or ignore pins. There wrong bytes, or refused loads in spite of pins, must be seen, or the zeros above prove
-nothing. Another control runs vLLMs without any connector, to tell apart faults of their own prefix caches (vLLM #37164).
-"""
+Controls run the same with one rule broken: readers ignore the generations after a copy; owners
+change generations only after writing, publish before writing, or ignore pins. There wrong bytes, or
+refused loads in spite of pins, must be seen, or the zeros above prove nothing. Another control runs
+vLLMs without any connector, to tell apart faults of their own prefix caches (vLLM #37164)."""
 
 from __future__ import annotations
 
@@ -43,8 +47,12 @@ def run() -> list[Row]:
     return made
 
 
-def measure(name: str, loads: int, seed: int, add: Callable[[Sequence[Row]], object], control: Control = "") -> list[str]:
-    """Run a level's campaign and its controls, or one control alone, and `add` rows as they come. Returns descriptions of wrong loads."""
+def measure(
+    name: str, loads: int, seed: int, add: Callable[[Sequence[Row]], object], control: Control = ""
+) -> list[str]:
+    """Run a level's campaign and its controls, or one control alone, and `add` rows as they come.
+    Returns descriptions of wrong loads.
+    """
     level, wrong = LEVELS[name](), list[str]()
     with tempfile.TemporaryDirectory(prefix="vcache-inplace-shared-") as folder:
         level.prepare(shared := Path(folder))
@@ -62,12 +70,18 @@ def measure(name: str, loads: int, seed: int, add: Callable[[Sequence[Row]], obj
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 if a row missed its limit."""
     parser = argparse.ArgumentParser(
-        prog="benchmarks.inplace_campaign", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="benchmarks.inplace_campaign",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--level", choices=LEVELS, default="cpu")
-    parser.add_argument("--loads", type=int, default=0, help="that bring something; default: the level's")
+    parser.add_argument(
+        "--loads", type=int, default=0, help="that bring something; default: the level's"
+    )
     parser.add_argument("--seed", type=int, default=int(time.time()), help="default: the time")
-    parser.add_argument("--control", choices=get_args(Control)[1:], default="", help="this control alone")
+    parser.add_argument(
+        "--control", choices=get_args(Control)[1:], default="", help="this control alone"
+    )
     parser.add_argument("--out", type=Path, help="result file; one that is there is continued")
     options = parser.parse_args(arguments)
     report = Report(options.out)

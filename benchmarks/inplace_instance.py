@@ -1,9 +1,10 @@
-"""One instance of the in-place campaign: a KV cache that others read, and whose blocks are constantly handed out and rewritten.
+"""One instance of the in-place campaign: a KV cache that others read, and whose blocks are
+constantly handed out and rewritten.
 
-An owner computes chunks. A reader (`inplace_reader`) loads them out of others' KV caches, compares each byte, and publishes its copies.
-What a block must hold follows from its chunk's key and position alone. Both stop themselves at any step of the protocol, as if swapped
-out or in a debugger; the parent process sends SIGCONT.
-"""
+An owner computes chunks. A reader (`inplace_reader`) loads them out of others' KV caches, compares
+each byte, and publishes its copies. What a block must hold follows from its chunk's key and
+position alone. Both stop themselves at any step of the protocol, as if swapped out or in a
+debugger; the parent process sends SIGCONT."""
 
 from __future__ import annotations
 
@@ -62,12 +63,15 @@ OFTEN = 20
 """How many times as often an owner stops itself at rare steps."""
 
 Role = Literal["owner", "reader", "vllm"]
-Control = Literal["", "no verdict", "counted late", "published early", "pins unseen", "no connector"]
+Control = Literal[
+    "", "no verdict", "counted late", "published early", "pins unseen", "no connector"
+]
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """stops: share of the steps at which the instance stops itself. control: the rule of the protocol that is broken, see
-    `inplace_campaign`; empty: none. shared: a folder that all instances use. number: the instance's place among them."""
+    """stops: share of the steps at which the instance stops itself. control: the rule of the
+    protocol that is broken, see `inplace_campaign`; empty: none. shared: a folder that all
+    instances use. number: the instance's place among them."""
 
     config: Config
     role: Role
@@ -82,14 +86,16 @@ class Settings(msgspec.Struct, frozen=True):
 class Outcomes(Counts):
     """Counts of events.
 
-    launched: loads that copied anything. loads: loads that brought something, all of it compared; with whole vLLMs, requests for which
-    something was loaded. reuse_hits: loads whose verdict refused some chunks, since a block changed between launch and verdict. differed:
-    those of them whose refused chunks did hold other bytes. stale: loads that found a chunk gone before the launch. misses: look-ups that
-    found nothing. pinned: loads whose pins held. pinned_refused: those of them that did not bring everything, except loads that took
-    longer than a pin holds (`pinned_late`), and loads from an owner that gave up its table (`pinned_given_up`) or had no other blocks
-    (`pinned_forced`). kept, forced: see `ResidentPool`. written: chunks that owners have written. by_step: how often a process stopped
-    itself, by the step of the protocol. answers: vLLM's, to whole requests.
-    """
+    launched: loads that copied anything. loads: loads that brought something, all of it compared;
+    with whole vLLMs, requests for which something was loaded. reuse_hits: loads whose verdict
+    refused some chunks, since a block changed between launch and verdict. differed: those of them
+    whose refused chunks did hold other bytes. stale: loads that found a chunk gone before the
+    launch. misses: look-ups that found nothing. pinned: loads whose pins held. pinned_refused:
+    those of them that did not bring everything, except loads that took longer than a pin holds
+    (`pinned_late`), and loads from an owner that gave up its table (`pinned_given_up`) or had no
+    other blocks (`pinned_forced`). kept, forced: see `ResidentPool`. written: chunks that owners
+    have written. by_step: how often a process stopped itself, by the step of the protocol. answers:
+    vLLM's, to whole requests."""
 
     loads: int = 0
     launched: int = 0
@@ -119,7 +125,12 @@ class Outcomes(Counts):
     def add_pinned(self, whole: bool, late: bool, forced: bool, given_up: bool = False) -> bool:
         """Count a load under pins. Returns whether it had to bring everything and did not."""
         self.pinned += 1
-        for name, excused in ("late", late), ("given_up", given_up), ("forced", forced), ("refused", True):
+        for name, excused in (
+            ("late", late),
+            ("given_up", given_up),
+            ("forced", forced),
+            ("refused", True),
+        ):
             if not whole and excused:
                 name = f"pinned_{name}"
                 setattr(self, name, getattr(self, name) + 1)
@@ -158,11 +169,16 @@ class Instance:
     def __init__(self, settings: Settings, dice: random.Random) -> None:
         self.dice, self.over = dice, False
         self.told = Told(Outcomes(), [])
-        self.settings, self._late = settings, settings.role == "owner" and settings.control == "counted late"
+        self.settings, self._late = (
+            settings,
+            settings.role == "owner" and settings.control == "counted late",
+        )
         memory = HostExportable()
         with memory.context():
             whole = torch.zeros(PLANES * BLOCKS * WORDS * 8, dtype=torch.int8)
-        self.words: npt.NDArray[np.int64] = whole.numpy().view(np.int64).reshape(PLANES, BLOCKS, WORDS)
+        self.words: npt.NDArray[np.int64] = (
+            whole.numpy().view(np.int64).reshape(PLANES, BLOCKS, WORDS)
+        )
         shape = (LAYERS, 2, BLOCKS, BLOCK_SIZE, HEADS, DIM)
         tensors = list(whole.view(torch.bfloat16).view(shape))
         layout = Layout.of(tensors, BLOCK_SIZE, model="inplace", chunk_size=EACH * BLOCK_SIZE)
@@ -188,7 +204,9 @@ class Instance:
         self.hasher = TokenHasher(self.session.namespace, EACH * BLOCK_SIZE)
 
     def _join(self) -> None:
-        self.client.join(self.instance, self.session.namespace.prefix, BLOCKS, 1, EACH, self.table.fd)
+        self.client.join(
+            self.instance, self.session.namespace.prefix, BLOCKS, 1, EACH, self.table.fd
+        )
         if not self._late:
             self.client.show_pins(self.instance, self.pins.fd)
 
@@ -201,7 +219,9 @@ class Instance:
         return prompt(self.hasher, family)[: self.dice.randint(1, MOST_CHUNKS)]
 
     def allocate(self, chunks: int) -> tuple[list[int], UInt64s]:
-        """Blocks for so many chunks, and their new generations. From here on nobody may believe what they held before."""
+        """Blocks for so many chunks, and their new generations. From here on nobody may believe
+        what they held before.
+        """
         blocks = [block.block_id for block in self.pool.get_new_blocks(chunks * EACH)]
         if self._late:
             return blocks, np.full(len(blocks), self.table.coming, dtype=np.uint64)
@@ -210,15 +230,21 @@ class Instance:
         self.told.outcomes.add_kept(self._watch)
         return blocks, self.table.counters[blocks]
 
-    def publish(self, keys: list[ChunkKey], blocks: list[int], generations: UInt64s, written: Mark) -> None:
+    def publish(
+        self, keys: list[ChunkKey], blocks: list[int], generations: UInt64s, written: Mark
+    ) -> None:
         """Publish the chunks once they are written."""
         self.sequence += 1
         self.told.outcomes.published += len(keys)
         numbers = np.array(blocks, dtype="<u4").tobytes()
-        self.publisher.submit(Publication(keys, numbers, generations.astype("<u8").tobytes(), self.sequence), written)
+        self.publisher.submit(
+            Publication(keys, numbers, generations.astype("<u8").tobytes(), self.sequence), written
+        )
 
     def step(self, name: str, often: int = 1) -> None:
-        """A step of the protocol, at which the process may stop itself. often: how many times as often as elsewhere."""
+        """A step of the protocol, at which the process may stop itself. often: how many times as
+        often as elsewhere.
+        """
         if self.dice.random() < often * self.settings.stops:
             stop_self()
             self.told.outcomes.by_step[name] += 1
@@ -258,8 +284,8 @@ class Owner(Instance):
 
     def _mishap(self, blocks: list[int], chance: float) -> None:
         if chance < 0.02:
-            # A load into these blocks failed: they are computed again where they are, and nothing of it is told. In vLLM they were never
-            # published, so nobody has pinned them.
+            # A load into these blocks failed: they are computed again where they are, and nothing
+            # of it is told. In vLLM they were never published, so nobody has pinned them.
             free = not self.pins.halt() or self.pins.on(np.array(blocks)) is None
             if free:
                 self.pool.evict_blocks(set(blocks))
@@ -293,7 +319,9 @@ class Owner(Instance):
 
 
 def tell_forced(pool: ResidentPool, settings: Settings, instance: bytes) -> None:
-    """Have the pool leave a note before it hands out pinned blocks for want of others; `forced_lately` reads it."""
+    """Have the pool leave a note before it hands out pinned blocks for want of others;
+    `forced_lately` reads it.
+    """
     around = pool._around
 
     def went(*given: Any) -> Any:
@@ -309,7 +337,10 @@ def forced_lately(settings: Settings, owners: Iterable[bytes], seconds: float) -
     """Whether one of these owners has handed out pinned blocks in the last so many seconds."""
     for owner in owners:
         with suppress(FileNotFoundError):
-            if Path(settings.log).with_name(f"{owner.hex()}.forced").stat().st_mtime > time.time() - seconds - CLOCK_SECONDS:
+            if (
+                Path(settings.log).with_name(f"{owner.hex()}.forced").stat().st_mtime
+                > time.time() - seconds - CLOCK_SECONDS
+            ):
                 return True
     return False
 
@@ -327,6 +358,10 @@ def prompt(hasher: TokenHasher, family: int) -> list[ChunkKey]:
 
 @functools.cache
 def what(key: ChunkKey) -> npt.NDArray[np.int64]:
-    """What a chunk's blocks must hold, shape (PLANES, EACH, WORDS): different words in each page."""
-    seeds = mix(torch.tensor([int.from_bytes(key[8:16], "little", signed=True)]) + torch.arange(EACH))
+    """What a chunk's blocks must hold, shape (PLANES, EACH, WORDS): different words in each
+    page.
+    """
+    seeds = mix(
+        torch.tensor([int.from_bytes(key[8:16], "little", signed=True)]) + torch.arange(EACH)
+    )
     return torch.cat([content(seeds, layer, WORDS) for layer in range(LAYERS)]).numpy()

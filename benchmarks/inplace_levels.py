@@ -1,4 +1,6 @@
-"""The levels of the in-place campaign: which processes there are, what happens to them, and how much must be seen."""
+"""The levels of the in-place campaign: which processes there are, what happens to them, and how
+much must be seen.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,11 @@ STOPS = 0.0005
 
 
 class Level(NamedTuple):
-    """A campaign. counts: processes by role. mishaps: each one's weight. stops: see `Settings`. loads: how many must bring something, and
-    what share of them verdicts must refuse. controls: each with its least number of loads, and its most seconds. pinned: the share of
-    loads that must begin with pins that hold. seconds: the longest that the campaign itself takes. silence: seconds after which a silent
-    process counts as ended. prepare: fills the shared folder."""
+    """A campaign. counts: processes by role. mishaps: each one's weight. stops: see `Settings`.
+    loads: how many must bring something, and what share of them verdicts must refuse. controls:
+    each with its least number of loads, and its most seconds. pinned: the share of loads that must
+    begin with pins that hold. seconds: the longest that the campaign itself takes. silence: seconds
+    after which a silent process counts as ended. prepare: fills the shared folder."""
 
     life: Callable[[Settings, Connection], None]
     counts: dict[Role, int]
@@ -83,7 +86,9 @@ def whole_requests() -> Level:
 
 
 def live_caches() -> Level:
-    """KV caches of live vLLMs (two on two GPUs, or one on the CPU), and readers that do not run vLLM. Its time includes vLLM's start."""
+    """KV caches of live vLLMs (two on two GPUs, or one on the CPU), and readers that do not run
+    vLLM. Its time includes vLLM's start.
+    """
     from . import inplace_live as caches
 
     on_gpus = torch.cuda.is_available()
@@ -111,4 +116,8 @@ def live_caches() -> Level:
     )
 
 
-LEVELS: dict[str, Callable[[], Level]] = {"cpu": lambda: CPU, "vllm": whole_requests, "gpu": live_caches}
+LEVELS: dict[str, Callable[[], Level]] = {
+    "cpu": lambda: CPU,
+    "vllm": whole_requests,
+    "gpu": live_caches,
+}

@@ -1,8 +1,9 @@
-"""A reader of the in-place campaign that loads from live vLLMs' KV caches, whose blocks are constantly used again.
+"""A reader of the in-place campaign that loads from live vLLMs' KV caches, whose blocks are
+constantly used again.
 
-What a vLLM's blocks must hold is not known beforehand. So an owner makes checksums of what its steps have written (`vllm.witness`), and
-the reader compares those of what it loaded, by owner, blocks and generations. On GPUs, owners and readers are spread over two of them.
-"""
+What a vLLM's blocks must hold is not known beforehand. So an owner makes checksums of what its
+steps have written (`vllm.witness`), and the reader compares those of what it loaded, by owner,
+blocks and generations. On GPUs, owners and readers are spread over two of them."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ from .processes import until
 SHAPE = "shape.json"
 MOST_CHUNKS = 16
 REMEMBERED, DRAWN = 1024, 32
-"""How many publications are remembered; and of how many drawn ones the oldest that is still there is loaded: it is likely to go next."""
+"""How many publications are remembered; and of how many drawn ones the oldest that is still there
+is loaded: it is likely to go next.
+"""
 SLOW, SLOW_SECONDS = 0.4, 0.4
 START_SECONDS = 240.0
 
@@ -63,11 +66,16 @@ class Shape(msgspec.Struct, frozen=True):
         for axis in sorted(range(len(shape)), key=lambda axis: (self.strides[axis], -axis)):
             strides[axis], step = step, step * shape[axis]
         dtype = getattr(torch, self.dtype)
-        return [torch.empty_strided(shape, strides, dtype=dtype, device=device) for _ in range(self.layers)]
+        return [
+            torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            for _ in range(self.layers)
+        ]
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True):
-    """An owner's record of one publication: its fields as hexadecimal text, and the checksums, 8 bytes for each block."""
+    """An owner's record of one publication: its fields as hexadecimal text, and the checksums, 8
+    bytes for each block.
+    """
 
     keys: list[str]
     blocks: str
@@ -83,11 +91,15 @@ class Published(NamedTuple):
 
 
 def sums(kv: PagedKV, blocks: Sequence[int]) -> torch.Tensor:
-    """A checksum for each block: the sum of its words, each with a weight of its own. On the current stream."""
+    """A checksum for each block: the sum of its words, each with a weight of its own. On the
+    current stream.
+    """
     ids = torch.tensor(blocks, dtype=torch.int64, device=kv.device)
     total = torch.zeros(len(blocks), dtype=torch.int64, device=kv.device)
     for page in kv.pages:
-        total = total * 31 + (page.view(torch.int64)[ids] * _weights(kv.page_bytes // 8, kv.device)).sum(dim=1)
+        total = total * 31 + (
+            page.view(torch.int64)[ids] * _weights(kv.page_bytes // 8, kv.device)
+        ).sum(dim=1)
     return total
 
 
@@ -118,11 +130,16 @@ class Follower(Reader):
             engine=EngineConfig(chunk_size=shape.chunk, kv_axes=axes),
             pool=PoolConfig(device="cuda:0" if cuda else "host", segment_bytes=ByteSize(0)),
         )
-        layout = Layout.of(tensors, shape.block_size, model="live", axes=axes or None, chunk_size=shape.chunk)
+        layout = Layout.of(
+            tensors, shape.block_size, model="live", axes=axes or None, chunk_size=shape.chunk
+        )
         self.session = Session(config, layout, anonymous=True)
         self.kv, self.client = self.session.bind(tensors), self.session.client
         self.session.copier = Slowly(self.session.copier, self, SLOW, SLOW_SECONDS)
-        self.instance, self.pool = InstanceId(secrets.token_bytes(INSTANCE_BYTES)), BlockPool(blocks)
+        self.instance, self.pool = (
+            InstanceId(secrets.token_bytes(INSTANCE_BYTES)),
+            BlockPool(blocks),
+        )
         self.neighbours = Neighbours(self.client, self.session.device, self.kv, 0)
         self.tables = Tables(self.client)
         self._found: dict[tuple[ChunkKey, ChunkKey], Found] = {}
@@ -155,32 +172,49 @@ class Follower(Reader):
         blocks = [block.block_id for block in self.pool.get_new_blocks(chunks * self.each)]
         return blocks, np.zeros(len(blocks), dtype=np.uint64)
 
-    def publish(self, keys: list[ChunkKey], blocks: list[int], generations: UInt64s, written: Mark) -> None:
+    def publish(
+        self, keys: list[ChunkKey], blocks: list[int], generations: UInt64s, written: Mark
+    ) -> None:
         """Nothing."""
 
     def checkable(self, count: int, chosen: Mapping[int, Replica]) -> int:
         """How many of these leading chunks have checksums from their owner."""
-        return next((number for number in range(count) if chosen.get(number) not in self._sums), count)
+        return next(
+            (number for number in range(count) if chosen.get(number) not in self._sums), count
+        )
 
     def poison(self, blocks: Sequence[int]) -> None:
         for page in self.kv.pages:
             page[blocks] = 0x5A
 
-    def wrong(self, keys: Sequence[ChunkKey], blocks: Sequence[int], replicas: Sequence[Replica | None]) -> int:
+    def wrong(
+        self, keys: Sequence[ChunkKey], blocks: Sequence[int], replicas: Sequence[Replica | None]
+    ) -> int:
         if not keys:
             return 0
         found = sums(self.kv, blocks[: len(keys) * self.each]).cpu().numpy()
-        want: npt.NDArray[np.int64] = np.frombuffer(b"".join(self._sums[each] for each in replicas if each), dtype="<i8")
+        want: npt.NDArray[np.int64] = np.frombuffer(
+            b"".join(self._sums[each] for each in replicas if each), dtype="<i8"
+        )
         return int((found != want).sum()) * self.kv.layers * self.kv.parts * self.kv.page_bytes
 
     def pinned(self, residents: Mapping[int, ResidentChunk]) -> list[GenerationView]:
-        """None: a vLLM that is short of blocks takes pinned ones, which here would count as an error."""
+        """None: a vLLM that is short of blocks takes pinned ones, which here would count as an
+        error.
+        """
         return []
 
     def describe(
-        self, keys: Sequence[ChunkKey], blocks: Sequence[int], chosen: Mapping[int, Replica], number: int | None = None
+        self,
+        keys: Sequence[ChunkKey],
+        blocks: Sequence[int],
+        chosen: Mapping[int, Replica],
+        number: int | None = None,
     ) -> str:
-        said = [f"chunk {number}, {bytes(key).hex()}, out of {chosen[number][0].hex()}" for number, key in enumerate(keys)]
+        said = [
+            f"chunk {number}, {bytes(key).hex()}, out of {chosen[number][0].hex()}"
+            for number, key in enumerate(keys)
+        ]
         return f"process {os.getpid()}: one of {'; '.join(said)}"
 
     def close(self) -> None:
@@ -199,14 +233,20 @@ class Follower(Reader):
                 self._take(bytes.fromhex(path.stem), msgspec.json.decode(line, type=Record))
 
     def _take(self, instance: bytes, record: Record) -> None:
-        blocks, generations, told = (bytes.fromhex(each) for each in (record.blocks, record.generations, record.sums))
+        blocks, generations, told = (
+            bytes.fromhex(each) for each in (record.blocks, record.generations, record.sums)
+        )
         number, long = 4 * self.each, 8 * self.each
         for at in range(len(record.keys)):
             its = blocks[at * number : (at + 1) * number], generations[at * long : (at + 1) * long]
             self._sums[instance, *its] = told[at * long : (at + 1) * long]
         if record.keys:
             first = instance, blocks[:number], generations[:long]
-            self._last.append(Published([ChunkKey(bytes.fromhex(key)) for key in record.keys[:MOST_CHUNKS]], first))
+            self._last.append(
+                Published(
+                    [ChunkKey(bytes.fromhex(key)) for key in record.keys[:MOST_CHUNKS]], first
+                )
+            )
 
 
 def prepare(folder: Path) -> None:

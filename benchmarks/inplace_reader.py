@@ -80,7 +80,11 @@ class Reader(Instance):
             outcomes.misses += 1
             return
         keys = keys[:count]
-        residents = {number: ResidentChunk.unpacked(*replica) for number, replica in chosen.items() if number < count}
+        residents = {
+            number: ResidentChunk.unpacked(*replica)
+            for number, replica in chosen.items()
+            if number < count
+        }
         began = time.monotonic()
         pinned = self.pinned(residents)
         self.step("pinned")
@@ -89,10 +93,19 @@ class Reader(Instance):
         self.step("before launch")
         before = self.session.stats.counted("chunks_")
         places = BlockPlaces(self.kv, self.session.chunk_size, blocks, self.kv.block_size)
-        load = Load(self.session, places, keys, mark=self.session.copier.mark(), residents=residents, neighbours=self.neighbours)
+        load = Load(
+            self.session,
+            places,
+            keys,
+            mark=self.session.copier.mark(),
+            residents=residents,
+            neighbours=self.neighbours,
+        )
         loaded = load.run(PATIENCE_SECONDS)
         if pinned and self._failed(pinned, loaded == count, time.monotonic() - began):
-            self.told.wrong.append(f"refused under a pin: {load.cause}; {self.describe(keys, blocks, chosen, loaded)}")
+            self.told.wrong.append(
+                f"refused under a pin: {load.cause}; {self.describe(keys, blocks, chosen, loaded)}"
+            )
         self.step("behind the verdict")
         after = self.session.stats.counted("chunks_")
         stale, refused = (after.get(name, 0) - before.get(name, 0) for name in ("stale", "refused"))
@@ -105,13 +118,22 @@ class Reader(Instance):
         if refused:
             outcomes.reuse_hits += 1
             changed = [chosen.get(number) for number in range(loaded, loaded + refused)]
-            outcomes.differed += bool(self.wrong(keys[loaded : loaded + refused], blocks[loaded * self.each :], changed))
-        if nbytes := self.wrong(keys[:loaded], blocks, [chosen.get(number) for number in range(loaded)]):
+            outcomes.differed += bool(
+                self.wrong(keys[loaded : loaded + refused], blocks[loaded * self.each :], changed)
+            )
+        if nbytes := self.wrong(
+            keys[:loaded], blocks, [chosen.get(number) for number in range(loaded)]
+        ):
             outcomes.wrong += 1
             outcomes.wrong_bytes += nbytes
             self.told.wrong.append(self.describe(keys[:loaded], blocks, chosen))
         elif loaded:
-            self.publish(keys[:loaded], blocks[: loaded * self.each], generations[: loaded * self.each], Written(over=True))
+            self.publish(
+                keys[:loaded],
+                blocks[: loaded * self.each],
+                generations[: loaded * self.each],
+                Written(over=True),
+            )
         self.pool.free_blocks(blocks)
 
     def _look_up(self, keys: list[ChunkKey]) -> Found:
@@ -128,14 +150,22 @@ class Reader(Instance):
         return found
 
     def pinned(self, residents: Mapping[int, ResidentChunk]) -> list[GenerationView]:
-        """Pin these chunks as for a synchronous load. The owners' tables; empty if not all could be pinned."""
+        """Pin these chunks as for a synchronous load. The owners' tables; empty if not all could be
+        pinned.
+        """
         owners = {one.instance for one in residents.values()}
         views = [view for owner in owners if (view := self.tables.view(owner)) is not None]
-        sure = len(views) == len(owners) and owners <= self.neighbours.mapped and self.dice.random() < PINNED
+        sure = (
+            len(views) == len(owners)
+            and owners <= self.neighbours.mapped
+            and self.dice.random() < PINNED
+        )
         return views if sure and self.pinning.pin("", residents.values()) else []
 
     def _failed(self, pinned: list[GenerationView], whole: bool, seconds: float) -> bool:
-        """Count a load under pins that took so many seconds. Returns whether it had to bring everything and did not."""
+        """Count a load under pins that took so many seconds. Returns whether it had to bring
+        everything and did not.
+        """
         self.pinning.release([""])
         forced = forced_lately(self.settings, [view.instance for view in pinned], HOLD_SECONDS)
         given_up = any(view.dead for view in pinned)
@@ -149,27 +179,45 @@ class Reader(Instance):
         """Fill the blocks with poison, so that bytes that a copy does not write are noticed."""
         self.words[:, blocks] = POISON
 
-    def wrong(self, keys: Sequence[ChunkKey], blocks: Sequence[int], replicas: Sequence[Replica | None]) -> int:
+    def wrong(
+        self, keys: Sequence[ChunkKey], blocks: Sequence[int], replicas: Sequence[Replica | None]
+    ) -> int:
         """How many bytes of these chunks are wrong."""
         if not keys:
             return 0
         want = np.concatenate([what(key) for key in keys], axis=1)
         got = self.words[:, blocks[: len(keys) * EACH]]
-        return 0 if np.array_equal(got, want) else int((got.view(np.uint8) != want.view(np.uint8)).sum())
+        return (
+            0
+            if np.array_equal(got, want)
+            else int((got.view(np.uint8) != want.view(np.uint8)).sum())
+        )
 
     def describe(
-        self, keys: Sequence[ChunkKey], blocks: Sequence[int], chosen: Mapping[int, Replica], number: int | None = None
+        self,
+        keys: Sequence[ChunkKey],
+        blocks: Sequence[int],
+        chosen: Mapping[int, Replica],
+        number: int | None = None,
     ) -> str:
-        """A description of chunk `number`, or of the first wrong one. Call it before anything overwrites the blocks."""
+        """A description of chunk `number`, or of the first wrong one. Call it before anything
+        overwrites the blocks.
+        """
         if number is None:
-            number = next(n for n, key in enumerate(keys) if self.wrong([key], blocks[n * EACH :], ()))
+            number = next(
+                n for n, key in enumerate(keys) if self.wrong([key], blocks[n * EACH :], ())
+            )
         got = self.words[:, blocks[number * EACH : (number + 1) * EACH]]
         instance, theirs, generations = chosen[number]
         view = self.tables.view(instance)
         ids = np.frombuffer(theirs, dtype="<u4")
         now = "gone" if view is None else view.counters[ids].tolist()
-        said = [f"process {os.getpid()}: chunk {number} of {len(keys)}, key {bytes(keys[number]).hex()}"]
-        said += [f"in {instance.hex()}'s blocks {ids.tolist()}, generations {np.frombuffer(generations, dtype='<u8').tolist()}"]
+        said = [
+            f"process {os.getpid()}: chunk {number} of {len(keys)}, key {bytes(keys[number]).hex()}"
+        ]
+        said += [
+            f"in {instance.hex()}'s blocks {ids.tolist()}, generations {np.frombuffer(generations, dtype='<u8').tolist()}"
+        ]
         said += [
             f"which are now {now}; {int((got == POISON).sum())} of {got.size} words are poison, {int((got == 0).sum())} zero"
         ]
@@ -181,7 +229,9 @@ class Reader(Instance):
 
 
 class Slowly:
-    """A copier that makes a share of its copies block by block, in the caller's thread, with pauses of at most `seconds` in all."""
+    """A copier that makes a share of its copies block by block, in the caller's thread, with pauses
+    of at most `seconds` in all.
+    """
 
     def __init__(self, inner: Copier, instance: Living, share: float, seconds: float) -> None:
         self._inner, self._instance, self._share, self._seconds = inner, instance, share, seconds
@@ -191,7 +241,9 @@ class Slowly:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def pull(self, kv: PagedKV, rows: Int64s, origins: Int64s, *given: Any, **more: Any) -> Completion:
+    def pull(
+        self, kv: PagedKV, rows: Int64s, origins: Int64s, *given: Any, **more: Any
+    ) -> Completion:
         instance = self._instance
         if len(rows) > 1 and instance.dice.random() < self._share:
             instance.told.outcomes.slow += 1
@@ -236,8 +288,12 @@ def live(settings: Settings, pipe: Connection) -> None:
     live_as(Owner if settings.role == "owner" else Reader, settings, pipe)
 
 
-def live_as(kind: Callable[[Settings, random.Random], Living], settings: Settings, pipe: Connection) -> None:
-    """Run instances of `kind`, and report what happened, until the process is killed. A wrong byte is reported at once."""
+def live_as(
+    kind: Callable[[Settings, random.Random], Living], settings: Settings, pipe: Connection
+) -> None:
+    """Run instances of `kind`, and report what happened, until the process is killed. A wrong byte
+    is reported at once.
+    """
     begin(settings.log)
     dice = random.Random(settings.seed)
     instance = kind(settings, dice)
@@ -250,7 +306,9 @@ def live_as(kind: Callable[[Settings, random.Random], Living], settings: Setting
                 traceback.print_exc()
                 instance.told.outcomes.raised += 1
                 where = traceback.extract_tb(error.__traceback__)[-1]
-                said = f"{Path(where.filename).name}:{where.lineno}: {type(error).__name__}: {error}"
+                said = (
+                    f"{Path(where.filename).name}:{where.lineno}: {type(error).__name__}: {error}"
+                )
                 instance.told.outcomes.causes[said[:150]] += 1
         pipe.send(instance.told)
         instance.told = Told(Outcomes(), [])

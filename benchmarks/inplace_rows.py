@@ -1,4 +1,6 @@
-"""The result rows of an in-place campaign, each with its limit: the least that must be seen, or the most that may be wrong."""
+"""The result rows of an in-place campaign, each with its limit: the least that must be seen, or the
+most that may be wrong.
+"""
 
 from __future__ import annotations
 
@@ -30,23 +32,54 @@ def rows(result: Result, loads: int = LOADS, name: str = "cpu", level: Level = C
     differed = "" if name == "vllm" else f", {seen.differed:,} of which had read other bytes"
     hits = f"{refused}{differed}; before launch: {seen.stale:,}"
     whole = name == "vllm"
-    with_what = "whose tokens or log probabilities are not those of vLLM alone" if whole else "with a wrong byte"
+    with_what = (
+        "whose tokens or log probabilities are not those of vLLM alone"
+        if whole
+        else "with a wrong byte"
+    )
     made = [
         row(f"inplace_loads_{name}", "loads", seen.loads, loads, what=what, at_least=1),
-        row(f"inplace_reuse_hits_{name}", "loads", seen.reuse_hits, level.reuse_hits * loads, what=hits, at_least=1),
-        none(
-            f"inplace_wrong_{name}", "answers" if whole else "loads", seen.wrong, with_what, seen.answers if whole else seen.loads
+        row(
+            f"inplace_reuse_hits_{name}",
+            "loads",
+            seen.reuse_hits,
+            level.reuse_hits * loads,
+            what=hits,
+            at_least=1,
         ),
-        none(f"inplace_failed_{name}", "times", result.ended + seen.raised, "a process ended by itself, or a call raised"),
+        none(
+            f"inplace_wrong_{name}",
+            "answers" if whole else "loads",
+            seen.wrong,
+            with_what,
+            seen.answers if whole else seen.loads,
+        ),
+        none(
+            f"inplace_failed_{name}",
+            "times",
+            result.ended + seen.raised,
+            "a process ended by itself, or a call raised",
+        ),
     ]
     if level.pinned:
         what = f"under pins; not whole: {seen.pinned_late:,} that took longer than a pin holds, {seen.pinned_given_up:,} from a table "
-        what += (
-            f"that was given up, {seen.pinned_forced:,} from an owner without other blocks; {seen.kept:,} pinned blocks were kept"
-        )
+        what += f"that was given up, {seen.pinned_forced:,} from an owner without other blocks; {seen.kept:,} pinned blocks were kept"
         made += [
-            row(f"inplace_pinned_loads_{name}", "loads", seen.pinned, level.pinned * loads, what=what, at_least=1),
-            none(f"inplace_pinned_refused_{name}", "loads", seen.pinned_refused, "not whole though their pins held", seen.pinned),
+            row(
+                f"inplace_pinned_loads_{name}",
+                "loads",
+                seen.pinned,
+                level.pinned * loads,
+                what=what,
+                at_least=1,
+            ),
+            none(
+                f"inplace_pinned_refused_{name}",
+                "loads",
+                seen.pinned_refused,
+                "not whole though their pins held",
+                seen.pinned,
+            ),
         ]
     return made
 
@@ -61,4 +94,6 @@ def control_row(control: Control, its: Result, name: str) -> Row:
     unit, runs = ("answers", seen.answers) if of_answers else ("loads", seen.loads)
     if control == "no connector":
         return row(case, unit, seen.wrong, 0, what=what, runs=runs)
-    return row(case, unit, bad(control, seen), 1, what=f"{what}; reference 1", at_least=1, runs=runs)
+    return row(
+        case, unit, bad(control, seen), 1, what=f"{what}; reference 1", at_least=1, runs=runs
+    )

@@ -1,4 +1,6 @@
-"""Runs an in-place campaign: starts its processes, causes mishaps, and collects what they report."""
+"""Runs an in-place campaign: starts its processes, causes mishaps, and collects what they
+report.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,18 @@ LONGEST_STOP = 0.6
 SERVER_STOP = 1.2
 PROGRESS_SECONDS = 15.0
 MOST_ENDED, MOST_AT_FIRST = 20, 3
-"""How many processes may end by themselves before a campaign is given up: in all, and before anything was loaded or answered."""
+"""How many processes may end by themselves before a campaign is given up: in all, and before
+anything was loaded or answered.
+"""
 NOWHERE = Path()
 
 
 class Instance(Forked):
     """An instance's process. `number` stays the same when it is started again."""
 
-    def __init__(self, life: Callable[[Settings, Connection], None], settings: Settings, number: int) -> None:
+    def __init__(
+        self, life: Callable[[Settings, Connection], None], settings: Settings, number: int
+    ) -> None:
         super().__init__(life, settings, Path(settings.log))
         self.role, self.number = settings.role, number
 
@@ -61,20 +67,29 @@ class Campaign:
     """All processes of one run; the context manager ends them. One thread."""
 
     def __init__(self, level: Level, seed: int, shared: Path, control: Control = "") -> None:
-        self.outcomes, self.mishaps, self.wrong, self.ended = Outcomes(), Counter[str](), list[str](), 0
+        self.outcomes, self.mishaps, self.wrong, self.ended = (
+            Outcomes(),
+            Counter[str](),
+            list[str](),
+            0,
+        )
         self._level, self._shared = level, str(shared)
         self._seed, self._control, self._starts = seed, control, 0
         self._dice, self._waker = random.Random(f"mishaps {seed}"), Waker(str(seed), LONGEST_STOP)
         self._server_wakes = float("inf")
         with ExitStack() as undo:
-            self._folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="vcache-inplace-")))
+            self._folder = Path(
+                undo.enter_context(tempfile.TemporaryDirectory(prefix="vcache-inplace-"))
+            )
             self._node = Node(self._folder / "node", self._folder / "server.log")
             undo.callback(self._node.kill)
             self._node.restart()
             self._here: list[Instance] = []
             undo.callback(self._kill_all)
             for role, count in level.counts.items():
-                self._here += [self._start(role, len(self._here) + number) for number in range(count)]
+                self._here += [
+                    self._start(role, len(self._here) + number) for number in range(count)
+                ]
             self._undo = undo.pop_all()
 
     def __enter__(self) -> Self:
@@ -84,7 +99,9 @@ class Campaign:
         self._undo.close()
 
     def run(self, over: Callable[[Outcomes, float], bool], pause: float) -> Result:
-        """Run until `over(counts, seconds)` is true. pause: seconds between two mishaps, on average."""
+        """Run until `over(counts, seconds)` is true. pause: seconds between two mishaps, on
+        average.
+        """
         started = shown = time.monotonic()
         due = started + pause
         while not over(self.outcomes, (now := time.monotonic()) - started):
@@ -101,7 +118,15 @@ class Campaign:
                 shown = now
                 self._show(now - started)
         ended, seconds = self.ended + self._node.ended, time.monotonic() - started
-        return Result(self._seed, round(seconds, 1), self.outcomes, self.mishaps, self._waker.stops, ended, self.wrong)
+        return Result(
+            self._seed,
+            round(seconds, 1),
+            self.outcomes,
+            self.mishaps,
+            self._waker.stops,
+            ended,
+            self.wrong,
+        )
 
     def _hear(self) -> None:
         """Collect the reports that have come."""
@@ -128,7 +153,9 @@ class Campaign:
             self._server_wakes = time.monotonic() + self._dice.uniform(0, SERVER_STOP)
             self._node.signal(signal.SIGSTOP)
         else:
-            chosen = self._dice.choice([instance for instance in self._here if instance.role == who])
+            chosen = self._dice.choice(
+                [instance for instance in self._here if instance.role == who]
+            )
             if how == "killed":
                 self._again(chosen.number)
             else:
@@ -139,7 +166,9 @@ class Campaign:
         seen = self.outcomes
         asked = f"{seen.answers:,} answers, " if seen.answers else ""
         said = f"{asked}{seen.loads:,} loads, {seen.reuse_hits:,} refused by their verdicts, {seen.wrong} wrong"
-        print(f"{seconds:5.0f} s: {said}, {self.mishaps.total()} mishaps", file=sys.stderr, flush=True)
+        print(
+            f"{seconds:5.0f} s: {said}, {self.mishaps.total()} mishaps", file=sys.stderr, flush=True
+        )
 
     # ---- processes
 
@@ -152,11 +181,15 @@ class Campaign:
             engine=EngineConfig(chunk_size=EACH * BLOCK_SIZE),
         )
         log, seed = str(self._folder / f"{role}{number}.log"), f"{self._seed} {self._starts}"
-        settings = Settings(config, role, seed, log, self._level.stops, self._control, self._shared, number)
+        settings = Settings(
+            config, role, seed, log, self._level.stops, self._control, self._shared, number
+        )
         return Instance(self._level.life, settings, number)
 
     def _again(self, number: int) -> None:
-        """Kill the instance, if it lives, and start another one, with another name, in its place."""
+        """Kill the instance, if it lives, and start another one, with another name, in its
+        place.
+        """
         self._here[number].kill()
         self._here[number] = self._start(self._here[number].role, number)
 
@@ -165,22 +198,33 @@ class Campaign:
             instance.kill()
 
 
-def campaign(loads: int, seed: int, pause: float = PAUSE, level: Level = CPU, shared: Path = NOWHERE) -> Result:
-    """Run a campaign until so many loads have brought something, and verdicts have refused as many as the level asks for."""
+def campaign(
+    loads: int, seed: int, pause: float = PAUSE, level: Level = CPU, shared: Path = NOWHERE
+) -> Result:
+    """Run a campaign until so many loads have brought something, and verdicts have refused as many
+    as the level asks for.
+    """
     with Campaign(level, seed, shared) as made:
         return made.run(
-            lambda seen, passed: (seen.loads >= loads and seen.reuse_hits >= level.reuse_hits * loads) or passed > level.seconds,
+            lambda seen, passed: (
+                (seen.loads >= loads and seen.reuse_hits >= level.reuse_hits * loads)
+                or passed > level.seconds
+            ),
             pause,
         )
 
 
 def run_control(control: Control, seed: int, level: Level = CPU, shared: Path = NOWHERE) -> Result:
-    """Run a control until it has gone wrong, if it must, and has the level's number of loads or five times as many answers; at most for
-    the level's time."""
+    """Run a control until it has gone wrong, if it must, and has the level's number of loads or
+    five times as many answers; at most for the level's time."""
 
     def over(seen: Outcomes, passed: float) -> bool:
         least = level.control_loads
-        enough = seen.answers >= 5 * least if control == "no connector" else bad(control, seen) > 0 and seen.loads >= least
+        enough = (
+            seen.answers >= 5 * least
+            if control == "no connector"
+            else bad(control, seen) > 0 and seen.loads >= least
+        )
         return enough or passed > level.control_seconds
 
     with Campaign(level, seed, shared, control) as made:

@@ -1,10 +1,12 @@
-"""Damages journals in many ways: does a restarted server ever believe one that is not its predecessor's last state?
+"""Damages journals in many ways: does a restarted server ever believe one that is not its
+predecessor's last state?
 
-A real directory and a real journal make histories: stores, evictions, removals, dropped segments, writers that never answer, compactions.
-Then the file is changed, and a server's parts (journal, directory, service) start from it; the segments' holders bring the witness and
-offer their memory again. It is wrong if a key is found in another place than it was, or if a slot is given away that holds a chunk which
-the server no longer knows, or that somebody may still be writing to. A cold start is right.
-"""
+A real directory and a real journal make histories: stores, evictions, removals, dropped segments,
+writers that never answer, compactions. Then the file is changed, and a server's parts (journal,
+directory, service) start from it; the segments' holders bring the witness and offer their memory
+again. It is wrong if a key is found in another place than it was, or if a slot is given away that
+holds a chunk which the server no longer knows, or that somebody may still be writing to. A cold
+start is right."""
 
 from __future__ import annotations
 
@@ -37,21 +39,27 @@ MUTATIONS = 100_000
 EACH = 500
 """Mutations of one history."""
 STEPS = 60
-SEGMENTS = {m.SegmentId(name): size for name, size in (("s0", 16 << 10), ("s1", 8 << 10), ("s2", 12 << 10))}
+SEGMENTS = {
+    m.SegmentId(name): size for name, size in (("s0", 16 << 10), ("s1", 8 << 10), ("s2", 12 << 10))
+}
 SIZES = (1024, 1024, 1024, 700, 2048)
 WRITERS = [Peer(number, ProcessId(100 + number, number), "host", "host") for number in (1, 2, 3)]
 OTHER = Peer(9, ProcessId(900, 9), "host", "host")
 
 
 class History:
-    """One life of a server: its journal's bytes when it was killed, those of some earlier moments, and what was true at the end."""
+    """One life of a server: its journal's bytes when it was killed, those of some earlier moments,
+    and what was true at the end.
+    """
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.random = random.Random(seed)
         self.epoch = 1 + self.random.getrandbits(62)
         self.witness = Witness(self.epoch)
         self.now = 1000.0
-        self.directory = Directory(ServerConfig(), lambda: self.now, 1 + self.random.getrandbits(62))
+        self.directory = Directory(
+            ServerConfig(), lambda: self.now, 1 + self.random.getrandbits(62)
+        )
         self.path = folder / "made.journal"
         self._journal = Journal(self.path, self.epoch, WRITERS[0].process)
         self._journal.start(JournalState().records())
@@ -70,7 +78,11 @@ class History:
         self.data = self.path.read_bytes()
         self.frames = list(frames(self.data))
         self.live = {entry.key: entry.location for entry in self.directory.contents.live}
-        self.written = [entry.location for _, held in self.directory.reservations.items() for entry in held.entries]
+        self.written = [
+            entry.location
+            for _, held in self.directory.reservations.items()
+            for entry in held.entries
+        ]
 
     def _keys(self, most: int) -> list[m.ChunkKey]:
         return [_key(self.random.randrange(60)) for _ in range(self.random.randint(1, most))]
@@ -80,14 +92,20 @@ class History:
         client, what = pick.choice(WRITERS), pick.random()
         self.now += pick.choice((0.1, 1.0, 5.0))
         if what < 0.5:
-            reservation = directory.reserve(client, list(dict.fromkeys(self._keys(5))), pick.choice(SIZES)).reservation
+            reservation = directory.reserve(
+                client, list(dict.fromkeys(self._keys(5))), pick.choice(SIZES)
+            ).reservation
             if reservation and pick.random() < 0.8:
                 directory.commit(client, reservation, [])
             elif reservation:
                 self._open.append((client, reservation))
         elif what < 0.6 and self._open:
             writer, reservation = self._open.pop(pick.randrange(len(self._open)))
-            _ = directory.commit(writer, reservation, []) if pick.random() < 0.5 else directory.abort(writer, reservation)
+            _ = (
+                directory.commit(writer, reservation, [])
+                if pick.random() < 0.5
+                else directory.abort(writer, reservation)
+            )
         elif what < 0.75:
             directory.remove(self._keys(4))
         elif what < 0.85:
@@ -177,7 +195,9 @@ def _zero(dice: random.Random, data: bytearray) -> None:
 
 
 def _zeros_put_in(here: Written, other: Written) -> bytes:
-    at = here.random.choice([here.random.randrange(len(here.data)), here.random.choice(here.frames)[0]])
+    at = here.random.choice(
+        [here.random.randrange(len(here.data)), here.random.choice(here.frames)[0]]
+    )
     return here.data[:at] + bytes(here.random.choice((16, 512, 4096))) + here.data[at:]
 
 
@@ -193,11 +213,15 @@ def _swap(dice: random.Random, records: list[bytes]) -> None:
 
 def _another_header(here: Written, other: Written) -> bytes:
     size = journals.HEADER_BYTES
-    return here.random.choice((here.data[:size] + other.data[size:], other.data[:size] + here.data[size:]))
+    return here.random.choice(
+        (here.data[:size] + other.data[size:], other.data[:size] + here.data[size:])
+    )
 
 
 def _two_files(here: Written, other: Written) -> bytes:
-    return here.random.choice((here.data, *here.older)) + here.random.choice((here.data, other.data, *here.older))
+    return here.random.choice((here.data, *here.older)) + here.random.choice(
+        (here.data, other.data, *here.older)
+    )
 
 
 KINDS: dict[str, Mutation] = {
@@ -206,7 +230,9 @@ KINDS: dict[str, Mutation] = {
     "cut": _bytes(_cut),
     "cut between records": lambda here, other: here.data[: here.random.choice(here.frames)[0]],
     "cut, then garbage": _bytes(_go_on),
-    "a record twice": _records(lambda dice, all_: all_.insert(dice.randrange(1, len(all_) + 1), dice.choice(all_))),
+    "a record twice": _records(
+        lambda dice, all_: all_.insert(dice.randrange(1, len(all_) + 1), dice.choice(all_))
+    ),
     "records swapped": _records(_swap),
     "a record missing": _records(lambda dice, all_: all_.remove(dice.choice(all_))),
     "zeroed": _bytes(_zero),
@@ -224,7 +250,9 @@ KINDS: dict[str, Mutation] = {
 
 
 def restarted(here: History, path: Path, fds: dict[m.SegmentId, int], believe: bool) -> Service:
-    """A server's parts, started from the file, after every segment was offered. believe: take all that can be read for true (a control)."""
+    """A server's parts, started from the file, after every segment was offered. believe: take all
+    that can be read for true (a control).
+    """
     here.witness.reached(here.frame)
     try:
         state = journals.read(path)
@@ -249,7 +277,9 @@ def restarted(here: History, path: Path, fds: dict[m.SegmentId, int], believe: b
 
 
 def wrongs(here: History, directory: Directory) -> int:
-    """How many keys are not where they were, and how many slots were given away that were in use."""
+    """How many keys are not where they were, and how many slots were given away that were in
+    use.
+    """
     known = {entry.location for entry in directory.contents.live}
     wrong = sum(here.live.get(entry.key) != entry.location for entry in directory.contents.live)
     taken = [*here.written, *(location for location in here.live.values() if location not in known)]
@@ -262,7 +292,9 @@ def wrongs(here: History, directory: Directory) -> int:
 
 
 def _overlap(one: m.Location, two: m.Location) -> bool:
-    starts = one.offset < two.offset + padded(two.length) and two.offset < one.offset + padded(one.length)
+    starts = one.offset < two.offset + padded(two.length) and two.offset < one.offset + padded(
+        one.length
+    )
     return one.segment == two.segment and starts
 
 
@@ -294,7 +326,12 @@ class Counts:
 def campaign(mutations: int, seed: int = 1, believe: bool = False) -> Counts:
     """Try so many mutations; the same ones for the same seed. believe: see `restarted`."""
     counts, kinds = Counts(), list(KINDS.items())
-    with tempfile.TemporaryDirectory() as name, _memory() as fds, patch.object(journals, "COMPACT_BYTES", 3000), _quiet():
+    with (
+        tempfile.TemporaryDirectory() as name,
+        _memory() as fds,
+        patch.object(journals, "COMPACT_BYTES", 3000),
+        _quiet(),
+    ):
         folder, round_ = Path(name), 0
         while counts.mutations < mutations:
             here, other = (History(folder, seed * 1_000_003 + 2 * round_ + half) for half in (0, 1))
@@ -322,7 +359,20 @@ def rows(counts: Counts, control: Counts) -> list[Row]:
     warm = ", ".join(f"{kind} {number:,}" for kind, number in counts.warm.items() if number)
     what = f"no witness asked, {control.mutations:,} mutations; reference 1"
     return [
-        row("journal_mutations", "mutations", counts.mutations, MUTATIONS, what=f"of journals; warm starts: {warm}", at_least=1),
-        none("journal_wrong", "places", counts.wrong, "keys misplaced, slots given away", counts.mutations),
+        row(
+            "journal_mutations",
+            "mutations",
+            counts.mutations,
+            MUTATIONS,
+            what=f"of journals; warm starts: {warm}",
+            at_least=1,
+        ),
+        none(
+            "journal_wrong",
+            "places",
+            counts.wrong,
+            "keys misplaced, slots given away",
+            counts.mutations,
+        ),
         row("journal_control_wrong", "places", control.wrong, 1, what=what, at_least=1),
     ]

@@ -17,7 +17,9 @@ GIB = 1 << 30
 
 
 class Size(NamedTuple):
-    """The shape of a KV cache, and how many chunks of it move. The default: Llama-3.1-8B's, 16 chunks of 32 MiB."""
+    """The shape of a KV cache, and how many chunks of it move. The default: Llama-3.1-8B's, 16
+    chunks of 32 MiB.
+    """
 
     layers: int = 32
     heads: int = 8
@@ -39,16 +41,23 @@ class Size(NamedTuple):
 
 
 class KV:
-    """A KV cache of `size` in scattered blocks, whose contents follow from their places. device: `host`, `cuda:0` and so on."""
+    """A KV cache of `size` in scattered blocks, whose contents follow from their places. device:
+    `host`, `cuda:0` and so on.
+    """
 
     def __init__(self, size: Size, seed: int = 0, device: str = "host") -> None:
         self.size, self.device, dice = size, device, torch.Generator().manual_seed(seed)
         self._blocks = torch.randperm(size.tokens // BLOCK_SIZE, generator=dice)
         shape = (2, len(self._blocks), BLOCK_SIZE, size.heads, size.dim)
         where = device if device.startswith("cuda") else "cpu"
-        self.tensors = [torch.randint(0, 255, shape, generator=dice).to(where, torch.bfloat16) for _ in range(size.layers)]
+        self.tensors = [
+            torch.randint(0, 255, shape, generator=dice).to(where, torch.bfloat16)
+            for _ in range(size.layers)
+        ]
         self.slots = (self._blocks[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).reshape(-1)
-        self.layout = Layout.of(self.tensors, BLOCK_SIZE, model="benchmark", chunk_size=size.chunk_tokens)
+        self.layout = Layout.of(
+            self.tensors, BLOCK_SIZE, model="benchmark", chunk_size=size.chunk_tokens
+        )
 
     def poison(self) -> None:
         for tensor in self.tensors:
@@ -79,7 +88,9 @@ def timed(call: Callable[[], Any]) -> float:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Let torch use so many threads within the context. More than there are idle cores make a copy many times slower."""
+    """Let torch use so many threads within the context. More than there are idle cores make a copy
+    many times slower.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     yield

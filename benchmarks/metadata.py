@@ -1,8 +1,9 @@
-"""The metadata server alone: latency of a look-up, keys per second from several clients, memory per chunk.
+"""The metadata server alone: latency of a look-up, keys per second from several clients, memory per
+chunk.
 
-A real server process and real client processes; no GPU, no data. The references are the project's own floors (issue 1),
-since no peer offers the same operation; the nearest figures of peers are in docs/benchmarks.md.
-"""
+A real server process and real client processes; no GPU, no data. The references are the project's
+own floors (issue 1), since no peer offers the same operation; the nearest figures of peers are in
+docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -39,19 +40,45 @@ def run(clients: int = 4) -> list[Row]:
     return [
         _judged("lookup_64_p50_us", times, 50, 60.0),
         _judged("lookup_64_p99_us", times, 99, 500.0),
-        row("lookup_keys_per_s", "keys/s", looked_up, 1e6, what=f"{clients} clients, batches of {BATCH}", at_least=1),
+        row(
+            "lookup_keys_per_s",
+            "keys/s",
+            looked_up,
+            1e6,
+            what=f"{clients} clients, batches of {BATCH}",
+            at_least=1,
+        ),
         row("put_keys_per_s", "keys/s", put, 150e3, what=evicting, at_least=1),
-        row("server_bytes_per_chunk", "B", per_chunk, 1024, what=f"resident memory, {CHUNKS:,} chunks", at_most=1),
+        row(
+            "server_bytes_per_chunk",
+            "B",
+            per_chunk,
+            1024,
+            what=f"resident memory, {CHUNKS:,} chunks",
+            at_most=1,
+        ),
     ]
 
 
 def _judged(case: str, times: list[float], which: int, most: float) -> Row:
-    return row(case, "us", percentile(times, which), most, what=f"p{which}, 64 keys", at_most=1, runs=len(times))
+    return row(
+        case,
+        "us",
+        percentile(times, which),
+        most,
+        what=f"p{which}, 64 keys",
+        at_most=1,
+        runs=len(times),
+    )
 
 
 def key(number: int) -> ChunkKey:
-    """The key of the number-th chunk of the benchmark: spread like a hash, the same in every process."""
-    return ChunkKey((number * 0x9E3779B97F4A7C15F39CC0605CEDC835 % (1 << 128)).to_bytes(KEY_BYTES, "big"))
+    """The key of the number-th chunk of the benchmark: spread like a hash, the same in every
+    process.
+    """
+    return ChunkKey(
+        (number * 0x9E3779B97F4A7C15F39CC0605CEDC835 % (1 << 128)).to_bytes(KEY_BYTES, "big")
+    )
 
 
 def _fill(client: Client) -> None:
@@ -64,7 +91,9 @@ def _fill(client: Client) -> None:
 def store(client: Client, chunks: int) -> None:
     """Store so many chunks, each in a slot."""
     for start in range(0, chunks, BATCH):
-        reserved = client.reserve([key(n) for n in range(start, min(start + BATCH, chunks))], CHUNK_BYTES)
+        reserved = client.reserve(
+            [key(n) for n in range(start, min(start + BATCH, chunks))], CHUNK_BYTES
+        )
         client.commit(reserved.reservation)
 
 
@@ -87,7 +116,10 @@ def _together(clients: int, path: Path, what: str) -> list[float]:
     for turn in range(3):
         barrier = context.Barrier(clients)
         results: multiprocessing.Queue[float] = context.Queue()
-        work = [context.Process(target=_client, args=(path, what, turn, n, barrier, results)) for n in range(clients)]
+        work = [
+            context.Process(target=_client, args=(path, what, turn, n, barrier, results))
+            for n in range(clients)
+        ]
         for process in work:
             process.start()
         rates.append(sum(results.get(timeout=120) for _ in work))
@@ -96,7 +128,14 @@ def _together(clients: int, path: Path, what: str) -> list[float]:
     return rates
 
 
-def _client(path: Path, what: str, turn: int, number: int, barrier: Barrier, results: multiprocessing.Queue[float]) -> None:
+def _client(
+    path: Path,
+    what: str,
+    turn: int,
+    number: int,
+    barrier: Barrier,
+    results: multiprocessing.Queue[float],
+) -> None:
     """One client process: as many batches as it can in SECONDS."""
     with Client(path, PATIENT) as client:
         batches = _batches(turn, number, what)

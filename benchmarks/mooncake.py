@@ -1,8 +1,9 @@
-"""The offload tier: what reading and writing through it costs, compared with Mooncake's own client, and with no tier at all.
+"""The offload tier: what reading and writing through it costs, compared with Mooncake's own client,
+and with no tier at all.
 
-A real master and provider on this machine, over loopback TCP; nodes with a metadata server and a pool each, on the GPU if there is one.
-Ours and the library's own calls take turns on the same objects. Failures are tested by `benchmarks.soak --store`.
-"""
+A real master and provider on this machine, over loopback TCP; nodes with a metadata server and a
+pool each, on the GPU if there is one. Ours and the library's own calls take turns on the same
+objects. Failures are tested by `benchmarks.soak --store`."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ from typing import Any
 import msgspec
 import torch
 
-from vcache_backend.config import ByteSize, Config, EngineConfig, OffloadConfig, PoolConfig, ServerConfig
+from vcache_backend.config import (
+    ByteSize,
+    Config,
+    EngineConfig,
+    OffloadConfig,
+    PoolConfig,
+    ServerConfig,
+)
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.offload import objects
@@ -38,16 +46,22 @@ STEP = Size(chunks=2)
 TINY = Size(layers=2, heads=2, dim=16, chunks=64)
 """64 chunks of 64 KiB, for what does not depend on bytes."""
 SIDE, PRODUCTS = (900, 2) if DEVICE == "host" else (8192, 8)
-"""The matrix products of a step, by size and number: 40 ms on one core; on a GPU as many operations as 512 tokens of an 8B model."""
+"""The matrix products of a step, by size and number: 40 ms on one core; on a GPU as many operations
+as 512 tokens of an 8B model.
+"""
 
 
 class Site:
-    """A store, nodes with a metadata server each, engines on them. Everything ends with the context."""
+    """A store, nodes with a metadata server each, engines on them. Everything ends with the
+    context.
+    """
 
     def __init__(self, *providers: int, **flags: Any) -> None:
         """providers: bytes that each one lends. flags: the master's own."""
         with ExitStack() as undo:
-            self.folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="vcache-bench-")))
+            self.folder = Path(
+                undo.enter_context(tempfile.TemporaryDirectory(prefix="vcache-bench-"))
+            )
             self.depot = undo.enter_context(Depot(self.folder, providers, **flags))
             self._undo = undo.pop_all()
 
@@ -68,7 +82,9 @@ class Site:
         child.answer(START_SECONDS)
         return child
 
-    def engine(self, node: Path, kv: KV, pool_bytes: int, offload: OffloadConfig | None) -> VCacheEngine:
+    def engine(
+        self, node: Path, kv: KV, pool_bytes: int, offload: OffloadConfig | None
+    ) -> VCacheEngine:
         """With an open offload tier, or none."""
         config = Config(
             server=ServerConfig(socket=str(node)),
@@ -79,7 +95,9 @@ class Site:
         )
         made = self._undo.enter_context(VCacheEngine(config, kv.layout))
         made.register(kv.tensors)
-        if offload is not None and not until(lambda: made.get_stats()["offload"]["usable"], SECONDS):
+        if offload is not None and not until(
+            lambda: made.get_stats()["offload"]["usable"], SECONDS
+        ):
             raise RuntimeError(f"no offload tier: {made.get_stats()}")
         return made
 
@@ -95,14 +113,23 @@ def run() -> list[Row]:
         ]
 
 
-def _against_library(case: str, size: Size, ours: list[float], theirs: list[dict[str, float]], what: str) -> Row:
-    """The row for our seconds against those of each of the library's ways, of which the best counts. The first turn is left out: it
-    connects and compiles."""
+def _against_library(
+    case: str, size: Size, ours: list[float], theirs: list[dict[str, float]], what: str
+) -> Row:
+    """The row for our seconds against those of each of the library's ways, of which the best
+    counts. The first turn is left out: it connects and compiles."""
     speeds = {way: [size.nbytes / turn[way] / 1e9 for turn in theirs[1:]] for way in WAYS}
     best = max(speeds, key=lambda way: statistics.median(speeds[way]))
     ways = ", ".join(f"{way} {statistics.median(samples):.2f}" for way, samples in speeds.items())
     what = f"{what} {size.chunks} chunks of {size.chunk_bytes / (1 << 20):g} MiB; the library's ways, GB/s: {ways}; {load()}"
-    return row(case, "GB/s", [size.nbytes / seconds / 1e9 for seconds in ours[1:]], speeds[best], what=what, at_least=0.9)
+    return row(
+        case,
+        "GB/s",
+        [size.nbytes / seconds / 1e9 for seconds in ours[1:]],
+        speeds[best],
+        what=what,
+        at_least=0.9,
+    )
 
 
 def get_row(size: Size = LARGE, runs: int = 9) -> Row:
@@ -114,7 +141,10 @@ def get_row(size: Size = LARGE, runs: int = 9) -> Row:
             writer.store(tokens, None, kv.tensors, kv.slots)
             if not writer.flush(SECONDS, through=True):
                 raise RuntimeError(f"not written: {writer.get_stats()}")
-        place, offload = site.node(), site.depot.offload(promote=False, negative_seconds=0.0, lookup_seconds=1.0)
+        place, offload = (
+            site.node(),
+            site.depot.offload(promote=False, negative_seconds=0.0, lookup_seconds=1.0),
+        )
         reader = site.engine(place, into, size.nbytes + GIB // 8, offload)
         keys, object_bytes = reader.keys(tokens), objects.HEADER_BYTES + size.chunk_bytes
         raw, names = site.raw(size.chunks * object_bytes), [objects.name(key) for key in keys]
@@ -127,8 +157,12 @@ def get_row(size: Size = LARGE, runs: int = 9) -> Row:
                 ours.append(timed(lambda: reader.retrieve(tokens, None, into.tensors, into.slots)))
                 reader.flush(SECONDS, through=True)
                 if not into.holds(kv):
-                    raise RuntimeError(f"retrieve() did not bring the bytes that were stored: {reader.get_stats()}")
-                theirs.append({way: raw.ask("get", names=names, size=object_bytes, way=way) for way in WAYS})
+                    raise RuntimeError(
+                        f"retrieve() did not bring the bytes that were stored: {reader.get_stats()}"
+                    )
+                theirs.append(
+                    {way: raw.ask("get", names=names, size=object_bytes, way=way) for way in WAYS}
+                )
     what = "retrieve() out of the store, not stored in the pool again:"
     return _against_library("mooncake_get_512MiB", size, ours, theirs, what)
 
@@ -139,7 +173,9 @@ def put_row(size: Size = LARGE, runs: int = 9) -> Row:
     object_bytes = objects.HEADER_BYTES + size.chunk_bytes
     with Site(3 * size.nbytes + GIB // 4) as site:
         kv = KV(size, 0, DEVICE)
-        writer = site.engine(site.node(), kv, size.nbytes + size.nbytes // 4 + GIB // 8, site.depot.offload())
+        writer = site.engine(
+            site.node(), kv, size.nbytes + size.nbytes // 4 + GIB // 8, site.depot.offload()
+        )
         raw = site.raw(size.chunks * object_bytes)
         _touch(raw, size, object_bytes, 3)
         for turn in range(runs + 1):
@@ -163,7 +199,9 @@ def put_row(size: Size = LARGE, runs: int = 9) -> Row:
 
 
 def _touch(raw: Child, size: Size, object_bytes: int, times: int) -> None:
-    """Write so many times `size` of the provider's memory once before measuring: a page's first write takes six times as long."""
+    """Write so many times `size` of the provider's memory once before measuring: a page's first
+    write takes six times as long.
+    """
     names = [[f"touch {turn} {index}" for index in range(size.chunks)] for turn in range(times)]
     for some in names:
         raw.ask("put", names=some, size=object_bytes, way="one call")
@@ -175,7 +213,9 @@ def _touch(raw: Child, size: Size, object_bytes: int, times: int) -> None:
 
 
 def lookup_rows(calls: int = 2000, size: Size = TINY) -> list[Row]:
-    """lookup() of chunks that are all in the pool; and, with a dead master, of a prompt that nobody has."""
+    """lookup() of chunks that are all in the pool; and, with a dead master, of a prompt that nobody
+    has.
+    """
     with Site(GIB // 4) as site:
         kv, place, tokens, unknown = KV(size), site.node(), prompt(size.tokens), prompt(size.tokens)
         on = site.engine(place, kv, 2 * size.nbytes + (1 << 20), site.depot.offload())
@@ -184,10 +224,14 @@ def lookup_rows(calls: int = 2000, size: Size = TINY) -> list[Row]:
         on.flush(SECONDS, through=True)
         there = _lookups(on, off, tokens, calls)
         site.depot.master.kill()
-        if not until(lambda: on.lookup(unknown) == 0 and not on.get_stats()["offload"]["usable"], SECONDS):
+        if not until(
+            lambda: on.lookup(unknown) == 0 and not on.get_stats()["offload"]["usable"], SECONDS
+        ):
             raise RuntimeError(f"the master's end was not noticed: {on.get_stats()}")
         dead = _lookups(on, off, unknown, calls)
-    what = f"lookup() of {size.chunks} chunks, all in the pool; reference: no offload tier; {load()}"
+    what = (
+        f"lookup() of {size.chunks} chunks, all in the pool; reference: no offload tier; {load()}"
+    )
     one = row("mooncake_lookup_on_off", "us", *there, what=what, at_most=1.05)
     what = f"lookup() of {size.chunks} chunks that nobody has, the master dead; reference: no offload tier; {load()}"
     other = row("mooncake_lookup_dead_master", "us", *dead, what=what)
@@ -195,7 +239,9 @@ def lookup_rows(calls: int = 2000, size: Size = TINY) -> list[Row]:
     return [one, msgspec.structs.replace(other, limit=f"<= +{DEAD_MICROSECONDS} us", ok=ok)]
 
 
-def _lookups(on: VCacheEngine, off: VCacheEngine, tokens: torch.Tensor, calls: int) -> tuple[list[float], list[float]]:
+def _lookups(
+    on: VCacheEngine, off: VCacheEngine, tokens: torch.Tensor, calls: int
+) -> tuple[list[float], list[float]]:
     """Microseconds of each call of one engine and the other, in turns."""
     samples: dict[VCacheEngine, list[float]] = {on: [], off: []}
     for turn in range(calls + WARM_CALLS):
@@ -207,12 +253,19 @@ def _lookups(on: VCacheEngine, off: VCacheEngine, tokens: torch.Tensor, calls: i
 
 
 def step_rows(steps: int = 60, size: Size = STEP, side: int = SIDE) -> list[Row]:
-    """A step that stores two chunks and multiplies matrices, on one core or the GPU: times of store() alone and of the whole step."""
+    """A step that stores two chunks and multiplies matrices, on one core or the GPU: times of
+    store() alone and of the whole step.
+    """
     with Site(GIB) as site, threads(1):
         kv, place = KV(size, 0, DEVICE), site.node()
         on = site.engine(place, kv, 16 * size.nbytes, site.depot.offload())
         off = site.engine(place, kv, 0, None)
-        left = torch.randn(side, side, device=kv.tensors[0].device, dtype=torch.float32 if DEVICE == "host" else torch.bfloat16)
+        left = torch.randn(
+            side,
+            side,
+            device=kv.tensors[0].device,
+            dtype=torch.float32 if DEVICE == "host" else torch.bfloat16,
+        )
         samples: dict[VCacheEngine, list[tuple[float, float]]] = {on: [], off: []}
         for turn in range(steps + 3):
             for engine in (on, off) if turn % 2 else (off, on):
@@ -226,9 +279,17 @@ def step_rows(steps: int = 60, size: Size = STEP, side: int = SIDE) -> list[Row]
                 done = time.perf_counter()
                 engine.flush(SECONDS, through=True)
                 samples[engine].append((1e3 * (stored - started), 1e3 * (done - started)))
-    stores, whole = ([[pair[part] for pair in samples[engine][3:]] for engine in (on, off)] for part in (0, 1))
+    stores, whole = (
+        [[pair[part] for pair in samples[engine][3:]] for engine in (on, off)] for part in (0, 1)
+    )
     said = f"{size.nbytes >> 20} MiB stored; reference: no offload tier; {load()}"
     return [
-        row("mooncake_step_overhead", "ms", *whole, what=f"store() and matrix products; {said}", at_most=1.01),
+        row(
+            "mooncake_step_overhead",
+            "ms",
+            *whole,
+            what=f"store() and matrix products; {said}",
+            at_most=1.01,
+        ),
         row("mooncake_store_call", "ms", *stores, what=f"store() alone; {said}", at_most=1.01),
     ]

@@ -1,7 +1,8 @@
-"""Mooncake's own client, in a process of its own and without our code: the reference for the offload tier.
+"""Mooncake's own client, in a process of its own and without our code: the reference for the
+offload tier.
 
-Started with the master's address and the bytes of its memory as arguments. It uses the library with the tier's settings.
-"""
+Started with the master's address and the bytes of its memory as arguments. It uses the library with
+the tier's settings."""
 
 from __future__ import annotations
 
@@ -17,7 +18,12 @@ from vcache_backend.config import MooncakeConfig, mooncake_environment
 
 from .processes import HOST, answer_commands
 
-WAYS = {"one call": (1, 0), "a call each": (1, 1), "2 threads, a call each": (2, 1), "2 threads, half each": (2, 2)}
+WAYS = {
+    "one call": (1, 0),
+    "a call each": (1, 1),
+    "2 threads, a call each": (2, 1),
+    "2 threads, half each": (2, 2),
+}
 """By name: (threads, how a batch is split: 0 not at all, 1 into single objects, 2 into halves)."""
 
 
@@ -55,22 +61,29 @@ class RawClient:
 
     def put(self, names: list[str], size: int, way: str) -> float:
         """Seconds to write them."""
-        return self._timed(names, size, way, lambda *piece: self._store.batch_put_from(*piece, self._config), 0)
+        return self._timed(
+            names, size, way, lambda *piece: self._store.batch_put_from(*piece, self._config), 0
+        )
 
     def remove(self, names: list[str]) -> None:
         self._store.batch_remove(names, True)
 
     def damage(self, names: list[str], size: int, how: str) -> int:
-        """Replace those of these objects that exist, each of `size` bytes, by damaged ones. Returns how many.
+        """Replace those of these objects that exist, each of `size` bytes, by damaged ones. Returns
+        how many.
 
-        how: `flip` a bit, `cut` the last byte, `zero` the second half, or the bytes of the `next` object.
-        """
+        how: `flip` a bit, `cut` the last byte, `zero` the second half, or the bytes of the `next`
+        object."""
         places = [self._address + index * size for index in range(len(names))]
         got = self._store.batch_get_into(names, places, [size] * len(names))
         there = [index for index, code in enumerate(got) if code == size]
         done = 0
         for number, index in enumerate(there):
-            data = bytearray(ctypes.string_at(places[there[(number + 1) % len(there)] if how == "next" else index], size))
+            data = bytearray(
+                ctypes.string_at(
+                    places[there[(number + 1) % len(there)] if how == "next" else index], size
+                )
+            )
             if how == "flip":
                 data[secrets.randbelow(size)] ^= 1 << secrets.randbelow(8)
             elif how == "cut":
@@ -79,11 +92,15 @@ class RawClient:
                 data[size // 2 :] = bytes(size - size // 2)
             bad = (ctypes.c_char * len(data)).from_buffer(data)
             self._store.batch_remove([names[index]], True)
-            (code,) = self._store.batch_put_from([names[index]], [ctypes.addressof(bad)], [len(data)], self._config)
+            (code,) = self._store.batch_put_from(
+                [names[index]], [ctypes.addressof(bad)], [len(data)], self._config
+            )
             done += code == 0
         return done
 
-    def _timed(self, names: list[str], size: int, way: str, call: Callable[..., list[int]], good: int) -> float:
+    def _timed(
+        self, names: list[str], size: int, way: str, call: Callable[..., list[int]], good: int
+    ) -> float:
         threads, split = WAYS[way]
         step = {0: len(names), 1: 1, 2: -(-len(names) // 2)}[split]
         places = [self._address + index * size for index in range(len(names))]

@@ -1,4 +1,5 @@
-"""Starts a Mooncake store: a master and providers of host memory, in processes of their own on 127.0.0.1. The tests use it, too.
+"""Starts a Mooncake store: a master and providers of host memory, in processes of their own on
+127.0.0.1. The tests use it, too.
 
 The programs come with Mooncake's package, and are started as users start them.
 """
@@ -32,7 +33,8 @@ def missing() -> str:
         if find_spec(package) is None:
             return f"{package} is not installed (pip install 'vcache-backend[mooncake]')"
     probe = [sys.executable, "-c", "import mooncake.store"]
-    # In a process of its own: in this one the library must not be loaded before its settings are made.
+    # In a process of its own: in this one the library must not be loaded before its settings are
+    # made.
     done = subprocess.run(probe, capture_output=True, text=True, timeout=READY_SECONDS, check=False)
     return done.stderr.strip().splitlines()[-1] if done.returncode else ""
 
@@ -55,7 +57,9 @@ class Part(Program):
         raise NotImplementedError
 
     def restart(self) -> None:
-        """Start again on the same ports. A master then knows no objects; providers join it by themselves within a second or two."""
+        """Start again on the same ports. A master then knows no objects; providers join it by
+        themselves within a second or two.
+        """
         self.kill()
         self.start()
 
@@ -74,9 +78,16 @@ class Master(Part):
     def __init__(self, folder: Path, ports: Sequence[int], **more: Any) -> None:
         self.port, self.metrics_port = ports
         self.address = f"{HOST}:{self.port}"
-        flags = {"rpc_address": HOST, "rpc_port": self.port, "metrics_host": HOST, "metrics_port": self.metrics_port}
+        flags = {
+            "rpc_address": HOST,
+            "rpc_port": self.port,
+            "metrics_host": HOST,
+            "metrics_port": self.metrics_port,
+        }
         super().__init__(
-            folder / f"master-{self.port}.log", "mooncake_master", flags | {"enable_metric_reporting": "false"} | more
+            folder / f"master-{self.port}.log",
+            "mooncake_master",
+            flags | {"enable_metric_reporting": "false"} | more,
         )
 
     def ready(self) -> bool:
@@ -84,7 +95,9 @@ class Master(Part):
 
     def ask(self, path: str) -> str:
         """The answer of its HTTP interface to a path such as /get_all_segments."""
-        with urllib.request.urlopen(f"http://{HOST}:{self.metrics_port}{path}", timeout=READY_SECONDS) as answer:
+        with urllib.request.urlopen(
+            f"http://{HOST}:{self.metrics_port}{path}", timeout=READY_SECONDS
+        ) as answer:
             return str(answer.read().decode())
 
     def segments(self) -> dict[str, int]:
@@ -101,9 +114,16 @@ class Provider(Part):
 
     def __init__(self, folder: Path, port: int, master: Master, nbytes: int) -> None:
         self.master = master
-        flags = {"host": HOST, "port": port, "master_server_address": master.address, "metadata_server": "P2PHANDSHAKE"}
+        flags = {
+            "host": HOST,
+            "port": port,
+            "master_server_address": master.address,
+            "metadata_server": "P2PHANDSHAKE",
+        }
         flags |= {"protocol": "tcp", "global_segment_size": f"{nbytes} B", "local_buffer_size": 0}
-        super().__init__(folder / f"provider-{port}.log", "mooncake_client", flags, MC_TCP_BIND_ADDRESS=HOST)
+        super().__init__(
+            folder / f"provider-{port}.log", "mooncake_client", flags, MC_TCP_BIND_ADDRESS=HOST
+        )
 
     def ready(self) -> bool:
         return self.segment in self.master.segments()
@@ -112,10 +132,14 @@ class Provider(Part):
     def segment(self) -> str:
         """The master's name for the memory that it lends; empty before there is one."""
         _, found, rest = self.log.read_text(errors="replace").rpartition("server_name: ")
-        return rest.split("\n", 1)[0].replace(" port: ", ":").strip() if found and "\n" in rest else ""
+        return (
+            rest.split("\n", 1)[0].replace(" port: ", ":").strip() if found and "\n" in rest else ""
+        )
 
     def gone(self) -> bool:
-        """Whether the master has noticed that this provider died, which it does after `client_ttl`."""
+        """Whether the master has noticed that this provider died, which it does after
+        `client_ttl`.
+        """
         return self.segment not in self.master.segments()
 
 
@@ -144,7 +168,9 @@ class Depot:
     def lend(self, nbytes: int) -> Provider:
         """One more provider."""
         (port,) = free_ports(1)
-        self.providers.append(self._undo.enter_context(Provider(self._folder, port, self.master, nbytes)))
+        self.providers.append(
+            self._undo.enter_context(Provider(self._folder, port, self.master, nbytes))
+        )
         return self.providers[-1]
 
     def objects(self) -> int:
@@ -158,9 +184,15 @@ class Depot:
         return MooncakeConfig(**(values | more))
 
     def offload(self, **more: Any) -> OffloadConfig:
-        """The configuration of a write-through offload tier on it. more: values of OffloadConfig; `mooncake`: values of MooncakeConfig."""
+        """The configuration of a write-through offload tier on it. more: values of OffloadConfig;
+        `mooncake`: values of MooncakeConfig.
+        """
         mooncake = self.config(**more.pop("mooncake", {}))
-        values: dict[str, Any] = {"policy": "write_through", "min_bandwidth": ByteSize(0), "mooncake": mooncake}
+        values: dict[str, Any] = {
+            "policy": "write_through",
+            "min_bandwidth": ByteSize(0),
+            "mooncake": mooncake,
+        }
         return OffloadConfig(**(values | more))
 
 

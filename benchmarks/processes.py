@@ -34,7 +34,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ChildFailed(RuntimeError):
-    """A child answered with an error, was late, or ended. The message contains the end of its log."""
+    """A child answered with an error, was late, or ended. The message contains the end of its
+    log.
+    """
 
 
 def die_with_parent() -> None:
@@ -43,9 +45,17 @@ def die_with_parent() -> None:
 
 
 class Program:
-    """A process in a group of its own, killed with all that it started. Its output is appended to `log`."""
+    """A process in a group of its own, killed with all that it started. Its output is appended to
+    `log`.
+    """
 
-    def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.name, self.log, self._command = name, log, command
         self._environment = dict(os.environ if environment is None else environment)
         self.start()
@@ -81,12 +91,16 @@ class Program:
         return self._process.poll() is None
 
     def until(self, ready: Callable[[], Any], seconds: float = START_SECONDS) -> None:
-        """Wait until `ready()` is true. ChildFailed if the process ends, or after `seconds`, when it is killed."""
+        """Wait until `ready()` is true. ChildFailed if the process ends, or after `seconds`, when
+        it is killed.
+        """
         deadline = time.monotonic() + seconds
         while not ready():
             if not self.alive or time.monotonic() > deadline:
                 self.kill()
-                raise ChildFailed(f"{self.name} was not ready within {seconds:g} s, or ended; {self.tail()}")
+                raise ChildFailed(
+                    f"{self.name} was not ready within {seconds:g} s, or ended; {self.tail()}"
+                )
             time.sleep(0.02)
 
     def signal(self, number: int) -> None:
@@ -108,12 +122,20 @@ class Program:
 
 
 class Child(Program):
-    """A program of this checkout that runs `answer_commands`. Its standard error goes to the log."""
+    """A program of this checkout that runs `answer_commands`. Its standard error goes to the
+    log.
+    """
 
     _stdin = _stdout = subprocess.PIPE
     _buffer = b""
 
-    def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         given = os.environ if environment is None else environment
         path = os.pathsep.join([str(ROOT), *filter(None, [given.get("PYTHONPATH")])])
         super().__init__(name, command, log, {**given, "PYTHONPATH": path})
@@ -128,7 +150,8 @@ class Child(Program):
             raise ChildFailed(f"{self.name}: {error}; {self.tail()}") from error
 
     def answer(self, seconds: float) -> Any:
-        """The next answer. ChildFailed if it is an error, if the child is silent for `seconds`, or if it ends.
+        """The next answer. ChildFailed if it is an error, if the child is silent for `seconds`, or
+        if it ends.
 
         A silent child is killed: its late answer would be taken for the next one.
         """
@@ -167,10 +190,11 @@ class Child(Program):
 
 
 def answer_commands(make: Callable[[], Any]) -> None:
-    """The main loop of a child: say "ready" once `make` has returned the object with the commands, then answer until standard input ends.
+    """The main loop of a child: say "ready" once `make` has returned the object with the commands,
+    then answer until standard input ends.
 
-    It ends the process without clean-up, since threads of libraries could hold it up. Whatever is printed goes to the log.
-    """
+    It ends the process without clean-up, since threads of libraries could hold it up. Whatever is
+    printed goes to the log."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     made: list[Any] = []
@@ -208,7 +232,12 @@ class MetadataServer(Program):
 
     def __init__(self, path: Path, log: Path, environment: Mapping[str, str] | None = None) -> None:
         self.path = path
-        super().__init__("metadata server", module("vcache_backend.metadata_server", "--socket", str(path)), log, environment)
+        super().__init__(
+            "metadata server",
+            module("vcache_backend.metadata_server", "--socket", str(path)),
+            log,
+            environment,
+        )
 
     def start(self) -> None:
         self.path.unlink(missing_ok=True)
@@ -245,8 +274,9 @@ def metadata_server() -> Iterator[Path]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of this host that nobody listens on, below those that the kernel gives to connections. A process gets each port once;
-    processes that run tests side by side each draw from every `_SIDE_BY_SIDE`th port."""
+    """Ports of this host that nobody listens on, below those that the kernel gives to connections.
+    A process gets each port once; processes that run tests side by side each draw from every
+    `_SIDE_BY_SIDE`th port."""
     ours = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % _SIDE_BY_SIDE
     ports: list[int] = []
     while len(ports) < count:

@@ -33,10 +33,11 @@ PACKAGES = (
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One case. `value` and `reference` in `unit`; `ratio` is value ÷ reference unless `what` says otherwise.
+    """One case. `value` and `reference` in `unit`; `ratio` is value ÷ reference unless `what` says
+    otherwise.
 
-    `runs`: samples behind the median. `spread`: (90th - 10th percentile) ÷ median of the samples of `value`.
-    """
+    `runs`: samples behind the median. `spread`: (90th - 10th percentile) ÷ median of the samples of
+    `value`."""
 
     case: str
     value: float
@@ -61,7 +62,9 @@ def row(
     at_most: float | None = None,
     runs: int = 0,
 ) -> Row:
-    """A row of medians, judged by their ratio if there is a limit. runs: how many runs are behind `samples` if that is one figure."""
+    """A row of medians, judged by their ratio if there is a limit. runs: how many runs are behind
+    `samples` if that is one figure.
+    """
     values = [samples] if isinstance(samples, (int, float)) else samples
     value = statistics.median(values)
     against = reference if isinstance(reference, (int, float)) else statistics.median(reference)
@@ -71,7 +74,18 @@ def row(
         limit, ok = f">= {at_least:g}", ratio >= at_least
     if at_most is not None:
         limit, ok = f"<= {at_most:g}", ratio <= at_most
-    return Row(case, value, unit, float(against), ratio, runs or len(values), spread(values), what, limit, ok)
+    return Row(
+        case,
+        value,
+        unit,
+        float(against),
+        ratio,
+        runs or len(values),
+        spread(values),
+        what,
+        limit,
+        ok,
+    )
 
 
 def none(case: str, unit: str, count: float, what: str, runs: int = 1) -> Row:
@@ -104,7 +118,11 @@ def spread(samples: Sequence[float]) -> float:
 
 def machine() -> dict[str, object]:
     """The machine: GPUs, processor, memory, kernel and driver."""
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    gpus = (
+        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        if torch.cuda.is_available()
+        else []
+    )
     model = next((line for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "")
     return {
         "gpus": gpus,
@@ -112,7 +130,12 @@ def machine() -> dict[str, object]:
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "kernel": platform.release(),
-        "driver": next(iter(re.findall(r"\d+\.\d+(?:\.\d+)?", " ".join(_lines("/proc/driver/nvidia/version")))), ""),
+        "driver": next(
+            iter(
+                re.findall(r"\d+\.\d+(?:\.\d+)?", " ".join(_lines("/proc/driver/nvidia/version")))
+            ),
+            "",
+        ),
     }
 
 
@@ -152,7 +175,9 @@ def read(path: Path) -> list[Row]:
 
 
 class Report:
-    """Rows by case, in the order they came. Continues an existing file; a case that is measured again is replaced."""
+    """Rows by case, in the order they came. Continues an existing file; a case that is measured
+    again is replaced.
+    """
 
     def __init__(self, path: Path | None, commit: str = "", suffix: str = "") -> None:
         self._path, self._commit, self._suffix = path, commit, suffix

@@ -1,4 +1,5 @@
-"""Makes the table of docs/vllm.md that says what was run on which vLLM and machine, from the result files.
+"""Makes the table of docs/vllm.md that says what was run on which vLLM and machine, from the result
+files.
 
 python3 -m benchmarks.run_on            prints it
 python3 -m benchmarks.run_on --write    replaces the table in the page
@@ -44,12 +45,16 @@ WHAT = {
     "the connector's own tests": r"connector_tests_(?!groups)\w+",
     "the same of several block tables": r"connector_tests_groups",
 }
-"""By the table's words: a pattern of the rows that show it. A file's day counts if all of its matching rows are right or unlimited."""
+"""By the table's words: a pattern of the rows that show it. A file's day counts if all of its
+matching rows are right or unlimited.
+"""
 _BEGIN, _END = "<!-- python -m benchmarks.run_on --write -->\n", "<!-- end -->\n"
 
 
 def table(files: Mapping[str, Mapping[str, Any]]) -> str:
-    """The table: the last day of each thing on each vLLM and machine. files: result files by name."""
+    """The table: the last day of each thing on each vLLM and machine. files: result files by
+    name.
+    """
     days: dict[str, dict[str, str]] = defaultdict(dict)
     for file in files.values():
         versions, gpus = file["versions"], file["machine"]["gpus"]
@@ -62,13 +67,21 @@ def table(files: Mapping[str, Mapping[str, Any]]) -> str:
                 days[what][column] = max(days[what].get(column, ""), file["date"][:10])
     columns = sorted({column for found in days.values() for column in found})
     lines = [f"| | {' | '.join(columns)} |", f"| --- |{' --- |' * len(columns)}"]
-    lines += [f"| {what} | {' | '.join(days[what].get(column, '') for column in columns)} |" for what in WHAT]
+    lines += [
+        f"| {what} | {' | '.join(days[what].get(column, '') for column in columns)} |"
+        for what in WHAT
+    ]
     return "".join(f"{line}\n" for line in lines)
 
 
 def current() -> str:
     """The table from the present result files."""
-    return table({path.name: json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks" / "results").glob("*.json"))})
+    return table(
+        {
+            path.name: json.loads(path.read_text())
+            for path in sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+        }
+    )
 
 
 def main(arguments: list[str]) -> int:

@@ -1,8 +1,9 @@
-"""The longest turn of the metadata server's loop under hostile clients, and how long a well-behaved client waits meanwhile.
+"""The longest turn of the metadata server's loop under hostile clients, and how long a well-behaved
+client waits meanwhile.
 
-A real server with 200,000 chunks in two segments of two devices; the hostile clients are real processes. The server measures its own
-turns, in processor time, which other processes on the machine do not change, and by the wall clock.
-"""
+A real server with 200,000 chunks in two segments of two devices; the hostile clients are real
+processes. The server measures its own turns, in processor time, which other processes on the
+machine do not change, and by the wall clock."""
 
 from __future__ import annotations
 
@@ -46,7 +47,10 @@ def run() -> list[Row]:
             client.add_segment(owned.info, owned.fd)
         store(client, 2 * CHUNKS)
         hostile = [
-            multiprocessing.get_context("spawn").Process(target=_attack, args=(path, what), daemon=True) for what in ATTACKS
+            multiprocessing.get_context("spawn").Process(
+                target=_attack, args=(path, what), daemon=True
+            )
+            for what in ATTACKS
         ]
         for process in hostile:
             process.start()
@@ -60,9 +64,22 @@ def run() -> list[Row]:
     p99, most, runs = percentile(latencies, 99), max(latencies), len(latencies)
     return [
         row("longest_turn_ms", "ms", cpu, LIMIT_MS, what=what, at_most=1),
-        row("longest_turn_wall_ms", "ms", wall, LIMIT_MS, what=f"the same turns, wall clock; {load()}"),
+        row(
+            "longest_turn_wall_ms",
+            "ms",
+            wall,
+            LIMIT_MS,
+            what=f"the same turns, wall clock; {load()}",
+        ),
         row("beside_hostile_p99_ms", "ms", p99, DEADLINE_MS, what=beside, at_most=1, runs=runs),
-        row("beside_hostile_max_ms", "ms", most, DEADLINE_MS, what="the same, the longest", runs=runs),
+        row(
+            "beside_hostile_max_ms",
+            "ms",
+            most,
+            DEADLINE_MS,
+            what="the same, the longest",
+            runs=runs,
+        ),
     ]
 
 
@@ -105,7 +122,12 @@ def _look_up(client: Client, path: Path, end: float, number: int) -> None:
 
 def _flood(client: Client, path: Path, end: float, number: int) -> None:
     """Requests without a pause, whose answers are read only now and then."""
-    frames = [m.Stats(), m.ListSegments(), m.Lookup([key(n) for n in range(500)]), m.Contains([key(n) for n in range(2000)])]
+    frames = [
+        m.Stats(),
+        m.ListSegments(),
+        m.Lookup([key(n) for n in range(500)]),
+        m.Contains([key(n) for n in range(2000)]),
+    ]
     packets = [wire.encode(message) for message in frames] * 50
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as raw:
         raw.connect(str(path))
@@ -121,7 +143,9 @@ def _flood(client: Client, path: Path, end: float, number: int) -> None:
 
 
 def _hold(client: Client, path: Path, end: float, number: int) -> None:
-    """Many leases on the same chunks, all ended at once by hanging up; and chunks that are removed while leased."""
+    """Many leases on the same chunks, all ended at once by hanging up; and chunks that are removed
+    while leased.
+    """
     keys = [key(n) for n in range(m.MAX_KEYS)]
     leases = [client.acquire(keys + keys[:100]).lease for _ in range(20)]
     client.remove(keys[: m.MAX_KEYS // 2])
@@ -129,7 +153,9 @@ def _hold(client: Client, path: Path, end: float, number: int) -> None:
 
 
 def _store(client: Client, path: Path, end: float, number: int) -> None:
-    """Reservations of the most slots that are allowed, each of which evicts a chunk; some are left open."""
+    """Reservations of the most slots that are allowed, each of which evicts a chunk; some are left
+    open.
+    """
 
     def step(turn: int) -> None:
         first = (1 + number) * 10**9 + turn * m.MAX_SLOTS
@@ -145,7 +171,12 @@ def _store(client: Client, path: Path, end: float, number: int) -> None:
 def _squat(client: Client, path: Path, end: float, number: int) -> None:
     """Chunks of other sizes, among them one that needs the room of very many."""
     sizes = (CHUNKS * CHUNK_BYTES, 64 * CHUNK_BYTES, 256, CHUNK_BYTES)
-    _until(end, lambda turn: client.abort(client.reserve([key(10**12 + turn)], sizes[turn % len(sizes)]).reservation))
+    _until(
+        end,
+        lambda turn: client.abort(
+            client.reserve([key(10**12 + turn)], sizes[turn % len(sizes)]).reservation
+        ),
+    )
 
 
 def _clear(client: Client, path: Path, end: float, number: int) -> None:
@@ -160,13 +191,17 @@ def _clear(client: Client, path: Path, end: float, number: int) -> None:
 
 
 def _reside(client: Client, path: Path, end: float, number: int) -> None:
-    """An instance of a million blocks that publishes the most chunks a message takes, in other blocks each time, asks for the most keys
-    that are allowed, now and then retracts everything, and hangs up."""
+    """An instance of a million blocks that publishes the most chunks a message takes, in other
+    blocks each time, asks for the most keys that are allowed, now and then retracts everything, and
+    hangs up."""
     each, most = 16, m.MAX_PUBLISHED
     keys = [m.ChunkKey(key(n)[: -m.RANK_BYTES] + bytes(m.RANK_BYTES)) for n in range(m.MAX_KEYS)]
     instance, blocks = os.urandom(m.INSTANCE_BYTES), m.MAX_BLOCKS // 2
     shape = m.CacheShape("host", "host", "x", 4096, 1, 1, 1, 16, 4096, [(0, 0)], [4096])
-    with closing(Generations(instance, blocks)) as table, segment.create(Device("host", "host"), 4096) as memory:
+    with (
+        closing(Generations(instance, blocks)) as table,
+        segment.create(Device("host", "host"), 4096) as memory,
+    ):
         client.join(instance, key(0)[: m.NAMESPACE_BYTES], blocks, 1, each, table.fd)
         client.show_cache(instance, 0, shape)
         client.show_region(instance, 0, 0, memory.fd)
@@ -176,7 +211,9 @@ def _reside(client: Client, path: Path, end: float, number: int) -> None:
             first = turn * most * each % (blocks - most * each)
             numbers = struct.pack(f"<{most * each}I", *range(first, first + most * each))
             start = turn % 4 * most
-            client.publish(instance, turn, keys[start : start + most], numbers, os.urandom(8 * most * each))
+            client.publish(
+                instance, turn, keys[start : start + most], numbers, os.urandom(8 * most * each)
+            )
             client.find(keys)
             if turn % 50 == 49:
                 client.retract(instance, turn)
@@ -185,8 +222,18 @@ def _reside(client: Client, path: Path, end: float, number: int) -> None:
 def _hello(client: Client, path: Path, end: float, number: int) -> None:
     """Connections that send half of a message and go."""
     link = ServerLink()
-    layout = {"model": "llama", "namespace": os.urandom(8).hex(), **{f"field{n}": os.urandom(50).hex() for n in range(30)}}
-    link.open(path, m.Hello(m.PROTOCOL_VERSION, "host", "host", layout), time.perf_counter() + 10, None, [])
+    layout = {
+        "model": "llama",
+        "namespace": os.urandom(8).hex(),
+        **{f"field{n}": os.urandom(50).hex() for n in range(30)},
+    }
+    link.open(
+        path,
+        m.Hello(m.PROTOCOL_VERSION, "host", "host", layout),
+        time.perf_counter() + 10,
+        None,
+        [],
+    )
     link.close()
 
 

@@ -1,12 +1,14 @@
 """Are hits of real vLLM instances that share KV on two GPUs right, and how fast are they?
 
-    python3 -m benchmarks.vllm_ttft --out FILE [--integration lmcache|vllm [--share in_place]] [--only PART,...] [--scale full|tiny]
+    python3 -m benchmarks.vllm_ttft --out FILE [--integration lmcache|vllm [--share in_place]]
+    [--only PART,...] [--scale full|tiny]
 
-`--integration`: through LMCache and the plugin, or through our own connector. `--share in_place`: out of vLLM's own KV cache, without a
-pool. It needs vLLM, and LMCache for `lmcache` and for comparisons. The model has the shape of Llama-3.1-8B and dummy weights, so nothing
-is downloaded. Parts run in the order of `--only`. Each writes its rows as soon as it has them, and the others go on if one fails. At the
-deadline whatever runs is ended. `--scale tiny` runs the same on the CPU, to check the script.
-"""
+`--integration`: through LMCache and the plugin, or through our own connector. `--share in_place`:
+out of vLLM's own KV cache, without a pool. It needs vLLM, and LMCache for `lmcache` and for
+comparisons. The model has the shape of Llama-3.1-8B and dummy weights, so nothing is downloaded.
+Parts run in the order of `--only`. Each writes its rows as soon as it has them, and the others go
+on if one fails. At the deadline whatever runs is ended. `--scale tiny` runs the same on the CPU, to
+check the script."""
 
 from __future__ import annotations
 
@@ -46,11 +48,12 @@ class Run(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Something to measure, the instances it needs, and about how many seconds on two H200s once they are up.
+    """Something to measure, the instances it needs, and about how many seconds on two H200s once
+    they are up.
 
-    of: the integrations it is for. cpu: whether it also runs on the CPU, where vLLM's MLA has no prefix cache, and eager pipelines have
-    no buffers between their stages. in_place, pool: whether it applies to that way of sharing.
-    """
+    of: the integrations it is for. cpu: whether it also runs on the CPU, where vLLM's MLA has no
+    prefix cache, and eager pipelines have no buffers between their stages. in_place, pool: whether
+    it applies to that way of sharing."""
 
     instances: tuple[str, ...]
     seconds: int
@@ -75,14 +78,22 @@ def _few(
     then: Callable[[Run], list[Row]] | None = None,
     where: Callable[[], str] = lambda: "",
 ) -> Part:
-    """A part that compares a few hits of instances of a kind and, except for the eager plain model, checks that their output depends on
-    the prompt. then: measured instead of that check. where: who stores the chunks, in words."""
+    """A part that compares a few hits of instances of a kind and, except for the eager plain model,
+    checks that their output depends on the prompt. then: measured instead of that check. where: who
+    stores the chunks, in words."""
 
     def run(run: Run) -> list[Row]:
         scale = KINDS[kind].of(run.fleet.scale)
         source = Prompts(scale, seed=run.source.seed)
         rows = equality.agreeing(run.fleet, source, kind)
-        rows += equality.equal(run.fleet, run.clock, source.hits(dict.fromkeys(scale.few, 3), 4), source, kind, where=where())
+        rows += equality.equal(
+            run.fleet,
+            run.clock,
+            source.hits(dict.fromkeys(scale.few, 3), 4),
+            source,
+            kind,
+            where=where(),
+        )
         if then is not None:
             return [*rows, *then(run)]
         return rows if kind == "eager" else [*rows, *equality.sensitive(run.fleet, source, kind, 1)]
@@ -96,7 +107,9 @@ def _expert_parallel(run: Run) -> list[Row]:
 
 
 def _tp2_ttft(run: Run) -> list[Row]:
-    """TTFT with tensor parallelism. No rows if the ranks take turns on one GPU, whose cost would hide the rest."""
+    """TTFT with tensor parallelism. No rows if the ranks take turns on one GPU, whose cost would
+    hide the rest.
+    """
     if on_one_gpu() and not run.fleet.scale.cpu:
         return []
     return latency.first_token(run.fleet, run.clock, run.source, run.rounds, kind="tp2")
@@ -108,7 +121,9 @@ def _restart(run: Run) -> list[Row]:
 
 
 def _groups(kind: str, seconds: int, cpu: bool = True) -> Part:
-    """A part for a model with several block tables. Models with states are not run in place, where states cannot be read."""
+    """A part for a model with several block tables. Models with states are not run in place, where
+    states cannot be read.
+    """
 
     def run(run: Run) -> list[Row]:
         return groups.measure(run.fleet, run.clock, run.source, kind, run.rounds)
@@ -118,7 +133,11 @@ def _groups(kind: str, seconds: int, cpu: bool = True) -> Part:
 
 def _apart() -> str:
     """Who stores the chunks, in words, when instances share only the socket's folder."""
-    own = "in namespaces of pids, network and IPC of its own" if container() else "not in such, which are forbidden here"
+    own = (
+        "in namespaces of pids, network and IPC of its own"
+        if container()
+        else "not in such, which are forbidden here"
+    )
     return f"stored by an instance that sees another GPU; each is {own}"
 
 
@@ -135,9 +154,23 @@ def _miss(run: Run) -> list[Row]:
 PAIR = ("alone", "a", "b")
 OURS = ("vllm",)
 PARTS: dict[str, Part] = {
-    "scheduler": Part(("a", "timed"), 40, lambda run: scheduling.scheduler_time(run.fleet, run.clock, run.source), OURS),
-    "refused": Part(("refused",), 15, lambda run: scheduling.refused_step(run.fleet, run.clock, run.source), OURS),
-    "ttft": Part(PAIR, 85, lambda run: latency.first_token(run.fleet, run.clock, run.source, run.rounds, run.variants)),
+    "scheduler": Part(
+        ("a", "timed"),
+        40,
+        lambda run: scheduling.scheduler_time(run.fleet, run.clock, run.source),
+        OURS,
+    ),
+    "refused": Part(
+        ("refused",),
+        15,
+        lambda run: scheduling.refused_step(run.fleet, run.clock, run.source),
+        OURS,
+    ),
+    "ttft": Part(
+        PAIR,
+        85,
+        lambda run: latency.first_token(run.fleet, run.clock, run.source, run.rounds, run.variants),
+    ),
     "agreeing": Part(PAIR, 6, lambda run: equality.agreeing(run.fleet, run.source)),
     "sensitive": Part(("alone",), 12, lambda run: equality.sensitive(run.fleet, run.source)),
     "flipped": Part(PAIR, 6, lambda run: equality.flipped(run.fleet, run.source)),
@@ -145,14 +178,39 @@ PARTS: dict[str, Part] = {
     "restart": Part(PAIR, 60, lambda run: equality.restart(run.fleet, run.source), in_place=False),
     "tpot": Part(("a", "b"), 35, lambda run: latency.decoding(run.fleet, run.clock, run.source)),
     "miss": Part(("alone", "a"), 30, _miss),
-    "pd": Part(("producer", "consumer"), 30, lambda run: pd.first_token(run.fleet, run.clock, run.source, run.rounds), OURS),
-    "death": Part(("a", "b"), 80, lambda run: death.owner_death(run.fleet, run.clock, run.source), OURS, pool=False),
+    "pd": Part(
+        ("producer", "consumer"),
+        30,
+        lambda run: pd.first_token(run.fleet, run.clock, run.source, run.rounds),
+        OURS,
+    ),
+    "death": Part(
+        ("a", "b"),
+        80,
+        lambda run: death.owner_death(run.fleet, run.clock, run.source),
+        OURS,
+        pool=False,
+    ),
     "eager": _few("eager", 20, INTEGRATIONS),
     "isolated": _few("isolated", 20, then=lambda run: [], where=_apart),
-    "dp": Part((), 60, lambda run: dp.first_token(run.fleet, run.clock, run.source, run.rounds), OURS),
-    "tp2": Part(("tp2",), 20, lambda run: equality.tensor_parallel(run.fleet, run.source), cpu=False),
-    "failures": Part(_trio("failing"), 40, lambda run: failures.failures(run.fleet, run.clock, run.source), in_place=False),
-    "below": Part(_trio(offload.EAGER), 40, lambda run: offload.equal(run.fleet, run.clock, run.source), in_place=False),
+    "dp": Part(
+        (), 60, lambda run: dp.first_token(run.fleet, run.clock, run.source, run.rounds), OURS
+    ),
+    "tp2": Part(
+        ("tp2",), 20, lambda run: equality.tensor_parallel(run.fleet, run.source), cpu=False
+    ),
+    "failures": Part(
+        _trio("failing"),
+        40,
+        lambda run: failures.failures(run.fleet, run.clock, run.source),
+        in_place=False,
+    ),
+    "below": Part(
+        _trio(offload.EAGER),
+        40,
+        lambda run: offload.equal(run.fleet, run.clock, run.source),
+        in_place=False,
+    ),
     "fp8": _few("fp8", 20),
     "mla": _few("mla", 15, cpu=False),
     "ngram": _few("ngram", 20),
@@ -167,9 +225,10 @@ PARTS: dict[str, Part] = {
     "state_graphs": _groups("state_graphs", 90, cpu=False),
     "ep": Part((), 60, _expert_parallel, OURS, cpu=False),
 }
-"""In the order in which they run. A part's number is the seed of its prompts, so new parts go to the end. Some are not for sharing in
-place: `restart`, since an instance's KV goes with it; `failures`, since a promised chunk is in its owner's memory, not under the server's
-control; and `below`, since without a pool nothing is offloaded."""
+"""In the order in which they run. A part's number is the seed of its prompts, so new parts go to
+the end. Some are not for sharing in place: `restart`, since an instance's KV goes with it;
+`failures`, since a promised chunk is in its owner's memory, not under the server's control; and
+`below`, since without a pool nothing is offloaded."""
 APART = (
     ("pd",),
     ("eager",),
@@ -186,7 +245,9 @@ APART = (
     ("state_graphs",),
     ("ep",),
 )
-"""Groups of parts whose instances start after all others have ended; those of one group start together, on the CPU one at a time."""
+"""Groups of parts whose instances start after all others have ended; those of one group start
+together, on the CPU one at a time.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -208,7 +269,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     more = dict(setting.split("=", 1) for setting in options.set)
     failed = []
     folder = options.logs or Path(tempfile.mkdtemp(prefix="vcache-vllm-"))
-    with Fleet(scale, folder, options.cache, more, options.integration, options.isolated, in_place) as fleet:
+    with Fleet(
+        scale, folder, options.cache, more, options.integration, options.isolated, in_place
+    ) as fleet:
         print(f"logs in {fleet.folder}", flush=True)
         for index, name in enumerate(names):
             source = Prompts(fleet.scale, seed=list(PARTS).index(name))
@@ -216,22 +279,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _arrange(fleet, names[index:], variants)
                 print(f"{name}: {clock.spent:.0f} s", flush=True)
                 clock.check(5)
-                report.add(PARTS[name].run(Run(fleet, clock, source, options.prompts, options.rounds, variants)))
+                report.add(
+                    PARTS[name].run(
+                        Run(fleet, clock, source, options.prompts, options.rounds, variants)
+                    )
+                )
                 if in_place:
                     report.add([fleet.copied()])
             except Exception as error:  # noqa: BLE001 the other parts' rows count
                 failed.append(name)
                 traceback.print_exc()
-                print(f"{name}: FAILED after {clock.spent:.0f} s: {type(error).__name__}: {error}", flush=True)
+                print(
+                    f"{name}: FAILED after {clock.spent:.0f} s: {type(error).__name__}: {error}",
+                    flush=True,
+                )
     signal.alarm(0)
     report.add(groups.together(list(report.rows.values())))
     print(report.table())
-    print(f"{clock.spent:.0f} s; {len(report.rows)} rows{'; failed: ' + ', '.join(failed) if failed else ''}", flush=True)
+    print(
+        f"{clock.spent:.0f} s; {len(report.rows)} rows{'; failed: ' + ', '.join(failed) if failed else ''}",
+        flush=True,
+    )
     return int(bool(failed) or report.missed)
 
 
 def _arrange(fleet: Fleet, names: Sequence[str], variants: Sequence[str]) -> None:
-    """Start what the coming parts need, up to the next part that needs the GPUs alone; end the instances that none of them needs."""
+    """Start what the coming parts need, up to the next part that needs the GPUs alone; end the
+    instances that none of them needs.
+    """
     apart = [(name,) for group in APART for name in group] if fleet.scale.cpu else APART
     group = next((group for group in apart if names[0] in group), None)
     rest = {name for group in apart for name in group}
@@ -246,11 +321,15 @@ def _arrange(fleet: Fleet, names: Sequence[str], variants: Sequence[str]) -> Non
 
 
 def _is_for(name: str, integration: str, in_place: bool) -> bool:
-    return integration in PARTS[name].of and (PARTS[name].in_place if in_place else PARTS[name].pool)
+    return integration in PARTS[name].of and (
+        PARTS[name].in_place if in_place else PARTS[name].pool
+    )
 
 
 def end_in_time(seconds: float) -> None:
-    """SIGTERM, and the deadline with a reserve, become an exception, so that children are killed on the way out."""
+    """SIGTERM, and the deadline with a reserve, become an exception, so that children are killed on
+    the way out.
+    """
 
     def end(number: int, frame: object) -> NoReturn:
         sys.exit(128 + number)
@@ -266,7 +345,9 @@ def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
     def parse(text: str) -> list[str]:
         names = text.split(",")
         if unknown := sorted(set(names) - set(known)):
-            raise argparse.ArgumentTypeError(f"no {', '.join(unknown)}; there are {', '.join(known)}")
+            raise argparse.ArgumentTypeError(
+                f"no {', '.join(unknown)}; there are {', '.join(known)}"
+            )
         return names
 
     return parse
@@ -275,30 +356,59 @@ def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
 def common_options(parser: argparse.ArgumentParser, seconds: float) -> None:
     """Add the options that all measurements of vLLM have."""
     parser.add_argument("--out", type=Path, help="result file; one that is there is continued")
-    parser.add_argument("--seconds", type=float, default=seconds, help="when to stop, whatever is left (default: %(default)g)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=seconds,
+        help="when to stop, whatever is left (default: %(default)g)",
+    )
     parser.add_argument("--commit", default="", help="the commit measured, where git cannot tell")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="of vcache, such as vcache.pool.max_ctas=32"
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="of vcache, such as vcache.pool.max_ctas=32",
     )
-    parser.add_argument("--logs", type=Path, help="where logs and settings go; default: a new folder")
     parser.add_argument(
-        "--cache", type=Path, default=Path("/tmp/vcache-vllm-cache"), help="vLLM's compiled code and the models, for the next run"
+        "--logs", type=Path, help="where logs and settings go; default: a new folder"
+    )
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        default=Path("/tmp/vcache-vllm-cache"),
+        help="vLLM's compiled code and the models, for the next run",
     )
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="vllm_ttft", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="vllm_ttft", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     common_options(parser, 520.0)
-    parser.add_argument("--only", type=names_of(PARTS), help=f"parts, with commas between them; of {', '.join(PARTS)}")
-    parser.add_argument("--integration", choices=INTEGRATIONS, default="lmcache", help="rows begin with it")
     parser.add_argument(
-        "--share", choices=("pool", "in_place"), default="pool", help="what connector.share is; in_place: rows begin with inplace"
+        "--only",
+        type=names_of(PARTS),
+        help=f"parts, with commas between them; of {', '.join(PARTS)}",
     )
     parser.add_argument(
-        "--with-lmcache", action="store_true", help="of --integration vllm: LMCache's instances in `ttft` too, to compare"
+        "--integration", choices=INTEGRATIONS, default="lmcache", help="rows begin with it"
+    )
+    parser.add_argument(
+        "--share",
+        choices=("pool", "in_place"),
+        default="pool",
+        help="what connector.share is; in_place: rows begin with inplace",
+    )
+    parser.add_argument(
+        "--with-lmcache",
+        action="store_true",
+        help="of --integration vllm: LMCache's instances in `ttft` too, to compare",
     )
     parser.add_argument("--scale", choices=SCALES, default="full")
-    parser.add_argument("--pool-gib", type=float, help="what each instance lends to the pool; default: the scale's")
+    parser.add_argument(
+        "--pool-gib", type=float, help="what each instance lends to the pool; default: the scale's"
+    )
     parser.add_argument(
         "--kv-gib",
         type=float,
@@ -306,18 +416,39 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "most an eighth of its owner's",
     )
     parser.add_argument("--prompts", type=int, default=0, help="how many prompts `equal` takes")
-    parser.add_argument("--rounds", type=int, default=11, help="prompts of each length in `ttft` and of each kind in `pd`")
-    parser.add_argument("--suffix", default="", help="at the end of every case's name, for a second run with other settings")
-    parser.add_argument("--isolated", action="store_true", help="each instance sees the GPU it computes on and no other")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=11,
+        help="prompts of each length in `ttft` and of each kind in `pd`",
+    )
+    parser.add_argument(
+        "--suffix",
+        default="",
+        help="at the end of every case's name, for a second run with other settings",
+    )
+    parser.add_argument(
+        "--isolated",
+        action="store_true",
+        help="each instance sees the GPU it computes on and no other",
+    )
     options = parser.parse_args(arguments)
     if options.with_lmcache and options.integration == "lmcache":
-        parser.error("--with-lmcache compares our own connector with LMCache: add --integration vllm")
+        parser.error(
+            "--with-lmcache compares our own connector with LMCache: add --integration vllm"
+        )
     in_place = options.share == "in_place"
     if in_place and (options.integration == "lmcache" or options.with_lmcache):
-        parser.error("--share in_place is of our connector alone: add --integration vllm, take out --with-lmcache")
-    strange = [name for name in options.only or () if not _is_for(name, options.integration, in_place)]
+        parser.error(
+            "--share in_place is of our connector alone: add --integration vllm, take out --with-lmcache"
+        )
+    strange = [
+        name for name in options.only or () if not _is_for(name, options.integration, in_place)
+    ]
     if strange:
-        parser.error(f"{', '.join(strange)}: not for --integration {options.integration}, --share {options.share}")
+        parser.error(
+            f"{', '.join(strange)}: not for --integration {options.integration}, --share {options.share}"
+        )
     return options
 
 

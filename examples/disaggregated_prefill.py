@@ -1,30 +1,41 @@
-"""Disaggregated prefill: one vLLM server computes prompts, another writes the answers, and KV goes from GPU to GPU over NVLink.
+"""Disaggregated prefill: one vLLM server computes prompts, another writes the answers, and KV goes
+from GPU to GPU over NVLink.
 
-    python examples/disaggregated_prefill.py [--share in_place|pool] [--order together|decode-first|prefill-first]
+    python examples/disaggregated_prefill.py [--share in_place|pool] [--order
+    together|decode-first|prefill-first]
                                              [--model NAME] [--stay] [--json]
-    python examples/disaggregated_prefill.py --cpu       # the same on a machine without a GPU: a tiny model
+    python examples/disaggregated_prefill.py --cpu       # the same on a machine without a GPU: a
+    tiny model
 
-Starts a metadata server, a vLLM server for prefill on GPU 0, one for decode on GPU 1, and examples/prefill_proxy.py before them. Then
-it sends a few prompts to the proxy and prints, for each, how many tokens the decode server took from elsewhere, the time to first token,
-and whether its tokens are those that the prefill server gives if it answers itself. With --stay the servers then stay up for your own
-requests until Ctrl-C. Exit code 0 if every prompt came from there, with the right tokens.
+Starts a metadata server, a vLLM server for prefill on GPU 0, one for decode on GPU 1, and
+examples/prefill_proxy.py before them. Then it sends a few prompts to the proxy and prints, for
+each, how many tokens the decode server took from elsewhere, the time to first token, and whether
+its tokens are those that the prefill server gives if it answers itself. With --stay the servers
+then stay up for your own requests until Ctrl-C. Exit code 0 if every prompt came from there, with
+the right tokens.
 
-The decode server reads the prefill server's own KV cache, and nothing is copied in between; with --share pool, a pool that the prefill
-server lends and fills.
+The decode server reads the prefill server's own KV cache, and nothing is copied in between; with
+--share pool, a pool that the prefill server lends and fills.
 
 By hand (each vLLM needs to see its own GPU only: memory of the other one is mapped all the same):
 
     vcache serve
     export PYTHONHASHSEED=0       # the same everywhere, since the names of KV depend on it
-    CUDA_VISIBLE_DEVICES=0 vllm serve MODEL --port 8100 --kv-transfer-config '{"kv_role":"kv_producer",
-      "kv_connector":"VCacheConnector", "kv_connector_module_path":"vcache_backend.integration.vllm_connector",
+    CUDA_VISIBLE_DEVICES=0 vllm serve MODEL --port 8100 --kv-transfer-config
+    '{"kv_role":"kv_producer",
+      "kv_connector":"VCacheConnector",
+      "kv_connector_module_path":"vcache_backend.integration.vllm_connector",
       "kv_load_failure_policy":"recompute"}'
-    CUDA_VISIBLE_DEVICES=1 vllm serve MODEL --port 8200 --kv-transfer-config '{"kv_role":"kv_consumer",
-      "kv_connector":"VCacheConnector", "kv_connector_module_path":"vcache_backend.integration.vllm_connector",
+    CUDA_VISIBLE_DEVICES=1 vllm serve MODEL --port 8200 --kv-transfer-config
+    '{"kv_role":"kv_consumer",
+      "kv_connector":"VCacheConnector",
+      "kv_connector_module_path":"vcache_backend.integration.vllm_connector",
       "kv_load_failure_policy":"recompute"}'
-    # with a pool: "kv_connector_extra_config":{"pool":{"segment_bytes":"8 GiB"}} for the first, and for the second
+    # with a pool: "kv_connector_extra_config":{"pool":{"segment_bytes":"8 GiB"}} for the first, and
+    for the second
     # "kv_connector_extra_config":{"connector":{"share":"pool"},"pool":{"segment_bytes":0}}
-    python examples/prefill_proxy.py --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200 --port 8000
+    python examples/prefill_proxy.py --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200
+    --port 8000
     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
       -d '{"model":"MODEL", "prompt":"...", "max_tokens":64, "stream":true}'
 """
@@ -48,15 +59,26 @@ UNSTORED = {"kv_transfer_params": {"vcache": {"store": False}}}
 def one_round(site: Site, proxy: Process, prompts: list[list[int]]) -> list[dict[str, Any]]:
     """Each prompt through the proxy. Rows of the table.
 
-    The right tokens are the prefill server's own, asked after it: it has the prompt in vLLM's prefix cache, so that it computes the
-    same last tokens in a step of the same shape as the decode server did, and answers can be compared token by token.
-    """
+    The right tokens are the prefill server's own, asked after it: it has the prompt in vLLM's
+    prefix cache, so that it computes the same last tokens in a step of the same shape as the decode
+    server did, and answers can be compared token by token."""
     rows = []
     for prompt in prompts:
         answer = ask(proxy, site.model, prompt)
         right = ask(site.servers[0], site.model, prompt, **UNSTORED)
-        row = {"prompt": len(prompt), "source": "other server", "cached": answer.cached, "ttft_ms": answer.seconds * 1e3}
-        rows.append({**row, "tokens_equal": answer.tokens == right.tokens, "left_in_pool": site.client.stats().chunks})
+        row = {
+            "prompt": len(prompt),
+            "source": "other server",
+            "cached": answer.cached,
+            "ttft_ms": answer.seconds * 1e3,
+        }
+        rows.append(
+            {
+                **row,
+                "tokens_equal": answer.tokens == right.tokens,
+                "left_in_pool": site.client.stats().chunks,
+            }
+        )
     return rows
 
 
@@ -81,17 +103,36 @@ def run(options: argparse.Namespace, folder: Path) -> int:
     front, *options.ports = options.ports
     # Only the prefill server lends memory: it stores, the other loads. In place it lends none.
     roles = (("kv_producer", options.machine.pool), ("kv_consumer", 0))
-    transfers = [transfer(folder / "vcache.sock", options.machine.chunk, options.share, *role) for role in roles]
+    transfers = [
+        transfer(folder / "vcache.sock", options.machine.chunk, options.share, *role)
+        for role in roles
+    ]
     with two_servers(options, ("prefill server", "decode server"), transfers, folder) as site:
         prefill, decode = (server.url for server in site.servers)
-        command = [sys.executable, str(PROXY), "--prefill", prefill, "--decode", decode, "--port", str(front)]
+        command = [
+            sys.executable,
+            str(PROXY),
+            "--prefill",
+            prefill,
+            "--decode",
+            decode,
+            "--port",
+            str(front),
+        ]
         command += ["--order", options.order, "--wait-seconds", str(options.wait_seconds)]
-        with Process("the proxy", command, folder / "proxy.log", f"http://127.0.0.1:{front}") as proxy:
+        with Process(
+            "the proxy", command, folder / "proxy.log", f"http://127.0.0.1:{front}"
+        ) as proxy:
             proxy.wait(proxy.ready, 30)
             one_round(site, proxy, prompts(options, seed=0))  # warms up
-            code = report(options, site, one_round(site, proxy, prompts(options, seed=1)), **UNSTORED)
+            code = report(
+                options, site, one_round(site, proxy, prompts(options, seed=1)), **UNSTORED
+            )
             if options.stay:
-                print(f'send completions to {proxy.url}/v1/completions, model "{site.model}"; Ctrl-C ends', flush=True)
+                print(
+                    f'send completions to {proxy.url}/v1/completions, model "{site.model}"; Ctrl-C ends',
+                    flush=True,
+                )
                 while proxy.alive:
                     time.sleep(1)
                 raise proxy.failure()
@@ -100,8 +141,23 @@ def run(options: argparse.Namespace, folder: Path) -> int:
 
 if __name__ == "__main__":
     options = parser(__doc__, [8000, 8100, 8200])
-    options.add_argument("--share", choices=SHARES, default=SHARES[0], help="how KV goes over (in_place)")
-    options.add_argument("--order", choices=ORDERS, default="together", help="which server the proxy asks first (together)")
-    options.add_argument("--wait-seconds", type=float, default=30.0, metavar="S", help="how long decode waits for KV (30)")
-    options.add_argument("--stay", action="store_true", help="serve on after the prompts, until Ctrl-C")
+    options.add_argument(
+        "--share", choices=SHARES, default=SHARES[0], help="how KV goes over (in_place)"
+    )
+    options.add_argument(
+        "--order",
+        choices=ORDERS,
+        default="together",
+        help="which server the proxy asks first (together)",
+    )
+    options.add_argument(
+        "--wait-seconds",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="how long decode waits for KV (30)",
+    )
+    options.add_argument(
+        "--stay", action="store_true", help="serve on after the prompts, until Ctrl-C"
+    )
     sys.exit(main(options, run, needs=("vllm",)))

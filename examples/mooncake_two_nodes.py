@@ -1,12 +1,12 @@
-"""Two nodes on one machine, with nothing in common but a Mooncake store: what node A stores, node B retrieves.
+"""Two nodes on one machine, with nothing in common but a Mooncake store: what node A stores, node B
+retrieves.
 
-    python examples/mooncake_two_nodes.py --master 127.0.0.1:50051        # beside `vcache mooncake --segment 256MiB`
-    python examples/mooncake_two_nodes.py --master ... --tokens 8192
+    python examples/mooncake_two_nodes.py --master 127.0.0.1:50051        # beside `vcache mooncake
+    --segment 256MiB` python examples/mooncake_two_nodes.py --master ... --tokens 8192
 
-Each node has a metadata server and a pool of its own, in host memory. A stores the KV of a prompt, which goes to the offload tier in
-the background; B looks it up, retrieves it, and every byte is compared. The second time B has it in its own pool. Exit code 1 if
-anything is missing or wrong.
-"""
+Each node has a metadata server and a pool of its own, in host memory. A stores the KV of a prompt,
+which goes to the offload tier in the background; B looks it up, retrieves it, and every byte is
+compared. The second time B has it in its own pool. Exit code 1 if anything is missing or wrong."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ try:
     from vcache_backend.engine import VCacheEngine
     from vcache_backend.transfer.layout import Layout
 except ModuleNotFoundError as absent:
-    sys.exit(f"{Path(sys.argv[0]).name}: this Python has no {absent.name}: pip install '/path/to/vcache[mooncake]'")
+    sys.exit(
+        f"{Path(sys.argv[0]).name}: this Python has no {absent.name}: pip install '/path/to/vcache[mooncake]'"
+    )
 
 LAYERS, BLOCK, HEADS, DIM = 8, 16, 8, 128
 SECONDS = 60.0
@@ -37,12 +39,18 @@ def kv_caches(blocks: int) -> list[torch.Tensor]:
     return [torch.zeros(2, blocks, BLOCK, HEADS, DIM, dtype=torch.bfloat16) for _ in range(LAYERS)]
 
 
-def node(undo: ExitStack, socket: Path, master: str, model: str, kvcaches: list[torch.Tensor]) -> VCacheEngine:
+def node(
+    undo: ExitStack, socket: Path, master: str, model: str, kvcaches: list[torch.Tensor]
+) -> VCacheEngine:
     """A metadata server and an engine, whose tier is open when this returns."""
     undo.enter_context(metadata_server(socket))
     # Patient, since this is to show what is there: a server that computes instead waits for less.
     waits = {"lookup_seconds": SECONDS, "get_seconds": SECONDS, "negative_seconds": 0.1}
-    offload = {"policy": "write_through", **waits, "mooncake": {"master": master, "rpc_seconds": SECONDS}}
+    offload = {
+        "policy": "write_through",
+        **waits,
+        "mooncake": {"master": master, "rpc_seconds": SECONDS},
+    }
     pool = {"device": "host", "segment_bytes": "512 MiB"}
     config = from_dict({"server": {"socket": str(socket)}, "pool": pool, "offload": offload})
     engine = undo.enter_context(VCacheEngine(config, Layout.of(kvcaches, BLOCK, model=model)))
@@ -50,7 +58,9 @@ def node(undo: ExitStack, socket: Path, master: str, model: str, kvcaches: list[
     deadline = time.monotonic() + SECONDS
     while not engine.get_stats()["offload"]["usable"]:
         if time.monotonic() > deadline:
-            raise SystemExit(f"mooncake_two_nodes: no store at {master}; `vcache doctor` may say why")
+            raise SystemExit(
+                f"mooncake_two_nodes: no store at {master}; `vcache doctor` may say why"
+            )
         time.sleep(0.02)
     return engine
 
@@ -58,7 +68,9 @@ def node(undo: ExitStack, socket: Path, master: str, model: str, kvcaches: list[
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--master", default="127.0.0.1:50051", help="HOST:PORT of mooncake_master")
-    parser.add_argument("--tokens", type=int, default=1024, help="length of the prompt, a multiple of 256")
+    parser.add_argument(
+        "--tokens", type=int, default=1024, help="length of the prompt, a multiple of 256"
+    )
     given = parser.parse_args()
     if given.tokens < 256 or given.tokens % 256:
         parser.error(f"--tokens: a multiple of 256 is needed, not {given.tokens}")
@@ -67,25 +79,33 @@ def main() -> int:
     for layer in a_cache:
         layer.normal_()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as undo:
-        # A name of its own: the store may have other people's chunks, and this prompt's of last time.
+        # A name of its own: the store may have other people's chunks, and this prompt's of last
+        # time.
         model = f"demo-{secrets.token_hex(4)}"
         a = node(undo, Path(folder) / "a.sock", given.master, model, a_cache)
         b = node(undo, Path(folder) / "b.sock", given.master, model, b_cache)
         print(f"node B before: {b.lookup(prompt)} of {given.tokens} tokens")
         a.store(prompt, None, a_cache, slots)
         a.flush(SECONDS, through=True)
-        print(f"node A stored them; in the offload tier: {a.get_stats()['offload']['written']} chunks")
-        time.sleep(0.1)  # B asked too early: what was absent then it does not ask for again within negative_seconds
+        print(
+            f"node A stored them; in the offload tier: {a.get_stats()['offload']['written']} chunks"
+        )
+        # B asked too early: what was absent then it does not ask for again within negative_seconds
+        time.sleep(0.1)
         good = True
         for _ in range(2):
             found = b.lookup(prompt)
             for layer in b_cache:
                 layer.zero_()
             came = int(b.retrieve(prompt, None, b_cache, slots).sum())
-            equal = all(torch.equal(mine, theirs) for mine, theirs in zip(a_cache, b_cache, strict=True))
+            equal = all(
+                torch.equal(mine, theirs) for mine, theirs in zip(a_cache, b_cache, strict=True)
+            )
             good = good and equal and came == given.tokens
             verdict = "equal" if equal else "WRONG"
-            print(f"node B: {found} tokens found, {came} came, {verdict}; chunks so far: {b.get_stats()['hits']}")
+            print(
+                f"node B: {found} tokens found, {came} came, {verdict}; chunks so far: {b.get_stats()['hits']}"
+            )
             b.flush(SECONDS)
     return 0 if good else 1
 

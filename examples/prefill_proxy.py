@@ -1,15 +1,19 @@
-"""A proxy in front of two vLLM servers, one for prefill and one for decode, whose KV meets in vcache's pool.
+"""A proxy in front of two vLLM servers, one for prefill and one for decode, whose KV meets in
+vcache's pool.
 
-    python examples/prefill_proxy.py --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200 [--port 8000]
+    python examples/prefill_proxy.py --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200
+    [--port 8000]
 
-A completions request goes to both at the same time. The prefill server (`kv_role` kv_producer) computes the prompt, for one token that
-nobody reads, and stores the KV chunk by chunk. The decode server (kv_consumer) is told that another computes this prompt: it loads the
-chunks as they come, and its answer is streamed to the client. Neither server knows the other, and requests may reach them in any
-order, since the pool finds KV by the prompt's tokens. `consume_once` takes the chunks out of the pool when they are loaded.
+A completions request goes to both at the same time. The prefill server (`kv_role` kv_producer)
+computes the prompt, for one token that nobody reads, and stores the KV chunk by chunk. The decode
+server (kv_consumer) is told that another computes this prompt: it loads the chunks as they come,
+and its answer is streamed to the client. Neither server knows the other, and requests may reach
+them in any order, since the pool finds KV by the prompt's tokens. `consume_once` takes the chunks
+out of the pool when they are loaded.
 
-Without the prefill server the decode server computes the prompt itself, once the deadline (--wait-seconds) has passed; the proxy says
-so, and announces nothing for a while, so that the next requests need not wait.
-"""
+Without the prefill server the decode server computes the prompt itself, once the deadline
+(--wait-seconds) has passed; the proxy says so, and announces nothing for a while, so that the next
+requests need not wait."""
 
 from __future__ import annotations
 
@@ -36,7 +40,15 @@ LEAD_SECONDS = 0.5
 """How much later the prefill server is asked with `decode-first`."""
 PAUSE_SECONDS = 10.0
 """For how long a prefill server that failed is not asked."""
-NOT_FOR_PREFILL = ("stream_options", "min_tokens", "max_completion_tokens", "n", "logprobs", "prompt_logprobs", "echo")
+NOT_FOR_PREFILL = (
+    "stream_options",
+    "min_tokens",
+    "max_completion_tokens",
+    "n",
+    "logprobs",
+    "prompt_logprobs",
+    "echo",
+)
 MAX_BODY = 64 << 20
 
 
@@ -52,13 +64,20 @@ class Proxy:
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY)
-        app.add_routes([web.post("/v1/completions", self.answer), web.post("/v1/chat/completions", self.answer)])
+        app.add_routes(
+            [
+                web.post("/v1/completions", self.answer),
+                web.post("/v1/chat/completions", self.answer),
+            ]
+        )
         app.add_routes([web.get("/{path:.*}", self.forward)])
         app.cleanup_ctx.append(self._connected)
         return app
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        """What the decode server says, as it says it. If the client goes away, both servers' requests end."""
+        """What the decode server says, as it says it. If the client goes away, both servers'
+        requests end.
+        """
         try:
             body: dict[str, Any] = {} | json.loads(await request.read())
         except (ValueError, TypeError):
@@ -71,12 +90,16 @@ class Proxy:
             if self.order == "prefill-first":
                 announced = await first
         else:
-            say(f"request {number}: not announced, the prefill server failed a moment ago; the decode server computes the prompt")
+            say(
+                f"request {number}: not announced, the prefill server failed a moment ago; the decode server computes the prompt"
+            )
         try:
             return await self._stream(request, self._with_announcement(body) if announced else body)
         except ClientError as error:
             say(f"request {number}: the decode server failed: {type(error).__name__}: {error}")
-            raise web.HTTPBadGateway(text=f"the decode server at {self.decode} failed: {error}") from error
+            raise web.HTTPBadGateway(
+                text=f"the decode server at {self.decode} failed: {error}"
+            ) from error
         finally:
             if first is not None:
                 first.cancel()
@@ -85,16 +108,22 @@ class Proxy:
         """GET, such as /v1/models, /health and /metrics: the decode server's."""
         try:
             async with self._session.get(self.decode + request.path_qs) as reply:
-                return web.Response(body=await reply.read(), status=reply.status, headers=content_type(reply))
+                return web.Response(
+                    body=await reply.read(), status=reply.status, headers=content_type(reply)
+                )
         except ClientError as error:
-            raise web.HTTPBadGateway(text=f"the decode server at {self.decode} failed: {error}") from error
+            raise web.HTTPBadGateway(
+                text=f"the decode server at {self.decode} failed: {error}"
+            ) from error
 
     async def _prefill(self, number: int, path: str, body: dict[str, Any], delay: float) -> bool:
         """Let the prompt be computed and stored. False, having said so, if that failed."""
         asked = {name: value for name, value in body.items() if name not in NOT_FOR_PREFILL}
         await asyncio.sleep(delay)
         try:
-            async with self._session.post(self.prefill + path, json={**asked, "max_tokens": 1, "stream": False}) as reply:
+            async with self._session.post(
+                self.prefill + path, json={**asked, "max_tokens": 1, "stream": False}
+            ) as reply:
                 text = await reply.text()
                 if reply.ok:
                     return True
@@ -103,14 +132,28 @@ class Proxy:
             what, broken = f"{type(error).__name__}: {error}", True
         if broken:
             self._paused_until = time.monotonic() + PAUSE_SECONDS
-        after = "" if self.order == "prefill-first" else f" after {self.announcement['wait_seconds']:g} s"
-        say(f"request {number}: the prefill server failed ({what}); the decode server computes the prompt itself{after}")
+        after = (
+            ""
+            if self.order == "prefill-first"
+            else f" after {self.announcement['wait_seconds']:g} s"
+        )
+        say(
+            f"request {number}: the prefill server failed ({what}); the decode server computes the prompt itself{after}"
+        )
         return False
 
     def _with_announcement(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The request with `kv_transfer_params` that announce its KV. What the client itself says there stands."""
+        """The request with `kv_transfer_params` that announce its KV. What the client itself says
+        there stands.
+        """
         given = body.get("kv_transfer_params") or {}
-        return {**body, "kv_transfer_params": {**given, "vcache": {**self.announcement, **(given.get("vcache") or {})}}}
+        return {
+            **body,
+            "kv_transfer_params": {
+                **given,
+                "vcache": {**self.announcement, **(given.get("vcache") or {})},
+            },
+        }
 
     async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         async with self._session.post(self.decode + request.path, json=body) as reply:
@@ -123,7 +166,9 @@ class Proxy:
             return response
 
     async def _connected(self, app: web.Application) -> AsyncIterator[None]:
-        async with ClientSession(timeout=ClientTimeout(total=None, sock_connect=5)) as self._session:
+        async with ClientSession(
+            timeout=ClientTimeout(total=None, sock_connect=5)
+        ) as self._session:
             yield
 
 
@@ -136,14 +181,27 @@ def say(text: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     option = parser.add_argument
     option("--prefill", required=True, metavar="URL", help="the server with kv_role kv_producer")
     option("--decode", required=True, metavar="URL", help="the server with kv_role kv_consumer")
     option("--host", default="127.0.0.1")
     option("--port", type=int, default=8000)
-    option("--wait-seconds", type=float, default=5.0, metavar="S", help="how long the decode server waits for KV (5)")
-    option("--order", choices=ORDERS, default="together", help="who is asked first; to see that it does not matter")
+    option(
+        "--wait-seconds",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="how long the decode server waits for KV (5)",
+    )
+    option(
+        "--order",
+        choices=ORDERS,
+        default="together",
+        help="who is asked first; to see that it does not matter",
+    )
     options = parser.parse_args()
     proxy = Proxy(options.prefill, options.decode, options.order, options.wait_seconds)
     web.run_app(

@@ -1,4 +1,6 @@
-"""What the examples share: processes that end with the program, vLLM servers on one metadata server, prompts, and requests."""
+"""What the examples share: processes that end with the program, vLLM servers on one metadata
+server, prompts, and requests.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,18 @@ from benchmarks.processes import Program, module  # noqa: E402 - vcache itself i
 
 NEW_TOKENS = 16
 TAIL = 8
-"""Tokens after the last whole chunk: fewer than a block, so that a hit of whole blocks and one of whole chunks end at the same token,
-the same tokens are computed in the same shape, and answers can be compared token by token."""
+"""Tokens after the last whole chunk: fewer than a block, so that a hit of whole blocks and one of
+whole chunks end at the same token, the same tokens are computed in the same shape, and answers can
+be compared token by token."""
 START_SECONDS = 600.0
 TELL_SECONDS = 15.0
 ANSWER_SECONDS = 120.0
-QUIET = {"PYTHONHASHSEED": "0", "VLLM_NO_USAGE_STATS": "1", "LMCACHE_TRACK_USAGE": "false", "PYTHONUNBUFFERED": "1"}
+QUIET = {
+    "PYTHONHASHSEED": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "LMCACHE_TRACK_USAGE": "false",
+    "PYTHONUNBUFFERED": "1",
+}
 TELLING = re.compile(
     r"(^|\s)[\w.]*(Error|Exception)\b: |(^|\s)error: |ERROR[ :](?!.*](  | Traceback))|vcache.*(caches nothing|stepped aside)"
 )
@@ -55,7 +63,9 @@ class Failed(Exception):
 
 
 class Machine(NamedTuple):
-    """Where it runs. chunk, lengths (of prompts): in tokens. pool: what a server lends to it. vllm: options of `vllm serve`."""
+    """Where it runs. chunk, lengths (of prompts): in tokens. pool: what a server lends to it. vllm:
+    options of `vllm serve`.
+    """
 
     chunk: int
     lengths: list[int]
@@ -76,7 +86,12 @@ CPU = Machine(
     lengths=[128, 512, 960],
     pool="32 MiB",
     vllm=[
-        *("--enforce-eager", "--block-size=32", f"--kv-cache-memory-bytes={32 << 20}", "--max-num-seqs=4"),
+        *(
+            "--enforce-eager",
+            "--block-size=32",
+            f"--kv-cache-memory-bytes={32 << 20}",
+            "--max-num-seqs=4",
+        ),
         "--distributed-executor-backend=uni",
     ],
     environment={
@@ -92,15 +107,26 @@ CPU = Machine(
 
 
 class Process(Program):
-    """A program that says how far it is, and why it failed. url: where it answers HTTP, if it does."""
+    """A program that says how far it is, and why it failed. url: where it answers HTTP, if it
+    does.
+    """
 
     def __init__(
-        self, name: str, command: list[str], log: Path, url: str = "", environment: dict[str, str] | None = None
+        self,
+        name: str,
+        command: list[str],
+        log: Path,
+        url: str = "",
+        environment: dict[str, str] | None = None,
     ) -> None:
         self.url, self.started = url, time.monotonic()
         log.unlink(missing_ok=True)
         # Settings of whoever runs this are not for the children: they have theirs.
-        inherited = {key: value for key, value in os.environ.items() if key not in ("VCACHE_CONFIG", "VCACHE_SOCKET")}
+        inherited = {
+            key: value
+            for key, value in os.environ.items()
+            if key not in ("VCACHE_CONFIG", "VCACHE_SOCKET")
+        }
         super().__init__(name, command, log, inherited | (environment or {}))
         say.print(f"{name}: starting, log {log}")
 
@@ -114,13 +140,20 @@ class Process(Program):
             return bool(reply.status == 200)
         return False
 
-    def wait(self, ready: Callable[[], bool], seconds: float, others: Sequence[Process] = ()) -> None:
-        """Return once it is ready, and say now and then how far it is. Raises Failed: it or another one ended, or it takes longer."""
+    def wait(
+        self, ready: Callable[[], bool], seconds: float, others: Sequence[Process] = ()
+    ) -> None:
+        """Return once it is ready, and say now and then how far it is. Raises Failed: it or another
+        one ended, or it takes longer.
+        """
         told = TELL_SECONDS
         while not ready():
             if time.monotonic() - self.started > told:
                 lines = self.log.read_text(errors="replace").split("\n")
-                say.print(f"{self.name}: {told:g} s, {next((line for line in reversed(lines) if line), '')[:100]}", markup=False)
+                say.print(
+                    f"{self.name}: {told:g} s, {next((line for line in reversed(lines) if line), '')[:100]}",
+                    markup=False,
+                )
                 told += TELL_SECONDS
             if ended := next((process for process in (self, *others) if not process.alive), None):
                 raise ended.failure()
@@ -130,13 +163,23 @@ class Process(Program):
         say.print(f"{self.name}: ready after {time.monotonic() - self.started:.1f} s")
 
     def failure(self, *what: str) -> Failed:
-        """What it did wrong, its exit code and its command if it has ended, and the lines of its log that may say why."""
+        """What it did wrong, its exit code and its command if it has ended, and the lines of its
+        log that may say why.
+        """
         if not self.alive:
-            what = (*what, f"ended with code {self._process.returncode}; its command was {shlex.join(self._command)}")
+            what = (
+                *what,
+                f"ended with code {self._process.returncode}; its command was {shlex.join(self._command)}",
+            )
         lines = self.log.read_text(errors="replace").strip().splitlines()
         telling = dict.fromkeys(line for line in lines if TELLING.search(line))
         return Failed(
-            "\n  ".join([f"{self.name} {' and '.join(what)}. Its log is {self.log}; from it:", *([*telling] or lines)[-5:]])
+            "\n  ".join(
+                [
+                    f"{self.name} {' and '.join(what)}. Its log is {self.log}; from it:",
+                    *([*telling] or lines)[-5:],
+                ]
+            )
         )
 
 
@@ -146,19 +189,25 @@ def metadata_server(socket: Path) -> Iterator[Client]:
     command = module("vcache_backend.cli", "serve", "--socket", str(socket))
     with Process("metadata server", command, socket.with_suffix(".log")) as server:
         server.wait(lambda: serves(socket), 30)
-        with Client(socket, ClientConfig(connect_seconds=5, request_seconds=10), reconnect=False) as client:
+        with Client(
+            socket, ClientConfig(connect_seconds=5, request_seconds=10), reconnect=False
+        ) as client:
             client.require()
             yield client
 
 
 def serves(socket: Path) -> bool:
     """Whether a metadata server answers; the socket of one that was killed is still there."""
-    with Client(socket, ClientConfig(connect_seconds=5, request_seconds=10), reconnect=False) as client:
+    with Client(
+        socket, ClientConfig(connect_seconds=5, request_seconds=10), reconnect=False
+    ) as client:
         return client.connected
 
 
 class Site(NamedTuple):
-    """What serves: a client of the metadata server, and two vLLM servers. model: its name in requests."""
+    """What serves: a client of the metadata server, and two vLLM servers. model: its name in
+    requests.
+    """
 
     client: Client
     servers: list[Process]
@@ -173,33 +222,59 @@ def two_servers(
     folder: Path,
     environment: dict[str, str] | None = None,
 ) -> Iterator[Site]:
-    """A metadata server on `folder`/vcache.sock, and a `vllm serve` on each of two GPUs, serving; ended with the context.
+    """A metadata server on `folder`/vcache.sock, and a `vllm serve` on each of two GPUs, serving;
+    ended with the context.
 
     transfers: the `--kv-transfer-config` of each.
     """
     machine, model = options.machine, options.model or write_model(folder / "model", options.cpu)
-    common = [*module("vllm.entrypoints.openai.api_server"), "--model", model, "--host=127.0.0.1", "--dtype=bfloat16"]
-    common += ["--enable-prompt-tokens-details", *([] if options.model else ["--skip-tokenizer-init"]), *machine.vllm]
+    common = [
+        *module("vllm.entrypoints.openai.api_server"),
+        "--model",
+        model,
+        "--host=127.0.0.1",
+        "--dtype=bfloat16",
+    ]
+    common += [
+        "--enable-prompt-tokens-details",
+        *([] if options.model else ["--skip-tokenizer-init"]),
+        *machine.vllm,
+    ]
     common += [f"--max-model-len={max(options.lengths) + TAIL + 2 * NEW_TOKENS}", *options.vllm]
     with ExitStack() as undo:
-        client, servers = undo.enter_context(metadata_server(folder / "vcache.sock")), list[Process]()
-        for name, port, gpu, transfer in zip(names, options.ports, options.gpus, transfers, strict=True):
+        client, servers = (
+            undo.enter_context(metadata_server(folder / "vcache.sock")),
+            list[Process](),
+        )
+        for name, port, gpu, transfer in zip(
+            names, options.ports, options.gpus, transfers, strict=True
+        ):
             visible = {} if options.cpu else {"CUDA_VISIBLE_DEVICES": gpu}
             command = [*common, f"--port={port}", "--kv-transfer-config", json.dumps(transfer)]
             more = QUIET | machine.environment | visible | (environment or {})
             log = folder / f"{name.replace(' ', '-')}.log"
-            servers.append(undo.enter_context(Process(name, command, log, f"http://127.0.0.1:{port}", more)))
+            servers.append(
+                undo.enter_context(Process(name, command, log, f"http://127.0.0.1:{port}", more))
+            )
         for server in servers:
             server.wait(server.ready, START_SECONDS, servers)
         yield Site(client, servers, model)
 
 
 def write_model(folder: Path, tiny: bool) -> str:
-    """A Llama with generated weights: a tiny one, or one of 1.1 billion, which takes seconds and 2 GiB of disk."""
+    """A Llama with generated weights: a tiny one, or one of 1.1 billion, which takes seconds and 2
+    GiB of disk.
+    """
     from benchmarks.vllm.scale import FULL, TINY
     from benchmarks.vllm.weights import write_model
 
-    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64, "vocab_size": 32768}
+    sizes = {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "head_dim": 64,
+        "vocab_size": 32768,
+    }
     small = msgspec.structs.replace(FULL, model={**FULL.model, **sizes}, cpu=True)
     return str(write_model(folder, TINY if tiny else small))
 
@@ -223,7 +298,14 @@ class Answer(NamedTuple):
 
 def ask(server: Process, model: str, prompt: list[int], **more: Any) -> Answer:
     """A streaming completions request, greedy. Raises Failed."""
-    body = {"model": model, "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True, **more}
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": NEW_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        **more,
+    }
     body |= {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
     request = urllib.request.Request(server.url + "/v1/completions", json.dumps(body).encode())
     request.add_header("Content-Type", "application/json")
@@ -233,11 +315,19 @@ def ask(server: Process, model: str, prompt: list[int], **more: Any) -> Answer:
             for line in reply:
                 if line.startswith(b"data: {"):
                     part = json.loads(line[6:])
-                    tokens += [token for choice in part.get("choices", ()) for token in choice.get("token_ids") or ()]
+                    tokens += [
+                        token
+                        for choice in part.get("choices", ())
+                        for token in choice.get("token_ids") or ()
+                    ]
                     seconds = seconds or (time.perf_counter() - started if tokens else 0.0)
-                    cached = ((part.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens") or cached
+                    cached = ((part.get("usage") or {}).get("prompt_tokens_details") or {}).get(
+                        "cached_tokens"
+                    ) or cached
     except urllib.error.HTTPError as error:
-        raise server.failure(f"answered HTTP {error.code}: {error.read().decode(errors='replace')[:500]}") from None
+        raise server.failure(
+            f"answered HTTP {error.code}: {error.read().decode(errors='replace')[:500]}"
+        ) from None
     except OSError as error:
         raise server.failure(f"does not answer ({error})") from None
     if len(tokens) != NEW_TOKENS:
@@ -246,11 +336,12 @@ def ask(server: Process, model: str, prompt: list[int], **more: Any) -> Answer:
 
 
 def report(options: argparse.Namespace, site: Site, rows: list[dict[str, Any]], **more: Any) -> int:
-    """Show the rows, a column for each key, and whether tokens say anything. 0 if all that came from elsewhere did so wholly and right;
-    else 1, after a message that says what did not."""
+    """Show the rows, a column for each key, and whether tokens say anything. 0 if all that came
+    from elsewhere did so wholly and right; else 1, after a message that says what did not."""
     prompt = prompts(options, seed=1)[0]
     answers = [
-        ask(site.servers[0], site.model, [first, *prompt[1:]], **more).tokens for first in (prompt[0], prompt[0] % 900 + 3)
+        ask(site.servers[0], site.model, [first, *prompt[1:]], **more).tokens
+        for first in (prompt[0], prompt[0] % 900 + 3)
     ]
     hits = [row for row in rows if row["source"] in ("pool", "other server")]
     wrong = [line for row in hits for line in mistakes(row)]
@@ -265,7 +356,9 @@ def report(options: argparse.Namespace, site: Site, rows: list[dict[str, Any]], 
         return explain(site, wrong)
     table = Table(*(name.replace("_", " ") for name in rows[0]))
     for row in rows:
-        table.add_row(*(f"{value:,.1f}" if isinstance(value, float) else str(value) for value in row.values()))
+        table.add_row(
+            *(f"{value:,.1f}" if isinstance(value, float) else str(value) for value in row.values())
+        )
     Console(highlight=False).print(table)
     print("another first token gives another answer:", answers[0] != answers[1], flush=True)
     return explain(site, wrong)
@@ -281,9 +374,13 @@ def mistakes(row: dict[str, Any]) -> Iterator[str]:
 
 
 def explain(site: Site, wrong: list[str]) -> int:
-    """The exit code. If something is wrong, raises Failed with that, and with what the servers' logs say."""
+    """The exit code. If something is wrong, raises Failed with that, and with what the servers'
+    logs say.
+    """
     if wrong:
-        raise Failed("\n".join([*wrong, *(str(server.failure("may say why")) for server in site.servers)]))
+        raise Failed(
+            "\n".join([*wrong, *(str(server.failure("may say why")) for server in site.servers)])
+        )
     return 0
 
 
@@ -292,13 +389,31 @@ def explain(site: Site, wrong: list[str]) -> int:
 
 def parser(text: str, ports: list[int]) -> argparse.ArgumentParser:
     """The options that the examples have in common."""
-    made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     option = made.add_argument
     option("--cpu", action="store_true", help="no GPU: a tiny model, the pool in host memory")
     option("--model", help="a model as `vllm serve` takes it; default: generated weights")
-    option("--lengths", type=numbers, metavar="N,N", help="prompt lengths; rounded down to chunks, and 8 tokens more")
-    option("--ports", type=numbers, default=ports, metavar="N,...", help=f"of what serves ({','.join(map(str, ports))})")
-    option("--logs", type=Path, metavar="FOLDER", help="logs and settings; default: a new folder in /tmp")
+    option(
+        "--lengths",
+        type=numbers,
+        metavar="N,N",
+        help="prompt lengths; rounded down to chunks, and 8 tokens more",
+    )
+    option(
+        "--ports",
+        type=numbers,
+        default=ports,
+        metavar="N,...",
+        help=f"of what serves ({','.join(map(str, ports))})",
+    )
+    option(
+        "--logs",
+        type=Path,
+        metavar="FOLDER",
+        help="logs and settings; default: a new folder in /tmp",
+    )
     option("--json", action="store_true", help="print JSON instead of a table")
     option("vllm", nargs="*", metavar="-- OPTION", help="more options of `vllm serve`, behind --")
     return made
@@ -315,19 +430,34 @@ def gpus_here() -> int:
     return device_count()
 
 
-def main(made: argparse.ArgumentParser, run: Callable[[argparse.Namespace, Path], int], needs: tuple[str, ...]) -> int:
-    """Parse, run, tidy up. The exit code: 1 with one message if it fails, 130 after Ctrl-C, 143 after SIGTERM."""
+def main(
+    made: argparse.ArgumentParser,
+    run: Callable[[argparse.Namespace, Path], int],
+    needs: tuple[str, ...],
+) -> int:
+    """Parse, run, tidy up. The exit code: 1 with one message if it fails, 130 after Ctrl-C, 143
+    after SIGTERM.
+    """
     options, count = made.parse_args(), len(made.get_default("ports"))
     if absent := [name for name in needs if find_spec(name) is None]:
         get = f"pip install '{ROOT}[{','.join(absent)}]'; without a GPU: scripts/setup.sh vllm, and .venv/bin/python"
-        made.exit(1, f"{made.prog}: this Python has no {' and no '.join(absent)}: {sys.executable}; {get}\n")
+        made.exit(
+            1,
+            f"{made.prog}: this Python has no {' and no '.join(absent)}: {sys.executable}; {get}\n",
+        )
     if len(options.ports) != count:
         made.error(f"--ports: {count} are needed; {len(options.ports)} were given")
     if len(set(options.ports)) != count or not all(0 < port < 65536 for port in options.ports):
-        made.error(f"--ports: {count} different ones from 1 to 65535 are needed, not {','.join(map(str, options.ports))}")
+        made.error(
+            f"--ports: {count} different ones from 1 to 65535 are needed, not {','.join(map(str, options.ports))}"
+        )
     options.machine = machine = CPU if options.cpu else GPU
-    options.lengths = sorted(max(machine.chunk, n - n % machine.chunk) for n in options.lengths or machine.lengths)
-    options.gpus = ["", ""] if options.cpu else os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:2]
+    options.lengths = sorted(
+        max(machine.chunk, n - n % machine.chunk) for n in options.lengths or machine.lengths
+    )
+    options.gpus = (
+        ["", ""] if options.cpu else os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:2]
+    )
     if len(options.gpus) != 2 or (not options.cpu and gpus_here() < 2):
         made.error("two GPUs are needed: see CUDA_VISIBLE_DEVICES, or --cpu")
     signal.signal(signal.SIGTERM, ended)
@@ -346,7 +476,9 @@ def main(made: argparse.ArgumentParser, run: Callable[[argparse.Namespace, Path]
 
 
 def ended(number: int, frame: object) -> NoReturn:
-    """SIGTERM becomes an exception, so that the children end first. Again until they do: Python drops one in its own callbacks."""
+    """SIGTERM becomes an exception, so that the children end first. Again until they do: Python
+    drops one in its own callbacks.
+    """
     signal.signal(signal.SIGALRM, lambda *_: sys.exit(128 + number))
     signal.setitimer(signal.ITIMER_REAL, 0.5, 0.5)
     sys.exit(128 + number)

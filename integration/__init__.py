@@ -1,1 +1,3 @@
-"""The integrations: LMCache's storage plugin and vLLM's connector. Installed as `vcache_backend.integration`."""
+"""The integrations: LMCache's storage plugin and vLLM's connector. Installed as
+`vcache_backend.integration`.
+"""

@@ -1,4 +1,6 @@
-"""AMX, the matrix unit of newer x86 CPUs: a process must ask Linux for permission before it uses it."""
+"""AMX, the matrix unit of newer x86 CPUs: a process must ask Linux for permission before it uses
+it.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,17 @@ log = logging.getLogger("vllm.vcache")
 def permit() -> None:
     """Ask for this process, its threads and those forked from it, if the CPU has AMX. Never raises.
 
-    vLLM's attention on CPUs relies on an earlier large matrix product to have asked. If a process's first model run is small, as after a
-    hit, none has, and the process dies of an illegal instruction.
-    """
+    vLLM's attention on CPUs relies on an earlier large matrix product to have asked. If a process's
+    first model run is small, as after a hit, none has, and the process dies of an illegal
+    instruction."""
     supported = getattr(torch.cpu, "_is_amx_tile_supported", None)
     ask = getattr(torch.cpu, "_init_amx", None)
     if supported is None or ask is None:
         return
     try:
         if supported() and not ask():
-            log.warning("vcache: Linux does not permit AMX to this process; vLLM may die of an illegal instruction")
+            log.warning(
+                "vcache: Linux does not permit AMX to this process; vLLM may die of an illegal instruction"
+            )
     except Exception:  # whatever torch does, vLLM may still work
         log.warning("vcache: could not ask for AMX", exc_info=True)

@@ -12,8 +12,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 def answers(default: object) -> Callable[[Method], Method]:
     """Decorator: a method that raises returns `default` instead (or what it returns, if callable).
 
-    vLLM and LMCache end on an exception in most calls. The method's object gets `note_failure(name, error)`, which logs it once.
-    """
+    vLLM and LMCache end on an exception in most calls. The method's object gets `note_failure(name,
+    error)`, which logs it once."""
 
     def decorate(method: Method) -> Method:
         @functools.wraps(method)

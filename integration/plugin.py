@@ -1,9 +1,10 @@
-"""Our plugin for vLLM, `vcache` in the group `vllm.general_plugins`: vLLM calls `register()` early in each of its processes.
+"""Our plugin for vLLM, `vcache` in the group `vllm.general_plugins`: vLLM calls `register()` early
+in each of its processes.
 
-It sets the hook for LMCache (lmcache/patches.py), and checks our connector's settings before vLLM starts anything, so that a mistake in
-`kv_connector_extra_config` is the last line of vLLM's log. If `VLLM_PLUGINS` leaves the plugin out, the connector's constructor finds the
-mistake, in an engine process, and much of the log comes after it.
-"""
+It sets the hook for LMCache (lmcache/patches.py), and checks our connector's settings before vLLM
+starts anything, so that a mistake in `kv_connector_extra_config` is the last line of vLLM's log. If
+`VLLM_PLUGINS` leaves the plugin out, the connector's constructor finds the mistake, in an engine
+process, and much of the log comes after it."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ log = logging.getLogger(__name__)
 def register() -> None:
     """Idempotent, cheap, and never raises."""
     patches.register()
-    # Only the front end has loaded this module. The other processes get the configuration that it makes.
+    # Only the front end has loaded this module. The other processes get the configuration that it
+    # makes.
     made = getattr(sys.modules.get(ARGUMENTS), "EngineArgs", None)
     create = getattr(made, "create_engine_config", None)
     if callable(create) and not hasattr(create, _OURS):
@@ -49,11 +51,20 @@ def _checking(create: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def mistake(transfer: Any) -> str:
-    """The first mistake in our connectors' settings in vLLM's `kv_transfer_config`, in one line; empty if there is none. Never raises."""
+    """The first mistake in our connectors' settings in vLLM's `kv_transfer_config`, in one line;
+    empty if there is none. Never raises.
+    """
     try:
-        return next((where + said for where, extra in _connectors(transfer) if (said := _refused(extra))), "")
+        return next(
+            (where + said for where, extra in _connectors(transfer) if (said := _refused(extra))),
+            "",
+        )
     except Exception as error:  # noqa: BLE001 - vLLM must start; our connector reads them again
-        log.warning("vcache could not read its settings before vLLM starts: %s: %s", type(error).__name__, error)
+        log.warning(
+            "vcache could not read its settings before vLLM starts: %s: %s",
+            type(error).__name__,
+            error,
+        )
         return ""
 
 
@@ -68,8 +79,12 @@ def _refused(extra: Mapping[str, Any]) -> str:
 
 
 def _connectors(transfer: Any, where: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Where each connector of ours stands, within MultiConnectors too, and its `kv_connector_extra_config`."""
-    read = transfer.get if isinstance(transfer, Mapping) else functools.partial(_attribute, transfer)
+    """Where each connector of ours stands, within MultiConnectors too, and its
+    `kv_connector_extra_config`.
+    """
+    read = (
+        transfer.get if isinstance(transfer, Mapping) else functools.partial(_attribute, transfer)
+    )
     extra = read("kv_connector_extra_config") or {}
     if read("kv_connector_module_path") == CONNECTOR:
         yield where, extra
@@ -83,6 +98,10 @@ def _attribute(of: Any, name: str) -> Any:
 
 
 def _is_a_command() -> bool:
-    """Whether this program is vLLM's own: `vllm …`, or a module of it by `python -m`. Other programs may want to catch the error."""
+    """Whether this program is vLLM's own: `vllm …`, or a module of it by `python -m`. Other
+    programs may want to catch the error.
+    """
     module = getattr(sys.modules.get("__main__"), "__spec__", None)
-    return Path("".join(sys.argv[:1])).name == "vllm" or (module is not None and module.name.startswith("vllm."))
+    return Path("".join(sys.argv[:1])).name == "vllm" or (
+        module is not None and module.name.startswith("vllm.")
+    )

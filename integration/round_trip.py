@@ -1,4 +1,5 @@
-"""Sends bytes through a slot of the pool and back before an integration caches anything, and compares them.
+"""Sends bytes through a slot of the pool and back before an integration caches anything, and
+compares them.
 
 This finds a layout that was misread, a broken copier, and a GPU that cannot be reached.
 """
@@ -28,12 +29,14 @@ COPY_SECONDS = 10.0
 
 
 def through_pool(session: Session, kv: PagedKV) -> str | None:
-    """`round_trip` through a slot that the server reserves under a random key: what is wrong, or None.
+    """`round_trip` through a slot that the server reserves under a random key: what is wrong, or
+    None.
 
-    None too if there is no slot to try: no server yet, or nothing to evict. In the worker's main thread, after `session.bind`.
-    """
+    None too if there is no slot to try: no server yet, or nothing to evict. In the worker's main
+    thread, after `session.bind`."""
     if isinstance(session.pool, PinnedPool):
-        # Its segments are pinned in the background and may not be there yet: try memory of the same kind.
+        # Its segments are pinned in the background and may not be there yet: try memory of the same
+        # kind.
         return _through_like_memory(session.pool, session, kv)
     key = ChunkKey(session.namespace.prefix + os.urandom(KEY_BYTES - NAMESPACE_BYTES))
     try:
@@ -43,7 +46,8 @@ def through_pool(session: Session, kv: PagedKV) -> str | None:
         return None
     views = session.views([slot for slot in reserved.slots if not isinstance(slot, int)])
     wrong = round_trip(kv, session.copier, views[0], session.chunk_size) if views else None
-    # After a failure a copy may still write: then the slot is not given back, and stays in quarantine.
+    # After a failure a copy may still write: then the slot is not given back, and stays in
+    # quarantine.
     if reserved.reservation and wrong is None:
         session.committer.give_back(reserved.reservation)
     return wrong
@@ -60,11 +64,12 @@ def _through_like_memory(pool: PinnedPool, session: Session, kv: PagedKV) -> str
 
 
 def round_trip(kv: PagedKV, copier: Copier, view: SlotView, chunk_size: int) -> str | None:
-    """Send the first blocks of `kv`, one chunk's, through the slot `view` and back, and compare every byte.
+    """Send the first blocks of `kv`, one chunk's, through the slot `view` and back, and compare
+    every byte.
 
-    None if all are right; else the layer and block that differ, or the error. In the worker's main thread; nothing else may use the KV
-    cache meanwhile. Its bytes are always restored, on the current stream. The slot's bytes are overwritten.
-    """
+    None if all are right; else the layer and block that differ, or the error. In the worker's main
+    thread; nothing else may use the KV cache meanwhile. Its bytes are always restored, on the
+    current stream. The slot's bytes are overwritten."""
     count = min(kv.blocks_in(chunk_size), kv.num_blocks)
     try:
         saved = [page[: count + 1].clone() for page in kv.pages]
@@ -80,11 +85,19 @@ def round_trip(kv: PagedKV, copier: Copier, view: SlotView, chunk_size: int) -> 
 
 
 def _there_and_back(
-    kv: PagedKV, copier: Copier, view: SlotView, chunk_size: int, saved: list[torch.Tensor], count: int
+    kv: PagedKV,
+    copier: Copier,
+    view: SlotView,
+    chunk_size: int,
+    saved: list[torch.Tensor],
+    count: int,
 ) -> str | None:
     generator = torch.Generator(kv.device).manual_seed(20)
     shape = (count, kv.page_bytes)
-    patterns = [torch.randint(256, shape, dtype=torch.uint8, generator=generator, device=kv.device) for _ in kv.pages]
+    patterns = [
+        torch.randint(256, shape, dtype=torch.uint8, generator=generator, device=kv.device)
+        for _ in kv.pages
+    ]
     for page, pattern in zip(kv.pages, patterns, strict=True):
         page[:count] = pattern
     # Last block first, so that a copy that ignores block ids is seen.
@@ -93,7 +106,9 @@ def _there_and_back(
     if not _over(copier.gather(kv, copy, [view])):
         return f"gathering a chunk took longer than {COPY_SECONDS:g} s"
     blocks = kv.blocks_in(chunk_size)
-    there = view.tensor[: kv.chunk_bytes(chunk_size)].view(kv.layers, blocks, kv.parts, kv.page_bytes)
+    there = view.tensor[: kv.chunk_bytes(chunk_size)].view(
+        kv.layers, blocks, kv.parts, kv.page_bytes
+    )
     for plane, pattern in enumerate(patterns):
         layer, part = divmod(plane, kv.parts)
         wrong = _difference(kv, plane, pattern, there[layer, :count, part].flip(0).to(kv.device))
@@ -117,7 +132,11 @@ def _difference(kv: PagedKV, plane: int, expected: torch.Tensor, found: torch.Te
         return ""
     block, byte = torch.nonzero(expected != found)[0].tolist()
     layer, part = divmod(plane, kv.parts)
-    where = f"layer {layer}, block {block}" + (f", part {part}" if kv.parts > 1 else "") + f", byte {byte}"
+    where = (
+        f"layer {layer}, block {block}"
+        + (f", part {part}" if kv.parts > 1 else "")
+        + f", byte {byte}"
+    )
     return f"{where} is {int(found[block, byte])} instead of {int(expected[block, byte])}"
 
 

@@ -19,8 +19,9 @@ def data_parallel_rank(vllm_config: Any) -> int | None:
 
 
 def served_at(data_parallel_rank: int | None = None, command: Sequence[str] | None = None) -> str:
-    """The port of vLLM's API server, such as `:8000`, or `:8000 rank 1` for a data parallel rank; empty if there is none, or if it is
-    not on the command line. command: of the API server, which its engine's processes inherit; None: this process's."""
+    """The port of vLLM's API server, such as `:8000`, or `:8000 rank 1` for a data parallel rank;
+    empty if there is none, or if it is not on the command line. command: of the API server, which
+    its engine's processes inherit; None: this process's."""
     words = list(sys.argv if command is None else command)
     served = bool(words) and (words[0].endswith("api_server.py") or "serve" in words[1:2])
     port = _DEFAULT if served and not any(word.startswith(_ELSEWHERE) for word in words) else ""

@@ -1,7 +1,8 @@
 """The module for vLLM's `kv_connector_module_path`. It exports `VCacheConnector`.
 
 vllm serve MODEL --kv-transfer-config '{"kv_connector": "VCacheConnector", "kv_role": "kv_both",
-    "kv_connector_module_path": "vcache_backend.integration.vllm_connector", "kv_load_failure_policy": "recompute",
+    "kv_connector_module_path": "vcache_backend.integration.vllm_connector",
+    "kv_load_failure_policy": "recompute",
     "kv_connector_extra_config": {"config": "/etc/vcache.yaml"}}'
 """
 
@@ -15,6 +16,8 @@ from .vllm.connector import VCacheConnector
 
 with suppress(ValueError):  # registered already
     # MultiConnector looks up the class that reads a connector's statistics by its registered name.
-    KVConnectorFactory.register_connector(VCacheConnector.__name__, __name__, VCacheConnector.__name__)
+    KVConnectorFactory.register_connector(
+        VCacheConnector.__name__, __name__, VCacheConnector.__name__
+    )
 
 __all__ = ["VCacheConnector"]

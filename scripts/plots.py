@@ -1,4 +1,6 @@
-"""The plots of docs/, from the result files that they show: `.venv/bin/python scripts/plots.py [FOLDER]` (docs)."""
+"""The plots of docs/, from the result files that they show: `.venv/bin/python scripts/plots.py
+[FOLDER]` (docs).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,13 @@ SERIES = {
     "vcache": ("vcache, hit on the other GPU", "#1f6fb4", "D"),
     "prefix": ("vLLM's own prefix cache", "#3a8f4d", "^"),
 }
-COLOURS = {"alone": "#8a8a8a", "offload": "#3a8f4d", "mp": "#c1762b", "vcache": "#1f6fb4", "inplace": "#123f75"}
+COLOURS = {
+    "alone": "#8a8a8a",
+    "offload": "#3a8f4d",
+    "mp": "#c1762b",
+    "vcache": "#1f6fb4",
+    "inplace": "#123f75",
+}
 WORKLOADS = {"prefix": "prefix repetition", "trace": "conversation trace"}
 PANELS = {"requests_per_second": "requests/s", "ttft_p50": "median TTFT, ms"}
 LABEL_POINTS = 11
@@ -37,14 +45,28 @@ def first_token(result: Path, picture: Path) -> None:
     points: dict[str, list[tuple[int, float]]] = {}
     for row in read(result):
         named = re.fullmatch(r"vllm_(\w+?)_ms_\w+", row.case)
-        if named and named[1] in SERIES and (length := re.search(r"TTFT of (\d+) tokens", row.what)):
+        if (
+            named
+            and named[1] in SERIES
+            and (length := re.search(r"TTFT of (\d+) tokens", row.what))
+        ):
             points.setdefault(named[1], []).append((int(length[1]), row.value))
     figure, axes = pyplot.subplots(figsize=(7, 4.3), layout="constrained")
     for name, (label, colour, marker) in SERIES.items():
         if name in points:
             lengths, values = zip(*sorted(points[name]), strict=True)
-            axes.plot(lengths, values, color=colour, marker=marker, label=label, linewidth=1.8, markersize=5)
-    axes.set(xscale="log", yscale="log", xlabel="prompt length, tokens", ylabel="time to first token, ms")
+            axes.plot(
+                lengths,
+                values,
+                color=colour,
+                marker=marker,
+                label=label,
+                linewidth=1.8,
+                markersize=5,
+            )
+    axes.set(
+        xscale="log", yscale="log", xlabel="prompt length, tokens", ylabel="time to first token, ms"
+    )
     ticks = sorted({length for series in points.values() for length, _ in series})
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.minorticks_off()
@@ -58,19 +80,27 @@ def first_token(result: Path, picture: Path) -> None:
         lowest = max(at, lowest + LABEL_POINTS)
         text = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
         offset = (7, lowest - at - 3)
-        axes.annotate(text, (tokens, value), textcoords="offset points", xytext=offset, color=SERIES[name][1])
+        axes.annotate(
+            text, (tokens, value), textcoords="offset points", xytext=offset, color=SERIES[name][1]
+        )
     save(figure, [axes], picture)
 
 
 def serving(result: Path, picture: Path) -> None:
     """Throughput and time to first token of each system, bars for each workload."""
     values = {row.case: row.value for row in read(result)}
-    figure, grid = pyplot.subplots(len(WORKLOADS), len(PANELS), figsize=(9, 5), layout="constrained")
+    figure, grid = pyplot.subplots(
+        len(WORKLOADS), len(PANELS), figsize=(9, 5), layout="constrained"
+    )
     for line, workload in zip(grid, WORKLOADS, strict=True):
         for axes, (which, title) in zip(line, PANELS.items(), strict=True):
             there = [system for system in SYSTEMS if case(system, workload, which) in values]
             shown = [values[case(system, workload, which)] for system in there]
-            bars = axes.barh([SYSTEMS[one].label for one in there], shown, color=[COLOURS.get(one, "#7f5fb0") for one in there])
+            bars = axes.barh(
+                [SYSTEMS[one].label for one in there],
+                shown,
+                color=[COLOURS.get(one, "#7f5fb0") for one in there],
+            )
             axes.bar_label(bars, fmt="%.4g", padding=3)
             axes.set_title(f"{WORKLOADS[workload]}: {title}", fontsize=10)
             axes.margins(x=0.18)

@@ -1,4 +1,6 @@
-"""Writes docs/demo.svg: what a terminal of 80 columns shows of `vcache demo`, run here. From a checkout."""
+"""Writes docs/demo.svg: what a terminal of 80 columns shows of `vcache demo`, run here. From a
+checkout.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,17 @@ SETTINGS = {"COLUMNS": "80", "FORCE_COLOR": "1", "PATH": "/usr/bin:/bin"}
 def main() -> None:
     command = [sys.executable, "-m", "vcache_backend.cli", "demo"]
     ran = subprocess.run(
-        command, env=SETTINGS, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300, check=True
+        command,
+        env=SETTINGS,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=True,
     )
-    terminal = Console(record=True, width=80, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    terminal = Console(
+        record=True, width=80, file=io.StringIO(), force_terminal=True, color_system="truecolor"
+    )
     terminal.print(Text.assemble(("$ ", "dim"), ("vcache demo", "bold")))
     terminal.print(Text.from_ansi(ran.stdout.rstrip()))
     # Without the fonts that a reader's browser would fetch from elsewhere.

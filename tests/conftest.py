@@ -1,4 +1,6 @@
-"""What every test has: the interpreter for Triton where there is no GPU, a clean environment, GPU tests skipped by name."""
+"""What every test has: the interpreter for Triton where there is no GPU, a clean environment, GPU
+tests skipped by name.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,30 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Machines here are slow at times; a slow example is no failure, a slow test is (`timeout` in pyproject.toml).
-settings.register_profile("vcache", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+# Machines here are slow at times; a slow example is no failure, a slow test is (`timeout` in
+# pyproject.toml).
+settings.register_profile(
+    "vcache", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
 settings.load_profile("vcache")
 
 
-# A shell that starts pytest in the background has it ignore SIGINT, and so would every process that a test starts and sends it to.
+# A shell that starts pytest in the background has it ignore SIGINT, and so would every process that
+# a test starts and sends it to.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _gpus() -> int:
     """GPUs of this machine, without loading CUDA into the process that will start others."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    present = sum(re.fullmatch(r"nvidia\d+", entry.name) is not None for entry in Path("/dev").iterdir())
-    return present if visible is None else min(present, len([name for name in visible.split(",") if name.strip()]))
+    present = sum(
+        re.fullmatch(r"nvidia\d+", entry.name) is not None for entry in Path("/dev").iterdir()
+    )
+    return (
+        present
+        if visible is None
+        else min(present, len([name for name in visible.split(",") if name.strip()]))
+    )
 
 
 GPUS = _gpus()
@@ -84,12 +96,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         count = marker.kwargs.get("count", marker.args[0] if marker.args else 1)
         if count > GPUS:
-            item.add_marker(pytest.mark.skip(reason=f"needs {count} GPU{'s' * (count > 1)}, here are {GPUS}"))
+            item.add_marker(
+                pytest.mark.skip(reason=f"needs {count} GPU{'s' * (count > 1)}, here are {GPUS}")
+            )
     _longest_first(items)
 
 
 def _longest_first(items: list[pytest.Item]) -> None:
-    """Files that may take long first, so that none of them runs alone at the end (with `--no-loadscope-reorder`)."""
+    """Files that may take long first, so that none of them runs alone at the end (with
+    `--no-loadscope-reorder`).
+    """
     patience: dict[Path, float] = {}
     for item in items:
         marker = item.get_closest_marker("timeout")
@@ -99,7 +115,9 @@ def _longest_first(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: Any, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Why a test failed may stand in what its processes said, whose logs are gone with the machine."""
+    """Why a test failed may stand in what its processes said, whose logs are gone with the
+    machine.
+    """
     report = yield
     if report.failed:
         try:
@@ -120,16 +138,24 @@ def pytest_runtest_makereport(item: Any, call: pytest.CallInfo[None]) -> Iterato
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
-    """Names of the GPU tests before pytest's own list, and behind it why each test failed: of a long output the end is what is kept."""
+    """Names of the GPU tests before pytest's own list, and behind it why each test failed: of a
+    long output the end is what is kept.
+    """
     # From the reports: with pytest-xdist the tests were collected in other processes.
-    names = [report.nodeid for report in terminalreporter.getreports("skipped") if _NO_GPU.search(str(report.longrepr))]
+    names = [
+        report.nodeid
+        for report in terminalreporter.getreports("skipped")
+        if _NO_GPU.search(str(report.longrepr))
+    ]
     if names:
         here = "no GPU here" if GPUS == 0 else f"{GPUS} here"
         terminalreporter.section(f"{len(names)} GPU test{'s' * (len(names) > 1)} skipped ({here})")
         for name in names:
             terminalreporter.line(f"  {name}")
     yield
-    failed = [report for kind in ("error", "failed") for report in terminalreporter.getreports(kind)]
+    failed = [
+        report for kind in ("error", "failed") for report in terminalreporter.getreports(kind)
+    ]
     if failed:
         terminalreporter.section(f"why {len(failed)} failed, the first last")
         # What fails first is the cause of others.
@@ -139,12 +165,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterat
 
 
 def _why(report: Any) -> str:
-    """The lines that raised, from the test down, and what they raised; its beginning and its end, since it may quote a log."""
+    """The lines that raised, from the test down, and what they raised; its beginning and its end,
+    since it may quote a log.
+    """
     crash = getattr(report.longrepr, "reprcrash", None)
     if crash is None:
         lines = str(report.longrepr).splitlines()
     else:
-        source = [line for entry in report.longrepr.reprtraceback.reprentries for line in entry.lines if line.startswith(">")]
+        source = [
+            line
+            for entry in report.longrepr.reprtraceback.reprentries
+            for line in entry.lines
+            if line.startswith(">")
+        ]
         lines = [*source, *f"{crash.path}:{crash.lineno}: {crash.message}".splitlines()]
     if len(lines) > 16:
         lines[6:-8] = ["…"]
@@ -153,7 +186,9 @@ def _why(report: Any) -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def _vllm_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What vLLM finds out about a model, in seconds, it keeps for all instances of these tests, and for no others."""
+    """What vLLM finds out about a model, in seconds, it keeps for all instances of these tests, and
+    for no others.
+    """
     root = tmp_path_factory.getbasetemp()
     # With pytest-xdist, of all its processes.
     shared = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
@@ -172,7 +207,9 @@ def _no_survivors() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No test finds the server or the file of the person who runs it; every test's default socket is its own."""
+    """No test finds the server or the file of the person who runs it; every test's default socket
+    is its own.
+    """
     monkeypatch.delenv("VCACHE_CONFIG", raising=False)
     monkeypatch.delenv("VCACHE_SOCKET", raising=False)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))

@@ -1,8 +1,8 @@
 """vLLM's sleep mode on the CPU, where vLLM's own does nothing.
 
-The engine's half is vLLM's. A worker does what `gpu_worker.py` of 0.33 does, in the same order and thread: weights lose their bytes, and
-get them back (level 1) or not (level 2); the KV cache has other contents afterwards.
-"""
+The engine's half is vLLM's. A worker does what `gpu_worker.py` of 0.33 does, in the same order and
+thread: weights lose their bytes, and get them back (level 1) or not (level 2); the KV cache has
+other contents afterwards."""
 
 from __future__ import annotations
 
@@ -60,5 +60,10 @@ def _soil(worker: Any) -> None:
 
 
 def _memory(tensors: Any) -> Iterator[tuple[int, int]]:
-    """The tensors' memory, as (address, bytes), without weights that vLLM has packed for this CPU."""
-    return ((memory.data_ptr(), memory.nbytes()) for memory in (tensor.untyped_storage() for tensor in tensors))
+    """The tensors' memory, as (address, bytes), without weights that vLLM has packed for this
+    CPU.
+    """
+    return (
+        (memory.data_ptr(), memory.nbytes())
+        for memory in (tensor.untyped_storage() for tensor in tensors)
+    )

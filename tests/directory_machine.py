@@ -1,7 +1,8 @@
-"""Clients of a directory beside those of a simple model: they store, read, hang up and die, and time passes.
+"""Clients of a directory beside those of a simple model: they store, read, hang up and die, and
+time passes.
 
-What becomes of segments and servers, and what must hold after every step, is in `test_directory_stateful`.
-"""
+What becomes of segments and servers, and what must hold after every step, is in
+`test_directory_stateful`."""
 
 from __future__ import annotations
 
@@ -17,12 +18,24 @@ from model import FakeClock, Held, Memory, Model, Slot, chunk_key, room_of
 from vcache_backend.config import ServerConfig
 from vcache_backend.metadata_server import backlog
 from vcache_backend.metadata_server.directory import Directory
-from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Location, Refusal, SegmentId, SegmentInfo
+from vcache_backend.metadata_server.messages import (
+    GRACE_SECONDS,
+    ChunkKey,
+    Location,
+    Refusal,
+    SegmentId,
+    SegmentInfo,
+)
 from vcache_backend.metadata_server.placement import Peer, Segment
 from vcache_backend.metadata_server.records import JournalState, ProcessId, Record
 
 LIMITS = ServerConfig(lease_seconds=10, reservation_seconds=30, max_chunks=14)
-SEGMENTS = {"s0": ("gpu-0", 4096), "s1": ("gpu-1", 3072), "s2": ("gpu-0", 1536), "s3": ("gpu-2", 5200)}
+SEGMENTS = {
+    "s0": ("gpu-0", 4096),
+    "s1": ("gpu-1", 3072),
+    "s2": ("gpu-0", 1536),
+    "s3": ("gpu-2", 5200),
+}
 DEVICES = ["gpu-0", "gpu-1", "gpu-9"]
 SPACES = [b"space--0", b"space--1"]
 ALL_KEYS = [chunk_key(number, 0, space) for space in SPACES for number in range(9)]
@@ -71,7 +84,9 @@ class Clients(RuleBasedStateMachine):
     # ---- helpers
 
     def keep_journal(self) -> None:
-        """As the server does between a turn's work and its answers: every record to the journal, and to the one being made."""
+        """As the server does between a turn's work and its answers: every record to the journal,
+        and to the one being made.
+        """
         self.journal.write(self.directory.records)
         if self.compacting is not None:
             self.compacting[0].write(self.directory.records)
@@ -80,7 +95,9 @@ class Clients(RuleBasedStateMachine):
     def add_segment(self, name: str) -> int:
         device, nbytes = SEGMENTS[name]
         with self.little_at_once():
-            chunks = self.directory.add_segment(SegmentInfo(SegmentId(name), device, "cuda", nbytes))
+            chunks = self.directory.add_segment(
+                SegmentInfo(SegmentId(name), device, "cuda", nbytes)
+            )
         self.keep_journal()
         return chunks
 
@@ -91,7 +108,9 @@ class Clients(RuleBasedStateMachine):
                 self.tokens += 1
                 slots.append(Slot(key, location, self.tokens, "open"))
                 assert location.generation > self.highest_generation, "a generation was used before"
-        self.highest_generation = max([self.highest_generation, *(slot.location.generation for slot in slots)])
+        self.highest_generation = max(
+            [self.highest_generation, *(slot.location.generation for slot in slots)]
+        )
         return slots
 
     def write(self, id_: int) -> None:
@@ -103,7 +122,9 @@ class Clients(RuleBasedStateMachine):
             self.memory.write(slot.location, slot.token)
 
     def follow(self) -> None:
-        """Take over how far the directory is with what it does in its own time: slots of cleared chunks, segments to be dropped."""
+        """Take over how far the directory is with what it does in its own time: slots of cleared
+        chunks, segments to be dropped.
+        """
         model, segments = self.model, self.directory.segments
         for name, place in model.segments.items():
             if name in segments and not place.draining:
@@ -126,13 +147,22 @@ class Clients(RuleBasedStateMachine):
             elif slot.state == "resting" and self.directory.contents.live.holds(entry):
                 assert not model.pending(slot.key)
                 model.back(slot)
-        for name in [name for name, place in model.segments.items() if place.draining and name not in segments]:
-            assert not any(slot.location.segment == name and slot.state != "void" for slot in model.slots)
+        for name in [
+            name
+            for name, place in model.segments.items()
+            if place.draining and name not in segments
+        ]:
+            assert not any(
+                slot.location.segment == name and slot.state != "void" for slot in model.slots
+            )
             model.left(name)
             self.forget_writers()
             del model.segments[name], self.memory.bytes_of[name]
-            # Readers of before hold the memory by their mappings; another segment of that name is other memory.
-            model.before = [(until, slot) for until, slot in model.before if slot.location.segment != name]
+            # Readers of before hold the memory by their mappings; another segment of that name is
+            # other memory.
+            model.before = [
+                (until, slot) for until, slot in model.before if slot.location.segment != name
+            ]
 
     def give_back(self, segment: Segment) -> None:
         """Its end is freed: who reads there finds zeros."""
@@ -155,8 +185,12 @@ class Clients(RuleBasedStateMachine):
         self.follow()
 
     def forget_writers(self) -> None:
-        """Writers whose reservation is closed have stopped: they said so, they died, or the memory is theirs alone by now."""
-        self.writers = {id_: process for id_, process in self.writers.items() if id_ in self.model.writes}
+        """Writers whose reservation is closed have stopped: they said so, they died, or the memory
+        is theirs alone by now.
+        """
+        self.writers = {
+            id_: process for id_, process in self.writers.items() if id_ in self.model.writes
+        }
 
     # ---- clients
 
@@ -171,7 +205,9 @@ class Clients(RuleBasedStateMachine):
     @precondition(lambda self: self.processes and len(self.clients) < 6)
     def connect(self, pick: int, device: str) -> None:
         self.numbers += 1
-        self.clients.append(Peer(self.numbers, self.processes[pick % len(self.processes)], device, "cuda"))
+        self.clients.append(
+            Peer(self.numbers, self.processes[pick % len(self.processes)], device, "cuda")
+        )
 
     @rule(pick=one_of)
     @precondition(lambda self: self.clients)
@@ -204,7 +240,11 @@ class Clients(RuleBasedStateMachine):
             return
         self.model.touch(wanted)
         reply = self.directory.reserve(client, wanted, nbytes)
-        gone = before - {key for key, there in zip(ALL_KEYS, self.directory.contains(ALL_KEYS), strict=True) if there}
+        gone = before - {
+            key
+            for key, there in zip(ALL_KEYS, self.directory.contains(ALL_KEYS), strict=True)
+            if there
+        }
         self.follow()
         if Refusal.NO_SEGMENT in reply.slots or Refusal.TOO_LARGE in reply.slots:
             assert not gone
@@ -225,7 +265,11 @@ class Clients(RuleBasedStateMachine):
         self.model.touch([key])
         reply = self.directory.reserve(client, [key], nbytes)
         slot = reply.slots[0]
-        gone = before - {key for key, there in zip(ALL_KEYS, self.directory.contains(ALL_KEYS), strict=True) if there}
+        gone = before - {
+            key
+            for key, there in zip(ALL_KEYS, self.directory.contains(ALL_KEYS), strict=True)
+            if there
+        }
         victims = [slot for slot in map(model.live, gone) if slot is not None]
         usable = model.usable()
         if not usable:
@@ -240,7 +284,9 @@ class Clients(RuleBasedStateMachine):
             expected = {Refusal.BUSY}
         elif expected == {Refusal.FULL}:
             fits = {name for name in usable if model.largest_gap(name) >= size}
-            may = {name for name in usable if model.largest_gap(name, ignore_evictable=True) >= size}
+            may = {
+                name for name in usable if model.largest_gap(name, ignore_evictable=True) >= size
+            }
             counted = sum(s.location.segment in model.segments for s in model.slots)
             if fits and counted < model.max_chunks:
                 own = {name for name in fits if usable[name].device == client.device}
@@ -249,12 +295,19 @@ class Clients(RuleBasedStateMachine):
                 assert isinstance(slot, Location), f"{slot!r} though {fits} have room"
                 assert slot.segment in (own or roomiest)
                 gaps = model.gaps(slot.segment)
-                assert gaps[slot.offset] == min(gap for gap in gaps.values() if gap >= size), "not the tightest hole"
+                assert gaps[slot.offset] == min(gap for gap in gaps.values() if gap >= size), (
+                    "not the tightest hole"
+                )
                 assert not victims, "evicted though there was room"
                 expected = {slot}
             elif may:
-                can_go = any(s.state == "live" and model.evictable(s) and s.location.segment in may for s in model.slots)
-                assert isinstance(slot, Location) or not can_go, f"{slot!r} though {may} can make room"
+                can_go = any(
+                    s.state == "live" and model.evictable(s) and s.location.segment in may
+                    for s in model.slots
+                )
+                assert isinstance(slot, Location) or not can_go, (
+                    f"{slot!r} though {may} can make room"
+                )
                 if isinstance(slot, Location) and not others:
                     self.check_victims(victims, size)
                 expected = {slot}
@@ -273,10 +326,16 @@ class Clients(RuleBasedStateMachine):
         return True
 
     def check_victims(self, victims: list[Slot], size: int) -> None:
-        """The coldest chunk goes, alone if it has the right size; otherwise a run within one segment."""
+        """The coldest chunk goes, alone if it has the right size; otherwise a run within one
+        segment.
+        """
         assert victims
         usable = self.model.usable()
-        can_go = [slot for slot in self.model.coldest() if self.model.evictable(slot) and slot.location.segment in usable]
+        can_go = [
+            slot
+            for slot in self.model.coldest()
+            if self.model.evictable(slot) and slot.location.segment in usable
+        ]
         if room_of(can_go[0].location.length) == size:
             assert victims == [can_go[0]]
         assert len({slot.location.segment for slot in victims}) == 1
@@ -333,13 +392,23 @@ class Clients(RuleBasedStateMachine):
         self.forget_writers()
 
     @rule(pick=one_of, who=one_of, commit=st.booleans())
-    @precondition(lambda self: self.clients and any(segment.leaving for segment in self.directory.segments.values()))
+    @precondition(
+        lambda self: (
+            self.clients and any(segment.leaving for segment in self.directory.segments.values())
+        )
+    )
     def move(self, pick: int, who: int, commit: bool) -> None:
-        """Out of the end of a segment: chunks lie elsewhere once that is committed, unless one has gone meanwhile."""
+        """Out of the end of a segment: chunks lie elsewhere once that is committed, unless one has
+        gone meanwhile.
+        """
         client, before = self.clients[who % len(self.clients)], self.model.live_keys()
         leaving = sorted(id_ for id_, segment in self.directory.segments.items() if segment.leaving)
         moves = self.directory.move(client, leaving[pick % len(leaving)])
-        gone = before - {key for key, there in zip(ALL_KEYS, self.directory.contains(ALL_KEYS), strict=True) if there}
+        gone = before - {
+            key
+            for key, there in zip(ALL_KEYS, self.directory.contains(ALL_KEYS), strict=True)
+            if there
+        }
         for slot in [slot for slot in map(self.model.live, gone) if slot is not None]:
             if self.model.cut(slot):
                 self.model.forget(slot)
@@ -358,7 +427,9 @@ class Clients(RuleBasedStateMachine):
     @rule(pick=one_of, wanted=keys, look=st.booleans())
     @precondition(lambda self: self.clients)
     def store_too_slowly(self, pick: int, wanted: list[ChunkKey], look: bool) -> None:
-        """A commit after the reservation's time publishes nothing, whether or not the directory has noticed before."""
+        """A commit after the reservation's time publishes nothing, whether or not the directory has
+        noticed before.
+        """
         before = set(self.writers)
         self.reserve_many(pick, wanted, 1024)
         self.time_passes(30.5, look)
@@ -399,14 +470,21 @@ class Clients(RuleBasedStateMachine):
         assert (leased.lease != 0) == bool(slots)
         if slots:
             self.highest_id = max(self.highest_id, leased.lease)
-            held = Held(client.id, self.clock.now, self.clock.now + LIMITS.lease_seconds, list(dict.fromkeys(slots)))
+            held = Held(
+                client.id,
+                self.clock.now,
+                self.clock.now + LIMITS.lease_seconds,
+                list(dict.fromkeys(slots)),
+            )
             self.model.granted(leased.lease, held)
             self.old_leases.append(leased.lease)
 
     @rule(pick=one_of, renew=st.booleans())
     @precondition(lambda self: self.old_leases)
     def renew_or_release(self, pick: int, renew: bool) -> None:
-        """By anybody, whoever got the lease, also after its holder hung up; those of an earlier server are unknown."""
+        """By anybody, whoever got the lease, also after its holder hung up; those of an earlier
+        server are unknown.
+        """
         lease = self.old_leases[pick % len(self.old_leases)]
         held = self.model.leases.get(lease)
         if held is not None and held.deadline <= self.clock.now:
@@ -433,9 +511,16 @@ class Clients(RuleBasedStateMachine):
                 assert self.directory.renew(lease) is True
                 self.model.renewed(lease, self.clock.now)
 
-    @rule(pick=one_of, wanted=keys, before=st.sampled_from([0, GRACE_SECONDS / 2]), after=st.sampled_from([0.5, 1, 2]))
+    @rule(
+        pick=one_of,
+        wanted=keys,
+        before=st.sampled_from([0, GRACE_SECONDS / 2]),
+        after=st.sampled_from([0.5, 1, 2]),
+    )
     @precondition(lambda self: self.clients)
-    def hang_up_while_reading(self, pick: int, wanted: list[ChunkKey], before: float, after: float) -> None:
+    def hang_up_while_reading(
+        self, pick: int, wanted: list[ChunkKey], before: float, after: float
+    ) -> None:
         """A lease outlives its connection by its grace. after: a multiple of that."""
         self.acquire(pick, wanted)
         self.clock.advance(before)
@@ -445,7 +530,9 @@ class Clients(RuleBasedStateMachine):
 
     @rule(wanted=keys)
     def touch(self, wanted: list[ChunkKey]) -> None:
-        assert self.directory.touch(wanted) == sum(key in self.model.live_keys() for key in set(wanted))
+        assert self.directory.touch(wanted) == sum(
+            key in self.model.live_keys() for key in set(wanted)
+        )
         self.model.touch(wanted)
 
     @rule(wanted=keys)
@@ -473,7 +560,10 @@ class Clients(RuleBasedStateMachine):
 
     # ---- time
 
-    @rule(seconds=st.sampled_from([GRACE_SECONDS / 2, GRACE_SECONDS, 0.5, 5, 10, 30.5, 101]), look=st.booleans())
+    @rule(
+        seconds=st.sampled_from([GRACE_SECONDS / 2, GRACE_SECONDS, 0.5, 5, 10, 30.5, 101]),
+        look=st.booleans(),
+    )
     def time_passes(self, seconds: float, look: bool) -> None:
         self.clock.advance(seconds)
         if look:
@@ -482,5 +572,9 @@ class Clients(RuleBasedStateMachine):
             self.follow()
             self.forget_writers()
             for name, place in self.model.segments.items():
-                waited_for = [slot for slot in self.model.slots if slot.location.segment == name and slot.state != "void"]
+                waited_for = [
+                    slot
+                    for slot in self.model.slots
+                    if slot.location.segment == name and slot.state != "void"
+                ]
                 assert not place.draining or waited_for or self.directory.backlog

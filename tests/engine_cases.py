@@ -1,4 +1,6 @@
-"""What the engine's tests share: copiers that tests control, worker processes, and a node with a real server."""
+"""What the engine's tests share: copiers that tests control, worker processes, and a node with a
+real server.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ from kv_cases import CHUNK, FLASH, SMALL, Arrangement, Cache, Sizes, layout_of, 
 from nursery import listen, say
 from processes import PATIENT, QUICK, SECONDS, Child, Stage, eventually, with_torch
 
-from vcache_backend.config import ByteSize, ClientConfig, Config, EngineConfig, PoolConfig, ServerConfig
+from vcache_backend.config import (
+    ByteSize,
+    ClientConfig,
+    Config,
+    EngineConfig,
+    PoolConfig,
+    ServerConfig,
+)
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.transfer.layout import Layout
@@ -34,7 +43,8 @@ ROOMY = 1 << 20
 
 
 class PausingCopier(HostCopier):
-    """Stops in the middle of the next copy, after `pause()`: a store with half of each slot written, a load before its first byte.
+    """Stops in the middle of the next copy, after `pause()`: a store with half of each slot
+    written, a load before its first byte.
 
     It calls `wait` there, in the thread that copies.
     """
@@ -43,9 +53,13 @@ class PausingCopier(HostCopier):
         self._wait = wait
         self.armed = False
 
-    def gather(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None) -> Finished:
+    def gather(
+        self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None
+    ) -> Finished:
         whole = [torch.empty_like(slot.tensor) for slot in slots]
-        finished = super().gather(kv, plan, [SlotView.over(tensor, local=True) for tensor in whole], after)
+        finished = super().gather(
+            kv, plan, [SlotView.over(tensor, local=True) for tensor in whole], after
+        )
         for slot, tensor in zip(slots, whole, strict=True):
             slot.tensor[: slot.nbytes // 2] = tensor[: slot.nbytes // 2]
         self._pause()
@@ -53,7 +67,9 @@ class PausingCopier(HostCopier):
             slot.tensor[slot.nbytes // 2 :] = tensor[slot.nbytes // 2 :]
         return finished
 
-    def scatter(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None) -> Finished:
+    def scatter(
+        self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None
+    ) -> Finished:
         self._pause()
         return super().scatter(kv, plan, slots, after)
 
@@ -64,7 +80,9 @@ class PausingCopier(HostCopier):
 
 
 class UnfinishedCopier(HostCopier):
-    """Its stores are complete only once `finished` is set: the bytes are in place, the device has not said so."""
+    """Its stores are complete only once `finished` is set: the bytes are in place, the device has
+    not said so.
+    """
 
     def __init__(self) -> None:
         self.finished = threading.Event()
@@ -94,7 +112,9 @@ class Copied:
 class WrongCopier(HostCopier):
     """A planted bug: one byte of what it loads is wrong."""
 
-    def scatter(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None) -> Finished:
+    def scatter(
+        self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None
+    ) -> Finished:
         finished = super().scatter(kv, plan, slots, after)
         kv.pages[-1][int(plan.blocks[-1, 2]), -1] ^= 1
         return finished
@@ -114,8 +134,9 @@ class TrustingEngine(VCacheEngine):
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker process is started with. `copier` and `engine`: the plain ones, or planted ones. visible: the GPUs it sees; empty:
-    those that this process sees. apart: see `processes.Worker`. kv_device: where its KV cache lies, if not on the pool's device."""
+    """What a worker process is started with. `copier` and `engine`: the plain ones, or planted
+    ones. visible: the GPUs it sees; empty: those that this process sees. apart: see
+    `processes.Worker`. kv_device: where its KV cache lies, if not on the pool's device."""
 
     config: Config
     arrangement: Arrangement
@@ -133,7 +154,8 @@ class WorkerLoop:
     def __init__(self, setup: Setup) -> None:
         torch.set_num_threads(1)
         if setup.visible:
-            # CUDA looks at it when it is first used, which in a process that was just forked is yet to come.
+            # CUDA looks at it when it is first used, which in a process that was just forked is yet
+            # to come.
             os.environ["CUDA_VISIBLE_DEVICES"] = setup.visible
         device = setup.kv_device or setup.config.pool.device
         if device.startswith("cuda"):
@@ -143,7 +165,9 @@ class WorkerLoop:
         planted: dict[str, Copier] = {"pausing": self.pausing, "unfinished": self.unfinished}
         kind = TrustingEngine if setup.trusting else VCacheEngine
         layout = layout_of(self.cache, setup.config.engine.chunk_size)
-        self.engine = kind(setup.config, layout, copier=planted.get(setup.copier), kv_device=setup.kv_device)
+        self.engine = kind(
+            setup.config, layout, copier=planted.get(setup.copier), kv_device=setup.kv_device
+        )
 
     def pause(self) -> None:
         """In the next copy."""
@@ -154,8 +178,9 @@ class WorkerLoop:
         self.unfinished.finished.set()
 
     def store(self, tokens: torch.Tensor, slots: torch.Tensor) -> str:
-        """Prefill and store, with a GPU's stream in a hurry: the kernels that write the KV have not run yet when `store` is
-        called, and the blocks are overwritten right behind it. The digest of what was stored."""
+        """Prefill and store, with a GPU's stream in a hurry: the kernels that write the KV have not
+        run yet when `store` is called, and the blocks are overwritten right behind it. The digest
+        of what was stored."""
         self.cache.fill(tokens, slots)
         digest = self.cache.digest(slots)
         self.cache.poison()
@@ -174,7 +199,9 @@ class WorkerLoop:
         return self.engine.lookup(tokens)
 
     def retrieve(self, tokens: torch.Tensor, slots: torch.Tensor) -> Retrieved:
-        """Into a poisoned cache, read by kernels queued right behind; every byte of it is checked."""
+        """Into a poisoned cache, read by kernels queued right behind; every byte of it is
+        checked.
+        """
         self.cache.poison()
         mask = self.engine.retrieve(tokens, None, self.cache.tensors, slots)
         seen, here = self.cache.copy(), slots[mask]
@@ -191,7 +218,9 @@ class WorkerLoop:
     def lives_in(self) -> tuple[int, str, str, str]:
         """Of whom, and in which namespaces; it is their first process."""
         assert os.getpid() == 1
-        return os.getuid(), *(os.readlink(f"/proc/self/ns/{name}") for name in ("net", "pid", "time"))
+        return os.getuid(), *(
+            os.readlink(f"/proc/self/ns/{name}") for name in ("net", "pid", "time")
+        )
 
     def _wait(self) -> None:
         """Tell the test that the copy is half-way, and go on when it says so."""
@@ -215,7 +244,14 @@ class Worker(processes.Worker):
         self.setup = setup
         on_gpu = (setup.kv_device or setup.config.pool.device).startswith("cuda")
         patience = 120.0 if on_gpu else SECONDS
-        super().__init__(with_torch(), WorkerLoop, setup, patience=patience, start_seconds=120.0, apart=setup.apart)
+        super().__init__(
+            with_torch(),
+            WorkerLoop,
+            setup,
+            patience=patience,
+            start_seconds=120.0,
+            apart=setup.apart,
+        )
         try:
             self.made()
         except BaseException:
@@ -236,7 +272,9 @@ class Worker(processes.Worker):
 
 
 class Node:
-    """One node: a real metadata server, engines of this process, worker processes; closed in the right order."""
+    """One node: a real metadata server, engines of this process, worker processes; closed in the
+    right order.
+    """
 
     def __init__(self, folder: Path, client: ClientConfig = PATIENT) -> None:
         self.stage = Stage(folder)
@@ -249,7 +287,9 @@ class Node:
         self.server = self.stage.server(**options)
         return self.server
 
-    def config(self, device: str, segment_bytes: int = 0, chunk_size: int = CHUNK, **engine: Any) -> Config:
+    def config(
+        self, device: str, segment_bytes: int = 0, chunk_size: int = CHUNK, **engine: Any
+    ) -> Config:
         return Config(
             server=ServerConfig(socket=str(self.path)),
             client=self._client,
@@ -257,11 +297,19 @@ class Node:
             engine=EngineConfig(chunk_size=chunk_size, **engine),
         )
 
-    def engine(self, device: str, segment_bytes: int, layout: Layout, **options: Any) -> VCacheEngine:
-        """An engine of this process. options: of the engine section (max_inflight_stores) and of VCacheEngine."""
-        section = {name: options.pop(name) for name in EngineConfig.__struct_fields__ if name in options}
+    def engine(
+        self, device: str, segment_bytes: int, layout: Layout, **options: Any
+    ) -> VCacheEngine:
+        """An engine of this process. options: of the engine section (max_inflight_stores) and of
+        VCacheEngine.
+        """
+        section = {
+            name: options.pop(name) for name in EngineConfig.__struct_fields__ if name in options
+        }
         section.setdefault("chunk_size", layout.chunk_size)
-        return self.undo.enter_context(VCacheEngine(self.config(device, segment_bytes, **section), layout, **options))
+        return self.undo.enter_context(
+            VCacheEngine(self.config(device, segment_bytes, **section), layout, **options)
+        )
 
     def worker(
         self,
@@ -272,9 +320,13 @@ class Node:
         chunk_size: int = CHUNK,
         **more: Any,
     ) -> Worker:
-        """A worker process on `device`. more: `copier`, `trusting`, `visible`, `apart`, `kv_device` (see Setup)."""
+        """A worker process on `device`. more: `copier`, `trusting`, `visible`, `apart`, `kv_device`
+        (see Setup).
+        """
         config = self.config(device, segment_bytes, chunk_size)
-        return self.undo.enter_context(Worker(Setup(config=config, arrangement=arrangement, sizes=sizes, **more)))
+        return self.undo.enter_context(
+            Worker(Setup(config=config, arrangement=arrangement, sizes=sizes, **more))
+        )
 
     def client(self) -> Client:
         """A bystander's connection."""
@@ -284,7 +336,8 @@ class Node:
 @contextmanager
 def node(folder: Path, client: ClientConfig = PATIENT) -> Iterator[Node]:
     made = Node(folder, client)
-    # These tensors are tiny: a second thread costs milliseconds where others run tests beside these.
+    # These tensors are tiny: a second thread costs milliseconds where others run tests beside
+    # these.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with made.stage.undo, made.undo:
@@ -292,7 +345,13 @@ def node(folder: Path, client: ClientConfig = PATIENT) -> Iterator[Node]:
         yield made
 
 
-def put(engine: VCacheEngine, cache: Cache, tokens: torch.Tensor, slots: torch.Tensor | None = None, **more: Any) -> None:
+def put(
+    engine: VCacheEngine,
+    cache: Cache,
+    tokens: torch.Tensor,
+    slots: torch.Tensor | None = None,
+    **more: Any,
+) -> None:
     """Prefill into `cache`, store, and wait until it is visible."""
     slots = places(cache.sizes, len(tokens)) if slots is None else slots
     cache.fill(tokens, slots)
@@ -300,8 +359,12 @@ def put(engine: VCacheEngine, cache: Cache, tokens: torch.Tensor, slots: torch.T
     assert engine.flush(SECONDS)
 
 
-def get(engine: VCacheEngine, cache: Cache, tokens: torch.Tensor, seed: int = 1, **more: Any) -> int:
-    """Retrieve into poisoned blocks; how many tokens came. Fails unless every byte of the whole cache is as it should be."""
+def get(
+    engine: VCacheEngine, cache: Cache, tokens: torch.Tensor, seed: int = 1, **more: Any
+) -> int:
+    """Retrieve into poisoned blocks; how many tokens came. Fails unless every byte of the whole
+    cache is as it should be.
+    """
     cache.poison()
     slots = places(cache.sizes, len(tokens), seed)
     mask = engine.retrieve(tokens, None, cache.tensors, slots, **more)
@@ -312,9 +375,13 @@ def get(engine: VCacheEngine, cache: Cache, tokens: torch.Tensor, seed: int = 1,
 
 
 class Pair:
-    """A writer that lends a segment on host:a, a reader on host:b that lends nothing, and a cache of each."""
+    """A writer that lends a segment on host:a, a reader on host:b that lends nothing, and a cache
+    of each.
+    """
 
-    def __init__(self, here: Node, arrangement: Arrangement = FLASH, chunks: int = 0, sizes: Sizes = SMALL) -> None:
+    def __init__(
+        self, here: Node, arrangement: Arrangement = FLASH, chunks: int = 0, sizes: Sizes = SMALL
+    ) -> None:
         self.mine, self.theirs = Cache(arrangement, sizes), Cache(arrangement, sizes)
         self.layout = layout_of(self.mine)
         self.writer = here.engine("host:a", chunks * self.mine.chunk_bytes or ROOMY, self.layout)

@@ -1,4 +1,6 @@
-"""As much of the CUDA driver as segments and the doctor use: it counts what it gave out, and can fail anywhere."""
+"""As much of the CUDA driver as segments and the doctor use: it counts what it gave out, and can
+fail anywhere.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +36,18 @@ class _Names:
 
 
 class FakeCuda:
-    """As much of `cuda.bindings.driver` as segments use, for GPUs of 64 MiB. What it gave out it holds in its tables.
+    """As much of `cuda.bindings.driver` as segments use, for GPUs of 64 MiB. What it gave out it
+    holds in its tables.
 
-    `broken`: the call that fails. `calls`: names of the calls so far. An exported fd is an eventfd whose count is the handle.
-    """
+    `broken`: the call that fails. `calls`: names of the calls so far. An exported fd is an eventfd
+    whose count is the handle."""
 
     CUresult = Code
     CUdevice_attribute = CUdevice_P2PAttribute = CUmemAllocationGranularity_flags = _Names()
     CUstreamCaptureMode = _Names()
-    CUmemAllocationHandleType = CUmemLocationType = CUmemAccess_flags = CUmemAllocationType = _Names()
+    CUmemAllocationHandleType = CUmemLocationType = CUmemAccess_flags = CUmemAllocationType = (
+        _Names()
+    )
 
     def __init__(self, gpus: int = 2, peers: bool = True) -> None:
         self.gpus, self.peers = gpus, peers
@@ -66,8 +71,16 @@ class FakeCuda:
 
     def holds(self) -> dict[str, int]:
         """What a clean process has none of."""
-        held = {"contexts": sum(self.contexts), "stack": len(self.stack), "handles": len(self.handles)}
-        return held | {"ranges": len(self.ranges), "mapped": len(self.mapped), "registered": len(self.registered)}
+        held = {
+            "contexts": sum(self.contexts),
+            "stack": len(self.stack),
+            "handles": len(self.handles),
+        }
+        return held | {
+            "ranges": len(self.ranges),
+            "mapped": len(self.mapped),
+            "registered": len(self.registered),
+        }
 
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("cu") and not name.startswith("cuGetError"):
@@ -155,7 +168,9 @@ class FakeCuda:
 
     def cuMemImportFromShareableHandle(self, fd: int, kind: str) -> Any:
         with open(f"/proc/self/fdinfo/{fd}") as lines:
-            count = next((line.split()[1] for line in lines if line.startswith("eventfd-count")), None)
+            count = next(
+                (line.split()[1] for line in lines if line.startswith("eventfd-count")), None
+            )
         if count is None:
             return (Code.CUDA_ERROR_INVALID_VALUE, None)
         self.handles.append(int(count, 16))

@@ -1,4 +1,5 @@
-"""Programs that start vLLM in processes of their own, with these forked from one that has imported it: the import is most of their cost.
+"""Programs that start vLLM in processes of their own, with these forked from one that has imported
+it: the import is most of their cost.
 
 For `vllm_cases.forking`.
 """
@@ -21,9 +22,13 @@ FORKED = "benchmarks.vllm.child", "benchmarks.vllm.memory", "vllm.entrypoints.op
 
 
 class Popen(subprocess.Popen[bytes]):
-    """`subprocess.Popen`, but that `python -m MODULE ARGUMENT…` of one of `FORKED` is run in the fork."""
+    """`subprocess.Popen`, but that `python -m MODULE ARGUMENT…` of one of `FORKED` is run in the
+    fork.
+    """
 
-    def __init__(self, command: Sequence[str], *, env: Mapping[str, str] | None = None, **more: Any) -> None:
+    def __init__(
+        self, command: Sequence[str], *, env: Mapping[str, str] | None = None, **more: Any
+    ) -> None:
         if list(command[:2]) == [sys.executable, "-m"] and command[2] in FORKED:
             before: Callable[[], None] = more.pop("preexec_fn", lambda: None)
             environment = dict(os.environ if env is None else env)
@@ -33,7 +38,9 @@ class Popen(subprocess.Popen[bytes]):
         super().__init__(command, env=env, **more)
 
 
-def _live(before: Callable[[], None], command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+def _live(
+    before: Callable[[], None], command: Sequence[str], environment: Mapping[str, str]
+) -> NoReturn:
     """In the child, which has its standard streams and its process group: the life of a program."""
     status = 1
     try:

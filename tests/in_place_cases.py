@@ -1,6 +1,6 @@
-"""vLLM's own scheduler with the connector's half in it, for tests of sharing in place: it hands out blocks, preempts, resumes,
-and is told of loads that failed. The model is not run: each step answers with a token of no importance. The server is real,
-and so are the tables."""
+"""vLLM's own scheduler with the connector's half in it, for tests of sharing in place: it hands out
+blocks, preempts, resumes, and is told of loads that failed. The model is not run: each step answers
+with a token of no importance. The server is real, and so are the tables."""
 
 from __future__ import annotations
 
@@ -27,13 +27,23 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vcache_backend.integration.vllm import lookups, tracked
-from vcache_backend.integration.vllm.metadata import PublicationSpec, Shard, StepMetadata, WorkerReport
+from vcache_backend.integration.vllm.metadata import (
+    PublicationSpec,
+    Shard,
+    StepMetadata,
+    WorkerReport,
+)
 from vcache_backend.integration.vllm.model_spec import ShardSpec
 from vcache_backend.resident import pins
 from vcache_backend.resident.exported import Shown, cache_shape
@@ -96,8 +106,9 @@ class Engine:
         widest: int = BLOCK,
         **connector: Any,
     ) -> None:
-        """arguments: of vLLM's. lends: bytes, to the pool. windows: of groups of layers before those that look at all tokens. widest:
-        tokens of those layers' blocks. connector: settings."""
+        """arguments: of vLLM's. lends: bytes, to the pool. windows: of groups of layers before
+        those that look at all tokens. widest: tokens of those layers' blocks. connector:
+        settings."""
         transfer = KVTransferConfig(
             kv_connector="VCacheConnector",
             kv_connector_module_path="vcache_backend.integration.vllm_connector",
@@ -120,7 +131,12 @@ class Engine:
             **{"max_num_batched_tokens": 640, **(arguments or {})},
         ).create_engine_config()
         config.cache_config.num_gpu_blocks = blocks
-        sizes: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+        sizes: dict[str, Any] = {
+            "block_size": BLOCK,
+            "num_kv_heads": 2,
+            "head_size": 64,
+            "dtype": torch.bfloat16,
+        }
         kinds = [SlidingWindowSpec(sliding_window=window, **sizes) for window in windows] + [
             FullAttentionSpec(**sizes | {"block_size": widest})
         ]
@@ -136,15 +152,23 @@ class Engine:
         self.publisher: Publisher | None = None
         self.slow = False
         """Whether its worker publishes what a test tells it to."""
-        shard = Shard(ShardSpec(pp_rank=0, tp_rank=0, dtype="bfloat16", kv_layout="x", layers=1, block_size=BLOCK))
-        self.half.update(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(shards={(0, 0): shard})))
+        shard = Shard(
+            ShardSpec(
+                pp_rank=0, tp_rank=0, dtype="bfloat16", kv_layout="x", layers=1, block_size=BLOCK
+            )
+        )
+        self.half.update(
+            KVConnectorOutput(kv_connector_worker_meta=WorkerReport(shards={(0, 0): shard}))
+        )
         assert self.half.instance.open(), self.half.instance.refused
 
     def show(self, here: Node, undo: ExitStack) -> None:
         """Its worker shows a KV cache, and publishes what steps compute."""
         client, cache = undo.enter_context(here.client()), SharedCache()
         instance = self.half.publications.instance
-        shown = Shown(client, instance, 0, cache_shape(cache.kv, cache.regions, HOST), cache.regions)
+        shown = Shown(
+            client, instance, 0, cache_shape(cache.kv, cache.regions, HOST), cache.regions
+        )
         undo.callback(shown.close)
         shared = self.half.publications
         self.publisher = Publisher(client, EngineStats(), instance, shared.each, shared.lead)
@@ -162,12 +186,16 @@ class Engine:
         assert self.publisher is not None
         assert self.publisher.flush(SECONDS)
 
-    def add(self, tokens: list[int], max_tokens: int = 4, priority: int = 0, **vcache: Any) -> Request:
+    def add(
+        self, tokens: list[int], max_tokens: int = 4, priority: int = 0, **vcache: Any
+    ) -> Request:
         request = Request(
             request_id=f"r{next(_made)}",
             prompt_token_ids=tokens,
             sampling_params=SamplingParams(
-                max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": {"vcache": vcache}}
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                extra_args={"kv_transfer_params": {"vcache": vcache}},
             ),
             pooling_params=None,
             block_hasher=self.hasher,
@@ -177,7 +205,9 @@ class Engine:
         return request
 
     def step(self, fails: bool = False, **said: Any) -> StepMetadata:
-        """One step. said: what the worker's connector answers to it, beside a token for each request. fails: its one load does."""
+        """One step. said: what the worker's connector answers to it, beside a token for each
+        request. fails: its one load does.
+        """
         output = self.scheduler.schedule()
         self.ran(output)
         meta: StepMetadata = output.kv_connector_metadata
@@ -189,7 +219,11 @@ class Engine:
             report = WorkerReport(failed={load.request_id}, read={load.number})
             said = {"invalid_block_ids": set(load.wanted), "kv_connector_worker_meta": report}
         ids = list(output.num_scheduled_tokens)
-        finished = [self.scheduler.requests[one].num_computed_tokens >= self.scheduler.requests[one].num_tokens for one in ids]
+        finished = [
+            self.scheduler.requests[one].num_computed_tokens
+            >= self.scheduler.requests[one].num_tokens
+            for one in ids
+        ]
         ran = ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={one: at for at, one in enumerate(ids)},
@@ -210,12 +244,17 @@ class Engine:
                 continue
             keys = self.keys(request)
             numbers = [keys.index(key) for key in spec.keys]
-            found += [Published(number, *lies, spec.sequence) for number, lies in zip(numbers, lying(spec), strict=True)]
+            found += [
+                Published(number, *lies, spec.sequence)
+                for number, lies in zip(numbers, lying(spec), strict=True)
+            ]
         return found
 
     def keys(self, request: Request) -> list[Any]:
         assert self.half.instance.keys is not None
-        return self.half.instance.keys.keys(request.block_hashes, 0, len(request.block_hashes) // EACH)
+        return self.half.instance.keys.keys(
+            request.block_hashes, 0, len(request.block_hashes) // EACH
+        )
 
     def numbers(self, request: Request, meta: StepMetadata | None = None) -> list[int]:
         return [one.number for one in self.published(request, meta)]

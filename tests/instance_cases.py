@@ -1,4 +1,6 @@
-"""Instances that share in place, for the tests: what their schedulers and workers show, over real connections, without any vLLM."""
+"""Instances that share in place, for the tests: what their schedulers and workers show, over real
+connections, without any vLLM.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,19 @@ def make_table(blocks: int, seals: int = FUTURE_WRITE) -> int:
 def shape(blocks: int = 64, regions: int = 1, device: str = "host") -> m.CacheShape:
     """Two layers of two parts in as many regions."""
     planes = [(plane % regions, plane // regions * blocks * PAGE) for plane in range(4)]
-    return m.CacheShape(device, "host", "tokens heads", PAGE, 2, 2, blocks, 16, PAGE, planes, [4 * blocks * PAGE] * regions)
+    return m.CacheShape(
+        device,
+        "host",
+        "tokens heads",
+        PAGE,
+        2,
+        2,
+        blocks,
+        16,
+        PAGE,
+        planes,
+        [4 * blocks * PAGE] * regions,
+    )
 
 
 def numbers(*blocks: int) -> bytes:
@@ -53,7 +67,9 @@ def chunk_generations(value: int, chunks: int = 1, each: int = EACH) -> bytes:
     return counts(*[value] * (chunks * each))
 
 
-def join(client: Client, instance: bytes, blocks: int = 64, ranks: int = 1, each: int = EACH) -> None:
+def join(
+    client: Client, instance: bytes, blocks: int = 64, ranks: int = 1, each: int = EACH
+) -> None:
     """Show a table, as a scheduler does."""
     table = make_table(blocks)
     try:
@@ -62,7 +78,9 @@ def join(client: Client, instance: bytes, blocks: int = 64, ranks: int = 1, each
         os.close(table)
 
 
-def show(client: Client, instance: bytes, rank: int = 0, regions: int = 1, blocks: int = 64) -> None:
+def show(
+    client: Client, instance: bytes, rank: int = 0, regions: int = 1, blocks: int = 64
+) -> None:
     """Show a cache and its regions, as a worker does."""
     what = shape(blocks, regions)
     assert client.show_cache(instance, rank, what) == regions
@@ -85,7 +103,14 @@ def publish(
 ) -> int:
     """Publish chunks in blocks from `first` on."""
     size = len(keys)
-    return client.publish(instance, sequence, list(keys), chunk_blocks(first, size), chunk_generations(generation, size), epoch)
+    return client.publish(
+        instance,
+        sequence,
+        list(keys),
+        chunk_blocks(first, size),
+        chunk_generations(generation, size),
+        epoch,
+    )
 
 
 def keys(count: int, rank: int = 0, start: int = 0) -> list[m.ChunkKey]:

@@ -1,6 +1,6 @@
-"""KV caches with known content: the content of a token's KV is a function of (token, layer) and nothing else, so any process can check
-any byte. Caches are filled and checked through their axes as vLLM names them, never through the code under test.
-"""
+"""KV caches with known content: the content of a token's KV is a function of (token, layer) and
+nothing else, so any process can check any byte. Caches are filled and checked through their axes as
+vLLM names them, never through the code under test."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ SMALL = Sizes()
 
 
 class Arrangement(NamedTuple):
-    """A KV layout of vLLM. axes: of the tensor. memory: the same axes, outermost first, where strides differ from shapes.
+    """A KV layout of vLLM. axes: of the tensor. memory: the same axes, outermost first, where
+    strides differ from shapes.
 
     packed: K and V lie in one row of `dim`.
     """
@@ -68,7 +69,9 @@ ARRANGEMENTS = [
 
 
 def content(tokens: torch.Tensor, layer: int, width: int) -> torch.Tensor:
-    """The bytes (tokens, width) that one layer of a KV cache holds for these tokens; every bit depends on token, layer and place."""
+    """The bytes (tokens, width) that one layer of a KV cache holds for these tokens; every bit
+    depends on token, layer and place.
+    """
     words = -(-width // 8)
     place = torch.arange(words, device=tokens.device)
     seeds = mix(tokens[:, None] * 0x9E3779B1 + layer * 0x85EBCA77)
@@ -76,7 +79,9 @@ def content(tokens: torch.Tensor, layer: int, width: int) -> torch.Tensor:
 
 
 def prompt(count: int, family: int = 1) -> torch.Tensor:
-    """`count` tokens; prompts of one family are prefixes of one another, and no token is in two families."""
+    """`count` tokens; prompts of one family are prefixes of one another, and no token is in two
+    families.
+    """
     return torch.arange(count) + family * 1_000_000
 
 
@@ -91,7 +96,9 @@ def places(sizes: Sizes, count: int, seed: int = 0) -> torch.Tensor:
 class Cache:
     """A paged KV cache, poisoned when new. `tensors` is what the engine gets: one a layer."""
 
-    def __init__(self, arrangement: Arrangement = FLASH, sizes: Sizes = SMALL, device: str = "cpu") -> None:
+    def __init__(
+        self, arrangement: Arrangement = FLASH, sizes: Sizes = SMALL, device: str = "cpu"
+    ) -> None:
         self.arrangement, self.sizes = arrangement, sizes
         axes = arrangement.axes.split()
         memory = (arrangement.memory or arrangement.axes).split()
@@ -99,11 +106,16 @@ class Cache:
         length = {"part": 2, "block": sizes.blocks, "token": sizes.block_size, "head": sizes.heads}
         length["dim"] = sizes.dim * item * (2 if arrangement.packed else 1)
         where = torch.device(device if device.startswith("cuda") else "cpu")
-        self._memory = [self._allocated([length[a] for a in memory], where) for _ in range(sizes.layers)]
+        self._memory = [
+            self._allocated([length[a] for a in memory], where) for _ in range(sizes.layers)
+        ]
         order = [memory.index(axis) for axis in axes]
         self.tensors = [raw.view(arrangement.dtype).permute(order) for raw in self._memory]
         first = [memory.index("block"), memory.index("token")]
-        self._rows = [raw.permute(first + [a for a in range(len(memory)) if a not in first]) for raw in self._memory]
+        self._rows = [
+            raw.permute(first + [a for a in range(len(memory)) if a not in first])
+            for raw in self._memory
+        ]
         self.poison()
 
     def _allocated(self, shape: list[int], device: torch.device) -> torch.Tensor:
@@ -135,7 +147,9 @@ class Cache:
         for layer, rows in enumerate(self._rows):
             rest = rows.shape[2:]
             kv = content(tokens, layer, math.prod(rest))
-            rows[slots // self.sizes.block_size, slots % self.sizes.block_size] = kv.view(len(tokens), *rest)
+            rows[slots // self.sizes.block_size, slots % self.sizes.block_size] = kv.view(
+                len(tokens), *rest
+            )
 
     def wrong(self, tokens: torch.Tensor, slots: torch.Tensor) -> int:
         """How many bytes in `slots` are not the KV of `tokens`."""
@@ -146,7 +160,9 @@ class Cache:
         return int(count)
 
     def digest(self, slots: torch.Tensor) -> str:
-        """Of the bytes in `slots`, token by token, all layers: equal for two caches that hold the same KV."""
+        """Of the bytes in `slots`, token by token, all layers: equal for two caches that hold the
+        same KV.
+        """
         digest = blake2b(digest_size=16)
         for rows in self._at(slots):
             digest.update(rows.cpu().numpy().tobytes())
@@ -156,7 +172,10 @@ class Cache:
         """Every byte of the whole cache: the KV of `tokens` in `slots`, poison everywhere else."""
         expected = Cache(self.arrangement, self.sizes, str(self._memory[0].device))
         expected.fill(tokens, slots)
-        return all(torch.equal(mine, theirs) for mine, theirs in zip(self._memory, expected._memory, strict=True))
+        return all(
+            torch.equal(mine, theirs)
+            for mine, theirs in zip(self._memory, expected._memory, strict=True)
+        )
 
     def _at(self, slots: torch.Tensor) -> Iterator[torch.Tensor]:
         slots = self.here(slots)

@@ -1,4 +1,5 @@
-"""What the tests of the LMCache plugin share: LMCache's YAML, processes with real engines in them, and a node with a server for them.
+"""What the tests of the LMCache plugin share: LMCache's YAML, processes with real engines in them,
+and a node with a server for them.
 
 LMCache is imported in child processes only; here nothing of it is needed.
 """
@@ -30,15 +31,21 @@ from vcache_backend.metadata_server.client import Client
 if TYPE_CHECKING:
     from lmcache_worker import Inside
 
-needs_lmcache = pytest.mark.skipif(importlib.util.find_spec("lmcache") is None, reason="LMCache is not installed")
+needs_lmcache = pytest.mark.skipif(
+    importlib.util.find_spec("lmcache") is None, reason="LMCache is not installed"
+)
 SLOW = 60.0
 """Importing LMCache, with vLLM behind it, on a busy machine."""
 CHUNKS = 16
-"""Chunks that the engines of a test lend to the pool, if nothing else is said: they share one segment, being on one device."""
+"""Chunks that the engines of a test lend to the pool, if nothing else is said: they share one
+segment, being on one device.
+"""
 
 
 def tokens(count: int, family: int = 1) -> list[int]:
-    """`count` tokens; those of one family are prefixes of one another, and no token is in two families."""
+    """`count` tokens; those of one family are prefixes of one another, and no token is in two
+    families.
+    """
     return [family * 1_000_000 + i for i in range(count)]
 
 
@@ -48,10 +55,18 @@ def chunks(count: int, family: int = 1) -> list[int]:
 
 
 def settings(
-    socket: Path, lent: int, client: ClientConfig = PATIENT, extra: dict[str, Any] | None = None, **lmcache: Any
+    socket: Path,
+    lent: int,
+    client: ClientConfig = PATIENT,
+    extra: dict[str, Any] | None = None,
+    **lmcache: Any,
 ) -> dict[str, Any]:
-    """LMCache's configuration as a user of vcache writes it. `extra`: of `extra_config`; the rest are LMCache's own."""
-    patience = {f"vcache.client.{name}": value for name, value in msgspec.structs.asdict(client).items()}
+    """LMCache's configuration as a user of vcache writes it. `extra`: of `extra_config`; the rest
+    are LMCache's own.
+    """
+    patience = {
+        f"vcache.client.{name}": value for name, value in msgspec.structs.asdict(client).items()
+    }
     own = {
         "vcache.server.socket": str(socket),
         "vcache.pool.device": "host",
@@ -60,16 +75,19 @@ def settings(
         **patience,
         **(extra or {}),
     }
-    return lmcache_settings(own, {"chunk_size": CHUNK, "pre_caching_hash_algorithm": "sha256_cbor"} | lmcache)
+    return lmcache_settings(
+        own, {"chunk_size": CHUNK, "pre_caching_hash_algorithm": "sha256_cbor"} | lmcache
+    )
 
 
 class Setup(NamedTuple):
-    """What a child is made of. yaml: the file that LMCache loads. before: called first, with nothing made yet.
+    """What a child is made of. yaml: the file that LMCache loads. before: called first, with
+    nothing made yet.
 
-    bind: show the KV caches to the plugin at start, as vLLM does;
-    else the first store or retrieve does. service: the name under which LMCache's look-up servers of all ranks and its look-up
-    client find each other; empty: there are none. plant: a bug, or something else to do to the child once it is complete.
-    """
+    bind: show the KV caches to the plugin at start, as vLLM does; else the first store or retrieve
+    does. service: the name under which LMCache's look-up servers of all ranks and its look-up
+    client find each other; empty: there are none. plant: a bug, or something else to do to the
+    child once it is complete."""
 
     yaml: Path
     arrangement: Arrangement
@@ -86,8 +104,9 @@ class Setup(NamedTuple):
 
 
 class Retrieved(NamedTuple):
-    """first, tokens: where the tokens that LMCache says are there begin, and how many follow. right: every byte of the KV cache is as
-    it must be: those tokens' KV in their slots, nothing changed anywhere else."""
+    """first, tokens: where the tokens that LMCache says are there begin, and how many follow.
+    right: every byte of the KV cache is as it must be: those tokens' KV in their slots, nothing
+    changed anywhere else."""
 
     first: int
     tokens: int
@@ -98,7 +117,8 @@ class Retrieved(NamedTuple):
 @functools.cache
 def home() -> Nursery:
     """The process that engines are forked from: it imports LMCache once."""
-    folder = tempfile.mkdtemp(prefix="vcache-lm-")  # sockets in pytest's own folders have names that are too long
+    # sockets in pytest's own folders have names that are too long
+    folder = tempfile.mkdtemp(prefix="vcache-lm-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     away = {
         "LMCACHE_TRACK_USAGE": "false",
@@ -119,7 +139,9 @@ def _inside(setup: Setup) -> Inside:
 
 
 class Engine(Worker):
-    """A process with an LMCacheEngine, seen from outside. Every answer has a deadline; leaving the context kills it."""
+    """A process with an LMCacheEngine, seen from outside. Every answer has a deadline; leaving the
+    context kills it.
+    """
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(home(), _inside, setup, name="an engine", start_seconds=SLOW)
@@ -163,8 +185,14 @@ class Pool:
         process: dict[str, Any] | None = None,
         **options: Any,
     ) -> Engine:
-        """An engine in a process of its own, lending room for `lent` chunks. process: of `Setup`; options: see `settings`."""
-        nbytes = lent * Cache(arrangement, sizes._replace(blocks=1)).token_bytes * options.get("chunk_size", CHUNK)
+        """An engine in a process of its own, lending room for `lent` chunks. process: of `Setup`;
+        options: see `settings`.
+        """
+        nbytes = (
+            lent
+            * Cache(arrangement, sizes._replace(blocks=1)).token_bytes
+            * options.get("chunk_size", CHUNK)
+        )
         setup = Setup(
             yaml=self.yaml(nbytes, **options),
             arrangement=arrangement,
@@ -186,8 +214,12 @@ class Pool:
         return count
 
     def settled(self) -> bool:
-        """Whether all leases and reservations are over, soon. Releases of what was not read go out in the background."""
-        return bool(eventually(lambda: not (stats := self.stats()).leases and not stats.reservations))
+        """Whether all leases and reservations are over, soon. Releases of what was not read go out
+        in the background.
+        """
+        return bool(
+            eventually(lambda: not (stats := self.stats()).leases and not stats.reservations)
+        )
 
 
 @contextmanager
@@ -235,7 +267,9 @@ def pair(shared: Pair) -> Pair:
 
 
 def all_of(count: int, first: int = 0) -> tuple[int, int, bool]:
-    """What a retrieval says that brought `count` tokens from `first` on, and every byte is right."""
+    """What a retrieval says that brought `count` tokens from `first` on, and every byte is
+    right.
+    """
     return first, count, True
 
 

@@ -1,4 +1,6 @@
-"""The inside of `lmcache_cases.Engine`: a process with a real LMCacheEngine. Its nursery imports this module, and LMCache with it, once."""
+"""The inside of `lmcache_cases.Engine`: a process with a real LMCacheEngine. Its nursery imports
+this module, and LMCache with it, once.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ ENGINE = "engine"
 
 
 class Inside:
-    """The inside of a child: a KV cache, an engine of LMCache made from a YAML file, and the plugin's log lines."""
+    """The inside of a child: a KV cache, an engine of LMCache made from a YAML file, and the
+    plugin's log lines.
+    """
 
     def __init__(self, setup: Setup) -> None:
         torch.set_num_threads(1)
@@ -43,9 +47,17 @@ class Inside:
         self.config = load_engine_config_with_overrides()
         self.metadata = metadata(setup)
         connector = CreateGPUConnector(self.config, self.metadata, EngineType.MOCK)
-        self.engine: Any = LMCacheEngineBuilder.get_or_create(ENGINE, self.config, self.metadata, connector, print, print)
-        self.server = LookupClientFactory.create_lookup_server(self.engine, self.metadata) if setup.service else None
-        asynchronous = {"async_lookup_server": self.server} if self.config.enable_async_loading else {}
+        self.engine: Any = LMCacheEngineBuilder.get_or_create(
+            ENGINE, self.config, self.metadata, connector, print, print
+        )
+        self.server = (
+            LookupClientFactory.create_lookup_server(self.engine, self.metadata)
+            if setup.service
+            else None
+        )
+        asynchronous = (
+            {"async_lookup_server": self.server} if self.config.enable_async_loading else {}
+        )
         self.engine.post_init(**asynchronous)
         if setup.bind:
             self.show_kv_caches()
@@ -73,11 +85,15 @@ class Inside:
     # ---- what vLLM's adapter does
 
     def store(self, tokens: list[int], seed: int = 0, skip: int = 0, **more: Any) -> bool:
-        """Prefill, store all but the first `skip` tokens, and reuse the blocks at once. True when all is visible or given up."""
+        """Prefill, store all but the first `skip` tokens, and reuse the blocks at once. True when
+        all is visible or given up.
+        """
         slots = self.prefill(tokens, seed)
         mask = torch.ones(len(tokens), dtype=torch.bool)
         mask[: skip // self.setup.chunk_size * self.setup.chunk_size] = False
-        self.engine.store(tokens, mask=mask, kvcaches=self.cache.tensors, slot_mapping=slots, offset=skip, **more)
+        self.engine.store(
+            tokens, mask=mask, kvcaches=self.cache.tensors, slot_mapping=slots, offset=skip, **more
+        )
         self.cache.poison()
         return self.flush()
 
@@ -91,7 +107,9 @@ class Inside:
         worker = self.worker
         return worker is None or bool(worker.session.flush(SECONDS))
 
-    def lookup(self, tokens: list[int], request: str = "", configs: dict[str, Any] | None = None) -> int:
+    def lookup(
+        self, tokens: list[int], request: str = "", configs: dict[str, Any] | None = None
+    ) -> int:
         """Pinned if it is a request's."""
         more = {"lookup_id": request, "pin": True} if request else {}
         return int(self.engine.lookup(tokens, request_configs=configs, **more))
@@ -99,9 +117,11 @@ class Inside:
     def unpin(self, request: str) -> None:
         self.engine.lookup_unpin(request)
 
-    def retrieve(self, tokens: list[int], request: str = "r", cached: int = 0, seed: int = 1, **more: Any) -> Retrieved:
-        """Into poisoned blocks, the first `cached` tokens of which vLLM has already: they hold something else, to be left alone but for
-        a last block that is not whole."""
+    def retrieve(
+        self, tokens: list[int], request: str = "r", cached: int = 0, seed: int = 1, **more: Any
+    ) -> Retrieved:
+        """Into poisoned blocks, the first `cached` tokens of which vLLM has already: they hold
+        something else, to be left alone but for a last block that is not whole."""
         slots, size = places(self.setup.sizes, len(tokens), seed), self.setup.chunk_size
         mask = torch.ones(len(tokens), dtype=torch.bool)
         mask[: cached // size * size] = False
@@ -111,7 +131,13 @@ class Inside:
         self.cache.fill(theirs, slots[:cached])
         started = time.monotonic()
         found = self.engine.retrieve(
-            tokens, mask, kvcaches=self.cache.tensors, slot_mapping=slots, vllm_cached_tokens=cached, req_id=request, **more
+            tokens,
+            mask,
+            kvcaches=self.cache.tensors,
+            slot_mapping=slots,
+            vllm_cached_tokens=cached,
+            req_id=request,
+            **more,
         )
         seconds = time.monotonic() - started
         self.unpin(request)
@@ -120,12 +146,17 @@ class Inside:
         expected = Cache(self.setup.arrangement, self.setup.sizes)
         expected.fill(theirs[:kept], slots[:kept])
         expected.fill(self.shard(tokens)[new], slots[new])
-        right = all(torch.equal(mine, its) for mine, its in zip(self.cache._memory, expected._memory, strict=True))
+        right = all(
+            torch.equal(mine, its)
+            for mine, its in zip(self.cache._memory, expected._memory, strict=True)
+        )
         count, first = int(found.sum()), int(found.int().argmax())
         return Retrieved(first, count, right and bool(found[first : first + count].all()), seconds)
 
     def ask(self, tokens: list[int], request: str, configs: dict[str, Any] | None = None) -> int:
-        """What vLLM's scheduler does: ask all ranks through LMCache's own client, and again until they have answered."""
+        """What vLLM's scheduler does: ask all ranks through LMCache's own client, and again until
+        they have answered.
+        """
         client = self.scheduler
         deadline = time.monotonic() + SECONDS
         found = client.lookup_cache(request)
@@ -174,7 +205,9 @@ class Lines(logging.Handler):
         logging.getLogger("vcache_backend").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(f"{record.levelname} {record.getMessage()}{' (with a traceback)' * bool(record.exc_info)}")
+        self.texts.append(
+            f"{record.levelname} {record.getMessage()}{' (with a traceback)' * bool(record.exc_info)}"
+        )
 
 
 def metadata(setup: Setup) -> LMCacheMetadata:

@@ -1,8 +1,8 @@
 """A simple model of the directory: lists of slots and no cleverness, slow and easy to believe.
 
-The tests drive `Directory` and this model side by side. The model never decides where a chunk goes or which one is evicted:
-it checks that what the directory decided was allowed, and keeps what must then be true.
-"""
+The tests drive `Directory` and this model side by side. The model never decides where a chunk goes
+or which one is evicted: it checks that what the directory decided was allowed, and keeps what must
+then be true."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ class FakeClock:
 
 
 class Memory:
-    """The bytes of the segments. A writer fills its slot with a pattern that no other write ever used."""
+    """The bytes of the segments. A writer fills its slot with a pattern that no other write ever
+    used.
+    """
 
     def __init__(self) -> None:
         self.bytes_of: dict[str, bytearray] = {}
@@ -49,8 +51,12 @@ class Memory:
 
     def write(self, location: Location, token: int) -> None:
         memory = self.bytes_of[location.segment]
-        assert 0 <= location.offset <= location.offset + location.length <= len(memory), f"{location} leaves its segment"
-        memory[location.offset : location.offset + location.length] = pattern(token, location.length)
+        assert 0 <= location.offset <= location.offset + location.length <= len(memory), (
+            f"{location} leaves its segment"
+        )
+        memory[location.offset : location.offset + location.length] = pattern(
+            token, location.length
+        )
 
     def copy(self, old: Location, new: Location) -> None:
         """Whatever lies there by now."""
@@ -58,7 +64,9 @@ class Memory:
         self.bytes_of[new.segment][new.offset : new.offset + len(data)] = data
 
     def read(self, location: Location) -> bytes:
-        return bytes(self.bytes_of[location.segment][location.offset : location.offset + location.length])
+        return bytes(
+            self.bytes_of[location.segment][location.offset : location.offset + location.length]
+        )
 
 
 def pattern(token: int, nbytes: int) -> bytes:
@@ -67,8 +75,9 @@ def pattern(token: int, nbytes: int) -> bytes:
 
 @dataclass(eq=False)
 class Slot:
-    """An occupied place. `state`: open (may be committed), void (quarantined), live, doomed (removed under a lease), cleared (seen by
-    nobody, to be freed some time), resting (of before a restart, seen by nobody until it is back)."""
+    """An occupied place. `state`: open (may be committed), void (quarantined), live, doomed
+    (removed under a lease), cleared (seen by nobody, to be freed some time), resting (of before a
+    restart, seen by nobody until it is back)."""
 
     key: ChunkKey
     location: Location
@@ -77,15 +86,19 @@ class Slot:
 
     @property
     def span(self) -> tuple[str, int, int]:
-        return self.location.segment, self.location.offset, self.location.offset + room_of(self.location.length)
+        return (
+            self.location.segment,
+            self.location.offset,
+            self.location.offset + room_of(self.location.length),
+        )
 
 
 @dataclass(eq=False)
 class Held:
     """A lease, as the directory's table has it: it may be overdue until the table is looked at.
 
-    `granted`: when, or when it was last renewed. `client`: None once its connection is gone; `orphan` until somebody renews it then.
-    """
+    `granted`: when, or when it was last renewed. `client`: None once its connection is gone;
+    `orphan` until somebody renews it then."""
 
     client: int | None
     granted: float
@@ -133,7 +146,9 @@ class Model:
     order: list[ChunkKey] = field(default_factory=list)
     """Live chunks that nobody reads, coldest first."""
     rested: dict[ChunkKey, int] = field(default_factory=dict)
-    """Chunks of before a restart that nobody has used since, and their places in the order of then: colder than all others."""
+    """Chunks of before a restart that nobody has used since, and their places in the order of then:
+    colder than all others.
+    """
     before: list[tuple[float, Slot]] = field(default_factory=list)
     """What was leased from servers of before, and until when its readers count on it."""
     reserves_from: float = 0.0
@@ -161,22 +176,36 @@ class Model:
     def evictable(self, slot: Slot) -> bool:
         coming_back = slot.state == "resting" and slot.location.segment in self.segments
         leaves = slot.location.segment in self.segments and self.cut(slot)
-        return (coming_back or slot.state in ("cleared", "live")) and not self.leased(slot) and not leaves
+        return (
+            (coming_back or slot.state in ("cleared", "live"))
+            and not self.leased(slot)
+            and not leaves
+        )
 
     def coldest(self) -> list[Slot]:
         """The live chunks in the order in which they should go."""
         return [slot for slot in map(self.live, self.order) if slot is not None]
 
     def used(self, segment: str) -> int:
-        return sum(end - start for name, start, end in (s.span for s in self.slots) if name == segment)
+        return sum(
+            end - start for name, start, end in (s.span for s in self.slots) if name == segment
+        )
 
     def gaps(self, segment: str, ignore_evictable: bool = False) -> dict[int, int]:
-        """The bytes of each stretch of a segment that no slot occupies (or none that must stay), by its start."""
+        """The bytes of each stretch of a segment that no slot occupies (or none that must stay), by
+        its start.
+        """
         place = (self.segments | self.absent)[segment]
         keep = [s.span for s in self.slots if not (ignore_evictable and self.evictable(s))]
-        taken = sorted((start, end) for name, start, end in keep if name == segment and end <= place.end)
+        taken = sorted(
+            (start, end) for name, start, end in keep if name == segment and end <= place.end
+        )
         ends = [0, *(end for _, end in taken)]
-        return {end: start - end for end, (start, _) in zip(ends, [*taken, (place.end, 0)], strict=True) if start > end}
+        return {
+            end: start - end
+            for end, (start, _) in zip(ends, [*taken, (place.end, 0)], strict=True)
+            if start > end
+        }
 
     def largest_gap(self, segment: str, ignore_evictable: bool = False) -> int:
         return max(self.gaps(segment, ignore_evictable).values(), default=0)
@@ -184,7 +213,11 @@ class Model:
     def free(self, segment: str) -> int:
         """Bytes that no slot has, of those that may have one."""
         end = self.segments[segment].end
-        return end - sum(stop - start for name, start, stop in (s.span for s in self.slots) if name == segment and stop <= end)
+        return end - sum(
+            stop - start
+            for name, start, stop in (s.span for s in self.slots)
+            if name == segment and stop <= end
+        )
 
     def cut(self, slot: Slot) -> bool:
         """Whether its place was taken back."""
@@ -339,7 +372,9 @@ class Model:
                 self.given_back(id_)
 
     def restart(self, now: float) -> None:
-        """Leases are gone but for their grace, reservations void, segments absent, chunks rest in them but for cleared ones."""
+        """Leases are gone but for their grace, reservations void, segments absent, chunks rest in
+        them but for cleared ones.
+        """
         self.slots = [slot for slot in self.slots if slot.state != "cleared"]
         for id_, held in list(self.leases.items()):
             until = min(held.deadline, held.granted + GRACE_SECONDS)
@@ -349,7 +384,10 @@ class Model:
             self.void(id_)
         for slot in self.slots:
             slot.state = "resting" if slot.state == "live" else slot.state
-        lasting = {name: Place(place.device, place.nbytes, limit=place.limit) for name, place in self.segments.items()}
+        lasting = {
+            name: Place(place.device, place.nbytes, limit=place.limit)
+            for name, place in self.segments.items()
+        }
         self.absent |= lasting
         self.reserves_from = now + GRACE_SECONDS if self.absent else 0.0
         self.segments = {}

@@ -1,7 +1,8 @@
-"""A real Mooncake store for tests, which is that of the benchmarks, and what talks to it past everything of ours.
+"""A real Mooncake store for tests, which is that of the benchmarks, and what talks to it past
+everything of ours.
 
-Import the fixtures you use: `depot` (shared by the whole session: leave it as it is), `raw` and `model` for it, `own_depot` (to be broken).
-"""
+Import the fixtures you use: `depot` (shared by the whole session: leave it as it is), `raw` and
+`model` for it, `own_depot` (to be broken)."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ needs_mooncake = pytest.mark.skipif(bool(MISSING), reason=MISSING or "Mooncake i
 
 
 class Raw:
-    """The store itself, past everything of ours but its process: objects as bytes. Leaving the context kills the process."""
+    """The store itself, past everything of ours but its process: objects as bytes. Leaving the
+    context kills the process.
+    """
 
     def __init__(self, config: MooncakeConfig, nbytes: int = 8 * MIB) -> None:
         """nbytes: the most that one call puts or gets."""
@@ -68,7 +71,10 @@ class Raw:
         """Objects of at most so many bytes; empty where there is none."""
         self.memory[:] = bytes(len(self.memory))
         sizes = self.call("get", names, [(number * nbytes, nbytes) for number in range(len(names))])
-        return [self.memory[number * nbytes : number * nbytes + size] for number, size in enumerate(sizes)]
+        return [
+            self.memory[number * nbytes : number * nbytes + size]
+            for number, size in enumerate(sizes)
+        ]
 
     def remove(self, names: Sequence[str]) -> None:
         self.call("remove", names)
@@ -78,7 +84,9 @@ class Raw:
         (data,) = self.get([name])
         half = len(data) // 2
         self.remove([name])
-        assert self.put([name], [data[:half] + bytes(byte ^ 0x80 for byte in data[half:])]) == [STORED]
+        assert self.put([name], [data[:half] + bytes(byte ^ 0x80 for byte in data[half:])]) == [
+            STORED
+        ]
 
 
 def names_in(store: Depot) -> set[str]:
@@ -114,6 +122,8 @@ def model(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def own_depot(tmp_path: Path) -> Iterator[Depot]:
-    """A test's own, one provider of 64 MiB, to be broken. A dead provider is forgotten after 3 s, not 10."""
+    """A test's own, one provider of 64 MiB, to be broken. A dead provider is forgotten after 3 s,
+    not 10.
+    """
     with Depot(tmp_path / "mooncake", (64 * MIB,), client_ttl=3) as made:
         yield made

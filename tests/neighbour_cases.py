@@ -1,5 +1,5 @@
-"""Instances that share in place, for the tests: a KV cache in memory that others can map, an owner in a process of its own, and what a
-reader sees of it."""
+"""Instances that share in place, for the tests: a KV cache in memory that others can map, an owner
+in a process of its own, and what a reader sees of it."""
 
 from __future__ import annotations
 
@@ -45,9 +45,13 @@ def instance(number: int) -> InstanceId:
 
 
 class SharedCache:
-    """A KV cache of the flash layout, one tensor a layer, in `regions` allocations that others can map."""
+    """A KV cache of the flash layout, one tensor a layer, in `regions` allocations that others can
+    map.
+    """
 
-    def __init__(self, sizes: Sizes = SMALL, regions: int = 1, offset: int = 0, device: Device = HOST) -> None:
+    def __init__(
+        self, sizes: Sizes = SMALL, regions: int = 1, offset: int = 0, device: Device = HOST
+    ) -> None:
         """offset: bytes before the first layer of a region."""
         self.sizes, self.device = sizes, device
         shape = (2, sizes.blocks, sizes.block_size, sizes.heads, sizes.dim)
@@ -60,7 +64,9 @@ class SharedCache:
             memory = self._allocate(offset + len(layers) * self.layer_bytes)
             for at in range(len(layers)):
                 start = offset + at * self.layer_bytes
-                self.tensors.append(memory[start : start + self.layer_bytes].view(torch.bfloat16).view(shape))
+                self.tensors.append(
+                    memory[start : start + self.layer_bytes].view(torch.bfloat16).view(shape)
+                )
         self.kv = PagedKV.describe(self.tensors, sizes.block_size)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
@@ -88,7 +94,11 @@ class SharedCache:
 
     def held(self, block: int) -> int | None:
         """The value that it was filled with; None if its pages do not agree."""
-        values = {(int(byte) - plane) % 256 for plane, page in enumerate(self.kv.pages) for byte in page[block].unique()}
+        values = {
+            (int(byte) - plane) % 256
+            for plane, page in enumerate(self.kv.pages)
+            for byte in page[block].unique()
+        }
         return values.pop() if len(values) == 1 else None
 
 
@@ -125,7 +135,9 @@ class OwnerPart:
         self.client.show_pins(self.name, self.pins.fd)
 
     def write(self, blocks: Sequence[int], value: int) -> list[int]:
-        """As vLLM does: the blocks are handed out, a step is planned, and they are written. Their generations."""
+        """As vLLM does: the blocks are handed out, a step is planned, and they are written. Their
+        generations.
+        """
         self.table.void(blocks)
         self.table.filled(blocks)
         for block in blocks:
@@ -161,13 +173,21 @@ def _part(path: Path, config: ClientConfig, name: InstanceId, more: dict[str, ob
     return OwnerPart(path, config, name, **more)  # type: ignore[arg-type]
 
 
-def read(neighbour: Neighbour, cache: SharedCache, block: int, into: int = 0, copier: Copier | None = None) -> int | None:
+def read(
+    neighbour: Neighbour,
+    cache: SharedCache,
+    block: int,
+    into: int = 0,
+    copier: Copier | None = None,
+) -> int | None:
     """Copy a block of the neighbour's into one of `cache`; what it held."""
     assert pull(neighbour, cache, block, into, copier or HostCopier()).wait(SECONDS)
     return cache.held(into)
 
 
-def pull(neighbour: Neighbour, cache: SharedCache, block: int, into: int, copier: Copier) -> Completion:
+def pull(
+    neighbour: Neighbour, cache: SharedCache, block: int, into: int, copier: Copier
+) -> Completion:
     rows = np.array([[0, block * neighbour.shape.stride, into]], dtype=np.int64)
     return copier.pull(cache.kv, rows, neighbour.bases[None], keep=neighbour)
 
@@ -182,18 +202,26 @@ def enters(neighbour: Neighbour) -> bool:
 
 def still(view: GenerationView, blocks: Sequence[int], generations: Sequence[int]) -> bool:
     """Whether these are as they were published."""
-    return view.leading(np.array(blocks, dtype=np.uint32), np.array(generations, dtype=np.uint64), len(blocks)) == 1
+    return (
+        view.leading(
+            np.array(blocks, dtype=np.uint32), np.array(generations, dtype=np.uint64), len(blocks)
+        )
+        == 1
+    )
 
 
 def kv_mapped() -> int:
     """Mappings of KV caches of others in this process."""
     return sum(
-        "memfd:vcache-kv-of-a-test" in line and " r--s " in line for line in Path("/proc/self/maps").read_text().splitlines()
+        "memfd:vcache-kv-of-a-test" in line and " r--s " in line
+        for line in Path("/proc/self/maps").read_text().splitlines()
     )
 
 
 def descriptors() -> Counter[str]:
-    """How many of this process's file descriptors point to what. Of sockets no numbers: a client may have connected again."""
+    """How many of this process's file descriptors point to what. Of sockets no numbers: a client
+    may have connected again.
+    """
     gc.collect()
     names = Counter[str]()
     for fd in sorted(map(int, os.listdir("/proc/self/fd"))):
@@ -211,11 +239,13 @@ def added_to(before: Counter[str]) -> Counter[str]:
 
 @contextmanager
 def few_descriptors() -> Iterator[list[int]]:
-    """This process has used up its descriptors; whoever closes one of these lends one to what comes next. Gone on leaving, and so is the
-    limit."""
+    """This process has used up its descriptors; whoever closes one of these lends one to what comes
+    next. Gone on leaving, and so is the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken: list[int] = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 20, hard))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 20, hard)
+    )
     try:
         with suppress(OSError):
             while True:

@@ -94,12 +94,16 @@ def _become(setting: dict[str, Any], fds: list[int]) -> None:
 
 
 def _isolate(apart: Apart) -> None:
-    """As in a container of its own. The process that the test knows waits for it outside, and dies with it."""
+    """As in a container of its own. The process that the test knows waits for it outside, and dies
+    with it.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _try(libc.unshare, _NAMESPACES | (_TIME_NAMESPACE if apart.later else 0))
     if apart.later:
-        Path("/proc/self/timens_offsets").write_text(f"monotonic {apart.later} 0\nboottime {apart.later} 0")
+        Path("/proc/self/timens_offsets").write_text(
+            f"monotonic {apart.later} 0\nboottime {apart.later} 0"
+        )
     pid = os.fork()
     if pid:
         os.waitpid(pid, 0)
@@ -113,8 +117,13 @@ def _isolate(apart: Apart) -> None:
         os.setgroups([apart.gid])
         os.setgid(apart.uid)
         os.setuid(apart.uid)
-        # Python and this repository may lie in a folder of root's. To connect to a socket takes the right to write.
-        _try(libc.capset, struct.pack("Ii", _CAPABILITIES, 0), struct.pack("6I", _DAC_READ_SEARCH, _DAC_READ_SEARCH, 0, 0, 0, 0))
+        # Python and this repository may lie in a folder of root's. To connect to a socket takes the
+        # right to write.
+        _try(
+            libc.capset,
+            struct.pack("Ii", _CAPABILITIES, 0),
+            struct.pack("6I", _DAC_READ_SEARCH, _DAC_READ_SEARCH, 0, 0, 0, 0),
+        )
         libc.prctl(_PR_SET_DUMPABLE, 1)
 
 

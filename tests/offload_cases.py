@@ -1,4 +1,6 @@
-"""What the tests of the tier share: two nodes, and engines on them with an open tier. Import the fixture you use: `nodes`."""
+"""What the tests of the tier share: two nodes, and engines on them with an open tier. Import the
+fixture you use: `nodes`.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,16 @@ from vcache_backend.engine import VCacheEngine
 
 ROOMY = 4 << 20
 LENGTH = 5 * CHUNK
-TIER = {"retry_seconds": 0.05, "retry_max_seconds": 0.2, "negative_seconds": 0.05, "lookup_seconds": 10.0, "get_seconds": 10.0}
-"""What breaks is tried again soon; but only tests of deadlines set some that a slow machine may miss."""
+TIER = {
+    "retry_seconds": 0.05,
+    "retry_max_seconds": 0.2,
+    "negative_seconds": 0.05,
+    "lookup_seconds": 10.0,
+    "get_seconds": 10.0,
+}
+"""What breaks is tried again soon; but only tests of deadlines set some that a slow machine may
+miss.
+"""
 
 
 @contextmanager
@@ -51,8 +61,12 @@ def engine(
 ) -> VCacheEngine:
     """An engine of `at` whose tier is open."""
     cache = cache or Cache()
-    config = msgspec.structs.replace(at.config(device, segment), offload=store.offload(**(TIER | offload)))
-    made = at.undo.enter_context(VCacheEngine(config, layout_of(cache, model=model), rank=rank, ranks=ranks))
+    config = msgspec.structs.replace(
+        at.config(device, segment), offload=store.offload(**(TIER | offload))
+    )
+    made = at.undo.enter_context(
+        VCacheEngine(config, layout_of(cache, model=model), rank=rank, ranks=ranks)
+    )
     made.register(cache.tensors)
     eventually(lambda: made.get_stats()["offload"]["usable"])
     return made

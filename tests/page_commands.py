@@ -1,5 +1,6 @@
-"""The commands that stand in the pages, and by which rule each is run: as it stands, in a root of its own, or, where it would take a
-machine, a cluster or an hour, as far as what it names is there and understands it. What no rule knows fails."""
+"""The commands that stand in the pages, and by which rule each is run: as it stands, in a root of
+its own, or, where it would take a machine, a cluster or an hour, as far as what it names is there
+and understands it. What no rule knows fails."""
 
 from __future__ import annotations
 
@@ -27,13 +28,22 @@ from processes import ROOT, SECONDS, Child, without_paths
 from benchmarks import run_on
 from vcache_backend.config import Config
 
-COMMANDS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMANDS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 """Pages whose commands these are."""
 STARTS = "vcache|make|python3?|pip|vllm|apt-get|systemctl|curl|examples/|benchmarks/|scripts/|tests/|.venv/bin/python"
 TEXTS = ("vcache caches nothing", "vcache stepped aside", "vcache.", "vcache: ")
 """What begins like a command and is none: lines of a log, settings."""
 VLLM = find_spec("vllm")
-ROUTES = next(Path(VLLM.origin).parent.glob("entrypoints/serve/**/cache/api_router.py"), None) if VLLM and VLLM.origin else None
+ROUTES = (
+    next(Path(VLLM.origin).parent.glob("entrypoints/serve/**/cache/api_router.py"), None)
+    if VLLM and VLLM.origin
+    else None
+)
 _FENCED = r"^ *```{}\n(.*?)^ *```$"
 
 
@@ -43,23 +53,36 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def commands(page: Path) -> Iterator[str]:
-    """All commands of a page: lines of consoles, joined where they go on, and what stands in the text or in the table of commands."""
+    """All commands of a page: lines of consoles, joined where they go on, and what stands in the
+    text or in the table of commands.
+    """
     for block in blocks(page, "console"):
         for line in block.replace("\\\n", " ").splitlines():
-            shown = re.sub(r"^\s*\S*\$ |\s+#.*| &$|\s+&\s+#.*", "", line).strip().removesuffix("&").strip()
+            shown = (
+                re.sub(r"^\s*\S*\$ |\s+#.*| &$|\s+&\s+#.*", "", line)
+                .strip()
+                .removesuffix("&")
+                .strip()
+            )
             yield from (one.strip() for one in shown.split(" && "))
     text = re.sub(_FENCED.format(r"\w*"), "", page.read_text(), flags=re.S | re.M)
     for first, more in re.findall(r"^\| `(vcache \w+ [^`]+)`((?:, `[^`]+`)+) \|", text, re.M):
-        yield from (f"{' '.join(first.split()[:2])} {other}" for other in re.findall("`([^`]+)`", more))
+        yield from (
+            f"{' '.join(first.split()[:2])} {other}" for other in re.findall("`([^`]+)`", more)
+        )
     for inline in re.findall("`([^`]+)`", text):
         found = " ".join(inline.split())
-        if re.match(rf"({STARTS})( |$|\w+\.\w+)", found) and " " in found and not found.startswith(TEXTS):
+        if (
+            re.match(rf"({STARTS})( |$|\w+\.\w+)", found)
+            and " " in found
+            and not found.startswith(TEXTS)
+        ):
             yield found
 
 
 class Place(NamedTuple):
-    """Where commands run. given: what stands for the names that the pages have, the server's socket, and the `bin` of the environment
-    that vcache is installed in. folder: a test's own."""
+    """Where commands run. given: what stands for the names that the pages have, the server's
+    socket, and the `bin` of the environment that vcache is installed in. folder: a test's own."""
 
     given: dict[str, str]
     folder: Path
@@ -70,11 +93,17 @@ def check(command: str, place: Place) -> None:
     """Run a command of a page by its rule."""
     for text in re.findall(r"'(\{\".*?\})'", command):
         msgspec.convert(json.loads(text).get("kv_connector_extra_config", {}), Config)
-    words = [word for word in shlex.split(re.sub(r"\[(--\w[^]]*|[A-Z]+)\]", r"\1", command)) if word != "--watch"]
+    words = [
+        word
+        for word in shlex.split(re.sub(r"\[(--\w[^]]*|[A-Z]+)\]", r"\1", command))
+        if word != "--watch"
+    ]
     while re.match("[A-Z_]+=", words[0]):
         words.pop(0)
     words[0] = words[0].removeprefix(".venv/bin/").removeprefix("/opt/vcache/bin/")
-    rule = next((rule for begins, rule in RULES.items() if re.match(begins, f"{' '.join(words)} ")), None)
+    rule = next(
+        (rule for begins, rule in RULES.items() if re.match(begins, f"{' '.join(words)} ")), None
+    )
     assert rule is not None, f"no rule for {command!r}"
     rule(words, place)
 
@@ -82,7 +111,15 @@ def check(command: str, place: Place) -> None:
 def _said(*command: str | Path) -> str:
     # These tests may be run by `make`, which hands its own variables on.
     environment = {name: value for name, value in without_paths().items() if "MAKE" not in name}
-    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS * 3, check=False)
+    ran = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS * 3,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout + ran.stderr
 
@@ -103,9 +140,17 @@ def _vcache(words: list[str], place: Place) -> None:
     """As it stands, from the checkout, against a server of the test's."""
     arguments = [place.given.get(word, word) for word in words[1:]]
     if "ID" in arguments:
-        added = _run(place, ["segment", "add", "--device", "host:page", "--bytes", "1MiB", "--json"])
+        added = _run(
+            place, ["segment", "add", "--device", "host:page", "--bytes", "1MiB", "--json"]
+        )
         arguments[arguments.index("ID")] = json.loads(added.stdout)["id"]
-    elif arguments in (["segment", "add"], ["segment", "drop"], ["segment", "resize"], ["plan"], ["doctor", "--model"]):
+    elif arguments in (
+        ["segment", "add"],
+        ["segment", "drop"],
+        ["segment", "resize"],
+        ["plan"],
+        ["doctor", "--model"],
+    ):
         arguments = [*arguments[:2], "--help"]  # named without what it is about
     if arguments[:2] == ["config", "init"]:
         arguments = arguments[:2]
@@ -121,13 +166,23 @@ def _run(place: Place, arguments: list[str]) -> subprocess.CompletedProcess[str]
     environment = without_paths() | {"VCACHE_SOCKET": place.given["VCACHE_SOCKET"]}
     where = place.folder if "init" in arguments else ROOT
     command = [f"{place.given['bin']}/vcache", *arguments]
-    return subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, timeout=SECONDS * 3, check=False)
+    return subprocess.run(
+        command,
+        cwd=where,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS * 3,
+        check=False,
+    )
 
 
 def _serve(words: list[str], place: Place) -> None:
     words += [place.given["FILE"]] if words[-1] == "--config" else []
     with Child(
-        [f"{place.given['bin']}/vcache", *words[1:]], VCACHE_SOCKET=str(place.folder / "s" / "s.sock"), PYTHONPATH=""
+        [f"{place.given['bin']}/vcache", *words[1:]],
+        VCACHE_SOCKET=str(place.folder / "s" / "s.sock"),
+        PYTHONPATH="",
     ) as server:
         server.expect("serving")
 
@@ -135,10 +190,18 @@ def _serve(words: list[str], place: Place) -> None:
 def _completion(words: list[str], place: Place) -> None:
     """In a shell, whose next one completes."""
     asks = 'COMP_WORDS=(vcache segment re); COMP_CWORD=2; _vcache_completion vcache; echo "${COMPREPLY[@]}"'
-    environment = {"HOME": str(place.folder), "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
+    environment = {
+        "HOME": str(place.folder),
+        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+    }
     for script in (shlex.join(words), f". ~/.bashrc; {asks}"):
         ran = subprocess.run(
-            ["bash", "-c", f"{script}\n:"], env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+            ["bash", "-c", f"{script}\n:"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
         )
     assert ran.stdout == "resize\n", ran.stderr
 
@@ -169,10 +232,14 @@ def _program(words: list[str], place: Place) -> None:
     """Is there, and has these options, or the part that is named."""
     program, *arguments = words[1:] if words[0] in ("python", "python3") else words
     example = program.startswith("examples/") and program.endswith(".py")
-    said = _help(f"{place.given['bin']}/python", program) if example else (ROOT / program).read_text()
+    said = (
+        _help(f"{place.given['bin']}/python", program) if example else (ROOT / program).read_text()
+    )
     assert not [word for word in _options(arguments) if word not in said]
     plain = [word for word in arguments[:1] if re.fullmatch("[a-z]+", word)]
-    assert all(re.search(rf"\b{word}(\(\)|\))", said) for word in plain), f"{program} knows no {plain}"
+    assert all(re.search(rf"\b{word}(\(\)|\))", said) for word in plain), (
+        f"{program} knows no {plain}"
+    )
 
 
 def _make(words: list[str], place: Place) -> None:
@@ -193,8 +260,12 @@ def _linter(words: list[str], place: Place) -> None:
 
 
 def _pip(words: list[str], place: Place) -> None:
-    """From a checkout, whose extras there are: test_deploy makes its wheel, tests/new_user.py installs it."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    """From a checkout, whose extras there are: test_deploy makes its wheel, tests/new_user.py
+    installs it.
+    """
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     assert words[1] == "install"
     assert words[2].startswith("/path/to/vcache")
     assert set(re.findall(r"\w+", words[2].partition("[")[2])) <= set(extras)
@@ -209,7 +280,11 @@ def _pytest(words: list[str], place: Place) -> None:
     """These are its tests."""
     said = _help(sys.executable, "-m", "pytest")
     short = [word for word in words[3:] if re.fullmatch("-[a-z]", word)]
-    assert not [word for word in [*_options(words[3:]), *short] if not re.search(rf"(?<!\S){re.escape(word)}\b", said)]
+    assert not [
+        word
+        for word in [*_options(words[3:]), *short]
+        if not re.search(rf"(?<!\S){re.escape(word)}\b", said)
+    ]
 
 
 def _vllm(words: list[str], place: Place) -> None:
@@ -230,8 +305,16 @@ def _curl(words: list[str], place: Place) -> None:
 def _mooncake(words: list[str], place: Place) -> None:
     if MISSING:
         pytest.skip(MISSING)
-    ran = subprocess.run([str(BIN / words[0]), "--help"], capture_output=True, text=True, timeout=SECONDS, check=False)
-    assert not [word for word in words[1:] if f"-{word.lstrip('-').partition('=')[0]} (" not in ran.stdout]
+    ran = subprocess.run(
+        [str(BIN / words[0]), "--help"],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert not [
+        word for word in words[1:] if f"-{word.lstrip('-').partition('=')[0]} (" not in ran.stdout
+    ]
 
 
 # ---- the machine's
@@ -251,7 +334,9 @@ def _copy(words: list[str], place: Place) -> None:
 
 
 def _systemctl(words: list[str], place: Place) -> None:
-    """In a root of its own, in which nothing can be started: our unit is found by its name, and wanted by a target that there is."""
+    """In a root of its own, in which nothing can be started: our unit is found by its name, and
+    wanted by a target that there is.
+    """
     if shutil.which("systemctl") is None:
         pytest.skip("needs systemctl, of Debian's systemd")
     _copy(["cp", f"deploy/{words[-1]}.service", "/etc/systemd/system/"], place)
@@ -264,7 +349,9 @@ def _apt(words: list[str], place: Place) -> None:
     """Debian has it. scripts/setup.sh installs it for these tests."""
     if shutil.which("apt-get") is None:
         pytest.skip("needs apt-get, of Debian")
-    assert not [word for word in words[2:] if word not in (ROOT / "scripts" / "setup.sh").read_text()]
+    assert not [
+        word for word in words[2:] if word not in (ROOT / "scripts" / "setup.sh").read_text()
+    ]
     _said("apt-get", "install", "--simulate", *words[2:])
 
 

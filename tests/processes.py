@@ -1,7 +1,8 @@
-"""Real processes for the tests: programs, functions in processes of their own, a metadata server; and memfd segments.
+"""Real processes for the tests: programs, functions in processes of their own, a metadata server;
+and memfd segments.
 
-Everything has a deadline. Every process dies with its test; who is left at the end is killed and named.
-"""
+Everything has a deadline. Every process dies with its test; who is left at the end is killed and
+named."""
 
 from __future__ import annotations
 
@@ -46,18 +47,36 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def installed(folder: Path) -> Path:
-    """The `python` of a new environment in `folder`, in which this checkout is installed as a user does it, not editable. All other
-    packages are those of this Python."""
-    source, packages = folder / "src", sysconfig.get_path("purelib", vars={"base": str(folder / "venv")})
-    for path in (ROOT / name for name in ("vcache_backend", "integration", "configs", "pyproject.toml", "README.md", "LICENSE")):
+    """The `python` of a new environment in `folder`, in which this checkout is installed as a user
+    does it, not editable. All other packages are those of this Python."""
+    source, packages = (
+        folder / "src",
+        sysconfig.get_path("purelib", vars={"base": str(folder / "venv")}),
+    )
+    for path in (
+        ROOT / name
+        for name in (
+            "vcache_backend",
+            "integration",
+            "configs",
+            "pyproject.toml",
+            "README.md",
+            "LICENSE",
+        )
+    ):
         into = source / path.name
         if path.is_dir():
             shutil.copytree(path, into, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(path, into)
     python = folder / "venv" / "bin" / "python"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True, timeout=SECONDS)
-    # A .pth file in a folder that a .pth file names is not read: neither is that of the editable installation.
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", folder / "venv"],
+        check=True,
+        timeout=SECONDS,
+    )
+    # A .pth file in a folder that a .pth file names is not read: neither is that of the editable
+    # installation.
     Path(packages, "others.pth").write_text(sysconfig.get_path("purelib"))
     install = [
         python,
@@ -76,12 +95,16 @@ def installed(folder: Path) -> Path:
 
 
 def without_paths() -> dict[str, str]:
-    """The environment without `PYTHONPATH`, by which a checkout would be found before what is installed."""
+    """The environment without `PYTHONPATH`, by which a checkout would be found before what is
+    installed.
+    """
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 def asked(client: Client, *requests: str) -> int:
-    """How many requests of these types the server has answered; of those for chunks: are they there, and leases on them."""
+    """How many requests of these types the server has answered; of those for chunks: are they
+    there, and leases on them.
+    """
     latency = client.stats().latency
     return sum(latency[name].count for name in requests or ("Lookup", "Acquire") if name in latency)
 
@@ -98,10 +121,11 @@ def eventually(what: Callable[[], Any], seconds: float = SECONDS) -> Any:
 
 
 class Process:
-    """A process of this test, and the leader of a session: everything it starts ends with it. Leaving the context ends it.
+    """A process of this test, and the leader of a session: everything it starts ends with it.
+    Leaving the context ends it.
 
-    What a test leaves running is killed at the end of the tests, which fail and name it (`survivors`).
-    """
+    What a test leaves running is killed at the end of the tests, which fail and name it
+    (`survivors`)."""
 
     def __init__(self, name: str, pid: int) -> None:
         self.name, self.pid = name, pid
@@ -109,7 +133,9 @@ class Process:
         # It may have ended already.
         with suppress(ProcessLookupError):
             self._end = os.pidfd_open(pid)
-        _running[self] = f"{name} (process {pid}) of {os.environ.get('PYTEST_CURRENT_TEST', 'no test')}"
+        _running[self] = (
+            f"{name} (process {pid}) of {os.environ.get('PYTEST_CURRENT_TEST', 'no test')}"
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -148,7 +174,8 @@ class Process:
         """SIGKILL for it and all it has started, and gone. Idempotent."""
         if _running.pop(self, None) is None:
             return
-        # While its group has a process, nobody else gets its number; if somebody has it, there is no such group any more.
+        # While its group has a process, nobody else gets its number; if somebody has it, there is
+        # no such group any more.
         if not self.ended() or self._state() in ("", "Z"):
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -212,10 +239,14 @@ _ended: dict[str, str] = {}
 
 
 def last_words() -> dict[str, str]:
-    """What the processes of a test have said that run, or ended with its failure, each under its name: why it failed may stand there."""
+    """What the processes of a test have said that run, or ended with its failure, each under its
+    name: why it failed may stand there.
+    """
     told = _ended | {name: process.said() for process, name in _running.items()}
     # Workers without a log of their own share their nursery's.
-    return {name: said for said, name in {said: name for name, said in told.items()}.items() if said}
+    return {
+        name: said for said, name in {said: name for name, said in told.items()}.items() if said
+    }
 
 
 def forget_last_words() -> None:
@@ -231,7 +262,12 @@ class Child(Process):
         self.process = subprocess.Popen(
             arguments,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": _python_path(), "PYTHONUNBUFFERED": "1", **environment},
+            env={
+                **os.environ,
+                "PYTHONPATH": _python_path(),
+                "PYTHONUNBUFFERED": "1",
+                **environment,
+            },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -250,14 +286,20 @@ class Child(Process):
                 if text in line.decode():
                     return line.decode()
             piece = self._read(deadline - time.monotonic())
-            assert piece is not None, f"no {text!r} within {seconds:g} s; the child said:\n{self.said()}"
-            assert piece, f"ended without {text!r} (exit status {self.process.wait(SECONDS)}); it said:\n{self.said()}"
+            assert piece is not None, (
+                f"no {text!r} within {seconds:g} s; the child said:\n{self.said()}"
+            )
+            assert piece, (
+                f"ended without {text!r} (exit status {self.process.wait(SECONDS)}); it said:\n{self.said()}"
+            )
 
     def wait(self, seconds: float = SECONDS) -> tuple[int, str]:
         """Its exit status and the rest of what it said."""
         deadline = time.monotonic() + seconds
         while (piece := self._read(deadline - time.monotonic())) != b"":
-            assert piece is not None, f"{self.name} did not end within {seconds:g} s; it said:\n{self.said()}"
+            assert piece is not None, (
+                f"{self.name} did not end within {seconds:g} s; it said:\n{self.said()}"
+            )
         return self.process.wait(SECONDS), self._buffer.decode()
 
     def said(self) -> str:
@@ -267,7 +309,9 @@ class Child(Process):
         return (self._said + self._buffer).decode(errors="replace")[-4000:]
 
     def _read(self, seconds: float) -> bytes | None:
-        """What it says next, kept for `expect` and `wait`, too; None if it says nothing for so long, nothing if it has hung up."""
+        """What it says next, kept for `expect` and `wait`, too; None if it says nothing for so
+        long, nothing if it has hung up.
+        """
         assert self.process.stdout is not None
         ready = select.poll()
         ready.register(self.process.stdout, select.POLLIN)
@@ -288,7 +332,9 @@ class Child(Process):
 
 
 def _start() -> None:
-    """In the child: die with the parent, and hear Ctrl-C also where a shell started the tests in the background."""
+    """In the child: die with the parent, and hear Ctrl-C also where a shell started the tests in
+    the background.
+    """
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -302,7 +348,9 @@ def _python_path() -> str:
 
 
 class Nursery(Process):
-    """A process that has imported modules, for others to be forked from it: that takes milliseconds. See `nursery`."""
+    """A process that has imported modules, for others to be forked from it: that takes
+    milliseconds. See `nursery`.
+    """
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str | None]) -> None:
         self._socket, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -311,7 +359,13 @@ class Nursery(Process):
         given = {**os.environ, "PYTHONPATH": _python_path(), **environment}
         with there:
             process = subprocess.Popen(
-                [sys.executable, "-c", "import nursery; nursery.main()", str(there.fileno()), *modules],
+                [
+                    sys.executable,
+                    "-c",
+                    "import nursery; nursery.main()",
+                    str(there.fileno()),
+                    *modules,
+                ],
                 cwd=ROOT,
                 env={name: value for name, value in given.items() if value is not None},
                 stdin=subprocess.DEVNULL,
@@ -347,20 +401,25 @@ class Nursery(Process):
 
 @functools.cache
 def nursery(*modules: str, **environment: str | None) -> Nursery:
-    """The one that has imported these, for all tests of this process. Its environment is that of its first use, with changes."""
+    """The one that has imported these, for all tests of this process. Its environment is that of
+    its first use, with changes.
+    """
     made = Nursery(modules, environment)
     atexit.register(made.close)
     return made
 
 
 def with_torch() -> Nursery:
-    """The one for engines, and for owners and readers of KV caches: torch is imported once for them all."""
+    """The one for engines, and for owners and readers of KV caches: torch is imported once for them
+    all.
+    """
     return nursery("resident_cases")
 
 
 class Apart(NamedTuple):
-    """A container of its own for a worker: namespaces of pids, network, IPC and mounts. later: unless it is 0, one of time as well, whose
-    clocks are so many seconds ahead. uid, gid: unless they are 0, a user, whose own group has the same number, in this group."""
+    """A container of its own for a worker: namespaces of pids, network, IPC and mounts. later:
+    unless it is 0, one of time as well, whose clocks are so many seconds ahead. uid, gid: unless
+    they are 0, a user, whose own group has the same number, in this group."""
 
     later: int = 0
     uid: int = 0
@@ -387,10 +446,9 @@ class Failure(NamedTuple):
 class Worker(Process):
     """An object in a process of its own, which is forked from a nursery.
 
-    make: gets the arguments and makes it there, such as its class. It is called at once; `answer`, the first time, also waits until it
-    is made (`start_seconds`). Everything travels as pickles. folder, environment: the process's own; log: for its output; apart: where
-    it lives.
-    """
+    make: gets the arguments and makes it there, such as its class. It is called at once; `answer`,
+    the first time, also waits until it is made (`start_seconds`). Everything travels as pickles.
+    folder, environment: the process's own; log: for its output; apart: where it lives."""
 
     def __init__(
         self,
@@ -405,7 +463,12 @@ class Worker(Process):
         start_seconds: float = 2 * SECONDS,
         apart: Apart | None = None,
     ) -> None:
-        self._home, self._log, self._patience, self._start_seconds = home, log, patience, start_seconds
+        self._home, self._log, self._patience, self._start_seconds = (
+            home,
+            log,
+            patience,
+            start_seconds,
+        )
         self.folder = folder
         self._made = False
         self._pipe, theirs = multiprocessing.Pipe()
@@ -417,8 +480,16 @@ class Worker(Process):
         super().__init__(name, pid)
         self.tell(make, *arguments)
 
-    def ask(self, what: Callable[..., Any] | str, *arguments: Any, seconds: float | None = None, **more: Any) -> Any:
-        """What the object's method of this name, or a function that gets it, returns. Fails with the traceback of what it raises."""
+    def ask(
+        self,
+        what: Callable[..., Any] | str,
+        *arguments: Any,
+        seconds: float | None = None,
+        **more: Any,
+    ) -> Any:
+        """What the object's method of this name, or a function that gets it, returns. Fails with
+        the traceback of what it raises.
+        """
         self.made()
         self.tell(what, *arguments, **more)
         return self.answer(seconds)
@@ -468,7 +539,9 @@ class Worker(Process):
             )
             answer = pickle.loads(self._pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
-            raise AssertionError(f"{self.name} ended; its log ends with\n{self.log[-4000:]}") from None
+            raise AssertionError(
+                f"{self.name} ended; its log ends with\n{self.log[-4000:]}"
+            ) from None
         assert not isinstance(answer, Failure), f"{self.name}: {answer.text}"
         return answer
 
@@ -481,13 +554,27 @@ def script(text: str, *arguments: str) -> Child:
     return Child([sys.executable, "-c", text, *arguments])
 
 
-def start_server(path: Path, config: dict[str, Any] | None = None, within: Sequence[str] = ()) -> Child:
-    """A real metadata server, serving. `config` is its `server` section; `within`: see `IN_A_CONTAINER`."""
-    arguments = [*within, sys.executable, "-m", "vcache_backend.metadata_server", "--socket", str(path)]
+def start_server(
+    path: Path, config: dict[str, Any] | None = None, within: Sequence[str] = ()
+) -> Child:
+    """A real metadata server, serving. `config` is its `server` section; `within`: see
+    `IN_A_CONTAINER`.
+    """
+    arguments = [
+        *within,
+        sys.executable,
+        "-m",
+        "vcache_backend.metadata_server",
+        "--socket",
+        str(path),
+    ]
     if config:
         file = path.with_suffix(".yaml")
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file.write_text("server:\n" + "".join(f"  {name}: {str(value).lower()}\n" for name, value in config.items()))
+        file.write_text(
+            "server:\n"
+            + "".join(f"  {name}: {str(value).lower()}\n" for name, value in config.items())
+        )
         arguments += ["--config", str(file)]
     child = Child(arguments)
     try:
@@ -499,17 +586,26 @@ def start_server(path: Path, config: dict[str, Any] | None = None, within: Seque
 
 
 QUICK = ClientConfig(
-    connect_seconds=10, request_seconds=10, control_seconds=10, heartbeat_seconds=0.1, retry_seconds=0.02, retry_max_seconds=0.1
+    connect_seconds=10,
+    request_seconds=10,
+    control_seconds=10,
+    heartbeat_seconds=0.1,
+    retry_seconds=0.02,
+    retry_max_seconds=0.1,
 )
-"""For servers that die and come back, which is noticed at once; but a machine that is slow for a while is no dead server."""
-PATIENT = ClientConfig(connect_seconds=10, request_seconds=10, control_seconds=10, heartbeat_seconds=30)
+"""For servers that die and come back, which is noticed at once; but a machine that is slow for a
+while is no dead server.
+"""
+PATIENT = ClientConfig(
+    connect_seconds=10, request_seconds=10, control_seconds=10, heartbeat_seconds=30
+)
 """For tests that are about something else: a slow machine must not open the breaker."""
 
 
 @contextmanager
 def hung(server: Process, *clients: Client, request_seconds: float = 0.25) -> Iterator[None]:
-    """The server hangs, which costs each call of these clients its deadline. It is short for so long only: a machine that stalls misses
-    such a one at any time."""
+    """The server hangs, which costs each call of these clients its deadline. It is short for so
+    long only: a machine that stalls misses such a one at any time."""
     kept = [client._config for client in clients]
     for client in clients:
         client._config = hasty(client._config, request_seconds)
@@ -523,7 +619,9 @@ def hung(server: Process, *clients: Client, request_seconds: float = 0.25) -> It
 
 def hasty(config: ClientConfig, request_seconds: float = 0.25) -> ClientConfig:
     """The same with short deadlines. For nothing that must be answered."""
-    return msgspec.structs.replace(config, connect_seconds=0.5, request_seconds=request_seconds, control_seconds=0.5)
+    return msgspec.structs.replace(
+        config, connect_seconds=0.5, request_seconds=request_seconds, control_seconds=0.5
+    )
 
 
 @contextmanager
@@ -541,7 +639,9 @@ def running(path: Path, **config: Any) -> Iterator[Server]:
 
 
 class Stage:
-    """A socket path, the servers started on it and the clients connected to it; closed in the right order."""
+    """A socket path, the servers started on it and the clients connected to it; closed in the right
+    order.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "vcache.sock"
@@ -578,7 +678,9 @@ def make_memfd(nbytes: int, seals: bool = True) -> int:
     fd = os.memfd_create("vcache-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, nbytes)
     if seals:
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        fcntl.fcntl(
+            fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        )
     return fd
 
 

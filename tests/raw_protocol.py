@@ -25,7 +25,9 @@ class Raw:
         self.fds: list[int] = []
         try:
             self.socket.connect(str(path))
-            self.welcome = self.ask("hello", m.PROTOCOL_VERSION, "host", "host", {}) if hello else None
+            self.welcome = (
+                self.ask("hello", m.PROTOCOL_VERSION, "host", "host", {}) if hello else None
+            )
         except BaseException:
             self.close()
             raise
@@ -33,7 +35,12 @@ class Raw:
     def __enter__(self) -> Raw:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -42,7 +49,9 @@ class Raw:
             os.close(self.fds.pop())
 
     def send(self, *message: Any, fds: tuple[int, ...] = ()) -> None:
-        """A server that has closed the connection already may have said why: that is for `receive`."""
+        """A server that has closed the connection already may have said why: that is for
+        `receive`.
+        """
         with suppress(BrokenPipeError):
             self.send_bytes(msgpack.packb(list(message), use_bin_type=True), fds)
 
@@ -56,11 +65,15 @@ class Raw:
         except ConnectionResetError:  # told once, before the last that the server said
             data, fds, _, _ = socket.recv_fds(self.socket, m.MAX_MESSAGE_BYTES, 4)
         self.fds += fds
-        message: list[Any] | None = msgpack.unpackb(data, raw=False, strict_map_key=False) if data else None
+        message: list[Any] | None = (
+            msgpack.unpackb(data, raw=False, strict_map_key=False) if data else None
+        )
         return message
 
     def ask(self, *message: Any, fds: tuple[int, ...] = ()) -> list[Any] | None:
-        """A message and its answer. If the server has closed the connection, the last it said, or None."""
+        """A message and its answer. If the server has closed the connection, the last it said, or
+        None.
+        """
         with suppress(BrokenPipeError):
             self.send(*message, fds=fds)
         return self.receive()

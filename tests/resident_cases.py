@@ -1,5 +1,6 @@
-"""Loads out of other instances' KV caches, for the tests: owners with known content in memory that others map, in this process or in one
-of their own, a reader with a session, and copies that stop half-way."""
+"""Loads out of other instances' KV caches, for the tests: owners with known content in memory that
+others map, in this process or in one of their own, a reader with a session, and copies that stop
+half-way."""
 
 from __future__ import annotations
 
@@ -64,7 +65,13 @@ class Owner:
     """An instance whose KV cache others read. split: blocks of the tensors in one of vLLM's."""
 
     def __init__(
-        self, path: Path, config: ClientConfig, name: int, sizes: Sizes = SMALL, split: int = 1, device: str = "host"
+        self,
+        path: Path,
+        config: ClientConfig,
+        name: int,
+        sizes: Sizes = SMALL,
+        split: int = 1,
+        device: str = "host",
     ) -> None:
         self.name, self.sizes, self.split = instance(name), sizes, split
         self.size = sizes.block_size * split
@@ -74,14 +81,22 @@ class Owner:
         self.table = Generations(self.name, sizes.blocks // split)
         self.client = Client(path, config)
         self.client.join(self.name, NAMESPACE, self.table.blocks, 1, self.each, self.table.fd)
-        self.shown = Shown(self.client, self.name, 0, cache_shape(self.kv, self.cache.regions, where), self.cache.regions)
+        self.shown = Shown(
+            self.client,
+            self.name,
+            0,
+            cache_shape(self.kv, self.cache.regions, where),
+            self.cache.regions,
+        )
 
     def slots(self, blocks: Sequence[int]) -> torch.Tensor:
         """Of vLLM's blocks."""
         return (torch.tensor(blocks)[:, None] * self.size + torch.arange(self.size)).reshape(-1)
 
     def compute(self, tokens: torch.Tensor, blocks: Sequence[int]) -> dict[int, ResidentChunk]:
-        """As vLLM does: the blocks are handed out, a step is planned, and they are written. The chunks as they would be published."""
+        """As vLLM does: the blocks are handed out, a step is planned, and they are written. The
+        chunks as they would be published.
+        """
         self.table.void(blocks)
         self.table.filled(blocks)
         self.cache.fill(tokens, self.slots(blocks))
@@ -90,7 +105,9 @@ class Owner:
         ids, now = np.array(blocks, dtype=np.uint32), self.table.counters[list(blocks)].copy()
         step = self.each
         return {
-            number: ResidentChunk(self.name, ids[number * step :][:step], now[number * step :][:step])
+            number: ResidentChunk(
+                self.name, ids[number * step :][:step], now[number * step :][:step]
+            )
             for number in range(len(blocks) // step)
         }
 
@@ -99,8 +116,9 @@ class Owner:
         self.compute(torch.arange(self.size) + 77_000_000, [block])
 
     def churn(self, published: Path, late: bool = False) -> int:
-        """Use blocks again and again, and note each in the file `published` once it is written, until the file's last number is not 0.
-        late: a planted bug, the generation changes after the write. How many times."""
+        """Use blocks again and again, and note each in the file `published` once it is written,
+        until the file's last number is not 0. late: a planted bug, the generation changes after the
+        write. How many times."""
         notes, random, times = shared_numbers(published), np.random.default_rng(1), 0
         while not notes[-1]:
             block = int(random.integers(self.table.blocks))
@@ -159,8 +177,8 @@ def owner_process(here: Node, name: int = 1, device: str = "host", sizes: Sizes 
 
 
 class StoppingCopier(HostCopier):
-    """Its pulls call `half_way` in the middle, and are over once `finished` is set. pulls, scatters: how many rows each had.
-    local: of each pull."""
+    """Its pulls call `half_way` in the middle, and are over once `finished` is set. pulls,
+    scatters: how many rows each had. local: of each pull."""
 
     def __init__(self) -> None:
         self.half_way: Callable[[], None] = lambda: None
@@ -171,7 +189,14 @@ class StoppingCopier(HostCopier):
         self.local: list[bool] = []
 
     def pull(  # type: ignore[override]
-        self, kv: PagedKV, rows: Int64s, origins: Int64s, after: Mark | None = None, keep: object = None, *, local: bool = False
+        self,
+        kv: PagedKV,
+        rows: Int64s,
+        origins: Int64s,
+        after: Mark | None = None,
+        keep: object = None,
+        *,
+        local: bool = False,
     ) -> Copied:
         self.pulls.append(len(rows))
         self.local.append(local)
@@ -187,12 +212,27 @@ class StoppingCopier(HostCopier):
 
 
 class Reader:
-    """A session with a KV cache, whose vLLM has blocks of `split` of the tensors', and its neighbours. copier: of host memory."""
+    """A session with a KV cache, whose vLLM has blocks of `split` of the tensors', and its
+    neighbours. copier: of host memory.
+    """
 
-    def __init__(self, here: Node, split: int = 1, segment_bytes: int = 0, device: str = "host", **engine: Any) -> None:
-        self.cache, self.copier, self.size = Cache(device=device), StoppingCopier(), SMALL.block_size * split
+    def __init__(
+        self,
+        here: Node,
+        split: int = 1,
+        segment_bytes: int = 0,
+        device: str = "host",
+        **engine: Any,
+    ) -> None:
+        self.cache, self.copier, self.size = (
+            Cache(device=device),
+            StoppingCopier(),
+            SMALL.block_size * split,
+        )
         copier = self.copier if device.startswith("host") else None
-        self.session = Session(here.config(device, segment_bytes, **engine), layout_of(self.cache), copier=copier)
+        self.session = Session(
+            here.config(device, segment_bytes, **engine), layout_of(self.cache), copier=copier
+        )
         here.undo.callback(self.session.close)
         self.kv = self.session.bind(self.cache.tensors)
         self.neighbours = Neighbours(self.session.client, self.session.device, self.kv, 0)
@@ -205,7 +245,9 @@ class Reader:
     def blocks(self, tokens: int) -> list[int]:
         """The places of a request of so many tokens: vLLM's blocks, anywhere."""
         most = self.kv.num_blocks * self.kv.block_size // self.size
-        chosen: list[int] = np.random.default_rng(5).permutation(most)[: tokens // self.size].tolist()
+        chosen: list[int] = (
+            np.random.default_rng(5).permutation(most)[: tokens // self.size].tolist()
+        )
         return chosen
 
     def slots(self, tokens: int) -> torch.Tensor:
@@ -224,8 +266,16 @@ class Reader:
     def _places(self, tokens: int) -> BlockPlaces:
         return BlockPlaces(self.kv, CHUNK, self.blocks(tokens), self.size)
 
-    def load(self, tokens: torch.Tensor, residents: dict[int, ResidentChunk], known: bool = True, **more: Any) -> Load:
-        """Not advanced yet. Into poisoned blocks. known: the owners' KV caches are mapped already."""
+    def load(
+        self,
+        tokens: torch.Tensor,
+        residents: dict[int, ResidentChunk],
+        known: bool = True,
+        **more: Any,
+    ) -> Load:
+        """Not advanced yet. Into poisoned blocks. known: the owners' KV caches are mapped
+        already.
+        """
         self.cache.poison()
         for one in residents.values():
             if known and one.instance not in self.neighbours._here:
@@ -246,7 +296,9 @@ class Reader:
         assert self.cache.wrong(tokens[:count], self.slots(len(tokens))[:count]) == 0
         return load.loaded
 
-    def loaded(self, tokens: torch.Tensor, residents: dict[int, ResidentChunk], **more: Any) -> tuple[int, str]:
+    def loaded(
+        self, tokens: torch.Tensor, residents: dict[int, ResidentChunk], **more: Any
+    ) -> tuple[int, str]:
         """A load to its end: how many chunks, and why not all."""
         load = self.load(tokens, residents, **more)
         load.run(10)
@@ -267,4 +319,6 @@ class Reader:
 def kv_mapped() -> int:
     """Mappings of KV caches of others in this process."""
     lines = Path("/proc/self/maps").read_text().splitlines()
-    return sum("memfd:" in line and " r--s " in line and "generations" not in line for line in lines)
+    return sum(
+        "memfd:" in line and " r--s " in line and "generations" not in line for line in lines
+    )

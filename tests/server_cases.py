@@ -1,4 +1,6 @@
-"""What the tests of a failing server have in common: writers in processes of their own, a pool of four chunks."""
+"""What the tests of a failing server have in common: writers in processes of their own, a pool of
+four chunks.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,12 @@ from model import chunk_key
 client = Client(Path(sys.argv[1]), ClientConfig(request_seconds=10, heartbeat_seconds=60))
 keys = [chunk_key(n) for n in range(4)]
 """
-RESERVE_AND_WAIT = WRITER + 'print("reserved", client.reserve(keys, 1024).reservation); time.sleep(60)'
-RESERVE_AND_HANG_UP = WRITER + 'client.reserve(keys, 1024); client.close(); print("hung up"); time.sleep(60)'
+RESERVE_AND_WAIT = (
+    WRITER + 'print("reserved", client.reserve(keys, 1024).reservation); time.sleep(60)'
+)
+RESERVE_AND_HANG_UP = (
+    WRITER + 'client.reserve(keys, 1024); client.close(); print("hung up"); time.sleep(60)'
+)
 RESERVE_AND_LEAVE_A_CHILD = (
     WRITER
     + """
@@ -38,7 +44,9 @@ os._exit(0)
 )
 IN_A_PID_NAMESPACE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
 IN_A_TIME_NAMESPACE = ["unshare", "--time", "--boottime", "1000", "--fork", "--kill-child"]
-ISOLATES = subprocess.run([*IN_A_PID_NAMESPACE, "true"], capture_output=True, check=False).returncode == 0
+ISOLATES = (
+    subprocess.run([*IN_A_PID_NAMESPACE, "true"], capture_output=True, check=False).returncode == 0
+)
 
 
 def pool(stage_: Stage, memfd: int, **config: Any) -> Client:

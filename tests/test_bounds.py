@@ -1,4 +1,6 @@
-"""What clients may take of a server: its memory, its connections, its instances and its log. Nobody takes all of it."""
+"""What clients may take of a server: its memory, its connections, its instances and its log. Nobody
+takes all of it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,14 @@ from processes import Raw, Stage, eventually, info
 from vcache_backend.config import ServerConfig
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import residents
-from vcache_backend.metadata_server.client_lines import MAX_CALLERS, OF_PROCESS, OF_USER, Caller, ClientLines, caused_by
+from vcache_backend.metadata_server.client_lines import (
+    MAX_CALLERS,
+    OF_PROCESS,
+    OF_USER,
+    Caller,
+    ClientLines,
+    caused_by,
+)
 from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.layouts import MAX_REPORTS, Reports
 from vcache_backend.metadata_server.placement import Peer
@@ -58,26 +67,45 @@ def grows_by_less_than(nbytes: int) -> Iterator[None]:
 
 
 def join(
-    directory: Directory, instance: m.InstanceId, owner: Peer, each: int, lead: int = 0, ranks: int = 1, blocks: int = 10_000
+    directory: Directory,
+    instance: m.InstanceId,
+    owner: Peer,
+    each: int,
+    lead: int = 0,
+    ranks: int = 1,
+    blocks: int = 10_000,
 ) -> None:
     directory.residents.open(owner, m.Join(instance, NAMESPACE, blocks, ranks, each, lead))
 
 
 def publish(
-    directory: Directory, instance: m.InstanceId, each: int, lead: int, chunks: int, start: int = 0, sequence: int = 1
+    directory: Directory,
+    instance: m.InstanceId,
+    each: int,
+    lead: int,
+    chunks: int,
+    start: int = 0,
+    sequence: int = 1,
 ) -> int:
     """A chunk is in blocks of its own, as far as its lead goes."""
     taken, at_once = 0, 16
     for first in range(start, start + chunks, at_once):
         blocks = b"".join(
-            numbers(*range(n * lead, (n + 1) * lead)) + bytes(4 * (each - lead)) for n in range(first, first + at_once)
+            numbers(*range(n * lead, (n + 1) * lead)) + bytes(4 * (each - lead))
+            for n in range(first, first + at_once)
         )
         generations = chunk_generations(300, at_once, each)
-        taken += directory.residents.publish(0, m.Publish(instance, sequence, keys(at_once, start=first), blocks, generations))
+        taken += directory.residents.publish(
+            0, m.Publish(instance, sequence, keys(at_once, start=first), blocks, generations)
+        )
     return taken
 
 
-SHAPES = {"blocks behind the lead": (1024, 1, 1), "a block a chunk": (1, 1, 1), "chunks that wait for another rank": (256, 1, 2)}
+SHAPES = {
+    "blocks behind the lead": (1024, 1, 1),
+    "a block a chunk": (1, 1, 1),
+    "chunks that wait for another rank": (256, 1, 2),
+}
 
 
 @pytest.mark.parametrize(("each", "lead", "ranks"), SHAPES.values(), ids=SHAPES)
@@ -142,7 +170,9 @@ def test_whatever_some_publish_there_is_room_for_others(monkeypatch: pytest.Monk
         assert 0 < publish(directory, instance_id(number), 64, 1, 992)
     join(directory, instance_id(9), peer(9), 64, 1, blocks=1000)
     assert publish(directory, instance_id(9), 64, 1, 320) == 320
-    assert publish(directory, instance_id(1), 64, 1, 992, sequence=2) > 0, "new ones take the place of old ones"
+    assert publish(directory, instance_id(1), 64, 1, 992, sequence=2) > 0, (
+        "new ones take the place of old ones"
+    )
 
 
 # ---- what they reserve
@@ -181,7 +211,9 @@ time.sleep(60)
 """
 
 
-def test_a_process_that_takes_all_the_connections_it_can_leaves_some_for_others(alone: Stage) -> None:
+def test_a_process_that_takes_all_the_connections_it_can_leaves_some_for_others(
+    alone: Stage,
+) -> None:
     alone.server(max_clients=144)
     said = alone.script(HOG).expect("has")
     assert "kept for others: close some, or raise server.max_clients" in said
@@ -201,7 +233,9 @@ def test_whatever_a_process_or_a_user_takes_there_is_room_for_others() -> None:
 
     taken = [fill(number, 1000) for number in range(20)]
     assert taken[:3] == [113, 101, 90]
-    assert set(taken[14:]) == {4}, "a process may have a few, though its user has the most that it may have"
+    assert set(taken[14:]) == {4}, (
+        "a process may have a few, though its user has the most that it may have"
+    )
     assert fill(500, 0) > 4, "another user"
     assert fill(None, user(1000, 0)) > 50, "its processes in other pid namespaces are another user"
     for number in range(20):
@@ -215,7 +249,9 @@ def test_whatever_a_process_or_a_user_takes_there_is_room_for_others() -> None:
 SPEAK = "from processes import Raw; import sys; from pathlib import Path; Raw(Path(sys.argv[1])).ask('report', 'warn', 'heard')"
 
 
-def test_no_client_fills_the_log_however_often_it_connects_and_others_are_heard(alone: Stage) -> None:
+def test_no_client_fills_the_log_however_often_it_connects_and_others_are_heard(
+    alone: Stage,
+) -> None:
     server = alone.server()
     layout = {"model": "m", "namespace": "aa", "field": "x"}
     alone.raw(hello=False).ask("hello", m.PROTOCOL_VERSION, "host", "host", layout)
@@ -256,7 +292,9 @@ def lines() -> Iterator[tuple[ClientLines, Callable[[int, int], None], list[str]
     log.setLevel(logging.NOTSET)
 
 
-def test_a_process_has_its_lines_and_then_one_now_and_then_that_says_how_many_were_left_out(lines: Any) -> None:
+def test_a_process_has_its_lines_and_then_one_now_and_then_that_says_how_many_were_left_out(
+    lines: Any,
+) -> None:
     kept, say, said, now = lines
     for _ in range(OF_PROCESS.lines + 7):
         say(1000, 7)
@@ -268,7 +306,10 @@ def test_a_process_has_its_lines_and_then_one_now_and_then_that_says_how_many_we
     assert said[-1] == "a line (lines of this client left out before this one: 7)"
     now[0] += OF_PROCESS.seconds
     kept.tell()
-    assert said[-1] == "pid 7 of uid 1000 is quiet again (lines of this client left out before this one: 1)"
+    assert (
+        said[-1]
+        == "pid 7 of uid 1000 is quiet again (lines of this client left out before this one: 1)"
+    )
 
 
 def test_a_user_with_ever_new_processes_has_no_more_lines_than_a_user_has(lines: Any) -> None:
@@ -321,7 +362,9 @@ def test_who_joins_and_leaves_stands_in_the_log_and_why(alone: Stage) -> None:
     instance_cases.join(other, A)
     server.expect(f"scheduler (pid {os.getpid()} on host) replaces its earlier connection")
     alone.raw(hello=False).ask("hello", 1, "host", "host", {})
-    assert "the client speaks protocol 1" in server.expect(f"refused pid {os.getpid()} of uid {os.getuid()}")
+    assert "the client speaks protocol 1" in server.expect(
+        f"refused pid {os.getpid()} of uid {os.getuid()}"
+    )
 
 
 def test_who_reports_much_pushes_out_its_own_reports_alone() -> None:
@@ -330,7 +373,11 @@ def test_who_reports_much_pushes_out_its_own_reports_alone() -> None:
     for number in range(2 * MAX_REPORTS):
         reports.add(peer(7, number), "info", f"{number}")
     texts = [report.text for report in reports.newest_last()]
-    assert (len(texts), texts[0], texts[-1]) == (MAX_REPORTS, "what an operator should see", str(2 * MAX_REPORTS - 1))
+    assert (len(texts), texts[0], texts[-1]) == (
+        MAX_REPORTS,
+        "what an operator should see",
+        str(2 * MAX_REPORTS - 1),
+    )
 
 
 # ---- names
@@ -347,7 +394,9 @@ def test_no_name_has_invisible_characters() -> None:
     assert taken.decode(msgspec.msgpack.encode("GPU-Grüße 東京 é")) == "GPU-Grüße 東京 é"
 
 
-def test_a_namespace_is_told_as_long_as_it_has_a_client_or_a_chunk(alone: Stage, memfd: int) -> None:
+def test_a_namespace_is_told_as_long_as_it_has_a_client_or_a_chunk(
+    alone: Stage, memfd: int
+) -> None:
     alone.server()
     looking = alone.client()
     looking.add_segment(info("s0", 4096), memfd)

@@ -9,7 +9,16 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
-from neighbour_cases import EACH, HOST, SharedCache, added_to, descriptors, enters, instance, kv_mapped
+from neighbour_cases import (
+    EACH,
+    HOST,
+    SharedCache,
+    added_to,
+    descriptors,
+    enters,
+    instance,
+    kv_mapped,
+)
 from processes import SECONDS, eventually, script
 
 from vcache_backend.metadata_server.messages import CacheShape
@@ -46,7 +55,9 @@ def owners() -> Iterator[Owners]:
 
 
 def test_a_descriptor_that_is_used_again_at_once_does_not_end_its_new_owner(owners: Owners) -> None:
-    """Two ends are noticed together; while the first is dealt with, somebody admits a living owner under the same numbers."""
+    """Two ends are noticed together; while the first is dealt with, somebody admits a living owner
+    under the same numbers.
+    """
     living: list[Neighbour] = []
 
     def admit_another(ended: Neighbour) -> None:
@@ -71,7 +82,9 @@ def test_a_descriptor_that_is_used_again_at_once_does_not_end_its_new_owner(owne
 
 
 def test_an_end_is_told_once_though_somebody_else_holds_the_same_pidfd(owners: Owners) -> None:
-    """As the server does, who sent it. Epoll would go on telling of it, under a number that is a living owner's by then."""
+    """As the server does, who sent it. Epoll would go on telling of it, under a number that is a
+    living owner's by then.
+    """
     caretaker: Caretaker[Neighbour] = Caretaker(lambda ended: None)
     dead, living = owners.neighbour(caretaker), owners.neighbour(caretaker)
     with script("input()") as process:
@@ -93,7 +106,9 @@ def test_an_end_is_told_once_though_somebody_else_holds_the_same_pidfd(owners: O
     assert kv_mapped() == 0
 
 
-def test_what_was_never_admitted_is_unmapped_whether_there_is_a_thread_or_not(owners: Owners) -> None:
+def test_what_was_never_admitted_is_unmapped_whether_there_is_a_thread_or_not(
+    owners: Owners,
+) -> None:
     caretaker: Caretaker[Neighbour] = Caretaker(lambda ended: None)
     first, second = owners.neighbour(caretaker), owners.neighbour(caretaker)
     caretaker.discard(first)
@@ -106,7 +121,9 @@ def test_what_was_never_admitted_is_unmapped_whether_there_is_a_thread_or_not(ow
     caretaker.wake()
 
 
-def test_a_descriptor_that_cannot_be_waited_for_admits_nothing_and_leaves_nothing_watched(owners: Owners) -> None:
+def test_a_descriptor_that_cannot_be_waited_for_admits_nothing_and_leaves_nothing_watched(
+    owners: Owners,
+) -> None:
     caretaker: Caretaker[Neighbour] = Caretaker(lambda ended: None)
     neighbour = owners.neighbour(caretaker)
     with script("input()") as process, open("/dev/null") as never:
@@ -126,7 +143,9 @@ def test_a_descriptor_that_cannot_be_waited_for_admits_nothing_and_leaves_nothin
     assert kv_mapped() == 0
 
 
-def test_when_the_thread_fails_nothing_is_read_any_more(owners: Owners, caplog: pytest.LogCaptureFixture) -> None:
+def test_when_the_thread_fails_nothing_is_read_any_more(
+    owners: Owners, caplog: pytest.LogCaptureFixture
+) -> None:
     """Or an owner's end would never be noticed."""
 
     def fail(ended: Neighbour) -> None:

@@ -1,4 +1,6 @@
-"""Sessions with engine.checksum on: what is stored, what a load does with a chunk that changed, and failures of the looking itself."""
+"""Sessions with engine.checksum on: what is stored, what a load does with a chunk that changed, and
+failures of the looking itself.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Side:
 
     def __init__(self, here: Node, device: str, segment_bytes: int = 0) -> None:
         self.cache = Cache()
-        self.session = session.Session(here.config(device, segment_bytes, checksum=True), layout_of(self.cache))
+        self.session = session.Session(
+            here.config(device, segment_bytes, checksum=True), layout_of(self.cache)
+        )
         here.undo.callback(self.session.close)
         self.kv = self.session.bind(self.cache.tensors)
         self.hasher = TokenHasher(self.session.namespace, CHUNK)
@@ -49,7 +53,9 @@ class Side:
         return keys
 
     def load(self, tokens: Tensor) -> Load:
-        """All of it into poisoned blocks, to its end; the bytes that count are those of `tokens`."""
+        """All of it into poisoned blocks, to its end; the bytes that count are those of
+        `tokens`.
+        """
         self.cache.poison()
         slots = places(self.cache.sizes, len(tokens), 1)
         load = Load(self.session, self._at(slots), self.hasher.keys(tokens))
@@ -59,7 +65,12 @@ class Side:
 
     def begin(self, tokens: Tensor, mark: Mark) -> Load:
         """One of all of it, behind a mark."""
-        return Load(self.session, self._at(places(self.cache.sizes, len(tokens), 1)), self.hasher.keys(tokens), mark=mark)
+        return Load(
+            self.session,
+            self._at(places(self.cache.sizes, len(tokens), 1)),
+            self.hasher.keys(tokens),
+            mark=mark,
+        )
 
     def _at(self, slots: Tensor) -> SlotPlaces:
         return SlotPlaces(self.kv, CHUNK, slots.numpy(), range(0, len(slots), CHUNK))
@@ -90,7 +101,9 @@ def reader(here: Node, writer: Side) -> Side:
 def test_chunks_with_checksums_are_stored_and_loaded(writer: Side, reader: Side) -> None:
     keys = writer.put(prompt(4 * CHUNK))
     assert reader.load(prompt(4 * CHUNK)).cause == reader.load(prompt(2 * CHUNK)).cause == ""
-    assert {len(slot) for slot in reader.memory(keys)} == {sealed_bytes(reader.kv.chunk_bytes(CHUNK))}
+    assert {len(slot) for slot in reader.memory(keys)} == {
+        sealed_bytes(reader.kv.chunk_bytes(CHUNK))
+    }
     assert reader.failures == {}
 
 
@@ -121,7 +134,9 @@ def test_chunks_that_took_each_others_places_are_seen(writer: Side, reader: Side
     assert reader.failures == {"checksum": 2}
 
 
-def test_a_commit_waits_for_the_checksums(here: Node, reader: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_waits_for_the_checksums(
+    here: Node, reader: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written = threading.Event()
 
     class Slow(Sealer):
@@ -177,7 +192,9 @@ def test_a_scatter_whose_slots_cannot_be_looked_at_is_over_when_the_error_comes(
 
 def test_a_scatter_is_over_once_its_slots_were_looked_at() -> None:
     copied, looked, told = threading.Event(), threading.Event(), list[list[int]]()
-    both = CheckedScatter(Copied(copied), checksum.Look(Copied(looked), lambda: [1, 3]), told.append)
+    both = CheckedScatter(
+        Copied(copied), checksum.Look(Copied(looked), lambda: [1, 3]), told.append
+    )
     for one, other in ((copied, looked), (looked, copied)):
         one.set()
         other.clear()
@@ -194,7 +211,9 @@ def test_a_scatter_is_over_once_its_slots_were_looked_at() -> None:
 def test_the_model_waits_for_the_scatter_itself_not_for_what_looks_at_its_slots(
     writer: Side, reader: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copier knows the copies that it made, and a model's stream goes on before one that it does not know."""
+    """A copier knows the copies that it made, and a model's stream goes on before one that it does
+    not know.
+    """
     copies, fenced, copier = list[Completion](), list[Completion](), reader.session.copier
     scatter = copier.scatter
 

@@ -1,4 +1,6 @@
-"""Checksums of chunks: the construction, what it sees, what it refuses, and the order of a GPU's work."""
+"""Checksums of chunks: the construction, what it sees, what it refuses, and the order of a GPU's
+work.
+"""
 
 # torch.cuda's streams have no types.
 # mypy: allow-untyped-calls
@@ -13,7 +15,14 @@ from torch import Tensor
 
 from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool import checksum, devices
-from vcache_backend.vram_pool.checksum import COLUMNS, GPU_PIECE, TRAILER_BYTES, Sealer, digest, sealed_bytes
+from vcache_backend.vram_pool.checksum import (
+    COLUMNS,
+    GPU_PIECE,
+    TRAILER_BYTES,
+    Sealer,
+    digest,
+    sealed_bytes,
+)
 from vcache_backend.vram_pool.copier import Completion, Finished
 from vcache_backend.vram_pool.cuda_copier import CudaCompletion
 from vcache_backend.vram_pool.segment import create, map_segment
@@ -31,7 +40,10 @@ def key(number: int) -> bytes:
 def noise(nbytes: int, count: int = 1, seed: int = 0) -> list[Tensor]:
     """Slots of chunks of `nbytes`, with room for a trailer."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(0, 256, (sealed_bytes(nbytes),), dtype=torch.uint8, generator=generator) for _ in range(count)]
+    return [
+        torch.randint(0, 256, (sealed_bytes(nbytes),), dtype=torch.uint8, generator=generator)
+        for _ in range(count)
+    ]
 
 
 def views(slots: list[Tensor]) -> list[SlotView]:
@@ -58,9 +70,13 @@ def plain_trailer(chunk: bytes, chunk_key: bytes) -> bytes:
         z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
         return (z ^ z >> 31) | 1
 
-    seed = blake2b(chunk_key + len(chunk).to_bytes(8, "little"), digest_size=16, person=b"vcache-check-1").digest()
+    seed = blake2b(
+        chunk_key + len(chunk).to_bytes(8, "little"), digest_size=16, person=b"vcache-check-1"
+    ).digest()
     lanes = []
-    for lane, salts in enumerate([(0x243F6A8885A308D3, 0xA4093822299F31D0), (0x13198A2E03707344, 0x082EFA98EC4E6C89)]):
+    for lane, salts in enumerate(
+        [(0x243F6A8885A308D3, 0xA4093822299F31D0), (0x13198A2E03707344, 0x082EFA98EC4E6C89)]
+    ):
         total = int.from_bytes(seed[8 * lane : 8 * lane + 8], "little")
         for i in range(len(chunk) // 4):
             word = int.from_bytes(chunk[4 * i : 4 * i + 4], "little", signed=True)
@@ -82,10 +98,15 @@ def test_the_trailer_is_the_one_of_plain_integers(nbytes: int) -> None:
 
 
 def test_the_construction_stays_what_it_is_called() -> None:
-    """Two versions of this package share chunks if NAME is equal: whoever changes these bytes changes the name."""
+    """Two versions of this package share chunks if NAME is equal: whoever changes these bytes
+    changes the name.
+    """
     slot = (torch.arange(sealed_bytes(ROW + 64) // 8) * -7046029254386353131).view(torch.uint8)
     HOST.seal(views([slot]), [key(1)], ROW + 64, DONE)
-    assert (checksum.NAME, bytes(slot[-TRAILER_BYTES:].numpy()).hex()) == ("ml64x2-2", "09e2f43abb3ff4673fc5aac1ab33c3cd")
+    assert (checksum.NAME, bytes(slot[-TRAILER_BYTES:].numpy()).hex()) == (
+        "ml64x2-2",
+        "09e2f43abb3ff4673fc5aac1ab33c3cd",
+    )
 
 
 # ---- what it sees
@@ -125,7 +146,9 @@ def test_a_chunk_of_odd_size_is_refused(nbytes: int) -> None:
 def test_a_slot_without_room_for_the_trailer_is_refused_and_nothing_is_written() -> None:
     slots = noise(4096, 2)
     before = [slot.clone() for slot in slots]
-    with pytest.raises(LayoutError, match="a chunk with its checksum needs 4,112 B but slot 1 has 4,096 B"):
+    with pytest.raises(
+        LayoutError, match="a chunk with its checksum needs 4,112 B but slot 1 has 4,096 B"
+    ):
         HOST.seal(views([slots[0], slots[1][:4096]]), [key(0), key(1)], 4096, DONE)
     with pytest.raises(LayoutError, match="slot 0 at 0x[0-9a-f]+ is not aligned to 16 B"):
         HOST.seal(views([slots[0][8:]]), [key(0)], 4080, DONE)
@@ -135,7 +158,11 @@ def test_a_slot_without_room_for_the_trailer_is_refused_and_nothing_is_written()
 
 
 def test_a_digest_is_another_one_for_every_byte_and_every_cut() -> None:
-    memory = torch.arange(2 * ROW + 24 + 3, dtype=torch.int32).view(torch.uint8)[: 2 * ROW + 24 + 3].clone()
+    memory = (
+        torch.arange(2 * ROW + 24 + 3, dtype=torch.int32)
+        .view(torch.uint8)[: 2 * ROW + 24 + 3]
+        .clone()
+    )
     found = [digest([memory])]
     assert digest([memory.clone()]) == found[0]
     for at in (0, ROW, 2 * ROW + 23, 2 * ROW + 24, len(memory) - 1):
@@ -143,7 +170,13 @@ def test_a_digest_is_another_one_for_every_byte_and_every_cut() -> None:
         found.append(digest([memory]))
         memory[at] ^= 1
     first, second = memory[:ROW], memory[ROW:]
-    found += [digest([first, second]), digest([second, first]), digest([first]), digest([memory[:5]]), digest([])]
+    found += [
+        digest([first, second]),
+        digest([second, first]),
+        digest([first]),
+        digest([memory[:5]]),
+        digest([]),
+    ]
     assert len(set(found)) == len(found)
 
 
@@ -194,7 +227,11 @@ def test_a_gpu_and_the_host_agree(nbytes: int) -> None:
 @pytest.mark.gpu(count=1)
 def test_seals_and_looks_come_after_the_copy() -> None:
     nbytes = 1 << 20
-    slots, keys, side = [slot.cuda() for slot in noise(nbytes, 4)], [key(i) for i in range(4)], torch.cuda.Stream()
+    slots, keys, side = (
+        [slot.cuda() for slot in noise(nbytes, 4)],
+        [key(i) for i in range(4)],
+        torch.cuda.Stream(),
+    )
     slots[0].fill_(0)  # the first launch of a kernel waits for the device
     sealer = cuda_sealer(nbytes)
     with torch.cuda.stream(side):
@@ -218,7 +255,9 @@ def test_a_look_does_not_wait_for_a_seal_whose_copy_does() -> None:
     assert sealer.seal(views(loaded), keys, 4096, DONE).wait(10)
     with torch.cuda.stream(side):
         torch.cuda._sleep(1_000_000_000)
-    seals = [sealer.seal(views([slot]), [keys[i]], 4096, behind(side)) for i, slot in enumerate(stored)]
+    seals = [
+        sealer.seal(views([slot]), [keys[i]], 4096, behind(side)) for i, slot in enumerate(stored)
+    ]
     assert bad(sealer.verify(views(loaded), keys, 4096, DONE)) == []
     assert not seals[0].done()
     assert all(seal.wait(10) for seal in seals)

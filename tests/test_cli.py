@@ -1,4 +1,6 @@
-"""`vcache`, as a person meets it: in this process where that is enough, else the command itself against a real server."""
+"""`vcache`, as a person meets it: in this process where that is enough, else the command itself
+against a real server.
+"""
 
 from __future__ import annotations
 
@@ -72,14 +74,18 @@ def test_every_command_explains_itself(command: list[str]) -> None:
     assert "<bool>" not in said
 
 
-@pytest.mark.parametrize(("text", "tokens"), [("500k", 500_000), ("1.5M", 1_500_000), ("500,000", 500_000), ("0", 0)])
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("500k", 500_000), ("1.5M", 1_500_000), ("500,000", 500_000), ("0", 0)]
+)
 def test_numbers_of_tokens_may_be_written_short(text: str, tokens: int) -> None:
     assert tokens_of(text) == tokens
 
 
 def test_help_is_quick_because_it_loads_nothing_heavy() -> None:
     code = "import sys, vcache_backend.cli; print([n for n in ('torch', 'numpy', 'rich.table', 'triton') if n in sys.modules])"
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    child = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True
+    )
     assert child.stdout == "[]\n"
 
 
@@ -119,22 +125,40 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["plan", "--model", "x", "--gpu-memory", "80"], "80 without a unit is 80 B: write the unit, such as 80GiB or 80B"),
-        (["plan", "--model", "x", "--gpu-memory", "81920.5"], "81920.5 without a unit is 81920 B: write the unit"),
+        (
+            ["plan", "--model", "x", "--gpu-memory", "80"],
+            "80 without a unit is 80 B: write the unit, such as 80GiB or 80B",
+        ),
+        (
+            ["plan", "--model", "x", "--gpu-memory", "81920.5"],
+            "81920.5 without a unit is 81920 B: write the unit",
+        ),
         (["segment", "add", "--device", "host", "--bytes", "8"], "8 without a unit is 8 B"),
         (["segment", "resize", "s0", "8"], "8 without a unit is 8 B"),
         (["mooncake", "--segment", "9" * 5000], "Expected at most 256 TiB"),
     ],
     ids=["gpu-memory", "a-fraction", "bytes", "resize", "digits"],
 )
-def test_a_size_of_a_command_that_lacks_its_unit_is_wrong_usage_that_says_what_to_write(arguments: list[str], said: str) -> None:
+def test_a_size_of_a_command_that_lacks_its_unit_is_wrong_usage_that_says_what_to_write(
+    arguments: list[str], said: str
+) -> None:
     assert said in " ".join(vcache(*arguments, expect=2).stderr.replace("│", " ").split())
 
 
 def test_a_shell_completes_commands_and_options() -> None:
-    for typed, offered in (("vcache seg", "segment"), ("vcache segment re", "resize"), ("vcache status --si", "--since")):
-        words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1), "_VCACHE_COMPLETE": "complete_bash"}
-        ran = subprocess.run(VCACHE, env={**os.environ, **words}, capture_output=True, text=True, timeout=SECONDS)
+    for typed, offered in (
+        ("vcache seg", "segment"),
+        ("vcache segment re", "resize"),
+        ("vcache status --si", "--since"),
+    ):
+        words = {
+            "COMP_WORDS": typed,
+            "COMP_CWORD": str(len(typed.split()) - 1),
+            "_VCACHE_COMPLETE": "complete_bash",
+        }
+        ran = subprocess.run(
+            VCACHE, env={**os.environ, **words}, capture_output=True, text=True, timeout=SECONDS
+        )
         assert ran.stdout.split() == [offered], ran
 
 
@@ -143,7 +167,9 @@ def test_a_shell_completes_commands_and_options() -> None:
     [["status"], ["status", "--json"], ["clear"], ["segment", "list"], ["segment", "drop", "x"]],
     ids=" ".join,
 )
-def test_without_a_server_there_is_one_line_and_exit_code_1(arguments: list[str], tmp_path: Path) -> None:
+def test_without_a_server_there_is_one_line_and_exit_code_1(
+    arguments: list[str], tmp_path: Path
+) -> None:
     path = tmp_path / "none.sock"
     result = vcache(*arguments, "--socket", str(path), expect=1)
     assert (result.stdout, result.stderr.count("\n")) == ("", 1)
@@ -174,7 +200,9 @@ def test_a_bad_socket_is_one_line_that_tells_nobody_to_start_a_server(
     assert (said in complaint, complaint.count("\n"), "start one" in complaint) == (True, 1, False)
 
 
-def test_config_check_accepts_a_good_file_and_names_the_mistake_in_a_bad_one(tmp_path: Path) -> None:
+def test_config_check_accepts_a_good_file_and_names_the_mistake_in_a_bad_one(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("pool: {segment_bytes: 2 GiB}")
     assert vcache("config", "check", str(path)).stdout == f"{path}: ok\n"
@@ -190,14 +218,20 @@ def test_config_check_accepts_a_good_file_and_names_the_mistake_in_a_bad_one(tmp
     ):
         path.write_text("# of mine\n" + text)
         message = vcache("config", "check", str(path), expect=1).stderr
-        assert (wrong in message, message.startswith(f"vcache: {path}: line 2: "), message.count("\n")) == (True, True, 1)
+        assert (
+            wrong in message,
+            message.startswith(f"vcache: {path}: line 2: "),
+            message.count("\n"),
+        ) == (True, True, 1)
 
 
 def test_config_init_writes_a_file_that_is_whole_and_overwrites_none(tmp_path: Path) -> None:
     path = tmp_path / "vcache.yaml"
     vcache("config", "init", str(path))
     assert path.read_bytes() == (ROOT / "configs" / "vcache.yaml").read_bytes()
-    assert "File exists" in vcache("config", "init", str(path), "--like", "two-gpus", expect=1).stderr
+    assert (
+        "File exists" in vcache("config", "init", str(path), "--like", "two-gpus", expect=1).stderr
+    )
     assert vcache("config", "init", "-").stdout == path.read_text()
     assert vcache("config", "check", str(path)).stdout == f"{path}: ok\n"
 
@@ -265,13 +299,23 @@ def test_a_command_waits_longer_than_a_request_may(stage_: Stage, tmp_path: Path
         later.join()
 
 
-def test_a_segment_is_lent_listed_shown_and_taken_back(server: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_segment_is_lent_listed_shown_and_taken_back(
+    server: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "nice", int)  # of this process
     at = ("--socket", str(server))
     assert json.loads(vcache("segment", "list", "--json", *at).stdout) == []
-    assert "of host memory are available" in vcache("segment", "add", "--device", "host", "--bytes", "8TiB", *at, expect=1).stderr
-    assert "64 MiB of host:a lent" in vcache("segment", "add", "--device", "host:a", "--bytes", "64MiB", *at).stdout
-    added = json.loads(vcache("segment", "add", "--device", "host:b", "--bytes", "1048576", "--json", *at).stdout)
+    assert (
+        "of host memory are available"
+        in vcache("segment", "add", "--device", "host", "--bytes", "8TiB", *at, expect=1).stderr
+    )
+    assert (
+        "64 MiB of host:a lent"
+        in vcache("segment", "add", "--device", "host:a", "--bytes", "64MiB", *at).stdout
+    )
+    added = json.loads(
+        vcache("segment", "add", "--device", "host:b", "--bytes", "1048576", "--json", *at).stdout
+    )
     assert (added["device"], added["medium"], added["nbytes"]) == ("host:b", "host", 1 << 20)
 
     listed = json.loads(vcache("segment", "list", "--json", *at).stdout)
@@ -285,11 +329,18 @@ def test_a_segment_is_lent_listed_shown_and_taken_back(server: Path, monkeypatch
     assert added["id"] in vcache("status", *at).stdout
 
     resized = vcache("segment", "resize", added["id"], "512KiB", *at).stdout
-    assert resized == f"{added['id']}: 512 KiB given back, 512 KiB left, 0 chunks moved, 0 forgotten\n"
-    assert "`vcache segment add`" in vcache("segment", "resize", added["id"], "1MiB", *at, expect=1).stderr
+    assert (
+        resized == f"{added['id']}: 512 KiB given back, 512 KiB left, 0 chunks moved, 0 forgotten\n"
+    )
+    assert (
+        "`vcache segment add`"
+        in vcache("segment", "resize", added["id"], "1MiB", *at, expect=1).stderr
+    )
     assert "512 KiB" in vcache("segment", "list", *at).stdout
     assert "gone" in vcache("segment", "drop", added["id"], "--wait", "5", *at).stdout
-    assert [info["device"] for info in json.loads(vcache("segment", "list", "--json", *at).stdout)] == ["host:a"]
+    assert [
+        info["device"] for info in json.loads(vcache("segment", "list", "--json", *at).stdout)
+    ] == ["host:a"]
     assert added["id"] in vcache("segment", "drop", added["id"], *at, expect=1).stderr
     assert vcache("clear", *at).stdout == "0 chunks forgotten\n"
     nothing = "no chunks of namespace 00ff00ff00ff00ff are in the pool; `vcache status --all` lists the namespaces\n"
@@ -298,14 +349,27 @@ def test_a_segment_is_lent_listed_shown_and_taken_back(server: Path, monkeypatch
 
 def test_the_base_install_does_all_but_move_kv_and_names_the_extra_for_that(server: Path) -> None:
     """The server of these tests is one, too."""
-    plain = [["version"], ["status"], ["segment", "list"], ["clear"], ["config", "show"], ["doctor", "--json"]]
+    plain = [
+        ["version"],
+        ["status"],
+        ["segment", "list"],
+        ["clear"],
+        ["config", "show"],
+        ["doctor", "--json"],
+    ]
     moving = [["segment", "add", "--device", "host", "--bytes", "1MiB"], ["demo"]]
     program = (
         f"{BASE}; import json; from typer.testing import CliRunner; results = (CliRunner().invoke(app, one) for one in {plain + moving});"
         "print(json.dumps([[one.exit_code, one.stdout, one.stderr] for one in results]))"
     )
     environment = {**os.environ, "VCACHE_SOCKET": str(server)}
-    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=SECONDS)
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
     results = json.loads(ran.stdout)
     assert [code for code, *_ in results[:5]] == [0] * 5, results
     assert {"torch", "server"} <= {finding["check"] for finding in json.loads(results[5][1])}
@@ -328,7 +392,9 @@ def test_a_second_server_on_the_same_socket_is_refused(server: Path) -> None:
 
 
 def test_watch_writes_a_line_a_look_and_ends_clean_on_ctrl_c(server: Path) -> None:
-    with Child([*VCACHE, "status", "--watch", "--json", "--every", "0.1", "--socket", str(server)]) as child:
+    with Child(
+        [*VCACHE, "status", "--watch", "--json", "--every", "0.1", "--socket", str(server)]
+    ) as child:
         looks = [json.loads(child.expect("{")) for _ in range(3)]
         child.signal(signal.SIGINT)
         status, said = child.wait()
@@ -363,7 +429,9 @@ def test_where_output_cannot_be_written_there_is_one_line_and_no_traceback(
 def test_watch_ends_with_its_reader(server: Path) -> None:
     """At once, and not with its next look, which is far away."""
     command = [*VCACHE, "status", "--watch", "--json", "--every", "3600", "--socket", str(server)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
         try:
             assert child.stdout is not None
             assert child.stderr is not None
@@ -376,9 +444,15 @@ def test_watch_ends_with_its_reader(server: Path) -> None:
 
 
 def test_the_live_picture_fits_its_window_and_ends_clean_on_ctrl_c(server: Path) -> None:
-    command, (ours, terminal) = [*VCACHE, "status", "--watch", "--every", "0.1", "--socket", str(server)], os.openpty()
+    command, (ours, terminal) = (
+        [*VCACHE, "status", "--watch", "--every", "0.1", "--socket", str(server)],
+        os.openpty(),
+    )
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", TALL, 80, 0, 0))
-    environment, where = {**os.environ, "TERM": "xterm"}, {"stdin": subprocess.DEVNULL, "stdout": terminal, "stderr": terminal}
+    environment, where = (
+        {**os.environ, "TERM": "xterm"},
+        {"stdin": subprocess.DEVNULL, "stdout": terminal, "stderr": terminal},
+    )
     child = subprocess.Popen(command, env=environment, start_new_session=True, **where)
     shown = b""
     try:

@@ -1,4 +1,6 @@
-"""The client against servers that answer late, wrongly, or not at all: a server of a few lines, on a real socket."""
+"""The client against servers that answer late, wrongly, or not at all: a server of a few lines, on
+a real socket.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ import pytest
 from model import chunk_key
 from processes import PATIENT, QUICK, SECONDS, Stage, eventually, info, make_memfd
 
-from vcache_backend.errors import ProtocolError, Refused, ServerTimeout, ServerUnavailable, VCacheError
+from vcache_backend.errors import (
+    ProtocolError,
+    Refused,
+    ServerTimeout,
+    ServerUnavailable,
+    VCacheError,
+)
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
 from vcache_backend.metadata_server.client import Client
@@ -27,7 +35,9 @@ WELCOME = ["welcome", m.PROTOCOL_VERSION, 77, 10.0, 30.0, []]
 
 
 class ScriptedServer:
-    """Answers hello properly and everything else with what `answer(request)` returns: a message, raw bytes, or None for silence."""
+    """Answers hello properly and everything else with what `answer(request)` returns: a message,
+    raw bytes, or None for silence.
+    """
 
     def __init__(self, path: Path, answer: Callable[[list[Any]], Any]) -> None:
         self.answer = answer
@@ -77,7 +87,13 @@ class ScriptedServer:
                 request = msgpack.unpackb(data)
                 self.seen.append(request)
                 heartbeat = request[0] == "list_segments"
-                reply = self.hello if request[0] == "hello" else ["segments", []] if heartbeat else self.answer(request)
+                reply = (
+                    self.hello
+                    if request[0] == "hello"
+                    else ["segments", []]
+                    if heartbeat
+                    else self.answer(request)
+                )
                 if reply is not None:
                     sock.send(reply if isinstance(reply, bytes) else msgpack.packb(reply))
 
@@ -108,13 +124,24 @@ def test_a_path_from_a_folder_is_told_whole_where_no_server_is_and_as_it_is_wher
     ):
         client.stats()
     folder.rmdir()
-    with pytest.raises(ServerUnavailable, match=r"no metadata server at a\.sock: "), Client(Path("a.sock"), QUICK) as client:
+    with (
+        pytest.raises(ServerUnavailable, match=r"no metadata server at a\.sock: "),
+        Client(Path("a.sock"), QUICK) as client,
+    ):
         client.stats()
 
 
-def test_an_absent_server_is_no_error_until_somebody_asks_and_one_that_comes_late_is_found(stage_: Stage) -> None:
+def test_an_absent_server_is_no_error_until_somebody_asks_and_one_that_comes_late_is_found(
+    stage_: Stage,
+) -> None:
     client = stage_.client(QUICK)
-    for ask in (client.require, client.stats, lambda: client.commit(1), lambda: client.clear(), lambda: client.contains([A])):
+    for ask in (
+        client.require,
+        client.stats,
+        lambda: client.commit(1),
+        lambda: client.clear(),
+        lambda: client.contains([A]),
+    ):
         with pytest.raises(ServerUnavailable, match="start one with `vcache serve`"):
             ask()
     stage_.server()
@@ -208,10 +235,18 @@ def test_an_answer_that_comes_too_late_is_never_taken_for_another_s(
     assert eventually(count) == 2
 
 
-def test_answers_to_what_was_sent_ahead_are_each_ones_own(stage_: Stage, scripted: Callable[..., ScriptedServer]) -> None:
-    """Fetched in any order, or read on the way by whoever calls next; an answer nobody fetches is no other one's."""
+def test_answers_to_what_was_sent_ahead_are_each_ones_own(
+    stage_: Stage, scripted: Callable[..., ScriptedServer]
+) -> None:
+    """Fetched in any order, or read on the way by whoever calls next; an answer nobody fetches is
+    no other one's.
+    """
     answers = {A: ["count", 1], B: ["leased", 7, 10.0, [], 1]}
-    scripted(lambda request: answers[request[1][0]] if request[0] in ("lookup", "acquire") else ["verdict", True])
+    scripted(
+        lambda request: (
+            answers[request[1][0]] if request[0] in ("lookup", "acquire") else ["verdict", True]
+        )
+    )
     client = stage_.client(PATIENT)
     first, second = client.send_lookup([A], 2), client.send_acquire([B])
     assert first is not None
@@ -219,14 +254,23 @@ def test_answers_to_what_was_sent_ahead_are_each_ones_own(stage_: Stage, scripte
     third, fourth = client.send_acquire([B]), client.send_lookup([A])
     assert client.renew(7)
     assert fourth is not None
-    assert (third.over, fourth.over, third.answer().lease, fourth.answer().count) == (True, True, 7, 1)
+    assert (third.over, fourth.over, third.answer().lease, fourth.answer().count) == (
+        True,
+        True,
+        7,
+        1,
+    )
     client.send_acquire([B])
     assert client.lookup([A]) == 1
     assert client.send_lookup([A] * (m.MAX_LOOKED_UP // 2 + 1), 2) is None
 
 
-def test_answers_that_nobody_reads_yet_hold_up_neither_the_server_nor_the_client(stage_: Stage) -> None:
-    """As when thousands of requests arrive before vLLM's next step: the answers are more than a socket holds."""
+def test_answers_that_nobody_reads_yet_hold_up_neither_the_server_nor_the_client(
+    stage_: Stage,
+) -> None:
+    """As when thousands of requests arrive before vLLM's next step: the answers are more than a
+    socket holds.
+    """
     stage_.server()
     client = stage_.client(PATIENT)
     sent = [client.send_lookup([A] * 100) for _ in range(5000)]
@@ -234,7 +278,9 @@ def test_answers_that_nobody_reads_yet_hold_up_neither_the_server_nor_the_client
     assert not client.connections_lost
 
 
-def test_what_was_sent_ahead_is_lost_with_its_connection(stage_: Stage, scripted: Callable[..., ScriptedServer]) -> None:
+def test_what_was_sent_ahead_is_lost_with_its_connection(
+    stage_: Stage, scripted: Callable[..., ScriptedServer]
+) -> None:
     server = scripted(lambda request: None)
     client = stage_.client(QUICK)
     sent = client.send_acquire([A])
@@ -295,8 +341,12 @@ def test_an_interrupted_call_leaves_no_answer_behind_for_the_next(
     assert client.lookup([B]) == 2
 
 
-def test_a_connection_that_a_call_ends_is_no_later_one(stage_: Stage, scripted: Callable[..., ScriptedServer]) -> None:
-    """The server says goodbye, the heartbeat notices, and there is a new connection before the call has come to its end."""
+def test_a_connection_that_a_call_ends_is_no_later_one(
+    stage_: Stage, scripted: Callable[..., ScriptedServer]
+) -> None:
+    """The server says goodbye, the heartbeat notices, and there is a new connection before the call
+    has come to its end.
+    """
     goodbye = ["error", "go away", True]
     server = scripted(lambda request: goodbye)
     client = stage_.client(msgspec.structs.replace(QUICK, heartbeat_seconds=0.02))
@@ -323,9 +373,13 @@ def test_a_connection_that_a_call_ends_is_no_later_one(stage_: Stage, scripted: 
 # ---- its own life
 
 
-def test_a_call_under_way_ends_when_its_client_is_closed(stage_: Stage, scripted: Callable[..., ScriptedServer]) -> None:
+def test_a_call_under_way_ends_when_its_client_is_closed(
+    stage_: Stage, scripted: Callable[..., ScriptedServer]
+) -> None:
     server = scripted(lambda request: None)
-    client = stage_.client(msgspec.structs.replace(PATIENT, request_seconds=10 * SECONDS), reconnect=False)
+    client = stage_.client(
+        msgspec.structs.replace(PATIENT, request_seconds=10 * SECONDS), reconnect=False
+    )
     errors: list[Exception] = []
 
     def ask() -> None:
@@ -370,7 +424,9 @@ def test_clients_leave_no_fd_behind(stage_: Stage, memfd: int) -> None:
     for _ in range(20):
         cycle()
         Client(Path("/nowhere/vcache.sock"), QUICK, reconnect=False).close()
-    assert len(os.listdir("/proc/self/fd")) <= before, "fewer where one of an earlier test's was closed meanwhile"
+    assert len(os.listdir("/proc/self/fd")) <= before, (
+        "fewer where one of an earlier test's was closed meanwhile"
+    )
 
 
 def test_a_forked_child_cannot_disturb_its_parent_s_connection(stage_: Stage) -> None:

@@ -1,4 +1,6 @@
-"""Codecs of the offload tier: one byte a number stays within its bounds, and what cannot be written is refused."""
+"""Codecs of the offload tier: one byte a number stays within its bounds, and what cannot be written
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from vcache_backend.offload.codecs import Codec, CodecError
 
 NAMES = ("int8", "fp8")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-# Of the largest number of a vector: half a step, and 0.8 % for a scale that was rounded up. int8: 127 steps. fp8: 3 bits.
+# Of the largest number of a vector: half a step, and 0.8 % for a scale that was rounded up. int8:
+# 127 steps. fp8: 3 bits.
 LARGEST_ERROR = {"int8": 0.5 / 127 * 1.009, "fp8": 1 / 28 * 1.009}
 ROUNDING = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2**-24}
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
@@ -30,7 +33,9 @@ def kv(dtype: str = "bfloat16", vectors: int = 512, head_dim: int = 64) -> torch
 
 
 def through(made: Codec, there: torch.Tensor) -> torch.Tensor:
-    """The numbers, encoded and decoded; nothing is written beside the chunk or the payload, nor into what is read."""
+    """The numbers, encoded and decoded; nothing is written beside the chunk or the payload, nor
+    into what is read.
+    """
     chunk = there.contiguous().view(-1).view(torch.uint8)
     before, size = chunk.clone(), made.payload_bytes(chunk.numel())
     around = torch.full((size + 128,), 0x5A, dtype=torch.uint8, device=there.device)
@@ -56,7 +61,9 @@ def test_every_number_stays_within_its_step(
     there = kv(dtype, 250, head_dim).to(device)
     back = through(codec(name, dtype, head_dim), there)
     largest = there.double().abs().amax(1, keepdim=True)
-    assert ((back.double() - there.double()).abs() / largest).max() <= LARGEST_ERROR[name] + ROUNDING[dtype]
+    assert ((back.double() - there.double()).abs() / largest).max() <= LARGEST_ERROR[
+        name
+    ] + ROUNDING[dtype]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -81,7 +88,9 @@ def test_zeros_and_the_ends_of_the_range_survive(name: str, dtype: str) -> None:
     back = through(codec(name, dtype), there)
     assert back.isfinite().all()
     assert (back[:2] == 0).all()
-    assert torch.allclose(back.double(), there.double(), rtol=0.04, atol=float(limits.smallest_normal))
+    assert torch.allclose(
+        back.double(), there.double(), rtol=0.04, atol=float(limits.smallest_normal)
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -98,7 +107,9 @@ def test_what_is_no_number_is_not_written(name: str, value: float, device: str) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_a_gpu_writes_and_reads_what_a_cpu_does(name: str) -> None:
-    """A GPU's quotients may differ in their last bit, and with them an fp8 code by one step. What is read is the same to the bit."""
+    """A GPU's quotients may differ in their last bit, and with them an fp8 code by one step. What
+    is read is the same to the bit.
+    """
     there, made = kv(), codec(name)
     payloads, read = [], []
     for device in ("cpu", "cuda:0"):

@@ -1,4 +1,6 @@
-"""What a copier promises: byte order, sizes, completions and, on a GPU, the order of copies and other work."""
+"""What a copier promises: byte order, sizes, completions and, on a GPU, the order of copies and
+other work.
+"""
 
 # torch.cuda's streams have no types.
 # mypy: allow-untyped-calls
@@ -30,11 +32,17 @@ BLOCK, CHUNK = 4, 8
 def tensors(device: str = "cpu", layers: int = 3, blocks: int = 12, dim: int = 20) -> list[Tensor]:
     shape = (2, blocks, BLOCK, 2, dim)
     generator = torch.Generator().manual_seed(layers)
-    return [torch.randint(-99, 99, shape, generator=generator).to(torch.float16).to(device) for _ in range(layers)]
+    return [
+        torch.randint(-99, 99, shape, generator=generator).to(torch.float16).to(device)
+        for _ in range(layers)
+    ]
 
 
 def slots_of(kv: PagedKV, count: int, device: str = "cpu", chunk_size: int = CHUNK) -> list[Tensor]:
-    return [torch.full((kv.chunk_bytes(chunk_size),), POISON, dtype=torch.uint8, device=device) for _ in range(count)]
+    return [
+        torch.full((kv.chunk_bytes(chunk_size),), POISON, dtype=torch.uint8, device=device)
+        for _ in range(count)
+    ]
 
 
 def views(slots: list[Tensor], local: bool = True) -> list[SlotView]:
@@ -53,7 +61,12 @@ def test_a_chunk_is_layers_of_blocks_of_parts() -> None:
     kv = PagedKV.describe(caches, BLOCK)
     slots = slots_of(kv, 1)
     HostCopier().gather(kv, plan_blocks(kv, CHUNK, np.array([7, 3])), views(slots))
-    expected = [raw(caches[layer][part, block]) for layer in range(3) for block in (7, 3) for part in range(2)]
+    expected = [
+        raw(caches[layer][part, block])
+        for layer in range(3)
+        for block in (7, 3)
+        for part in range(2)
+    ]
     assert torch.equal(slots[0], torch.cat(expected))
 
 
@@ -74,7 +87,9 @@ COPIERS = pytest.mark.parametrize(
 
 
 @COPIERS
-def test_a_slot_smaller_than_a_chunk_is_refused_and_nothing_moves(device: str, make: Callable[[], Copier]) -> None:
+def test_a_slot_smaller_than_a_chunk_is_refused_and_nothing_moves(
+    device: str, make: Callable[[], Copier]
+) -> None:
     kv, copy, slots = request(device)
     short = [slots[0], slots[1][:-1]]
     with pytest.raises(LayoutError, match=r"a chunk needs 3,840 B but slot 1 has 3,839 B"):
@@ -120,13 +135,17 @@ def test_a_pull_to_no_block_or_from_no_origin_is_refused(
     before = [page.clone() for page in kv.pages]
     with pytest.raises(LayoutError, match=why):
         make().pull(kv, np.array([(0, 0, 0), row]), kv.planes[None, :, 0])
-    with pytest.raises(LayoutError, match=r"origins of 6 planes are needed; given are \(2, 3\) and \(1, 5\)"):
+    with pytest.raises(
+        LayoutError, match=r"origins of 6 planes are needed; given are \(2, 3\) and \(1, 5\)"
+    ):
         make().pull(kv, np.array([(0, 0, 0), (0, 0, 1)]), kv.planes[None, :5, 0])
     assert all(torch.equal(page, was) for page, was in zip(kv.pages, before, strict=True))
 
 
 @COPIERS
-def test_a_pull_moves_blocks_of_another_cache_and_of_its_own(device: str, make: Callable[[], Copier]) -> None:
+def test_a_pull_moves_blocks_of_another_cache_and_of_its_own(
+    device: str, make: Callable[[], Copier]
+) -> None:
     mine, theirs = (PagedKV.describe(tensors(device, 3, blocks), BLOCK) for blocks in (12, 20))
     expected = [page.clone() for page in mine.pages]
     for page, other in zip(expected, theirs.pages, strict=True):
@@ -233,7 +252,10 @@ LONG = 200_000_000
 
 def large(layers: int = 8) -> tuple[list[Tensor], PagedKV, CopyPlan, list[Tensor]]:
     """64 MiB in 32-KiB pages on the current GPU, large enough that a copy takes a while."""
-    caches = [torch.randint(0, 255, (256, 16, 8, 256), dtype=torch.uint8, device="cuda") for _ in range(layers)]
+    caches = [
+        torch.randint(0, 255, (256, 16, 8, 256), dtype=torch.uint8, device="cuda")
+        for _ in range(layers)
+    ]
     kv = PagedKV.describe(caches, 16)
     copy = plan_blocks(kv, 256, np.random.default_rng(0).permutation(256))
     return caches, kv, copy, slots_of(kv, 16, "cuda", 256)
@@ -261,7 +283,9 @@ def test_what_a_pull_reads_is_held_until_it_is_over() -> None:
     _, other, _, _ = large(1)
     held = Held()
     alive = weakref.ref(held)
-    rows = np.stack([np.zeros(256, dtype=np.int64), np.arange(256) * other.planes[0, 1], np.arange(256)], axis=1)
+    rows = np.stack(
+        [np.zeros(256, dtype=np.int64), np.arange(256) * other.planes[0, 1], np.arange(256)], axis=1
+    )
     copier = CudaCopier(0)
     copier.prepare(kv)
     # The collection of garbage takes longer than `LONG`.
@@ -320,8 +344,8 @@ def test_a_retrieve_leaves_earlier_readers_the_old_bytes_and_gives_later_ones_th
 
 @pytest.mark.gpu
 def test_a_new_table_does_not_lie_where_queued_work_still_writes() -> None:
-    """torch hands a freed tensor's memory out again at once, while the work that uses it is still queued. A copy's table is
-    written without waiting for that work."""
+    """torch hands a freed tensor's memory out again at once, while the work that uses it is still
+    queued. A copy's table is written without waiting for that work."""
     caches, kv, copy, slots = large()
     for cache in caches:
         cache.fill_(7)
@@ -405,5 +429,7 @@ def test_slots_on_another_gpu_are_read_and_written_from_a_thread_on_the_first() 
 def test_a_cache_on_another_gpu_than_the_copiers_is_refused() -> None:
     with torch.cuda.device(1):
         _, kv, copy, slots = large(1)
-    with pytest.raises(LayoutError, match="the KV cache is on cuda:1 but this copier drives cuda:0"):
+    with pytest.raises(
+        LayoutError, match="the KV cache is on cuda:1 but this copier drives cuda:0"
+    ):
         CudaCopier(0).gather(kv, copy, views(slots))

@@ -1,8 +1,9 @@
-"""Two worker processes share KV through a real server, on host memory and over NVLink; then one is killed and its successor reads on.
+"""Two worker processes share KV through a real server, on host memory and over NVLink; then one is
+killed and its successor reads on.
 
-Every retrieval goes into poisoned blocks, is checked byte by byte, and compared with the digest of what its writer had. On GPUs the KV
-is still being computed when it is stored and is overwritten right behind it, and what is retrieved is read at once by the next kernels.
-"""
+Every retrieval goes into poisoned blocks, is checked byte by byte, and compared with the digest of
+what its writer had. On GPUs the KV is still being computed when it is stored and is overwritten
+right behind it, and what is retrieved is read at once by the next kernels."""
 
 from __future__ import annotations
 
@@ -49,7 +50,10 @@ CLIENT = msgspec.structs.replace(PATIENT, server_uid=0, heartbeat_seconds=QUICK.
 
 
 def on(where: Where, *arrangements: Arrangement, marks: Any = ()) -> list[Any]:
-    return [pytest.param(where, arrangement, marks=marks, id=f"{where} {arrangement.name}") for arrangement in arrangements]
+    return [
+        pytest.param(where, arrangement, marks=marks, id=f"{where} {arrangement.name}")
+        for arrangement in arrangements
+    ]
 
 
 def brings(worker: Worker, tokens: torch.Tensor, seed: int, digest: str) -> None:
@@ -59,9 +63,15 @@ def brings(worker: Worker, tokens: torch.Tensor, seed: int, digest: str) -> None
 
 
 def share(
-    folder: Path, where: Where, arrangement: Arrangement, visible: tuple[str, str] = ("", ""), isolated: bool = False
+    folder: Path,
+    where: Where,
+    arrangement: Arrangement,
+    visible: tuple[str, str] = ("", ""),
+    isolated: bool = False,
 ) -> None:
-    """isolated: the server and the workers in containers of their own, the workers' users in a group that the server lets in."""
+    """isolated: the server and the workers in containers of their own, the workers' users in a
+    group that the server lets in.
+    """
     sizes = where.sizes
     count = sizes.blocks * sizes.block_size * 4 // 5 // CHUNK_SIZE * CHUNK_SIZE
     token_bytes = Cache(arrangement, sizes._replace(blocks=1)).token_bytes
@@ -91,7 +101,10 @@ def share(
             assert reader.ask("stats")["bytes"]["peer"] == 2 * count * token_bytes
 
         half = count // 2 // CHUNK_SIZE * CHUNK_SIZE
-        for known, tokens in ((0, prompt(count, 77)), (half, torch.cat([prompt(half, 1), prompt(count - half, 78)]))):
+        for known, tokens in (
+            (0, prompt(count, 77)),
+            (half, torch.cat([prompt(half, 1), prompt(count - half, 78)])),
+        ):
             answer = second.ask("retrieve", tokens, places(sizes, count, 4))
             assert (answer.tokens, answer.wrong, answer.clean) == (known, 0, True)
 
@@ -100,12 +113,17 @@ def share(
         first.kill()
         successor = start(0)
         eventually(lambda: successor.ask("mapped") == 2)
-        assert {segment.id for segment in here.client().list_segments()} == {segment.id for segment in segments}
+        assert {segment.id for segment in here.client().list_segments()} == {
+            segment.id for segment in segments
+        }
         for worker in (successor, second):
             brings(worker, prompt(count, 3), 6, digest)
 
 
-@pytest.mark.skipif(os.getuid() != 0 or bool(containers()), reason=f"needs root and namespaces of its own: {containers()}")
+@pytest.mark.skipif(
+    os.getuid() != 0 or bool(containers()),
+    reason=f"needs root and namespaces of its own: {containers()}",
+)
 def test_two_containers_of_two_users_share_every_byte_and_nothing_but_the_sockets_folder() -> None:
     with TemporaryDirectory() as open_to_all:
         Path(open_to_all).chmod(0o711)
@@ -134,19 +152,28 @@ def test_two_processes_share_every_byte_and_a_successor_finds_them(
 def test_a_segment_that_is_one_allocation_gives_way_to_a_smaller_one_and_its_chunks_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: Where, beside: bool
 ) -> None:
-    """As `vcache segment resize` does on GPUs. Where there is no room for both they lie in the other worker's."""
-    count, nbytes = 2 * CHUNK_SIZE, 4 * CHUNK_SIZE * Cache(FLASH, where.sizes._replace(blocks=1)).token_bytes
+    """As `vcache segment resize` does on GPUs. Where there is no room for both they lie in the
+    other worker's.
+    """
+    count, nbytes = (
+        2 * CHUNK_SIZE,
+        4 * CHUNK_SIZE * Cache(FLASH, where.sizes._replace(blocks=1)).token_bytes,
+    )
     monkeypatch.setattr(devices, "available", lambda device: 1 << 50 if beside else 0)
     with node(tmp_path, CLIENT) as here:
         here.serve()
-        writer, reader = (here.worker(name, 2 * nbytes, FLASH, where.sizes, CHUNK_SIZE) for name in where.devices)
+        writer, reader = (
+            here.worker(name, 2 * nbytes, FLASH, where.sizes, CHUNK_SIZE) for name in where.devices
+        )
         eventually(lambda: reader.ask("mapped") == 2)
         digest = writer.ask("store", prompt(count), places(where.sizes, count, 5))
         assert writer.ask("flush")
         client = here.client()
         (old,) = [info for info in client.list_segments() if info.chunks]
         said = replace(client, old, nbytes, time.monotonic() + SECONDS)
-        assert re.search(rf"{old.id}: gone, [0-9a-f]+ of .* in its place, 2 chunks moved, 0 forgotten", said)
+        assert re.search(
+            rf"{old.id}: gone, [0-9a-f]+ of .* in its place, 2 chunks moved, 0 forgotten", said
+        )
         assert sorted(info.nbytes for info in client.list_segments()) == [nbytes, 2 * nbytes]
         brings(reader, prompt(count), 6, digest)
         brings(writer, prompt(count), 7, digest)
@@ -154,9 +181,15 @@ def test_a_segment_that_is_one_allocation_gives_way_to_a_smaller_one_and_its_chu
 
 @pytest.mark.gpu(count=2)
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seen", [("{0}", "{1}"), ("{0},{1}", "{1},{0}")], ids=["one each", "numbered differently"])
-def test_two_processes_that_call_their_own_gpu_cuda_0_share_every_byte(tmp_path: Path, seen: tuple[str, str]) -> None:
-    """As two instances with a `CUDA_VISIBLE_DEVICES` of their own do, which may not even name the other's GPU."""
+@pytest.mark.parametrize(
+    "seen", [("{0}", "{1}"), ("{0},{1}", "{1},{0}")], ids=["one each", "numbered differently"]
+)
+def test_two_processes_that_call_their_own_gpu_cuda_0_share_every_byte(
+    tmp_path: Path, seen: tuple[str, str]
+) -> None:
+    """As two instances with a `CUDA_VISIBLE_DEVICES` of their own do, which may not even name the
+    other's GPU.
+    """
     names = [devices.resolve(f"cuda:{ordinal}").name for ordinal in range(2)]
     visible = (seen[0].format(*names), seen[1].format(*names))
     share(tmp_path, Where(("cuda:0", "cuda:0")), FLASH, visible)

@@ -1,4 +1,6 @@
-"""Copies beside the work of the caller's stream: what comes after a mark, what waits for a fence, and what does neither."""
+"""Copies beside the work of the caller's stream: what comes after a mark, what waits for a fence,
+and what does neither.
+"""
 
 # torch.cuda's streams have no types.
 # mypy: allow-untyped-calls
@@ -24,13 +26,20 @@ OLD, NEW, POISON = 7, 8, 0xA5
 
 
 class Room:
-    """64 MiB of KV in 32-KiB pages full of OLD, slots for all of it full of POISON, and a copier that has its kernels."""
+    """64 MiB of KV in 32-KiB pages full of OLD, slots for all of it full of POISON, and a copier
+    that has its kernels.
+    """
 
     def __init__(self, max_ctas: int = 0) -> None:
-        self.caches = [torch.full((256, BLOCK, 8, 256), OLD, dtype=torch.uint8, device="cuda") for _ in range(8)]
+        self.caches = [
+            torch.full((256, BLOCK, 8, 256), OLD, dtype=torch.uint8, device="cuda")
+            for _ in range(8)
+        ]
         self.kv = PagedKV.describe(self.caches, BLOCK)
         nbytes = self.kv.chunk_bytes(CHUNK)
-        self.slots = [torch.full((nbytes,), POISON, dtype=torch.uint8, device="cuda") for _ in range(CHUNKS)]
+        self.slots = [
+            torch.full((nbytes,), POISON, dtype=torch.uint8, device="cuda") for _ in range(CHUNKS)
+        ]
         self.copier = CudaCopier(0, max_ctas)
         self.copier.prepare(self.kv)
         torch.cuda.synchronize()
@@ -55,7 +64,9 @@ def fill(tensors: list[Tensor], value: int) -> None:
 
 
 def test_a_scatter_after_a_mark_is_not_waited_for_by_the_current_stream() -> None:
-    """It waits itself, for a stream that is busy; the current one goes on, and reads what was there before."""
+    """It waits itself, for a stream that is busy; the current one goes on, and reads what was there
+    before.
+    """
     room = Room()
     fill(room.slots, NEW)
     busy = torch.cuda.Stream()

@@ -1,4 +1,6 @@
-"""Segments of GPU memory against a driver that counts what it gave out and can fail anywhere. On real GPUs: test_gpu_segments.py."""
+"""Segments of GPU memory against a driver that counts what it gave out and can fail anywhere. On
+real GPUs: test_gpu_segments.py.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ from vcache_backend.vram_pool.segment import OwnedSegment, create, map_segment
 
 
 def cpu_view(whole: Any, ordinal: int) -> torch.Tensor:
-    """What torch makes of a mapping, where there is no GPU: host memory that keeps `whole` alive."""
+    """What torch makes of a mapping, where there is no GPU: host memory that keeps `whole`
+    alive.
+    """
     described = whole.__cuda_array_interface__
     return torch.from_numpy(np.asarray(SimpleNamespace(__array_interface__=described, whole=whole)))
 
@@ -55,19 +59,29 @@ def owned(cuda: FakeCuda) -> Iterator[OwnedSegment]:
 
 def test_a_gpu_is_named_by_its_uuid_however_it_is_asked_for(cuda: FakeCuda) -> None:
     assert devices.resolve("auto") == devices.resolve("cuda") == devices.resolve("cuda:0") == GPU0
-    assert devices.resolve("cuda:1") == devices.resolve(UUIDS[1]) == devices.resolve("GPU-" + UUIDS[1][4:].upper()) == GPU1
+    assert (
+        devices.resolve("cuda:1")
+        == devices.resolve(UUIDS[1])
+        == devices.resolve("GPU-" + UUIDS[1][4:].upper())
+        == GPU1
+    )
     assert str(GPU1) == "GPU-00000000-0000-0000-0000-00000000abc1 (cuda:1)"
 
 
-def test_a_gpu_that_is_not_there_is_a_configuration_error_that_says_which_are(cuda: FakeCuda) -> None:
+def test_a_gpu_that_is_not_there_is_a_configuration_error_that_says_which_are(
+    cuda: FakeCuda,
+) -> None:
     for spec in ("cuda:2", f"GPU-{uuid.UUID(int=7)}"):
         with pytest.raises(
-            ConfigError, match=rf"{spec} is not visible .*CUDA_VISIBLE_DEVICES\); visible: {UUIDS[0]}, {UUIDS[1]}"
+            ConfigError,
+            match=rf"{spec} is not visible .*CUDA_VISIBLE_DEVICES\); visible: {UUIDS[0]}, {UUIDS[1]}",
         ):
             devices.resolve(spec)
 
 
-def test_cuda_without_a_gpu_in_torch_is_a_configuration_error(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_without_a_gpu_in_torch_is_a_configuration_error(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(devices, "current_gpu", lambda: None)
     with pytest.raises(ConfigError, match="torch sees no GPU here"):
         devices.resolve("cuda")
@@ -75,12 +89,19 @@ def test_cuda_without_a_gpu_in_torch_is_a_configuration_error(cuda: FakeCuda, mo
 
 def test_the_gpus_of_a_machine_come_with_memory_and_links(cuda: FakeCuda) -> None:
     first, second = devices.gpus()
-    assert (first.uuid, first.name, first.free_bytes, first.total_bytes) == (UUIDS[0], "Fake H200", 5 * MIB, 64 * MIB)
+    assert (first.uuid, first.name, first.free_bytes, first.total_bytes) == (
+        UUIDS[0],
+        "Fake H200",
+        5 * MIB,
+        64 * MIB,
+    )
     assert (first.links, second.links) == ({UUIDS[1]: "nvlink"}, {UUIDS[0]: "nvlink"})
     assert cuda.holds() == NOTHING
 
 
-def test_missing_bindings_are_one_line_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_bindings_are_one_line_that_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def missing(name: str) -> Any:
         raise ImportError(f"No module named {name!r}")
 
@@ -88,7 +109,9 @@ def test_missing_bindings_are_one_line_that_says_what_to_install(monkeypatch: py
     monkeypatch.setattr(devices, "current_gpu", lambda: 0)
     monkeypatch.setattr(cuda_driver, "load", cuda_driver.load.__wrapped__)
     for ask in (lambda: create(GPU0, MIB), devices.gpus, lambda: devices.resolve("auto")):
-        with pytest.raises((SegmentError, ConfigError), match=r"pip install 'cuda-bindings==13\.\*'") as caught:
+        with pytest.raises(
+            (SegmentError, ConfigError), match=r"pip install 'cuda-bindings==13\.\*'"
+        ) as caught:
             cast(Callable[[], object], ask)()
         assert "\n" not in str(caught.value)
 
@@ -99,7 +122,10 @@ def test_a_missing_driver_is_one_line_too(monkeypatch: pytest.MonkeyPatch) -> No
             raise RuntimeError("libcuda.so.1 not found")
 
     monkeypatch.setattr(importlib, "import_module", lambda name: NoLibrary())
-    with pytest.raises(SegmentError, match=r"NVIDIA driver cannot be used: libcuda.so.1 not found; .*pool.device: host"):
+    with pytest.raises(
+        SegmentError,
+        match=r"NVIDIA driver cannot be used: libcuda.so.1 not found; .*pool.device: host",
+    ):
         cuda_driver.load.__wrapped__()
 
 
@@ -116,7 +142,9 @@ def test_a_gpu_segment_is_rounded_up_and_only_its_fd_remains(cuda: FakeCuda) -> 
 
 
 def test_out_of_memory_says_what_was_asked_what_is_free_and_what_to_set(cuda: FakeCuda) -> None:
-    with pytest.raises(SegmentError, match=r"needs 104,857,600 B but 5,242,880 of 67,108,864 B are free") as caught:
+    with pytest.raises(
+        SegmentError, match=r"needs 104,857,600 B but 5,242,880 of 67,108,864 B are free"
+    ) as caught:
         create(GPU0, 100 * MIB)
     assert "set pool.segment_bytes <= 4194304 " in str(caught.value)
     assert UUIDS[0] in str(caught.value)
@@ -124,14 +152,18 @@ def test_out_of_memory_says_what_was_asked_what_is_free_and_what_to_set(cuda: Fa
 
 
 @pytest.mark.parametrize("reader", [GPU0, GPU1])
-def test_a_mapping_is_readable_on_its_reader_and_gone_after_close(cuda: FakeCuda, owned: OwnedSegment, reader: Device) -> None:
+def test_a_mapping_is_readable_on_its_reader_and_gone_after_close(
+    cuda: FakeCuda, owned: OwnedSegment, reader: Device
+) -> None:
     with map_segment(owned.info, owned.fd, reader) as mapped:
         assert cuda.allowed[mapped.tensor(0, 1).data_ptr()] == reader.ordinal
         assert cuda.holds() == NOTHING | {"contexts": 1, "handles": 1, "ranges": 1, "mapped": 1}
     assert cuda.holds() == NOTHING
 
 
-def test_unmapping_waits_for_the_devices_work_and_runs_backwards(cuda: FakeCuda, owned: OwnedSegment) -> None:
+def test_unmapping_waits_for_the_devices_work_and_runs_backwards(
+    cuda: FakeCuda, owned: OwnedSegment
+) -> None:
     mapped = map_segment(owned.info, owned.fd, GPU1)
     cuda.calls.clear()
     mapped.close()
@@ -168,7 +200,9 @@ SETUP = [
 
 
 @pytest.mark.parametrize("call", SETUP)
-def test_a_mapping_that_fails_at_any_step_leaves_nothing(cuda: FakeCuda, owned: OwnedSegment, call: str) -> None:
+def test_a_mapping_that_fails_at_any_step_leaves_nothing(
+    cuda: FakeCuda, owned: OwnedSegment, call: str
+) -> None:
     before = open_fds()
     cuda.broken = call
     message = f"segment {owned.id} of {UUIDS[0]}: GPU {UUIDS[1]} cannot map 4,194,304 B of GPU {UUIDS[0]}: {call}: CUDA_ERROR"
@@ -177,7 +211,10 @@ def test_a_mapping_that_fails_at_any_step_leaves_nothing(cuda: FakeCuda, owned: 
     assert (cuda.holds(), open_fds() <= before) == (NOTHING, True)
 
 
-@pytest.mark.parametrize("call", ["cuDevicePrimaryCtxRetain", "cuCtxPushCurrent", "cuMemCreate", "cuMemExportToShareableHandle"])
+@pytest.mark.parametrize(
+    "call",
+    ["cuDevicePrimaryCtxRetain", "cuCtxPushCurrent", "cuMemCreate", "cuMemExportToShareableHandle"],
+)
 def test_a_creation_that_fails_at_any_step_leaves_nothing(cuda: FakeCuda, call: str) -> None:
     before = open_fds()
     cuda.broken = call
@@ -214,7 +251,9 @@ def test_a_clean_up_that_fails_is_logged_and_goes_on(
     assert "clean-up of a GPU segment: cuCtxSynchronize: CUDA_ERROR_INVALID_VALUE" in caplog.text
 
 
-def test_no_peer_access_is_refused_by_both_names_before_anything_is_mapped(cuda: FakeCuda, owned: OwnedSegment) -> None:
+def test_no_peer_access_is_refused_by_both_names_before_anything_is_mapped(
+    cuda: FakeCuda, owned: OwnedSegment
+) -> None:
     cuda.peers = False
     cuda.calls.clear()
     with pytest.raises(SegmentError, match=f"GPU {UUIDS[1]} has no peer access to GPU {UUIDS[0]}"):
@@ -224,16 +263,26 @@ def test_no_peer_access_is_refused_by_both_names_before_anything_is_mapped(cuda:
         assert cuda.holds()["mapped"] == 1
 
 
-def test_an_owner_that_is_not_visible_is_tried_and_named_when_it_fails(cuda: FakeCuda, owned: OwnedSegment) -> None:
+def test_an_owner_that_is_not_visible_is_tried_and_named_when_it_fails(
+    cuda: FakeCuda, owned: OwnedSegment
+) -> None:
     hidden = msgspec.structs.replace(owned.info, device=f"GPU-{uuid.UUID(int=7)}")
     map_segment(hidden, owned.fd, GPU0).close()
     cuda.broken = "cuMemSetAccess"
-    with pytest.raises(SegmentError, match=f"{hidden.device} is not visible here, so nobody asked whether there is peer access"):
+    with pytest.raises(
+        SegmentError,
+        match=f"{hidden.device} is not visible here, so nobody asked whether there is peer access",
+    ):
         map_segment(hidden, owned.fd, GPU0)
 
 
-@pytest.mark.parametrize(("kind", "what"), [("plain", "a file or memfd"), ("small", "a file or memfd"), ("socket", "a socket")])
-def test_an_fd_that_cannot_be_gpu_memory_never_reaches_the_driver(cuda: FakeCuda, kind: str, what: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [("plain", "a file or memfd"), ("small", "a file or memfd"), ("socket", "a socket")],
+)
+def test_an_fd_that_cannot_be_gpu_memory_never_reaches_the_driver(
+    cuda: FakeCuda, kind: str, what: str
+) -> None:
     info = SegmentInfo(SegmentId("0123456789ab"), UUIDS[0], "cuda", 4 * MIB)
     with socket.socket() as other, forged("plain" if kind == "socket" else kind) as file:
         fd = other.fileno() if kind == "socket" else file
@@ -242,9 +291,15 @@ def test_an_fd_that_cannot_be_gpu_memory_never_reaches_the_driver(cuda: FakeCuda
     assert "cuMemImportFromShareableHandle" not in cuda.calls
 
 
-def test_a_claimed_size_that_the_memory_does_not_have_is_refused(cuda: FakeCuda, owned: OwnedSegment) -> None:
-    with pytest.raises(SegmentError, match="4,194,305 B is no multiple of the granularity of 2,097,152 B"):
+def test_a_claimed_size_that_the_memory_does_not_have_is_refused(
+    cuda: FakeCuda, owned: OwnedSegment
+) -> None:
+    with pytest.raises(
+        SegmentError, match="4,194,305 B is no multiple of the granularity of 2,097,152 B"
+    ):
         map_segment(msgspec.structs.replace(owned.info, nbytes=4 * MIB + 1), owned.fd, GPU0)
-    with pytest.raises(SegmentError, match="cannot map 8,388,608 B .*cuMemMap: CUDA_ERROR_INVALID_VALUE"):
+    with pytest.raises(
+        SegmentError, match="cannot map 8,388,608 B .*cuMemMap: CUDA_ERROR_INVALID_VALUE"
+    ):
         map_segment(msgspec.structs.replace(owned.info, nbytes=8 * MIB), owned.fd, GPU0)
     assert cuda.holds() == NOTHING

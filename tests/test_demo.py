@@ -1,4 +1,6 @@
-"""The demo: its content tells mistakes apart, a wrong byte is found and named, and nothing is left running."""
+"""The demo: its content tells mistakes apart, a wrong byte is found and named, and nothing is left
+running.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,19 @@ def test_all_later_blocks_and_no_earlier_one_change_with_one_token() -> None:
 
 
 def bytes_of(digest: int, layer: int) -> torch.Tensor:
-    return content(torch.tensor([digest]), layer, SHAPE.row_words).contiguous().view(torch.uint8).flatten()
+    return (
+        content(torch.tensor([digest]), layer, SHAPE.row_words)
+        .contiguous()
+        .view(torch.uint8)
+        .flatten()
+    )
 
 
 def test_every_byte_depends_on_the_prefix_and_on_the_layer() -> None:
-    for variants in ([bytes_of(digest, 1) for digest in range(64)], [bytes_of(77, layer) for layer in range(64)]):
+    for variants in (
+        [bytes_of(digest, 1) for digest in range(64)],
+        [bytes_of(77, layer) for layer in range(64)],
+    ):
         assert min(len(column.unique()) for column in torch.stack(variants).T) > 40
 
 
@@ -44,7 +54,9 @@ def test_every_byte_depends_on_the_prefix_and_on_the_layer() -> None:
 
 
 def prompt_in_cache(retrieved: int = 3) -> tuple[PagedCache, torch.Tensor, torch.Tensor]:
-    """Five blocks of prompt at odd places, the first `retrieved` of them filled as a retrieve would."""
+    """Five blocks of prompt at odd places, the first `retrieved` of them filled as a retrieve
+    would.
+    """
     cache = PagedCache(SHAPE, 16, CPU, worker=0)
     digests = torch.from_numpy(block_digests(np.arange(20), SHAPE.block_size))
     places = torch.tensor([11, 2, 7, 0, 15])
@@ -61,7 +73,9 @@ def test_one_wrong_byte_is_found_with_its_layer_and_token(kv: int, layer: int, t
     assert cache.faults(places, digests, 3) == [Fault("wrong", layer, block, token, 1)]
 
 
-@pytest.mark.parametrize(("block", "token", "said"), [(0, 14, "layer 1, token 14"), (5, -1, "layer 1, cache block 5")])
+@pytest.mark.parametrize(
+    ("block", "token", "said"), [(0, 14, "layer 1, token 14"), (5, -1, "layer 1, cache block 5")]
+)
 def test_a_byte_written_elsewhere_is_stray(block: int, token: int, said: str) -> None:
     """Behind the retrieved tokens, or into a block of nobody."""
     cache, places, digests = prompt_in_cache()
@@ -76,19 +90,27 @@ def test_a_byte_written_elsewhere_is_stray(block: int, token: int, said: str) ->
 
 
 def start_demo(folder: Path, *options: str) -> Child:
-    return Child([sys.executable, "-m", "vcache_backend.cli", "demo", "--json", *options], TMPDIR=str(folder))
+    return Child(
+        [sys.executable, "-m", "vcache_backend.cli", "demo", "--json", *options], TMPDIR=str(folder)
+    )
 
 
 def children_of(pid: int) -> list[Path]:
     """Of the process and of its children; each as its folder in /proc."""
     try:
-        found = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        found = [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
     except OSError:
         return []
-    return [Path(f"/proc/{child}") for child in found] + [path for child in found for path in children_of(child)]
+    return [Path(f"/proc/{child}") for child in found] + [
+        path for child in found for path in children_of(child)
+    ]
 
 
-def test_what_one_worker_stores_the_other_retrieves_and_a_changed_byte_is_found(tmp_path: Path) -> None:
+def test_what_one_worker_stores_the_other_retrieves_and_a_changed_byte_is_found(
+    tmp_path: Path,
+) -> None:
     with start_demo(tmp_path) as child:
         status, said = child.wait(100)
     assert status == 0, said

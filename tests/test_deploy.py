@@ -29,11 +29,17 @@ from vcache_backend.metadata_server.client import Client
 DEPLOY = ROOT / "deploy"
 
 
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze, of Debian's systemd")
+@pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="needs systemd-analyze, of Debian's systemd"
+)
 def test_systemd_understands_the_unit(tmp_path: Path) -> None:
-    """Every line of it: systemd-analyze complains of words that it does not know. The program it starts must be there."""
+    """Every line of it: systemd-analyze complains of words that it does not know. The program it
+    starts must be there.
+    """
     text = (DEPLOY / "vcache.service").read_text()
-    here = text.replace("/opt/vcache/bin/vcache", str(Path(sys.executable).with_name("vcache"))).replace("/etc/vcache.yaml", "x")
+    here = text.replace(
+        "/opt/vcache/bin/vcache", str(Path(sys.executable).with_name("vcache"))
+    ).replace("/etc/vcache.yaml", "x")
     for unit, well in ((here, True), (here.replace("PrivateTmp=", "PrivateTemp="), False)):
         (tmp_path / "vcache.service").write_text(unit)
         command = ["systemd-analyze", "verify", "--man=no", str(tmp_path / "vcache.service")]
@@ -41,18 +47,29 @@ def test_systemd_understands_the_unit(tmp_path: Path) -> None:
         complaints = [line for line in ran.stderr.splitlines() if "vcache.service" in line]
         assert (not complaints) == well, ran.stderr
     assert re.search("^Restart=always$", text, re.M)
-    assert re.search("^StartLimitIntervalSec=0$", text, re.M)  # else it ends after five failures in a row
+    # else it ends after five failures in a row
+    assert re.search("^StartLimitIntervalSec=0$", text, re.M)
 
 
 def test_the_images_are_made_of_what_there_is() -> None:
     text = (DEPLOY / "Containerfile").read_text()
-    copied = [name for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.M) for name in line.split()]
+    copied = [
+        name
+        for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.M)
+        for name in line.split()
+    ]
     assert copied
     assert not [name for name in copied if not (ROOT / name).exists()]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     used = {ROOT / folder for folder in project["tool"]["setuptools"]["package-dir"].values()}
-    assert {folder.relative_to(ROOT).parts[0] for folder in used} | {"pyproject.toml"} <= {*copied, "vcache_backend"}
-    assert set(re.findall(r"/src\[(\w+)\]", text)) <= project["project"]["optional-dependencies"].keys()
+    assert {folder.relative_to(ROOT).parts[0] for folder in used} | {"pyproject.toml"} <= {
+        *copied,
+        "vcache_backend",
+    }
+    assert (
+        set(re.findall(r"/src\[(\w+)\]", text))
+        <= project["project"]["optional-dependencies"].keys()
+    )
     built = set(re.findall(r"--target (\w+) -t vcache-\1 ", text))
     assert built == set(re.findall(r"AS (\w+)$", text, re.M)) - {"source"}
 
@@ -65,10 +82,21 @@ def test_every_dependency_has_an_upper_bound_and_setup_installs_what_lies_within
         *declared["project"]["dependencies"],
         *(text for extra in extras for text in extra),
     ]
-    wanted = {one.name: one for one in map(Requirement, texts) if one.name != declared["project"]["name"]}
-    assert [str(one) for one in wanted.values() if not any(part.operator == "<" for part in one.specifier)] == []
-    pins = re.findall(r"^CPU_(TORCH|TRITON)=(\S+)$", (ROOT / "scripts" / "setup.sh").read_text(), re.M)
-    assert [name for name, pin in pins if pin in wanted[name.lower()].specifier] == ["TORCH", "TRITON"]
+    wanted = {
+        one.name: one for one in map(Requirement, texts) if one.name != declared["project"]["name"]
+    }
+    assert [
+        str(one)
+        for one in wanted.values()
+        if not any(part.operator == "<" for part in one.specifier)
+    ] == []
+    pins = re.findall(
+        r"^CPU_(TORCH|TRITON)=(\S+)$", (ROOT / "scripts" / "setup.sh").read_text(), re.M
+    )
+    assert [name for name, pin in pins if pin in wanted[name.lower()].specifier] == [
+        "TORCH",
+        "TRITON",
+    ]
 
 
 CLEAN_ROOT = r"""
@@ -99,10 +127,16 @@ def bring(found: Distribution, into: Path, done: set[str]) -> None:
         bring(one, into, done)
 
 
-@pytest.mark.skipif(os.getuid() != 0 or bool(containers()), reason=f"needs root and namespaces of its own: {containers()}")
-def test_the_server_s_image_needs_its_wheel_and_the_base_packages_a_read_only_root_and_no_rights() -> None:
-    """No container program runs here, so it is made of a checkout as deploy/Containerfile does it, in a root with nothing else but the
-    C library and Python. Who is outside shares the socket's folder alone."""
+@pytest.mark.skipif(
+    os.getuid() != 0 or bool(containers()),
+    reason=f"needs root and namespaces of its own: {containers()}",
+)
+def test_the_server_s_image_needs_its_wheel_and_the_base_packages_a_read_only_root_and_no_rights() -> (
+    None
+):
+    """No container program runs here, so it is made of a checkout as deploy/Containerfile does it,
+    in a root with nothing else but the C library and Python. Who is outside shares the socket's
+    folder alone."""
     copied = re.findall(r"^COPY (?!--from)(.*) \S+$", (DEPLOY / "Containerfile").read_text(), re.M)
     with TemporaryDirectory() as open_to_all:
         folder = Path(open_to_all)
@@ -111,34 +145,63 @@ def test_the_server_s_image_needs_its_wheel_and_the_base_packages_a_read_only_ro
             path.chmod(0o755)
         for name in (name for line in copied for name in line.split()):
             if (ROOT / name).is_dir():
-                shutil.copytree(ROOT / name, folder / "src" / name, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(
+                    ROOT / name, folder / "src" / name, ignore=shutil.ignore_patterns("__pycache__")
+                )
             else:
                 shutil.copy(ROOT / name, folder / "src" / name)
-        wheel = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", folder, folder / "src"]
+        wheel = [
+            "-m",
+            "pip",
+            "wheel",
+            "-q",
+            "--no-deps",
+            "--no-build-isolation",
+            "--no-index",
+            "-w",
+            folder,
+            folder / "src",
+        ]
         subprocess.run([sys.executable, *wheel], check=True, timeout=60)
         with ZipFile(next(folder.glob("*.whl"))) as made:
             made.extractall(folder / "packages")
-        bring(next(iter(distributions(path=[str(folder / "packages")]))), folder / "packages", set())
+        bring(
+            next(iter(distributions(path=[str(folder / "packages")]))), folder / "packages", set()
+        )
         assert not any((folder / "packages" / name).exists() for name in ("torch", "numpy"))
         os.chown(folder / "shared", 65534, 65534)
         its_user = msgspec.structs.replace(PATIENT, server_uid=65534)
         python, prefix = Path(sys.executable).resolve(), sys.base_prefix
         places = [folder / "root", prefix, folder / "packages", folder / "shared", python]
-        with Child([*IN_A_CONTAINER, "--mount", "sh", "-c", CLEAN_ROOT, "sh", *map(str, places)]) as server:
+        with Child(
+            [*IN_A_CONTAINER, "--mount", "sh", "-c", CLEAN_ROOT, "sh", *map(str, places)]
+        ) as server:
             server.expect("serving /run/vcache/node/vcache.sock")
-            with Client(folder / "shared" / "node" / "vcache.sock", its_user, reconnect=False) as client:
+            with Client(
+                folder / "shared" / "node" / "vcache.sock", its_user, reconnect=False
+            ) as client:
                 assert client.stats().segments == []
-            assert [(path.name, path.stat().st_uid) for path in (folder / "shared").iterdir()] == [("node", 65534)]
+            assert [(path.name, path.stat().st_uid) for path in (folder / "shared").iterdir()] == [
+                ("node", 65534)
+            ]
 
 
 def of_kind(kind: str) -> dict[str, Any]:
-    (found,) = [one for one in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()) if one["kind"] == kind]
+    (found,) = [
+        one
+        for one in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+        if one["kind"] == kind
+    ]
     assert isinstance(found, dict)
     return found
 
 
 SCHEMA = json.loads((ROOT / "tests" / "kubernetes-1.37.json").read_text())
-KINDS = {"ConfigMap": "core.v1.ConfigMap", "DaemonSet": "apps.v1.DaemonSet", "Deployment": "apps.v1.Deployment"}
+KINDS = {
+    "ConfigMap": "core.v1.ConfigMap",
+    "DaemonSet": "apps.v1.DaemonSet",
+    "Deployment": "apps.v1.Deployment",
+}
 TYPES = {
     "dict": "object",
     "list": "array",
@@ -151,12 +214,16 @@ TYPES = {
 
 
 def faults(value: Any, schema: dict[str, Any], at: str = "") -> Iterator[str]:
-    """Where a value is not what the schema asks for. Of JSON Schema what Kubernetes uses; formats are not looked at."""
+    """Where a value is not what the schema asks for. Of JSON Schema what Kubernetes uses; formats
+    are not looked at.
+    """
     schema = SCHEMA[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
     if (ways := schema.get("oneOf")) and all(any(faults(value, way)) for way in ways):
         yield f"{at}: {value!r} is none of {ways}"
     kind = TYPES[type(value).__name__]
-    if kind not in schema.get("type", kind) and not (kind == "integer" and "number" in schema["type"]):
+    if kind not in schema.get("type", kind) and not (
+        kind == "integer" and "number" in schema["type"]
+    ):
         yield f"{at}: {value!r} is no {schema['type']}"
     elif value not in schema.get("enum", [value]):
         yield f"{at}: {value!r} is not one of {schema['enum']}"
@@ -164,13 +231,17 @@ def faults(value: Any, schema: dict[str, Any], at: str = "") -> Iterator[str]:
         for number, item in enumerate(value):
             yield from faults(item, schema.get("items", {}), f"{at}[{number}]")
     elif isinstance(value, dict):
-        yield from (f"{at} has no {name}" for name in schema.get("required", []) if name not in value)
+        yield from (
+            f"{at} has no {name}" for name in schema.get("required", []) if name not in value
+        )
         more, known = schema.get("additionalProperties", True), schema.get("properties", {})
         for name, item in value.items():
             if name not in known and more is False:
                 yield f"{at}.{name} is unknown"
             else:
-                yield from faults(item, known.get(name, more if isinstance(more, dict) else {}), f"{at}.{name}")
+                yield from faults(
+                    item, known.get(name, more if isinstance(more, dict) else {}), f"{at}.{name}"
+                )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -202,10 +273,14 @@ def test_pods_are_whole(kind: str) -> None:
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
     assert spec["selector"]["matchLabels"].items() <= spec["template"]["metadata"]["labels"].items()
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
+    }
     ports = {port["name"] for port in container["ports"]}
     assert {probe["httpGet"]["port"] for probe in container.values() if "httpGet" in probe} <= ports
-    assert container["image"] in re.findall(r"-t (vcache-\w+)", (DEPLOY / "Containerfile").read_text())
+    assert container["image"] in re.findall(
+        r"-t (vcache-\w+)", (DEPLOY / "Containerfile").read_text()
+    )
     assert "hostPID" not in pod
     assert "hostIPC" not in pod
 
@@ -218,7 +293,12 @@ def test_the_server_is_restarted_if_it_does_not_answer_and_for_nothing_else(alon
     command = [str(Path(sys.executable).with_name(program)), *arguments]
 
     def well() -> bool:
-        ran = subprocess.run(command, env={**os.environ, "VCACHE_SOCKET": str(alone.path)}, capture_output=True, timeout=SECONDS)
+        ran = subprocess.run(
+            command,
+            env={**os.environ, "VCACHE_SOCKET": str(alone.path)},
+            capture_output=True,
+            timeout=SECONDS,
+        )
         return ran.returncode == 0
 
     assert not well()
@@ -227,17 +307,22 @@ def test_the_server_is_restarted_if_it_does_not_answer_and_for_nothing_else(alon
     with server.stopped():
         assert not well()
     assert well()
-    assert probe["timeoutSeconds"] > ClientConfig().control_seconds  # or the answer "no" comes too late to be heard
+    # or the answer "no" comes too late to be heard
+    assert probe["timeoutSeconds"] > ClientConfig().control_seconds
 
 
 def test_both_pods_look_at_one_socket_in_a_folder_that_the_server_makes() -> None:
-    """In the folder that is mounted, which the server has not made and whose modes nobody here knows."""
+    """In the folder that is mounted, which the server has not made and whose modes nobody here
+    knows.
+    """
     images = set(re.findall(r"VCACHE_SOCKET=(\S+)", (DEPLOY / "Containerfile").read_text()))
     (socket,) = map(Path, images)
     folders = set()
     for kind in ("DaemonSet", "Deployment"):
         pod = of_kind(kind)["spec"]["template"]["spec"]
-        (mount,) = [mount for mount in pod["containers"][0]["volumeMounts"] if mount["name"] == "socket"]
+        (mount,) = [
+            mount for mount in pod["containers"][0]["volumeMounts"] if mount["name"] == "socket"
+        ]
         (volume,) = [volume for volume in pod["volumes"] if volume["name"] == "socket"]
         folders.add((mount["mountPath"], volume["hostPath"]["path"]))
     ((inside, _),) = folders
@@ -249,9 +334,15 @@ def test_the_settings_are_ours() -> None:
     server = config.from_dict(values).server
     (container,) = of_kind("DaemonSet")["spec"]["template"]["spec"]["containers"]
     host, port = split_address(server.metrics, "metrics")
-    assert (host, port, server.log_format) == ("0.0.0.0", container["ports"][0]["containerPort"], "json")
+    assert (host, port, server.log_format) == (
+        "0.0.0.0",
+        container["ports"][0]["containerPort"],
+        "json",
+    )
     (pod,) = of_kind("Deployment")["spec"]["template"]["spec"]["containers"]
-    (given,) = [arg.partition("=")[2] for arg in pod["args"] if arg.startswith("--kv-transfer-config=")]
+    (given,) = [
+        arg.partition("=")[2] for arg in pod["args"] if arg.startswith("--kv-transfer-config=")
+    ]
     transfer = msgspec.json.decode(given)
     config.from_dict(transfer.pop("kv_connector_extra_config"))
     assert transfer == {

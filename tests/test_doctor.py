@@ -1,4 +1,6 @@
-"""`diagnose` says what is wrong and what to do, within a second or so, and never raises. Sockets and files are real."""
+"""`diagnose` says what is wrong and what to do, within a second or so, and never raises. Sockets
+and files are real.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ from vcache_backend.vram_pool.cuda_driver import Driver
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     tmp_path.chmod(0o700)
-    return from_dict({"server": {"socket": str(tmp_path / "s")}, "pool": {"segment_bytes": "1 MiB"}})
+    return from_dict(
+        {"server": {"socket": str(tmp_path / "s")}, "pool": {"segment_bytes": "1 MiB"}}
+    )
 
 
 @pytest.fixture
@@ -48,7 +52,9 @@ def by_check(findings: Iterable[Finding]) -> dict[str, Finding]:
     """Each says what it is about, and, if it is not ok, what to do."""
     found = list(findings)
     for finding in found:
-        assert all((finding.check, finding.detail, finding.status == "ok" or finding.advice)), finding
+        assert all((finding.check, finding.detail, finding.status == "ok" or finding.advice)), (
+            finding
+        )
     return {finding.check: finding for finding in found}
 
 
@@ -72,7 +78,9 @@ def test_a_machine_without_a_gpu_is_fine_and_told_that_it_will_use_host_memory(
     assert [name for name, finding in findings.items() if finding.status == "fail"] == []
 
 
-def test_a_check_that_breaks_is_a_finding_and_the_others_go_on(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_breaks_is_a_finding_and_the_others_go_on(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def check_kernel(config: Config) -> Iterator[Finding]:
         raise ZeroDivisionError("surprise")
 
@@ -88,7 +96,9 @@ def test_the_doctor_imports_neither_torch_nor_what_it_looks_at() -> None:
         "import sys; from vcache_backend import config, doctor; doctor.diagnose(config.load()); "
         "print([name for name in ('torch', 'triton', 'vllm', 'lmcache') if name in sys.modules])"
     )
-    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
+    answer = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True
+    )
     assert answer.stdout == "[]\n"
 
 
@@ -115,7 +125,9 @@ def test_versions_are_compared_as_numbers(
     config: Config, monkeypatch: pytest.MonkeyPatch, name: str, version: str, status: str
 ) -> None:
     real = metadata.version
-    monkeypatch.setattr(metadata, "version", lambda asked: version if asked == name else real(asked))
+    monkeypatch.setattr(
+        metadata, "version", lambda asked: version if asked == name else real(asked)
+    )
     finding = by_check(doctor.check_packages(config))[name]
     assert (finding.status, version in finding.detail) == (status, True)
     assert status == "ok" or f"pip install '{name}>=" in finding.advice
@@ -131,14 +143,28 @@ def test_a_missing_package_is_a_failure_only_where_it_is_needed(
 
     monkeypatch.setattr(metadata, "version", missing)
     monkeypatch.setattr(gpu_checks, "has_nvidia", lambda: nvidia)
-    config, tier = from_dict({"offload": {"policy": policy}}), {"mooncake-transfer-engine", "xxhash"}
-    failing = {name: one for name, one in by_check(doctor.check_packages(config)).items() if one.status == "fail"}
-    assert failing.keys() == ({"cuda-bindings"} if nvidia else set()) | (tier if policy != "off" else set())
-    assert policy == "off" or "mooncake-transfer-engine-non-cuda" in failing["mooncake-transfer-engine"].advice
+    config, tier = (
+        from_dict({"offload": {"policy": policy}}),
+        {"mooncake-transfer-engine", "xxhash"},
+    )
+    failing = {
+        name: one
+        for name, one in by_check(doctor.check_packages(config)).items()
+        if one.status == "fail"
+    }
+    assert failing.keys() == ({"cuda-bindings"} if nvidia else set()) | (
+        tier if policy != "off" else set()
+    )
+    assert (
+        policy == "off"
+        or "mooncake-transfer-engine-non-cuda" in failing["mooncake-transfer-engine"].advice
+    )
     assert offload.LIBRARY not in by_check(doctor.check_offload(config))
 
 
-def test_an_old_kernel_and_a_forbidden_call_are_named(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_kernel_and_a_forbidden_call_are_named(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(system, "_pidfd", lambda: os.open("/nonexistent", os.O_RDONLY))
     assert "without pidfd_open" in only(doctor.check_kernel(config)).detail
     monkeypatch.setattr(platform, "release", lambda: "4.18.0-553.el8_10.x86_64")
@@ -157,12 +183,16 @@ def test_the_hash_seed_is_the_one_python_was_started_with(seed: str | None) -> N
     if seed is not None:
         environment["PYTHONHASHSEED"] = seed
     command = [sys.executable, "-c", script]
-    answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=True).stdout
+    answer = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=100, check=True
+    ).stdout
     expected = f"ok {seed}: give every" if seed not in (None, "random") else "not set"
     assert expected in answer
 
 
-def test_an_unset_hash_seed_is_a_warning_once_lmcache_is_there(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unset_hash_seed_is_a_warning_once_lmcache_is_there(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(system, "_start_environment", dict)
     monkeypatch.setattr(metadata, "version", lambda name: "0.5.6")
     finding = only(doctor.check_hash_seed(config))
@@ -193,31 +223,62 @@ def vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         (folder / file).write_text("".join(f"    def {name}(self): ...\n" for name in names))
     (folder / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
-    # An earlier test of this process may have imported the real one, which is then found where it was.
+    # An earlier test of this process may have imported the real one, which is then found where it
+    # was.
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
     monkeypatch.setattr(metadata, "version", lambda name: "0.32.1")
     return folder
 
 
-def test_the_doctor_says_that_vllm_can_share_in_place_and_which_setting_does_it(config: Config, vllm: Path) -> None:
+def test_the_doctor_says_that_vllm_can_share_in_place_and_which_setting_does_it(
+    config: Config, vllm: Path
+) -> None:
     can = "vllm 0.32.1 can share its KV cache in place, with prefix caching on and sleep mode off"
     assert only(doctor.check_in_place(IN_PLACE)) == Finding("in place", "ok", can)
     asked = f"{can}; these settings ask for a pool"
-    assert only(doctor.check_in_place(config)) == Finding("in place", "ok", asked, "connector.share: in_place does it")
+    assert only(doctor.check_in_place(config)) == Finding(
+        "in place", "ok", asked, "connector.share: in_place does it"
+    )
 
 
 @pytest.mark.parametrize(
     ("wrong", "said", "advised"),
     [
-        ("version", "vcache does not know how vLLM 0.34.0 makes its KV cache", "install vllm>=0.26,<0.34"),
-        ("hook", "this vLLM has no evict_blocks in v1/core/block_pool.py", "install an unchanged vllm>=0.26,<0.34"),
-        ("machine", "sharing in place needs a machine that orders stores", "run it on x86-64 with Linux 5.4 or later"),
-        ("link", "gpu 0 does not reach the memory of every other GPU", "see `nvidia-smi topo -p2p r`"),
-        ("allocator", "expandable_segments does not work", "take it out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"),
+        (
+            "version",
+            "vcache does not know how vLLM 0.34.0 makes its KV cache",
+            "install vllm>=0.26,<0.34",
+        ),
+        (
+            "hook",
+            "this vLLM has no evict_blocks in v1/core/block_pool.py",
+            "install an unchanged vllm>=0.26,<0.34",
+        ),
+        (
+            "machine",
+            "sharing in place needs a machine that orders stores",
+            "run it on x86-64 with Linux 5.4 or later",
+        ),
+        (
+            "link",
+            "gpu 0 does not reach the memory of every other GPU",
+            "see `nvidia-smi topo -p2p r`",
+        ),
+        (
+            "allocator",
+            "expandable_segments does not work",
+            "take it out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF",
+        ),
     ],
 )
 def test_the_first_reason_why_it_cannot_is_a_failure_only_for_who_wants_it(
-    config: Config, vllm: Path, gpus: FakeCuda, monkeypatch: pytest.MonkeyPatch, wrong: str, said: str, advised: str
+    config: Config,
+    vllm: Path,
+    gpus: FakeCuda,
+    monkeypatch: pytest.MonkeyPatch,
+    wrong: str,
+    said: str,
+    advised: str,
 ) -> None:
     gpus.peers = wrong != "link"
     if wrong == "version":
@@ -247,7 +308,10 @@ def test_gpus_their_links_and_the_budget_are_reported(config: Config, gpus: Fake
     assert findings["peer 0 reads 1"] == Finding("peer 0 reads 1", "ok", "NVLink")
     assert findings["driver"].detail.endswith("CUDA 13.0")
     budget = only(doctor.check_memory(config))
-    assert budget.detail == "pool.segment_bytes 1 MiB, 5 MiB of 64 MiB free; start vLLM with gpu_memory_utilization <= 0.93"
+    assert (
+        budget.detail
+        == "pool.segment_bytes 1 MiB, 5 MiB of 64 MiB free; start vLLM with gpu_memory_utilization <= 0.93"
+    )
     unset = only(doctor.check_memory(from_dict({})))
     said = "pool.segment_bytes is not set: a worker lends nothing if it shares in place, 8 GiB if it uses a pool"
     assert unset == Finding("memory", "ok", said)
@@ -262,11 +326,18 @@ def test_gpus_without_peer_access_fail_by_both_names(config: Config, gpus: FakeC
 
 @pytest.mark.parametrize(
     ("wanted", "status", "said"),
-    [("6 MiB", "warn", "unless the pool's segment is there already"), ("62 MiB", "fail", "segment_bytes to 30.4 MiB or less")],
+    [
+        ("6 MiB", "warn", "unless the pool's segment is there already"),
+        ("62 MiB", "fail", "segment_bytes to 30.4 MiB or less"),
+    ],
 )
-def test_a_budget_that_does_not_fit_says_what_to_set(gpus: FakeCuda, wanted: str, status: str, said: str) -> None:
+def test_a_budget_that_does_not_fit_says_what_to_set(
+    gpus: FakeCuda, wanted: str, status: str, said: str
+) -> None:
     for device in ("auto", "cuda:1", UUIDS[0]):
-        finding = only(doctor.check_memory(from_dict({"pool": {"device": device, "segment_bytes": wanted}})))
+        finding = only(
+            doctor.check_memory(from_dict({"pool": {"device": device, "segment_bytes": wanted}}))
+        )
         assert finding.status == status
         assert said in finding.advice
 
@@ -278,7 +349,9 @@ def test_a_pool_device_that_is_not_here_fails(gpus: FakeCuda) -> None:
 
 
 def test_host_memory_that_is_not_there_fails_with_a_figure_to_set() -> None:
-    finding = only(doctor.check_memory(from_dict({"pool": {"device": "host", "segment_bytes": "64 TiB"}})))
+    finding = only(
+        doctor.check_memory(from_dict({"pool": {"device": "host", "segment_bytes": "64 TiB"}}))
+    )
     assert finding.status == "fail"
     assert "pool.segment_bytes 64 TiB" in finding.detail
     assert "set pool.segment_bytes to" in finding.advice
@@ -287,15 +360,23 @@ def test_host_memory_that_is_not_there_fails_with_a_figure_to_set() -> None:
 def test_host_memory_that_the_driver_does_not_lock_is_no_pool_for_a_gpu(gpus: FakeCuda) -> None:
     config = from_dict({"pool": {"device": "host:0", "segment_bytes": "1 MiB"}})
     good = by_check(doctor.check_memory(config))["memory read by gpus"]
-    assert (good.status, good.detail) == ("ok", "pool.device: host:0: the driver locks host memory for KV caches on GPUs")
+    assert (good.status, good.detail) == (
+        "ok",
+        "pool.device: host:0: the driver locks host memory for KV caches on GPUs",
+    )
     gpus.most_registered = 0
     bad = by_check(doctor.check_memory(config))["memory read by gpus"]
     assert bad.status == "fail"
-    assert "the driver locks no 1,048,576 B of host memory: cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY" in bad.detail
+    assert (
+        "the driver locks no 1,048,576 B of host memory: cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY"
+        in bad.detail
+    )
     assert gpus.holds() == NOTHING
 
 
-def test_gpus_that_cannot_be_used_fail_with_the_reason(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_cannot_be_used_fail_with_the_reason(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def load() -> Driver:
         raise SegmentError("GPU segments need cuda-bindings: pip install it")
 
@@ -311,7 +392,9 @@ def test_a_real_gpu_machine_is_described_without_a_failed_check(config: Config) 
     findings = by_check(diagnose(config))
     assert findings["gpu 0"].status == "ok", findings["gpu 0"]
     assert findings["driver"].status == "ok"
-    assert [finding for finding in findings.values() if "check itself failed" in finding.detail] == []
+    assert [
+        finding for finding in findings.values() if "check itself failed" in finding.detail
+    ] == []
 
 
 # ---- the socket and the server
@@ -325,14 +408,18 @@ def test_a_folder_closed_to_others_is_fine_and_an_open_one_is_not(config: Config
         assert (finding.status, f"mode {mode:04o}" in finding.detail) == (status, True)
 
 
-def test_a_path_too_long_for_a_socket_fails_before_anyone_tries_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_too_long_for_a_socket_fails_before_anyone_tries_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The default one; another is refused by the configuration."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/tmp/" + "x" * 200)
     finding = only(doctor.check_socket(Config()))
     assert (finding.status, "longer than the 107 bytes" in finding.detail) == ("fail", True)
 
 
-def test_a_socket_from_the_working_folder_is_shown_as_the_whole_path(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_socket_from_the_working_folder_is_shown_as_the_whole_path(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In another folder it is another file."""
     folder = config.server.path.parent
     folder.chmod(0o700)
@@ -343,27 +430,40 @@ def test_a_socket_from_the_working_folder_is_shown_as_the_whole_path(config: Con
     with stage(folder) as here:
         here.path = config.server.path
         here.server()
-        assert only(doctor.check_server(relative)).detail.startswith(f"{config.server.path} answers, ")
+        assert only(doctor.check_server(relative)).detail.startswith(
+            f"{config.server.path} answers, "
+        )
 
 
-def test_a_server_that_answers_is_fine_and_instances_that_cannot_share_are_named(config: Config) -> None:
+def test_a_server_that_answers_is_fine_and_instances_that_cannot_share_are_named(
+    config: Config,
+) -> None:
     with stage(config.server.path.parent) as here:
         here.path = config.server.path
         here.server()
         finding = only(doctor.check_server(config))
         assert finding.status == "ok"
-        assert finding.detail.startswith(f"{config.server.path} answers, protocol {PROTOCOL_VERSION}, epoch ")
+        assert finding.detail.startswith(
+            f"{config.server.path} answers, protocol {PROTOCOL_VERSION}, epoch "
+        )
         for dtype in ("bfloat16", "float16"):
             here.client(layout={"model": "m", "namespace": dtype, "dtype": dtype})
-        (mismatch,) = [finding for finding in doctor.check_server(config) if finding.check == "sharing"]
+        (mismatch,) = [
+            finding for finding in doctor.check_server(config) if finding.check == "sharing"
+        ]
     assert mismatch.status == "warn"
     assert mismatch.advice
-    assert all(part in mismatch.detail for part in ("m, dtype: ", "bfloat16", "float16", f"pid {os.getpid()}"))
+    assert all(
+        part in mismatch.detail
+        for part in ("m, dtype: ", "bfloat16", "float16", f"pid {os.getpid()}")
+    )
 
 
 @pytest.mark.skipif(bool(containers()), reason=f"needs namespaces of its own: {containers()}")
 @pytest.mark.parametrize("within", [[], IN_A_CONTAINER], ids=["beside it", "in a container"])
-def test_whose_pids_mean_nothing_here_is_not_taken_for_gone(stage_: Stage, within: list[str]) -> None:
+def test_whose_pids_mean_nothing_here_is_not_taken_for_gone(
+    stage_: Stage, within: list[str]
+) -> None:
     stage_.server()
     assert stage_.client().report("error", "it hurts")
     look = "import sys; from vcache_backend.config import from_dict; from vcache_backend.doctor import check_server; "
@@ -373,7 +473,9 @@ def test_whose_pids_mean_nothing_here_is_not_taken_for_gone(stage_: Stage, withi
 
 
 @pytest.mark.parametrize("answer", [None, b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
-def test_a_hung_server_and_somebody_else_who_listens_there_are_failures(config: Config, answer: bytes | None) -> None:
+def test_a_hung_server_and_somebody_else_who_listens_there_are_failures(
+    config: Config, answer: bytes | None
+) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(config.server.path))
         listener.listen(1)
@@ -391,7 +493,9 @@ def test_a_hung_server_and_somebody_else_who_listens_there_are_failures(config: 
         thread.join(10)
     assert (finding.check, finding.status) == ("server", "fail")
     assert finding.advice
-    assert ("did not answer in 1 s" if answer is None else str(config.server.path)) in finding.detail
+    assert (
+        "did not answer in 1 s" if answer is None else str(config.server.path)
+    ) in finding.detail
 
 
 def test_no_server_is_a_warning_that_says_how_to_start_one(config: Config) -> None:
@@ -404,4 +508,8 @@ def test_no_server_is_a_warning_that_says_how_to_start_one(config: Config) -> No
     config.server.path.unlink()
     config.server.path.write_text("no socket")
     finding = only(doctor.check_server(config))
-    assert (finding.status, "is no socket" in finding.detail, "start" in finding.detail) == ("fail", True, False)
+    assert (finding.status, "is no socket" in finding.detail, "start" in finding.detail) == (
+        "fail",
+        True,
+        False,
+    )

@@ -1,4 +1,6 @@
-"""`vcache doctor --model` and `vcache plan`: what the vLLM that is installed here says of a model, before it serves it."""
+"""`vcache doctor --model` and `vcache plan`: what the vLLM that is installed here says of a model,
+before it serves it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ SHAPE = {
     "max_position_embeddings": 4096,
     "torch_dtype": "bfloat16",
 }
-LLAMA = SHAPE | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 4}
+LLAMA = SHAPE | {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 4,
+}
 GEMMA = SHAPE | {
     "model_type": "gemma3_text",
     "architectures": ["Gemma3ForCausalLM"],
@@ -59,7 +65,9 @@ def written(folder: Path, model: object) -> str:
 
 @needs_vllm
 def test_vllm_says_what_a_model_keeps_and_a_plan_what_gpus_lend_for_it(tmp_path: Path) -> None:
-    model, chunks, pool, vllm = plan(written(tmp_path, LLAMA), Config(), gpus=8, tokens=500_000_000, gpu_bytes=80 << 30)
+    model, chunks, pool, vllm = plan(
+        written(tmp_path, LLAMA), Config(), gpus=8, tokens=500_000_000, gpu_bytes=80 << 30
+    )
     assert "LlamaForCausalLM: 4 layers of full attention: shared in place" in model.detail
     assert chunks.detail.startswith(f"{TOKEN:,} B a token in bfloat16, ")
     # 1,953,125 chunks of 256 tokens: 244,141 of 131,072 B on each.
@@ -70,21 +78,32 @@ def test_vllm_says_what_a_model_keeps_and_a_plan_what_gpus_lend_for_it(tmp_path:
     )
     assert (vllm.status, vllm.advice) == ("ok", "--gpu-memory-utilization 0.57")
     *_, pool = plan(str(tmp_path), from_dict({"pool": {"segment_bytes": 80}}), gpus=1)
-    assert (pool.status, pool.advice) == ("fail", "a chunk takes 128 KiB: set pool.segment_bytes to that or more")
+    assert (pool.status, pool.advice) == (
+        "fail",
+        "a chunk takes 128 KiB: set pool.segment_bytes to that or more",
+    )
 
 
 @needs_vllm
-def test_layers_with_windows_go_through_a_pool_and_a_chunk_holds_what_a_hit_can_need(config: Config, tmp_path: Path) -> None:
+def test_layers_with_windows_go_through_a_pool_and_a_chunk_holds_what_a_hit_can_need(
+    config: Config, tmp_path: Path
+) -> None:
     first, chunks, pool = diagnose(config, written(tmp_path, GEMMA))
-    assert "5 layers with a window of 64 tokens, 1 layers of full attention: shared through a pool" in first.detail
-    # Of the full layer's 256 tokens all, of a window's the last block of 128, in each of five tables.
+    assert (
+        "5 layers with a window of 64 tokens, 1 layers of full attention: shared through a pool"
+        in first.detail
+    )
+    # Of the full layer's 256 tokens all, of a window's the last block of 128, in each of five
+    # tables.
     chunk = (256 + 5 * 128) * TOKEN // 4
     assert chunks.detail.startswith(f"{chunk // 256:,} B a token")
     assert f"1 GiB of pool holds {(1 << 30) // chunk:,} chunks, " in pool.detail
 
 
 @needs_vllm
-def test_a_model_that_is_not_cached_is_a_failure_that_says_why(config: Config, tmp_path: Path) -> None:
+def test_a_model_that_is_not_cached_is_a_failure_that_says_why(
+    config: Config, tmp_path: Path
+) -> None:
     finding = only(plan(written(tmp_path, MAMBA), config, gpus=1))
     assert finding.status == "fail"
     assert "Mamba2ForCausalLM: 2 layers with a state: nothing of it is cached: " in finding.detail
@@ -95,14 +114,27 @@ def test_a_models_own_code_never_runs(tmp_path: Path) -> None:
     """Not even where somebody says yes to all that is asked."""
     written(tmp_path, {"model_type": "ours", "auto_map": {"AutoConfig": "ours.Ours"}})
     (tmp_path / "ours.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Ours: pass\n")
-    command = [sys.executable, "-m", "vcache_backend.cli", "doctor", "--json", "--model", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "vcache_backend.cli",
+        "doctor",
+        "--json",
+        "--model",
+        str(tmp_path),
+    ]
     ran = subprocess.run(command, input=b"y\n" * 9, capture_output=True, timeout=300, check=False)
     assert (ran.returncode, b"trust_remote_code" in ran.stdout) == (1, True), ran
     assert not (tmp_path / "ran").exists()
 
 
-def test_without_vllm_nobody_guesses(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vcache_backend.doctor.model.find_spec", lambda name: None if name == "vllm" else find_spec(name))
+def test_without_vllm_nobody_guesses(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "vcache_backend.doctor.model.find_spec",
+        lambda name: None if name == "vllm" else find_spec(name),
+    )
     for found in (diagnose(config, written(tmp_path, LLAMA)), plan(str(tmp_path), config, gpus=1)):
         finding = only(found)
         assert (finding.status, finding.advice) == ("fail", "run this in vLLM's environment")

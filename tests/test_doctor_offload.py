@@ -1,4 +1,6 @@
-"""What `vcache doctor` says of the offload tier: its settings, and a real store that works, lacks something, or is none."""
+"""What `vcache doctor` says of the offload tier: its settings, and a real store that works, lacks
+something, or is none.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def settings_only(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config], dict[st
     return findings
 
 
-def test_what_the_tier_is_stands_first(settings_only: Callable[[Config], dict[str, Finding]]) -> None:
+def test_what_the_tier_is_stands_first(
+    settings_only: Callable[[Config], dict[str, Finding]],
+) -> None:
     found = settings_only(config("node-1:50051", policy="write_through"))
     assert found["offload"].detail == "write_through to Mooncake at node-1:50051, tcp"
     assert {finding.status for finding in found.values()} == {"ok"}
@@ -66,12 +70,21 @@ def test_what_the_tier_is_stands_first(settings_only: Callable[[Config], dict[st
     ("size", "status", "said", "advice"),
     [
         ("512 MiB", "ok", "room for 4 chunks of 256 tokens if a token's KV is at most 512 KiB", ""),
-        ("16 MiB", "warn", "is at most 16 KiB; that of most models is larger", "staging_bytes to 128 MiB"),
+        (
+            "16 MiB",
+            "warn",
+            "is at most 16 KiB; that of most models is larger",
+            "staging_bytes to 128 MiB",
+        ),
         ("64 TiB", "fail", "of host memory available", "set offload.staging_bytes to"),
     ],
 )
 def test_staging_must_hold_a_few_chunks_and_fit_the_machine(
-    size: str, status: str, said: str, advice: str, settings_only: Callable[[Config], dict[str, Finding]]
+    size: str,
+    status: str,
+    said: str,
+    advice: str,
+    settings_only: Callable[[Config], dict[str, Finding]],
 ) -> None:
     finding = settings_only(config(staging_bytes=size))["offload staging"]
     assert finding.status == status
@@ -79,9 +92,14 @@ def test_staging_must_hold_a_few_chunks_and_fit_the_machine(
     assert advice in finding.advice
 
 
-@pytest.mark.parametrize(("soft", "status"), [(8 << 20, "fail"), (1 << 30, "ok"), (resource.RLIM_INFINITY, "ok")])
+@pytest.mark.parametrize(
+    ("soft", "status"), [(8 << 20, "fail"), (1 << 30, "ok"), (resource.RLIM_INFINITY, "ok")]
+)
 def test_rdma_needs_a_limit_of_locked_memory_that_staging_fits_in(
-    soft: int, status: str, monkeypatch: pytest.MonkeyPatch, settings_only: Callable[[Config], dict[str, Finding]]
+    soft: int,
+    status: str,
+    monkeypatch: pytest.MonkeyPatch,
+    settings_only: Callable[[Config], dict[str, Finding]],
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, resource.RLIM_INFINITY))
     finding = settings_only(config(mooncake={"protocol": "rdma"}))["locked memory"]
@@ -116,7 +134,9 @@ def test_a_store_that_works_is_used_once_and_left_as_it_was(own_depot: Depot) ->
 
 
 @needs_mooncake
-def test_a_master_that_is_not_there_fails_the_command_and_says_how_to_start_one(tmp_path: Path) -> None:
+def test_a_master_that_is_not_there_fails_the_command_and_says_how_to_start_one(
+    tmp_path: Path,
+) -> None:
     (port,) = free_ports(1)
     file = tmp_path / "vcache.yaml"
     file.write_text(f"offload: {{policy: write_through, mooncake: {{master: '127.0.0.1:{port}'}}}}")
@@ -141,7 +161,10 @@ def test_a_master_without_a_provider_has_no_room(tmp_path: Path) -> None:
     with Depot(tmp_path / "mooncake", ()) as depot:
         found = findings(config(depot.master.address))
     assert found[MASTER].status == "ok"
-    assert found[PROVIDER].detail == "no room for 1 MiB: no provider lends memory, or all of it is in use"
+    assert (
+        found[PROVIDER].detail
+        == "no room for 1 MiB: no provider lends memory, or all of it is in use"
+    )
     assert "start a provider" in found[PROVIDER].advice
 
 
@@ -166,7 +189,9 @@ def test_a_library_that_does_not_load_is_told_apart_from_a_store_that_does_not_a
 
 
 @needs_mooncake
-def test_a_crash_or_a_hang_of_the_library_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_or_a_hang_of_the_library_is_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     for text, seconds, said in (
         ("os.kill(os.getpid(), 11)", SECONDS, f"ended (-{signal.SIGSEGV:d})"),

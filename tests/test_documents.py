@@ -16,7 +16,11 @@ from processes import ROOT, SECONDS, stage, without_paths
 
 from benchmarks import run_on
 
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks" / "notes").glob("*.md")]
+PAGES = [
+    *ROOT.glob("*.md"),
+    *(ROOT / "docs").rglob("*.md"),
+    *(ROOT / "benchmarks" / "notes").glob("*.md"),
+]
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -41,14 +45,26 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 
 def test_the_program_of_the_api_page_prints_what_the_page_says(tmp_path: Path) -> None:
-    (program,), (printed,) = blocks(ROOT / "docs" / "api.md", "python"), blocks(ROOT / "docs" / "api.md", "text")
+    (program,), (printed,) = (
+        blocks(ROOT / "docs" / "api.md", "python"),
+        blocks(ROOT / "docs" / "api.md", "text"),
+    )
     (tmp_path / "program.py").write_text(program)
     (tmp_path / "vcache.yaml").write_text("pool: {device: host, segment_bytes: 32 MiB}\n")
     with stage(tmp_path / "server") as node:
         node.server()
-        environment = {**os.environ, "VCACHE_CONFIG": str(tmp_path / "vcache.yaml"), "VCACHE_SOCKET": str(node.path)}
+        environment = {
+            **os.environ,
+            "VCACHE_CONFIG": str(tmp_path / "vcache.yaml"),
+            "VCACHE_SOCKET": str(node.path),
+        }
         ran = subprocess.run(
-            [sys.executable, "program.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=SECONDS * 3
+            [sys.executable, "program.py"],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS * 3,
         )
         assert node.client().list_segments() == []
     assert (ran.returncode, ran.stdout) == (0, printed), ran.stderr
@@ -63,11 +79,26 @@ PAGED = sorted({command: page for page in COMMANDS for command in commands(page)
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, plain_python: Path) -> Iterator[dict[str, str]]:
-    """A server, the environment that vcache is installed in, and what stands for the names that the pages have."""
+    """A server, the environment that vcache is installed in, and what stands for the names that the
+    pages have.
+    """
     folder = tmp_path_factory.mktemp("documents")
-    model = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes = {"hidden_size": 64, "num_key_value_heads": 2, "head_dim": 16, "torch_dtype": "bfloat16", "vocab_size": 128}
-    (folder / "config.json").write_text(json.dumps(model | sizes | {"intermediate_size": 128, "max_position_embeddings": 1024}))
+    model = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    sizes = {
+        "hidden_size": 64,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 128,
+    }
+    (folder / "config.json").write_text(
+        json.dumps(model | sizes | {"intermediate_size": 128, "max_position_embeddings": 1024})
+    )
     (folder / "there.yaml").write_text("{}")
     with stage(folder) as node:
         node.server()
@@ -88,12 +119,24 @@ def place(tmp_path_factory: pytest.TempPathFactory, plain_python: Path) -> Itera
 
 
 def test_the_pages_have_commands_at_all_and_there_is_no_rule_for_others() -> None:
-    plain = [re.sub(r"^([A-Z_]+=\S+ +)*(\.venv/bin/|/opt/vcache/bin/)?", "", command) for command, _ in PAGED]
-    assert not [rule for rule in RULES if not any(re.match(rule, f"{command} ") for command in plain) and rule != "(ruff|mypy) "]
-    assert {"vcache segment drop ID [--wait S]", "python examples/two_vllm_instances.py --cpu"} <= dict(PAGED).keys()
+    plain = [
+        re.sub(r"^([A-Z_]+=\S+ +)*(\.venv/bin/|/opt/vcache/bin/)?", "", command)
+        for command, _ in PAGED
+    ]
+    assert not [
+        rule
+        for rule in RULES
+        if not any(re.match(rule, f"{command} ") for command in plain) and rule != "(ruff|mypy) "
+    ]
+    assert {
+        "vcache segment drop ID [--wait S]",
+        "python examples/two_vllm_instances.py --cpu",
+    } <= dict(PAGED).keys()
 
 
-def test_a_command_that_no_rule_knows_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_no_rule_knows_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for wrong in (
         "kubectl apply -f deploy/kubernetes.yaml",
         "make nothing",
@@ -101,18 +144,34 @@ def test_a_command_that_no_rule_knows_fails(tmp_path: Path, monkeypatch: pytest.
         "vcache status --nothing",
     ):
         with pytest.raises(AssertionError):
-            check(wrong, Place({"VCACHE_SOCKET": "none", "bin": str(Path(sys.executable).parent)}, tmp_path, monkeypatch))
+            check(
+                wrong,
+                Place(
+                    {"VCACHE_SOCKET": "none", "bin": str(Path(sys.executable).parent)},
+                    tmp_path,
+                    monkeypatch,
+                ),
+            )
 
 
-def test_the_commands_are_run_with_what_is_installed_and_not_with_the_checkout(plain_python: Path, tmp_path: Path) -> None:
+def test_the_commands_are_run_with_what_is_installed_and_not_with_the_checkout(
+    plain_python: Path, tmp_path: Path
+) -> None:
     said = "from importlib.util import find_spec; print(find_spec('vcache_backend.integration').origin)"
     ran = subprocess.run(
-        [plain_python, "-c", said], cwd=tmp_path, env=without_paths(), capture_output=True, text=True, check=True
+        [plain_python, "-c", said],
+        cwd=tmp_path,
+        env=without_paths(),
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert Path(ran.stdout).is_relative_to(plain_python.parent.parent)
 
 
-@pytest.mark.parametrize(("command", "page"), PAGED, ids=lambda part: part.name if isinstance(part, Path) else part[:60])
+@pytest.mark.parametrize(
+    ("command", "page"), PAGED, ids=lambda part: part.name if isinstance(part, Path) else part[:60]
+)
 def test_every_command_of_the_pages_runs(
     command: str, page: Path, place: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

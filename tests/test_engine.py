@@ -1,4 +1,6 @@
-"""The engine's five calls, against a real server process and host segments; other processes and failures have files of their own."""
+"""The engine's five calls, against a real server process and host segments; other processes and
+failures have files of their own.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,33 @@ import signal
 
 import pytest
 import torch
-from engine_cases import ROOMY, Node, Pair, UnfinishedCopier, folder, fresh, get, pair, put, said, shared
-from kv_cases import ARRANGEMENTS, CHUNK, FLASH, MLA, PACKED, SMALL, Arrangement, Cache, Sizes, layout_of, places, prompt
+from engine_cases import (
+    ROOMY,
+    Node,
+    Pair,
+    UnfinishedCopier,
+    folder,
+    fresh,
+    get,
+    pair,
+    put,
+    said,
+    shared,
+)
+from kv_cases import (
+    ARRANGEMENTS,
+    CHUNK,
+    FLASH,
+    MLA,
+    PACKED,
+    SMALL,
+    Arrangement,
+    Cache,
+    Sizes,
+    layout_of,
+    places,
+    prompt,
+)
 from processes import SECONDS, eventually
 
 from vcache_backend import engine as engine_module
@@ -21,7 +48,9 @@ __all__ = ["folder", "fresh", "pair", "shared"]
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=lambda a: a.name)
-def test_what_is_stored_comes_back_into_other_blocks_and_touches_nothing_else(shared: Node, arrangement: Arrangement) -> None:
+def test_what_is_stored_comes_back_into_other_blocks_and_touches_nothing_else(
+    shared: Node, arrangement: Arrangement
+) -> None:
     pair = Pair(shared, arrangement)
     tokens = prompt(4 * CHUNK)
     put(pair.writer, pair.mine, tokens)
@@ -34,19 +63,28 @@ def test_a_layer_replaced_between_two_calls_is_the_one_that_is_read_and_written(
     put(pair.writer, pair.mine, prompt(2 * CHUNK))
     assert get(pair.reader, pair.theirs, prompt(2 * CHUNK)) == 2 * CHUNK
     for cache, other in ((pair.mine, Cache()), (pair.theirs, Cache())):
-        for parts, others in ((cache._memory, other._memory), (cache.tensors, other.tensors), (cache._rows, other._rows)):
+        for parts, others in (
+            (cache._memory, other._memory),
+            (cache.tensors, other.tensors),
+            (cache._rows, other._rows),
+        ):
             parts[1], others[1] = others[1], parts[1]
     assert get(pair.reader, pair.theirs, prompt(2 * CHUNK)) == 2 * CHUNK
     put(pair.writer, pair.mine, prompt(2 * CHUNK, 2))
     assert get(pair.reader, pair.theirs, prompt(2 * CHUNK, 2)) == 2 * CHUNK
 
 
-def test_a_view_of_fewer_blocks_is_never_written_beyond_its_end(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_view_of_fewer_blocks_is_never_written_beyond_its_end(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
     tokens, half = prompt(2 * CHUNK), SMALL.blocks // 2
     put(pair.writer, pair.mine, tokens)
     assert get(pair.reader, pair.theirs, tokens) == 2 * CHUNK
     pair.theirs.poison()
-    view, slots = [tensor[:, :half] for tensor in pair.theirs.tensors], torch.arange(2 * CHUNK) + half * SMALL.block_size
+    view, slots = (
+        [tensor[:, :half] for tensor in pair.theirs.tensors],
+        torch.arange(2 * CHUNK) + half * SMALL.block_size,
+    )
     assert not pair.reader.retrieve(tokens, None, view, slots).any()
     assert pair.theirs.holds_only(tokens[:0], slots[:0])
     assert said(caplog, f"blocks {half} to {half + 3} but the KV cache has {half} blocks")
@@ -60,12 +98,21 @@ def test_a_tail_shorter_than_a_chunk_is_not_stored(pair: Pair) -> None:
     put(pair.writer, pair.mine, prompt(CHUNK - 1, 2))
     assert pair.reader.lookup(prompt(CHUNK - 1, 2)) == pair.reader.lookup([]) == 0
     for kind in (tokens.tolist(), tokens.int(), tokens.numpy()):
-        mask = pair.reader.retrieve(kind, None, pair.theirs.tensors, places(SMALL, len(tokens), 1).numpy())
-        assert (mask.dtype, mask.shape, mask.device.type, int(mask.sum())) == (torch.bool, tokens.shape, "cpu", 2 * CHUNK)
+        mask = pair.reader.retrieve(
+            kind, None, pair.theirs.tensors, places(SMALL, len(tokens), 1).numpy()
+        )
+        assert (mask.dtype, mask.shape, mask.device.type, int(mask.sum())) == (
+            torch.bool,
+            tokens.shape,
+            "cpu",
+            2 * CHUNK,
+        )
     assert pair.reader.retrieve([], None, pair.theirs.tensors, []).shape == (0,)
 
 
-def test_a_prompt_that_is_looked_up_and_then_retrieved_counts_once_in_the_hit_rate(shared: Node) -> None:
+def test_a_prompt_that_is_looked_up_and_then_retrieved_counts_once_in_the_hit_rate(
+    shared: Node,
+) -> None:
     pair, tokens = Pair(shared), prompt(4 * CHUNK, 4)
     put(pair.writer, pair.mine, tokens[: 3 * CHUNK])
     with shared.client() as asks:
@@ -79,9 +126,15 @@ def test_a_prompt_that_is_looked_up_and_then_retrieved_counts_once_in_the_hit_ra
 
 @pytest.mark.parametrize("arrangement", [FLASH, PACKED, MLA], ids=lambda a: a.name)
 def test_a_prefix_the_caller_has_is_never_written(shared: Node, arrangement: Arrangement) -> None:
-    """Chunk-aligned, block-aligned and in the middle of a block, of which nothing is brought then."""
+    """Chunk-aligned, block-aligned and in the middle of a block, of which nothing is brought
+    then.
+    """
     pair = Pair(shared, arrangement)
-    tokens, slots, block = prompt(3 * CHUNK), places(pair.mine.sizes, 3 * CHUNK, 1), pair.mine.sizes.block_size
+    tokens, slots, block = (
+        prompt(3 * CHUNK),
+        places(pair.mine.sizes, 3 * CHUNK, 1),
+        pair.mine.sizes.block_size,
+    )
     put(pair.writer, pair.mine, tokens)
     for known in (CHUNK, 16, CHUNK + 16, 1, 5, 37, 2 * CHUNK - 1, 3 * CHUNK - 1, 3 * CHUNK):
         pair.theirs.poison()
@@ -93,12 +146,18 @@ def test_a_prefix_the_caller_has_is_never_written(shared: Node, arrangement: Arr
 
 def test_a_block_is_brought_as_a_whole_or_not_at_all(pair: Pair) -> None:
     """Not where a token has no slot, nor where the tokens do not lie in one block, in order."""
-    tokens, slots, block = prompt(3 * CHUNK), places(pair.mine.sizes, 3 * CHUNK, 1), pair.mine.sizes.block_size
+    tokens, slots, block = (
+        prompt(3 * CHUNK),
+        places(pair.mine.sizes, 3 * CHUNK, 1),
+        pair.mine.sizes.block_size,
+    )
     put(pair.writer, pair.mine, tokens)
     slots[:7] = slots[CHUNK + 3] = slots[2 * CHUNK :] = -1
     slots[[CHUNK + block, CHUNK + block + 1]] = slots[[CHUNK + block + 1, CHUNK + block]]
     mask = pair.reader.retrieve(tokens, None, pair.theirs.tensors, slots)
-    assert torch.equal(mask, (torch.arange(len(tokens)) >= block) & (torch.arange(len(tokens)) < CHUNK))
+    assert torch.equal(
+        mask, (torch.arange(len(tokens)) >= block) & (torch.arange(len(tokens)) < CHUNK)
+    )
     assert pair.theirs.holds_only(tokens[mask], slots[mask])
     shifted = places(pair.mine.sizes, 3 * CHUNK + block, 3)[5:][: 3 * CHUNK]
     assert not pair.reader.retrieve(tokens, None, pair.theirs.tensors, shifted).any()
@@ -109,9 +168,13 @@ def test_a_block_is_brought_as_a_whole_or_not_at_all(pair: Pair) -> None:
     assert pair.writer.lookup(other) == 0
 
 
-@pytest.mark.parametrize(("hole", "swapped"), [(0, False), (CHUNK + 5, True), (3 * CHUNK - 2, False)])
+@pytest.mark.parametrize(
+    ("hole", "swapped"), [(0, False), (CHUNK + 5, True), (3 * CHUNK - 2, False)]
+)
 def test_a_chunk_is_stored_if_it_lies_in_whole_blocks(pair: Pair, hole: int, swapped: bool) -> None:
-    """One that does not, since a token has no slot or two have each other's, costs the others nothing."""
+    """One that does not, since a token has no slot or two have each other's, costs the others
+    nothing.
+    """
     tokens, slots = prompt(3 * CHUNK), places(pair.mine.sizes, 3 * CHUNK)
     pair.mine.fill(tokens, slots)
     slots[[hole, hole + 1]] = slots[[hole + 1, hole]] if swapped else -1
@@ -135,13 +198,19 @@ def test_a_token_without_a_slot_costs_no_other_where_blocks_have_one_token(share
 
 @pytest.mark.parametrize("offset", [CHUNK, CHUNK + 16, 5])
 def test_slot_mapping_may_begin_at_an_offset(pair: Pair, offset: int) -> None:
-    """As LMCache calls: the first `offset` tokens are in the pool already, and no slots are given for them."""
+    """As LMCache calls: the first `offset` tokens are in the pool already, and no slots are given
+    for them.
+    """
     tokens, slots = prompt(4 * CHUNK), places(pair.mine.sizes, 4 * CHUNK)
     pair.mine.fill(tokens, slots)
-    pair.writer.store(tokens, torch.arange(len(tokens)) >= offset, pair.mine.tensors, slots[offset:], offset)
+    pair.writer.store(
+        tokens, torch.arange(len(tokens)) >= offset, pair.mine.tensors, slots[offset:], offset
+    )
     assert pair.writer.flush(SECONDS)
     first = -(-offset // CHUNK)
-    assert [pair.reader.contains(key) for key in pair.reader.keys(tokens)] == [-1] * first + [0] * (4 - first)
+    assert [pair.reader.contains(key) for key in pair.reader.keys(tokens)] == [-1] * first + [0] * (
+        4 - first
+    )
     put(pair.writer, pair.mine, tokens[: first * CHUNK])
     assert get(pair.reader, pair.theirs, tokens) == 4 * CHUNK
 
@@ -170,7 +239,11 @@ def test_chunks_lie_on_all_devices_of_the_node(shared: Node) -> None:
     assert used == {"host:a": 2, "host:b": 3}
     assert get(reader, theirs, prompt(5 * CHUNK)) == 5 * CHUNK
     moved = reader.get_stats()["bytes"]
-    assert (moved["own"], moved["peer"], moved["stored"]) == (3 * mine.chunk_bytes, 2 * mine.chunk_bytes, 0)
+    assert (moved["own"], moved["peer"], moved["stored"]) == (
+        3 * mine.chunk_bytes,
+        2 * mine.chunk_bytes,
+        0,
+    )
 
 
 def test_several_segments_of_one_device_are_one_pool(shared: Node) -> None:
@@ -197,19 +270,27 @@ def test_a_chunk_counts_only_when_every_rank_has_stored_it(shared: Node) -> None
     assert [engine.lookup(prompt(3 * CHUNK)) for engine in ranks] == [0, 0]
     put(ranks[1], caches[1], prompt(2 * CHUNK))
     assert [engine.lookup(prompt(3 * CHUNK)) for engine in ranks] == [2 * CHUNK, 2 * CHUNK]
-    assert [get(engine, cache, prompt(2 * CHUNK)) for engine, cache in zip(ranks, caches, strict=True)] == [2 * CHUNK, 2 * CHUNK]
+    assert [
+        get(engine, cache, prompt(2 * CHUNK)) for engine, cache in zip(ranks, caches, strict=True)
+    ] == [2 * CHUNK, 2 * CHUNK]
 
 
 def test_a_salt_keeps_tenants_apart(pair: Pair) -> None:
     tokens = prompt(2 * CHUNK)
     put(pair.writer, pair.mine, tokens, salt=b"alice")
-    assert [pair.reader.lookup(tokens, salt=salt) for salt in (b"", b"bob", b"alice")] == [0, 0, 2 * CHUNK]
+    assert [pair.reader.lookup(tokens, salt=salt) for salt in (b"", b"bob", b"alice")] == [
+        0,
+        0,
+        2 * CHUNK,
+    ]
     assert get(pair.reader, pair.theirs, tokens, salt=b"bob") == 0
     assert get(pair.reader, pair.theirs, tokens, salt=b"alice") == 2 * CHUNK
     assert pair.reader.contains(pair.reader.keys(tokens, salt=b"alice")[0]) == 0
 
 
-def test_why_two_instances_do_not_share_is_said_once_on_either_side(fresh: Node, caplog: pytest.LogCaptureFixture) -> None:
+def test_why_two_instances_do_not_share_is_said_once_on_either_side(
+    fresh: Node, caplog: pytest.LogCaptureFixture
+) -> None:
     mine, fp16 = Cache(), Cache(FLASH._replace(dtype=torch.float16))
     fresh.engine("host:a", 0, layout_of(mine))
     fresh.engine("host:b", 0, layout_of(mine))
@@ -273,14 +354,21 @@ def test_a_prefix_the_caller_kept_stays_as_warm_as_what_it_loads(shared: Node) -
     put(pair.writer, pair.mine, prompt(2 * CHUNK))
     put(pair.writer, pair.mine, prompt(CHUNK, 2))
     tokens, slots = prompt(2 * CHUNK), places(pair.mine.sizes, 2 * CHUNK)
-    assert pair.reader.retrieve(tokens, torch.arange(len(tokens)) >= CHUNK, pair.theirs.tensors, slots).sum() == CHUNK
+    assert (
+        pair.reader.retrieve(
+            tokens, torch.arange(len(tokens)) >= CHUNK, pair.theirs.tensors, slots
+        ).sum()
+        == CHUNK
+    )
     assert pair.reader.flush(SECONDS)
     put(pair.writer, pair.mine, prompt(CHUNK, 3))
     assert pair.reader.lookup(tokens) == 2 * CHUNK
     assert pair.reader.lookup(prompt(CHUNK, 2)) == 0
 
 
-def test_a_chunk_larger_than_a_segment_is_one_clear_line(shared: Node, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_chunk_larger_than_a_segment_is_one_clear_line(
+    shared: Node, caplog: pytest.LogCaptureFixture
+) -> None:
     mine = Cache()
     engine = shared.engine("host:a", mine.chunk_bytes - 4096, layout_of(mine))
     for family in (1, 2):
@@ -299,11 +387,18 @@ def test_stats_count_what_happened(fresh: Node) -> None:
     pair = Pair(fresh, chunks=4)
     chunk = pair.mine.chunk_bytes
     put(pair.writer, pair.mine, prompt(3 * CHUNK))
-    assert pair.writer.lookup(prompt(5 * CHUNK)) == pair.reader.lookup(prompt(5 * CHUNK)) == 3 * CHUNK
+    assert (
+        pair.writer.lookup(prompt(5 * CHUNK)) == pair.reader.lookup(prompt(5 * CHUNK)) == 3 * CHUNK
+    )
     assert get(pair.writer, pair.mine, prompt(2 * CHUNK)) == 2 * CHUNK
     assert get(pair.reader, pair.theirs, prompt(5 * CHUNK)) == 3 * CHUNK
     writer, reader = pair.writer.get_stats(), pair.reader.get_stats()
-    assert writer["tokens"] == {"asked": 5 * CHUNK, "hit": 3 * CHUNK, "retrieved": 2 * CHUNK, "stored": 3 * CHUNK}
+    assert writer["tokens"] == {
+        "asked": 5 * CHUNK,
+        "hit": 3 * CHUNK,
+        "retrieved": 2 * CHUNK,
+        "stored": 3 * CHUNK,
+    }
     assert (writer["hits"]["vram"], writer["misses"]) == (2, 0)
     below = {"offload": 0, "offload_written": 0}
     assert writer["bytes"] == {"own": 2 * chunk, "peer": 0, "stored": 3 * chunk} | below
@@ -311,9 +406,20 @@ def test_stats_count_what_happened(fresh: Node) -> None:
     assert reader["bytes"] == {"own": 0, "peer": 3 * chunk, "stored": 0} | below
     assert (reader["device"], reader["connected"], reader["failures"]) == ("host:b", True, {})
     (segment,) = reader["server"]["segments"].values()
-    assert segment == {"device": "host:a", "nbytes": 4 * chunk, "used": 3 * chunk, "chunks": 3, "state": "live"}
+    assert segment == {
+        "device": "host:a",
+        "nbytes": 4 * chunk,
+        "used": 3 * chunk,
+        "chunks": 3,
+        "state": "live",
+    }
     assert (reader["server"]["chunks"], reader["server"]["evictions"]) == (3, 0)
-    assert [writer[name]["count"] for name in ("store", "reserve", "commit", "store_copy")] == [1, 1, 1, 1]
+    assert [writer[name]["count"] for name in ("store", "reserve", "commit", "store_copy")] == [
+        1,
+        1,
+        1,
+        1,
+    ]
     assert [reader[name]["count"] for name in ("lookup", "retrieve", "retrieve_copy")] == [1, 1, 1]
     for stats, whole in ((writer, "store"), (reader, "retrieve")):
         assert min(stats["metadata_us"], stats["data_us"], stats["gb_per_s"]["retrieve"]) > 0
@@ -322,8 +428,12 @@ def test_stats_count_what_happened(fresh: Node) -> None:
 
 
 @pytest.mark.parametrize("missing", [None, 0, 1, 2, 5, 7])
-def test_a_large_retrieve_is_launched_in_two_parts(pair: Pair, monkeypatch: pytest.MonkeyPatch, missing: int | None) -> None:
-    """Of eight chunks two are on their way before the others are looked at; but no slot is named twice in all of them."""
+def test_a_large_retrieve_is_launched_in_two_parts(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, missing: int | None
+) -> None:
+    """Of eight chunks two are on their way before the others are looked at; but no slot is named
+    twice in all of them.
+    """
     monkeypatch.setattr(engine_module, "HEAD_BYTES", 2 * pair.theirs.chunk_bytes)
     tokens, slots = prompt(8 * CHUNK), places(pair.theirs.sizes, 8 * CHUNK)
     put(pair.writer, pair.mine, tokens)
@@ -332,9 +442,9 @@ def test_a_large_retrieve_is_launched_in_two_parts(pair: Pair, monkeypatch: pyte
     assert get(pair.reader, pair.theirs, prompt(CHUNK, 2)) == 0
     found = CHUNK * (8 if missing is None else missing)
     assert get(pair.reader, pair.theirs, tokens) == found
-    assert pair.reader.get_stats()["retrieve_copy"]["count"] == min(found // (2 * CHUNK), 1) + (found > 2 * CHUNK) + (
-        found == CHUNK
-    )
+    assert pair.reader.get_stats()["retrieve_copy"]["count"] == min(found // (2 * CHUNK), 1) + (
+        found > 2 * CHUNK
+    ) + (found == CHUNK)
     # Three are not enough for two parts.
     assert get(pair.reader, pair.theirs, tokens[: 3 * CHUNK]) == min(found, 3 * CHUNK)
     slots[-1] = slots[7 * CHUNK]

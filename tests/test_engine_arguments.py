@@ -1,4 +1,6 @@
-"""What the engine is asked that cannot be meant: a ValueError that says which, and nothing else is ever raised."""
+"""What the engine is asked that cannot be meant: a ValueError that says which, and nothing else is
+ever raised.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,10 @@ def test_arguments_that_cannot_be_meant_are_errors_that_say_which(pair: Pair) ->
             rf"slot {slots[4]} to the tokens at \[4, 9\]",
             lambda e: (tokens, None, kv, slots.index_fill(0, torch.tensor([9]), slots[4])),
         ),
-        (r"slot_mapping .*18446744073709551615", lambda e: (tokens, None, kv, np.full(CHUNK, -1).astype(np.uint64))),
+        (
+            r"slot_mapping .*18446744073709551615",
+            lambda e: (tokens, None, kv, np.full(CHUNK, -1).astype(np.uint64)),
+        ),
         (r"kvcaches .*NoneType", lambda e: (tokens, None, None, slots)),
     ]
     for pattern, arguments in calls:
@@ -59,11 +64,34 @@ def test_arguments_that_cannot_be_meant_are_errors_that_say_which(pair: Pair) ->
     assert pair.writer.get_stats()["failures"] == {}
 
 
-def test_whatever_it_is_asked_an_engine_raises_nothing_but_value_error(shared: Node, pair: Pair) -> None:
+def test_whatever_it_is_asked_an_engine_raises_nothing_but_value_error(
+    shared: Node, pair: Pair
+) -> None:
     tokens, slots, kv, e = prompt(CHUNK), places(SMALL, CHUNK), pair.mine.tensors, pair.writer
-    odd: list[object] = [None, 0, -1, 1 << 70, 0.5, float("nan"), "x", b"x", (), [], [[1], [1, 2]], {}, {"a": 1}, object(), Cache]
+    odd: list[object] = [
+        None,
+        0,
+        -1,
+        1 << 70,
+        0.5,
+        float("nan"),
+        "x",
+        b"x",
+        (),
+        [],
+        [[1], [1, 2]],
+        {},
+        {"a": 1},
+        object(),
+        Cache,
+    ]
     odd += [[None] * CHUNK]
-    odd += [torch.tensor(1), torch.empty(CHUNK, device="meta"), torch.ones(CHUNK).to_sparse(), np.array([object()] * CHUNK)]
+    odd += [
+        torch.tensor(1),
+        torch.empty(CHUNK, device="meta"),
+        torch.ones(CHUNK).to_sparse(),
+        np.array([object()] * CHUNK),
+    ]
     odd += [
         [torch.empty_like(layer, device="meta") for layer in kv],
         [kv[0].to_sparse()] * 3,
@@ -96,7 +124,9 @@ def test_whatever_it_is_asked_an_engine_raises_nothing_but_value_error(shared: N
     assert stats.leases == stats.reservations == stats.quarantined == 0
 
 
-def test_places_outside_of_the_cache_are_a_failure_not_a_write(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+def test_places_outside_of_the_cache_are_a_failure_not_a_write(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
     tokens, slots = prompt(2 * CHUNK), places(pair.mine.sizes, 2 * CHUNK)
     put(pair.writer, pair.mine, tokens)
     for wrong in (pair.mine.sizes.blocks * pair.mine.sizes.block_size, -2):
@@ -108,17 +138,28 @@ def test_places_outside_of_the_cache_are_a_failure_not_a_write(pair: Pair, caplo
     pair.writer.store(prompt(2 * CHUNK, 2), None, pair.mine.tensors, outside)
     assert pair.writer.flush(SECONDS)
     assert pair.writer.lookup(prompt(2 * CHUNK, 2)) == 0
-    assert pair.writer.get_stats()["server"]["segments"].popitem()[1]["used"] == 2 * pair.mine.chunk_bytes
+    assert (
+        pair.writer.get_stats()["server"]["segments"].popitem()[1]["used"]
+        == 2 * pair.mine.chunk_bytes
+    )
     assert len(said(caplog, "load failed")) == len(said(caplog, "store failed")) == 1
 
 
 def test_a_layout_is_made_from_the_tensors() -> None:
     for arrangement in ARRANGEMENTS:
         cache = Cache(arrangement)
-        of = Layout.of(cache.tensors, cache.sizes.block_size, model="test", axes=arrangement.axes, chunk_size=CHUNK)
+        of = Layout.of(
+            cache.tensors,
+            cache.sizes.block_size,
+            model="test",
+            axes=arrangement.axes,
+            chunk_size=CHUNK,
+        )
         said = layout_of(cache, kv_heads=of.kv_heads, head_dim=of.head_dim)
         heads = cache.sizes.heads if "head" in arrangement.axes else 1
-        assert (of, of.kv_heads, of.head_dim) == (said, heads, cache.tensors[0].shape[-1]), arrangement
+        assert (of, of.kv_heads, of.head_dim) == (said, heads, cache.tensors[0].shape[-1]), (
+            arrangement
+        )
     with pytest.raises(LayoutError, match=r"no known layout.*block_size"):
         Layout.of(cache.tensors, cache.sizes.block_size + 1, model="test")
 
@@ -133,7 +174,9 @@ def test_a_layout_is_made_from_the_tensors() -> None:
         ({"extra": {"salt": 1}}, r"extra=.*texts"),
     ],
 )
-def test_a_layout_that_cannot_be_is_an_error_where_it_is_made(change: dict[str, Any], said: str) -> None:
+def test_a_layout_that_cannot_be_is_an_error_where_it_is_made(
+    change: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ValueError, match=said):
         layout_of(Cache(), **change)
 

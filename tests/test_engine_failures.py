@@ -1,4 +1,6 @@
-"""The engine while its peers and its pool fail: every failure is a miss, in bounded time, and never a wrong byte."""
+"""The engine while its peers and its pool fail: every failure is a miss, in bounded time, and never
+a wrong byte.
+"""
 
 from __future__ import annotations
 
@@ -39,21 +41,29 @@ class NoCopier(HostCopier):
 # ---- writers that die or hang
 
 
-@pytest.mark.parametrize("copier", ["pausing", "unfinished"], ids=["in its copy", "between copy and commit"])
-def test_the_slots_of_a_killed_writer_come_back_and_nobody_sees_its_chunks(here: Node, copier: str) -> None:
+@pytest.mark.parametrize(
+    "copier", ["pausing", "unfinished"], ids=["in its copy", "between copy and commit"]
+)
+def test_the_slots_of_a_killed_writer_come_back_and_nobody_sees_its_chunks(
+    here: Node, copier: str
+) -> None:
     """Also where the bytes are complete, but nobody said so."""
     here.serve()
     mine, theirs = Cache(), Cache()
     reader = here.engine("host:a", 2 * mine.chunk_bytes, layout_of(mine))
     writer = here.worker("host:b", copier=copier)
     tokens = prompt(2 * CHUNK)
-    (writer.until_paused if copier == "pausing" else writer.ask)("store", tokens, places(SMALL, 2 * CHUNK))
+    (writer.until_paused if copier == "pausing" else writer.ask)(
+        "store", tokens, places(SMALL, 2 * CHUNK)
+    )
     client = here.client()
     assert counts(client) == (1, 0)
     assert [reader.contains(key) for key in reader.keys(tokens)] == [-1, -1]
     assert get(reader, theirs, tokens) == 0
     put(reader, mine, prompt(CHUNK, 2))
-    assert reader.get_stats()["not_stored"]["full"] == 1, "a slot that is being written went to somebody else"
+    assert reader.get_stats()["not_stored"]["full"] == 1, (
+        "a slot that is being written went to somebody else"
+    )
 
     writer.kill()
     eventually(lambda: counts(client) == (0, 0))
@@ -63,7 +73,9 @@ def test_the_slots_of_a_killed_writer_come_back_and_nobody_sees_its_chunks(here:
 
 
 @pytest.mark.parametrize("end", ["late commit", "killed"])
-def test_a_writer_that_hangs_in_its_copy_keeps_its_slot_until_it_is_done_or_gone(here: Node, end: str) -> None:
+def test_a_writer_that_hangs_in_its_copy_keeps_its_slot_until_it_is_done_or_gone(
+    here: Node, end: str
+) -> None:
     here.serve(reservation_seconds=1.0)
     mine, theirs = Cache(), Cache()
     other = here.engine("host:a", 2 * mine.chunk_bytes, layout_of(mine))
@@ -100,7 +112,9 @@ def test_a_writer_that_hangs_in_its_copy_keeps_its_slot_until_it_is_done_or_gone
 
 
 def test_slots_that_a_hung_server_promised_to_nobody_come_back(here: Node) -> None:
-    """The store gave up at its deadline; the server reads the request later and cannot deliver its answer."""
+    """The store gave up at its deadline; the server reads the request later and cannot deliver its
+    answer.
+    """
     server = here.serve()
     mine = Cache()
     engine = here.engine("host:a", ROOMY, layout_of(mine))
@@ -112,8 +126,12 @@ def test_slots_that_a_hung_server_promised_to_nobody_come_back(here: Node) -> No
     assert client.list_segments()[0].used == 0
 
 
-def test_a_store_whose_reservation_ended_gives_its_slots_back_when_its_copy_is_done(here: Node) -> None:
-    """A slow copy on a GPU: the committer waits for it; its commit comes too late, and the server takes the slots back."""
+def test_a_store_whose_reservation_ended_gives_its_slots_back_when_its_copy_is_done(
+    here: Node,
+) -> None:
+    """A slow copy on a GPU: the committer waits for it; its commit comes too late, and the server
+    takes the slots back.
+    """
     here.serve(reservation_seconds=1.0)
     mine = Cache()
     writer = here.worker("host:b", 2 * mine.chunk_bytes, copier="unfinished")
@@ -130,7 +148,9 @@ def test_a_store_whose_reservation_ended_gives_its_slots_back_when_its_copy_is_d
 def test_a_writer_held_up_behind_its_reservation_copies_nothing_and_gives_its_slots_back(
     here: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a process may be stopped for as long as somebody likes: between the server's answer and the launch of the copy."""
+    """Where a process may be stopped for as long as somebody likes: between the server's answer and
+    the launch of the copy.
+    """
     here.serve(reservation_seconds=1.0)
     mine, theirs, client = Cache(), Cache(), here.client()
     other = here.engine("host:a", 2 * mine.chunk_bytes, layout_of(mine))
@@ -206,7 +226,9 @@ class Lender:
 
 def test_workers_of_one_device_that_start_at_once_lend_its_share_exactly_once(here: Node) -> None:
     here.serve()
-    lenders = [here.undo.enter_context(processes.Worker(with_torch(), Lender, here.path)) for _ in range(6)]
+    lenders = [
+        here.undo.enter_context(processes.Worker(with_torch(), Lender, here.path)) for _ in range(6)
+    ]
     for lender in lenders:
         lender.made()
     for lender in lenders:
@@ -241,8 +263,8 @@ def test_a_killed_reader_holds_nothing(here: Node) -> None:
 
 @pytest.mark.parametrize("trusting", [False, True], ids=["", "planted bug"])
 def test_a_reader_that_outlives_its_lease_counts_nothing(here: Node, trusting: bool) -> None:
-    """Hung between lease and copy, it wakes up over slots that hold other chunks. An engine that did not ask whether its
-    lease held would count wrong bytes: that is the planted bug."""
+    """Hung between lease and copy, it wakes up over slots that hold other chunks. An engine that
+    did not ask whether its lease held would count wrong bytes: that is the planted bug."""
     here.serve(lease_seconds=1.0)
     mine = Cache()
     writer = here.engine("host:a", 2 * mine.chunk_bytes, layout_of(mine))
@@ -278,7 +300,8 @@ def test_a_reader_whose_server_restarts_in_its_copy_counts_nothing(here: Node) -
     server.kill()
     here.serve()
     eventually(lambda: writer.lookup(prompt(2 * CHUNK)) == 2 * CHUNK)
-    # For so long a lease holds whatever becomes of the server, which lets nobody have a slot meanwhile.
+    # For so long a lease holds whatever becomes of the server, which lets nobody have a slot
+    # meanwhile.
     time.sleep(m.GRACE_SECONDS)
     reader.resume()
     assert reader.answer().tokens == 0
@@ -309,10 +332,16 @@ def test_the_successor_of_a_killed_worker_finds_its_segment_and_makes_no_other(h
 
 @pytest.mark.parametrize(
     "planted",
-    [Cache(MLA), Cache(FLASH._replace(dtype=torch.float16)), Cache(FLASH, SMALL._replace(layers=2))],
+    [
+        Cache(MLA),
+        Cache(FLASH._replace(dtype=torch.float16)),
+        Cache(FLASH, SMALL._replace(layers=2)),
+    ],
     ids=["kind", "dtype", "layers"],
 )
-def test_kv_caches_that_are_not_what_the_layout_says_are_refused(here: Node, planted: Cache) -> None:
+def test_kv_caches_that_are_not_what_the_layout_says_are_refused(
+    here: Node, planted: Cache
+) -> None:
     here.serve()
     mine = Cache()
     writer = here.engine("host:a", ROOMY, layout_of(mine))
@@ -352,17 +381,26 @@ def test_a_segment_dropped_under_running_engines_is_a_miss_and_is_unmapped(here:
 
 
 def test_memory_is_taken_back_under_a_running_engine(here: Node) -> None:
-    """It maps the rest anew, and what lies there is found; what was taken back is computed, and stored where there is room."""
+    """It maps the rest anew, and what lies there is found; what was taken back is computed, and
+    stored where there is room.
+    """
     here.serve()
     mine, theirs = Cache(), Cache()
-    writer, reader = here.engine("host:a", ROOMY, layout_of(mine)), here.engine("host:b", 0, layout_of(mine))
+    writer, reader = (
+        here.engine("host:a", ROOMY, layout_of(mine)),
+        here.engine("host:b", 0, layout_of(mine)),
+    )
     put(writer, mine, prompt(3 * CHUNK))
     (before,) = here.client().list_segments()
     here.client().resize_segment(before.id, 2 * mine.chunk_bytes)
     eventually(lambda: here.client().list_segments()[0].given_back == ROOMY - 2 * mine.chunk_bytes)
 
     def mapped() -> set[int]:
-        ends = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if before.id in line]
+        ends = [
+            line.split()[0].split("-")
+            for line in Path("/proc/self/maps").read_text().splitlines()
+            if before.id in line
+        ]
         return {int(end, 16) - int(start, 16) for start, end in ends}
 
     eventually(lambda: mapped() == {-(-2 * mine.chunk_bytes // 4096) * 4096})
@@ -374,7 +412,12 @@ def test_memory_is_taken_back_under_a_running_engine(here: Node) -> None:
     here.serve()
     eventually(lambda: reader.lookup(prompt(2 * CHUNK, 3)) == 2 * CHUNK)
     assert get(reader, theirs, prompt(2 * CHUNK, 3)) == 2 * CHUNK
-    eventually(lambda: [info.given_back for info in here.client().list_segments()] == [before.nbytes - 2 * mine.chunk_bytes])
+    eventually(
+        lambda: (
+            [info.given_back for info in here.client().list_segments()]
+            == [before.nbytes - 2 * mine.chunk_bytes]
+        )
+    )
 
 
 HALF_MOVED = """
@@ -393,12 +436,19 @@ time.sleep(60)
 """
 
 
-def test_what_is_taken_back_is_moved_while_it_is_read_and_who_dies_meanwhile_leaves_no_byte_wrong(here: Node) -> None:
-    """By a real `vcache segment resize`; then half by another process, which is killed, as is the server."""
+def test_what_is_taken_back_is_moved_while_it_is_read_and_who_dies_meanwhile_leaves_no_byte_wrong(
+    here: Node,
+) -> None:
+    """By a real `vcache segment resize`; then half by another process, which is killed, as is the
+    server.
+    """
     here.serve()
     mine, theirs = Cache(), Cache()
     size, prompts = mine.chunk_bytes, [prompt(2 * CHUNK, family) for family in range(1, 7)]
-    writer, reader = here.engine("host:a", 12 * size, layout_of(mine)), here.engine("host:b", 0, layout_of(mine))
+    writer, reader = (
+        here.engine("host:a", 12 * size, layout_of(mine)),
+        here.engine("host:b", 0, layout_of(mine)),
+    )
     for tokens in prompts:
         put(writer, mine, tokens)
     (segment,) = here.client().list_segments()
@@ -407,7 +457,11 @@ def test_what_is_taken_back_is_moved_while_it_is_read_and_who_dies_meanwhile_lea
         here.client().remove([key for number in which for key in writer.keys(prompts[number])])
 
     def found() -> list[int]:
-        return [number for number, tokens in enumerate(prompts) if get(reader, theirs, tokens) == len(tokens)]
+        return [
+            number
+            for number, tokens in enumerate(prompts)
+            if get(reader, theirs, tokens) == len(tokens)
+        ]
 
     free(0, 1)
     command = [
@@ -448,7 +502,9 @@ def test_what_is_taken_back_is_moved_while_it_is_read_and_who_dies_meanwhile_lea
 
 
 def out_of_reach(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """From now on nobody here can map segments on `device`, as a GPU cannot that has no peer access."""
+    """From now on nobody here can map segments on `device`, as a GPU cannot that has no peer
+    access.
+    """
     mapping = segments.map_segment
 
     def refusing(info: m.SegmentInfo, fd: int, reader: Device) -> MappedSegment:
@@ -459,8 +515,12 @@ def out_of_reach(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     monkeypatch.setattr(segments, "map_segment", refusing)
 
 
-def test_a_segment_that_a_worker_cannot_map_does_not_keep_it_from_storing(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has the most room, so that every store would go there; as a GPU's without peer access, or one that is forged."""
+def test_a_segment_that_a_worker_cannot_map_does_not_keep_it_from_storing(
+    here: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the most room, so that every store would go there; as a GPU's without peer access, or
+    one that is forged.
+    """
     here.serve()
     mine = Cache()
     here.engine("host:far", 8 * ROOMY, layout_of(mine))

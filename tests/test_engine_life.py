@@ -45,7 +45,10 @@ def test_lookup_runs_beside_store_and_retrieve(shared: Node) -> None:
     try:
         for turn in range(12):
             put(pair.writer, pair.mine, prompt(3 * CHUNK, 1 + turn % 4))
-            assert get(pair.reader, pair.theirs, prompt(3 * CHUNK, 1 + turn % 4), seed=turn) == 3 * CHUNK
+            assert (
+                get(pair.reader, pair.theirs, prompt(3 * CHUNK, 1 + turn % 4), seed=turn)
+                == 3 * CHUNK
+            )
             # What it has read may be evicted again: its lease ends behind its back.
             assert pair.reader.flush(SECONDS)
     finally:
@@ -66,7 +69,9 @@ def _held() -> tuple[int, int, int]:
 
 def test_close_is_idempotent_and_leaves_nothing_behind(tmp_path: Path) -> None:
     """Over many lives of engines, with heartbeats all the time."""
-    busy = ClientConfig(connect_seconds=10, request_seconds=10, control_seconds=10, heartbeat_seconds=0.0005)
+    busy = ClientConfig(
+        connect_seconds=10, request_seconds=10, control_seconds=10, heartbeat_seconds=0.0005
+    )
     with node(tmp_path, busy) as here:
         here.serve()
         mine = Cache()
@@ -97,7 +102,9 @@ def test_close_is_idempotent_and_leaves_nothing_behind(tmp_path: Path) -> None:
         assert keeper.lookup(prompt(2 * CHUNK)) == 2 * CHUNK
 
 
-def test_a_heartbeat_under_way_maps_nothing_after_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heartbeat_under_way_maps_nothing_after_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with node(tmp_path, QUICK) as here:
         here.serve()
         mine = Cache()
@@ -129,7 +136,9 @@ def test_close_finishes_the_stores_under_way(shared: Node) -> None:
     assert get(pair.reader, pair.theirs, tokens) == 4 * CHUNK
 
 
-def test_what_a_closed_engine_is_asked_is_a_miss(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_closed_engine_is_asked_is_a_miss(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
     put(pair.writer, pair.mine, prompt(CHUNK))
     pair.writer.close()
     assert pair.writer.lookup(prompt(CHUNK)) == 0

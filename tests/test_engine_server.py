@@ -1,4 +1,6 @@
-"""The engine while its server is absent, gone, hung or restarted: every call is a miss, in bounded time."""
+"""The engine while its server is absent, gone, hung or restarted: every call is a miss, in bounded
+time.
+"""
 
 from __future__ import annotations
 
@@ -37,24 +39,35 @@ def everything_is_a_miss(engine: VCacheEngine, cache: Cache) -> None:
     assert (stats["connected"], stats["server"]) == (False, None)
 
 
-def test_an_engine_without_a_server_misses_and_connects_by_itself_later(here: Node, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_without_a_server_misses_and_connects_by_itself_later(
+    here: Node, caplog: pytest.LogCaptureFixture
+) -> None:
     mine, theirs = Cache(), Cache()
     writer = here.engine("host:a", ROOMY, layout_of(mine))
     reader = here.engine("host:b", 0, layout_of(mine))
     everything_is_a_miss(writer, mine)
     eventually(lambda: said(caplog, level=logging.WARNING))
-    assert all("no metadata server at" in line and "vcache serve" in line for line in said(caplog, level=logging.WARNING))
+    assert all(
+        "no metadata server at" in line and "vcache serve" in line
+        for line in said(caplog, level=logging.WARNING)
+    )
     assert len(said(caplog, level=logging.WARNING)) == 2, "one line an engine"
 
     here.serve()
     eventually(lambda: writer.get_stats()["connected"] and reader.get_stats()["connected"])
-    eventually(lambda: [s["device"] for s in writer.get_stats()["server"]["segments"].values()] == ["host:a"])
+    eventually(
+        lambda: (
+            [s["device"] for s in writer.get_stats()["server"]["segments"].values()] == ["host:a"]
+        )
+    )
     put(writer, mine, prompt(3 * CHUNK))
     assert get(reader, theirs, prompt(3 * CHUNK)) == 3 * CHUNK
 
 
 def test_a_hung_server_delays_one_call_to_its_deadline_and_then_none(tmp_path: Path) -> None:
-    """Whichever call finds out; the others ask nobody until there is a connection again. An engine that starts meanwhile does start."""
+    """Whichever call finds out; the others ask nobody until there is a connection again. An engine
+    that starts meanwhile does start.
+    """
     # No heartbeat notices before the call does.
     with node(tmp_path, PATIENT) as here:
         server, mine, theirs = here.serve(), Cache(), Cache()
@@ -82,7 +95,9 @@ def test_a_hung_server_delays_one_call_to_its_deadline_and_then_none(tmp_path: P
         with server.stopped():
             config = here.config("host:b")
             another = here.undo.enter_context(
-                VCacheEngine(msgspec.structs.replace(config, client=hasty(PATIENT)), layout_of(mine))
+                VCacheEngine(
+                    msgspec.structs.replace(config, client=hasty(PATIENT)), layout_of(mine)
+                )
             )
             everything_is_a_miss(another, mine)
             another._session.client._config = PATIENT
@@ -92,7 +107,9 @@ def test_a_hung_server_delays_one_call_to_its_deadline_and_then_none(tmp_path: P
         assert get(engine, theirs, prompt(2 * CHUNK, 3)) == 2 * CHUNK
 
 
-def test_a_server_lost_while_an_engine_starts_is_no_error(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_lost_while_an_engine_starts_is_no_error(
+    here: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here.serve()
     answers = [ServerTimeout("planted")]
     whole = Client.list_segments
@@ -140,13 +157,17 @@ def test_a_pool_whose_memory_died_with_everybody_is_lent_again(here: Node) -> No
     engine = here.engine("host:a", ROOMY, layout_of(mine))
     assert engine.lookup(prompt(2 * CHUNK)) == 0
     client = here.client()
-    assert [segment.state for segment in client.list_segments()] in (["absent"], ["live"]), "if that took half a second"
+    assert [segment.state for segment in client.list_segments()] in (["absent"], ["live"]), (
+        "if that took half a second"
+    )
     eventually(lambda: [segment.state for segment in client.list_segments()] == ["live"])
     put(engine, mine, prompt(2 * CHUNK))
     assert get(engine, mine, prompt(2 * CHUNK)) == 2 * CHUNK
 
 
-def test_a_writer_that_wakes_after_a_restart_without_a_journal_writes_over_nobody(here: Node) -> None:
+def test_a_writer_that_wakes_after_a_restart_without_a_journal_writes_over_nobody(
+    here: Node,
+) -> None:
     """The worker lends fresh memory; the writer, still in its copy, has the old to itself."""
     server = here.serve(journal=False)
     mine, theirs = Cache(), Cache()
@@ -173,15 +194,22 @@ def test_in_each_life_of_the_server_a_worker_says_once_why_it_stores_nothing(
     """Somebody has lent memory by hand, and nobody had it mapped when the server died."""
     server = here.serve()
     fd = make_memfd(ROOMY)
-    here.client().add_segment(m.SegmentInfo(m.SegmentId("f0f0f0f0f0f0"), "host:b", "host", ROOMY), fd)
+    here.client().add_segment(
+        m.SegmentInfo(m.SegmentId("f0f0f0f0f0f0"), "host:b", "host", ROOMY), fd
+    )
     os.close(fd)
     server.kill()
     server, mine = here.serve(), Cache()
     engine = here.engine("host:a", 0, layout_of(mine))
-    client, why = engine._session.client, "not stored: no host segment is registered, and 1 of before the server's restart"
+    client, why = (
+        engine._session.client,
+        "not stored: no host segment is registered, and 1 of before the server's restart",
+    )
     for life in (1, 2):
         # It takes new chunks again after a moment.
-        eventually(lambda life=life: put(engine, mine, prompt(CHUNK)) or caplog.text.count(why) == life)
+        eventually(
+            lambda life=life: put(engine, mine, prompt(CHUNK)) or caplog.text.count(why) == life
+        )
         put(engine, mine, prompt(CHUNK))
         assert caplog.text.count(why) == life
         before = client.epoch
@@ -190,7 +218,9 @@ def test_in_each_life_of_the_server_a_worker_says_once_why_it_stores_nothing(
         eventually(lambda before=before: client.epoch != before)
 
 
-def test_after_a_cold_restart_a_worker_waits_for_memory_that_others_have_yet_to_unmap(here: Node) -> None:
+def test_after_a_cold_restart_a_worker_waits_for_memory_that_others_have_yet_to_unmap(
+    here: Node,
+) -> None:
     server = here.serve(journal=False)
     client = here.undo.enter_context(Client(here.path, QUICK, "host:a"))
     refusals = [None, "it is mapped elsewhere", "it is mapped elsewhere", None]
@@ -219,7 +249,9 @@ def test_a_gpu_lends_fresh_memory_once_everybody_has_unmapped_the_old(here: Node
     assert second.id != first.id
 
 
-def test_what_the_background_could_not_say_is_no_error_in_the_log(here: Node, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_the_background_could_not_say_is_no_error_in_the_log(
+    here: Node, caplog: pytest.LogCaptureFixture
+) -> None:
     server = here.serve()
     mine = Cache()
     engine = here.engine("host:a", ROOMY, layout_of(mine))

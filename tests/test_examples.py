@@ -1,4 +1,6 @@
-"""What people copy: configurations, the documentation's snippets, the example with two real vLLM instances, and a Mooncake store."""
+"""What people copy: configurations, the documentation's snippets, the example with two real vLLM
+instances, and a Mooncake store.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ PLAIN = ROOT / "configs" / "lmcache-vcache.yaml"
 DOCS = ROOT / "docs" / "lmcache.md"
 EXAMPLE = ROOT / "examples" / "two_vllm_instances.py"
 NEEDS_VLLM = pytest.mark.skipif(bool(missing()), reason=missing() or "vLLM is here")
-NEEDS_LMCACHE = pytest.mark.skipif(find_spec("lmcache") is None, reason="needs lmcache (requirements/vllm-cpu.txt)")
+NEEDS_LMCACHE = pytest.mark.skipif(
+    find_spec("lmcache") is None, reason="needs lmcache (requirements/vllm-cpu.txt)"
+)
 EXAMPLE_SECONDS = 400.0
 FORK = str(ROOT / "tests" / "fork_instead")
 STORE = [sys.executable, "-m", "vcache_backend.cli", "mooncake", "--segment", "64MiB"]
@@ -52,7 +56,12 @@ class Written:
 INSTANCE = replace(
     discover(
         SimpleNamespace(
-            model_name="m", kv_dtype="bfloat16", kv_shape=(2, 1, 256, 2, 64), world_size=2, worker_id=0, use_mla=True
+            model_name="m",
+            kv_dtype="bfloat16",
+            kv_shape=(2, 1, 256, 2, 64),
+            world_size=2,
+            worker_id=0,
+            use_mla=True,
         ),
         settings.Settings(config=configuration.Config(), block_size=16),
     ),
@@ -72,7 +81,11 @@ def test_our_settings_are_read_from_it() -> None:
 
 def test_every_key_has_a_line_that_explains_it() -> None:
     lines = PLAIN.read_text().splitlines()
-    keys = [index for index, line in enumerate(lines) if re.match(r"\s*[a-z_.]+:", line) and line != "extra_config:"]
+    keys = [
+        index
+        for index, line in enumerate(lines)
+        if re.match(r"\s*[a-z_.]+:", line) and line != "extra_config:"
+    ]
     unexplained = [lines[index] for index in keys if not lines[index - 1].lstrip().startswith("#")]
     assert unexplained == []
 
@@ -108,8 +121,15 @@ def test_lmcache_reads_it_as_it_is_meant() -> None:
 
 def test_the_five_lines_are_those_that_the_documentation_has() -> None:
     lines = PLAIN.read_text().splitlines()
-    marked = [lines[index + 1 : index + 3] for index, line in enumerate(lines) if "(*)" in line and "marked" not in line]
-    five = [next(line.strip() for line in after if not line.lstrip().startswith("#")) for after in marked]
+    marked = [
+        lines[index + 1 : index + 3]
+        for index, line in enumerate(lines)
+        if "(*)" in line and "marked" not in line
+    ]
+    five = [
+        next(line.strip() for line in after if not line.lstrip().startswith("#"))
+        for after in marked
+    ]
     assert len(five) == 5
     snippet = next(block for block in snippets("yaml") if "storage_plugins" in block)
     assert [line.strip() for line in snippet.splitlines() if line != "extra_config:"] == five
@@ -138,7 +158,11 @@ def test_every_key_of_ours_that_it_names_exists_and_its_snippets_are_configurati
 
 
 def test_the_settings_it_refuses_are_those_that_the_plugin_refuses() -> None:
-    row = next(line for line in DOCS.read_text().splitlines() if "`use_layerwise`, `enable_blending`" in line)
+    row = next(
+        line
+        for line in DOCS.read_text().splitlines()
+        if "`use_layerwise`, `enable_blending`" in line
+    )
     for name in re.findall(r"`(\w+)`", row.split("|")[1]):
         written = Written(PLAIN)
         setattr(written, name, True)
@@ -151,7 +175,18 @@ def test_the_settings_it_refuses_are_those_that_the_plugin_refuses() -> None:
 def example(folder: Path, *arguments: str, python: str | Path = sys.executable) -> Child:
     """The example as a person starts it, its files in `folder`."""
     ports = ",".join(map(str, free_ports(2)))
-    command = [str(python), "-W", "ignore", str(EXAMPLE), "--cpu", "--logs", str(folder), "--ports", ports, *arguments]
+    command = [
+        str(python),
+        "-W",
+        "ignore",
+        str(EXAMPLE),
+        "--cpu",
+        "--logs",
+        str(folder),
+        "--ports",
+        ports,
+        *arguments,
+    ]
     # Triton's interpreter is for our own kernels; vLLM would try to use it.
     return Child(command, TRITON_INTERPRET="0", PYTHONPATH=FORK)
 
@@ -165,13 +200,19 @@ def command_line(pid: int) -> str:
 
 def left_over(text: str | Path) -> list[int]:
     """Processes that have the text on their command line."""
-    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and int(entry.name) != os.getpid()]
+    pids = [
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit() and int(entry.name) != os.getpid()
+    ]
     return [pid for pid in pids if str(text) in command_line(pid)]
 
 
 @NEEDS_VLLM
 @pytest.mark.timeout(EXAMPLE_SECONDS + 20)
-def test_the_example_shows_that_the_second_instance_reads_what_the_first_computed(tmp_path: Path, plain_python: Path) -> None:
+def test_the_example_shows_that_the_second_instance_reads_what_the_first_computed(
+    tmp_path: Path, plain_python: Path
+) -> None:
     """From the checkout, with vcache installed beside it."""
     know_model()
     with example(tmp_path / "run", "--json", "--lengths", "130,513", python=plain_python) as child:
@@ -181,7 +222,10 @@ def test_the_example_shows_that_the_second_instance_reads_what_the_first_compute
         eventually(lambda: not left_over(tmp_path / "run"))
     shown = json.loads(said[said.index("{\n") :])
     assert (shown["ok"], shown["context_matters"]) == (True, True)
-    rows = [(row["prompt"], row["instance"], row["cached"], row["tokens_equal"]) for row in shown["rows"]]
+    rows = [
+        (row["prompt"], row["instance"], row["cached"], row["tokens_equal"])
+        for row in shown["rows"]
+    ]
     assert [row for row in rows if row[1] == "B"] == [(136, "B", 128, True), (520, "B", 512, True)]
     assert [row[2] for row in rows if row[1] == "A"] == [0, 128, 0, 512]
     assert shown["status"]["chunks"] >= 10
@@ -210,7 +254,9 @@ def test_a_program_that_ends_is_one_error_with_its_command_and_what_its_log_says
     with starting, ended, pytest.raises(serving.Failed) as failed:
         starting.wait(lambda: False, 20, [starting, ended])
     first, *lines = str(failed.value).splitlines()[-3:]
-    assert str(failed.value).startswith(f"instance B ended with code 3; its command was {sys.executable} -c ")
+    assert str(failed.value).startswith(
+        f"instance B ended with code 3; its command was {sys.executable} -c "
+    )
     assert first.endswith(f"Its log is {tmp_path}/B.log; from it:")
     assert [line.split("] ")[-1].strip() for line in lines] == [
         "ValueError: no such model",
@@ -218,20 +264,28 @@ def test_a_program_that_ends_is_one_error_with_its_command_and_what_its_log_says
     ]
 
 
-def test_an_answer_that_was_not_read_is_one_error_with_what_the_logs_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_was_not_read_is_one_error_with_what_the_logs_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(EXAMPLE.parent)
     serving = importlib.import_module("serving")
     (row,) = [{"prompt": 136, "source": "pool", "cached": 0, "tokens_equal": True}]
     code = "print('WARNING vcache stepped aside: no hash seed'); print('INFO: Started'); import time; time.sleep(60)"
-    with serving.Process("instance B", [sys.executable, "-u", "-c", code], tmp_path / "B.log") as process:
+    with serving.Process(
+        "instance B", [sys.executable, "-u", "-c", code], tmp_path / "B.log"
+    ) as process:
         eventually(lambda: "Started" in process.log.read_text())
         with pytest.raises(serving.Failed) as failed:
             serving.explain(serving.Site(None, [process], ""), list(serving.mistakes(row)))
-    assert str(failed.value).startswith("0 of 128 tokens came from the pool, the others were computed\ninstance B may say why.")
+    assert str(failed.value).startswith(
+        "0 of 128 tokens came from the pool, the others were computed\ninstance B may say why."
+    )
     assert "vcache stepped aside: no hash seed" in str(failed.value)
 
 
-def test_a_socket_that_a_server_left_behind_is_not_taken_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_socket_that_a_server_left_behind_is_not_taken_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(EXAMPLE.parent)
     serving, path = importlib.import_module("serving"), tmp_path / "vcache.sock"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left:
@@ -255,11 +309,25 @@ def test_whatever_ends_it_ends_what_it_started(tmp_path: Path, number: signal.Si
 
 
 @pytest.mark.parametrize(
-    "program", [["-m", "benchmarks"], *([str(path)] for path in sorted(EXAMPLE.parent.glob("*.py")) if path.stem != "serving")]
+    "program",
+    [
+        ["-m", "benchmarks"],
+        *([str(path)] for path in sorted(EXAMPLE.parent.glob("*.py")) if path.stem != "serving"),
+    ],
 )
 def test_a_python_without_any_package_is_told_what_to_install(program: list[str]) -> None:
-    ran = subprocess.run([sys.executable, "-S", "-E", *program], cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
-    assert (ran.returncode, ran.stderr.count("\n"), "pip install '/path/to/vcache[" in ran.stderr) == (1, 1, True), ran.stderr
+    ran = subprocess.run(
+        [sys.executable, "-S", "-E", *program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert (
+        ran.returncode,
+        ran.stderr.count("\n"),
+        "pip install '/path/to/vcache[" in ran.stderr,
+    ) == (1, 1, True), ran.stderr
 
 
 def test_without_vllm_it_says_so() -> None:
@@ -270,7 +338,9 @@ def test_without_vllm_it_says_so() -> None:
     assert (status, "has no vllm" in said, said.count("\n")) == (1, True, 1)
     with Child([sys.executable, "-c", code, "--ports", "1"], CUDA_VISIBLE_DEVICES="0") as child:
         status, said = child.wait()
-    assert (status, "has no vllm" in said, said.count("\n")) == (1, True, 1), "what to install is said before anything else"
+    assert (status, "has no vllm" in said, said.count("\n")) == (1, True, 1), (
+        "what to install is said before anything else"
+    )
 
 
 @NEEDS_VLLM
@@ -284,7 +354,9 @@ def test_without_vllm_it_says_so() -> None:
         (["--cpu", "--ports", "8100,65536"], "", "--ports: 2 different ones from 1 to 65535"),
     ],
 )
-def test_what_cannot_be_shown_is_refused_before_anything_starts(arguments: list[str], visible: str, why: str) -> None:
+def test_what_cannot_be_shown_is_refused_before_anything_starts(
+    arguments: list[str], visible: str, why: str
+) -> None:
     with Child([sys.executable, str(EXAMPLE), *arguments], CUDA_VISIBLE_DEVICES=visible) as child:
         status, said = child.wait()
     assert (status, why in said, "starting" in said) == (2, True, False), said
@@ -307,7 +379,11 @@ def has_ipv6() -> bool:
 def with_port(port: int) -> list[str]:
     """Programs of Mooncake's that run and have the port on their command line."""
     lines = [command_line(pid) for pid in left_over(str(port))]
-    return [line for line in lines if re.search(rf"mooncake_.*\b{port}\b", line) and "mooncake.sh" not in line]
+    return [
+        line
+        for line in lines
+        if re.search(rf"mooncake_.*\b{port}\b", line) and "mooncake.sh" not in line
+    ]
 
 
 @needs_mooncake
@@ -333,7 +409,9 @@ def test_when_the_provider_dies_the_script_says_so_and_ends_the_master(tmp_path:
     with store(port, tmp_path) as child, store(another, tmp_path / "beside") as beside:
         beside.expect("ready:")
         child.expect("ready:")
-        (provider,) = [pid for pid in left_over(str(port)) if "mooncake_client" in command_line(pid)]
+        (provider,) = [
+            pid for pid in left_over(str(port)) if "mooncake_client" in command_line(pid)
+        ]
         os.kill(provider, signal.SIGKILL)
         status, said = child.wait()
     assert (status, f"provider ended; its log is {tmp_path}/provider.log" in said) == (1, True)
@@ -362,7 +440,17 @@ with store(port, folder) as child:
 def test_whoever_has_a_dead_providers_number_is_not_taken_for_it(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     with Child(
-        ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", TAKES_THE_NUMBER, str(port), str(tmp_path)]
+        [
+            "unshare",
+            "--pid",
+            "--fork",
+            "--mount-proc",
+            sys.executable,
+            "-c",
+            TAKES_THE_NUMBER,
+            str(port),
+            str(tmp_path),
+        ]
     ) as child:
         said = child.expect("the number is another's: True")
     assert "the script says: (1, " in said
@@ -371,7 +459,9 @@ def test_whoever_has_a_dead_providers_number_is_not_taken_for_it(tmp_path: Path)
 
 
 @needs_mooncake
-def test_a_second_script_on_the_machine_joins_the_first_or_says_that_the_port_is_taken(tmp_path: Path) -> None:
+def test_a_second_script_on_the_machine_joins_the_first_or_says_that_the_port_is_taken(
+    tmp_path: Path,
+) -> None:
     (port,) = free_ports(1)
     with store(port, tmp_path / "1") as first:
         first.expect("ready:")
@@ -393,13 +483,26 @@ def test_two_nodes_share_a_prompt_through_the_store_and_nothing_else(tmp_path: P
     (port,) = free_ports(1)
     with store(port, tmp_path) as store_:
         store_.expect("ready:")
-        with Child([sys.executable, str(ROOT / "examples" / "mooncake_two_nodes.py"), "--master", f"127.0.0.1:{port}"]) as child:
+        with Child(
+            [
+                sys.executable,
+                str(ROOT / "examples" / "mooncake_two_nodes.py"),
+                "--master",
+                f"127.0.0.1:{port}",
+            ]
+        ) as child:
             status, said = child.wait(200)
     assert status == 0, said
     assert "node B before: 0 of 1024 tokens" in said
     below, promoted = (line for line in said.splitlines() if line.startswith("node B: "))
-    assert below == "node B: 1024 tokens found, 1024 came, equal; chunks so far: {'vram': 0, 'offload': 4}"
-    assert promoted == "node B: 1024 tokens found, 1024 came, equal; chunks so far: {'vram': 4, 'offload': 4}"
+    assert (
+        below
+        == "node B: 1024 tokens found, 1024 came, equal; chunks so far: {'vram': 0, 'offload': 4}"
+    )
+    assert (
+        promoted
+        == "node B: 1024 tokens found, 1024 came, equal; chunks so far: {'vram': 4, 'offload': 4}"
+    )
 
 
 def test_the_snippets_on_mooncake_are_configurations() -> None:

@@ -1,4 +1,5 @@
-"""Memory that torch allocates and other processes map: sealed memfds here, and the GPU's against a driver that counts and can fail.
+"""Memory that torch allocates and other processes map: sealed memfds here, and the GPU's against a
+driver that counts and can fail.
 
 On real GPUs: test_gpu_exportable.py. In real vLLM: test_vllm_exportable.py.
 """
@@ -48,15 +49,29 @@ def holds(tensor: torch.Tensor, found: Sequence[Region]) -> bool:
 def test_only_zeros_of_int8_in_host_memory_become_exportable() -> None:
     memory = HostExportable()
     with memory.context():
-        taken = [kv(), kv(100), torch.zeros((3, 5), dtype=torch.int8), torch.zeros(2, 3, dtype=torch.int8, device="cpu")]
-        left = [torch.zeros(MIB), torch.empty(MIB, dtype=torch.int8), kv(device="meta"), kv(0), kv(requires_grad=False)]
+        taken = [
+            kv(),
+            kv(100),
+            torch.zeros((3, 5), dtype=torch.int8),
+            torch.zeros(2, 3, dtype=torch.int8, device="cpu"),
+        ]
+        left = [
+            torch.zeros(MIB),
+            torch.empty(MIB, dtype=torch.int8),
+            kv(device="meta"),
+            kv(0),
+            kv(requires_grad=False),
+        ]
     after = kv()
     found = memory.allocations()
     assert [holds(tensor, found) for tensor in taken] == [True] * 4
     assert [holds(tensor, found) for tensor in [*left, after]] == [False] * 6
     assert len(found) == 4
     assert [tuple(tensor.shape) for tensor in taken] == [(MIB + 100,), (100,), (3, 5), (2, 3)]
-    assert all(tensor.dtype == torch.int8 and not tensor.any() and tensor.device.type == "cpu" for tensor in taken)
+    assert all(
+        tensor.dtype == torch.int8 and not tensor.any() and tensor.device.type == "cpu"
+        for tensor in taken
+    )
 
 
 def test_zeros_on_a_default_device_stay_there() -> None:
@@ -113,7 +128,9 @@ print(os.waitpid(child, 0)[1], int(cache.sum()))
 
 
 @pytest.mark.parametrize("asked", [True, False], ids=["", "where the kernel cannot be asked"])
-def test_all_pages_are_taken_before_anybody_counts_on_them(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
+def test_all_pages_are_taken_before_anybody_counts_on_them(
+    monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
     if not asked:
         monkeypatch.setattr(host_exportable, "_MADV_POPULATE_WRITE", 12345)
     memory = HostExportable()
@@ -137,7 +154,9 @@ def test_descriptor_and_mapping_live_as_long_as_a_view_of_the_tensor() -> None:
         os.fstat(found.fd)
 
 
-def test_torch_allocates_as_ever_where_no_memfd_is_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_allocates_as_ever_where_no_memfd_is_to_be_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(*_: object) -> int:
         raise OSError(24, "Too many open files")
 
@@ -146,14 +165,18 @@ def test_torch_allocates_as_ever_where_no_memfd_is_to_be_had(monkeypatch: pytest
     with memory.context():
         assert kv().sum() == 0
     assert memory.allocations() == []
-    assert memory.problem == "a memfd of 1,048,676 B for the KV cache: [Errno 24] Too many open files"
+    assert (
+        memory.problem == "a memfd of 1,048,676 B for the KV cache: [Errno 24] Too many open files"
+    )
 
 
 def test_a_context_may_be_left_before_those_within_it() -> None:
     class Other(TorchFunctionMode):
         seen = 0
 
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             Other.seen += 1
             return func(*args, **(kwargs or {}))
 
@@ -212,7 +235,9 @@ def test_from_031_on_vllm_is_given_a_context_for_its_kv_cache_and_for_nothing_el
     assert [holds(tensor, found) for tensor in (before, after)] == [False, False]
 
 
-def test_before_031_what_is_made_until_the_kv_cache_is_registered_is_exportable_but_only_that_is_shown() -> None:
+def test_before_031_what_is_made_until_the_kv_cache_is_registered_is_exportable_but_only_that_is_shown() -> (
+    None
+):
     exporter = begin("cpu", EARLY)
     assert exporter.context() is None
     other, layer = kv(), kv()
@@ -241,7 +266,9 @@ def test_a_kv_cache_that_lies_elsewhere_is_named() -> None:
         exporter.regions({"layers.0": kv()})
 
 
-def test_a_kv_cache_that_got_no_memfd_is_said_to_have_got_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kv_cache_that_got_no_memfd_is_said_to_have_got_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(*_: object) -> int:
         raise OSError(24, "Too many open files")
 
@@ -256,7 +283,10 @@ def test_a_vllm_that_nobody_has_looked_at_is_refused(version: str) -> None:
     exporter = begin("cpu", version)
     assert exporter.context() is None
     with pytest.raises(
-        SegmentError, match=re.escape(f"vcache does not know how vLLM {version} makes its KV cache (known: 0.26 to 0.33)")
+        SegmentError,
+        match=re.escape(
+            f"vcache does not know how vLLM {version} makes its KV cache (known: 0.26 to 0.33)"
+        ),
     ):
         exporter.regions({"layers.0": kv()})
 
@@ -273,13 +303,17 @@ def test_builds_of_known_releases_are_known(version: str) -> None:
 def test_memory_of_another_kind_is_refused() -> None:
     exporter = begin("xpu", ASKED)
     assert exporter.context() is None
-    with pytest.raises(SegmentError, match="a KV cache on 'xpu' cannot be mapped by other processes"):
+    with pytest.raises(
+        SegmentError, match="a KV cache on 'xpu' cannot be mapped by other processes"
+    ):
         exporter.regions({"layers.0": kv()})
 
 
 @pytest.mark.parametrize("version", [EARLY, ASKED])
 @pytest.mark.parametrize("place", ["enter", "leave"])
-def test_a_context_that_fails_does_not_raise_into_vllm(monkeypatch: pytest.MonkeyPatch, version: str, place: str) -> None:
+def test_a_context_that_fails_does_not_raise_into_vllm(
+    monkeypatch: pytest.MonkeyPatch, version: str, place: str
+) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("torch says no")
 
@@ -290,7 +324,9 @@ def test_a_context_that_fails_does_not_raise_into_vllm(monkeypatch: pytest.Monke
     exporter = begin("cpu", version)
     with exporter.context() or nullcontext():
         layer = kv()
-    with pytest.raises(SegmentError, match="cannot be shared in place: RuntimeError: torch says no"):
+    with pytest.raises(
+        SegmentError, match="cannot be shared in place: RuntimeError: torch says no"
+    ):
         exporter.regions({"layers.0": layer})
     monkeypatch.undo()
     while torch._C._len_torch_function_stack():
@@ -312,11 +348,19 @@ def test_what_vllm_raises_within_its_context_is_vllms() -> None:
         ({}, False),
         ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, True),
         ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512, expandable_segments:true"}, True),
-        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, False),
+        (
+            {
+                "PYTORCH_ALLOC_CONF": "max_split_size_mb:512",
+                "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+            },
+            False,
+        ),
         ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, False),
     ],
 )
-def test_expandable_segments_are_seen(monkeypatch: pytest.MonkeyPatch, given: dict[str, str], moves: bool) -> None:
+def test_expandable_segments_are_seen(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], moves: bool
+) -> None:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
@@ -336,7 +380,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return fake
 
 
-Callbacks = tuple[Callable[[int, int, int | None], int | None], Callable[[int | None, int, int, int | None], None]]
+Callbacks = tuple[
+    Callable[[int, int, int | None], int | None], Callable[[int | None, int, int, int | None], None]
+]
 
 
 def callbacks(memory: CudaExportable) -> Callbacks:
@@ -344,7 +390,9 @@ def callbacks(memory: CudaExportable) -> Callbacks:
     return memory._callbacks
 
 
-def test_torch_gets_whole_granules_on_its_gpu_and_their_descriptor_lives_until_it_frees_them(cuda: FakeCuda) -> None:
+def test_torch_gets_whole_granules_on_its_gpu_and_their_descriptor_lives_until_it_frees_them(
+    cuda: FakeCuda,
+) -> None:
     memory = CudaExportable(1)
     allocate, free = callbacks(memory)
     first, second = allocate(3 * MIB, 1, None), allocate(2 * MIB, 1, None)
@@ -366,7 +414,11 @@ def test_memory_is_unmapped_only_once_the_device_has_caught_up(cuda: FakeCuda) -
     address = allocate(2 * MIB, 0, None)
     cuda.calls.clear()
     free(address, 2 * MIB, 0, None)
-    assert cuda.calls.index("cuCtxSynchronize") < cuda.calls.index("cuMemUnmap") < cuda.calls.index("cuMemRelease")
+    assert (
+        cuda.calls.index("cuCtxSynchronize")
+        < cuda.calls.index("cuMemUnmap")
+        < cuda.calls.index("cuMemRelease")
+    )
 
 
 @pytest.mark.parametrize(
@@ -380,12 +432,16 @@ def test_memory_is_unmapped_only_once_the_device_has_caught_up(cuda: FakeCuda) -
         "cuMemExportToShareableHandle",
     ],
 )
-def test_a_call_of_the_driver_that_fails_is_no_memory_for_torch_and_leaves_nothing(cuda: FakeCuda, call: str) -> None:
+def test_a_call_of_the_driver_that_fails_is_no_memory_for_torch_and_leaves_nothing(
+    cuda: FakeCuda, call: str
+) -> None:
     memory = CudaExportable(0)
     allocate, _ = callbacks(memory)
     cuda.broken = call
     assert allocate(2 * MIB, 0, None) is None
-    assert memory.problem.startswith(f"2,097,152 B on cuda:0 for the KV cache: {call}: CUDA_ERROR_INVALID_VALUE")
+    assert memory.problem.startswith(
+        f"2,097,152 B on cuda:0 for the KV cache: {call}: CUDA_ERROR_INVALID_VALUE"
+    )
     cuda.broken = ""
     assert (memory.allocations(), cuda.holds()) == ([], NOTHING)
 
@@ -406,7 +462,9 @@ def test_freeing_never_raises_through_c(cuda: FakeCuda, caplog: pytest.LogCaptur
     free(address, 2 * MIB, 0, None)
     free(address, 2 * MIB, 0, None)
     assert memory.allocations() == []
-    assert caplog.messages[0].startswith("vcache: 2,097,152 B of KV cache on cuda:0 stay until the process ends")
+    assert caplog.messages[0].startswith(
+        "vcache: 2,097,152 B of KV cache on cuda:0 stay until the process ends"
+    )
 
 
 def test_nothing_is_collected_under_torchs_lock_and_everything_afterwards(
@@ -414,15 +472,21 @@ def test_nothing_is_collected_under_torchs_lock_and_everything_afterwards(
 ) -> None:
     collects: list[bool] = []
     create = cuda.cuMemCreate
-    monkeypatch.setattr(cuda, "cuMemCreate", lambda *given: (collects.append(gc.isenabled()), create(*given))[1])
+    monkeypatch.setattr(
+        cuda, "cuMemCreate", lambda *given: (collects.append(gc.isenabled()), create(*given))[1]
+    )
     allocate, free = callbacks(CudaExportable(0))
     free(allocate(2 * MIB, 0, None), 2 * MIB, 0, None)
     assert (collects, gc.isenabled()) == ([False], True)
 
 
-def test_a_gpu_that_cannot_export_memory_is_refused(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_cannot_export_memory_is_refused(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cuda, "cuDeviceGetAttribute", lambda *_: (0, 0))
-    with pytest.raises(SegmentError, match="cuda:0 has no virtual memory management with POSIX fds"):
+    with pytest.raises(
+        SegmentError, match="cuda:0 has no virtual memory management with POSIX fds"
+    ):
         CudaExportable(0)
 
 

@@ -1,4 +1,6 @@
-"""A worker's KV cache as others are told of it: where its pages lie, what a reader refuses, and that it is shown again."""
+"""A worker's KV cache as others are told of it: where its pages lie, what a reader refuses, and
+that it is shown again.
+"""
 
 from __future__ import annotations
 
@@ -41,20 +43,41 @@ def shape(cache: SharedCache) -> CacheShape:
 
 def test_the_shape_says_where_every_plane_begins(cache: SharedCache, shape: CacheShape) -> None:
     kv = cache.kv
-    assert (shape.device, shape.medium, shape.layout, shape.block_size) == ("host", "host", kv.name, 16)
-    assert (shape.layers, shape.parts, shape.num_blocks, shape.page_bytes, shape.stride) == (3, 2, 24, 2048, 2048)
+    assert (shape.device, shape.medium, shape.layout, shape.block_size) == (
+        "host",
+        "host",
+        kv.name,
+        16,
+    )
+    assert (shape.layers, shape.parts, shape.num_blocks, shape.page_bytes, shape.stride) == (
+        3,
+        2,
+        24,
+        2048,
+        2048,
+    )
     assert shape.regions == [64 + 2 * cache.layer_bytes, 64 + cache.layer_bytes]
     part = cache.layer_bytes // 2
     # Layers 0 and 2 lie in the first region, in the order in which `SharedCache` puts them.
-    assert [offset for region, offset in shape.planes if region == 0] == [64, 64 + part, 64 + 2 * part, 64 + 3 * part]
-    assert [cache.regions[region].address + offset for region, offset in shape.planes] == kv.planes[:, 0].tolist()
+    assert [offset for region, offset in shape.planes if region == 0] == [
+        64,
+        64 + part,
+        64 + 2 * part,
+        64 + 3 * part,
+    ]
+    assert [cache.regions[region].address + offset for region, offset in shape.planes] == kv.planes[
+        :, 0
+    ].tolist()
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=lambda each: each.name)
 def test_every_layout_of_a_kv_cache_has_a_shape(arrangement: Arrangement) -> None:
     cache = Cache(arrangement)
     kv = PagedKV.describe(cache.tensors, SMALL.block_size)
-    regions = [Region(-1, t.untyped_storage().nbytes(), t.untyped_storage().data_ptr()) for t in cache.tensors]
+    regions = [
+        Region(-1, t.untyped_storage().nbytes(), t.untyped_storage().data_ptr())
+        for t in cache.tensors
+    ]
     shape = cache_shape(kv, regions, HOST)
     assert len(shape.planes) == kv.layers * kv.parts
     check_shape(shape, BLOCKS, kv, HOST)
@@ -67,7 +90,10 @@ def test_a_cache_lies_where_the_pool_does(cache: SharedCache) -> None:
 
 
 def test_a_layer_that_lies_elsewhere_is_named(cache: SharedCache) -> None:
-    with pytest.raises(LayoutError, match=r"layer 2, part 0 of the KV cache lies at .*, in none of the 1 exported allocations"):
+    with pytest.raises(
+        LayoutError,
+        match=r"layer 2, part 0 of the KV cache lies at .*, in none of the 1 exported allocations",
+    ):
         cache_shape(cache.kv, cache.regions[:1], HOST)
 
 
@@ -81,21 +107,29 @@ def test_layers_whose_blocks_are_not_equally_far_apart_are_refused() -> None:
     memory = torch.zeros(1 << 20, dtype=torch.uint8)
     dense, wide = memory[: 1 << 18].view(torch.bfloat16), memory[1 << 19 :].view(torch.bfloat16)
     shape = (BLOCKS, 16, 64)
-    layers = [dense[: math.prod(shape)].view(shape), wide[: 2 * math.prod(shape)].view(BLOCKS, 32, 64)[:, :16]]
+    layers = [
+        dense[: math.prod(shape)].view(shape),
+        wide[: 2 * math.prod(shape)].view(BLOCKS, 32, 64)[:, :16],
+    ]
     kv = PagedKV.describe(layers, 16)
     with pytest.raises(LayoutError, match=r"blocks are \[2048, 4096\] B apart"):
         cache_shape(kv, [Region(-1, 1 << 20, memory.data_ptr())], HOST)
 
 
 def test_too_many_allocations_are_refused(cache: SharedCache) -> None:
-    with pytest.raises(LayoutError, match=f"6 planes in {MAX_REGIONS + 2} allocations; at most 1024 in {MAX_REGIONS}"):
+    with pytest.raises(
+        LayoutError,
+        match=f"6 planes in {MAX_REGIONS + 2} allocations; at most 1024 in {MAX_REGIONS}",
+    ):
         cache_shape(cache.kv, cache.regions + [Region(-1, 1, 1)] * MAX_REGIONS, HOST)
 
 
 # ---- what a reader refuses
 
 
-def test_what_was_shown_can_be_read_into_a_cache_of_the_same_layout_and_another_size(shape: CacheShape) -> None:
+def test_what_was_shown_can_be_read_into_a_cache_of_the_same_layout_and_another_size(
+    shape: CacheShape,
+) -> None:
     with closing(SharedCache(SMALL._replace(blocks=7))) as mine:
         check_shape(shape, BLOCKS, mine.kv, HOST)
         check_shape(shape, BLOCKS // 2, mine.kv, HOST)
@@ -122,14 +156,18 @@ def test_what_was_shown_can_be_read_into_a_cache_of_the_same_layout_and_another_
         ({"regions": [1, 1]}, "plane . lies at bytes .* which has"),
     ],
 )
-def test_a_shape_that_does_not_fit_is_refused(cache: SharedCache, shape: CacheShape, changes: Any, message: str) -> None:
+def test_a_shape_that_does_not_fit_is_refused(
+    cache: SharedCache, shape: CacheShape, changes: Any, message: str
+) -> None:
     with pytest.raises(LayoutError, match=message):
         check_shape(msgspec.structs.replace(shape, **changes), BLOCKS, cache.kv, HOST)
 
 
 def test_a_gpu_does_not_read_host_memory_in_place(cache: SharedCache, shape: CacheShape) -> None:
     with pytest.raises(LayoutError, match="medium host, here cuda"):
-        check_shape(shape, BLOCKS, cache.kv, Device("GPU-00000000-0000-0000-0000-000000000000", "cuda", 0))
+        check_shape(
+            shape, BLOCKS, cache.kv, Device("GPU-00000000-0000-0000-0000-000000000000", "cuda", 0)
+        )
 
 
 # ---- shown
@@ -151,12 +189,16 @@ def test_a_cache_is_shown_and_shown_again_to_the_next_server_whoever_comes_first
     first.kill()
     stage_.server()
     eventually(lambda: client.connected and instances(stage_))
-    eventually(lambda: [(one.missing, one.regions) for one in instances(stage_)] == [("its scheduler", 2)])
+    eventually(
+        lambda: [(one.missing, one.regions) for one in instances(stage_)] == [("its scheduler", 2)]
+    )
     assert shown.trouble == ""
     table.close()
 
 
-def test_without_a_server_a_cache_is_shown_later(stage_: Stage, cache: SharedCache, shape: CacheShape) -> None:
+def test_without_a_server_a_cache_is_shown_later(
+    stage_: Stage, cache: SharedCache, shape: CacheShape
+) -> None:
     shown = Shown(stage_.client(QUICK), ONE, 0, shape, cache.regions)
     assert "no metadata server" in shown.trouble
     stage_.server()
@@ -180,7 +222,9 @@ def test_a_server_that_refuses_a_cache_is_heard_and_asked_again(
     assert [one.regions for one in instances(stage_)] == [2]
 
 
-def test_what_was_closed_is_not_shown_again(stage_: Stage, cache: SharedCache, shape: CacheShape) -> None:
+def test_what_was_closed_is_not_shown_again(
+    stage_: Stage, cache: SharedCache, shape: CacheShape
+) -> None:
     first, client = stage_.server(), stage_.client(QUICK)
     shown, before = Shown(client, ONE, 0, shape, cache.regions), client.connections_lost
     shown.close()

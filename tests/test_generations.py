@@ -1,4 +1,6 @@
-"""Generation tables: what they say of a block, who can write them, and what is refused. Real memfds, real processes."""
+"""Generation tables: what they say of a block, who can write them, and what is refused. Real
+memfds, real processes.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def u64(*values: int) -> Any:
 # ---- what it says
 
 
-def test_every_block_begins_with_the_same_even_number_which_is_not_zero(view: GenerationView) -> None:
+def test_every_block_begins_with_the_same_even_number_which_is_not_zero(
+    view: GenerationView,
+) -> None:
     assert (view.counters == 2).all()
     assert len(view.counters) == BLOCKS
 
@@ -69,11 +73,15 @@ def test_what_changed_is_not_what_was_published(table: Generations, view: Genera
     assert table.counters[3:9].tolist() == [1, 2, 1, 2, 2, 2]
 
 
-def test_a_block_that_is_handed_out_equals_nothing_until_it_is_filled(table: Generations, view: GenerationView) -> None:
+def test_a_block_that_is_handed_out_equals_nothing_until_it_is_filled(
+    table: Generations, view: GenerationView
+) -> None:
     blocks, before = np.array([3, 4], dtype=np.intp), view.counters[[3, 4]].copy()
     for _ in range(2):  # it may go to somebody else before anybody has filled it
         table.void([3, 4])
-        assert [view.leading(u32(3, 4), published, 1) for published in (before, view.counters[blocks])] == [0, 0]
+        assert [
+            view.leading(u32(3, 4), published, 1) for published in (before, view.counters[blocks])
+        ] == [0, 0]
     table.filled(blocks)
     assert view.leading(u32(3, 4), before, 1) == 0
     assert view.leading(u32(3, 4), view.counters[blocks].copy(), 1) == 2
@@ -90,14 +98,18 @@ def test_only_whole_chunks_count_and_what_is_missing_is_not_there(view: Generati
     assert view.leading(u32(), u64(), 2) == 0
 
 
-def test_of_a_table_that_was_given_up_nothing_is_believed(table: Generations, view: GenerationView) -> None:
+def test_of_a_table_that_was_given_up_nothing_is_believed(
+    table: Generations, view: GenerationView
+) -> None:
     assert not view.dead
     table.give_up()
     assert view.dead
     assert view.leading(u32(0), u64(2), 1) == 0
 
 
-def test_a_closed_table_is_given_up_and_can_be_given_up_and_closed_again(table: Generations, view: GenerationView) -> None:
+def test_a_closed_table_is_given_up_and_can_be_given_up_and_closed_again(
+    table: Generations, view: GenerationView
+) -> None:
     table.close()
     assert view.dead
     table.give_up()
@@ -146,14 +158,29 @@ def forged(kind: str) -> Iterator[int]:
     else:
         fd = os.memfd_create("forged", os.MFD_ALLOW_SEALING)
         os.ftruncate(
-            fd, {"short": mmap.PAGESIZE, "long": 2 * size, "huge": mmap.PAGESIZE + 8 * (MAX_BLOCKS + 512)}.get(kind, size)
+            fd,
+            {
+                "short": mmap.PAGESIZE,
+                "long": 2 * size,
+                "huge": mmap.PAGESIZE + 8 * (MAX_BLOCKS + 512),
+            }.get(kind, size),
         )
-        magic, version = (b"nonsense", 2) if kind == "magic" else (generations.MAGIC, 1 if kind == "version" else 2)
+        magic, version = (
+            (b"nonsense", 2)
+            if kind == "magic"
+            else (generations.MAGIC, 1 if kind == "version" else 2)
+        )
         if kind == "empty":
             os.ftruncate(fd, 0)
         else:
-            os.pwrite(fd, struct.pack("<8sII16sQ", magic, version, 0, ME, BLOCKS - (kind == "count")), 0)
-        missing = {"growing": fcntl.F_SEAL_GROW, "shrinking": fcntl.F_SEAL_SHRINK, "writable": FUTURE_WRITE}.get(kind, 0)
+            os.pwrite(
+                fd, struct.pack("<8sII16sQ", magic, version, 0, ME, BLOCKS - (kind == "count")), 0
+            )
+        missing = {
+            "growing": fcntl.F_SEAL_GROW,
+            "shrinking": fcntl.F_SEAL_SHRINK,
+            "writable": FUTURE_WRITE,
+        }.get(kind, 0)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS & ~missing)
     try:
         yield fd
@@ -177,7 +204,9 @@ def forged(kind: str) -> Iterator[int]:
         ("count", "with 63 blocks, not of .* with 64"),
     ],
 )
-def test_what_is_no_table_is_refused_with_the_figures_and_leaves_nothing(kind: str, message: str) -> None:
+def test_what_is_no_table_is_refused_with_the_figures_and_leaves_nothing(
+    kind: str, message: str
+) -> None:
     with forged(kind) as fd:
         before = len(os.listdir("/proc/self/fd"))
         with pytest.raises(SegmentError, match=f"generation table: .*({message})"):
@@ -185,14 +214,25 @@ def test_what_is_no_table_is_refused_with_the_figures_and_leaves_nothing(kind: s
         assert len(os.listdir("/proc/self/fd")) <= before
 
 
-def test_a_table_of_another_instance_is_refused_so_that_nobody_answers_for_its_predecessor(table: Generations) -> None:
-    with pytest.raises(SegmentError, match=f"of instance {ME.hex()} with 64 blocks, not of {OTHER.hex()} with 64"):
+def test_a_table_of_another_instance_is_refused_so_that_nobody_answers_for_its_predecessor(
+    table: Generations,
+) -> None:
+    with pytest.raises(
+        SegmentError, match=f"of instance {ME.hex()} with 64 blocks, not of {OTHER.hex()} with 64"
+    ):
         GenerationView.open(table.fd, OTHER, BLOCKS)
 
 
 @pytest.mark.parametrize(("kind", "blocks"), [("short", 0), ("huge", MAX_BLOCKS + 1)])
-def test_a_number_of_blocks_that_cannot_be_is_refused_though_the_memory_fits_it(kind: str, blocks: int) -> None:
-    with forged(kind) as fd, pytest.raises(SegmentError, match=f"but one of {blocks:,} blocks has {os.fstat(fd).st_size:,}"):
+def test_a_number_of_blocks_that_cannot_be_is_refused_though_the_memory_fits_it(
+    kind: str, blocks: int
+) -> None:
+    with (
+        forged(kind) as fd,
+        pytest.raises(
+            SegmentError, match=f"but one of {blocks:,} blocks has {os.fstat(fd).st_size:,}"
+        ),
+    ):
         GenerationView.open(fd, ME, blocks)
 
 
@@ -203,14 +243,23 @@ def test_an_fd_that_is_none_is_refused() -> None:
 
 @pytest.mark.parametrize(("instance", "blocks"), [(b"short", 1), (ME, 0), (ME, MAX_BLOCKS + 1)])
 def test_an_impossible_table_is_not_made(instance: bytes, blocks: int) -> None:
-    with pytest.raises(SegmentError, match=f"16 bytes of instance and 1 to .* not {len(instance)} and {blocks:,}"):
+    with pytest.raises(
+        SegmentError, match=f"16 bytes of instance and 1 to .* not {len(instance)} and {blocks:,}"
+    ):
         Generations(instance, blocks)
 
 
-def test_a_machine_that_does_not_order_stores_is_refused(table: Generations, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_does_not_order_stores_is_refused(
+    table: Generations, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    for make in (lambda: Generations(ME, BLOCKS), lambda: GenerationView.open(table.fd, ME, BLOCKS)):
-        with pytest.raises(SegmentError, match=r"as x86_64 does, not aarch64; set connector\.share: pool"):
+    for make in (
+        lambda: Generations(ME, BLOCKS),
+        lambda: GenerationView.open(table.fd, ME, BLOCKS),
+    ):
+        with pytest.raises(
+            SegmentError, match=r"as x86_64 does, not aarch64; set connector\.share: pool"
+        ):
             make()
 
 
@@ -222,8 +271,9 @@ def tables_mapped() -> int:
 
 
 class Owner:
-    """A process that hands out blocks of its cache, fills them and publishes them, as fast as it can. Page b: the bytes of block b.
-    The last page: the generation of each block as it was published."""
+    """A process that hands out blocks of its cache, fills them and publishes them, as fast as it
+    can. Page b: the bytes of block b. The last page: the generation of each block as it was
+    published."""
 
     def __init__(self, blocks: int) -> None:
         self.table = Generations(ME, blocks)
@@ -271,7 +321,9 @@ def test_what_equals_its_generation_after_a_copy_is_what_was_published() -> None
         seen: Counter[tuple[bool, bool]] = Counter()
 
         def read() -> bool:
-            """Many times. Whether both happened: what was read held, and what did not hold was different."""
+            """Many times. Whether both happened: what was read held, and what did not hold was
+            different.
+            """
             for number in range(READS):
                 block = number % blocks
                 generation, copy = cache[-1, block : block + 1].copy(), cache[block].copy()

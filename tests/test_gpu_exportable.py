@@ -1,4 +1,6 @@
-"""GPU memory that torch allocates and other processes map, on real GPUs. Against a driver that fails: test_exportable.py."""
+"""GPU memory that torch allocates and other processes map, on real GPUs. Against a driver that
+fails: test_exportable.py.
+"""
 
 from __future__ import annotations
 
@@ -38,18 +40,29 @@ def kv(nbytes: int = SIZE) -> torch.Tensor:
 
 
 def fill(tensor: torch.Tensor) -> None:
-    tensor.view(torch.uint8).copy_((torch.arange(tensor.nbytes, device=tensor.device) % 251).to(torch.uint8))
+    tensor.view(torch.uint8).copy_(
+        (torch.arange(tensor.nbytes, device=tensor.device) % 251).to(torch.uint8)
+    )
     torch.cuda.synchronize()
 
 
 def holder(tensor: torch.Tensor, found: Sequence[Region]) -> Region | None:
     first, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    return next((one for one in found if one.address <= first and end <= one.address + one.nbytes), None)
+    return next(
+        (one for one in found if one.address <= first and end <= one.address + one.nbytes), None
+    )
 
 
 def read_elsewhere(one: Region, tensor: torch.Tensor, gpu: str) -> None:
     """Another process maps the allocation on `gpu`, and finds what `fill` has written."""
-    where = [one.fd, one.nbytes, tensor.data_ptr() - one.address, tensor.nbytes, devices.resolve("cuda:0").name, gpu]
+    where = [
+        one.fd,
+        one.nbytes,
+        tensor.data_ptr() - one.address,
+        tensor.nbytes,
+        devices.resolve("cuda:0").name,
+        gpu,
+    ]
     child = subprocess.run(
         [sys.executable, "-c", READER, *map(str, where)],
         cwd=ROOT,
@@ -106,7 +119,9 @@ def test_tensors_that_share_an_allocation_are_found_in_it(memory: CudaExportable
     assert all(holder(tensor, found) for tensor in [*small, *tiny])
     for number, tensor in enumerate([*small, *tiny]):
         tensor.fill_(number)
-    assert [int(tensor.sum(dtype=torch.int64)) // tensor.nbytes for tensor in [*small, *tiny]] == list(range(8))
+    assert [
+        int(tensor.sum(dtype=torch.int64)) // tensor.nbytes for tensor in [*small, *tiny]
+    ] == list(range(8))
 
 
 @pytest.mark.gpu
@@ -128,7 +143,8 @@ def test_memory_and_descriptor_are_gone_once_torch_gives_them_back(memory: CudaE
 @pytest.mark.gpu
 @pytest.mark.timeout(180)
 def test_100_lives_of_a_kv_cache_leave_no_memory(memory: CudaExportable) -> None:
-    # Tests beside this one take and free memory of the same GPU. So a life takes so much that 100 would not fit.
+    # Tests beside this one take and free memory of the same GPU. So a life takes so much that 100
+    # would not fit.
     nbytes = torch.cuda.mem_get_info(0)[1] // 60
     fds = len(os.listdir("/proc/self/fd"))
     for _ in range(100):
@@ -140,7 +156,9 @@ def test_100_lives_of_a_kv_cache_leave_no_memory(memory: CudaExportable) -> None
 
 
 @pytest.mark.gpu
-def test_too_little_memory_is_torchs_own_error_and_the_process_goes_on(memory: CudaExportable) -> None:
+def test_too_little_memory_is_torchs_own_error_and_the_process_goes_on(
+    memory: CudaExportable,
+) -> None:
     with memory.context():
         with pytest.raises(torch.OutOfMemoryError):
             kv(4 << 40)
@@ -170,7 +188,9 @@ def test_a_start_of_vllm_that_fails_leaves_torch_as_it_was(end: str) -> None:
 
 
 @pytest.mark.gpu
-def test_only_the_thread_that_makes_the_kv_cache_gets_exportable_memory(memory: CudaExportable) -> None:
+def test_only_the_thread_that_makes_the_kv_cache_gets_exportable_memory(
+    memory: CudaExportable,
+) -> None:
     found: list[torch.Tensor] = []
     with memory.context():
         thread = threading.Thread(target=lambda: found.append(kv()))

@@ -1,4 +1,6 @@
-"""KV caches of other instances on real GPUs: read over NVLink, and given back to the GPU when their owner dies."""
+"""KV caches of other instances on real GPUs: read over NVLink, and given back to the GPU when their
+owner dies.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class GpuReader:
     def __init__(self, stage: Stage) -> None:
         self.device = devices.resolve("cuda:0")
         self.cache = SharedCache(SIZES, device=self.device)
-        self.neighbours = Neighbours(stage.client(device=self.device.name), self.device, self.cache.kv, 0)
+        self.neighbours = Neighbours(
+            stage.client(device=self.device.name), self.device, self.cache.kv, 0
+        )
         self.copier = CudaCopier(0)
 
     def there(self, number: int = 1) -> Neighbour:
@@ -47,12 +51,16 @@ def reader(stage: Stage) -> Iterator[GpuReader]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("regions", [1, 4])
-def test_a_reader_reads_what_another_process_wrote_on_the_same_gpu(stage: Stage, reader: GpuReader, regions: int) -> None:
+def test_a_reader_reads_what_another_process_wrote_on_the_same_gpu(
+    stage: Stage, reader: GpuReader, regions: int
+) -> None:
     _read(stage, reader, "cuda:0", regions)
 
 
 @pytest.mark.gpu(count=2)
-def test_a_reader_reads_what_another_process_wrote_on_the_other_gpu(stage: Stage, reader: GpuReader) -> None:
+def test_a_reader_reads_what_another_process_wrote_on_the_other_gpu(
+    stage: Stage, reader: GpuReader
+) -> None:
     _read(stage, reader, "cuda:1", 4)
 
 
@@ -61,7 +69,9 @@ def _read(stage: Stage, reader: GpuReader, device: str, regions: int) -> None:
         generations = there.ask("write", [5, 63], 40)
         neighbour = reader.there()
         assert neighbour.enter()
-        assert [read(neighbour, reader.cache, block, copier=reader.copier) for block in (5, 63)] == [40, 40]
+        assert [
+            read(neighbour, reader.cache, block, copier=reader.copier) for block in (5, 63)
+        ] == [40, 40]
         assert still(neighbour.view, [5, 63], generations)
         there.ask("write", [63], 41)
         assert not still(neighbour.view, [5, 63], generations)
@@ -93,7 +103,9 @@ def test_a_copy_out_of_a_killed_owners_memory_ends_well(stage: Stage, reader: Gp
 
 @pytest.mark.gpu
 @pytest.mark.timeout(180)
-def test_the_memory_of_a_killed_owner_that_somebody_had_mapped_is_free_for_the_next(stage: Stage, reader: GpuReader) -> None:
+def test_the_memory_of_a_killed_owner_that_somebody_had_mapped_is_free_for_the_next(
+    stage: Stage, reader: GpuReader
+) -> None:
     """Each takes two fifths of the GPU, so that a third does not fit beside two that are dead."""
     block = SIZES.layers * 2 * SIZES.block_size * SIZES.heads * SIZES.dim * 2
     sizes = SIZES._replace(blocks=int(torch.cuda.mem_get_info(0)[1] * 0.4) // block)

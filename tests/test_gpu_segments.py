@@ -1,4 +1,6 @@
-"""Segments of GPU memory on real GPUs. What several processes do with them: test_cross_process_store_retrieve.py."""
+"""Segments of GPU memory on real GPUs. What several processes do with them:
+test_cross_process_store_retrieve.py.
+"""
 
 from __future__ import annotations
 
@@ -55,21 +57,27 @@ def test_an_fd_of_something_else_is_refused_by_the_real_driver() -> None:
     device = devices.resolve("cuda:0")
     info = SegmentInfo(SegmentId("0123456789ab"), device.name, "cuda", SIZE)
     for kind in ("plain", "small", "device"):
-        with forged(kind) as fd, pytest.raises(SegmentError, match=f"segment 0123456789ab of {device.name}"):
+        with (
+            forged(kind) as fd,
+            pytest.raises(SegmentError, match=f"segment 0123456789ab of {device.name}"),
+        ):
             map_segment(info, fd, device)
 
 
 @pytest.mark.gpu
 def test_more_memory_than_the_gpu_has_is_refused_with_the_figures() -> None:
-    with pytest.raises(SegmentError, match=r"needs [\d,]+ B but [\d,]+ of [\d,]+ B are free; set pool.segment_bytes <= \d+"):
+    with pytest.raises(
+        SegmentError,
+        match=r"needs [\d,]+ B but [\d,]+ of [\d,]+ B are free; set pool.segment_bytes <= \d+",
+    ):
         create(devices.resolve("cuda:0"), 4 << 40)
 
 
 @pytest.mark.gpu
 @pytest.mark.timeout(180)
 def test_200_lives_of_a_gpu_segment_leave_no_fd_and_no_memory() -> None:
-    """Its memory lives as long as the last fd. Tests beside this one take and free memory of the same GPU, so what is free says
-    nothing: a life takes so much that 200 would not fit."""
+    """Its memory lives as long as the last fd. Tests beside this one take and free memory of the
+    same GPU, so what is free says nothing: a life takes so much that 200 would not fit."""
     device = devices.resolve("cuda:0")
     nbytes = torch.cuda.mem_get_info(0)[1] // 60 // (2 * MIB) * (2 * MIB)
 
@@ -100,10 +108,15 @@ def test_every_gpu_reads_and_writes_locked_host_memory_where_it_lies() -> None:
     plain = Device("host", "host")
     with create(plain, SIZE) as owned, map_segment(owned.info, owned.fd, plain) as other:
         for ordinal in range(torch.cuda.device_count()):
-            with map_segment(owned.info, owned.fd, devices.resolve("host", f"cuda:{ordinal}")) as mapped:
+            with map_segment(
+                owned.info, owned.fd, devices.resolve("host", f"cuda:{ordinal}")
+            ) as mapped:
                 slot = SlotView(mapped.whole.data_ptr(), SIZE, False, mapped.whole, 0)
                 seen = on_gpu(slot, ordinal).tensor
-                assert (seen.device, seen.data_ptr()) == (torch.device("cuda", ordinal), slot.address)
+                assert (seen.device, seen.data_ptr()) == (
+                    torch.device("cuda", ordinal),
+                    slot.address,
+                )
                 torch.add(pattern(seen.device), ordinal, out=seen)
                 torch.cuda.synchronize(ordinal)
                 assert torch.equal(other.tensor(0, SIZE), pattern(torch.device("cpu")) + ordinal)
@@ -118,7 +131,11 @@ def test_every_gpu_reads_and_writes_locked_host_memory_where_it_lies() -> None:
 @pytest.mark.gpu
 def test_memory_is_locked_while_another_thread_captures_a_graph() -> None:
     """As the pool does while vLLM captures its own."""
-    numbers, graph, locked = torch.zeros(8, device="cuda:0"), torch.cuda.CUDAGraph(), list[MappedSegment]()
+    numbers, graph, locked = (
+        torch.zeros(8, device="cuda:0"),
+        torch.cuda.CUDAGraph(),
+        list[MappedSegment](),
+    )
     numbers.add_(0)
     torch.cuda.synchronize()
     with create(Device("host", "host"), SIZE) as owned:

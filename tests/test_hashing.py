@@ -15,7 +15,9 @@ from vcache_backend.metadata_server.messages import KEY_BYTES, of_rank
 from vcache_backend.transfer.keys import TokenHasher
 from vcache_backend.transfer.layout import Layout
 
-LAYOUT = Layout(model="m", dtype="bf16", layers=2, kv_heads=2, head_dim=8, block_size=16, kv_layout="x")
+LAYOUT = Layout(
+    model="m", dtype="bf16", layers=2, kv_heads=2, head_dim=8, block_size=16, kv_layout="x"
+)
 CHUNK = 4
 
 GOLDEN = [
@@ -32,13 +34,17 @@ def hasher(layout: Layout = LAYOUT) -> TokenHasher:
 
 
 def test_the_key_format_has_not_drifted() -> None:
-    """A change here makes every chunk of an older server or worker unreachable: change PROTOCOL_VERSION with it."""
+    """A change here makes every chunk of an older server or worker unreachable: change
+    PROTOCOL_VERSION with it.
+    """
     keys = [key.hex() for key in hasher().keys(range(10))]
     assert keys == GOLDEN
 
 
 @given(tokens, tokens)
-def test_keys_are_equal_if_and_only_if_the_whole_prefix_is(first: list[int], second: list[int]) -> None:
+def test_keys_are_equal_if_and_only_if_the_whole_prefix_is(
+    first: list[int], second: list[int]
+) -> None:
     ours, theirs = hasher().keys(first), hasher().keys(second)
     for i, (one, other) in enumerate(zip(ours, theirs, strict=False), start=1):
         assert (one == other) == (first[: i * CHUNK] == second[: i * CHUNK])
@@ -73,7 +79,8 @@ def test_what_was_hashed_before_makes_no_difference(calls: list[tuple[list[int],
 def test_every_field_of_the_layout_separates_namespaces(field: str) -> None:
     value = getattr(LAYOUT, field)
     other = msgspec.structs.replace(
-        LAYOUT, **{field: 2 * value + (field == "pp_rank") if isinstance(value, int) else f"{value}!"}
+        LAYOUT,
+        **{field: 2 * value + (field == "pp_rank") if isinstance(value, int) else f"{value}!"},
     )
     assert other.namespace() != LAYOUT.namespace()
     assert not set(hasher(other).keys(range(8))) & set(hasher().keys(range(8)))
@@ -82,13 +89,21 @@ def test_every_field_of_the_layout_separates_namespaces(field: str) -> None:
 def test_what_an_adapter_adds_separates_namespaces() -> None:
     spaces = {
         msgspec.structs.replace(LAYOUT, extra=extra).namespace()
-        for extra in ({}, {"lora": "a"}, {"lora": "b"}, {"lora": "a", "salt": "s"}, {"lora": "a\nsalt", "s": ""})
+        for extra in (
+            {},
+            {"lora": "a"},
+            {"lora": "b"},
+            {"lora": "a", "salt": "s"},
+            {"lora": "a\nsalt", "s": ""},
+        )
     }
     assert len(spaces) == 5
 
 
 def test_the_namespace_keys_the_hash_and_starts_the_key() -> None:
-    """Were only the first eight bytes different, a namespace whose prefix collides would share the other's chunks."""
+    """Were only the first eight bytes different, a namespace whose prefix collides would share the
+    other's chunks.
+    """
     other = msgspec.structs.replace(LAYOUT, model="n")
     ours, theirs = hasher().keys(range(4))[0], hasher(other).keys(range(4))[0]
     assert ours[:8] == LAYOUT.namespace().prefix != theirs[:8]
@@ -101,7 +116,9 @@ def test_salts_separate(salt: bytes, other: bytes) -> None:
 
 
 def test_ranks_differ_in_their_last_two_bytes_only() -> None:
-    """The server answers a look-up for a whole tensor-parallel group by writing the other ranks into the key."""
+    """The server answers a look-up for a whole tensor-parallel group by writing the other ranks
+    into the key.
+    """
     (ours,) = hasher().keys(range(4))
     (theirs,) = of_rank([ours], 258)
     assert len(ours) == KEY_BYTES
@@ -111,7 +128,9 @@ def test_ranks_differ_in_their_last_two_bytes_only() -> None:
 
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
 @pytest.mark.parametrize("value", [-1, 1 << 32, (1 << 63) - 1])
-def test_a_token_beyond_32_bits_is_refused_rather_than_taken_for_another(kind: Any, value: int) -> None:
+def test_a_token_beyond_32_bits_is_refused_rather_than_taken_for_another(
+    kind: Any, value: int
+) -> None:
     assert len(hasher().keys(kind([(1 << 32) - 1] * CHUNK))) == 1
     with pytest.raises(ValueError, match=rf"from .*{value}.*expected 0 to 4294967295"):
         hasher().keys(kind([7] * (CHUNK - 1) + [value]))

@@ -1,4 +1,6 @@
-"""Imports point down, and some things are done in one place only. Read from the source: nothing is imported but the server."""
+"""Imports point down, and some things are done in one place only. Read from the source: nothing is
+imported but the server.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,17 @@ DOORS = ("vcache_backend.integration", "integration", "benchmarks")
 TOOLS = tuple(f"vcache_backend.{name}" for name in ("cli", "demo", "doctor", "status", "terminal"))
 """On top of everything."""
 ROOMS = ("metadata_server", "vram_pool", "resident", "offload", "transfer", "engine")
-"""From the bottom up: none imports one above it, but for what `offload` shares with `transfer`: layouts, keys and statistics."""
+"""From the bottom up: none imports one above it, but for what `offload` shares with `transfer`:
+layouts, keys and statistics.
+"""
 SHARED = tuple(f"vcache_backend.transfer.{name}" for name in ("layout", "keys", "stats"))
 
 # (who, what it must not import even inside a function)
 FORBIDDEN = [
-    *((f"vcache_backend.{room}", tuple(f"vcache_backend.{up}" for up in ROOMS[at + 1 :])) for at, room in enumerate(ROOMS[:-1])),
+    *(
+        (f"vcache_backend.{room}", tuple(f"vcache_backend.{up}" for up in ROOMS[at + 1 :]))
+        for at, room in enumerate(ROOMS[:-1])
+    ),
     *((f"vcache_backend.{room}", (*TOOLS, "vllm", "lmcache")) for room in ROOMS),
     ("vcache_backend.metadata_server", GPU_CODE),
     ("vcache_backend.vram_pool", ("mooncake",)),
@@ -51,13 +58,17 @@ def module(path: Path) -> str:
 
 
 def imports(path: Path, top_level_only: bool = False) -> Iterator[tuple[int, str]]:
-    """Line and full name of everything a file imports, `from a import b` as both `a` and `a.b`; not for type checkers only."""
+    """Line and full name of everything a file imports, `from a import b` as both `a` and `a.b`; not
+    for type checkers only.
+    """
     package = module(path) if path.name == "__init__.py" else module(path).rpartition(".")[0]
     for node in _walk(ast.parse(path.read_text()), top_level_only):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            above = (
+                package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            )
             source = ".".join([*above, *([node.module] if node.module else [])])
             yield node.lineno, source
             yield from ((node.lineno, f"{source}.{alias.name}") for alias in node.names)
@@ -67,7 +78,9 @@ def _walk(node: ast.AST, top_level_only: bool) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             continue
-        if top_level_only and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        if top_level_only and isinstance(
+            child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+        ):
             continue
         yield child
         yield from _walk(child, top_level_only)
@@ -79,10 +92,16 @@ def within(name: str, packages: tuple[str, ...]) -> bool:
 
 def found(path: Path, forbidden: tuple[str, ...], top_level_only: bool = False) -> list[str]:
     where = path.relative_to(ROOT)
-    return [f"{where}:{line} imports {name}" for line, name in imports(path, top_level_only) if within(name, forbidden)]
+    return [
+        f"{where}:{line} imports {name}"
+        for line, name in imports(path, top_level_only)
+        if within(name, forbidden)
+    ]
 
 
-@pytest.mark.parametrize(("who", "forbidden"), FORBIDDEN, ids=lambda value: value if isinstance(value, str) else value[0])
+@pytest.mark.parametrize(
+    ("who", "forbidden"), FORBIDDEN, ids=lambda value: value if isinstance(value, str) else value[0]
+)
 def test_imports_point_down(who: str, forbidden: tuple[str, ...]) -> None:
     files = [path for path in FILES if within(module(path), (who,))]
     assert files
@@ -93,44 +112,79 @@ def test_imports_point_down(who: str, forbidden: tuple[str, ...]) -> None:
 
 
 def test_what_the_offload_tier_needs_is_loaded_by_those_who_have_one() -> None:
-    files = [path for path in FILES if within(module(path), ("vcache_backend.transfer", "vcache_backend.engine"))]
-    assert [line for path in files for line in found(path, ("vcache_backend.offload",), top_level_only=True)] == []
+    files = [
+        path
+        for path in FILES
+        if within(module(path), ("vcache_backend.transfer", "vcache_backend.engine"))
+    ]
+    assert [
+        line
+        for path in files
+        for line in found(path, ("vcache_backend.offload",), top_level_only=True)
+    ] == []
 
 
 def test_the_core_does_not_import_the_doors_but_lazily_in_the_cli() -> None:
     core = [path for path in FILES if path.is_relative_to(ROOT / "vcache_backend")]
-    wrong = [line for path in core for line in found(path, DOORS, top_level_only=path.name == "cli.py")]
+    wrong = [
+        line for path in core for line in found(path, DOORS, top_level_only=path.name == "cli.py")
+    ]
     assert wrong == []
 
 
 def test_the_cli_imports_nothing_heavy_at_its_top() -> None:
-    heavy = (*GPU_CODE, "rich", "vcache_backend.vram_pool", "vcache_backend.engine", "vcache_backend.metadata_server")
+    heavy = (
+        *GPU_CODE,
+        "rich",
+        "vcache_backend.vram_pool",
+        "vcache_backend.engine",
+        "vcache_backend.metadata_server",
+    )
     files = [ROOT / f"vcache_backend/{name}.py" for name in ("cli", "command", "segment_commands")]
     assert [line for path in files for line in found(path, heavy, top_level_only=True)] == []
 
 
 def test_the_doors_and_benchmarks_import_their_own_modules_relatively() -> None:
-    """The doors have one name in a checkout and another when installed; a relative import is right under both."""
+    """The doors have one name in a checkout and another when installed; a relative import is right
+    under both.
+    """
     wrong = []
     for path in FILES:
         own = path.relative_to(ROOT).parts[0]
         if own != "vcache_backend":
-            absolute = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)]
+            absolute = [
+                node
+                for node in ast.walk(ast.parse(path.read_text()))
+                if isinstance(node, ast.Import | ast.ImportFrom)
+            ]
             for node in absolute:
-                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-                if not getattr(node, "level", 0) and any(within(name, (own, FOLDERS[own])) for name in names):
+                names = (
+                    [alias.name for alias in node.names]
+                    if isinstance(node, ast.Import)
+                    else [node.module or ""]
+                )
+                if not getattr(node, "level", 0) and any(
+                    within(name, (own, FOLDERS[own])) for name in names
+                ):
                     wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert wrong == []
 
 
 def test_no_module_is_named_after_nothing() -> None:
     names = {"utils", "util", "common", "helpers", "helper", "misc"}
-    assert [str(path.relative_to(ROOT)) for path in FILES if {path.stem, path.parent.name} & names] == []
+    assert [
+        str(path.relative_to(ROOT)) for path in FILES if {path.stem, path.parent.name} & names
+    ] == []
 
 
 def test_no_two_classes_have_one_name() -> None:
     product = [path for path in FILES if not path.is_relative_to(ROOT / "benchmarks")]
-    classes = [node for path in product for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+    classes = [
+        node
+        for path in product
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
     counted = Counter(node.name.lstrip("_") for node in classes)
     assert [name for name, count in counted.items() if count > 1] == []
 
@@ -140,8 +194,14 @@ def test_only_the_tools_for_people_print() -> None:
     wrong = []
     for path in FILES:
         if not within(module(path), allowed):
-            calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
-            wrong += [f"{path.relative_to(ROOT)}:{call.lineno}" for call in calls if ast.unparse(call.func) == "print"]
+            calls = (
+                node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+            )
+            wrong += [
+                f"{path.relative_to(ROOT)}:{call.lineno}"
+                for call in calls
+                if ast.unparse(call.func) == "print"
+            ]
     assert wrong == []
 
 
@@ -154,9 +214,16 @@ def test_only_the_configuration_reads_the_environment() -> None:
             continue
         tree = ast.parse(path.read_text())
         handed_on = {
-            id(node) for call in ast.walk(tree) if isinstance(call, ast.keyword) and call.arg == "env" for node in ast.walk(call)
+            id(node)
+            for call in ast.walk(tree)
+            if isinstance(call, ast.keyword) and call.arg == "env"
+            for node in ast.walk(call)
         }
-        nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and id(node) not in handed_on)
+        nodes = (
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and id(node) not in handed_on
+        )
         lines = [node.lineno for node in nodes if ast.unparse(node) in reads]
         lines += [line for line, name in imports(path) if name in reads]
         wrong += [f"{path.relative_to(ROOT)}:{line}" for line in lines]
@@ -166,14 +233,25 @@ def test_only_the_configuration_reads_the_environment() -> None:
 def test_every_folder_of_code_is_packaged() -> None:
     """But for the benchmarks, which are run from a checkout."""
     files = [path for path in FILES if not path.is_relative_to(ROOT / "benchmarks")]
-    folders = {module(path) if path.name == "__init__.py" else module(path).rpartition(".")[0] for path in files}
+    folders = {
+        module(path) if path.name == "__init__.py" else module(path).rpartition(".")[0]
+        for path in files
+    }
     assert folders | {"vcache_backend.configs"} == set(PYPROJECT["tool"]["setuptools"]["packages"])
-    assert [str(path) for folder in {path.parent for path in FILES} if not (path := folder / "__init__.py").exists()] == []
+    assert [
+        str(path)
+        for folder in {path.parent for path in FILES}
+        if not (path := folder / "__init__.py").exists()
+    ] == []
 
 
 def test_the_server_loads_neither_torch_nor_cuda() -> None:
-    """What the imports do, rather than what they say: a fresh process has none of it, and no threads or numpy either."""
+    """What the imports do, rather than what they say: a fresh process has none of it, and no
+    threads or numpy either.
+    """
     heavy = ("torch", "triton", "numpy", "cuda", "vllm", "lmcache", "rich")
     code = f"import sys, vcache_backend.metadata_server.server; print([n for n in {heavy!r} if n in sys.modules])"
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    child = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
+    )
     assert (child.stdout, child.stderr) == ("[]\n", "")

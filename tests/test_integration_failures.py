@@ -1,9 +1,10 @@
-"""Real vLLM on the CPU with our own connector and with LMCache while things fail around it: what requests are answered all the same.
+"""Real vLLM on the CPU with our own connector and with LMCache while things fail around it: what
+requests are answered all the same.
 
-`a` stores what answers are compared with. A `reader` has never computed what it is asked; our connector has one that loads between
-steps, as by default, and one whose steps load what they need. Whatever is lost is computed: same tokens, nobody beside the request
-notices, and vLLM's own prefix cache holds nothing wrong. `aside` is vLLM alone.
-"""
+`a` stores what answers are compared with. A `reader` has never computed what it is asked; our
+connector has one that loads between steps, as by default, and one whose steps load what they need.
+Whatever is lost is computed: same tokens, nobody beside the request notices, and vLLM's own prefix
+cache holds nothing wrong. `aside` is vLLM alone."""
 
 from __future__ import annotations
 
@@ -42,7 +43,14 @@ from vllm_cases import (
 from vllm_cases import quick as here
 
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Location, Medium, SegmentId, SegmentInfo
+from vcache_backend.metadata_server.messages import (
+    GRACE_SECONDS,
+    ChunkKey,
+    Location,
+    Medium,
+    SegmentId,
+    SegmentInfo,
+)
 
 __all__ = ["here"]
 pytestmark = [
@@ -75,7 +83,10 @@ class Fleet:
         if name.startswith(LMCACHE):
             return self.here.start(name, max_num_batched_tokens=320)
         settings: dict[str, Any] = {
-            "connector": {"min_hit_tokens": CHUNK, "sync_below_tokens": 1 << 20 if name == IN_STEP else 0}
+            "connector": {
+                "min_hit_tokens": CHUNK,
+                "sync_below_tokens": 1 << 20 if name == IN_STEP else 0,
+            }
         }
         if name == "checked":
             settings["engine"] = {"chunk_size": CHUNK, "checksum": True}
@@ -86,13 +97,22 @@ class Fleet:
 def fleet(here: Node) -> Fleet:
     made = Fleet(here)
     # All of them are connected before the first server dies.
-    started = [made(name) for name in ("a", BETWEEN, IN_STEP, *(() if missing() else (LMCACHE, "lmcache-a")))]
+    started = [
+        made(name)
+        for name in ("a", BETWEEN, IN_STEP, *(() if missing() else (LMCACHE, "lmcache-a")))
+    ]
     for instance in started:
         instance.one(new_tokens(CHUNK + 1))
     return made
 
 
-@pytest.fixture(params=[BETWEEN, IN_STEP, pytest.param(LMCACHE, marks=pytest.mark.skipif(bool(missing()), reason="no LMCache"))])
+@pytest.fixture(
+    params=[
+        BETWEEN,
+        IN_STEP,
+        pytest.param(LMCACHE, marks=pytest.mark.skipif(bool(missing()), reason="no LMCache")),
+    ]
+)
 def reader(fleet: Fleet, request: pytest.FixtureRequest) -> Iterator[Instance]:
     # So that nothing is evicted, whatever these tests have stored by now.
     fleet.here.empty()
@@ -110,7 +130,9 @@ def case(fleet: Fleet, reader: Instance) -> Case:
 
 
 class Case(NamedTuple):
-    """A prompt whose whole chunks are in the pool, one beside it that has none, and what vLLM answers to both."""
+    """A prompt whose whole chunks are in the pool, one beside it that has none, and what vLLM
+    answers to both.
+    """
 
     prompt: Prompt
     beside: Prompt
@@ -130,8 +152,9 @@ class Case(NamedTuple):
     def unpolluted(self, reader: Instance) -> None:
         """The reader has nothing wrong in vLLM's own prefix cache: its next requests use that."""
         longer = self.tokens + self.computed.tokens
-        # The first may find nothing: what a load in the step did not fill was taken out of that cache, and vLLM, which has computed it
-        # again for the same request, took it for known (`num_cached_block`).
+        # The first may find nothing: what a load in the step did not fill was taken out of that
+        # cache, and vLLM, which has computed it again for the same request, took it for known
+        # (`num_cached_block`).
         first, own, further = reader.one(self.tokens), reader.one(self.tokens), reader.one(longer)
         assert first.agrees(self.computed)
         assert own.agrees(self.computed)
@@ -146,12 +169,16 @@ class Case(NamedTuple):
 
 def make_case(fleet: Fleet, a: Instance) -> Case:
     prompt, beside = Prompt(new_tokens(HITS + 17)), Prompt(new_tokens(40), max_tokens=14)
-    return Case(prompt, beside, fleet.here.keep(a, prompt.tokens), fleet.aside.run(beside)[0], fleet.aside)
+    return Case(
+        prompt, beside, fleet.here.keep(a, prompt.tokens), fleet.aside.run(beside)[0], fleet.aside
+    )
 
 
 @contextmanager
 def hasty(reader: Instance) -> Iterator[None]:
-    """Where the server hangs: each of its questions costs a short deadline, which a slow machine may miss at any other time."""
+    """Where the server hangs: each of its questions costs a short deadline, which a slow machine
+    may miss at any other time.
+    """
     reader.ask("hurry", 0.5, 1.0)
     yield
     reader.ask("hurry", CLIENT["connect_seconds"], CLIENT["request_seconds"])
@@ -178,12 +205,18 @@ def recomputed(reader: Instance) -> int:
 
 @ours
 @pytest.mark.parametrize("left", [0, 2], ids=["none is left", "the first half is left"])
-def test_chunks_that_leave_between_look_up_and_lease_are_computed(here: Node, reader: Instance, case: Case, left: int) -> None:
-    """And the request does not look again, so it cannot go round in circles. A load in the step has its lease from the look-up."""
+def test_chunks_that_leave_between_look_up_and_lease_are_computed(
+    here: Node, reader: Instance, case: Case, left: int
+) -> None:
+    """And the request does not look again, so it cannot go round in circles. A load in the step has
+    its lease from the look-up.
+    """
     between = reader.name == BETWEEN
     asked, acquired, lost = here.asked("Lookup"), here.asked("Acquire"), recomputed(reader)
     with stopped_at(reader, LEASE) as place:
-        answers = place.while_there(lambda: remove(here, place.seen[0][left:]), case.prompt, case.beside)
+        answers = place.while_there(
+            lambda: remove(here, place.seen[0][left:]), case.prompt, case.beside
+        )
     case.right(answers)
     assert recomputed(reader) - lost == (HITS - left * CHUNK if between else 0)
     assert here.asked("Lookup") - asked == int(between)
@@ -193,7 +226,9 @@ def test_chunks_that_leave_between_look_up_and_lease_are_computed(here: Node, re
 
 
 def test_what_was_computed_from_anothers_failed_load_is_not_stored(fleet: Fleet) -> None:
-    """The second request of the step has the first one's blocks from vLLM's own prefix cache, before they are filled."""
+    """The second request of the step has the first one's blocks from vLLM's own prefix cache,
+    before they are filled.
+    """
     reader, a = fleet(IN_STEP), fleet("a")
     case = make_case(fleet, a)
     longer = Prompt(case.tokens[:HITS] + new_tokens(2 * CHUNK + 9))
@@ -203,7 +238,9 @@ def test_what_was_computed_from_anothers_failed_load_is_not_stored(fleet: Fleet)
     case.right(answers[:1])
     assert answers[1].agrees(expected)
     # Not what the step that failed had made of it.
-    found = eventually(lambda: (answer := a.again(longer.tokens)).cached == HITS + 2 * CHUNK and answer)
+    found = eventually(
+        lambda: (answer := a.again(longer.tokens)).cached == HITS + 2 * CHUNK and answer
+    )
     assert found.agrees(expected)
 
 
@@ -211,9 +248,13 @@ def test_what_was_computed_from_anothers_failed_load_is_not_stored(fleet: Fleet)
 
 
 @pytest.mark.parametrize(
-    "place", [LOOK_UP, LEASE, VIEWS, RELEASE], ids=["before look-up", "before lease", "before copy", "before release"]
+    "place",
+    [LOOK_UP, LEASE, VIEWS, RELEASE],
+    ids=["before look-up", "before lease", "before copy", "before release"],
 )
-def test_a_server_killed_at_any_moment_costs_a_computation(here: Node, reader: Instance, case: Case, place: str) -> None:
+def test_a_server_killed_at_any_moment_costs_a_computation(
+    here: Node, reader: Instance, case: Case, place: str
+) -> None:
     if place == LOOK_UP and reader.name != BETWEEN:
         pytest.skip("a look-up for a load in the step is its lease")
     with stopped_at(reader, place) as moment:
@@ -226,8 +267,12 @@ def test_a_server_killed_at_any_moment_costs_a_computation(here: Node, reader: I
 
 
 @ours
-def test_a_lease_of_a_server_before_does_not_count(here: Node, reader: Instance, case: Case) -> None:
-    """The next server is there, and so are the chunks, when the reader asks whether its lease held."""
+def test_a_lease_of_a_server_before_does_not_count(
+    here: Node, reader: Instance, case: Case
+) -> None:
+    """The next server is there, and so are the chunks, when the reader asks whether its lease
+    held.
+    """
     lost = recomputed(reader)
 
     def restart() -> None:
@@ -263,11 +308,15 @@ def test_a_hung_server_holds_up_one_request_only(here: Node, reader: Instance, c
 
 
 @pytest.mark.parametrize("place", [LEASE, RELEASE], ids=["before lease", "before release"])
-def test_a_server_that_hangs_under_a_request(here: Node, reader: Instance, case: Case, place: str) -> None:
+def test_a_server_that_hangs_under_a_request(
+    here: Node, reader: Instance, case: Case, place: str
+) -> None:
     with ExitStack() as undo:
         undo.enter_context(hasty(reader))
         with stopped_at(reader, place) as moment:
-            answers = moment.while_there(lambda: undo.enter_context(here.server.stopped()), case.prompt, case.beside)
+            answers = moment.while_there(
+                lambda: undo.enter_context(here.server.stopped()), case.prompt, case.beside
+            )
         case.right(answers)
     case.hits_again(reader)
 
@@ -275,7 +324,9 @@ def test_a_server_that_hangs_under_a_request(here: Node, reader: Instance, case:
 # ---- segments
 
 
-@pytest.mark.parametrize("place", [LEASE, VIEWS, RELEASE], ids=["before lease", "before copy", "before release"])
+@pytest.mark.parametrize(
+    "place", [LEASE, VIEWS, RELEASE], ids=["before lease", "before copy", "before release"]
+)
 def test_a_segment_dropped_while_it_is_mapped_is_no_worse_than_a_miss(
     here: Node, reader: Instance, case: Case, place: str
 ) -> None:
@@ -296,7 +347,9 @@ def test_a_segment_dropped_while_it_is_mapped_is_no_worse_than_a_miss(
 
 
 @ours
-def test_chunks_in_a_segment_that_cannot_be_mapped_are_computed(here: Node, reader: Instance, case: Case) -> None:
+def test_chunks_in_a_segment_that_cannot_be_mapped_are_computed(
+    here: Node, reader: Instance, case: Case
+) -> None:
     """The last two are moved there, to a GPU that the reader has no access to."""
     fd, gpu = os.open("/dev/null", os.O_RDWR), "GPU-00000000-0000-0000-0000-000000000000"
     with client(here, gpu, "cuda") as other:
@@ -309,7 +362,9 @@ def test_chunks_in_a_segment_that_cannot_be_mapped_are_computed(here: Node, read
             keys = place.seen[0][2:]
             remove(here, keys)
             reserved = other.reserve(keys, 128 << 10)
-            assert [slot.segment for slot in reserved.slots if isinstance(slot, Location)] == ["broken"] * 2
+            assert [slot.segment for slot in reserved.slots if isinstance(slot, Location)] == [
+                "broken"
+            ] * 2
             assert other.commit(reserved.reservation) == 2
 
         lost = recomputed(reader)
@@ -336,7 +391,9 @@ def test_the_lease_of_a_slow_copy_is_renewed(here: Node, reader: Instance, case:
     case.unpolluted(reader)
 
 
-def test_what_is_read_after_the_lease_has_ended_is_computed(here: Node, reader: Instance, case: Case) -> None:
+def test_what_is_read_after_the_lease_has_ended_is_computed(
+    here: Node, reader: Instance, case: Case
+) -> None:
     """Its slots are somebody else's by then, and hold what they wrote."""
 
     def overwritten() -> None:
@@ -358,7 +415,9 @@ def test_what_is_read_after_the_lease_has_ended_is_computed(here: Node, reader: 
 
 @ours
 @pytest.mark.parametrize("there", [0, 2], ids=["nothing comes", "half of it comes"])
-def test_an_announced_prefix_that_does_not_come_is_computed(fleet: Fleet, reader: Instance, there: int) -> None:
+def test_an_announced_prefix_that_does_not_come_is_computed(
+    fleet: Fleet, reader: Instance, there: int
+) -> None:
     tokens, beside = new_tokens(HITS + 17), Prompt(new_tokens(40), max_tokens=14)
     if there:
         fleet.here.keep(fleet("a"), tokens[: there * CHUNK + 1])
@@ -375,7 +434,9 @@ def test_an_announced_prefix_that_does_not_come_is_computed(fleet: Fleet, reader
 # ---- an instance that dies
 
 
-def test_an_instance_killed_in_the_middle_of_loads_and_stores_leaves_the_pool_as_it_was(here: Node, fleet: Fleet) -> None:
+def test_an_instance_killed_in_the_middle_of_loads_and_stores_leaves_the_pool_as_it_was(
+    here: Node, fleet: Fleet
+) -> None:
     """One of its requests holds a lease, another one's store waits for its commit."""
     case, victim = make_case(fleet, fleet("a")), fleet("victim")
     assert victim.one(case.tokens).agrees(case.computed)
@@ -391,7 +452,9 @@ def test_an_instance_killed_in_the_middle_of_loads_and_stores_leaves_the_pool_as
         eventually((here.folder / RELEASE.rpartition(".")[2]).exists, ANSWER_SECONDS)
         eventually(lambda: here.stats().reservations >= 1)
         eventually(lambda: here.stats().leases >= 1)
-    eventually(lambda: (stats := here.stats()).reservations == stats.leases == 0, LEASE_SECONDS + 20)
+    eventually(
+        lambda: (stats := here.stats()).reservations == stats.leases == 0, LEASE_SECONDS + 20
+    )
     assert here.chunks() == chunks
     for name in (BETWEEN, IN_STEP):
         case.hits_again(fleet(name))
@@ -415,8 +478,8 @@ PLACES = [
     "vcache_backend.transfer.places:BlockPlaces.store_plan",
     *(f"vcache_backend.vram_pool.pool:Pool.{name}" for name in ("slots", "mapped")),
 ]
-"""Methods that run with every request, down to those of the pool. Not those whose few lines are what keeps a load from getting lost
-(`begin`, `invalid`)."""
+"""Methods that run with every request, down to those of the pool. Not those whose few lines are
+what keeps a load from getting lost (`begin`, `invalid`)."""
 IN_STEP_PLACES = [
     f"{OURS}.scheduler:SchedulerSide.allocated",
     f"{OURS}.worker:WorkerSide.load_synchronously",
@@ -425,7 +488,11 @@ IN_STEP_PLACES = [
     f"{LOAD}._launch",
     *(SCATTER, RELEASE),
 ]
-ALWAYS = [f"{OURS}.scheduler:SchedulerSide.update", f"{OURS}.scheduler:SchedulerSide.add_stores", f"{OURS}.stats:Meter.count"]
+ALWAYS = [
+    f"{OURS}.scheduler:SchedulerSide.update",
+    f"{OURS}.scheduler:SchedulerSide.add_stores",
+    f"{OURS}.stats:Meter.count",
+]
 RAISED = [
     *((BETWEEN, place, 1) for place in PLACES),
     *((IN_STEP, place, 1) for place in IN_STEP_PLACES),
@@ -434,10 +501,17 @@ RAISED = [
 
 
 @pytest.mark.parametrize(
-    ("reader", "place", "times"), RAISED, indirect=["reader"], ids=lambda value: str(value).rpartition(":")[2]
+    ("reader", "place", "times"),
+    RAISED,
+    indirect=["reader"],
+    ids=lambda value: str(value).rpartition(":")[2],
 )
-def test_an_exception_of_ours_is_a_miss(fleet: Fleet, reader: Instance, case: Case, place: str, times: int) -> None:
-    """A hit, a prompt that is computed in two steps and stored, and one whose chunks leave the pool before they are loaded."""
+def test_an_exception_of_ours_is_a_miss(
+    fleet: Fleet, reader: Instance, case: Case, place: str, times: int
+) -> None:
+    """A hit, a prompt that is computed in two steps and stored, and one whose chunks leave the pool
+    before they are loaded.
+    """
     stored, gone = Prompt(new_tokens(6 * CHUNK + 9)), make_case(fleet, fleet("a"))
     expected = fleet.aside.run(stored)[0]
     reader.forget()
@@ -449,7 +523,9 @@ def test_an_exception_of_ours_is_a_miss(fleet: Fleet, reader: Instance, case: Ca
     case.unpolluted(reader)
     gone.unpolluted(reader)
     assert reader.run(stored)[0].agrees(expected)
-    assert fleet(IN_STEP if reader.name == BETWEEN else BETWEEN).again(stored.tokens).agrees(expected)
+    assert (
+        fleet(IN_STEP if reader.name == BETWEEN else BETWEEN).again(stored.tokens).agrees(expected)
+    )
     case.hits_again(reader)
 
 

@@ -1,9 +1,9 @@
-"""Real vLLM on the CPU with our own connector and with LMCache: what requests are answered, whichever way their KV comes.
+"""Real vLLM on the CPU with our own connector and with LMCache: what requests are answered,
+whichever way their KV comes.
 
-Every answer is compared with vLLM's own. Of each integration instance `a` stores, and computes long prompts in several steps; a
-`reader`, another process, has never computed what it is asked and so can only have it from the pool; `aside` is vLLM alone; `tiny`
-has hardly room.
-"""
+Every answer is compared with vLLM's own. Of each integration instance `a` stores, and computes long
+prompts in several steps; a `reader`, another process, has never computed what it is asked and so
+can only have it from the pool; `aside` is vLLM alone; `tiny` has hardly room."""
 
 from __future__ import annotations
 
@@ -40,14 +40,26 @@ class Fleet:
     def _vllm(self, name: str) -> Instance:
         waits = {"synchronous": 1 << 20, "asynchronous": 0, "tiny": 0}.get(name)
         arguments = {"a": LONG, "tiny": TINY, "adapters": LORA, "adapters-too": LORA}.get(name, {})
-        settings = {} if waits is None else {"connector": {"min_hit_tokens": CHUNK, "sync_below_tokens": waits}}
+        settings = (
+            {}
+            if waits is None
+            else {"connector": {"min_hit_tokens": CHUNK, "sync_below_tokens": waits}}
+        )
         return self.here.connect(f"vllm-{name}", settings, **arguments)
 
     def _in_place(self, name: str) -> Instance:
         # It shares what its own prefix cache keeps.
-        kinds = {"a": LONG, "tiny": {**TINY, "enable_prefix_caching": True}, "adapters": LORA, "adapters-too": LORA}
+        kinds = {
+            "a": LONG,
+            "tiny": {**TINY, "enable_prefix_caching": True},
+            "adapters": LORA,
+            "adapters-too": LORA,
+        }
         arguments = kinds.get(name, {})
-        settings = {"connector": {"share": "in_place", "min_hit_tokens": CHUNK}, "pool": {"segment_bytes": 0}}
+        settings = {
+            "connector": {"share": "in_place", "min_hit_tokens": CHUNK},
+            "pool": {"segment_bytes": 0},
+        }
         return self.here.connect(f"in-place-{name}", settings, **arguments)
 
     def _lmcache(self, name: str) -> Instance:
@@ -104,8 +116,12 @@ def tiny(fleet: Fleet) -> Instance:
 # ---- hits
 
 
-def test_another_instances_prefix_is_as_good_as_vllms_own(here: Node, a: Instance, reader: Instance) -> None:
-    """The same tokens are cached in both, so the same are computed: tokens and log probabilities are equal to the last bit."""
+def test_another_instances_prefix_is_as_good_as_vllms_own(
+    here: Node, a: Instance, reader: Instance
+) -> None:
+    """The same tokens are cached in both, so the same are computed: tokens and log probabilities
+    are equal to the last bit.
+    """
     for tail in (1, 17, BLOCK):
         tokens = new_tokens(HITS + tail)
         computed = here.keep(a, tokens)
@@ -129,7 +145,9 @@ def test_of_a_prompt_that_is_all_there_the_last_of_it_is_computed(
     assert fleet.integration == "lmcache" or from_pool.said == own.said
 
 
-def test_a_shared_beginning_is_a_hit_and_the_rest_is_computed(here: Node, a: Instance, reader: Instance, aside: Instance) -> None:
+def test_a_shared_beginning_is_a_hit_and_the_rest_is_computed(
+    here: Node, a: Instance, reader: Instance, aside: Instance
+) -> None:
     tokens = new_tokens(5 * CHUNK + 1)
     branch = tokens[:HITS] + new_tokens(2 * CHUNK + 5)
     here.keep(a, tokens)
@@ -139,8 +157,12 @@ def test_a_shared_beginning_is_a_hit_and_the_rest_is_computed(here: Node, a: Ins
     assert from_pool.said == own.said
 
 
-def test_the_pool_continues_vllms_own_cache(here: Node, a: Instance, reader: Instance, aside: Instance) -> None:
-    """The reader has a chunk and a half in blocks of its own, which are not written again, and takes the rest from the pool."""
+def test_the_pool_continues_vllms_own_cache(
+    here: Node, a: Instance, reader: Instance, aside: Instance
+) -> None:
+    """The reader has a chunk and a half in blocks of its own, which are not written again, and
+    takes the rest from the pool.
+    """
     tokens = new_tokens(5 * CHUNK + 1)
     here.keep(reader, tokens[: CHUNK + BLOCK + 1])
     before = here.chunks()
@@ -159,7 +181,9 @@ def test_a_miss_is_vllms_ordinary_prefill(reader: Instance, aside: Instance) -> 
     assert missed.said == alone.said
 
 
-def test_a_prompt_computed_in_several_steps_is_stored_whole(here: Node, a: Instance, reader: Instance) -> None:
+def test_a_prompt_computed_in_several_steps_is_stored_whole(
+    here: Node, a: Instance, reader: Instance
+) -> None:
     tokens = new_tokens(13 * CHUNK + 1)
     here.keep(a, tokens)
     own, from_pool = a.one(tokens), reader.one(tokens)
@@ -167,7 +191,9 @@ def test_a_prompt_computed_in_several_steps_is_stored_whole(here: Node, a: Insta
     assert from_pool.said == own.said
 
 
-def test_a_hit_whose_rest_is_computed_in_several_steps(here: Node, pooled: None, a: Instance, aside: Instance) -> None:
+def test_a_hit_whose_rest_is_computed_in_several_steps(
+    here: Node, pooled: None, a: Instance, aside: Instance
+) -> None:
     """`a` computes 256 tokens a step at most, after what it loads."""
     tokens = new_tokens(HITS + 1)
     longer = tokens[:HITS] + new_tokens(9 * CHUNK + 5)
@@ -181,7 +207,9 @@ def test_a_hit_whose_rest_is_computed_in_several_steps(here: Node, pooled: None,
     here.stored(before + 9)
 
 
-def test_requests_of_one_batch_share_a_prefix(here: Node, a: Instance, reader: Instance, aside: Instance) -> None:
+def test_requests_of_one_batch_share_a_prefix(
+    here: Node, a: Instance, reader: Instance, aside: Instance
+) -> None:
     prefix = new_tokens(HITS)
     here.keep(a, [*prefix, 3])
     prompts = [Prompt([*prefix, *new_tokens(tail)]) for tail in (1, 7, 19, BLOCK - 1)]
@@ -200,7 +228,9 @@ def test_hits_and_misses_of_one_batch(here: Node, a: Instance, reader: Instance)
     assert all(map(Answer.agrees, answers[1:], computed))
 
 
-def test_wrong_bytes_in_the_pool_are_wrong_tokens(here: Node, pooled: None, a: Instance, reader: Instance) -> None:
+def test_wrong_bytes_in_the_pool_are_wrong_tokens(
+    here: Node, pooled: None, a: Instance, reader: Instance
+) -> None:
     """What the tests here compare does come from the pool."""
     tokens = new_tokens(HITS + 17)
     computed = here.keep(a, tokens)
@@ -211,7 +241,9 @@ def test_wrong_bytes_in_the_pool_are_wrong_tokens(here: Node, pooled: None, a: I
     assert reader.again(tokens).agrees(computed)
 
 
-def test_a_prompt_that_is_rated_is_computed(here: Node, a: Instance, reader: Instance, aside: Instance) -> None:
+def test_a_prompt_that_is_rated_is_computed(
+    here: Node, a: Instance, reader: Instance, aside: Instance
+) -> None:
     """Its own log probabilities are wanted for every token, so none may come from the pool."""
     tokens = new_tokens(HITS + 5)
     here.keep(a, tokens)
@@ -237,9 +269,15 @@ def test_salts_never_share_but_with_themselves(here: Node, a: Instance, reader: 
     assert reader.again(tokens).cached == 0
 
 
-def test_an_adapter_is_told_apart_by_what_lies_at_its_path(here: Node, fleet: Fleet, tmp_path: Path) -> None:
+def test_an_adapter_is_told_apart_by_what_lies_at_its_path(
+    here: Node, fleet: Fleet, tmp_path: Path
+) -> None:
     """Two of one name."""
-    one, two, adapters = str(write_lora(tmp_path / "1/sql", 1)), str(write_lora(tmp_path / "2/sql", 2)), fleet("adapters")
+    one, two, adapters = (
+        str(write_lora(tmp_path / "1/sql", 1)),
+        str(write_lora(tmp_path / "2/sql", 2)),
+        fleet("adapters"),
+    )
     reader = adapters if fleet.pooled else fleet("adapters-too")
     tokens = new_tokens(4 * CHUNK + 1)
     answers = {lora: here.keep(adapters, tokens, lora=lora) for lora in (one, two, None)}
@@ -252,9 +290,18 @@ def test_an_adapter_is_told_apart_by_what_lies_at_its_path(here: Node, fleet: Fl
     assert reader.again(tokens, lora=one).cached == 0, "trained again into the same folder"
 
 
-def test_what_vllm_takes_for_another_adapters_kv_is_not_passed_on(here: Node, fleet: Fleet, tmp_path: Path) -> None:
-    """Its own prefix cache does not see that an adapter was trained again, nor its workers that another one has its number."""
-    one, two, adapters, reader = tmp_path / "one", tmp_path / "two", fleet("adapters"), fleet("adapters-too")
+def test_what_vllm_takes_for_another_adapters_kv_is_not_passed_on(
+    here: Node, fleet: Fleet, tmp_path: Path
+) -> None:
+    """Its own prefix cache does not see that an adapter was trained again, nor its workers that
+    another one has its number.
+    """
+    one, two, adapters, reader = (
+        tmp_path / "one",
+        tmp_path / "two",
+        fleet("adapters"),
+        fleet("adapters-too"),
+    )
     tokens = [*new_tokens(4 * CHUNK), 5]
     here.keep(adapters, tokens, lora=str(write_lora(one, 1)), lora_id=1)
     for folder, seed, number, cached in ((one, 2, 2, 4 * CHUNK), (two, 3, 1, 0)):
@@ -269,8 +316,12 @@ def test_what_vllm_takes_for_another_adapters_kv_is_not_passed_on(here: Node, fl
 # ---- requests that end early, or are interrupted
 
 
-def test_an_aborted_request_keeps_neither_lease_nor_blocks(here: Node, a: Instance, tiny: Instance, aside: Instance) -> None:
-    """Before its load, while it is under way, and when there was no room for it; then somebody needs all blocks there are."""
+def test_an_aborted_request_keeps_neither_lease_nor_blocks(
+    here: Node, a: Instance, tiny: Instance, aside: Instance
+) -> None:
+    """Before its load, while it is under way, and when there was no room for it; then somebody
+    needs all blocks there are.
+    """
     tokens = new_tokens(4 * CHUNK + 1)
     computed = here.keep(a, tokens)
     for steps in (0, 1, 2):
@@ -293,7 +344,9 @@ def test_an_aborted_request_keeps_neither_lease_nor_blocks(here: Node, a: Instan
     here.unleased()
 
 
-def test_preempted_requests_go_on_where_they_were(here: Node, a: Instance, tiny: Instance, aside: Instance) -> None:
+def test_preempted_requests_go_on_where_they_were(
+    here: Node, a: Instance, tiny: Instance, aside: Instance
+) -> None:
     """There is room for two; what the third had computed comes back from the pool."""
     prompts = [Prompt(new_tokens(2 * CHUNK + 9), max_tokens=120) for _ in range(3)]
     here.keep(a, prompts[0].tokens)

@@ -1,4 +1,6 @@
-"""The journal's file: what survives a torn end and a compaction under way, and what is seen of any damage."""
+"""The journal's file: what survives a torn end and a compaction under way, and what is seen of any
+damage.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +60,12 @@ def test_what_was_written_is_read_back(path: Path) -> None:
     assert state.segments == {S0: HISTORY[0]}
 
 
-def test_a_cut_file_is_read_to_its_last_whole_record(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It may be the last write of a killed server. That it is not is the witness's to say: the number of its last frame tells."""
+def test_a_cut_file_is_read_to_its_last_whole_record(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may be the last write of a killed server. That it is not is the witness's to say: the
+    number of its last frame tells.
+    """
     ends = set()
     for count in range(len(HISTORY) + 1):
         write(path, HISTORY[:count])
@@ -169,7 +175,13 @@ def test_a_clear_takes_its_namespace_out_and_goes_through_no_other_one() -> None
     def of(letter: bytes, number: int) -> ChunkKey:
         return ChunkKey(letter * 8 + number.to_bytes(18, "big"))
 
-    state = state_of([HISTORY[0], r.Live([of(b"a", 1), of(b"b", 2), of(b"a", 3)], PLACE[:3]), r.Cleared(b"a" * 8)])
+    state = state_of(
+        [
+            HISTORY[0],
+            r.Live([of(b"a", 1), of(b"b", 2), of(b"a", 3)], PLACE[:3]),
+            r.Cleared(b"a" * 8),
+        ]
+    )
     chunks = state.chunks
     records: list[r.Record] = [
         r.Gone([of(b"b", 2)]),
@@ -203,7 +215,9 @@ def test_compaction_shrinks_a_file_of_things_long_gone_and_loses_nothing_that_ha
     file.start(r.JournalState().records())
     largest, files = 0, set()
     for number in range(600):
-        directory.commit(CLIENT, directory.reserve(CLIENT, [chunk_key(number)], KIB).reservation, [])
+        directory.commit(
+            CLIENT, directory.reserve(CLIENT, [chunk_key(number)], KIB).reservation, []
+        )
         file.append(directory.records)
         directory.records.clear()
         file.compact(directory.still)
@@ -211,13 +225,19 @@ def test_compaction_shrinks_a_file_of_things_long_gone_and_loses_nothing_that_ha
         files.add(path.stat().st_ino)
         told = journal.read(path)
         assert told.chunks == {entry.key: entry.location for entry in directory.contents.live}
-        assert (set(told.held), set(told.segments), told.epochs) == ({written}, {S0}, directory.epochs.all())
+        assert (set(told.held), set(told.segments), told.epochs) == (
+            {written},
+            {S0},
+            directory.epochs.all(),
+        )
     file.close()
     assert (largest < 20_000, len(files) > 1, path.stat().st_mode & 0o777) == (True, True, 0o600)
 
 
 def test_no_mutation_of_a_journal_is_believed() -> None:
-    """As `journal_mutations` does it a hundred thousand times; its control, which asks no witness, sees what that costs."""
+    """As `journal_mutations` does it a hundred thousand times; its control, which asks no witness,
+    sees what that costs.
+    """
     counts = journal_mutations.campaign(160, seed=2)
     assert (counts.mutations, counts.wrong) == (160, 0)
     assert counts.warm["untouched"] == 10

@@ -1,4 +1,6 @@
-"""The kernel equals its reference: on the CPU under Triton's interpreter, on a GPU compiled. Destinations are poisoned first."""
+"""The kernel equals its reference: on the CPU under Triton's interpreter, on a GPU compiled.
+Destinations are poisoned first.
+"""
 
 from __future__ import annotations
 
@@ -31,27 +33,36 @@ COMPILED = isinstance(kernels.copy_kernel, triton.JITFunction)
 DEVICE = pytest.mark.parametrize(
     "device",
     [
-        pytest.param("cpu", marks=pytest.mark.skipif(COMPILED, reason="needs TRITON_INTERPRET=1, which GPU runs do not set")),
+        pytest.param(
+            "cpu",
+            marks=pytest.mark.skipif(
+                COMPILED, reason="needs TRITON_INTERPRET=1, which GPU runs do not set"
+            ),
+        ),
         pytest.param("cuda", marks=pytest.mark.gpu),
     ],
 )
 
 
 def slot_rows(kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> tuple[Int64s, Int64s]:
-    """Rows and origin, as `Copier.pull` takes them, of a copy out of slots, which are one origin: a plane begins in each of them where it
-    does in a chunk."""
+    """Rows and origin, as `Copier.pull` takes them, of a copy out of slots, which are one origin: a
+    plane begins in each of them where it does in a chunk."""
     addresses = np.array([slot.address for slot in slots], dtype=np.int64)
     rows = np.empty((len(plan.blocks), 3), dtype=np.int64)
     rows[:, 0] = 0
     rows[:, 1] = addresses[plan.blocks[:, 0]]
     rows[:, 1] += plan.blocks[:, 1]
     rows[:, 2] = plan.blocks[:, 2]
-    return rows, plane_offsets(len(kv.planes), kv.parts, plan.chunk_size // kv.block_size, kv.page_bytes)
+    return rows, plane_offsets(
+        len(kv.planes), kv.parts, plan.chunk_size // kv.block_size, kv.page_bytes
+    )
 
 
 @pytest.fixture(autouse=True)
 def _loops_under_numpy_2_4(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter calls `int()` on arrays of one element for the bounds of a loop; numpy 2.4 refuses that."""
+    """Triton 3.6's interpreter calls `int()` on arrays of one element for the bounds of a loop;
+    numpy 2.4 refuses that.
+    """
     patch = interpreter._patch_lang_tensor
 
     def patch_with_item(tensor: Any, scope: Any) -> None:
@@ -62,26 +73,48 @@ def _loops_under_numpy_2_4(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def noise(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) -> Tensor:
-    raw = torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), generator=torch.Generator().manual_seed(seed))
+    raw = torch.randint(
+        0,
+        256,
+        (*shape[:-1], shape[-1] * dtype.itemsize),
+        generator=torch.Generator().manual_seed(seed),
+    )
     return raw.to(torch.uint8).to(device).view(dtype)
 
 
-def cache(shape: tuple[int, ...], block_size: int, device: str, layers: int = 2, dtype: torch.dtype = torch.bfloat16) -> PagedKV:
-    return PagedKV.describe([noise(shape, dtype, device, layer) for layer in range(layers)], block_size)
+def cache(
+    shape: tuple[int, ...],
+    block_size: int,
+    device: str,
+    layers: int = 2,
+    dtype: torch.dtype = torch.bfloat16,
+) -> PagedKV:
+    return PagedKV.describe(
+        [noise(shape, dtype, device, layer) for layer in range(layers)], block_size
+    )
 
 
 def twin(kv: PagedKV) -> PagedKV:
-    """The same cache at other addresses, so that one can be written by the kernel and one by the reference."""
-    copies = [torch.empty_strided(page.shape, page.stride(), dtype=page.dtype, device=page.device) for page in kv.pages]
+    """The same cache at other addresses, so that one can be written by the kernel and one by the
+    reference.
+    """
+    copies = [
+        torch.empty_strided(page.shape, page.stride(), dtype=page.dtype, device=page.device)
+        for page in kv.pages
+    ]
     for copy, page in zip(copies, kv.pages, strict=True):
         copy.copy_(page)
     planes = np.array([(page.data_ptr(), page.stride(0)) for page in copies], dtype=np.int64)
     return replace(kv, pages=tuple(copies), planes=planes)
 
 
-def run_kernel(kv: PagedKV, copy: CopyPlan, slots: list[Tensor], to_slot: bool, tuning: Tuning) -> None:
+def run_kernel(
+    kv: PagedKV, copy: CopyPlan, slots: list[Tensor], to_slot: bool, tuning: Tuning
+) -> None:
     table = np.empty((kernels.table_rows(kv, len(copy.blocks)), 3), dtype=np.int64)
-    aligned = kernels.fill_slots(kv, copy, np.array([slot.data_ptr() for slot in slots], dtype=np.int64), table)
+    aligned = kernels.fill_slots(
+        kv, copy, np.array([slot.data_ptr() for slot in slots], dtype=np.int64), table
+    )
     there = torch.from_numpy(table).to(kv.device)
     kernels.launch(kv, len(copy.blocks), there, to_origin=to_slot, tuning=tuning, aligned=aligned)
 
@@ -91,23 +124,43 @@ def launch(kv: PagedKV, rows: Int64s, origins: Int64s, to_origin: bool, tuning: 
     filled = np.empty((kernels.table_rows(kv, len(rows), len(origins)), 3), dtype=np.int64)
     aligned = kernels.fill_table(kv, rows, origins, filled)
     table = torch.from_numpy(filled).to(kv.device)
-    kernels.launch(kv, len(rows), table, to_origin=to_origin, tuning=tuning, many=len(origins) > 1, aligned=aligned)
+    kernels.launch(
+        kv,
+        len(rows),
+        table,
+        to_origin=to_origin,
+        tuning=tuning,
+        many=len(origins) > 1,
+        aligned=aligned,
+    )
     return aligned
 
 
-def check(kv: PagedKV, copy: CopyPlan, slots: int, to_slot: bool, tuning: Tuning, shift: int = 0) -> None:
-    """Run both on equal, poisoned destinations and compare every byte, also those that must not change."""
+def check(
+    kv: PagedKV, copy: CopyPlan, slots: int, to_slot: bool, tuning: Tuning, shift: int = 0
+) -> None:
+    """Run both on equal, poisoned destinations and compare every byte, also those that must not
+    change.
+    """
     nbytes = kv.chunk_bytes(copy.chunk_size)
     expected, found = kv, twin(kv)
     if to_slot:
-        ours = [torch.full((shift + nbytes + 64,), POISON, dtype=torch.uint8, device=kv.device) for _ in range(slots)]
+        ours = [
+            torch.full((shift + nbytes + 64,), POISON, dtype=torch.uint8, device=kv.device)
+            for _ in range(slots)
+        ]
         theirs = [slot.clone() for slot in ours]
     else:
-        ours = [noise((shift + nbytes + 64,), torch.uint8, str(kv.device), 100 + i) for i in range(slots)]
+        ours = [
+            noise((shift + nbytes + 64,), torch.uint8, str(kv.device), 100 + i)
+            for i in range(slots)
+        ]
         theirs = ours
         for page in (*expected.pages, *found.pages):
             page.fill_(POISON)
-    (reference.gather if to_slot else reference.scatter)(expected, copy, [slot[shift : shift + nbytes] for slot in theirs])
+    (reference.gather if to_slot else reference.scatter)(
+        expected, copy, [slot[shift : shift + nbytes] for slot in theirs]
+    )
     run_kernel(found, copy, [slot[shift : shift + nbytes] for slot in ours], to_slot, tuning)
     for mine, right in zip((*ours, *found.pages), (*theirs, *expected.pages), strict=True):
         assert torch.equal(mine, right)
@@ -116,23 +169,32 @@ def check(kv: PagedKV, copy: CopyPlan, slots: int, to_slot: bool, tuning: Tuning
 
 
 def some(kv: PagedKV, count: int, seed: int = 0, first: int = 0) -> CopyPlan:
-    """A plan for chunks of two blocks: `count` blocks from anywhere, of which those from `first` on are wanted."""
-    return plan_blocks(kv, 2 * kv.block_size, np.random.default_rng(seed).permutation(kv.num_blocks)[:count], first)
+    """A plan for chunks of two blocks: `count` blocks from anywhere, of which those from `first` on
+    are wanted.
+    """
+    return plan_blocks(
+        kv, 2 * kv.block_size, np.random.default_rng(seed).permutation(kv.num_blocks)[:count], first
+    )
 
 
-# A page is 4 tokens of `words` fp16 numbers: from 8 bytes to a size that is no multiple of 16 nor of the kernel's piece.
+# A page is 4 tokens of `words` fp16 numbers: from 8 bytes to a size that is no multiple of 16 nor
+# of the kernel's piece.
 @pytest.mark.parametrize("words", [1, 64, 100, 129])
 @TUNINGS
 @DIRECTIONS
 @DEVICE
-def test_the_kernel_equals_the_reference_for_odd_page_sizes(words: int, tuning: Tuning, to_slot: bool, device: str) -> None:
+def test_the_kernel_equals_the_reference_for_odd_page_sizes(
+    words: int, tuning: Tuning, to_slot: bool, device: str
+) -> None:
     kv = cache((12, 4, words), 4, device, dtype=torch.float16)
     check(kv, some(kv, 5, first=1), 3, to_slot, tuning)
 
 
 @DIRECTIONS
 @DEVICE
-def test_the_kernel_equals_the_reference_for_parts_that_lie_apart(to_slot: bool, device: str) -> None:
+def test_the_kernel_equals_the_reference_for_parts_that_lie_apart(
+    to_slot: bool, device: str
+) -> None:
     """Other layouts are one page a block, as in the other tests: see test_paged."""
     kv = cache((2, 12, 4, 3, 20), 4, device, layers=3)
     assert kv.parts == 2
@@ -150,7 +212,9 @@ def test_slots_at_any_address_take_narrower_words(shift: int, to_slot: bool, dev
 @pytest.mark.parametrize("ctas", [1, 7, 1000])
 @TUNINGS
 @DEVICE
-def test_any_number_of_programs_moves_every_piece_once(ctas: int, tuning: Tuning, device: str) -> None:
+def test_any_number_of_programs_moves_every_piece_once(
+    ctas: int, tuning: Tuning, device: str
+) -> None:
     kv = cache((40, 4, 200), 4, device, layers=1)
     check(kv, some(kv, 6), 3, False, replace(tuning, ctas=ctas))
 
@@ -163,9 +227,13 @@ def test_an_empty_plan_moves_nothing(device: str) -> None:
 
 @DIRECTIONS
 @DEVICE
-def test_the_kernel_equals_the_reference_for_several_block_tables(to_slot: bool, device: str) -> None:
+def test_the_kernel_equals_the_reference_for_several_block_tables(
+    to_slot: bool, device: str
+) -> None:
     first, second = (noise((24, 4, 3, 20), torch.bfloat16, device, layer) for layer in range(2))
-    kv = PagedKV.describe_groups([({"a": first, "b": second}, Share(4)), ({"c": first}, Share(4, 8))])
+    kv = PagedKV.describe_groups(
+        [({"a": first, "b": second}, Share(4)), ({"c": first}, Share(4, 8))]
+    )
     assert kv.chunk_bytes(16) == 2 * 6 * kv.page_bytes
     ids = np.random.default_rng(3).permutation(24)[:12]
     ids[[1, 4, 10]] = -1
@@ -218,7 +286,9 @@ def test_a_copy_of_too_many_pieces_is_refused() -> None:
 
 
 class Owners(NamedTuple):
-    """KV caches of others, their planes' addresses, and bytes from block to block; tensors: what keeps them."""
+    """KV caches of others, their planes' addresses, and bytes from block to block; tensors: what
+    keeps them.
+    """
 
     caches: list[PagedKV]
     tensors: list[Tensor]
@@ -227,18 +297,35 @@ class Owners(NamedTuple):
     def rows(self, chosen: list[tuple[int, int, int]]) -> Int64s:
         """(owner, its block, the reader's block)."""
         strides = [int(kv.planes[0, 1]) for kv in self.caches]
-        return np.array([(owner, block * strides[owner], place) for owner, block, place in chosen], dtype=np.int64).reshape(-1, 3)
+        return np.array(
+            [(owner, block * strides[owner], place) for owner, block, place in chosen],
+            dtype=np.int64,
+        ).reshape(-1, 3)
 
 
-def owners(count: int, page_bytes: int, layers: int, device: str, gaps: list[int], shift: int = 0) -> Owners:
-    """Each with its own number of blocks, and `gaps[i]` bytes from the end of a block to the next one."""
+def owners(
+    count: int, page_bytes: int, layers: int, device: str, gaps: list[int], shift: int = 0
+) -> Owners:
+    """Each with its own number of blocks, and `gaps[i]` bytes from the end of a block to the next
+    one.
+    """
     caches, tensors, bases = [], [], []
     for owner in range(count):
         blocks, stride = 7 + 3 * owner, page_bytes + gaps[owner]
-        raw = [noise((shift + blocks * stride,), torch.uint8, device, 31 * owner + layer) for layer in range(layers)]
+        raw = [
+            noise((shift + blocks * stride,), torch.uint8, device, 31 * owner + layer)
+            for layer in range(layers)
+        ]
         pages = tuple(memory.as_strided((blocks, page_bytes), (stride, 1), shift) for memory in raw)
         planes = np.array([(page.data_ptr(), stride) for page in pages], dtype=np.int64)
-        fields = {"layers": layers, "parts": 1, "page_bytes": page_bytes, "block_size": 4, "num_blocks": blocks, "name": "x"}
+        fields = {
+            "layers": layers,
+            "parts": 1,
+            "page_bytes": page_bytes,
+            "block_size": 4,
+            "num_blocks": blocks,
+            "name": "x",
+        }
         caches.append(PagedKV(raw[0].device, "uint8", pages=pages, planes=planes, **fields))  # type: ignore[arg-type]
         tensors += raw
         bases.append(planes[:, 0])
@@ -246,7 +333,9 @@ def owners(count: int, page_bytes: int, layers: int, device: str, gaps: list[int
 
 
 def taken(reader: PagedKV, there: Owners, chosen: list[tuple[int, int, int]]) -> list[Tensor]:
-    """What the reader's pages must be: poison, and the owners' bytes in the places chosen. By indexing alone."""
+    """What the reader's pages must be: poison, and the owners' bytes in the places chosen. By
+    indexing alone.
+    """
     pages = [torch.full_like(page, POISON) for page in reader.pages]
     for owner, block, place in chosen:
         for page, source in zip(pages, there.caches[owner].pages, strict=True):
@@ -259,7 +348,8 @@ def choose(count: int, there: Owners, reader: PagedKV, seed: int) -> list[tuple[
     places = random.permutation(reader.num_blocks)[:count].tolist()
     owned = [int(random.integers(len(there.caches))) for _ in places]
     return [
-        (owner, int(random.integers(there.caches[owner].num_blocks)), place) for owner, place in zip(owned, places, strict=True)
+        (owner, int(random.integers(there.caches[owner].num_blocks)), place)
+        for owner, place in zip(owned, places, strict=True)
     ]
 
 
@@ -283,8 +373,18 @@ def test_blocks_of_other_caches_come_to_the_places_that_rows_name(
 @settings(max_examples=60)
 @given(st.data())
 def test_the_reference_of_a_pull_is_what_indexing_gives(data: st.DataObject) -> None:
-    page_bytes, count, layers = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
-    there = owners(count, page_bytes, layers, "cpu", data.draw(st.lists(st.integers(0, 40), min_size=count, max_size=count)))
+    page_bytes, count, layers = (
+        data.draw(st.integers(1, 70)),
+        data.draw(st.integers(1, 4)),
+        data.draw(st.integers(1, 3)),
+    )
+    there = owners(
+        count,
+        page_bytes,
+        layers,
+        "cpu",
+        data.draw(st.lists(st.integers(0, 40), min_size=count, max_size=count)),
+    )
     reader = owners(1, page_bytes, layers, "cpu", [data.draw(st.integers(0, 9))]).caches[0]
     chosen = choose(data.draw(st.integers(0, 7)), there, reader, data.draw(st.integers(0, 999)))
     expected = taken(reader, there, chosen)
@@ -299,15 +399,29 @@ def test_the_reference_of_a_pull_is_what_indexing_gives(data: st.DataObject) -> 
 @pytest.mark.skipif(COMPILED, reason="needs TRITON_INTERPRET=1, which GPU runs do not set")
 def test_the_kernel_pulls_what_the_reference_pulls(data: st.DataObject) -> None:
     page_bytes, count = data.draw(st.sampled_from([8, 48, 100, 513])), data.draw(st.integers(1, 4))
-    there = owners(count, page_bytes, 2, "cpu", data.draw(st.lists(st.integers(0, 40), min_size=count, max_size=count)))
-    found, right = (owners(1, page_bytes, 2, "cpu", [data.draw(st.integers(0, 9))]).caches[0] for _ in range(2))
-    rows = there.rows(choose(data.draw(st.integers(1, 7)), there, right, data.draw(st.integers(0, 999))))
+    there = owners(
+        count,
+        page_bytes,
+        2,
+        "cpu",
+        data.draw(st.lists(st.integers(0, 40), min_size=count, max_size=count)),
+    )
+    found, right = (
+        owners(1, page_bytes, 2, "cpu", [data.draw(st.integers(0, 9))]).caches[0] for _ in range(2)
+    )
+    rows = there.rows(
+        choose(data.draw(st.integers(1, 7)), there, right, data.draw(st.integers(0, 999)))
+    )
     for page in (*found.pages, *right.pages):
         page.fill_(POISON)
-    tuning = data.draw(st.sampled_from([SMALL, REGISTERS, replace(SMALL, ctas=1), replace(SMALL, ctas=9)]))
+    tuning = data.draw(
+        st.sampled_from([SMALL, REGISTERS, replace(SMALL, ctas=1), replace(SMALL, ctas=9)])
+    )
     launch(found, rows, there.origins, False, tuning)
     reference.pull(right, rows, there.origins)
-    assert all(torch.equal(mine, other) for mine, other in zip(found.pages, right.pages, strict=True))
+    assert all(
+        torch.equal(mine, other) for mine, other in zip(found.pages, right.pages, strict=True)
+    )
 
 
 @TUNINGS
@@ -325,13 +439,24 @@ def test_slots_and_other_caches_are_read_in_one_launch(tuning: Tuning, device: s
     for mine, theirs in zip(kv.pages, other.pages, strict=True):
         mine[free[0]], mine[free[1]] = theirs[8], theirs[0]
     more = np.array([(1, 8 * other.planes[0, 1], free[0]), (1, 0, free[1])], dtype=np.int64)
-    launch(found, np.concatenate([more[:1], rows, more[1:]]), np.concatenate([origin, other.planes[None, :, 0]]), False, tuning)
+    launch(
+        found,
+        np.concatenate([more[:1], rows, more[1:]]),
+        np.concatenate([origin, other.planes[None, :, 0]]),
+        False,
+        tuning,
+    )
     assert all(torch.equal(mine, right) for mine, right in zip(found.pages, kv.pages, strict=True))
 
 
-@pytest.mark.parametrize(("shift", "gap", "aligned"), [(0, 0, 16), (8, 0, 8), (0, 8, 8), (4, 16, 4), (0, 2, 2), (1, 16, 1)])
+@pytest.mark.parametrize(
+    ("shift", "gap", "aligned"),
+    [(0, 0, 16), (8, 0, 8), (0, 8, 8), (4, 16, 4), (0, 2, 2), (1, 16, 1)],
+)
 @DEVICE
-def test_words_are_as_wide_as_the_owners_addresses_and_strides_allow(shift: int, gap: int, aligned: int, device: str) -> None:
+def test_words_are_as_wide_as_the_owners_addresses_and_strides_allow(
+    shift: int, gap: int, aligned: int, device: str
+) -> None:
     there = owners(2, 512, 2, device, [0, gap], shift)
     reader = owners(1, 512, 2, device, [0]).caches[0]
     chosen = [(0, 1, 0), (1, 3, 1), (1, 2, 5)]
@@ -343,7 +468,9 @@ def test_words_are_as_wide_as_the_owners_addresses_and_strides_allow(shift: int,
 
 
 def test_one_origin_is_not_looked_up() -> None:
-    """Small copies would feel one more look-up before their first byte; the table of one origin ends with its rows."""
+    """Small copies would feel one more look-up before their first byte; the table of one origin
+    ends with its rows.
+    """
     kv = owners(1, 512, 2, "cpu", [0]).caches[0]
     assert (kernels.table_rows(kv, 1, 1), kernels.table_rows(kv, 1, 2)) == (3, 3 + 2)
 
@@ -352,9 +479,14 @@ def test_one_origin_is_not_looked_up() -> None:
 def test_slots_are_rows_of_one_origin(chunks: int, first: int) -> None:
     kv = cache((12, 2, 4, 1, 8), 4, "cpu")
     copy = plan_blocks(kv, 8, np.arange(2 * chunks), min(first, chunks))
-    views = [SlotView((1 << 40) + 7 * i * kv.chunk_bytes(8), kv.chunk_bytes(8), True, torch.empty(0), 0) for i in range(chunks)]
+    views = [
+        SlotView((1 << 40) + 7 * i * kv.chunk_bytes(8), kv.chunk_bytes(8), True, torch.empty(0), 0)
+        for i in range(chunks)
+    ]
     rows, origins = slot_rows(kv, copy, views)
-    quick, slow = (np.empty((kernels.table_rows(kv, len(rows)), 3), dtype=np.int64) for _ in range(2))
+    quick, slow = (
+        np.empty((kernels.table_rows(kv, len(rows)), 3), dtype=np.int64) for _ in range(2)
+    )
     kernels.fill_slots(kv, copy, np.array([view.address for view in views], dtype=np.int64), quick)
     kernels.fill_table(kv, rows, origins, slow)
     assert np.array_equal(quick[: len(kv.planes)], slow[: len(kv.planes)])

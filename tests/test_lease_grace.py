@@ -1,4 +1,6 @@
-"""What a reader may conclude by itself: a copy that is over within the grace of its lease held; after it the server is asked."""
+"""What a reader may conclude by itself: a copy that is over within the grace of its lease held;
+after it the server is asked.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,15 @@ __all__ = ["here"]
 
 
 class Reading:
-    """A session, and a lease on two chunks: its own, or one that the client `holder` of another process got."""
+    """A session, and a lease on two chunks: its own, or one that the client `holder` of another
+    process got.
+    """
 
     def __init__(self, here: Node, foreign: bool = False, lease_seconds: float = 60.0) -> None:
         self.server, cache = here.serve(lease_seconds=lease_seconds), Cache()
-        put(here.engine("host:a", 2 * cache.chunk_bytes, layout_of(cache)), cache, prompt(2 * CHUNK))
+        put(
+            here.engine("host:a", 2 * cache.chunk_bytes, layout_of(cache)), cache, prompt(2 * CHUNK)
+        )
         reader = here.engine("host:b", 0, layout_of(cache))
         self.session, self.holder, self.bystander = reader._session, here.client(), here.client()
         keys = reader.keys(prompt(2 * CHUNK))
@@ -53,7 +59,9 @@ class Reading:
     def answered(self) -> tuple[int, int]:
         """Renewals and releases that the server answered."""
         latency = self.bystander.stats().latency
-        renewals, releases = (latency[name].count if name in latency else 0 for name in ("Renew", "Release"))
+        renewals, releases = (
+            latency[name].count if name in latency else 0 for name in ("Renew", "Release")
+        )
         return renewals, releases
 
     def leases(self) -> int:
@@ -79,7 +87,9 @@ def test_the_lease_held_though_the_server_is_gone(reading: Reading) -> None:
     assert reading.concluded(0.0)
 
 
-def test_the_lease_is_ended_behind_the_reader_s_back_unless_others_may_read_under_it(reading: Reading) -> None:
+def test_the_lease_is_ended_behind_the_reader_s_back_unless_others_may_read_under_it(
+    reading: Reading,
+) -> None:
     assert reading.leases() == 1
     assert reading.concluded(0.0)
     reading.session.leases.release(reading.lease)
@@ -117,7 +127,9 @@ def test_the_server_s_silence_is_a_no(reading: Reading) -> None:
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_after_a_lease_that_ended_what_was_read_is_right_unless_a_slot_was_used_again(here: Node, again: bool) -> None:
+def test_after_a_lease_that_ended_what_was_read_is_right_unless_a_slot_was_used_again(
+    here: Node, again: bool
+) -> None:
     reading = Reading(here, foreign=True)
     reading.lease.patience, keys = SECONDS, reading.lease.keys
     assert reading.bystander.release(reading.lease.id)
@@ -153,7 +165,9 @@ def another_call(session: Session) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("end", [AskedLease.fetch, AskedLease.drop])
-def test_an_answer_that_comes_too_late_leaves_no_lease(here: Node, end: Callable[[AskedLease], object]) -> None:
+def test_an_answer_that_comes_too_late_leaves_no_lease(
+    here: Node, end: Callable[[AskedLease], object]
+) -> None:
     """Another thread's call takes longer than an answer is waited for, and the connection lives."""
     reading = Reading(here)
     assert reading.session.client.release(reading.lease.id)
@@ -161,7 +175,9 @@ def test_an_answer_that_comes_too_late_leaves_no_lease(here: Node, end: Callable
     with another_call(reading.session), suppress(ServerTimeout):
         end(asked)
     assert reading.session.client.connected
-    eventually(lambda: reading.session.client.lookup(reading.lease.keys) == 2 and reading.leases() == 0)
+    eventually(
+        lambda: reading.session.client.lookup(reading.lease.keys) == 2 and reading.leases() == 0
+    )
 
 
 def test_a_release_that_another_call_keeps_waiting_too_long_is_not_lost(here: Node) -> None:
@@ -178,7 +194,10 @@ def test_a_release_that_another_call_keeps_waiting_too_long_is_not_lost(here: No
 def test_a_retrieve_that_is_refused_gives_back_what_it_asked_for(here: Node) -> None:
     here.serve(lease_seconds=60.0)
     cache, tokens = Cache(), prompt(2 * CHUNK)
-    engine, bystander = here.engine("host:a", 2 * cache.chunk_bytes, layout_of(cache)), here.client()
+    engine, bystander = (
+        here.engine("host:a", 2 * cache.chunk_bytes, layout_of(cache)),
+        here.client(),
+    )
     put(engine, cache, tokens)
     slots = places(cache.sizes, 2 * CHUNK)
     slots[-1] = slots[0]
@@ -215,13 +234,20 @@ class Failed(Copied):
         return False
 
 
-def test_a_load_that_failed_is_not_over_while_another_part_of_it_may_still_write(here: Node) -> None:
+def test_a_load_that_failed_is_not_over_while_another_part_of_it_may_still_write(
+    here: Node,
+) -> None:
     here.serve(lease_seconds=60.0)
     cache, tokens, copier = Cache(), prompt(4 * CHUNK), HalfFailing()
     put(here.engine("host:a", 4 * cache.chunk_bytes, layout_of(cache)), cache, tokens)
     reader, bystander = here.engine("host:b", 0, layout_of(cache), copier=copier), here.client()
     session, keys = reader._session, reader.keys(tokens)
-    where = SlotPlaces(session.bind(cache.tensors), CHUNK, places(cache.sizes, 4 * CHUNK).numpy(), range(0, 4 * CHUNK, CHUNK))
+    where = SlotPlaces(
+        session.bind(cache.tensors),
+        CHUNK,
+        places(cache.sizes, 4 * CHUNK).numpy(),
+        range(0, 4 * CHUNK, CHUNK),
+    )
     load = Load(session, where, keys, lease=session.leases.ask(keys[:2]))
     assert not load.advance()
     assert copier.launched == 2

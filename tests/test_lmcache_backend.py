@@ -1,4 +1,6 @@
-"""The plugin as one of LMCache's storage backends: beside its host tier, closed and made again, asked for what is no request's."""
+"""The plugin as one of LMCache's storage backends: beside its host tier, closed and made again,
+asked for what is no request's.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from kv_cases import CHUNK
-from lmcache_cases import Pair, Pool, all_of, chunks, needs_lmcache, pair, pool, said, served, shared
+from lmcache_cases import (
+    Pair,
+    Pool,
+    all_of,
+    chunks,
+    needs_lmcache,
+    pair,
+    pool,
+    said,
+    served,
+    shared,
+)
 
 if TYPE_CHECKING:
     from lmcache_worker import Inside
@@ -22,7 +35,9 @@ pytestmark = needs_lmcache
 
 def remove_gently(inside: Inside, prompt: list[int]) -> tuple[bool, int]:
     keys = inside.keys(prompt)
-    return inside.backend.remove(keys[0], force=False), inside.backend.batched_remove(keys, force=False)
+    return inside.backend.remove(keys[0], force=False), inside.backend.batched_remove(
+        keys, force=False
+    )
 
 
 def test_only_a_forced_removal_takes_a_pinned_chunk(pair: Pair) -> None:
@@ -45,13 +60,17 @@ def put_anothers(inside: Inside, prompt: list[int]) -> bool:
     shapes, dtypes = inside.metadata.get_shapes(CHUNK), inside.metadata.get_dtypes()
     where = {"kvcaches": inside.cache.tensors, "slot_mapping": slots}
     theirs = [AdHocMemoryAllocator(device="cpu").allocate(shapes, dtypes) for _ in keys]
-    inside.engine.gpu_connector.batched_from_gpu(theirs, [i * CHUNK for i in range(len(keys))], [], **where)
+    inside.engine.gpu_connector.batched_from_gpu(
+        theirs, [i * CHUNK for i in range(len(keys))], [], **where
+    )
     inside.backend.batched_submit_put_task(keys, theirs)
     return inside.flush()
 
 
 def test_what_another_allocator_made_is_not_stored(pair: Pair) -> None:
-    """Its bytes need not be laid out as the KV blocks of those who would read them from the pool."""
+    """Its bytes need not be laid out as the KV blocks of those who would read them from the
+    pool.
+    """
     served, engine, _ = pair
     assert engine.do(put_anothers, chunks(2))
     assert (served.stats().chunks, served.stats().reservations) == (0, 0)
@@ -68,9 +87,13 @@ def in_hot_cache(inside: Inside) -> int:
 
 
 def fill_host_tier(inside: Inside, prompt: list[int]) -> int:
-    """Put chunks there under the prompt's keys, as a disk or a server behind it would that others fill, too. Their bytes are arranged as
-    stock LMCache arranges them."""
-    tier, shapes, dtypes = inside.manager.local_cpu_backend, inside.metadata.get_shapes(CHUNK), inside.metadata.get_dtypes()
+    """Put chunks there under the prompt's keys, as a disk or a server behind it would that others
+    fill, too. Their bytes are arranged as stock LMCache arranges them."""
+    tier, shapes, dtypes = (
+        inside.manager.local_cpu_backend,
+        inside.metadata.get_shapes(CHUNK),
+        inside.metadata.get_dtypes(),
+    )
     for key in inside.keys(prompt):
         tier.submit_put_task(key, tier.allocate(shapes, dtypes))
     return in_hot_cache(inside)
@@ -79,7 +102,9 @@ def fill_host_tier(inside: Inside, prompt: list[int]) -> int:
 @pytest.mark.parametrize("ahead", [False, True])
 def test_what_another_tier_has_under_our_keys_is_not_read(served: Pool, ahead: bool) -> None:
     """Its keys say nothing of the layout of the bytes."""
-    engine = served.engine(**HOST_TIER, enable_async_loading=ahead, process={"service": "tiers"} if ahead else {})
+    engine = served.engine(
+        **HOST_TIER, enable_async_loading=ahead, process={"service": "tiers"} if ahead else {}
+    )
     engine.store(chunks(1))
     assert engine.do(fill_host_tier, chunks(3)) == 3
     assert (engine.do("ask", chunks(3), "r") if ahead else engine.lookup(chunks(3), "r")) == CHUNK
@@ -126,10 +151,18 @@ def stock_allocator(inside: Inside, yaml: Path) -> list[str]:
     from lmcache_worker import metadata
 
     engine = LMCacheEngineBuilder.get_or_create(
-        "stock", LMCacheEngineConfig.from_file(str(yaml)), metadata(inside.setup), None, print, print
+        "stock",
+        LMCacheEngineConfig.from_file(str(yaml)),
+        metadata(inside.setup),
+        None,
+        print,
+        print,
     )
     engine.post_init()
-    return [type(engine.storage_manager.allocator_backend).__name__, *engine.storage_manager.storage_backends]
+    return [
+        type(engine.storage_manager.allocator_backend).__name__,
+        *engine.storage_manager.storage_backends,
+    ]
 
 
 def test_an_engine_without_the_plugin_is_left_alone(served: Pool) -> None:

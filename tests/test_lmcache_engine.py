@@ -1,8 +1,8 @@
-"""The plugin inside real LMCacheEngines, each in a process of its own: store here, look up and retrieve there, byte for byte.
+"""The plugin inside real LMCacheEngines, each in a process of its own: store here, look up and
+retrieve there, byte for byte.
 
-Engines are made from LMCache's YAML alone. Every retrieval goes into poisoned blocks in other places, and every byte of the whole
-KV cache is compared.
-"""
+Engines are made from LMCache's YAML alone. Every retrieval goes into poisoned blocks in other
+places, and every byte of the whole KV cache is compared."""
 
 from __future__ import annotations
 
@@ -12,7 +12,21 @@ import pytest
 import torch
 from engine_cases import WrongCopier
 from kv_cases import CHUNK, FLASH, MLA, PACKED, PACKED_HND, Arrangement, places
-from lmcache_cases import NOTHING, Engine, Pair, Pool, all_of, chunks, needs_lmcache, pair, pool, said, served, shared, tokens
+from lmcache_cases import (
+    NOTHING,
+    Engine,
+    Pair,
+    Pool,
+    all_of,
+    chunks,
+    needs_lmcache,
+    pair,
+    pool,
+    said,
+    served,
+    shared,
+    tokens,
+)
 from processes import eventually
 
 from vcache_backend import status
@@ -22,7 +36,11 @@ if TYPE_CHECKING:
 
 __all__ = ["pair", "pool", "served", "shared"]
 pytestmark = needs_lmcache
-LAYOUTS = [PACKED_HND, Arrangement("flash-fp8", "part block token head dim", dtype=torch.float8_e4m3fn), MLA]
+LAYOUTS = [
+    PACKED_HND,
+    Arrangement("flash-fp8", "part block token head dim", dtype=torch.float8_e4m3fn),
+    MLA,
+]
 """All others are in test_engine, and the plugin's usual one is in every test here."""
 
 
@@ -30,7 +48,9 @@ LAYOUTS = [PACKED_HND, Arrangement("flash-fp8", "part block token head dim", dty
 
 
 @pytest.mark.parametrize("arrangement", LAYOUTS, ids=lambda arrangement: arrangement.name)
-def test_what_one_engine_stores_another_retrieves_byte_for_byte(served: Pool, arrangement: Arrangement) -> None:
+def test_what_one_engine_stores_another_retrieves_byte_for_byte(
+    served: Pool, arrangement: Arrangement
+) -> None:
     writer, reader = served.engine(arrangement), served.engine(arrangement, lent=0)
     prompt = tokens(5 * CHUNK + 7)
     assert reader.lookup(prompt) == 0
@@ -76,7 +96,9 @@ def test_tokens_that_vllm_has_are_never_written(served: Pool) -> None:
     for cached in (CHUNK, CHUNK + 16, 2 * CHUNK + 5, 4 * CHUNK - 1):
         first = cached // CHUNK * CHUNK
         assert reader.lookup(chunks(4), f"r{cached}") == 4 * CHUNK
-        assert said(reader.retrieve(chunks(4), request=f"r{cached}", cached=cached)) == all_of(4 * CHUNK - first, first)
+        assert said(reader.retrieve(chunks(4), request=f"r{cached}", cached=cached)) == all_of(
+            4 * CHUNK - first, first
+        )
     assert served.settled()
 
 
@@ -143,7 +165,9 @@ def remember_at_most(inside: Inside, count: int) -> None:
     verbs.MOST = count
 
 
-def test_a_look_up_leases_until_it_is_unpinned_looked_up_again_or_one_of_too_many(served: Pool) -> None:
+def test_a_look_up_leases_until_it_is_unpinned_looked_up_again_or_one_of_too_many(
+    served: Pool,
+) -> None:
     engine = served.engine()
     engine.store(chunks(3))
     assert engine.lookup(chunks(3)) == 3 * CHUNK
@@ -162,7 +186,9 @@ def test_a_look_up_leases_until_it_is_unpinned_looked_up_again_or_one_of_too_man
 
 
 def load_under_anothers_lease(inside: Inside, prompt: list[int]) -> bool:
-    """Under a lease that is said to begin with the first chunk, and begins with the second: is every byte right?"""
+    """Under a lease that is said to begin with the first chunk, and begins with the second: is
+    every byte right?
+    """
     from vcache_backend.integration.lmcache.worker import Hit
 
     worker, slots = inside.worker, places(inside.setup.sizes, len(prompt), 1)
@@ -180,7 +206,9 @@ def test_a_lease_on_other_chunks_is_not_read_under(pair: Pair) -> None:
     assert served.settled()
 
 
-def test_the_lease_of_an_abandoned_look_up_ends_by_itself_and_the_next_look_up_has_one_of_its_own(pool: Pool) -> None:
+def test_the_lease_of_an_abandoned_look_up_ends_by_itself_and_the_next_look_up_has_one_of_its_own(
+    pool: Pool,
+) -> None:
     pool.node.serve(lease_seconds=2.0)
     engine = pool.engine()
     engine.store(chunks(2))
@@ -240,7 +268,10 @@ def test_chunks_evicted_before_the_load_are_not_retrieved(pool: Pool) -> None:
 
 
 def ranks(pool: Pool, arrangement: Arrangement = PACKED, **more: Any) -> list[Engine]:
-    return [pool.engine(arrangement, process={"rank": rank, "ranks": 2, "service": "ranks"}, **more) for rank in range(2)]
+    return [
+        pool.engine(arrangement, process={"rank": rank, "ranks": 2, "service": "ranks"}, **more)
+        for rank in range(2)
+    ]
 
 
 def test_what_both_ranks_look_up_and_load_counts_once_in_the_hit_rate(served: Pool) -> None:

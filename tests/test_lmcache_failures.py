@@ -1,4 +1,6 @@
-"""When things go wrong around the plugin in a real LMCacheEngine: errors are misses, nothing is raised, nothing hangs, no byte is wrong."""
+"""When things go wrong around the plugin in a real LMCacheEngine: errors are misses, nothing is
+raised, nothing hangs, no byte is wrong.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def test_an_engine_starts_without_a_server_and_works_once_there_is_one(pool: Poo
 
 
 def every_method(inside: Inside, keys: list[Any], objs: list[Any]) -> dict[str, Any]:
-    """What methods that LMCache calls answer, if it is not what they answer of nothing. And all answer: nothing may be raised."""
+    """What methods that LMCache calls answer, if it is not what they answer of nothing. And all
+    answer: nothing may be raised.
+    """
     there, connector = inside.backend, inside.engine.gpu_connector
     key = keys[0] if keys else None
     shapes, dtypes = inside.metadata.get_shapes(CHUNK), inside.metadata.get_dtypes()
@@ -65,16 +69,25 @@ def every_method(inside: Inside, keys: list[Any], objs: list[Any]) -> dict[str, 
         "contains, pinned": (there.contains(key, pin=True), False),
         "batched_contains": (there.batched_contains(keys), 0),
         "batched_contains, pinned": (there.batched_contains(keys, pin=True), 0),
-        "batched_async_contains": (asyncio.run(there.batched_async_contains("id", keys, pin=True)), 0),
+        "batched_async_contains": (
+            asyncio.run(there.batched_async_contains("id", keys, pin=True)),
+            0,
+        ),
         "pin": (there.pin(key), False),
         "unpin": (there.unpin(key), False),
         "get_blocking": (there.get_blocking(key), None),
-        "batched_get_blocking": ([one for one in there.batched_get_blocking(keys) if one is not None], []),
+        "batched_get_blocking": (
+            [one for one in there.batched_get_blocking(keys) if one is not None],
+            [],
+        ),
         "batched_get_non_blocking": (asyncio.run(there.batched_get_non_blocking("id", keys)), []),
         "get_non_blocking": (there.get_non_blocking(key), None),
         "exists_in_put_tasks": (there.exists_in_put_tasks(key), False),
         "batched_submit_put_task": (there.batched_submit_put_task(keys, objs), None),
-        "async_batched_submit_put_task": (asyncio.run(there.async_batched_submit_put_task(keys, objs)), None),
+        "async_batched_submit_put_task": (
+            asyncio.run(there.async_batched_submit_put_task(keys, objs)),
+            None,
+        ),
         "remove": (there.remove(key), False),
         "remove, unless pinned": (there.remove(key, force=False), False),
         "batched_remove": (there.batched_remove(keys), 0),
@@ -91,7 +104,10 @@ def every_method(inside: Inside, keys: list[Any], objs: list[Any]) -> dict[str, 
 
 def every_method_for(inside: Inside, prompt: list[int]) -> dict[str, Any]:
     keys = inside.keys(prompt)
-    objs = [inside.backend.allocate(inside.metadata.get_shapes(CHUNK), inside.metadata.get_dtypes()) for _ in keys]
+    objs = [
+        inside.backend.allocate(inside.metadata.get_shapes(CHUNK), inside.metadata.get_dtypes())
+        for _ in keys
+    ]
     return every_method(inside, keys, objs)
 
 
@@ -101,7 +117,9 @@ def wait_by(inside: Inside, config: ClientConfig) -> None:
 
 
 @pytest.mark.parametrize("how", ["hangs", "is gone"])
-def test_no_method_raises_or_waits_for_ever_when_the_server_does_not_answer(pool: Pool, how: str) -> None:
+def test_no_method_raises_or_waits_for_ever_when_the_server_does_not_answer(
+    pool: Pool, how: str
+) -> None:
     pool.node.serve()
     engine = pool.engine(client=QUICK)
     engine.store(chunks(2))
@@ -142,12 +160,20 @@ def test_no_method_raises_whatever_it_is_given(served: Pool) -> None:
 
 
 def call_with_wrong_places(inside: Inside, prompt: list[int]) -> list[int]:
-    """Store and retrieve with slots that are missing, negative or out of range; how many tokens each retrieval brought."""
+    """Store and retrieve with slots that are missing, negative or out of range; how many tokens
+    each retrieval brought.
+    """
     found = []
     good = inside.prefill(prompt)
     negative, far = good.clone(), good.clone()
     negative[CHUNK + 3], far[CHUNK + 3] = -1, 1 << 40
-    for slots in (negative, far, good[: CHUNK + 3], good.float(), torch.empty(0, dtype=torch.int64)):
+    for slots in (
+        negative,
+        far,
+        good[: CHUNK + 3],
+        good.float(),
+        torch.empty(0, dtype=torch.int64),
+    ):
         places: dict[str, Any] = {"kvcaches": inside.cache.tensors, "slot_mapping": slots}
         inside.engine.store(prompt, **places)
         inside.flush()
@@ -213,7 +239,9 @@ def failures(inside: Inside) -> dict[str, int]:
 def test_a_load_that_is_settled_later_names_its_blocks_if_its_lease_did_not_hold(
     served: Pool, killed: bool, grace: float
 ) -> None:
-    """Within the grace of its lease it held, whatever happens to the server: what was leased stays where it is."""
+    """Within the grace of its lease it held, whatever happens to the server: what was leased stays
+    where it is.
+    """
     engine = served.engine(client=QUICK)
     engine.store(chunks(3))
     engine.do(settle_later)
@@ -240,7 +268,9 @@ def flip_in_pool(inside: Inside, prompt: list[int], chunk: int) -> None:
 
 
 @pytest.mark.parametrize("settles", [False, True], ids=["at once", "settled later"])
-def test_a_chunk_that_changed_in_the_pool_is_a_miss_where_there_are_checksums(pool: Pool, settles: bool) -> None:
+def test_a_chunk_that_changed_in_the_pool_is_a_miss_where_there_are_checksums(
+    pool: Pool, settles: bool
+) -> None:
     pool.node.serve(lease_seconds=60)
     checked = {"vcache.engine.checksum": True}
     writer, reader = pool.engine(extra=checked), pool.engine(lent=0, extra=checked)
@@ -263,7 +293,9 @@ def test_a_chunk_that_changed_in_the_pool_is_a_miss_where_there_are_checksums(po
     assert reader.do(settle) == []
 
 
-def test_chunks_removed_after_the_look_up_are_there_for_its_request_and_for_no_other(served: Pool) -> None:
+def test_chunks_removed_after_the_look_up_are_there_for_its_request_and_for_no_other(
+    served: Pool,
+) -> None:
     engine, other = served.engine(), served.engine()
     engine.store(chunks(4))
     assert engine.lookup(chunks(4), "r") == 4 * CHUNK
@@ -291,7 +323,9 @@ def a_changed_lmcache() -> None:
     from lmcache.v1.cache_engine import LMCacheEngine
 
     retrieve = LMCacheEngine.retrieve
-    LMCacheEngine.retrieve = lambda self, tokens, *rest, **more: retrieve(self, tokens, *rest, **more)
+    LMCacheEngine.retrieve = lambda self, tokens, *rest, **more: retrieve(
+        self, tokens, *rest, **more
+    )
 
 
 UNKNOWN = Arrangement("unknown", "block token", dtype=torch.bfloat16)
@@ -301,7 +335,10 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "a changed version": ({"process": {"before": a_changed_lmcache}}, "retrieve with mask"),
     "a wrong setting": ({"extra": {"vcache.pool.segment_byte": 5}}, "vcache.pool.segment_bytes"),
     "an unknown layout": ({"arrangement": UNKNOWN}, "layout"),
-    "another tier that would get stores": ({"store_location": None, "max_local_cpu_size": 0.01}, "set store_location: vcache"),
+    "another tier that would get stores": (
+        {"store_location": None, "max_local_cpu_size": 0.01},
+        "set store_location: vcache",
+    ),
 }
 
 
@@ -325,7 +362,9 @@ def test_where_it_must_not_work_it_says_so_once_and_caches_nothing(served: Pool,
 
 
 def test_a_load_ahead_where_it_stepped_aside_finds_nothing(served: Pool) -> None:
-    engine = served.engine(enable_async_loading=True, process={"before": an_old_lmcache, "service": "aside"})
+    engine = served.engine(
+        enable_async_loading=True, process={"before": an_old_lmcache, "service": "aside"}
+    )
     assert not engine.do("healthy")
     assert engine.do("ask", chunks(2), "r") == 0
 

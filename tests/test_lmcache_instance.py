@@ -1,4 +1,5 @@
-"""What the plugin finds out about its instance, which instances share, and what must be right before it works.
+"""What the plugin finds out about its instance, which instances share, and what must be right
+before it works.
 
 What vLLM's configuration says is read by `integration.vllm.model_spec`, see test_vllm_model_spec.
 """
@@ -64,8 +65,21 @@ def lmcache_metadata(**changes: Any) -> Any:
 def test_without_vllm_metadata_and_settings_say_it_all() -> None:
     found = discover(lmcache_metadata(), OWN)
     model = found.model
-    assert (model.model, model.dtype, model.layers, model.kv_heads, model.head_dim) == ("org/model", "bfloat16", 3, 2, 8)
-    assert (model.block_size, model.tp_size, found.rank, found.ranks, found.adapter, found.kvcaches) == (
+    assert (model.model, model.dtype, model.layers, model.kv_heads, model.head_dim) == (
+        "org/model",
+        "bfloat16",
+        3,
+        2,
+        8,
+    )
+    assert (
+        model.block_size,
+        model.tp_size,
+        found.rank,
+        found.ranks,
+        found.adapter,
+        found.kvcaches,
+    ) == (
         BLOCK,
         2,
         1,
@@ -101,11 +115,17 @@ def under_vllm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Instance]:
         known = lmcache_metadata(world_size=4, worker_id=worker_id, use_mla=use_mla)
         tensors = caches() if kvcaches is None else kvcaches
         adapter = SimpleNamespace(_vllm_config=vllm_config(**changes), kv_caches=tensors)
-        kv_config = SimpleNamespace(num_blocks=BLOCKS, kv_cache_groups=[SimpleNamespace(kv_cache_spec=kind)])
+        kv_config = SimpleNamespace(
+            num_blocks=BLOCKS, kv_cache_groups=[SimpleNamespace(kv_cache_spec=kind)]
+        )
         group = SimpleNamespace(_lmcache_engine=adapter, _kv_cache_config=kv_config)
         if several:
-            group = SimpleNamespace(_connectors=[SimpleNamespace(), group], _kv_cache_config=kv_config)
-        module = SimpleNamespace(has_kv_transfer_group=lambda: True, get_kv_transfer_group=lambda: group)
+            group = SimpleNamespace(
+                _connectors=[SimpleNamespace(), group], _kv_cache_config=kv_config
+            )
+        module = SimpleNamespace(
+            has_kv_transfer_group=lambda: True, get_kv_transfer_group=lambda: group
+        )
         monkeypatch.setitem(sys.modules, "vllm.distributed.kv_transfer", module)
         monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.26.0"))
         return discover(known, settings)
@@ -113,7 +133,9 @@ def under_vllm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Instance]:
     return find
 
 
-def namespace(instance: Instance, chunk_size: int = CHUNK, probe: str = "7", how: str = "sha256_cbor") -> str:
+def namespace(
+    instance: Instance, chunk_size: int = CHUNK, probe: str = "7", how: str = "sha256_cbor"
+) -> str:
     config = from_dict({"engine": {"chunk_size": chunk_size}})
     assert instance.kvcaches is not None
     kv, _ = instance.describe(instance.kvcaches, config)
@@ -122,8 +144,18 @@ def namespace(instance: Instance, chunk_size: int = CHUNK, probe: str = "7", how
 
 def test_under_vllm_its_configuration_says_it(under_vllm: Callable[..., Instance]) -> None:
     found = under_vllm(worker_id=3)
-    assert (found.model.model, found.model.block_size, found.model.gpu_memory_utilization) == ("org/model", BLOCK, 0.9)
-    assert (found.pp_rank, found.rank, found.ranks, found.num_blocks, found.kv_groups) == (1, 1, 2, BLOCKS, 1)
+    assert (found.model.model, found.model.block_size, found.model.gpu_memory_utilization) == (
+        "org/model",
+        BLOCK,
+        0.9,
+    )
+    assert (found.pp_rank, found.rank, found.ranks, found.num_blocks, found.kv_groups) == (
+        1,
+        1,
+        2,
+        BLOCKS,
+        1,
+    )
     assert (found.load_failure_policy, found.model.recomputes) == ("recompute", False)
     assert found.kvcaches is found.adapter.kv_caches
     assert under_vllm(worker_id=3, several=True) == found
@@ -131,20 +163,32 @@ def test_under_vllm_its_configuration_says_it(under_vllm: Callable[..., Instance
     assert (mla.pp_rank, mla.rank, mla.ranks) == (1, 0, 1)
     assert under_vllm(kvcaches={}).kvcaches is None
     assert under_vllm(kind=type("SlidingWindowSpec", (), {})()).windowed > found.windowed
-    bare = under_vllm(device_config=None, load_config=None, compilation_config=None, kv_transfer_config=None)
+    bare = under_vllm(
+        device_config=None, load_config=None, compilation_config=None, kv_transfer_config=None
+    )
     assert bare.load_failure_policy == ""
 
 
-@pytest.mark.parametrize(("v2", "asynchronous", "recomputes"), [(False, False, True), (True, False, False), (False, True, False)])
+@pytest.mark.parametrize(
+    ("v2", "asynchronous", "recomputes"),
+    [(False, False, True), (True, False, False), (False, True, False)],
+)
 def test_which_vllm_recomputes_rightly(
     under_vllm: Callable[..., Instance], v2: bool, asynchronous: bool, recomputes: bool
 ) -> None:
     scheduler = SimpleNamespace(async_scheduling=asynchronous)
-    assert under_vllm(use_v2_model_runner=v2, scheduler_config=scheduler).model.recomputes is recomputes
+    assert (
+        under_vllm(use_v2_model_runner=v2, scheduler_config=scheduler).model.recomputes
+        is recomputes
+    )
 
 
-def test_kv_caches_are_described_as_for_our_own_connector(under_vllm: Callable[..., Instance]) -> None:
-    """Of the kernel's block size; what was found out is in the configuration for whoever binds them."""
+def test_kv_caches_are_described_as_for_our_own_connector(
+    under_vllm: Callable[..., Instance],
+) -> None:
+    """Of the kernel's block size; what was found out is in the configuration for whoever binds
+    them.
+    """
     halves = caches(2 * BLOCKS, BLOCK // 2)
     kv, _ = under_vllm(kvcaches=halves).describe(halves, CONFIG)
     assert (kv.block_size, kv.num_blocks) == (BLOCK // 2, 2 * BLOCKS)
@@ -154,18 +198,27 @@ def test_kv_caches_are_described_as_for_our_own_connector(under_vllm: Callable[.
         assert (kv.num_blocks, config.engine.kv_axes) == (BLOCKS, "block head token dim")
 
 
-def test_a_block_size_of_ours_that_is_not_vllms_is_an_error(under_vllm: Callable[..., Instance]) -> None:
+def test_a_block_size_of_ours_that_is_not_vllms_is_an_error(
+    under_vllm: Callable[..., Instance],
+) -> None:
     assert under_vllm(settings=OWN) == under_vllm()
     with pytest.raises(ConfigError, match=r"vcache.block_size is 8 but vLLM's block size is 4"):
         under_vllm(settings=Settings(config=Config(), block_size=8))
 
 
-def test_the_weights_go_by_what_they_are(under_vllm: Callable[..., Instance], tmp_path: Path) -> None:
+def test_the_weights_go_by_what_they_are(
+    under_vllm: Callable[..., Instance], tmp_path: Path
+) -> None:
     def known(settings: Settings = SETTINGS, **model: str) -> tuple[str, str]:
-        found = under_vllm(settings=settings, **{f"model_config__{name}": value for name, value in model.items()}).model
+        found = under_vllm(
+            settings=settings, **{f"model_config__{name}": value for name, value in model.items()}
+        ).model
         return found.model, found.revision
 
-    assert known(model="/root/.cache/huggingface/hub/models--org--model/snapshots/abc123f") == ("org/model", "abc123f")
+    assert known(model="/root/.cache/huggingface/hub/models--org--model/snapshots/abc123f") == (
+        "org/model",
+        "abc123f",
+    )
     (tmp_path / "model.safetensors").write_bytes(b"1234")
     link = tmp_path.parent / "link"
     link.symlink_to(tmp_path)
@@ -185,18 +238,39 @@ def test_the_weights_go_by_what_they_are(under_vllm: Callable[..., Instance], tm
 
 DIFFERENT: list[dict[str, Any]] = [
     {"model_config__model": "org/other"},
-    {"model_config__hf_text_config": HFConfig(rope_parameters={"rope_theta": 5e5, "rope_type": "default"})},
+    {
+        "model_config__hf_text_config": HFConfig(
+            rope_parameters={"rope_theta": 5e5, "rope_type": "default"}
+        )
+    },
     {"parallel_config__tensor_parallel_size": 1},
     {"parallel_config__pipeline_parallel_size": 1, "parallel_config__tensor_parallel_size": 4},
     {"load_config__load_format": "dummy"},
     {"speculative_config": SimpleNamespace(method="eagle", draft_model_config=None)},
-    {"speculative_config": SimpleNamespace(method="mtp", draft_model_config=SimpleNamespace(model="org/draft", revision="1"))},
-    {"speculative_config": SimpleNamespace(method="mtp", draft_model_config=SimpleNamespace(model="org/draft", revision="2"))},
-    {"compilation_config__static_forward_context": {name: attention("FLASHINFER") for name in LAYERS}},
+    {
+        "speculative_config": SimpleNamespace(
+            method="mtp", draft_model_config=SimpleNamespace(model="org/draft", revision="1")
+        )
+    },
+    {
+        "speculative_config": SimpleNamespace(
+            method="mtp", draft_model_config=SimpleNamespace(model="org/draft", revision="2")
+        )
+    },
+    {
+        "compilation_config__static_forward_context": {
+            name: attention("FLASHINFER") for name in LAYERS
+        }
+    },
     {"worker_id": 2},
     {"kvcaches": dict(reversed(caches().items()))},
     {"kvcaches": caches(2 * BLOCKS, BLOCK // 2)},
-    {"kvcaches": {n: torch.zeros((BLOCKS, BLOCK, 2, 16)).bfloat16().transpose(1, 2).contiguous() for n in LAYERS}},
+    {
+        "kvcaches": {
+            n: torch.zeros((BLOCKS, BLOCK, 2, 16)).bfloat16().transpose(1, 2).contiguous()
+            for n in LAYERS
+        }
+    },
 ]
 SAME: list[dict[str, Any]] = [
     {"worker_id": 0},
@@ -206,20 +280,38 @@ SAME: list[dict[str, Any]] = [
     {"lora_config": SimpleNamespace(max_loras=2)},
     {"load_config__load_format": "safetensors"},
     {"kv_transfer_config__kv_load_failure_policy": "fail"},
-    {"speculative_config": SimpleNamespace(method="ngram", draft_model_config=SimpleNamespace(model="org/model"))},
+    {
+        "speculative_config": SimpleNamespace(
+            method="ngram", draft_model_config=SimpleNamespace(model="org/model")
+        )
+    },
     {"model_config__revision": "main"},
-    {"model_config__hf_config": HFConfig(_commit_hash="abc123", transformers_version="4.9", _name_or_path="/tmp/x")},
-    {"compilation_config__static_forward_context": {name: attention("FLASH_ATTN") for name in (*LAYERS, "encoder")}},
+    {
+        "model_config__hf_config": HFConfig(
+            _commit_hash="abc123", transformers_version="4.9", _name_or_path="/tmp/x"
+        )
+    },
+    {
+        "compilation_config__static_forward_context": {
+            name: attention("FLASH_ATTN") for name in (*LAYERS, "encoder")
+        }
+    },
 ]
 
 
-def test_instances_that_differ_in_anything_do_not_share_and_those_that_are_alike_do(under_vllm: Callable[..., Instance]) -> None:
+def test_instances_that_differ_in_anything_do_not_share_and_those_that_are_alike_do(
+    under_vllm: Callable[..., Instance],
+) -> None:
     mine = namespace(under_vllm())
     found = [mine, *(namespace(under_vllm(**changes)) for changes in DIFFERENT)]
     assert [changes for i, changes in enumerate(DIFFERENT) if found.count(found[i + 1]) > 1] == []
     assert [changes for changes in SAME if namespace(under_vllm(**changes)) != mine] == []
     one = under_vllm()
-    others = [namespace(one, probe="8"), namespace(one, how="builtin"), namespace(one, chunk_size=2 * CHUNK)]
+    others = [
+        namespace(one, probe="8"),
+        namespace(one, how="builtin"),
+        namespace(one, chunk_size=2 * CHUNK),
+    ]
     assert len({mine, *others}) == 4
 
 
@@ -230,11 +322,15 @@ def token_database(algorithm: str, chunk_size: int = CHUNK) -> Any:
     module = pytest.importorskip("lmcache.v1.token_database", reason="LMCache is not installed")
     from lmcache.v1.config import LMCacheEngineConfig
 
-    config = LMCacheEngineConfig.from_defaults(chunk_size=chunk_size, pre_caching_hash_algorithm=algorithm)
+    config = LMCacheEngineConfig.from_defaults(
+        chunk_size=chunk_size, pre_caching_hash_algorithm=algorithm
+    )
     return module.ChunkedTokenDatabase(config, lmcache_metadata())
 
 
-def test_the_probe_tells_chunk_sizes_algorithms_and_seeds_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_tells_chunk_sizes_algorithms_and_seeds_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     database = token_database("builtin")
     ((_, _, expected),) = database.process_tokens(torch.arange(1, CHUNK + 1), make_key=False)
     assert hash_probe(database) == str(expected) != hash_probe(token_database("builtin", 2 * CHUNK))
@@ -242,7 +338,10 @@ def test_the_probe_tells_chunk_sizes_algorithms_and_seeds_apart(monkeypatch: pyt
     found = []
     for seed in ("0", "1"):
         monkeypatch.setenv("PYTHONHASHSEED", seed)
-        found += [hash_probe(token_database(algorithm)) for algorithm in ("sha256_cbor", "sha256", "builtin")]
+        found += [
+            hash_probe(token_database(algorithm))
+            for algorithm in ("sha256_cbor", "sha256", "builtin")
+        ]
     assert len(set(found)) == len(found)
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     assert hash_probe(token_database("sha256_cbor")) == found[0]
@@ -253,9 +352,16 @@ def test_the_probe_tells_chunk_sizes_algorithms_and_seeds_apart(monkeypatch: pyt
 
 @pytest.mark.parametrize(
     ("version", "said"),
-    [("0.5.2", "0.5.2 is not one"), ("0.6.0", "0.6.0 is not one"), ("what", "what is not"), (None, "is not installed")],
+    [
+        ("0.5.2", "0.5.2 is not one"),
+        ("0.6.0", "0.6.0 is not one"),
+        ("what", "what is not"),
+        (None, "is not installed"),
+    ],
 )
-def test_another_lmcache_is_refused(monkeypatch: pytest.MonkeyPatch, version: str | None, said: str) -> None:
+def test_another_lmcache_is_refused(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, said: str
+) -> None:
     def installed(name: str) -> str:
         if version is None:
             raise metadata.PackageNotFoundError(name)
@@ -280,7 +386,10 @@ def test_what_lmcache_lacks_is_seen_where_it_is_replaced(monkeypatch: pytest.Mon
     for replaced, said in (
         (patches.take_allocator_role, "StorageManager has no _get_allocator_backend with config"),
         (lambda: patches.engine_of(None), "LMCacheEngineBuilder has no _instances"),
-        (lambda: patches.install(engine, SimpleNamespace(), None), "has no token_database, retrieve_locations"),
+        (
+            lambda: patches.install(engine, SimpleNamespace(), None),
+            "has no token_database, retrieve_locations",
+        ),
     ):
         with pytest.raises(patches.StepAside, match=f"{said}.*install lmcache>=0.5.3,<0.6"):
             replaced()
@@ -295,7 +404,10 @@ def lm_config(**changes: Any) -> Any:
         "pre_caching_hash_algorithm": "sha256_cbor",
         "storage_plugins": ["vcache"],
         "store_location": "vcache",
-        "extra_config": {"save_only_first_rank": False, "storage_plugin.vcache.class_name": "VCacheBackend"},
+        "extra_config": {
+            "save_only_first_rank": False,
+            "storage_plugin.vcache.class_name": "VCacheBackend",
+        },
     } | changes
     try:
         from lmcache.v1.config import LMCacheEngineConfig
@@ -322,29 +434,50 @@ def test_the_example_is_supported_without_a_remark() -> None:
         ({"external_lookup_client": "mooncakestore://x"}, {}, "remove external_lookup_client"),
         ({"enable_scheduler_bypass_lookup": True}, {}, "set enable_scheduler_bypass_lookup: false"),
         ({"retrieve_locations": ["LocalCPUBackend"]}, {}, "add vcache to it"),
-        ({"store_location": None, "max_local_cpu_size": 1}, {}, "not set, so that LMCache would fill other tiers"),
-        ({"store_location": "LocalCPUBackend"}, {}, "store_location is LocalCPUBackend, .* set store_location: vcache"),
+        (
+            {"store_location": None, "max_local_cpu_size": 1},
+            {},
+            "not set, so that LMCache would fill other tiers",
+        ),
+        (
+            {"store_location": "LocalCPUBackend"},
+            {},
+            "store_location is LocalCPUBackend, .* set store_location: vcache",
+        ),
         (
             {
                 "storage_plugins": ["other", "pool"],
                 "store_location": None,
-                "extra_config": {"storage_plugin.pool.class_name": "VCacheBackend", "save_only_first_rank": False},
+                "extra_config": {
+                    "storage_plugin.pool.class_name": "VCacheBackend",
+                    "save_only_first_rank": False,
+                },
             },
             {},
             "set store_location: pool",
         ),
         ({"extra_config": {"audit_backend_enabled": True}}, {}, "remove audit_backend_enabled"),
-        ({"chunk_size": 18}, {}, "chunk_size 18 is no multiple of the KV block size 4: set chunk_size: 20"),
+        (
+            {"chunk_size": 18},
+            {},
+            "chunk_size 18 is no multiple of the KV block size 4: set chunk_size: 20",
+        ),
         ({}, {"context_parallel": 2}, "context parallel"),
         ({}, {"new_weights": True, "named": True}, "LMCache does not hear of them"),
         ({"extra_config": {}}, {"use_mla": True}, "set save_only_first_rank: false"),
     ],
 )
-def test_what_cannot_work_is_named_with_what_to_set(changes: dict[str, Any], model: dict[str, Any], said: str) -> None:
+def test_what_cannot_work_is_named_with_what_to_set(
+    changes: dict[str, Any], model: dict[str, Any], said: str
+) -> None:
     instance = replace(GOOD, model=msgspec.structs.replace(GOOD.model, **model))
     assert re.search(said, checks.refusal(lm_config(**changes), instance) or "")
-    assert "--disable-hybrid-kv-cache-manager" in (checks.refusal(lm_config(), replace(GOOD, kv_groups=2, windowed=True)) or "")
-    assert 'with "kv_connector":"VCacheConnector"' in (checks.refusal(lm_config(), replace(GOOD, windowed=True)) or "")
+    assert "--disable-hybrid-kv-cache-manager" in (
+        checks.refusal(lm_config(), replace(GOOD, kv_groups=2, windowed=True)) or ""
+    )
+    assert 'with "kv_connector":"VCacheConnector"' in (
+        checks.refusal(lm_config(), replace(GOOD, windowed=True)) or ""
+    )
 
 
 @pytest.mark.parametrize(
@@ -361,6 +494,8 @@ def test_what_cannot_work_is_named_with_what_to_set(changes: dict[str, Any], mod
         ({}, {"load_failure_policy": "fail"}, '"kv_load_failure_policy":"recompute"'),
     ],
 )
-def test_a_setting_that_surprises_is_remarked(changes: dict[str, Any], instance: dict[str, Any], said: str) -> None:
+def test_a_setting_that_surprises_is_remarked(
+    changes: dict[str, Any], instance: dict[str, Any], said: str
+) -> None:
     (line,) = checks.remarks(lm_config(**changes), replace(GOOD, **instance))
     assert said in line

@@ -37,14 +37,36 @@ def test_a_key_is_namespace_digest_and_rank() -> None:
 def test_the_bytes_that_are_hashed_stay_what_they_are() -> None:
     """A pool outlives its workers: another text for the same chunk would lose it."""
     text = (
-        bytes.fromhex("0000000200000006") + b"vcache" + bytes.fromhex("00000002") + b"s-" + (-5).to_bytes(1, "big", signed=True)
+        bytes.fromhex("0000000200000006")
+        + b"vcache"
+        + bytes.fromhex("00000002")
+        + b"s-"
+        + (-5).to_bytes(1, "big", signed=True)
     )
-    digest = blake2b(text, key=HERE.fingerprint, digest_size=16, person=b"vcache-lmcache-1").digest()
+    digest = blake2b(
+        text, key=HERE.fingerprint, digest_size=16, person=b"vcache-lmcache-1"
+    ).digest()
     assert make(Key(-5, (("vcache", "-"),)), rank=1) == [HERE.prefix + digest + b"\0\1"]
     assert make(Key(5))[0].hex() == "0001020304050607fec3ebe9ca780f5cd6fcb2ecd1a642a10000"
 
 
-HASHES = [0, 1, -1, 127, 128, -128, -129, 255, 256, 2**63 - 1, 2**63, -(2**63), 2**64 - 1, -(2**64), 2**255]
+HASHES = [
+    0,
+    1,
+    -1,
+    127,
+    128,
+    -128,
+    -129,
+    255,
+    256,
+    2**63 - 1,
+    2**63,
+    -(2**63),
+    2**64 - 1,
+    -(2**64),
+    2**255,
+]
 
 
 def test_hashes_of_either_sign_and_any_size_are_different_chunks() -> None:

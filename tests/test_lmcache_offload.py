@@ -1,4 +1,5 @@
-"""The LMCache plugin with a real Mooncake below the pool: real LMCacheEngines on two nodes, each node with a metadata server of its own.
+"""The LMCache plugin with a real Mooncake below the pool: real LMCacheEngines on two nodes, each
+node with a metadata server of its own.
 
 Every retrieval goes into poisoned blocks, and every byte of the whole KV cache is compared.
 """
@@ -40,10 +41,14 @@ def settings(store: Depot, model: str, **offload: Any) -> dict[str, Any]:
     """LMCache's `extra_config`. offload: of that section, with names as in the YAML."""
     mooncake = {"mooncake.master": store.master.address, "mooncake.hostname": "127.0.0.1"}
     section = {"policy": "write_through", "staging_bytes": "8 MiB"} | TIER | mooncake | offload
-    return {f"vcache.offload.{name}": value for name, value in section.items()} | {"vcache.model": model}
+    return {f"vcache.offload.{name}": value for name, value in section.items()} | {
+        "vcache.model": model
+    }
 
 
-def engine(pool: Pool, store: Depot, model: str, offload: dict[str, Any] | None = None, **more: Any) -> Engine:
+def engine(
+    pool: Pool, store: Depot, model: str, offload: dict[str, Any] | None = None, **more: Any
+) -> Engine:
     """An engine whose tier is open."""
     made = pool.engine(extra=settings(store, model, **(offload or {})), **more)
     eventually(lambda: made.do(usable))
@@ -69,7 +74,9 @@ def through(made: Engine, prompt: list[int]) -> None:
     assert made.do(flushed)
 
 
-def fetch(made: Engine, prompt: list[int], request: str = "r", **more: Any) -> tuple[int, Retrieved]:
+def fetch(
+    made: Engine, prompt: list[int], request: str = "r", **more: Any
+) -> tuple[int, Retrieved]:
     """Look up and retrieve what was found: how many tokens the look-up promised, and what came."""
     promised = made.do("ask", prompt, request)
     if not promised:
@@ -106,7 +113,9 @@ def buffers_back(inside: Inside) -> bool:
 # ---- hits
 
 
-def test_another_node_retrieves_what_one_stored_and_keeps_it_in_its_pool(pools: list[Pool], depot: Depot, model: str) -> None:
+def test_another_node_retrieves_what_one_stored_and_keeps_it_in_its_pool(
+    pools: list[Pool], depot: Depot, model: str
+) -> None:
     writer, reader = engine(pools[0], depot, model), ahead(pools[1], depot, model)
     through(writer, chunks(5))
     reader.do(copy_in_pairs)
@@ -127,8 +136,13 @@ def copy_in_pairs(inside: Inside) -> None:
     inside.worker.session.uploader.most = 2
 
 
-def test_tokens_that_vllm_has_are_never_written_nor_promoted_in_part(pools: list[Pool], depot: Depot, model: str) -> None:
-    writer, reader = engine(pools[0], depot, model, arrangement=FLASH), ahead(pools[1], depot, model, arrangement=FLASH)
+def test_tokens_that_vllm_has_are_never_written_nor_promoted_in_part(
+    pools: list[Pool], depot: Depot, model: str
+) -> None:
+    writer, reader = (
+        engine(pools[0], depot, model, arrangement=FLASH),
+        ahead(pools[1], depot, model, arrangement=FLASH),
+    )
     through(writer, chunks(4))
     _, found = fetch(reader, chunks(4), cached=CHUNK + 16)
     assert said(found) == (CHUNK, 3 * CHUNK, True)
@@ -159,21 +173,30 @@ def test_what_left_the_pool_after_the_look_up_is_retrieved_from_below(
         pool.node.serve(lease_seconds=1.0)
         made = make(pool, depot, model)
         through(made, chunks(4))
-        assert (made.do("ask", chunks(4), "r") if make is ahead else made.lookup(chunks(4), "r")) == 4 * CHUNK
+        assert (
+            made.do("ask", chunks(4), "r") if make is ahead else made.lookup(chunks(4), "r")
+        ) == 4 * CHUNK
         assert pool.settled()
         assert pool.client.remove(made.do(names, chunks(4))) == 4
         assert said(made.retrieve(chunks(4))) == (0, 4 * CHUNK, True)
         assert hits(made) == (0, 4)
 
 
-def test_requests_that_begin_alike_each_get_their_own_chunks_from_below(pools: list[Pool], depot: Depot, model: str) -> None:
-    """Both look-ups leased the same chunks, which the pool has; what follows differs, and is below only."""
+def test_requests_that_begin_alike_each_get_their_own_chunks_from_below(
+    pools: list[Pool], depot: Depot, model: str
+) -> None:
+    """Both look-ups leased the same chunks, which the pool has; what follows differs, and is below
+    only.
+    """
     prompts = [chunks(4), chunks(2) + chunks(2, family=2)]
     writer, reader = engine(pools[0], depot, model), ahead(pools[1], depot, model)
     for prompt in prompts:
         through(writer, prompt)
     reader.store(chunks(2))
-    assert [reader.do("ask", prompt, f"r{i}") for i, prompt in enumerate(prompts)] == [4 * CHUNK, 4 * CHUNK]
+    assert [reader.do("ask", prompt, f"r{i}") for i, prompt in enumerate(prompts)] == [
+        4 * CHUNK,
+        4 * CHUNK,
+    ]
     for i in (1, 0):
         assert said(reader.retrieve(prompts[i], request=f"r{i}")) == (0, 4 * CHUNK, True)
     assert pools[1].settled()
@@ -185,7 +208,10 @@ def test_ranks_hit_what_all_of_them_have(pools: list[Pool], depot: Depot, model:
     through(writers[0], chunks(4))
     through(writers[1], chunks(3))
     more = {"enable_async_loading": True}
-    readers = [engine(pools[1], depot, model, process=place | {"service": "ranks"}, **more) for place in here]
+    readers = [
+        engine(pools[1], depot, model, process=place | {"service": "ranks"}, **more)
+        for place in here
+    ]
     assert readers[0].do("ask", chunks(4), "r") == 3 * CHUNK
     for reader in readers:
         assert said(reader.retrieve(chunks(3))) == (0, 3 * CHUNK, True)
@@ -195,9 +221,16 @@ def test_ranks_hit_what_all_of_them_have(pools: list[Pool], depot: Depot, model:
 # ---- look-ups
 
 
-def test_a_look_up_below_leaves_no_lease_and_ends_nobody_elses(pools: list[Pool], depot: Depot, model: str) -> None:
-    """Two look-ups begin with the same chunk: the first found it below only, the second in the pool."""
-    writer, reader = engine(pools[0], depot, model), ahead(pools[1], depot, model, {"promote": False})
+def test_a_look_up_below_leaves_no_lease_and_ends_nobody_elses(
+    pools: list[Pool], depot: Depot, model: str
+) -> None:
+    """Two look-ups begin with the same chunk: the first found it below only, the second in the
+    pool.
+    """
+    writer, reader = (
+        engine(pools[0], depot, model),
+        ahead(pools[1], depot, model, {"promote": False}),
+    )
     through(writer, chunks(3))
     assert reader.do("ask", chunks(3), "below") == 3 * CHUNK
     assert pools[1].leases() == 0
@@ -215,8 +248,13 @@ def test_a_look_up_below_leaves_no_lease_and_ends_nobody_elses(pools: list[Pool]
     assert pools[1].settled()
 
 
-def test_who_does_not_read_before_it_promises_promises_what_the_pool_has(pools: list[Pool], depot: Depot, model: str) -> None:
-    writer, reader = engine(pools[0], depot, model), engine(pools[1], depot, model, {"promote": False})
+def test_who_does_not_read_before_it_promises_promises_what_the_pool_has(
+    pools: list[Pool], depot: Depot, model: str
+) -> None:
+    writer, reader = (
+        engine(pools[0], depot, model),
+        engine(pools[1], depot, model, {"promote": False}),
+    )
     through(writer, chunks(3))
     reader.store(chunks(1))
     assert reader.lookup(chunks(3), "r") == CHUNK
@@ -237,7 +275,9 @@ def test_removing_a_prompt_forgets_it_below_and_clearing_forgets_all(
     through(made, chunks(2))
     through(made, chunks(2, family=2))
     assert made.do(forget, chunks(2)) == 2
-    removed, kept = ([objects.name(name) for name in made.do(names, chunks(2, family))] for family in (1, 2))
+    removed, kept = (
+        [objects.name(name) for name in made.do(names, chunks(2, family))] for family in (1, 2)
+    )
     eventually(lambda: raw.there(removed) == [False, False])
     assert made.lookup(chunks(2)) == 0
     others = engine(pools[1], depot, f"{model}, another")
@@ -259,7 +299,9 @@ def clear(inside: Inside) -> None:
 # ---- failures
 
 
-def test_a_damaged_object_ends_the_hit_before_it(pools: list[Pool], depot: Depot, raw: Raw, model: str) -> None:
+def test_a_damaged_object_ends_the_hit_before_it(
+    pools: list[Pool], depot: Depot, raw: Raw, model: str
+) -> None:
     writer, reader = engine(pools[0], depot, model), ahead(pools[1], depot, model)
     through(writer, chunks(5))
     raw.damage(objects.name(reader.do(names, chunks(5))[2]))
@@ -273,9 +315,16 @@ def test_a_damaged_object_ends_the_hit_before_it(pools: list[Pool], depot: Depot
     assert pools[1].settled()
 
 
-def test_a_dead_master_costs_the_hits_below_and_nothing_else(pools: list[Pool], own_depot: Depot, model: str) -> None:
-    """One chunk is in the pool, three below. Nothing raises, and no call waits longer than its deadline."""
-    writer, reader = engine(pools[0], own_depot, model), ahead(pools[1], own_depot, model, client=QUICK)
+def test_a_dead_master_costs_the_hits_below_and_nothing_else(
+    pools: list[Pool], own_depot: Depot, model: str
+) -> None:
+    """One chunk is in the pool, three below. Nothing raises, and no call waits longer than its
+    deadline.
+    """
+    writer, reader = (
+        engine(pools[0], own_depot, model),
+        ahead(pools[1], own_depot, model, client=QUICK),
+    )
     through(writer, chunks(4))
     reader.store(chunks(1))
     own_depot.master.kill()
@@ -289,8 +338,13 @@ def test_a_dead_master_costs_the_hits_below_and_nothing_else(pools: list[Pool], 
     assert pools[1].settled()
 
 
-def test_a_provider_that_hangs_is_waited_for_within_a_deadline(pools: list[Pool], own_depot: Depot, model: str) -> None:
-    writer, reader = engine(pools[0], own_depot, model), ahead(pools[1], own_depot, model, {"failures": 1, "get_seconds": 0.5})
+def test_a_provider_that_hangs_is_waited_for_within_a_deadline(
+    pools: list[Pool], own_depot: Depot, model: str
+) -> None:
+    writer, reader = (
+        engine(pools[0], own_depot, model),
+        ahead(pools[1], own_depot, model, {"failures": 1, "get_seconds": 0.5}),
+    )
     through(writer, chunks(4))
     own_depot.providers[0].stop()
     _, found = fetch(reader, chunks(4))
@@ -299,9 +353,16 @@ def test_a_provider_that_hangs_is_waited_for_within_a_deadline(pools: list[Pool]
     own_depot.providers[0].cont()
 
 
-def test_what_is_read_ahead_holds_a_bounded_part_of_the_host(pools: list[Pool], depot: Depot, model: str) -> None:
-    """Of two requests loaded ahead the second gets what there is room for, until the first has been retrieved."""
-    writer, reader = engine(pools[0], depot, model), ahead(pools[1], depot, model, {"promote": False})
+def test_what_is_read_ahead_holds_a_bounded_part_of_the_host(
+    pools: list[Pool], depot: Depot, model: str
+) -> None:
+    """Of two requests loaded ahead the second gets what there is room for, until the first has been
+    retrieved.
+    """
+    writer, reader = (
+        engine(pools[0], depot, model),
+        ahead(pools[1], depot, model, {"promote": False}),
+    )
     through(writer, chunks(5))
     through(writer, chunks(5, family=2))
     reader.do(hold_at_most, 7)
@@ -316,7 +377,9 @@ def test_what_is_read_ahead_holds_a_bounded_part_of_the_host(pools: list[Pool], 
 
 
 def hold_at_most(inside: Inside, count: int) -> None:
-    inside.worker.host.memory.most = count * inside.worker.session.bind(inside.cache.tensors).chunk_bytes(CHUNK)
+    inside.worker.host.memory.most = count * inside.worker.session.bind(
+        inside.cache.tensors
+    ).chunk_bytes(CHUNK)
 
 
 # ---- vLLM
@@ -324,7 +387,9 @@ def hold_at_most(inside: Inside, count: int) -> None:
 
 @pytest.mark.skipif(bool(vllm_cases.missing()), reason=vllm_cases.missing() or "vLLM is here")
 @pytest.mark.timeout(300)
-def test_vllm_answers_from_below_as_from_its_own_cache(tmp_path: Path, depot: Depot, raw: Raw) -> None:
+def test_vllm_answers_from_below_as_from_its_own_cache(
+    tmp_path: Path, depot: Depot, raw: Raw
+) -> None:
     """Two nodes, whose instances read before they promise."""
     length = vllm_cases.CHUNK
     with vllm_cases.node(tmp_path / "1") as one, vllm_cases.node(tmp_path / "2") as two:
@@ -357,9 +422,12 @@ def test_vllm_answers_from_below_as_from_its_own_cache(tmp_path: Path, depot: De
             assert "look-ups do not count what is in the offload tier" not in instance.log
 
 
-def keep_below(instance: vllm_cases.Instance, tokens: list[int], store: Depot, seen: set[str]) -> tuple[Any, set[str]]:
-    """Have it compute and store a prompt nobody has seen: its answer and the objects that came of it. seen: every name there was
-    so far, with what was removed since: a reader removes a damaged object and writes it again, whenever it comes to that."""
+def keep_below(
+    instance: vllm_cases.Instance, tokens: list[int], store: Depot, seen: set[str]
+) -> tuple[Any, set[str]]:
+    """Have it compute and store a prompt nobody has seen: its answer and the objects that came of
+    it. seen: every name there was so far, with what was removed since: a reader removes a damaged
+    object and writes it again, whenever it comes to that."""
     chunks = len(tokens) // vllm_cases.CHUNK
     answer = instance.one(tokens)
     eventually(lambda: len(names_in(store) - seen) == chunks)

@@ -51,7 +51,9 @@ def test_single_values_are_set_at_any_depth() -> None:
         ("vcache.server.socket", "/123", "server.socket", "/123"),
     ],
 )
-def test_text_from_the_environment_is_taken_as_what_is_wanted(key: str, text: str, section: str, value: object) -> None:
+def test_text_from_the_environment_is_taken_as_what_is_wanted(
+    key: str, text: str, section: str, value: object
+) -> None:
     found: Any = read({key: text}, 256).config
     for name in section.split("."):
         found = getattr(found, name)
@@ -66,8 +68,14 @@ def test_our_own_settings_may_be_text_too() -> None:
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
-        ({"vcache.pool.segment_byte": 1}, r"vcache.pool.segment_byte is no setting.*did you mean vcache.pool.segment_bytes\?"),
-        ({"vcache.blocksize": 16}, r"vcache.blocksize is no setting.*did you mean vcache.block_size\?"),
+        (
+            {"vcache.pool.segment_byte": 1},
+            r"vcache.pool.segment_byte is no setting.*did you mean vcache.pool.segment_bytes\?",
+        ),
+        (
+            {"vcache.blocksize": 16},
+            r"vcache.blocksize is no setting.*did you mean vcache.block_size\?",
+        ),
         ({"vcache.offload.mooncake": "lru"}, r"vcache.offload.mooncake is no setting"),
         ({"vcache.pool.segment_bytes.x": 1}, r"vcache.pool.segment_bytes.x is no setting"),
         ({"vcache.pool.segment_bytes": "8 GiBs"}, r"8 GiBs.*pool.segment_bytes"),
@@ -85,9 +93,15 @@ def test_a_mistake_is_named_as_it_is_written(extra: dict[str, Any], said: str) -
 
 def test_single_values_count_more_than_the_file(tmp_path: Path) -> None:
     path = tmp_path / "vcache.yaml"
-    path.write_text("server: {socket: /tmp/file.sock, lease_seconds: 5}\npool: {segment_bytes: 1 GiB}\n")
+    path.write_text(
+        "server: {socket: /tmp/file.sock, lease_seconds: 5}\npool: {segment_bytes: 1 GiB}\n"
+    )
     config = read({"vcache.config": str(path), "vcache.pool.segment_bytes": "2 GiB"}, 256).config
-    assert (config.server.socket, config.server.lease_seconds, config.pool.segment_bytes) == ("/tmp/file.sock", 5.0, 2 << 30)
+    assert (config.server.socket, config.server.lease_seconds, config.pool.segment_bytes) == (
+        "/tmp/file.sock",
+        5.0,
+        2 << 30,
+    )
 
 
 def test_what_our_connector_in_vllm_is_told_changes_nothing(tmp_path: Path) -> None:
@@ -98,7 +112,9 @@ def test_what_our_connector_in_vllm_is_told_changes_nothing(tmp_path: Path) -> N
         assert read(given, 256).config.pool.lent == 8 << 30
 
 
-def test_without_a_path_the_file_is_that_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_path_the_file_is_that_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "vcache.yaml"
     path.write_text("pool: {max_ctas: 12}\n")
     monkeypatch.setenv("VCACHE_CONFIG", str(path))
@@ -113,9 +129,13 @@ def test_the_chunk_size_is_that_of_lmcache() -> None:
 
 
 def test_another_chunk_size_of_ours_is_an_error_that_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"vcache.engine.chunk_size is 256 but LMCache's chunk_size is 128"):
+    with pytest.raises(
+        ConfigError, match=r"vcache.engine.chunk_size is 256 but LMCache's chunk_size is 128"
+    ):
         read({"vcache.engine.chunk_size": 256}, 128)
     path = tmp_path / "vcache.yaml"
     path.write_text("engine: {chunk_size: 512}\n")
-    with pytest.raises(ConfigError, match=r"vcache.yaml: engine.chunk_size is 512 but LMCache's chunk_size is 128"):
+    with pytest.raises(
+        ConfigError, match=r"vcache.yaml: engine.chunk_size is 512 but LMCache's chunk_size is 128"
+    ):
         read({"vcache.config": str(path)}, 128)

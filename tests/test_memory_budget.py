@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 
 from integration.memory_budget import beside_vllm
 from vcache_backend.config import ByteSize
-from vcache_backend.vram_pool.memory_budget import MAX_SHARE, most_segment, most_utilization, shortfall
+from vcache_backend.vram_pool.memory_budget import (
+    MAX_SHARE,
+    most_segment,
+    most_utilization,
+    shortfall,
+)
 
 GIB = 1 << 30
 TOTAL = 80 * GIB
@@ -31,7 +36,9 @@ TOTAL = 80 * GIB
         (77 * GIB, None, TOTAL, False),
     ],
 )
-def test_pool_and_utilization_share_95_percent(segment: int, utilization: float | None, free: int, fits: bool) -> None:
+def test_pool_and_utilization_share_95_percent(
+    segment: int, utilization: float | None, free: int, fits: bool
+) -> None:
     assert (shortfall(TOTAL, free, segment, segment, utilization) is None) == fits
 
 
@@ -88,14 +95,18 @@ def test_the_bounds_never_go_below_nothing() -> None:
 
 
 def test_the_workers_gpu_is_asked_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`Pool` lends again from its client's thread, whose current device is the first one: here GPU 0 is full, the worker's is not."""
+    """`Pool` lends again from its client's thread, whose current device is the first one: here GPU
+    0 is full, the worker's is not.
+    """
     own = threading.current_thread()
 
     def info(device: int | None = None) -> tuple[int, int]:
         return (TOTAL if (torch.cuda.current_device() if device is None else device) else 0), TOTAL
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: int(threading.current_thread() is own))
+    monkeypatch.setattr(
+        torch.cuda, "current_device", lambda: int(threading.current_thread() is own)
+    )
     monkeypatch.setattr(torch.cuda, "mem_get_info", info)
     over_budget = beside_vllm("cuda", 0.5)
     with ThreadPoolExecutor(1) as others:

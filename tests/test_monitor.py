@@ -1,4 +1,6 @@
-"""`server.metrics`: what a real Prometheus and a real browser see of a server, and what becomes of both when one of them ends."""
+"""`server.metrics`: what a real Prometheus and a real browser see of a server, and what becomes of
+both when one of them ends.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +55,13 @@ def address_of(shown: Child) -> str:
 
 
 def monitoring(alone: Stage, *more: str) -> tuple[Child, str]:
-    """A server's monitor that asks more often than that of `server.metrics`, and where it listens."""
+    """A server's monitor that asks more often than that of `server.metrics`, and where it
+    listens.
+    """
     options = ["--socket", str(alone.path), "--listen", ":0", "--every", "0.1"]
-    monitor = alone.undo.enter_context(Child([sys.executable, "-m", "vcache_backend.monitor", *options, *more]))
+    monitor = alone.undo.enter_context(
+        Child([sys.executable, "-m", "vcache_backend.monitor", *options, *more])
+    )
     return monitor, address_of(monitor)
 
 
@@ -77,7 +83,8 @@ def asked_as(address: str, host: str) -> int:
     """The status for whoever reached this address by that name."""
     try:
         with urllib.request.urlopen(
-            urllib.request.Request(f"http://{address}/stats.json", headers={"Host": host}), timeout=20
+            urllib.request.Request(f"http://{address}/stats.json", headers={"Host": host}),
+            timeout=20,
         ) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
@@ -103,8 +110,13 @@ def samples(address: str) -> dict[tuple[str, ...], float]:
 
 
 def used(alone: Stage) -> Client:
-    """An instance with three chunks, which somebody has looked for and read, and a report. Whoever has."""
-    owner, reader = alone.client(), alone.client(layout={"model": "llama", "namespace": "cafe", "chunk_size": "256"})
+    """An instance with three chunks, which somebody has looked for and read, and a report. Whoever
+    has.
+    """
+    owner, reader = (
+        alone.client(),
+        alone.client(layout={"model": "llama", "namespace": "cafe", "chunk_size": "256"}),
+    )
     join(owner, A)
     show(owner, A)
     publish(owner, A, keys(3))
@@ -117,7 +129,9 @@ def used(alone: Stage) -> Client:
 
 
 def looked_for(reader: Client) -> None:
-    """Five chunks, of which three are there, and one that is not: an instance counts their tokens."""
+    """Five chunks, of which three are there, and one that is not: an instance counts their
+    tokens.
+    """
     reader.find(keys(5))
     reader.acquire(keys(1))
     reader.looked_up(6 * 256, 3 * 256)
@@ -140,22 +154,41 @@ def test_prometheus_has_what_the_server_knows(alone: Stage) -> None:
     assert seen["vcache_instance_resident_chunks", "host", A.hex(), pid] == 3
     assert seen["vcache_read_bytes_total", "host", A.hex(), pid] == 1010 << 20
     assert seen["vcache_read_refused_chunks_total", "host", A.hex(), pid] == 2
-    assert (seen["vcache_server_lookup_chunks_total",], seen["vcache_server_lookup_hits_total",]) == (10, 6)
-    assert [seen[f"vcache_namespace_{what}_tokens_total", "llama", "cafe"] for what in ("asked", "found")] == [6 * 256, 3 * 256]
+    assert (
+        seen["vcache_server_lookup_chunks_total",],
+        seen["vcache_server_lookup_hits_total",],
+    ) == (10, 6)
+    assert [
+        seen[f"vcache_namespace_{what}_tokens_total", "llama", "cafe"]
+        for what in ("asked", "found")
+    ] == [6 * 256, 3 * 256]
     assert ("vcache_namespace_hit_ratio_1m", "llama", "cafe") not in seen
     looked_for(reader)
     saved(reader, 200.0)
-    eventually(lambda: samples(address).get(("vcache_namespace_hit_ratio_1m", "llama", "cafe")) == 0.5)
-    eventually(lambda: samples(address)["vcache_namespace_saved_prefill_seconds_total", "llama", "cafe"] == 200.0)
+    eventually(
+        lambda: samples(address).get(("vcache_namespace_hit_ratio_1m", "llama", "cafe")) == 0.5
+    )
+    eventually(
+        lambda: (
+            samples(address)["vcache_namespace_saved_prefill_seconds_total", "llama", "cafe"]
+            == 200.0
+        )
+    )
     assert seen["vcache_server_request_seconds_count", "Publish"] == 1
     assert seen["vcache_server_request_seconds_sum", "Publish"] > 0
-    assert [seen["vcache_server_reports_10m", level] for level in ("info", "warn", "error")] == [0, 0, 1]
+    assert [seen["vcache_server_reports_10m", level] for level in ("info", "warn", "error")] == [
+        0,
+        0,
+        1,
+    ]
     assert 10 < seen["vcache_server_open_fds",] < seen["vcache_server_max_fds",]
     assert seen["vcache_server_journal_bytes",] > 0
     reader.close()
     eventually(lambda: samples(address)["vcache_server_clients",] == 2)
     # nothing is stored of the namespace, either
-    eventually(lambda: ("vcache_namespace_asked_tokens_total", "llama", "cafe") not in samples(address))
+    eventually(
+        lambda: ("vcache_namespace_asked_tokens_total", "llama", "cafe") not in samples(address)
+    )
     assert get(address, "/nothing")[0] == 404
     assert [get(address, path) for path in ("/healthz", "/readyz")] == [(200, "ok\n")] * 2
 
@@ -168,7 +201,10 @@ def test_segments_are_told_apart(tmp_path: Path) -> None:
         eventually(lambda: any(labels[0] == "vcache_segment_bytes" for labels in samples(address)))
         (info,) = here.client().list_segments()
         labels, seen = (info.device, info.medium, info.id), samples(address)
-        assert (seen["vcache_segment_bytes", *labels], seen["vcache_segment_live", *labels]) == (info.nbytes, 1)
+        assert (seen["vcache_segment_bytes", *labels], seen["vcache_segment_live", *labels]) == (
+            info.nbytes,
+            1,
+        )
 
 
 class Prometheus(NamedTuple):
@@ -194,7 +230,10 @@ def scraping(address: str, folder: Path, rules: str = "") -> Iterator[Prometheus
     """A Prometheus that has scraped this address and does so every second."""
     (port,) = free_ports(1)
     every = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-    config = {"global": every, "scrape_configs": [{"job_name": "vcache", "static_configs": [{"targets": [address]}]}]}
+    config = {
+        "global": every,
+        "scrape_configs": [{"job_name": "vcache", "static_configs": [{"targets": [address]}]}],
+    }
     (folder / "rules.yml").write_text(rules)
     (folder / "prometheus.yml").write_text(json.dumps(config | {"rule_files": ["rules.yml"]}))
     options = [f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
@@ -211,29 +250,50 @@ ALERTS = ROOT / "configs" / "prometheus" / "alerts.yml"
 
 @needs("prometheus")
 def test_no_panel_of_the_dashboard_is_empty(tmp_path: Path) -> None:
-    """Every query has an answer where there is a pool, an instance and a reader. Where nothing was done yet every panel shows that."""
-    queries = {panel["title"]: [one["expr"].replace("$__rate_interval", "10s") for one in panel["targets"]] for panel in PANELS}
+    """Every query has an answer where there is a pool, an instance and a reader. Where nothing was
+    done yet every panel shows that.
+    """
+    queries = {
+        panel["title"]: [one["expr"].replace("$__rate_interval", "10s") for one in panel["targets"]]
+        for panel in PANELS
+    }
     with node(tmp_path) as here:
         server = here.serve()
         address = beside(here.stage, "--pid", str(server.pid))
         with scraping(address, tmp_path) as prometheus:
-            rates = {title for title, asked in queries.items() if "Hit rate" in title}  # nothing over nothing
-            eventually(lambda: {title for title, asked in queries.items() if not any(map(prometheus.values, asked))} == rates)
+            # nothing over nothing
+            rates = {title for title, asked in queries.items() if "Hit rate" in title}
+            eventually(
+                lambda: (
+                    {
+                        title
+                        for title, asked in queries.items()
+                        if not any(map(prometheus.values, asked))
+                    }
+                    == rates
+                )
+            )
             here.engine("host", 1 << 20, layout_of(Cache()))
             reader = used(here.stage)
 
             def unanswered() -> list[str]:
                 looked_for(reader)
-                asked = [query for those in queries.values() for query in those if "unless" not in query]
+                asked = [
+                    query for those in queries.values() for query in those if "unless" not in query
+                ]
                 return [query for query in asked if not prometheus.values(query)]
 
             eventually(lambda: not unanswered())
-            assert prometheus.values(f'vcache_instance_resident_chunks{{instance_id="{A.hex()}"}}') == [3]
+            assert prometheus.values(
+                f'vcache_instance_resident_chunks{{instance_id="{A.hex()}"}}'
+            ) == [3]
 
 
 @needs("promtool")
 def test_prometheus_own_check_has_nothing_against_the_alerts() -> None:
-    ran = subprocess.run(["promtool", "check", "rules", str(ALERTS)], capture_output=True, text=True, timeout=SECONDS)
+    ran = subprocess.run(
+        ["promtool", "check", "rules", str(ALERTS)], capture_output=True, text=True, timeout=SECONDS
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     named = re.findall(r"alert: (\w+)", ALERTS.read_text())
     page = (ROOT / "docs" / "operations.md").read_text()
@@ -250,7 +310,12 @@ def test_alerts_tell_what_is_wrong_and_nothing_else(alone: Stage, tmp_path: Path
         reader = used(alone)
         join(alone.client(), instance_id(2))
         other = alone.client(layout={"model": "llama", "namespace": "beef", "chunk_size": "128"})
-        wrong = {"VCacheErrorsReported", "VCacheInstanceNotShared", "VCacheInstancesDiffer", "VCacheInstanceStopped"}
+        wrong = {
+            "VCacheErrorsReported",
+            "VCacheInstanceNotShared",
+            "VCacheInstancesDiffer",
+            "VCacheInstanceStopped",
+        }
         eventually(lambda: prometheus.alerts() == wrong)  # nobody here sends heartbeats
         other.close()
         reader.close()
@@ -263,7 +328,11 @@ def test_alerts_tell_what_is_wrong_and_nothing_else(alone: Stage, tmp_path: Path
 def test_what_dashboard_and_alerts_ask_for_there_is(tmp_path: Path) -> None:
     """Of a server with a segment, an instance and somebody who reads."""
     queries = [one["expr"] for panel in PANELS for one in panel["targets"]]
-    queries += [rule["expr"] for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
+    queries += [
+        rule["expr"]
+        for group in yaml.safe_load(ALERTS.read_text())["groups"]
+        for rule in group["rules"]
+    ]
     asked = {name for query in queries for name in re.findall(r"vcache_\w+", query)}
     assert len(asked) > 25
     with node(tmp_path) as here:
@@ -284,23 +353,53 @@ def test_prometheus_own_check_has_nothing_against_the_metrics(tmp_path: Path) ->
         address = beside(here.stage, "--pid", str(server.pid))
         eventually(lambda: ("vcache_server_clients",) in samples(address))
         text = get(address)[1]
-        ran = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=SECONDS)
+        ran = subprocess.run(
+            ["promtool", "check", "metrics"],
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        )
         assert (ran.returncode, ran.stdout + ran.stderr) == (0, "")
         assert text.count("# HELP ") == text.count("# TYPE ") > 40
 
 
 class Browser:
-    """A real Chromium with one page, spoken to over a pipe (the DevTools protocol). Leaving the context ends it."""
+    """A real Chromium with one page, spoken to over a pipe (the DevTools protocol). Leaving the
+    context ends it.
+    """
 
     def __init__(self) -> None:
         self._folder = TemporaryDirectory(ignore_cleanup_errors=True)
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-quic", "--no-first-run"]
-        options += ["--disable-sync", "--disable-background-networking", "--disable-component-update", "--remote-debugging-pipe"]
+        options = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--disable-quic",
+            "--no-first-run",
+        ]
+        options += [
+            "--disable-sync",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--remote-debugging-pipe",
+        ]
         (its_in, self._out), (self._in, its_out) = os.pipe(), os.pipe()
         command = f'exec chromium "$@" 3</dev/fd/{its_in} 4>/dev/fd/{its_out}'
-        arguments = ["sh", "-c", command, "sh", *options, f"--user-data-dir={self._folder.name}", "about:blank"]
+        arguments = [
+            "sh",
+            "-c",
+            command,
+            "sh",
+            *options,
+            f"--user-data-dir={self._folder.name}",
+            "about:blank",
+        ]
         quiet = subprocess.DEVNULL
-        self._program = subprocess.Popen(arguments, pass_fds=(its_in, its_out), stdin=quiet, stdout=quiet, stderr=quiet)
+        self._program = subprocess.Popen(
+            arguments, pass_fds=(its_in, its_out), stdin=quiet, stdout=quiet, stderr=quiet
+        )
         os.close(its_in)
         os.close(its_out)
         self._asked, self._said = 0, b""
@@ -309,7 +408,11 @@ class Browser:
     def __enter__(self) -> Self:
         """Skips the test if this Chromium does not run here."""
         try:
-            (page,) = [one for one in self._ask("Target.getTargets")["targetInfos"] if one["type"] == "page"]
+            (page,) = [
+                one
+                for one in self._ask("Target.getTargets")["targetInfos"]
+                if one["type"] == "page"
+            ]
         except OSError:
             self.__exit__()
             pytest.skip("needs a Chromium that runs here, and this one does not")
@@ -326,12 +429,20 @@ class Browser:
 
     def show(self, page: str, width: int) -> None:
         """Load a page in a window that is so many pixels wide."""
-        self._ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        self._ask(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=900,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         self._ask("Page.navigate", url=page)
 
     def run(self, script: str) -> Any:
         """What an expression is on the page."""
-        return self._ask("Runtime.evaluate", expression=script, returnByValue=True)["result"].get("value")
+        return self._ask("Runtime.evaluate", expression=script, returnByValue=True)["result"].get(
+            "value"
+        )
 
     def _ask(self, method: str, **given: Any) -> Any:
         self._asked += 1
@@ -339,7 +450,9 @@ class Browser:
         os.write(self._out, json.dumps(asked).encode() + b"\0")
         while True:
             while b"\0" not in self._said:
-                if not select.select([self._in], [], [], SECONDS)[0] or not (more := os.read(self._in, 1 << 20)):
+                if not select.select([self._in], [], [], SECONDS)[0] or not (
+                    more := os.read(self._in, 1 << 20)
+                ):
                     raise OSError("Chromium says nothing")
                 self._said += more
             one, _, self._said = self._said.partition(b"\0")
@@ -355,14 +468,21 @@ def test_a_browser_shows_the_page_and_what_clients_say_is_no_markup(alone: Stage
     address = beside(alone)
     eventually(lambda: get(address, "/readyz")[0] == 200)
     looked_for(reader)
-    eventually(lambda: json.loads(get(address, "/stats.json")[1])["hits_1m"] == {"cafe": [6 * 256, 3 * 256]})
+    eventually(
+        lambda: (
+            json.loads(get(address, "/stats.json")[1])["hits_1m"] == {"cafe": [6 * 256, 3 * 256]}
+        )
+    )
     saved(reader, 200.0)
     eventually(lambda: json.loads(get(address, "/stats.json")[1])["saved_1h"] == 200.0)
     with Browser() as browser:
         browser.show(f"http://{address}/", 1200)
         eventually(lambda: browser.run("document.querySelector('#reports td') !== null"))
         page = browser.run("document.documentElement.outerHTML")
-        title, first = browser.run("document.title"), browser.run("document.querySelector('#verdict').textContent")
+        title, first = (
+            browser.run("document.title"),
+            browser.run("document.querySelector('#verdict').textContent"),
+        )
     assert first == json.loads(get(address, "/stats.json")[1])["stats"]["verdict"]
     assert title == f"vcache: {socket.gethostname()}, {alone.path}"
     for said in (
@@ -378,29 +498,47 @@ def test_a_browser_shows_the_page_and_what_clients_say_is_no_markup(alone: Stage
 
 
 @needs("chromium")
-def test_on_a_phone_the_page_stays_in_its_width_and_a_table_that_does_not_fit_shows_that_it_scrolls(tmp_path: Path) -> None:
-    """Phones and some desktops draw no scroll bars: a shadow at the edge says that there is more."""
+def test_on_a_phone_the_page_stays_in_its_width_and_a_table_that_does_not_fit_shows_that_it_scrolls(
+    tmp_path: Path,
+) -> None:
+    """Phones and some desktops draw no scroll bars: a shadow at the edge says that there is
+    more.
+    """
     with node(tmp_path) as here, Browser() as browser:
         here.serve()
         here.engine("host", 1 << 20, layout_of(Cache()))
         used(here.stage)
-        other = here.stage.client(layout={"model": "llama", "namespace": "beef", "chunk_size": "128"})
+        other = here.stage.client(
+            layout={"model": "llama", "namespace": "beef", "chunk_size": "128"}
+        )
         join(other, instance_id(2))
         address = beside(here.stage)
         eventually(lambda: get(address, "/readyz")[0] == 200)
         browser.show(f"http://{address}/", 420)
         eventually(lambda: browser.run("document.querySelectorAll('#instances tr').length") == 3)
-        assert browser.run("document.documentElement.scrollWidth === document.documentElement.clientWidth")
+        assert browser.run(
+            "document.documentElement.scrollWidth === document.documentElement.clientWidth"
+        )
         wide = "[...document.querySelectorAll('.wide')].filter(one => one.scrollWidth > one.clientWidth)"
-        assert {"instances", "segments"} >= set(browser.run(f"{wide}.map(one => one.id)")) >= {"instances"}
+        assert (
+            {"instances", "segments"}
+            >= set(browser.run(f"{wide}.map(one => one.id)"))
+            >= {"instances"}
+        )
         shadows = browser.run(f"{wide}.map(one => getComputedStyle(one).backgroundAttachment)")
         assert shadows == ["local, local, scroll, scroll"] * len(shadows)
         # What is asked first stands where nobody has to scroll.
         first = "[...document.querySelectorAll('#instances th')].filter(one => one.getBoundingClientRect().right <= 420)"
-        assert browser.run(f"{first}.map(one => one.textContent)")[:3] == ["instance", "state", "pid"]
+        assert browser.run(f"{first}.map(one => one.textContent)")[:3] == [
+            "instance",
+            "state",
+            "pid",
+        ]
 
 
-def test_a_server_that_hangs_is_not_well_and_one_that_is_gone_takes_its_monitor_along(alone: Stage) -> None:
+def test_a_server_that_hangs_is_not_well_and_one_that_is_gone_takes_its_monitor_along(
+    alone: Stage,
+) -> None:
     server = alone.server(metrics=":0")
     own = address_of(server)
     address = beside(alone)
@@ -419,7 +557,11 @@ def test_a_server_that_hangs_is_not_well_and_one_that_is_gone_takes_its_monitor_
 def test_a_monitor_that_was_killed_is_started_again(alone: Stage) -> None:
     server = alone.server(metrics=":0")
     address_of(server)
-    (child,) = [one for task in Path(f"/proc/{server.pid}/task").iterdir() for one in (task / "children").read_text().split()]
+    (child,) = [
+        one
+        for task in Path(f"/proc/{server.pid}/task").iterdir()
+        for one in (task / "children").read_text().split()
+    ]
     # A service manager sends SIGHUP to all of a service: that ends neither.
     for number in ("-HUP", "-9"):
         subprocess.run(["kill", number, child], check=True)
@@ -427,11 +569,24 @@ def test_a_monitor_that_was_killed_is_started_again(alone: Stage) -> None:
     assert get(address_of(server), "/nothing")[0] == 404
 
 
-def test_a_page_of_somebody_else_whose_name_was_made_to_mean_this_address_reads_nothing(alone: Stage) -> None:
-    """DNS rebinding. Addresses cannot be made to mean others; names that stand in the configuration are the operator's."""
+def test_a_page_of_somebody_else_whose_name_was_made_to_mean_this_address_reads_nothing(
+    alone: Stage,
+) -> None:
+    """DNS rebinding. Addresses cannot be made to mean others; names that stand in the configuration
+    are the operator's.
+    """
     address = address_of(alone.server(metrics="localhost:0", metrics_hosts=["gpu-7.example."]))
     port = address.rpartition(":")[2]
-    own = ["", "localhost", f"LocalHost.:{port}", address, "[::1]:9419", "10.0.0.7", "gpu-7.example", f"GPU-7.example:{port}"]
+    own = [
+        "",
+        "localhost",
+        f"LocalHost.:{port}",
+        address,
+        "[::1]:9419",
+        "10.0.0.7",
+        "gpu-7.example",
+        f"GPU-7.example:{port}",
+    ]
     assert {host: asked_as(address, host) for host in own} == dict.fromkeys(own, 200)
     others = [
         "evil.example",
@@ -471,8 +626,12 @@ def slow(address: str, sent: bytes, sources: Sequence[str]) -> Iterator[list[soc
         yield made
 
 
-def while_served(monkeypatch: pytest.MonkeyPatch, folder: Path, seconds: float, what: Callable[[web.Web], None]) -> None:
-    """Call `what` beside a server whose metrics are too large for any socket, and that gives a connection so many seconds."""
+def while_served(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, seconds: float, what: Callable[[web.Web], None]
+) -> None:
+    """Call `what` beside a server whose metrics are too large for any socket, and that gives a
+    connection so many seconds.
+    """
     monkeypatch.setattr(web, "ANSWER_SECONDS", seconds)
     registry = CollectorRegistry()
     Gauge("large", "x" * (16 << 20), registry=registry)
@@ -493,12 +652,17 @@ def while_served(monkeypatch: pytest.MonkeyPatch, folder: Path, seconds: float, 
 def test_slow_connections_keep_nobody_away(
     sent: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """However many, from the address that asks and from others. A kubelet that asks for /healthz in vain restarts the server."""
+    """However many, from the address that asks and from others. A kubelet that asks for /healthz in
+    vain restarts the server.
+    """
     sources = ["127.0.0.1"] * 200 + [f"127.0.0.{last}" for last in range(2, 7)] * 16
 
     def what(served: web.Web) -> None:
         with slow(served.address, sent, sources):
-            answered = [get(served.address, path)[0] for path in ("/", "/metrics", "/stats.json", "/healthz")]
+            answered = [
+                get(served.address, path)[0]
+                for path in ("/", "/metrics", "/stats.json", "/healthz")
+            ]
             assert answered == [200] * 4
             assert len(served.served) <= web.MOST_AT_ONCE < len(sources)
 
@@ -542,20 +706,30 @@ def test_requests_get_the_status_that_http_has_for_them(
 
 @pytest.mark.parametrize(
     ("address", "host", "port"),
-    [(":9419", "127.0.0.1", 9419), ("[::1]:0", "::1", 0), ("example.org:65535", "example.org", 65535)],
+    [
+        (":9419", "127.0.0.1", 9419),
+        ("[::1]:0", "::1", 0),
+        ("example.org:65535", "example.org", 65535),
+    ],
 )
 def test_an_address_is_split(address: str, host: str, port: int) -> None:
     assert split_address(address, "metrics") == (host, port)
 
 
-@pytest.mark.parametrize("address", ["", "9419", "host:", "::1:9419", ":65536", "a b:1", "http://host:1"])
+@pytest.mark.parametrize(
+    "address", ["", "9419", "host:", "::1:9419", ":65536", "a b:1", "http://host:1"]
+)
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match="metrics must be HOST:PORT"):
         split_address(address, "metrics")
 
 
-def test_a_log_for_machines_is_an_object_a_line_and_says_that_nothing_is_read_again(alone: Stage) -> None:
-    """Of the server and of the process beside it. SIGHUP, which ends most programs, is answered there."""
+def test_a_log_for_machines_is_an_object_a_line_and_says_that_nothing_is_read_again(
+    alone: Stage,
+) -> None:
+    """Of the server and of the process beside it. SIGHUP, which ends most programs, is answered
+    there.
+    """
     server = alone.server(metrics=":0", log_format="json")
     said = [server.expect("metrics and a page at")]
     server.signal(signal.SIGHUP)
@@ -566,7 +740,10 @@ def test_a_log_for_machines_is_an_object_a_line_and_says_that_nothing_is_read_ag
     told = [json.loads(line) for line in [*said, *rest.splitlines()]]
     assert (status, [one["level"] for one in told]) == (0, ["info", "warning", "info"])
     assert told[2].keys() == {"time", "level", "logger", "pid", "message"}
-    assert (told[2]["logger"], told[2]["pid"]) == ("vcache_backend.metadata_server.server", server.pid)
+    assert (told[2]["logger"], told[2]["pid"]) == (
+        "vcache_backend.metadata_server.server",
+        server.pid,
+    )
 
 
 def test_a_log_for_people_says_when_and_which_process(alone: Stage) -> None:

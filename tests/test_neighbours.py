@@ -1,4 +1,6 @@
-"""KV caches of others as a reader maps them: what can be read, when a mapping goes, what is refused. Real processes, a real server."""
+"""KV caches of others as a reader maps them: what can be read, when a mapping goes, what is
+refused. Real processes, a real server.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ def reader(stage: Stage) -> Iterator[Reader]:
 
 
 @pytest.mark.parametrize("regions", [1, 3])
-def test_a_reader_reads_what_the_owner_wrote_where_it_lies(stage: Stage, reader: Reader, regions: int) -> None:
+def test_a_reader_reads_what_the_owner_wrote_where_it_lies(
+    stage: Stage, reader: Reader, regions: int
+) -> None:
     with owner(stage, regions=regions) as there:
         generations = there.ask("write", [5, 7], 40)
         neighbour = reader.there()
@@ -131,7 +135,10 @@ def test_what_a_step_counts_on_is_still_read_in_the_moment_after_its_owners_end(
         assert noticed.wait(SECONDS)
         assert reader.neighbours.get(ONE) is neighbour
         assert neighbour.enter()
-        assert (read(neighbour, reader.cache, 5), still(neighbour.view, [5], generations)) == (40, True)
+        assert (read(neighbour, reader.cache, 5), still(neighbour.view, [5], generations)) == (
+            40,
+            True,
+        )
         neighbour.leave()
         over.set()
         eventually(lambda: kv_mapped() == 0)
@@ -157,11 +164,16 @@ def test_the_mapping_of_a_killed_owner_stays_while_a_copy_reads_it_and_goes_when
         assert not neighbour.enter()
 
 
-def test_a_stopped_reader_that_keeps_a_dead_owners_memory_is_named_until_it_lets_go(stage: Stage) -> None:
+def test_a_stopped_reader_that_keeps_a_dead_owners_memory_is_named_until_it_lets_go(
+    stage: Stage,
+) -> None:
     client = stage.client()
 
     def named() -> list[tuple[str, str, int, bool]]:
-        return [tuple(getattr(one, name) for name in one.__struct_fields__) for one in client.stats().still_mapped]
+        return [
+            tuple(getattr(one, name) for name in one.__struct_fields__)
+            for one in client.stats().still_mapped
+        ]
 
     with owner(stage) as there, owner(stage, 2) as keeping, owner(stage, 3) as ending:
         for reader in (keeping, ending):
@@ -174,13 +186,22 @@ def test_a_stopped_reader_that_keeps_a_dead_owners_memory_is_named_until_it_lets
                 eventually(lambda: set(named()) == expected)
                 ending.kill()
             eventually(lambda: named() == [(ONE.hex(), "host", keeping.pid, True)])
-            (found,) = [one for one in check_server(from_dict({"server": {"socket": str(stage.path)}})) if one.status != "ok"]
-            assert (found.check, found.advice) == ("memory of host", f"kill -CONT {keeping.pid}, or kill it")
+            (found,) = [
+                one
+                for one in check_server(from_dict({"server": {"socket": str(stage.path)}}))
+                if one.status != "ok"
+            ]
+            assert (found.check, found.advice) == (
+                "memory of host",
+                f"kill -CONT {keeping.pid}, or kill it",
+            )
         eventually(lambda: named() == [])
 
 
 @pytest.mark.parametrize("victim", ["scheduler", "rank 0", "rank 1"])
-def test_the_end_of_any_of_its_processes_is_the_end_of_an_instance(stage: Stage, reader: Reader, victim: str) -> None:
+def test_the_end_of_any_of_its_processes_is_the_end_of_an_instance(
+    stage: Stage, reader: Reader, victim: str
+) -> None:
     """Also of one that this reader does not even read from."""
     with (
         owner(stage, ranks=2, rank=None) as scheduler,
@@ -193,7 +214,9 @@ def test_the_end_of_any_of_its_processes_is_the_end_of_an_instance(stage: Stage,
         eventually(lambda: kv_mapped() == 0)
 
 
-def test_an_owner_that_lives_and_gives_its_cache_up_is_unmapped(stage: Stage, reader: Reader) -> None:
+def test_an_owner_that_lives_and_gives_its_cache_up_is_unmapped(
+    stage: Stage, reader: Reader
+) -> None:
     """An engine that ends in a process that goes on."""
     with owner(stage) as there:
         neighbour = reader.there()
@@ -229,8 +252,12 @@ def test_an_owner_that_is_started_again_is_another_one_and_nobody_answers_for_it
             assert reader.neighbours.get(ONE) is None
 
 
-def test_readers_in_many_threads_live_through_the_deaths_of_many_owners(stage: Stage, reader: Reader) -> None:
-    """Whoever read wrong bytes that the generations call right, or touched what is unmapped, would fail, or end, here."""
+def test_readers_in_many_threads_live_through_the_deaths_of_many_owners(
+    stage: Stage, reader: Reader
+) -> None:
+    """Whoever read wrong bytes that the generations call right, or touched what is unmapped, would
+    fail, or end, here.
+    """
     stop, names = threading.Event(), list[bytes]()
     right: Counter[bytes] = Counter()
     wrong: list[int | None] = []
@@ -270,9 +297,15 @@ def test_readers_in_many_threads_live_through_the_deaths_of_many_owners(stage: S
 # ---- the server comes and goes
 
 
-def test_a_neighbour_outlives_the_server_and_others_are_found_at_the_next_one(stage_: Stage) -> None:
+def test_a_neighbour_outlives_the_server_and_others_are_found_at_the_next_one(
+    stage_: Stage,
+) -> None:
     first = stage_.server()
-    with owner(stage_, 1, QUICK) as one, owner(stage_, 2, QUICK) as two, closing(Reader(stage_.client(QUICK))) as reader:
+    with (
+        owner(stage_, 1, QUICK) as one,
+        owner(stage_, 2, QUICK) as two,
+        closing(Reader(stage_.client(QUICK))) as reader,
+    ):
         generations = one.ask("write", [1], 11)
         neighbour = reader.there(ONE)
         first.kill()
@@ -298,7 +331,9 @@ def test_an_owner_that_dies_while_there_is_no_server_is_unmapped(stage_: Stage) 
         eventually(lambda: kv_mapped() == 0)
 
 
-def test_an_instance_that_nobody_knows_is_not_asked_for_in_every_step(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_instance_that_nobody_knows_is_not_asked_for_in_every_step(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("vcache_backend.resident.tables.RETRY_SECONDS", 1000.0)
     assert [reader.neighbours.get(ONE) for _ in range(50)] == [None] * 50
     assert asked(reader.client, "OpenInstance") == 1
@@ -338,14 +373,21 @@ def test_a_cache_of_another_layout_is_refused_with_one_line_and_not_asked_for_ag
         caplog.set_level("WARNING")
         assert [reader.neighbours.get(ONE) for _ in range(3)] == [None] * 3
         assert asked(reader.client, "OpenCache") == 1
-        assert len(said(caplog, "cannot be read in place: its KV cache has layout ")) == len(said(caplog, "in place")) == 1
+        assert (
+            len(said(caplog, "cannot be read in place: its KV cache has layout "))
+            == len(said(caplog, "in place"))
+            == 1
+        )
         assert (kv_mapped(), reader.neighbours.get(TWO)) == (0, None)
 
 
 def test_an_fd_of_something_else_is_never_mapped(tmp_path: Path) -> None:
     """Whatever the server lets pass."""
     cache, table = SharedCache(), Generations(ONE, SMALL.blocks)
-    shape, view = cache_shape(cache.kv, cache.regions, HOST), GenerationView.open(table.fd, ONE, SMALL.blocks)
+    shape, view = (
+        cache_shape(cache.kv, cache.regions, HOST),
+        GenerationView.open(table.fd, ONE, SMALL.blocks),
+    )
     nbytes = cache.regions[0].nbytes
     reading, writing = os.pipe()
     short, unsealed = make_memfd(nbytes - 1), make_memfd(nbytes, seals=False)
@@ -368,7 +410,9 @@ def test_an_fd_of_something_else_is_never_mapped(tmp_path: Path) -> None:
 # ---- a GPU's, as the driver sees it
 
 
-def test_a_gpus_mapping_goes_in_the_thread_once_the_device_has_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpus_mapping_goes_in_the_thread_once_the_device_has_no_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """To unmap waits for the device, and who launches copies must not wait for that."""
     done: list[tuple[str, str]] = []
 
@@ -385,14 +429,23 @@ def test_a_gpus_mapping_goes_in_the_thread_once_the_device_has_no_work(monkeypat
     here = threading.current_thread().name
     cache, table = SharedCache(), Generations(ONE, SMALL.blocks)
     fd, nbytes = cuda_segment.allocate(GPU1, cache.regions[0].nbytes)
-    shape = msgspec.structs.replace(cache_shape(cache.kv, cache.regions, HOST), device=GPU1.name, medium="cuda", regions=[nbytes])
+    shape = msgspec.structs.replace(
+        cache_shape(cache.kv, cache.regions, HOST),
+        device=GPU1.name,
+        medium="cuda",
+        regions=[nbytes],
+    )
     ended: list[Neighbour] = []
     caretaker = Caretaker(ended.append)
-    neighbour = Neighbour(ONE, shape, GenerationView.open(table.fd, ONE, SMALL.blocks), EACH, caretaker.wake)
+    neighbour = Neighbour(
+        ONE, shape, GenerationView.open(table.fd, ONE, SMALL.blocks), EACH, caretaker.wake
+    )
     neighbour.map(fd, nbytes, GPU0)
     neighbour.begin()
     os.close(fd)
-    assert (neighbour.bases - neighbour.bases[0] == cache.kv.planes[:, 0] - cache.kv.planes[0, 0]).all()
+    assert (
+        neighbour.bases - neighbour.bases[0] == cache.kv.planes[:, 0] - cache.kv.planes[0, 0]
+    ).all()
     assert neighbour.enter()
     with script("input()") as owner_:
         assert caretaker.admit(neighbour, [os.pidfd_open(owner_.pid)])
@@ -401,7 +454,11 @@ def test_a_gpus_mapping_goes_in_the_thread_once_the_device_has_no_work(monkeypat
     assert done == [("cuMemMap", here)]
     neighbour.leave()
     eventually(lambda: fake.holds() == NOTHING)
-    assert done == [("cuMemMap", here), ("cuCtxSynchronize", "vcache-neighbours"), ("cuMemUnmap", "vcache-neighbours")]
+    assert done == [
+        ("cuMemMap", here),
+        ("cuCtxSynchronize", "vcache-neighbours"),
+        ("cuMemUnmap", "vcache-neighbours"),
+    ]
     caretaker.close(SECONDS)
     cache.close()
     table.close()

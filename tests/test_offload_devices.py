@@ -1,4 +1,6 @@
-"""From the pool to the store and back, on the host and on a GPU: staging, bounce buffer, promotion. Bytes are compared."""
+"""From the pool to the store and back, on the host and on a GPU: staging, bounce buffer, promotion.
+Bytes are compared.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def test_what_one_node_stored_another_reads_and_keeps(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_tokens_the_caller_has_stay_as_they_are(nodes: list[Node], depot: Depot, model: str, device: str) -> None:
+def test_tokens_the_caller_has_stay_as_they_are(
+    nodes: list[Node], depot: Depot, model: str, device: str
+) -> None:
     cache, tokens = cache_on(device), prompt(LENGTH)
     one, two = (engine(at, depot, model, cache=cache, device=device) for at in nodes)
     through(one, cache, tokens)
@@ -63,7 +67,9 @@ def test_tokens_the_caller_has_stay_as_they_are(nodes: list[Node], depot: Depot,
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_the_pool_had_no_room_for_is_read_from_below(nodes: list[Node], depot: Depot, model: str, device: str) -> None:
+def test_what_the_pool_had_no_room_for_is_read_from_below(
+    nodes: list[Node], depot: Depot, model: str, device: str
+) -> None:
     cache = cache_on(device)
     made = engine(nodes[0], depot, model, cache=cache, device=device)
     prompts = [prompt(LENGTH, family) for family in range(1, ROOMY // cache.chunk_bytes // 5 + 9)]
@@ -93,9 +99,14 @@ def test_whole_blocks_are_filled_behind_a_mark(
     assert store(one._session, at, keys, range(len(keys)), beside=True) is not None
     assert one.flush(SECONDS, through=True)
     cache.poison()
-    session, ids = two._session, (here[:: cache.sizes.block_size] // cache.sizes.block_size).tolist()
+    session, ids = (
+        two._session,
+        (here[:: cache.sizes.block_size] // cache.sizes.block_size).tolist(),
+    )
     kv = session.bind(cache.tensors)
-    load = Load(session, BlockPlaces(kv, CHUNK, ids, kv.block_size), keys, mark=session.copier.mark())
+    load = Load(
+        session, BlockPlaces(kv, CHUNK, ids, kv.block_size), keys, mark=session.copier.mark()
+    )
     assert load.run(SECONDS) == len(keys)
     assert cache.holds_only(tokens, here)
 
@@ -107,7 +118,10 @@ def test_one_byte_a_number_comes_back_nearly_and_what_is_no_number_is_not_writte
 ) -> None:
     cache, tokens = cache_on(device), prompt(LENGTH)
     one, two = (engine(at, depot, model, cache=cache, device=device, codec=codec) for at in nodes)
-    assert one.get_stats()["namespace"] != engine(nodes[0], depot, model, cache=cache, device=device).get_stats()["namespace"]
+    assert (
+        one.get_stats()["namespace"]
+        != engine(nodes[0], depot, model, cache=cache, device=device).get_stats()["namespace"]
+    )
     slots = places(cache.sizes, LENGTH)
     for tensor in cache.tensors:
         tensor.normal_()

@@ -1,4 +1,6 @@
-"""The engine with a real Mooncake below its pool: two nodes, small pools, damaged objects, dead masters and hung providers."""
+"""The engine with a real Mooncake below its pool: two nodes, small pools, damaged objects, dead
+masters and hung providers.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,12 @@ pytestmark = needs_mooncake
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory, depot: Depot) -> Iterator[tuple[VCacheEngine, VCacheEngine]]:
-    """An engine on each of two nodes, shared by tests that use prompts of their own and break nothing."""
+def pair(
+    tmp_path_factory: pytest.TempPathFactory, depot: Depot
+) -> Iterator[tuple[VCacheEngine, VCacheEngine]]:
+    """An engine on each of two nodes, shared by tests that use prompts of their own and break
+    nothing.
+    """
     with two_nodes(tmp_path_factory.mktemp("pair")) as (one, two):
         yield engine(one, depot, "shared"), engine(two, depot, "shared")
 
@@ -46,7 +52,9 @@ def fresh(count: int) -> torch.Tensor:
 def test_pool_and_store_take_turns(
     nodes: list[Node], depot: Depot, model: str, monkeypatch: pytest.MonkeyPatch, split: bool
 ) -> None:
-    """Chunks 0, 1 and 3 are in the pool, all are below: every run comes from where it is, also behind what was leased first."""
+    """Chunks 0, 1 and 3 are in the pool, all are below: every run comes from where it is, also
+    behind what was leased first.
+    """
     if split:
         monkeypatch.setattr(engine_module, "HEAD_BYTES", 1)
     one, two = engine(nodes[0], depot, model), engine(nodes[1], depot, model, promote=False)
@@ -77,7 +85,9 @@ def test_what_the_pool_has_is_a_hit_though_nobody_says_what_is_below(
     eventually(lambda: client.stats().leases == 0)
 
 
-def test_a_hole_that_is_nowhere_ends_the_hit(pair: tuple[VCacheEngine, VCacheEngine], raw: Raw) -> None:
+def test_a_hole_that_is_nowhere_ends_the_hit(
+    pair: tuple[VCacheEngine, VCacheEngine], raw: Raw
+) -> None:
     one, two = pair
     cache, tokens = Cache(), fresh(LENGTH)
     through(one, cache, tokens)
@@ -94,7 +104,9 @@ def bad_objects(made: VCacheEngine) -> int:
     return sum(count for cause, count in failures.items() if cause.startswith("offload_bad"))
 
 
-def test_a_bad_object_is_a_miss_and_removed(pair: tuple[VCacheEngine, VCacheEngine], raw: Raw) -> None:
+def test_a_bad_object_is_a_miss_and_removed(
+    pair: tuple[VCacheEngine, VCacheEngine], raw: Raw
+) -> None:
     """What is bad: test_offload_objects."""
     one, two = pair
     cache, tokens = Cache(), fresh(LENGTH)
@@ -122,10 +134,14 @@ def test_the_tier_is_there_for_the_first_request(
         assert made.get_stats()["offload"]["usable"]
 
 
-def test_without_a_master_everything_else_works(nodes: list[Node], depot: Depot, model: str) -> None:
+def test_without_a_master_everything_else_works(
+    nodes: list[Node], depot: Depot, model: str
+) -> None:
     """Its port is dead: no exception, no wait, no look-up that costs anything."""
     settings = TIER | {"queue_chunks": 3, "mooncake": {"master": "127.0.0.1:9", "rpc_seconds": 0.5}}
-    config = msgspec.structs.replace(nodes[0].config("host", ROOMY), offload=depot.offload(**settings))
+    config = msgspec.structs.replace(
+        nodes[0].config("host", ROOMY), offload=depot.offload(**settings)
+    )
     with VCacheEngine(config, layout_of(Cache(), model=model)) as alone:
         cache, tokens = Cache(), prompt(LENGTH)
         put(alone, cache, tokens)
@@ -142,7 +158,8 @@ def test_a_master_that_dies_and_comes_back(nodes: list[Node], own_depot: Depot, 
     through(one, cache, tokens)
     own_depot.master.kill()
     for _ in range(5):
-        assert two.lookup(tokens) in (0, LENGTH)  # what was asked before it died may still be answered
+        # what was asked before it died may still be answered
+        assert two.lookup(tokens) in (0, LENGTH)
         assert get(two, cache, tokens) == 0
     assert two.lookup(tokens) == 0
     assert two.get_stats()["offload"]["usable"] is False
@@ -159,8 +176,12 @@ def test_a_master_that_dies_and_comes_back(nodes: list[Node], own_depot: Depot, 
     assert get(two, cache, fresh) == LENGTH
 
 
-def test_a_hung_provider_costs_one_deadline(nodes: list[Node], own_depot: Depot, model: str) -> None:
-    """The library's call goes on for half a minute: its buffers are not used again, and nobody waits for it but its thread."""
+def test_a_hung_provider_costs_one_deadline(
+    nodes: list[Node], own_depot: Depot, model: str
+) -> None:
+    """The library's call goes on for half a minute: its buffers are not used again, and nobody
+    waits for it but its thread.
+    """
     one, two = (engine(at, own_depot, model, failures=1, get_seconds=0.5) for at in nodes)
     cache, tokens = Cache(), prompt(LENGTH)
     through(one, cache, tokens)
@@ -197,7 +218,10 @@ def test_a_full_store_drops_and_counts(nodes: list[Node], tmp_path: Path, model:
         tier = one.get_stats()["offload"]
         assert tier["written"] + sum(tier["dropped"].values()) == 12 * (count // 12)
         two = engine(nodes[1], store, model, promote=False)
-        hits = [get(two, cache, prompt(12 * CHUNK, family)) for family in range(count // 12 - 45, count // 12 + 1, 3)]
+        hits = [
+            get(two, cache, prompt(12 * CHUNK, family))
+            for family in range(count // 12 - 45, count // 12 + 1, 3)
+        ]
         assert max(hits) > 0
     assert one.lookup(prompt(12 * CHUNK, 1)) == 12 * CHUNK
 
@@ -208,7 +232,12 @@ def test_chunks_wait_for_a_metadata_server_that_answers_late(
     one, two = pair
     assert one._session.tier is not None
     assert one._session.tier._writer is not None
-    client, late, cache, tokens = one._session.tier._writer._client, [ServerTimeout("planted")], Cache(), fresh(LENGTH)
+    client, late, cache, tokens = (
+        one._session.tier._writer._client,
+        [ServerTimeout("planted")],
+        Cache(),
+        fresh(LENGTH),
+    )
     assert client is not None
     acquire = client.acquire
 
@@ -233,10 +262,20 @@ def test_vcache_clear_reaches_below_where_it_is_told_to(
     through(neighbour, cache, other)
     assert reader.contains(one.keys(tokens)[0]) == 1
     namespace = one.keys(tokens)[0][:NAMESPACE_BYTES].hex()
-    Path("on.yaml").write_text(f"offload: {{policy: write_through, mooncake: {{master: '{depot.master.address}'}}}}\n")
+    Path("on.yaml").write_text(
+        f"offload: {{policy: write_through, mooncake: {{master: '{depot.master.address}'}}}}\n"
+    )
 
     def clear(*arguments: str, expect: int = 0) -> str:
-        said = vcache("clear", "--socket", str(nodes[0].path), "--namespace", namespace, *arguments, expect=expect)
+        said = vcache(
+            "clear",
+            "--socket",
+            str(nodes[0].path),
+            "--namespace",
+            namespace,
+            *arguments,
+            expect=expect,
+        )
         return str(said.stdout + said.stderr)
 
     assert "offload.policy is off; name the file" in clear("--offload", expect=1)
@@ -244,13 +283,20 @@ def test_vcache_clear_reaches_below_where_it_is_told_to(
     assert clear() == "5 chunks forgotten\n"
     assert "--offload removes them, too" in clear("--config", "on.yaml")
     assert reader.contains(one.keys(tokens)[0]) == 1
-    assert clear("--config", "on.yaml", "--offload") == f"{nothing}5 objects removed from the offload tier\n"
+    assert (
+        clear("--config", "on.yaml", "--offload")
+        == f"{nothing}5 objects removed from the offload tier\n"
+    )
     assert reader.lookup(tokens) == 0
     assert engine(nodes[1], depot, f"{model}, another").lookup(other) == CHUNK
 
 
-def test_what_was_offloaded_before_a_reset_is_not_found_after_it(nodes: list[Node], own_depot: Depot, model: str) -> None:
-    """By nobody on the node, though its put ends after the reset, and whatever the server forgets. A node that was not reset has it."""
+def test_what_was_offloaded_before_a_reset_is_not_found_after_it(
+    nodes: list[Node], own_depot: Depot, model: str
+) -> None:
+    """By nobody on the node, though its put ends after the reset, and whatever the server forgets.
+    A node that was not reset has it.
+    """
     cache, tokens = Cache(), prompt(LENGTH)
     one, two = (engine(nodes[0], own_depot, model) for _ in range(2))
     other = engine(nodes[1], own_depot, model)
@@ -259,7 +305,9 @@ def test_what_was_offloaded_before_a_reset_is_not_found_after_it(nodes: list[Nod
     assert writes is not None
     own_depot.providers[0].stop()
     put(one, cache, tokens)
-    eventually(lambda: (at := writes._writer) is not None and at._busy and not (at._copying or at._waiting))
+    eventually(
+        lambda: (at := writes._writer) is not None and at._busy and not (at._copying or at._waiting)
+    )
     with nodes[0].client() as client:
         assert client.clear(keys[0][:NAMESPACE_BYTES], reset=True) == 5
     own_depot.providers[0].cont()
@@ -268,7 +316,11 @@ def test_what_was_offloaded_before_a_reset_is_not_found_after_it(nodes: list[Nod
     eventually(lambda: get(other, cache, tokens) == LENGTH)
 
     def nothing() -> bool:
-        return [made.lookup(tokens) for made in (one, two)] == [get(made, cache, tokens) for made in (one, two)] == [0, 0]
+        return (
+            [made.lookup(tokens) for made in (one, two)]
+            == [get(made, cache, tokens) for made in (one, two)]
+            == [0, 0]
+        )
 
     assert nothing()
     for forgetful in (False, True):

@@ -58,7 +58,10 @@ def test_the_format_is_what_the_documentation_of_the_module_says() -> None:
     head = sealed()[:HEADER_BYTES].tobytes()
     assert HEADER_BYTES == 128
     assert head[:8] == b"VCKV" + (1).to_bytes(2, "little") + CODEC.to_bytes(2, "little")
-    assert [int.from_bytes(head[at : at + 8], "little") for at in (8, 16)] == [CHUNK_BYTES, PAYLOAD_BYTES]
+    assert [int.from_bytes(head[at : at + 8], "little") for at in (8, 16)] == [
+        CHUNK_BYTES,
+        PAYLOAD_BYTES,
+    ]
     assert (head[32:58], head[64:96]) == (KEY, FINGERPRINT)
     text = KEY.hex()
     assert objects.name(KEY) == f"vcache1/{text[:16]}.0/{text[16:]}"
@@ -95,7 +98,12 @@ def test_a_truncated_longer_or_torn_object_is_refused() -> None:
 def test_a_whole_object_of_something_else_is_refused() -> None:
     buffer = sealed()
     refused(buffer, key=ChunkKey(bytes(KEY_BYTES)))
-    for other in ({"fingerprint": bytes(32)}, {"codec_id": CODEC + 1}, {"chunk_bytes": CHUNK_BYTES + 1}, {"payload_bytes": 776}):
+    for other in (
+        {"fingerprint": bytes(32)},
+        {"codec_id": CODEC + 1},
+        {"chunk_bytes": CHUNK_BYTES + 1},
+        {"payload_bytes": 776},
+    ):
         refused(buffer, form=replace(FORM, **other))
     refused(buffer, epoch=7)
     refused(sealed(epoch=7))
@@ -103,7 +111,9 @@ def test_a_whole_object_of_something_else_is_refused() -> None:
 
 
 def test_other_threads_run_while_an_object_is_hashed() -> None:
-    """Nobody is made to give up the GIL here, so that another thread runs only if the hash lets go of it."""
+    """Nobody is made to give up the GIL here, so that another thread runs only if the hash lets go
+    of it.
+    """
     data, gate, ran = np.zeros(64 << 20, np.uint8), threading.Lock(), []
     gate.acquire()
 
@@ -129,5 +139,7 @@ def test_other_threads_run_while_an_object_is_hashed() -> None:
 
 def test_without_xxhash_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xxhash", None)
-    with pytest.raises(ConfigError, match=r"needs xxhash: pip install 'vcache-backend\[mooncake\]'"):
+    with pytest.raises(
+        ConfigError, match=r"needs xxhash: pip install 'vcache-backend\[mooncake\]'"
+    ):
         objects.digest(b"")

@@ -1,4 +1,6 @@
-"""The tier's small parts, without a store: when the breaker opens, what is remembered for how long, threads, buffers."""
+"""The tier's small parts, without a store: when the breaker opens, what is remembered for how long,
+threads, buffers.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,10 @@ def test_a_breaker_opens_after_failures_in_a_row_and_closes_after_a_trial() -> N
 def test_an_open_breaker_is_tried_after_pauses_that_double() -> None:
     clock = Clock()
     breaker = Breaker(1, 1.0, 4.0, clock)
-    for begin in (lambda: breaker.tried(held=False), lambda: (breaker.tried(held=True), breaker.failed())):
+    for begin in (
+        lambda: breaker.tried(held=False),
+        lambda: (breaker.tried(held=True), breaker.failed()),
+    ):
         begin()
         for pause in (1.0, 2.0, 4.0, 4.0):
             clock.now += pause - 0.01
@@ -101,7 +106,9 @@ def test_buffers_are_equal_apart_and_shared_with_who_has_the_fd() -> None:
         buffer.memory.fill_(number)
     for number, buffer in enumerate(staging.buffers, 1):
         start, nbytes = buffer.place
-        assert os.pread(fd, nbytes, start) == bytes([number]) * 1000 == bytes(buffer.memory.tolist())
+        assert (
+            os.pread(fd, nbytes, start) == bytes([number]) * 1000 == bytes(buffer.memory.tolist())
+        )
     staging.close()
     staging.close()
     os.close(fd)
@@ -126,18 +133,29 @@ def test_memory_that_is_not_there_is_an_error(store: Store) -> None:
 @pytest.fixture
 def store() -> Iterator[Store]:
     """One that never opens."""
-    made = Store(OffloadConfig(policy="write_through", failures=1, mooncake=MooncakeConfig(master="127.0.0.1:9")), EngineStats())
+    made = Store(
+        OffloadConfig(
+            policy="write_through", failures=1, mooncake=MooncakeConfig(master="127.0.0.1:9")
+        ),
+        EngineStats(),
+    )
     yield made
     made.close()
 
 
 def test_a_store_that_is_down_is_not_asked(store: Store) -> None:
     index = Index(OffloadConfig(), store, on_gpu=False)
-    assert (store.lookup(["vcache1/x"]), index.lookup([key(1)], 0), index.may_have(key(1))) == (None, 0, False)
+    assert (store.lookup(["vcache1/x"]), index.lookup([key(1)], 0), index.may_have(key(1))) == (
+        None,
+        0,
+        False,
+    )
     assert store.breaker.opened == 0
 
 
-def test_what_was_absent_in_another_epoch_is_asked_for_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_absent_in_another_epoch_is_asked_for_again(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     index, asked = Index(OffloadConfig(), store, on_gpu=False), list[Sequence[str]]()
     monkeypatch.setattr(store, "lookup", lambda names: asked.append(names) or 0)
     for epoch in (0, 0, 7):
@@ -158,13 +176,17 @@ def test_slow_links_are_tried_now_and_then(store: Store) -> None:
     assert not index.too_slow()
 
 
-def test_a_link_is_measured_against_what_a_gpu_computes_unless_somebody_set_a_bound(store: Store) -> None:
+def test_a_link_is_measured_against_what_a_gpu_computes_unless_somebody_set_a_bound(
+    store: Store,
+) -> None:
     """Loopback TCP loses against an H200; RDMA, and computing on the CPU, are left alone."""
     over_tcp, over_rdma = OffloadConfig(), OffloadConfig(mooncake=MooncakeConfig(protocol="rdma"))
     assert [over_tcp.least_bandwidth(on_gpu) for on_gpu in (True, False)] == [5 * 10**9, 0]
     assert [over_rdma.least_bandwidth(on_gpu) for on_gpu in (True, False)] == [0, 0]
     for bound in (0, 1000):
-        assert from_dict({"offload": {"min_bandwidth": bound}}).offload.least_bandwidth(True) == bound
+        assert (
+            from_dict({"offload": {"min_bandwidth": bound}}).offload.least_bandwidth(True) == bound
+        )
     for on_gpu in (True, False):
         index = Index(over_tcp, store, on_gpu)
         index.bandwidth = 4.4e9
@@ -173,7 +195,9 @@ def test_a_link_is_measured_against_what_a_gpu_computes_unless_somebody_set_a_bo
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 4, 16])
-def test_what_is_read_is_divided_among_calls_of_which_the_first_and_the_last_are_small(most: int) -> None:
+def test_what_is_read_is_divided_among_calls_of_which_the_first_and_the_last_are_small(
+    most: int,
+) -> None:
     for count in range(50):
         made = parts(count, most)
         assert [chunk for part in made for chunk in part] == list(range(count))
@@ -188,8 +212,16 @@ def test_a_load_waits_for_its_next_chunk_as_long_as_it_may_and_no_longer(
     store: Store, called: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store is at fault only where its own call took that long."""
-    config, clock, go_on, begun = OffloadConfig(get_seconds=2.0, readers=1), Clock(), threading.Event(), threading.Event()
-    ring, form = Ring(Staging(store.memory, 256, 4, pinned=False).buffers), Format(bytes(32), 1, 128, 128)
+    config, clock, go_on, begun = (
+        OffloadConfig(get_seconds=2.0, readers=1),
+        Clock(),
+        threading.Event(),
+        threading.Event(),
+    )
+    ring, form = (
+        Ring(Staging(store.memory, 256, 4, pinned=False).buffers),
+        Format(bytes(32), 1, 128, 128),
+    )
     index = Index(config, store, on_gpu=False)
     stats = EngineStats()
     reader = Reader(Bound(store, index, stats, form, None), ring, config, now=clock)
@@ -210,7 +242,10 @@ def test_a_load_waits_for_its_next_chunk_as_long_as_it_may_and_no_longer(
         assert not fetch.over
         clock.now += 0.2
         assert fetch.over
-        assert (fetch.cause, stats.counted("offload_")) == ("timeout", {"late": 1} if called else {})
+        assert (fetch.cause, stats.counted("offload_")) == (
+            "timeout",
+            {"late": 1} if called else {},
+        )
     finally:
         go_on.set()
         reader.close(SECONDS)

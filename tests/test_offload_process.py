@@ -1,4 +1,6 @@
-"""The offload process against a real master and real providers: what each verb answers, also while things fail around it."""
+"""The offload process against a real master and real providers: what each verb answers, also while
+things fail around it.
+"""
 
 from __future__ import annotations
 
@@ -86,8 +88,8 @@ def test_what_was_removed_is_gone_though_it_was_just_read(raw: Raw) -> None:
 
 
 def test_all_that_is_under_a_prefix_goes_and_nothing_else(depot: Depot, raw: Raw) -> None:
-    """Also what was read just now, and what others wrote; a dot in a tenant's name stands for itself. Tenants do not see each other's
-    objects, though this master was not told of tenants."""
+    """Also what was read just now, and what others wrote; a dot in a tenant's name stands for
+    itself. Tenants do not see each other's objects, though this master was not told of tenants."""
     (start,), data = new_names(1), secrets.token_bytes(100)
     mine, other = [f"{start}{i:02x}" for i in range(20)], f"{start[:-1]}x"
     raw.put([*mine, other], [data] * 21)
@@ -134,7 +136,12 @@ def test_only_shared_memory_is_touched(raw: Raw) -> None:
 def test_calls_before_open_answer_and_do_not_crash(depot: Depot) -> None:
     """The library itself would end the process with a segmentation fault."""
     raw = Raw(depot.config())
-    for call in (lambda: raw.there(["x"]), lambda: raw.put(["x"], [b"1"]), lambda: raw.get(["x"]), lambda: raw.remove(["x"])):
+    for call in (
+        lambda: raw.there(["x"]),
+        lambda: raw.put(["x"], [b"1"]),
+        lambda: raw.get(["x"]),
+        lambda: raw.remove(["x"]),
+    ):
         with pytest.raises(StoreDown, match="not open"):
             call()
     with raw:
@@ -156,9 +163,15 @@ def test_only_the_threads_that_wait_for_bytes_step_back(depot: Depot) -> None:
         assert len(after) >= len(before) + len(stepped_back)
 
 
-def test_the_library_is_told_our_deadlines_but_for_what_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_is_told_our_deadlines_but_for_what_the_user_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # Of this process alone: what is set here is set for all that it starts, if it stays.
-    monkeypatch.setattr(os, "environ", {name: value for name, value in os.environ.items() if not name.startswith("MC_")})
+    monkeypatch.setattr(
+        os,
+        "environ",
+        {name: value for name, value in os.environ.items() if not name.startswith("MC_")},
+    )
     monkeypatch.setenv("MC_STORE_CLIENT_SETUP_RETRIES", "7")
     said = mooncake_environment(MooncakeConfig(rpc_seconds=2.5))
     assert said["MC_RPC_TIMEOUT_MS"] == "2500"
@@ -168,11 +181,18 @@ def test_the_library_is_told_our_deadlines_but_for_what_the_user_set(monkeypatch
 
 @pytest.mark.parametrize(
     ("files", "says"),
-    [({}, "pip install vcache-backend"), ({"store.py": "raise ImportError('libibverbs.so.1')"}, "apt install libibverbs1")],
+    [
+        ({}, "pip install vcache-backend"),
+        ({"store.py": "raise ImportError('libibverbs.so.1')"}, "apt install libibverbs1"),
+    ],
     ids=["not installed", "broken"],
 )
 def test_a_library_that_does_not_load_is_said_once_with_what_to_install(
-    files: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    files: dict[str, str],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     (tmp_path / "mooncake").mkdir()
     missing = "raise ModuleNotFoundError('no', name='mooncake')" if not files else ""
@@ -187,42 +207,61 @@ def test_a_library_that_does_not_load_is_said_once_with_what_to_install(
     store.close()
 
 
-def test_a_crash_of_the_library_quotes_its_last_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_crash_of_the_library_quotes_its_last_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "mooncake.py").write_text("import os\nprint('out of luck', flush=True)\nos.abort()")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(StoreDown, match=rf"the offload process ended \(-{signal.SIGABRT:d}\): out of luck"):
+    with pytest.raises(
+        StoreDown, match=rf"the offload process ended \(-{signal.SIGABRT:d}\): out of luck"
+    ):
         OffloadProcess(MooncakeConfig())
 
 
 # ---- the master fails
 
 
-def test_an_absent_master_is_told_and_found_when_it_comes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_absent_master_is_told_and_found_when_it_comes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "vcache_backend.offload.store")
     with Depot(tmp_path, ()) as depot:
         depot.master.kill()
         store = Store(depot.offload(**QUICK), EngineStats())
         eventually(lambda: "Connection refused" in store._said)
         assert not store.usable
-        assert (store.lookup(["x"]), store.get(["x"], [(0, 1)]), store.put(["x"], [(0, 1)])) == (None, [-1], [FAILED])
+        assert (store.lookup(["x"]), store.get(["x"], [(0, 1)]), store.put(["x"], [(0, 1)])) == (
+            None,
+            [-1],
+            [FAILED],
+        )
         depot.master.restart()
         eventually(lambda: store.usable)
         # Said once, though tried again and again; then what is in force.
         assert sum("Connection refused" in message for message in caplog.messages) == 1
-        in_force, *_ = (message for message in caplog.messages if f"master_server_addr={depot.master.address}" in message)
+        in_force, *_ = (
+            message
+            for message in caplog.messages
+            if f"master_server_addr={depot.master.address}" in message
+        )
         assert "MC_RPC_TIMEOUT_MS=" in in_force
         store.close()
 
 
 def test_a_hung_master_opens_the_breaker_and_all_is_well_when_it_goes_on(own_depot: Depot) -> None:
-    store, (buffer, *_) = opened(own_depot.offload(failures=1, mooncake={"rpc_seconds": 0.5}, **QUICK))
+    store, (buffer, *_) = opened(
+        own_depot.offload(failures=1, mooncake={"rpc_seconds": 0.5}, **QUICK)
+    )
     names = new_names(1)
     store.put(names, places(buffer))
     process = pid(store)
     own_depot.master.stop()
     assert store.lookup(names) is None
     assert not store.usable
-    with pytest.raises(StoreDown, match="no answer from the master"), Raw(own_depot.config(rpc_seconds=0.5)):
+    with (
+        pytest.raises(StoreDown, match="no answer from the master"),
+        Raw(own_depot.config(rpc_seconds=0.5)),
+    ):
         pass
     own_depot.master.cont()
     eventually(lambda: store.lookup(names) == 1)
@@ -235,7 +274,10 @@ def test_a_hung_master_opens_the_breaker_and_all_is_well_when_it_goes_on(own_dep
 
 def test_what_a_killed_provider_had_is_a_miss(tmp_path: Path) -> None:
     """The master says for `client_ttl` that it is there."""
-    with Depot(tmp_path, (32 * MIB, 32 * MIB), client_ttl=2) as depot, Raw(depot.config(rpc_seconds=0.5), 8 * MIB) as raw:
+    with (
+        Depot(tmp_path, (32 * MIB, 32 * MIB), client_ttl=2) as depot,
+        Raw(depot.config(rpc_seconds=0.5), 8 * MIB) as raw,
+    ):
         names, data = new_names(16), secrets.token_bytes(MIB // 4)
         assert raw.put(names, [data] * 16) == [STORED] * 16
         depot.providers[0].kill()
@@ -250,8 +292,8 @@ def test_what_a_killed_provider_had_is_a_miss(tmp_path: Path) -> None:
 
 
 def test_a_call_that_hangs_ends_with_its_process(own_depot: Depot) -> None:
-    """A provider hangs in the middle: the library would read on for half a minute. Once the call has failed nobody writes the buffer, and
-    those under way beside it have failed, too."""
+    """A provider hangs in the middle: the library would read on for half a minute. Once the call
+    has failed nobody writes the buffer, and those under way beside it have failed, too."""
     store, (buffer, other, *_) = opened(own_depot.offload(call_seconds=1.5, **QUICK))
     names, beside = new_names(1), list[list[int]]()
     assert store.put(names, places(buffer)) == [STORED]
@@ -269,12 +311,21 @@ def test_a_call_that_hangs_ends_with_its_process(own_depot: Depot) -> None:
     store.close()
 
 
-def test_look_ups_and_removals_do_not_wait_for_transfers_nor_for_each_other(own_depot: Depot) -> None:
-    """Also more transfers than there are threads for them in the tier. The library gives them up after eleven seconds."""
-    (store, buffers), names = opened(own_depot.offload(mooncake={"rpc_seconds": 10}, **QUICK)), new_names(2)
+def test_look_ups_and_removals_do_not_wait_for_transfers_nor_for_each_other(
+    own_depot: Depot,
+) -> None:
+    """Also more transfers than there are threads for them in the tier. The library gives them up
+    after eleven seconds.
+    """
+    (store, buffers), names = (
+        opened(own_depot.offload(mooncake={"rpc_seconds": 10}, **QUICK)),
+        new_names(2),
+    )
     assert store.put(names, places(*buffers[:2])) == [STORED] * 2
     own_depot.providers[0].stop()
-    reading = [threading.Thread(target=store.get, args=(names[:1], places(buffer))) for buffer in buffers]
+    reading = [
+        threading.Thread(target=store.get, args=(names[:1], places(buffer))) for buffer in buffers
+    ]
     for thread in reading:
         thread.start()
     assert store.lookup(names) == 2

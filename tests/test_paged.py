@@ -15,7 +15,9 @@ BLOCKS, BLOCK, HEADS, DIM = 10, 16, 8, 64
 PAGE = BLOCK * HEADS * DIM * 2
 
 
-def kv(*shape: int, memory: tuple[int, ...] | None = None, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def kv(
+    *shape: int, memory: tuple[int, ...] | None = None, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
     """A tensor of `shape` whose axes lie in memory in the order `memory`, outermost first."""
     order = memory or tuple(range(len(shape)))
     inverse = [order.index(axis) for axis in range(len(shape))]
@@ -25,28 +27,77 @@ def kv(*shape: int, memory: tuple[int, ...] | None = None, dtype: torch.dtype = 
 # name, tensor, parts, order of bytes
 LAYOUTS = [
     ("parts outermost", kv(2, BLOCKS, BLOCK, HEADS, DIM), 2, "part2.token16.head8.dim64"),
-    ("parts outermost, HND strides", kv(2, BLOCKS, BLOCK, HEADS, DIM, memory=(0, 1, 3, 2, 4)), 2, "part2.head8.token16.dim64"),
-    ("parts first, blocks outermost", kv(2, BLOCKS, BLOCK, HEADS, DIM, memory=(1, 0, 2, 3, 4)), 1, "part2.token16.head8.dim64"),
+    (
+        "parts outermost, HND strides",
+        kv(2, BLOCKS, BLOCK, HEADS, DIM, memory=(0, 1, 3, 2, 4)),
+        2,
+        "part2.head8.token16.dim64",
+    ),
+    (
+        "parts first, blocks outermost",
+        kv(2, BLOCKS, BLOCK, HEADS, DIM, memory=(1, 0, 2, 3, 4)),
+        1,
+        "part2.token16.head8.dim64",
+    ),
     ("blocks outermost", kv(BLOCKS, 2, BLOCK, HEADS, DIM), 1, "part2.token16.head8.dim64"),
-    ("blocks outermost, HND strides", kv(BLOCKS, 2, BLOCK, HEADS, DIM, memory=(0, 1, 3, 2, 4)), 1, "part2.head8.token16.dim64"),
-    ("blocks first, parts outermost", kv(BLOCKS, 2, BLOCK, HEADS, DIM, memory=(1, 0, 2, 3, 4)), 2, "part2.token16.head8.dim64"),
-    ("heads before tokens, parts outermost", kv(2, BLOCKS, HEADS, BLOCK, DIM), 2, "part2.head8.token16.dim64"),
+    (
+        "blocks outermost, HND strides",
+        kv(BLOCKS, 2, BLOCK, HEADS, DIM, memory=(0, 1, 3, 2, 4)),
+        1,
+        "part2.head8.token16.dim64",
+    ),
+    (
+        "blocks first, parts outermost",
+        kv(BLOCKS, 2, BLOCK, HEADS, DIM, memory=(1, 0, 2, 3, 4)),
+        2,
+        "part2.token16.head8.dim64",
+    ),
+    (
+        "heads before tokens, parts outermost",
+        kv(2, BLOCKS, HEADS, BLOCK, DIM),
+        2,
+        "part2.head8.token16.dim64",
+    ),
     ("heads before tokens", kv(BLOCKS, 2, HEADS, BLOCK, DIM), 1, "part2.head8.token16.dim64"),
     ("packed, HND", kv(BLOCKS, HEADS, BLOCK, 2 * DIM), 1, "head8.token16.dim128"),
-    ("packed, NHD strides", kv(BLOCKS, HEADS, BLOCK, 2 * DIM, memory=(0, 2, 1, 3)), 1, "token16.head8.dim128"),
+    (
+        "packed, NHD strides",
+        kv(BLOCKS, HEADS, BLOCK, 2 * DIM, memory=(0, 2, 1, 3)),
+        1,
+        "token16.head8.dim128",
+    ),
     ("packed, tokens first", kv(BLOCKS, BLOCK, HEADS, 2 * DIM), 1, "token16.head8.dim128"),
-    ("packed, tokens first, HND strides", kv(BLOCKS, BLOCK, HEADS, 2 * DIM, memory=(0, 2, 1, 3)), 1, "head8.token16.dim128"),
-    ("elements of a head apart", kv(BLOCKS, HEADS, BLOCK, DIM, memory=(0, 1, 3, 2)), 1, "head8.dim64.token16"),
+    (
+        "packed, tokens first, HND strides",
+        kv(BLOCKS, BLOCK, HEADS, 2 * DIM, memory=(0, 2, 1, 3)),
+        1,
+        "head8.token16.dim128",
+    ),
+    (
+        "elements of a head apart",
+        kv(BLOCKS, HEADS, BLOCK, DIM, memory=(0, 1, 3, 2)),
+        1,
+        "head8.dim64.token16",
+    ),
     ("MLA", kv(BLOCKS, BLOCK, 576), 1, "token16.dim576"),
     ("one head", kv(BLOCKS, 1, BLOCK, DIM), 1, "token16.dim64"),
 ]
 
 
-@pytest.mark.parametrize(("tensor", "parts", "order"), [row[1:] for row in LAYOUTS], ids=[row[0] for row in LAYOUTS])
-def test_a_known_layout_is_recognised_and_its_pages_are_the_bytes_of_the_tensor(tensor: Tensor, parts: int, order: str) -> None:
+@pytest.mark.parametrize(
+    ("tensor", "parts", "order"), [row[1:] for row in LAYOUTS], ids=[row[0] for row in LAYOUTS]
+)
+def test_a_known_layout_is_recognised_and_its_pages_are_the_bytes_of_the_tensor(
+    tensor: Tensor, parts: int, order: str
+) -> None:
     tensor.copy_(torch.randn(tensor.shape))
     found = PagedKV.describe([tensor, torch.clone(tensor)], BLOCK)
-    assert (found.layers, found.parts, found.num_blocks, found.name) == (2, parts, BLOCKS, f"{order} bfloat16")
+    assert (found.layers, found.parts, found.num_blocks, found.name) == (
+        2,
+        parts,
+        BLOCKS,
+        f"{order} bfloat16",
+    )
     assert found.page_bytes == tensor.numel() * 2 // BLOCKS // parts
     assert found.chunk_bytes(2 * BLOCK) == 2 * 2 * (tensor.numel() // BLOCKS) * 2
     block_axis = 0 if tensor.shape[0] == BLOCKS else 1
@@ -76,7 +127,8 @@ def test_the_name_does_not_depend_on_the_number_of_blocks_or_on_where_parts_lie(
 
 def test_layouts_whose_bytes_differ_have_different_names() -> None:
     names = {PagedKV.describe([row[1]], BLOCK).name for row in LAYOUTS} | {
-        PagedKV.describe([kv(BLOCKS, BLOCK, HEADS, DIM, dtype=dtype)], BLOCK).name for dtype in DTYPES
+        PagedKV.describe([kv(BLOCKS, BLOCK, HEADS, DIM, dtype=dtype)], BLOCK).name
+        for dtype in DTYPES
     }
     assert len(names) == 7 + len(DTYPES)
 
@@ -107,21 +159,39 @@ def test_blocks_with_padding_between_them_are_recognised() -> None:
 
 def test_heads_as_many_as_tokens_are_ambiguous_until_axes_are_named() -> None:
     tensor = kv(BLOCKS, BLOCK, BLOCK, DIM)
-    with pytest.raises(LayoutError, match="ambiguous; pass axes='block head token dim' or 'block token head dim'"):
+    with pytest.raises(
+        LayoutError, match="ambiguous; pass axes='block head token dim' or 'block token head dim'"
+    ):
         PagedKV.describe([tensor], BLOCK)
-    assert PagedKV.describe([tensor], BLOCK, axes="block head token dim").name == "head16.token16.dim64 bfloat16"
-    assert PagedKV.describe([tensor], BLOCK, axes="block token head dim").name == "token16.head16.dim64 bfloat16"
+    assert (
+        PagedKV.describe([tensor], BLOCK, axes="block head token dim").name
+        == "head16.token16.dim64 bfloat16"
+    )
+    assert (
+        PagedKV.describe([tensor], BLOCK, axes="block token head dim").name
+        == "token16.head16.dim64 bfloat16"
+    )
     assert PagedKV.describe([kv(BLOCKS, 1, 1, DIM)], 1).name == "dim64 bfloat16"
 
 
 def test_two_blocks_of_two_parts_are_ambiguous() -> None:
-    with pytest.raises(LayoutError, match="ambiguous; pass axes='part block token head dim' or 'block part token head dim'"):
+    with pytest.raises(
+        LayoutError,
+        match="ambiguous; pass axes='part block token head dim' or 'block part token head dim'",
+    ):
         PagedKV.describe([kv(2, 2, BLOCK, HEADS, DIM)], BLOCK)
-    assert PagedKV.describe([kv(2, 2, BLOCK, HEADS, DIM)], BLOCK, axes="part block token head dim").parts == 2
+    assert (
+        PagedKV.describe(
+            [kv(2, 2, BLOCK, HEADS, DIM)], BLOCK, axes="part block token head dim"
+        ).parts
+        == 2
+    )
 
 
 def test_two_rows_of_blocks_are_not_taken_for_two_blocks_of_heads() -> None:
-    with pytest.raises(LayoutError, match="ambiguous; pass axes='block head token dim' or 'part block token dim'"):
+    with pytest.raises(
+        LayoutError, match="ambiguous; pass axes='block head token dim' or 'part block token dim'"
+    ):
         PagedKV.describe([kv(2, BLOCKS, BLOCK, DIM)], BLOCK)
 
 
@@ -156,7 +226,14 @@ def test_what_is_not_known_is_refused(tensor: Tensor, why: str) -> None:
     assert why in refused(tensor)
 
 
-MISFITS = ["block", "block token head", "block token head head", "block token heads dim", "token block head dim", ""]
+MISFITS = [
+    "block",
+    "block token head",
+    "block token head head",
+    "block token heads dim",
+    "token block head dim",
+    "",
+]
 
 
 @pytest.mark.parametrize("axes", MISFITS)
@@ -184,15 +261,23 @@ def test_several_block_tables_must_lie_in_the_same_memory() -> None:
     one, two = kv(BLOCKS, BLOCK, HEADS, DIM), kv(BLOCKS, BLOCK, HEADS, DIM)
     full = {"a": one, "b": two}, Share(BLOCK)
     found = PagedKV.describe_groups([full, ({"c": one}, Share(BLOCK, 32)), ({}, Share(BLOCK, 16))])
-    assert (found.layers, found.chunk_bytes(64), found.name) == (2, 2 * (4 + 2 + 1) * PAGE, PagedKV.describe([one], BLOCK).name)
+    assert (found.layers, found.chunk_bytes(64), found.name) == (
+        2,
+        2 * (4 + 2 + 1) * PAGE,
+        PagedKV.describe([one], BLOCK).name,
+    )
     # One table's blocks may be longer where a token has fewer bytes.
     longer = one.view(BLOCKS, 2 * BLOCK, HEADS // 2, DIM)
     found = PagedKV.describe_groups([full, ({"c": longer}, Share(2 * BLOCK))])
     assert (found.block_size, found.chunk_bytes(64)) == (BLOCK, 2 * (4 + 2) * PAGE)
     elsewhere, larger = kv(BLOCKS, BLOCK, HEADS, DIM), kv(BLOCKS, BLOCK, HEADS, 2 * DIM)
-    padded = one.as_strided((BLOCKS, BLOCK, HEADS // 2, DIM), (one.stride(0), HEADS // 2 * DIM, DIM, 1))
+    padded = one.as_strided(
+        (BLOCKS, BLOCK, HEADS // 2, DIM), (one.stride(0), HEADS // 2 * DIM, DIM, 1)
+    )
     for other in (elsewhere, larger, one[1:], one[:-1], padded):
-        with pytest.raises(LayoutError, match="must lie in the same memory, but c and its group have 1 layers"):
+        with pytest.raises(
+            LayoutError, match="must lie in the same memory, but c and its group have 1 layers"
+        ):
             PagedKV.describe_groups([full, ({"c": other}, Share(BLOCK))])
     with pytest.raises(LayoutError, match="no KV caches"):
         PagedKV.describe_groups([({}, Share(BLOCK))])
@@ -211,7 +296,14 @@ def test_a_chunk_is_whole_blocks() -> None:
 
 
 def test_alignment_is_the_widest_access_that_divides_everything() -> None:
-    assert [alignment(), alignment(64, 1 << 40), alignment(24, 16), alignment(12), alignment(16, 2), alignment(7)] == [
+    assert [
+        alignment(),
+        alignment(64, 1 << 40),
+        alignment(24, 16),
+        alignment(12),
+        alignment(16, 2),
+        alignment(7),
+    ] == [
         16,
         16,
         8,

@@ -1,6 +1,6 @@
-"""Pools in host memory beside KV caches on GPUs, against a driver that counts what it locked; the KV caches here are on the CPU.
-On real GPUs: test_cross_process_store_retrieve.py and test_gpu_segments.py.
-"""
+"""Pools in host memory beside KV caches on GPUs, against a driver that counts what it locked; the
+KV caches here are on the CPU. On real GPUs: test_cross_process_store_retrieve.py and
+test_gpu_segments.py."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def quiet(cuda: FakeCuda) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("nbytes", [MIB, 12_345])
-def test_a_segment_is_locked_as_long_as_a_tensor_of_it_lives(cuda: FakeCuda, quiet: None, nbytes: int) -> None:
+def test_a_segment_is_locked_as_long_as_a_tensor_of_it_lives(
+    cuda: FakeCuda, quiet: None, nbytes: int
+) -> None:
     with create(HOST, nbytes) as owned:
         assert cuda.holds() == NOTHING
         mapped = map_segment(owned.info, owned.fd, HOST)
@@ -71,9 +73,17 @@ def test_a_segment_is_locked_as_long_as_a_tensor_of_it_lives(cuda: FakeCuda, qui
 
 
 @pytest.mark.parametrize(
-    "call", ["cuDevicePrimaryCtxRetain", "cuCtxPushCurrent", "cuMemHostRegister", "cuMemHostGetDevicePointer"]
+    "call",
+    [
+        "cuDevicePrimaryCtxRetain",
+        "cuCtxPushCurrent",
+        "cuMemHostRegister",
+        "cuMemHostGetDevicePointer",
+    ],
 )
-def test_a_segment_that_fails_at_any_step_leaves_nothing(cuda: FakeCuda, quiet: None, call: str) -> None:
+def test_a_segment_that_fails_at_any_step_leaves_nothing(
+    cuda: FakeCuda, quiet: None, call: str
+) -> None:
     message = ""
     with create(HOST, MIB) as owned:
         cuda.broken = call
@@ -87,7 +97,10 @@ def test_a_segment_that_fails_at_any_step_leaves_nothing(cuda: FakeCuda, quiet: 
 
 def test_what_the_driver_refuses_comes_with_what_to_change(cuda: FakeCuda) -> None:
     cuda.most_registered = 0
-    with create(HOST, MIB) as owned, pytest.raises(SegmentError, match=r"locks no 1,048,576 B .*set pool.segment_bytes lower"):
+    with (
+        create(HOST, MIB) as owned,
+        pytest.raises(SegmentError, match=r"locks no 1,048,576 B .*set pool.segment_bytes lower"),
+    ):
         map_segment(owned.info, owned.fd, HOST)
 
 
@@ -111,17 +124,25 @@ def test_memory_is_locked_step_by_step_and_given_back_where_a_step_fails(
 
 def test_a_gpu_that_has_the_memory_elsewhere_does_not_read_it(cuda: FakeCuda) -> None:
     cuda.moved = 4096
-    with create(HOST, MIB) as owned, pytest.raises(SegmentError, match="GPU 0 has host memory at other addresses"):
+    with (
+        create(HOST, MIB) as owned,
+        pytest.raises(SegmentError, match="GPU 0 has host memory at other addresses"),
+    ):
         map_segment(owned.info, owned.fd, HOST)
 
 
-def test_the_last_gibibyte_of_the_machine_is_left_to_others(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda, quiet: None) -> None:
+def test_the_last_gibibyte_of_the_machine_is_left_to_others(
+    monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda, quiet: None
+) -> None:
     answers = [0, pinned_segment.SPARE_BYTES + MIB]
     monkeypatch.setattr(devices, "host_available", lambda: answers.pop(0))
     create(HOST, MIB).close()
     monkeypatch.setattr(devices, "host_available", lambda: pinned_segment.SPARE_BYTES + MIB - 1)
     monkeypatch.setattr(pinned_segment, "GROW_SECONDS", 0.0)
-    with pytest.raises(SegmentError, match=r"1,074,790,399 B of host memory are available, and 1,073,741,824 of them stay free"):
+    with pytest.raises(
+        SegmentError,
+        match=r"1,074,790,399 B of host memory are available, and 1,073,741,824 of them stay free",
+    ):
         create(HOST, MIB)
 
 
@@ -129,7 +150,9 @@ def test_the_last_gibibyte_of_the_machine_is_left_to_others(monkeypatch: pytest.
 
 
 def engine(here: Node, name: str, segment_bytes: int, cache: Cache, gpu: int = 0) -> VCacheEngine:
-    made = here.engine(name, segment_bytes, layout_of(cache), copier=HostCopier(), kv_device=f"cuda:{gpu}")
+    made = here.engine(
+        name, segment_bytes, layout_of(cache), copier=HostCopier(), kv_device=f"cuda:{gpu}"
+    )
     assert made.device == Device(name, "host", gpu)
     return made
 
@@ -138,7 +161,9 @@ def has(made: VCacheEngine, segments: int) -> None:
     eventually(lambda: len(made._session.pool.mapped()) == segments)
 
 
-def test_what_one_worker_stored_another_one_loads_from_locked_memory(shared: Node, pieces: FakeCuda) -> None:
+def test_what_one_worker_stored_another_one_loads_from_locked_memory(
+    shared: Node, pieces: FakeCuda
+) -> None:
     mine, theirs = Cache(FLASH, SIZES), Cache(FLASH, SIZES)
     writer = engine(shared, "host:a", 2 * PIECE + PIECE // 2, mine)
     has(writer, 3)
@@ -182,8 +207,12 @@ def test_a_step_never_waits_for_memory_that_is_being_locked(shared: Node, pieces
     assert get(reader, theirs, prompt(CHUNK)) == CHUNK
 
 
-def test_memory_is_locked_by_a_thread_that_leaves_graphs_whole_which_others_capture(shared: Node, pieces: FakeCuda) -> None:
-    """As vLLM does after its KV cache is made, which is when the pool begins. On a GPU: test_gpu_segments.py."""
+def test_memory_is_locked_by_a_thread_that_leaves_graphs_whole_which_others_capture(
+    shared: Node, pieces: FakeCuda
+) -> None:
+    """As vLLM does after its KV cache is made, which is when the pool begins. On a GPU:
+    test_gpu_segments.py.
+    """
     spoils: list[bool] = []
     pieces.register_waits = lambda: spoils.append(threading.get_ident() not in pieces.relaxed)
     shared.engine("host:b", PIECE, layout_of(Cache(FLASH, SIZES)))
@@ -223,12 +252,17 @@ def test_where_the_driver_gives_out_what_was_lent_by_then_stays(
     made = engine(shared, "host:a", 8 * PIECE, mine)
     eventually(lambda: any("host:a" in one.text for one in shared.client().stats().reports))
     (line,) = said(caplog, "lends 2 MiB of 8 MiB")
-    assert "the driver locks no 1,048,576 B of host memory: cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY" in line
+    assert (
+        "the driver locks no 1,048,576 B of host memory: cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY"
+        in line
+    )
     tokens = prompt(2 * CHUNK)
     put(made, mine, tokens)
     assert get(made, mine, tokens) == len(tokens)
     beats: list[int] = []
-    made._session.client.on_beat.append(lambda: beats.append(pieces.calls.count("cuMemHostRegister")))
+    made._session.client.on_beat.append(
+        lambda: beats.append(pieces.calls.count("cuMemHostRegister"))
+    )
     eventually(lambda: len(beats) > 3)
     assert beats[0] == beats[-1] == 3, "it is not tried again"
     assert len(said(caplog, "lends 2 MiB of 8 MiB")) == 1
@@ -248,7 +282,9 @@ def test_that_nothing_of_a_pool_can_be_locked_is_said_once(
 def test_where_the_rest_of_a_resized_segment_cannot_be_locked_anew_the_whole_stays_and_no_heartbeat_tries_again(
     shared: Node, pieces: FakeCuda, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each try takes what there is of lockable memory for a moment, and all that launch work wait."""
+    """Each try takes what there is of lockable memory for a moment, and all that launch work
+    wait.
+    """
     mine = Cache(FLASH, SIZES)
     made = engine(shared, "host:a", PIECE, mine)
     has(made, 1)
@@ -258,13 +294,17 @@ def test_where_the_rest_of_a_resized_segment_cannot_be_locked_anew_the_whole_sta
     beats: list[int] = []
     shared.client().resize_segment(shared.client().list_segments()[0].id, PIECE // 2)
     eventually(lambda: said(caplog, "stays mapped as it was", logging.WARNING))
-    made._session.client.on_beat.append(lambda: beats.append(pieces.calls.count("cuMemHostRegister")))
+    made._session.client.on_beat.append(
+        lambda: beats.append(pieces.calls.count("cuMemHostRegister"))
+    )
     eventually(lambda: len(beats) > 3)
     assert beats[0] == beats[-1] == 2, "it is not tried again"
     assert get(made, mine, tokens) == CHUNK
 
 
-def test_the_bytes_go_there_and_back_before_the_pool_is_there(shared: Node, pieces: FakeCuda) -> None:
+def test_the_bytes_go_there_and_back_before_the_pool_is_there(
+    shared: Node, pieces: FakeCuda
+) -> None:
     """A layout that is not understood must be seen even where the pool takes a minute to come."""
     cache = Cache(FLASH, SIZES)
 
@@ -274,7 +314,10 @@ def test_the_bytes_go_there_and_back_before_the_pool_is_there(shared: Node, piec
             slots[0].tensor[100] ^= 1
             return finished
 
-    for copier, wrong in ((HostCopier(), None), (Wrong(), "gathered wrongly into the pool: layer 0")):
+    for copier, wrong in (
+        (HostCopier(), None),
+        (Wrong(), "gathered wrongly into the pool: layer 0"),
+    ):
         made = shared.engine("host:a", 0, layout_of(cache), copier=copier, kv_device="cuda:0")
         session = made._session
         assert isinstance(session.pool, PinnedPool)

@@ -1,4 +1,6 @@
-"""Pins: what a reader counts on is not handed out, whoever is faster, stops or dies. Real processes, real memory, a real server."""
+"""Pins: what a reader counts on is not handed out, whoever is faster, stops or dies. Real
+processes, real memory, a real server.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,8 @@ SIZES = Sizes(blocks=BLOCKS)
 READS = 100
 """Trusted pins of one turn of a reader."""
 BRIEFLY, A_WHILE, LONG = 0.02, 1.0, 60.0
-"""How long a pin holds: where there are many, so that not all blocks are pinned; where a test waits for its end; and where one asks what
-becomes of them."""
+"""How long a pin holds: where there are many, so that not all blocks are pinned; where a test waits
+for its end; and where one asks what becomes of them."""
 
 
 TRUSTING = msgspec.structs.replace(PATIENT, server_uid=0)
@@ -58,7 +60,9 @@ class Owner(OwnerPart):
         self.fill(BLOCKS)
 
     def fill(self, count: int) -> list[int]:
-        """One request that is computed and over: its blocks, in the order in which they are free."""
+        """One request that is computed and over: its blocks, in the order in which they are
+        free.
+        """
         blocks = [block.block_id for block in self.pool.get_new_blocks(count)]
         self.table.filled(blocks)
         self.pool.free_blocks(blocks)
@@ -108,17 +112,21 @@ class Reader:
         self.pinning.release([name])
 
     def read(self) -> tuple[int, int]:
-        """Pin some blocks after the other, and look for a moment what becomes of those that it counts on: how many times it did, and was
-        wrong."""
+        """Pin some blocks after the other, and look for a moment what becomes of those that it
+        counts on: how many times it did, and was wrong."""
         dice, trusted, wrong = random.Random(os.getpid()), 0, 0
         while trusted < READS:
             numbers = np.array(dice.sample(range(BLOCKS), 4), dtype=np.uint32)
             published = self.view.counters[numbers]
-            if (published & np.uint64(1)).any() or not self.pinning.pin("it", [(ONE, numbers, published)]):
+            if (published & np.uint64(1)).any() or not self.pinning.pin(
+                "it", [(ONE, numbers, published)]
+            ):
                 continue
             trusted += 1
             until: int = self.pinning._held[-1][0]
-            while (held := self.view.leading(numbers, published, 4)) and time.monotonic_ns() < until:
+            while (
+                held := self.view.leading(numbers, published, 4)
+            ) and time.monotonic_ns() < until:
                 pass
             # Seen while it was still pinned, or it proves nothing.
             wrong += not held and time.monotonic_ns() < until
@@ -128,8 +136,12 @@ class Reader:
 
 
 @contextmanager
-def living(stage: Stage, kind: Any, *arguments: Any, apart: Apart | None = None) -> Iterator[Worker]:
-    with Worker(nursery("test_pins"), kind, stage.path, *arguments, name=kind.__name__, apart=apart) as one:
+def living(
+    stage: Stage, kind: Any, *arguments: Any, apart: Apart | None = None
+) -> Iterator[Worker]:
+    with Worker(
+        nursery("test_pins"), kind, stage.path, *arguments, name=kind.__name__, apart=apart
+    ) as one:
         yield one.made()
 
 
@@ -174,7 +186,9 @@ def test_an_owner_that_has_nothing_else_takes_what_is_pinned(stage: Stage) -> No
         before = reader.ask(_counters, [3, 4])
         assert reader.ask("pin", [3, 4])
         with reader.stopped():
-            assert owner.ask("takes", BLOCKS) == [number for number in range(BLOCKS) if number not in (3, 4)] + [3, 4]
+            assert owner.ask("takes", BLOCKS) == [
+                number for number in range(BLOCKS) if number not in (3, 4)
+            ] + [3, 4]
         kept, forced = owner.ask("counted")
         assert kept >= forced == 2
         assert not reader.ask("pin", [3, 4], before)
@@ -196,7 +210,9 @@ def test_a_pin_ends_by_itself_when_its_reader_is_killed_or_stopped(stage: Stage)
 
 
 @pytest.mark.parametrize("blocks", [[1, 9], [7]], ids=["one of them", "the only one"])
-def test_nothing_is_counted_on_that_is_not_as_it_was_published(stage: Stage, blocks: list[int]) -> None:
+def test_nothing_is_counted_on_that_is_not_as_it_was_published(
+    stage: Stage, blocks: list[int]
+) -> None:
     with living(stage, Owner, True, LONG) as owner, living(stage, Reader, True, LONG) as reader:
         before = reader.ask(_counters, blocks)
         assert reader.ask("pin", blocks, before)
@@ -216,7 +232,9 @@ def test_a_reader_pins_an_eighth_of_an_owners_blocks_at_most(stage: Stage) -> No
 
 
 def test_of_an_owner_that_can_hand_out_little_little_is_pinned(stage: Stage) -> None:
-    """Its next step would need what is pinned, and the reader's engine end: of 16 blocks that are free not 8 are pinned, but 2."""
+    """Its next step would need what is pinned, and the reader's engine end: of 16 blocks that are
+    free not 8 are pinned, but 2.
+    """
     with living(stage, Owner, True, LONG) as owner, living(stage, Reader, True, LONG) as reader:
         owner.ask("takes", BLOCKS - 16)
         last = list(range(BLOCKS - 8, BLOCKS))
@@ -242,7 +260,9 @@ def test_a_reset_waits_for_those_who_count_on_a_pin_and_nobody_does_meanwhile(st
         assert reader.ask("pin", [3]), "as before"
 
 
-def test_nobody_counts_on_the_pins_of_an_owner_that_takes_none_or_by_another_clock(stage: Stage) -> None:
+def test_nobody_counts_on_the_pins_of_an_owner_that_takes_none_or_by_another_clock(
+    stage: Stage,
+) -> None:
     with living(stage, Owner, True, LONG) as owner, living(stage, Reader, True, LONG) as reader:
         assert reader.ask("pin", [3])
         for clock in (0, 7):
@@ -250,7 +270,10 @@ def test_nobody_counts_on_the_pins_of_an_owner_that_takes_none_or_by_another_clo
             assert not reader.ask("pin", [3])
 
 
-@pytest.mark.skipif(os.getuid() != 0 or bool(containers()), reason=f"needs root and namespaces of its own: {containers()}")
+@pytest.mark.skipif(
+    os.getuid() != 0 or bool(containers()),
+    reason=f"needs root and namespaces of its own: {containers()}",
+)
 @pytest.mark.parametrize("later", [0, 1000], ids=["", "of another time"])
 def test_who_reads_from_another_container_pins_by_the_same_clock_alone(later: int) -> None:
     """Of another user, too. What cannot be pinned can be read: the generations know no time."""
@@ -258,7 +281,10 @@ def test_who_reads_from_another_container_pins_by_the_same_clock_alone(later: in
         Path(folder).chmod(0o711)
         here.server(IN_A_CONTAINER, allow_gids=[4242])
         first, second = Apart(uid=1001, gid=4242), Apart(later, uid=1002, gid=4242)
-        with living(here, Owner, True, LONG, apart=first) as owner, living(here, Reader, True, LONG, apart=second) as reader:
+        with (
+            living(here, Owner, True, LONG, apart=first) as owner,
+            living(here, Reader, True, LONG, apart=second) as reader,
+        ):
             assert reader.ask("pin", [3]) == (not later)
             assert owner.ask("pinned") == ([] if later else [3])
             assert reader.ask("holds", [3])
@@ -311,9 +337,11 @@ def test_an_instance_that_takes_no_pins_is_read_without(stage: Stage) -> None:
 # ---- many at once
 
 
-def turns(stage: Stage, honest: bool, looks: bool, readers: int = 2, most: int = 20) -> tuple[int, int, int]:
-    """An owner and readers that do nothing else: how often a reader counted on a pin, and was wrong; and blocks that were kept.
-    If it is to go wrong, until it does."""
+def turns(
+    stage: Stage, honest: bool, looks: bool, readers: int = 2, most: int = 20
+) -> tuple[int, int, int]:
+    """An owner and readers that do nothing else: how often a reader counted on a pin, and was
+    wrong; and blocks that were kept. If it is to go wrong, until it does."""
     trusted = wrong = 0
     with ExitStack() as undo:
         owner = undo.enter_context(living(stage, Owner, honest, BRIEFLY))
@@ -338,8 +366,14 @@ def test_no_block_that_a_reader_counts_on_is_handed_out(stage: Stage) -> None:
     assert wrong == 0
 
 
-@pytest.mark.parametrize(("honest", "looks"), [(False, True), (True, False)], ids=["owner does not look", "reader does not"])
-def test_without_either_look_blocks_are_handed_out_that_a_reader_counts_on(stage: Stage, honest: bool, looks: bool) -> None:
+@pytest.mark.parametrize(
+    ("honest", "looks"),
+    [(False, True), (True, False)],
+    ids=["owner does not look", "reader does not"],
+)
+def test_without_either_look_blocks_are_handed_out_that_a_reader_counts_on(
+    stage: Stage, honest: bool, looks: bool
+) -> None:
     assert turns(stage, honest, looks)[1] > 0
 
 

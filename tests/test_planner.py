@@ -22,7 +22,9 @@ PAGE = 96
 VIRTUAL_BYTES = 2 * PAGE
 
 
-KV = PagedKV.describe([torch.zeros((2, 32, BLOCK, 2, 6), dtype=torch.float16) for _ in range(3)], BLOCK)
+KV = PagedKV.describe(
+    [torch.zeros((2, 32, BLOCK, 2, 6), dtype=torch.float16) for _ in range(3)], BLOCK
+)
 """4 blocks of 4 tokens a chunk."""
 
 
@@ -34,8 +36,21 @@ def places(*ids: int) -> Int64s:
 def test_whole_chunks_are_their_blocks_in_order() -> None:
     ids = [7, 3, 30, 4, 0, 31, 9, 8]
     by_slot = SlotPlaces(KV, CHUNK, places(*ids), [0, CHUNK])
-    for copy in (by_slot.load_plan(0, 2), by_slot.store_plan([0, 1]), plan_blocks(KV, CHUNK, np.array(ids))):
-        rows = [[0, 0, 7], [0, 192, 3], [0, 384, 30], [0, 576, 4], [1, 0, 0], [1, 192, 31], [1, 384, 9], [1, 576, 8]]
+    for copy in (
+        by_slot.load_plan(0, 2),
+        by_slot.store_plan([0, 1]),
+        plan_blocks(KV, CHUNK, np.array(ids)),
+    ):
+        rows = [
+            [0, 0, 7],
+            [0, 192, 3],
+            [0, 384, 30],
+            [0, 576, 4],
+            [1, 0, 0],
+            [1, 192, 31],
+            [1, 384, 9],
+            [1, 576, 8],
+        ]
         assert copy.blocks.tolist() == rows
         assert copy.nbytes == 2 * 3 * 2 * 4 * PAGE
         assert copy.complete(2).tolist() == [True, True]
@@ -43,7 +58,16 @@ def test_whole_chunks_are_their_blocks_in_order() -> None:
 
 
 def test_chunks_may_stand_anywhere_in_the_mapping() -> None:
-    assert whole_blocks(KV, CHUNK, places(*range(12)), [32, 0]).tolist() == [8, 9, 10, 11, 0, 1, 2, 3]
+    assert whole_blocks(KV, CHUNK, places(*range(12)), [32, 0]).tolist() == [
+        8,
+        9,
+        10,
+        11,
+        0,
+        1,
+        2,
+        3,
+    ]
 
 
 def test_of_blocks_some_may_be_wanted() -> None:
@@ -57,7 +81,9 @@ def test_of_blocks_some_may_be_wanted() -> None:
 def test_of_several_block_tables_a_chunk_has_the_blocks_of_each_one_behind_the_other() -> None:
     several = replace(KV, shares=(Share(BLOCK), Share(BLOCK, 2 * BLOCK)))
     copy = plan_blocks(several, CHUNK, np.array([7, 3, 30, 4, 0, 31, -1, 9, 8, -1, -1, 6]))
-    assert copy.blocks[:6].tolist() == [[0, 192 * at, block] for at, block in enumerate((7, 3, 30, 4, 0, 31))]
+    assert copy.blocks[:6].tolist() == [
+        [0, 192 * at, block] for at, block in enumerate((7, 3, 30, 4, 0, 31))
+    ]
     assert copy.blocks[6:].tolist() == [[1, 192, 9], [1, 384, 8], [1, 960, 6]]
     assert (copy.nbytes, copy.tokens) == (9 * 3 * 2 * PAGE, CHUNK + 2 * BLOCK)
     assert copy.complete(2).tolist() == [True, False]
@@ -65,7 +91,9 @@ def test_of_several_block_tables_a_chunk_has_the_blocks_of_each_one_behind_the_o
         plan_blocks(KV, CHUNK, np.array([7, -1]))
 
 
-def test_of_several_block_tables_what_is_not_wanted_is_no_place_and_a_chunk_that_lacks_it_is_not_stored_from_there() -> None:
+def test_of_several_block_tables_what_is_not_wanted_is_no_place_and_a_chunk_that_lacks_it_is_not_stored_from_there() -> (
+    None
+):
     several = replace(KV, shares=(Share(BLOCK), Share(BLOCK, 2 * BLOCK)))
     at = BlockPlaces(several, CHUNK, [5, 0, 7, 3, 4, -1], 2 * BLOCK)
     assert at.load_plan(0, 2).blocks[:, 2].tolist() == [10, 11, 0, 1, 14, 15, 6, 7, 8, 9]
@@ -73,7 +101,10 @@ def test_of_several_block_tables_what_is_not_wanted_is_no_place_and_a_chunk_that
 
 
 def test_nothing_wanted_is_an_empty_plan() -> None:
-    for at in (SlotPlaces(KV, CHUNK, places(), []), SlotPlaces(KV, CHUNK, places(1, 2, 3, 4), range(0, CHUNK, CHUNK), CHUNK)):
+    for at in (
+        SlotPlaces(KV, CHUNK, places(), []),
+        SlotPlaces(KV, CHUNK, places(1, 2, 3, 4), range(0, CHUNK, CHUNK), CHUNK),
+    ):
         copy = at.load_plan(0, 1)
         assert (len(copy.blocks), copy.nbytes) == (0, 0)
         assert not at.loaded(0).any()
@@ -83,15 +114,21 @@ def test_nothing_wanted_is_an_empty_plan() -> None:
 def test_a_place_outside_of_the_cache_is_refused_with_figures(bad: int) -> None:
     mapping = places(7, 3, 30, 4)
     mapping[5] = bad
-    with pytest.raises(LayoutError, match=r"names blocks .* but the KV cache has 32 blocks of 4 tokens"):
+    with pytest.raises(
+        LayoutError, match=r"names blocks .* but the KV cache has 32 blocks of 4 tokens"
+    ):
         SlotPlaces(KV, CHUNK, mapping, range(0, CHUNK, CHUNK)).load_plan(0, 1)
     for ids in ([7, 3, 32, 4], [7, 3, -1, 4]):
-        with pytest.raises(LayoutError, match=r"names blocks .* but the KV cache has 32 blocks of 4 tokens"):
+        with pytest.raises(
+            LayoutError, match=r"names blocks .* but the KV cache has 32 blocks of 4 tokens"
+        ):
             plan_blocks(KV, CHUNK, np.array(ids))
 
 
 def test_places_that_are_not_wanted_are_not_looked_at() -> None:
-    assert SlotPlaces(KV, CHUNK, places(99, 3, 30, 4), [0], 4).load_plan(0, 1).blocks[:, 2].tolist() == [3, 30, 4]
+    assert SlotPlaces(KV, CHUNK, places(99, 3, 30, 4), [0], 4).load_plan(0, 1).blocks[
+        :, 2
+    ].tolist() == [3, 30, 4]
 
 
 @pytest.mark.parametrize("starts", [[-1], [1], [0, 16], [1 << 40]])
@@ -102,14 +139,19 @@ def test_a_chunk_outside_of_the_mapping_is_refused(starts: list[int]) -> None:
 
 @pytest.mark.parametrize("chunk_size", [0, -4, 6])
 def test_a_chunk_must_be_whole_blocks(chunk_size: int) -> None:
-    for plan in (lambda: whole_blocks(KV, chunk_size, places(1), []), lambda: plan_blocks(KV, chunk_size, places())):
+    for plan in (
+        lambda: whole_blocks(KV, chunk_size, places(1), []),
+        lambda: plan_blocks(KV, chunk_size, places()),
+    ):
         with pytest.raises(LayoutError, match="no multiple of the KV block size 4"):
             plan()
 
 
 @st.composite
 def requests(draw: st.DrawFn) -> tuple[Int64s, Sequence[int], int]:
-    """Mostly whole blocks, with holes, shuffled tokens and shifted runs; several chunks; tokens to be left alone."""
+    """Mostly whole blocks, with holes, shuffled tokens and shifted runs; several chunks; tokens to
+    be left alone.
+    """
     chunks = draw(st.integers(1, 3))
     ids = draw(st.permutations(range(32)))[: chunks * CHUNK // BLOCK + 1]
     mapping = places(*ids)[draw(st.sampled_from([0, 0, 1, 3, 4])) :][: chunks * CHUNK]
@@ -118,7 +160,11 @@ def requests(draw: st.DrawFn) -> tuple[Int64s, Sequence[int], int]:
     for at in draw(st.lists(st.integers(0, len(mapping) - 1), max_size=3)):
         mapping[at] = -1
     starts = range(draw(st.integers(0, chunks - 1)) * CHUNK, chunks * CHUNK, CHUNK)
-    return mapping, draw(st.sampled_from([starts, list(starts)])), draw(st.sampled_from([0, 0, *range(len(mapping))]))
+    return (
+        mapping,
+        draw(st.sampled_from([starts, list(starts)])),
+        draw(st.sampled_from([0, 0, *range(len(mapping))])),
+    )
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -126,20 +172,33 @@ def requests(draw: st.DrawFn) -> tuple[Int64s, Sequence[int], int]:
 def test_a_block_is_moved_if_and_only_if_it_is_wanted_whole_and_lies_in_one_block(
     whole: bool, request_: tuple[Int64s, Sequence[int], int]
 ) -> None:
-    """`whole`: it begins with the block that the first wanted token is in, and all that is wanted must have a place."""
+    """`whole`: it begins with the block that the first wanted token is in, and all that is wanted
+    must have a place.
+    """
     mapping, starts, skip = request_
-    at, rows, covered = SlotPlaces(KV, CHUNK, mapping, starts, skip, whole=whole), [], np.zeros(len(mapping), dtype=np.bool_)
+    at, rows, covered = (
+        SlotPlaces(KV, CHUNK, mapping, starts, skip, whole=whole),
+        [],
+        np.zeros(len(mapping), dtype=np.bool_),
+    )
     skip, lacks = skip // BLOCK * BLOCK if whole else skip, False
     for slot, start in enumerate(starts):
         for virtual in range(CHUNK // BLOCK):
             first = start + virtual * BLOCK
             here = mapping[first : first + BLOCK].tolist()
-            if first >= skip and here[0] >= 0 and here[0] % BLOCK == 0 and here == list(range(here[0], here[0] + BLOCK)):
+            if (
+                first >= skip
+                and here[0] >= 0
+                and here[0] % BLOCK == 0
+                and here == list(range(here[0], here[0] + BLOCK))
+            ):
                 rows.append([slot, virtual * VIRTUAL_BYTES, here[0] // BLOCK])
                 covered[first : first + BLOCK] = True
             elif first >= skip:
                 lacks = True
-    assert [at.holds(chunk) for chunk in range(len(starts))] == [bool(covered[start : start + CHUNK].all()) for start in starts]
+    assert [at.holds(chunk) for chunk in range(len(starts))] == [
+        bool(covered[start : start + CHUNK].all()) for start in starts
+    ]
     if whole and lacks:
         with pytest.raises(LayoutError, match="names blocks -1 to"):
             at.load_plan(0, len(starts))
@@ -148,4 +207,6 @@ def test_a_block_is_moved_if_and_only_if_it_is_wanted_whole_and_lies_in_one_bloc
     assert copy.blocks.tolist() == rows
     assert copy.nbytes == len(rows) * 3 * 2 * PAGE
     assert at.loaded(len(starts)).tolist() == covered.tolist()
-    assert copy.complete(len(starts)).tolist() == [bool(covered[start : start + CHUNK].all()) for start in starts]
+    assert copy.complete(len(starts)).tolist() == [
+        bool(covered[start : start + CHUNK].all()) for start in starts
+    ]

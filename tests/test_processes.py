@@ -1,4 +1,6 @@
-"""The harness itself: functions in other processes, and what happens to processes that a test forgets."""
+"""The harness itself: functions in other processes, and what happens to processes that a test
+forgets.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def home() -> Nursery:
     return nursery("test_processes")
 
 
-def test_an_object_in_another_process_answers_by_name_and_says_what_went_wrong(home: Nursery) -> None:
+def test_an_object_in_another_process_answers_by_name_and_says_what_went_wrong(
+    home: Nursery,
+) -> None:
     with Worker(home, Sum, 5) as worker:
         assert worker.ask("add", 2) == 7
         with pytest.raises(AssertionError, match=r"(?s)Traceback.*ValueError: so far 7"):

@@ -1,4 +1,6 @@
-"""What a worker tells the server of its KV cache: behind the step that wrote it, in order, and again to a server that has lost it."""
+"""What a worker tells the server of its KV cache: behind the step that wrote it, in order, and
+again to a server that has lost it.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +42,21 @@ class Step:
 
 
 class Owner:
-    """A scheduler that joins when a test wants it to, and a worker with its publisher; all in this process."""
+    """A scheduler that joins when a test wants it to, and a worker with its publisher; all in this
+    process.
+    """
 
     def __init__(self, here: Node) -> None:
-        self.scheduler, self.client, cache = Client(here.path, QUICK), Client(here.path, QUICK), SharedCache()
+        self.scheduler, self.client, cache = (
+            Client(here.path, QUICK),
+            Client(here.path, QUICK),
+            SharedCache(),
+        )
         self.table = Generations(NAME, cache.sizes.blocks)
         self.stats = EngineStats()
-        self.shown = Shown(self.client, NAME, 0, cache_shape(cache.kv, cache.regions, HOST), cache.regions)
+        self.shown = Shown(
+            self.client, NAME, 0, cache_shape(cache.kv, cache.regions, HOST), cache.regions
+        )
         self.publisher = Publisher(self.client, self.stats, NAME, EACH)
 
     def join(self) -> None:
@@ -56,7 +66,9 @@ class Owner:
         """Chunk `number`, in blocks of its own."""
         blocks = [2 * number, 2 * number + 1]
         generations = self.table.counters[blocks].astype("<u8").tobytes()
-        publication = Publication([key(number)], np.array(blocks, dtype="<u4").tobytes(), generations, sequence)
+        publication = Publication(
+            [key(number)], np.array(blocks, dtype="<u4").tobytes(), generations, sequence
+        )
         self.publisher.submit(publication, step, soon)
 
     def found(self, *numbers: int) -> list[bool]:
@@ -112,7 +124,9 @@ def test_what_can_be_read_is_told_at_once(here: Node, monkeypatch: pytest.Monkey
     owner.close()
 
 
-def test_what_nobody_looks_for_is_told_later_or_with_what_somebody_does(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nobody_looks_for_is_told_later_or_with_what_somebody_does(
+    here: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What an instance has loaded lies elsewhere, too; and it is on the way to a token."""
     monkeypatch.setattr(courier, "LATER_SECONDS", 10 * SECONDS)
     owner, steps = Owner(here), [Step() for _ in range(3)]
@@ -129,7 +143,9 @@ def test_what_nobody_looks_for_is_told_later_or_with_what_somebody_does(here: No
     owner.close()
 
 
-def test_of_too_many_that_wait_the_last_is_dropped_and_none_is_told_early(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_too_many_that_wait_the_last_is_dropped_and_none_is_told_early(
+    here: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not the first one: its step's end would be taken for the next one's."""
     monkeypatch.setattr(publisher, "MOST_WAITING", 2)
     owner = Owner(here)
@@ -149,10 +165,17 @@ def test_of_too_many_that_wait_the_last_is_dropped_and_none_is_told_early(here: 
     owner.close()
 
 
-def test_a_publisher_that_is_closed_tells_no_more_than_what_it_is_telling(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_publisher_that_is_closed_tells_no_more_than_what_it_is_telling(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a server that answers late, its queue would take minutes, and vLLM waits for its end."""
     owner.join()
-    step, asked, answers, told = Step(over=False), threading.Event(), threading.Event(), list[list[ChunkKey]]()
+    step, asked, answers, told = (
+        Step(over=False),
+        threading.Event(),
+        threading.Event(),
+        list[list[ChunkKey]](),
+    )
     publish = owner.client.publish
 
     def slowly(name: Any, sequence: int, keys: list[ChunkKey], *rest: Any) -> int:
@@ -215,7 +238,9 @@ def test_the_next_server_is_told_of_what_is_still_there(
         here.server.kill()
         here.serve()
         for client, epoch in zip((owner.client, owner.scheduler), before, strict=True):
-            eventually(lambda client=client, epoch=epoch: client.connected and client.epoch != epoch)
+            eventually(
+                lambda client=client, epoch=epoch: client.connected and client.epoch != epoch
+            )
 
     owner.join()
     for number, sequence in ((1, 1), (2, 2), (3, 2)):

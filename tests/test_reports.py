@@ -1,4 +1,6 @@
-"""Reports: what an instance tells the server, and a person then sees in its log, `vcache status` and `vcache doctor`."""
+"""Reports: what an instance tells the server, and a person then sees in its log, `vcache status`
+and `vcache doctor`.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +59,12 @@ def peer(number: int = 1, pid: int = 7) -> Peer:
 def test_the_newest_are_kept_and_no_more() -> None:
     kept = Reports(iter(range(1000)).__next__)
     for number in range(MAX_REPORTS + 3):
-        assert kept.add(peer(), "info", f"line {number}") == m.Reported(number, "info", 7, "GPU-1", f"line {number}")
-    assert [report.text for report in kept.newest_last()] == [f"line {number}" for number in range(3, MAX_REPORTS + 3)]
+        assert kept.add(peer(), "info", f"line {number}") == m.Reported(
+            number, "info", 7, "GPU-1", f"line {number}"
+        )
+    assert [report.text for report in kept.newest_last()] == [
+        f"line {number}" for number in range(3, MAX_REPORTS + 3)
+    ]
 
 
 def test_what_a_connection_says_again_is_one_report_with_a_new_time() -> None:
@@ -66,12 +72,17 @@ def test_what_a_connection_says_again_is_one_report_with_a_new_time() -> None:
     assert kept.add(peer(1), "warn", SEED) is not None
     assert kept.add(peer(2), "warn", "another") is not None
     assert kept.add(peer(1), "warn", SEED) is None
-    assert [(report.time, report.text) for report in kept.newest_last()] == [(1, "another"), (2, SEED)]
+    assert [(report.time, report.text) for report in kept.newest_last()] == [
+        (1, "another"),
+        (2, SEED),
+    ]
     assert kept.add(peer(2), "warn", SEED) is not None
 
 
 def test_a_report_is_one_line_that_a_terminal_cannot_be_fooled_with() -> None:
-    reported = Reports(lambda: 0.0).add(peer(), "error", "one\n2026-01-01 INFO forged\x1b[2J\u202e\ttwo\0 ")
+    reported = Reports(lambda: 0.0).add(
+        peer(), "error", "one\n2026-01-01 INFO forged\x1b[2J\u202e\ttwo\0 "
+    )
     assert reported is not None
     assert reported.text == "one 2026-01-01 INFO forged [2J two"
 
@@ -79,7 +90,9 @@ def test_a_report_is_one_line_that_a_terminal_cannot_be_fooled_with() -> None:
 # ---- the server and its clients
 
 
-def test_a_report_is_logged_once_and_kept_with_time_process_and_device_beyond_its_connection(alone: Stage) -> None:
+def test_a_report_is_logged_once_and_kept_with_time_process_and_device_beyond_its_connection(
+    alone: Stage,
+) -> None:
     server, before = alone.server(), time.time()
     with alone.client(device="GPU-3") as client:
         assert client.report("warn", SEED) is True
@@ -89,7 +102,12 @@ def test_a_report_is_logged_once_and_kept_with_time_process_and_device_beyond_it
             client.report("info", "")
         assert client.connected
     first, second = alone.client().stats().reports
-    assert (first.level, first.pid, first.device, first.text) == ("warn", os.getpid(), "GPU-3", SEED)
+    assert (first.level, first.pid, first.device, first.text) == (
+        "warn",
+        os.getpid(),
+        "GPU-3",
+        SEED,
+    )
     assert before <= first.time <= time.time()
     assert second.text == "x" * 1024
     line = server.expect("stepped aside")
@@ -98,11 +116,17 @@ def test_a_report_is_logged_once_and_kept_with_time_process_and_device_beyond_it
     assert "INFO" in server.expect("xxx")
 
 
-def test_reports_and_segments_that_no_message_could_hold_leave_the_statistics_and_the_list_readable(memfd: int) -> None:
+def test_reports_and_segments_that_no_message_could_hold_leave_the_statistics_and_the_list_readable(
+    memfd: int,
+) -> None:
     directory = Directory(ServerConfig(), lambda: 0.0)
     service = Service(directory, 1, Predecessor(directory, JournalState(), 1), max_segments=4096)
     for number in range(MAX_REPORTS):
-        service.answer(peer(), m.Report("info", f"{number} " + "\N{SNOWMAN}" * 1000 + "\N{GRINNING FACE}" * 20), [])
+        service.answer(
+            peer(),
+            m.Report("info", f"{number} " + "\N{SNOWMAN}" * 1000 + "\N{GRINNING FACE}" * 20),
+            [],
+        )
     for number in range(800):
         fds = [os.dup(memfd)]
         service.answer(peer(), m.AddSegment(m.SegmentId(f"{number}"), "d" * 256, "host", 4096), fds)
@@ -112,7 +136,9 @@ def test_reports_and_segments_that_no_message_could_hold_leave_the_statistics_an
         service.layouts.add(peer(number), layout)
         service.layouts.looked_up(number, 1 << 70, 1 << 70)
         service.layouts.saves(number, 1e9)
-    stats, segments = (service.answer(peer(), request, [])[0] for request in (m.Stats(), m.ListSegments()))
+    stats, segments = (
+        service.answer(peer(), request, [])[0] for request in (m.Stats(), m.ListSegments())
+    )
     assert isinstance(stats, m.ServerStats)
     assert isinstance(segments, m.Segments)
     assert wire.encode(segments)
@@ -129,8 +155,12 @@ def test_instances_with_the_longest_names_leave_the_statistics_readable() -> Non
     name = "\N{GRINNING FACE}" * 256
     instances = [m.InstanceStats("0" * 32, name, 1, 1, 1, 1)] * 64
     ended = [m.StillMapped("0" * 32, name, 1, False)] * 64
-    segments = [m.SegmentInfo(m.SegmentId(f"{number:04}"), "d" * 256, "host", 4096) for number in range(400)]
-    stats = fitting(msgspec.structs.replace(STATS, instances=instances, still_mapped=ended, segments=segments))
+    segments = [
+        m.SegmentInfo(m.SegmentId(f"{number:04}"), "d" * 256, "host", 4096) for number in range(400)
+    ]
+    stats = fitting(
+        msgspec.structs.replace(STATS, instances=instances, still_mapped=ended, segments=segments)
+    )
     assert wire.encode(stats)
     assert (len(stats.segments), len(stats.instances), stats.reports) == (400, 32, [])
 
@@ -145,7 +175,10 @@ def test_what_connected_instances_have_asked_for_is_kept_longer_than_what_others
         layouts.add(peer(number), layout | {"namespace": f"{number}"})
         layouts.saves(number, 2.0)
         layouts.drop(number)
-    assert (layouts.hits["here"], len(layouts.hits)) == ([32 * (number - 1), 16 * (number - 1)], MAX_NAMESPACES)
+    assert (layouts.hits["here"], len(layouts.hits)) == (
+        [32 * (number - 1), 16 * (number - 1)],
+        MAX_NAMESPACES,
+    )
     assert layouts.saved.keys() == layouts.hits.keys() - {"here"}
 
 
@@ -153,10 +186,15 @@ def test_what_connected_instances_have_asked_for_is_kept_longer_than_what_others
 
 
 def test_status_shows_reports_above_what_is_well_newest_first() -> None:
-    told = [m.Reported(1.0, "warn", 12, "GPU-a", SEED), m.Reported(2.0, "error", 34, "GPU-b", "word " * 200)]
+    told = [
+        m.Reported(1.0, "warn", 12, "GPU-a", SEED),
+        m.Reported(2.0, "error", 34, "GPU-b", "word " * 200),
+    ]
     stats = msgspec.structs.replace(STATS, reports=told)
     text = text_of(status.render(stats))
-    assert text.index("Reports") < text.index("GPU-b") < text.index("GPU-a") < text.index("Segments")
+    assert (
+        text.index("Reports") < text.index("GPU-b") < text.index("GPU-a") < text.index("Segments")
+    )
     assert text.count("word") == 200
     assert "Reports" not in text_of(status.render(STATS))
     when = time.strftime("%m-%d %H:%M:%S", time.localtime(1.0))
@@ -169,7 +207,9 @@ def found(stage_: Stage) -> list[Finding]:
     return [finding for finding in findings if finding.check.startswith("report")]
 
 
-def test_the_doctor_fails_for_an_error_of_a_process_that_runs_for_an_hour(stage_: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_fails_for_an_error_of_a_process_that_runs_for_an_hour(
+    stage_: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert found(stage_) == []
     stage_.raw().ask("report", "error", SEED)
     stage_.raw().ask("report", "warn", "slow")
@@ -180,8 +220,15 @@ def test_the_doctor_fails_for_an_error_of_a_process_that_runs_for_an_hour(stage_
     assert error.advice
     assert warning.advice
     assert SEED in vcache("doctor", "--json", "--socket", str(stage_.path), expect=1).stdout
-    told = msgspec.json.decode(vcache("status", "--json", "--socket", str(stage_.path)).stdout)["reports"][-2]
-    assert (told["level"], told["pid"], told["device"], told["text"]) == ("error", os.getpid(), "host", SEED)
+    told = msgspec.json.decode(vcache("status", "--json", "--socket", str(stage_.path)).stdout)[
+        "reports"
+    ][-2]
+    assert (told["level"], told["pid"], told["device"], told["text"]) == (
+        "error",
+        os.getpid(),
+        "host",
+        SEED,
+    )
     later = time.time() + 3700
     monkeypatch.setattr(time, "time", lambda: later)
     assert found(stage_) == []

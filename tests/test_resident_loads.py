@@ -1,4 +1,6 @@
-"""Loads out of other instances' live KV caches: what is read where it lies, and every way in which it may not be what it was."""
+"""Loads out of other instances' live KV caches: what is read where it lies, and every way in which
+it may not be what it was.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,12 @@ __all__ = ["here"]
 ROOM = 1 << 20
 
 
-def beside(here: Node, chunks: int, **more: Any) -> tuple[Owner, Reader, torch.Tensor, dict[int, ResidentChunk]]:
-    """An owner, a reader that knows it, tokens, and where the owner has computed their chunks. more: of the reader."""
+def beside(
+    here: Node, chunks: int, **more: Any
+) -> tuple[Owner, Reader, torch.Tensor, dict[int, ResidentChunk]]:
+    """An owner, a reader that knows it, tokens, and where the owner has computed their chunks.
+    more: of the reader.
+    """
     one, reader, tokens = owner(here), Reader(here, **more), prompt(chunks * CHUNK)
     return one, reader, tokens, one.compute(tokens, list(range(2 * chunks)))
 
@@ -44,16 +50,32 @@ def test_chunks_are_read_where_another_instance_computed_them_in_one_launch(here
     assert reader.cache.holds_only(tokens, reader.slots(len(tokens)))
     assert (reader.copier.pulls, reader.copier.scatters) == ([10], [])
     nbytes = 5 * reader.cache.chunk_bytes
-    assert reader.stats == {"chunks": 5, "bytes": nbytes, "owners": {one.name.hex(): nbytes}, "stale": 0, "refused": 0}
+    assert reader.stats == {
+        "chunks": 5,
+        "bytes": nbytes,
+        "owners": {one.name.hex(): nbytes},
+        "stale": 0,
+        "refused": 0,
+    }
 
 
 @pytest.mark.parametrize("blocks", [[], [2], [2, 2, 2], [2, 3], [0, 0]])
-def test_chunks_that_travelled_packed_are_the_same_together_and_one_by_one(blocks: list[int]) -> None:
+def test_chunks_that_travelled_packed_are_the_same_together_and_one_by_one(
+    blocks: list[int],
+) -> None:
     packed = [
-        (bytes([each]), np.arange(count, dtype="<u4").tobytes(), np.arange(each, each + count, dtype="<u8").tobytes())
+        (
+            bytes([each]),
+            np.arange(count, dtype="<u4").tobytes(),
+            np.arange(each, each + count, dtype="<u8").tobytes(),
+        )
         for each, count in enumerate(blocks)
     ]
-    for one, alone in zip(ResidentChunk.all_unpacked(packed), [ResidentChunk.unpacked(*one) for one in packed], strict=True):
+    for one, alone in zip(
+        ResidentChunk.all_unpacked(packed),
+        [ResidentChunk.unpacked(*one) for one in packed],
+        strict=True,
+    ):
         assert one.instance == alone.instance
         assert one.blocks.tolist() == alone.blocks.tolist()
         assert one.generations.tolist() == alone.generations.tolist()
@@ -84,15 +106,28 @@ def test_blocks_of_vllm_may_be_several_of_the_tensors_and_not_equally_many_here_
 
 def test_the_chunks_of_two_owners_come_in_one_launch(here: Node) -> None:
     one, two, reader, tokens = owner(here, 1), owner(here, 2), Reader(here), prompt(4 * CHUNK)
-    first, second = one.compute(tokens, [9, 3, 4, 22, 0, 1, 17, 8]), two.compute(tokens, [1, 2, 3, 4, 5, 6, 7, 8])
+    first, second = (
+        one.compute(tokens, [9, 3, 4, 22, 0, 1, 17, 8]),
+        two.compute(tokens, [1, 2, 3, 4, 5, 6, 7, 8]),
+    )
     there = {number: (first if number % 2 else second)[number] for number in range(4)}
     assert reader.loaded(tokens, there) == (4, "")
     assert reader.copier.pulls == [8]
-    assert reader.stats["owners"] == {one.name.hex(): 2 * reader.cache.chunk_bytes, two.name.hex(): 2 * reader.cache.chunk_bytes}
+    assert reader.stats["owners"] == {
+        one.name.hex(): 2 * reader.cache.chunk_bytes,
+        two.name.hex(): 2 * reader.cache.chunk_bytes,
+    }
 
 
-def test_owners_that_are_new_are_mapped_while_the_load_waits_and_what_cannot_be_is_looked_for_elsewhere(here: Node) -> None:
-    one, two, reader, tokens = owner(here, 1), owner(here, 2), Reader(here, segment_bytes=ROOM), prompt(5 * CHUNK)
+def test_owners_that_are_new_are_mapped_while_the_load_waits_and_what_cannot_be_is_looked_for_elsewhere(
+    here: Node,
+) -> None:
+    one, two, reader, tokens = (
+        owner(here, 1),
+        owner(here, 2),
+        Reader(here, segment_bytes=ROOM),
+        prompt(5 * CHUNK),
+    )
     first, second = one.compute(tokens, list(range(10))), two.compute(tokens, list(range(10)))
     reader.put(tokens, [2])
     there = {0: first[0], 1: second[1], 2: second[2]._replace(instance=instance(9)), 3: first[3]}
@@ -101,7 +136,11 @@ def test_owners_that_are_new_are_mapped_while_the_load_waits_and_what_cannot_be_
 
 def test_a_copy_is_local_if_all_that_it_reads_lies_on_the_readers_device(here: Node) -> None:
     """It may then have all of the GPU's thread blocks."""
-    one, two, tokens = owner(here, 1, device="host:a"), owner(here, 2, device="host:b"), prompt(2 * CHUNK)
+    one, two, tokens = (
+        owner(here, 1, device="host:a"),
+        owner(here, 2, device="host:b"),
+        prompt(2 * CHUNK),
+    )
     first, second = one.compute(tokens, list(range(4))), two.compute(tokens, list(range(4)))
     reader = Reader(here, device="host:b")
     for there in (first, second, {0: first[0], 1: second[1]}):
@@ -117,7 +156,9 @@ def test_only_the_blocks_that_are_wanted_are_read(here: Node) -> None:
     there = one.compute(tokens, [9, 3, 4, 22, 0, 1, 17, 8])
     reader.cache.poison()
     where = BlockPlaces(reader.kv, CHUNK, reader.blocks(len(tokens)), reader.size, 1, 7)
-    load = loads.Load(reader.session, where, reader.keys(tokens), residents=there, neighbours=reader.neighbours)
+    load = loads.Load(
+        reader.session, where, reader.keys(tokens), residents=there, neighbours=reader.neighbours
+    )
     assert load.run(10) == 4
     wanted = slice(reader.size, 7 * reader.size)
     assert reader.cache.holds_only(tokens[wanted], reader.slots(len(tokens))[wanted])
@@ -167,7 +208,10 @@ def test_a_lost_lease_ends_the_load_at_the_first_pooled_chunk_though_resident_on
 def test_a_chunk_that_is_nowhere_ends_the_load_before_it(here: Node) -> None:
     _, reader, tokens, there = beside(here, 5, segment_bytes=ROOM)
     reader.put(tokens, [1])
-    assert reader.loaded(tokens, {number: there[number] for number in (0, 3, 4)}) == (2, loads.ABSENT)
+    assert reader.loaded(tokens, {number: there[number] for number in (0, 3, 4)}) == (
+        2,
+        loads.ABSENT,
+    )
 
 
 def test_without_a_server_resident_chunks_are_read_all_the_same(tmp_path: Path) -> None:
@@ -181,7 +225,9 @@ def test_without_a_server_resident_chunks_are_read_all_the_same(tmp_path: Path) 
         assert reader.loaded(tokens, {number: there[number] for number in (0, 1)}) == (2, "server")
 
 
-def test_a_pooled_slot_that_does_not_fit_its_checksum_spoils_a_launch_with_resident_chunks(here: Node) -> None:
+def test_a_pooled_slot_that_does_not_fit_its_checksum_spoils_a_launch_with_resident_chunks(
+    here: Node,
+) -> None:
     _, reader, tokens, there = beside(here, 3, segment_bytes=ROOM, checksum=True)
     reader.put(tokens, [0, 2])
     lease = reader.session.leases.acquire(reader.keys(tokens)[2:])
@@ -205,7 +251,9 @@ def test_a_chunk_that_changed_before_the_launch_is_not_read_at_all(here: Node) -
     assert (reader.stats["stale"], reader.stats["refused"]) == (1, 0)
 
 
-def test_a_chunk_that_changed_before_the_launch_comes_from_the_pool_if_it_is_there(here: Node) -> None:
+def test_a_chunk_that_changed_before_the_launch_comes_from_the_pool_if_it_is_there(
+    here: Node,
+) -> None:
     one, reader, tokens, there = beside(here, 4, segment_bytes=ROOM)
     reader.put(tokens, [2])
     one.reuse(5)
@@ -214,7 +262,9 @@ def test_a_chunk_that_changed_before_the_launch_comes_from_the_pool_if_it_is_the
 
 
 @pytest.mark.parametrize("block", [0, 3, 5, 7])
-def test_of_a_block_that_is_used_again_while_it_is_read_nothing_counts_and_what_is_before_it_does(here: Node, block: int) -> None:
+def test_of_a_block_that_is_used_again_while_it_is_read_nothing_counts_and_what_is_before_it_does(
+    here: Node, block: int
+) -> None:
     one, reader, tokens, there = beside(here, 4)
     reader.copier.half_way = lambda: one.reuse(block)
     assert reader.loaded(tokens, there) == (block // 2, "changed")
@@ -230,7 +280,10 @@ class Churn:
         path = folder / "published"
         path.write_bytes(bytes(8 * 129))
         self.published, self._random = shared_numbers(path), np.random.default_rng(2)
-        self.owner, self._reader = owner_process(here, sizes=SMALL._replace(blocks=128)), Reader(here)
+        self.owner, self._reader = (
+            owner_process(here, sizes=SMALL._replace(blocks=128)),
+            Reader(here),
+        )
         self._reader.knows(1)
         # A copy of a thousand chunks takes as long.
         self._reader.copier.half_way = lambda: time.sleep(0.005)
@@ -244,19 +297,34 @@ class Churn:
             return
         reader, ids = self._reader, self._random.permutation(there)[:16].astype(np.uint32)
         now = published[ids]
-        tokens = torch.cat([written(int(block), int(generation), 16) for block, generation in zip(ids, now, strict=True)])
-        load = reader.load(tokens, {n: ResidentChunk(instance(1), ids[2 * n :][:2], now[2 * n :][:2]) for n in range(8)})
+        tokens = torch.cat(
+            [
+                written(int(block), int(generation), 16)
+                for block, generation in zip(ids, now, strict=True)
+            ]
+        )
+        load = reader.load(
+            tokens,
+            {n: ResidentChunk(instance(1), ids[2 * n :][:2], now[2 * n :][:2]) for n in range(8)},
+        )
         load.run(10)
         self.held += load.loaded
         self.refused += load.cause == "changed"
-        self.wrong += reader.cache.wrong(tokens[: load.loaded * CHUNK], reader.slots(len(tokens))[: load.loaded * CHUNK]) > 0
+        self.wrong += (
+            reader.cache.wrong(
+                tokens[: load.loaded * CHUNK], reader.slots(len(tokens))[: load.loaded * CHUNK]
+            )
+            > 0
+        )
 
     def stop(self) -> None:
         self.published[128] = 1
         assert self.owner.answer()
 
 
-def test_beside_an_owner_that_uses_its_blocks_again_all_the_time_nothing_that_counts_is_wrong(here: Node, tmp_path: Path) -> None:
+def test_beside_an_owner_that_uses_its_blocks_again_all_the_time_nothing_that_counts_is_wrong(
+    here: Node, tmp_path: Path
+) -> None:
     churn = Churn(here, tmp_path, late=False)
 
     def seen() -> bool:
@@ -268,7 +336,9 @@ def test_beside_an_owner_that_uses_its_blocks_again_all_the_time_nothing_that_co
     assert churn.wrong == 0
 
 
-def test_an_owner_that_changed_the_generation_only_after_the_write_would_be_found_out(here: Node, tmp_path: Path) -> None:
+def test_an_owner_that_changed_the_generation_only_after_the_write_would_be_found_out(
+    here: Node, tmp_path: Path
+) -> None:
     """The test before this one sees it."""
     churn = Churn(here, tmp_path, late=True)
 
@@ -288,7 +358,9 @@ def test_without_the_verdict_wrong_bytes_would_count(here: Node) -> None:
     assert reader.cache.wrong(tokens, reader.slots(len(tokens))) > 0
 
 
-def test_a_block_that_is_used_again_once_the_copy_is_over_but_not_yet_looked_at_does_not_count(here: Node) -> None:
+def test_a_block_that_is_used_again_once_the_copy_is_over_but_not_yet_looked_at_does_not_count(
+    here: Node,
+) -> None:
     one, reader, tokens, there = beside(here, 4)
     reader.copier.finished.clear()
     load = reader.load(tokens, there)
@@ -299,11 +371,16 @@ def test_a_block_that_is_used_again_once_the_copy_is_over_but_not_yet_looked_at_
     assert (reader.check(load, tokens), load.cause) == (2, "changed")
 
 
-def test_a_changed_block_of_one_owner_does_not_touch_what_another_one_has_before_it(here: Node) -> None:
+def test_a_changed_block_of_one_owner_does_not_touch_what_another_one_has_before_it(
+    here: Node,
+) -> None:
     one, two, reader, tokens = owner(here, 1), owner(here, 2), Reader(here), prompt(4 * CHUNK)
     first, second = one.compute(tokens, list(range(8))), two.compute(tokens, list(range(8)))
     reader.copier.half_way = lambda: one.reuse(4)
-    assert reader.loaded(tokens, {0: first[0], 1: second[1], 2: first[2], 3: second[3]}) == (2, "changed")
+    assert reader.loaded(tokens, {0: first[0], 1: second[1], 2: first[2], 3: second[3]}) == (
+        2,
+        "changed",
+    )
     assert set(reader.stats["owners"]) == {one.name.hex(), two.name.hex()}
     assert not any(neighbour._launches for neighbour in reader.neighbours._here.values())
 
@@ -322,7 +399,9 @@ def test_a_table_that_was_given_up_while_it_was_read_proves_nothing(here: Node) 
 
 @pytest.mark.parametrize("wrong", ["blocks", "generations", "outside", "nobody"])
 def test_what_a_publication_cannot_mean_is_no_chunk(here: Node, wrong: str) -> None:
-    """They come from others. That chunks' blocks and generations do not belong together need not show in the numbers."""
+    """They come from others. That chunks' blocks and generations do not belong together need not
+    show in the numbers.
+    """
     _, reader, tokens, there = beside(here, 3)
     second = there[1]
     there[1] = {
@@ -339,7 +418,10 @@ def test_what_a_publication_cannot_mean_is_no_chunk(here: Node, wrong: str) -> N
 def test_an_owner_with_chunks_of_another_size_is_not_read(here: Node, blocks: int) -> None:
     """Who says that half of our chunk is one of its own: and publishes such, or such as ours."""
     one, reader, tokens, there = beside(here, 2)
-    there = {n: at._replace(blocks=at.blocks[:blocks], generations=at.generations[:blocks]) for n, at in there.items()}
+    there = {
+        n: at._replace(blocks=at.blocks[:blocks], generations=at.generations[:blocks])
+        for n, at in there.items()
+    }
     one.client.join(one.name, b"resident", one.table.blocks, 1, 1, one.table.fd)
     assert reader.loaded(tokens, there) == (0, loads.ABSENT)
     assert launches(reader) == 0
@@ -351,14 +433,22 @@ def test_an_owner_with_chunks_of_another_size_is_not_read(here: Node, blocks: in
 def apart(
     here: Node, theirs: str = "host", ours: str = "host", chunks: int = 3
 ) -> tuple[Worker, Reader, torch.Tensor, dict[int, ResidentChunk]]:
-    """An owner in a process of its own, a reader that knows it, tokens, and where the owner has computed their chunks."""
-    one, reader, tokens = owner_process(here, 1, theirs), Reader(here, device=ours), prompt(chunks * CHUNK)
+    """An owner in a process of its own, a reader that knows it, tokens, and where the owner has
+    computed their chunks.
+    """
+    one, reader, tokens = (
+        owner_process(here, 1, theirs),
+        Reader(here, device=ours),
+        prompt(chunks * CHUNK),
+    )
     there: dict[int, ResidentChunk] = one.ask("compute", tokens, list(range(2 * chunks)))
     reader.knows(1)
     return one, reader, tokens, there
 
 
-def test_bytes_of_an_owner_that_was_killed_while_they_were_read_are_right_and_its_memory_goes_afterwards(here: Node) -> None:
+def test_bytes_of_an_owner_that_was_killed_while_they_were_read_are_right_and_its_memory_goes_afterwards(
+    here: Node,
+) -> None:
     one, reader, tokens, there = apart(here)
     neighbour = reader.neighbours.get(there[0].instance)
     assert neighbour is not None
@@ -395,7 +485,9 @@ def launches(reader: Reader) -> int:
     return sum(neighbour._launches for neighbour in reader.neighbours._here.values())
 
 
-def test_an_abandoned_load_keeps_what_it_reads_mapped_until_its_copy_is_over_and_no_longer(here: Node) -> None:
+def test_an_abandoned_load_keeps_what_it_reads_mapped_until_its_copy_is_over_and_no_longer(
+    here: Node,
+) -> None:
     one, reader, tokens, there = apart(here)
     neighbour = reader.neighbours.get(there[0].instance)
     assert neighbour is not None
@@ -439,8 +531,12 @@ def test_a_load_whose_first_part_changed_lets_go_of_the_others(here: Node) -> No
     eventually(lambda: not reader.session.client.stats().leases)
 
 
-@pytest.mark.parametrize(("error", "left"), [(VCacheError("planted"), 0), (RuntimeError("planted"), 1)])
-def test_a_launch_that_failed_lets_go_only_if_nothing_of_it_runs(here: Node, error: Exception, left: int) -> None:
+@pytest.mark.parametrize(
+    ("error", "left"), [(VCacheError("planted"), 0), (RuntimeError("planted"), 1)]
+)
+def test_a_launch_that_failed_lets_go_only_if_nothing_of_it_runs(
+    here: Node, error: Exception, left: int
+) -> None:
     _, reader, tokens, there = beside(here, 2)
 
     def fail() -> None:
@@ -469,7 +565,11 @@ def test_bytes_are_told_apart_for_the_owners_read_last() -> None:
         stats.read_from(number.to_bytes(2, "big"), 1)
     owners = stats.snapshot()["resident"]["owners"]
     assert len(owners) == MAX_OWNERS
-    assert (owners[b"always".hex()], f"{3 * MAX_OWNERS - 1:04x}" in owners, "0000" in owners) == (6 * MAX_OWNERS, True, False)
+    assert (owners[b"always".hex()], f"{3 * MAX_OWNERS - 1:04x}" in owners, "0000" in owners) == (
+        6 * MAX_OWNERS,
+        True,
+        False,
+    )
 
 
 class Broken(threading.Event):
@@ -503,19 +603,26 @@ GPUS = [
 
 
 @pytest.mark.parametrize(("theirs", "ours"), GPUS)
-def test_a_gpu_reads_the_kv_caches_of_two_other_processes_and_the_pool_in_one_launch(here: Node, theirs: str, ours: str) -> None:
+def test_a_gpu_reads_the_kv_caches_of_two_other_processes_and_the_pool_in_one_launch(
+    here: Node, theirs: str, ours: str
+) -> None:
     tokens = prompt(6 * CHUNK)
     with owner_process(here, 1, theirs) as one, owner_process(here, 2, theirs) as two:
         first, second = (made.ask("compute", tokens, list(range(12))) for made in (one, two))
         reader = Reader(here, segment_bytes=ROOM, device=ours)
         reader.put(tokens, [0, 4])
-        assert reader.loaded(tokens, {1: first[1], 2: second[2], 3: first[3], 5: second[5]}) == (6, "")
+        assert reader.loaded(tokens, {1: first[1], 2: second[2], 3: first[3], 5: second[5]}) == (
+            6,
+            "",
+        )
         assert reader.cache.holds_only(tokens, reader.slots(len(tokens)))
         assert len(reader.stats["owners"]) == 2
 
 
 @pytest.mark.parametrize(("theirs", "ours"), GPUS)
-def test_what_an_owners_gpu_wrote_again_before_the_verdict_does_not_count(here: Node, theirs: str, ours: str) -> None:
+def test_what_an_owners_gpu_wrote_again_before_the_verdict_does_not_count(
+    here: Node, theirs: str, ours: str
+) -> None:
     one, reader, tokens, there = apart(here, theirs, ours, chunks=6)
     load = reader.load(tokens, there)
     load.advance()
@@ -528,7 +635,9 @@ def test_what_an_owners_gpu_wrote_again_before_the_verdict_does_not_count(here: 
 
 
 @pytest.mark.parametrize(("theirs", "ours"), GPUS)
-def test_memory_of_a_gpu_whose_owner_was_killed_is_free_again_once_the_copy_is_over(here: Node, theirs: str, ours: str) -> None:
+def test_memory_of_a_gpu_whose_owner_was_killed_is_free_again_once_the_copy_is_over(
+    here: Node, theirs: str, ours: str
+) -> None:
     one, reader, tokens, there = apart(here, theirs, ours, chunks=6)
     neighbour = reader.neighbours.get(there[0].instance)
     assert neighbour is not None

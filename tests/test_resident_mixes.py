@@ -1,4 +1,6 @@
-"""Loads of chunks that lie in two other KV caches, in the pool, in the offload tier, or nowhere, in any order."""
+"""Loads of chunks that lie in two other KV caches, in the pool, in the offload tier, or nowhere, in
+any order.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ FAMILIES = count(1)
 
 
 class Where(NamedTuple):
-    """Of one chunk. owner: 0 or 1, None: in no KV cache. stale: its owner used it again before the load. during: while it was read."""
+    """Of one chunk. owner: 0 or 1, None: in no KV cache. stale: its owner used it again before the
+    load. during: while it was read.
+    """
 
     owner: int | None
     pooled: bool
@@ -48,7 +52,11 @@ class Where(NamedTuple):
 
 
 CHUNK_PLACES = st.builds(
-    Where, st.sampled_from([0, 1, None]), st.booleans(), st.sampled_from([False] * 5 + [True]), st.just(False)
+    Where,
+    st.sampled_from([0, 1, None]),
+    st.booleans(),
+    st.sampled_from([False] * 5 + [True]),
+    st.just(False),
 )
 
 
@@ -67,9 +75,15 @@ class Scene:
             reader.put(tokens, pooled)
         blocks = list(range(2 * CHUNKS))
         there = [made.compute(tokens, blocks) for made in self.owners]
-        residents = {number: there[at.owner][number] for number, at in enumerate(where) if at.owner is not None}
+        residents = {
+            number: there[at.owner][number]
+            for number, at in enumerate(where)
+            if at.owner is not None
+        }
         self._reuse([number for number, at in enumerate(where) if at.stale], where)
-        reader.copier.half_way = lambda: self._reuse([number for number, at in enumerate(where) if at.during], where)
+        reader.copier.half_way = lambda: self._reuse(
+            [number for number, at in enumerate(where) if at.during], where
+        )
         loaded, _ = reader.loaded(tokens, residents)
         return loaded
 
@@ -92,7 +106,10 @@ def leading(flags: list[bool]) -> int:
 
 
 @settings(max_examples=80)
-@given(st.lists(CHUNK_PLACES, min_size=CHUNKS, max_size=CHUNKS), st.sampled_from([None, *range(CHUNKS)]))
+@given(
+    st.lists(CHUNK_PLACES, min_size=CHUNKS, max_size=CHUNKS),
+    st.sampled_from([None, *range(CHUNKS)]),
+)
 def test_wherever_chunks_lie_and_whenever_they_change_what_counts_is_right_and_nothing_is_left_over(
     scene: Scene, where: list[Where], during: int | None
 ) -> None:
@@ -104,7 +121,9 @@ def test_wherever_chunks_lie_and_whenever_they_change_what_counts_is_right_and_n
     eventually(lambda: not scene.reader.session.client.stats().leases)
 
 
-def test_chunks_of_the_offload_tier_and_of_other_kv_caches_may_alternate(nodes: list[Node], depot: Depot, model: str) -> None:
+def test_chunks_of_the_offload_tier_and_of_other_kv_caches_may_alternate(
+    nodes: list[Node], depot: Depot, model: str
+) -> None:
     cache, tokens = Cache(), prompt(LENGTH)
     one, two = (engine(at, depot, model, cache=cache) for at in nodes)
     through(one, cache, tokens)
@@ -112,10 +131,18 @@ def test_chunks_of_the_offload_tier_and_of_other_kv_caches_may_alternate(nodes: 
     chunks = there.compute(tokens, list(range(10)))
     session, slots = two._session, places(cache.sizes, LENGTH, 2)
     kv = session.bind(cache.tensors)
-    where = BlockPlaces(kv, CHUNK, (slots[:: kv.block_size] // kv.block_size).tolist(), kv.block_size)
+    where = BlockPlaces(
+        kv, CHUNK, (slots[:: kv.block_size] // kv.block_size).tolist(), kv.block_size
+    )
     cache.poison()
     with closing(Neighbours(session.client, HOST, kv, 0)) as neighbours:
-        load = Load(session, where, two.keys(tokens), residents={1: chunks[1], 3: chunks[3]}, neighbours=neighbours)
+        load = Load(
+            session,
+            where,
+            two.keys(tokens),
+            residents={1: chunks[1], 3: chunks[3]},
+            neighbours=neighbours,
+        )
         assert load.run(30) == 5
     assert cache.holds_only(tokens, slots)
     assert load.stats.tokens == {"store": 3 * CHUNK, "resident": 2 * CHUNK}

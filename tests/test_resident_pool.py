@@ -1,4 +1,6 @@
-"""Generations of blocks beside vLLM's own block pool: what changes them, when, and that vLLM notices nothing."""
+"""Generations of blocks beside vLLM's own block pool: what changes them, when, and that vLLM
+notices nothing.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ INSTANCE, OWNER, BLOCKS, EACH = b"i" * 16, b"o" * 16, 12, 2
 
 
 class Observed(BlockPool):  # type: ignore[misc]
-    """vLLM's, which remembers how the generations stood when it was asked. asked: by the name of the call."""
+    """vLLM's, which remembers how the generations stood when it was asked. asked: by the name of
+    the call.
+    """
 
     def __init__(self, generations: Generations) -> None:
         super().__init__(BLOCKS, enable_caching=True, hash_block_size=4)
@@ -48,7 +52,9 @@ class Observed(BlockPool):  # type: ignore[misc]
 
 
 class Watched:
-    """A pool that is watched, and what others see of it. resets: how often it was said that there is one."""
+    """A pool that is watched, and what others see of it. resets: how often it was said that there
+    is one.
+    """
 
     def __init__(self) -> None:
         self.generations = Generations(INSTANCE, BLOCKS)
@@ -56,7 +62,9 @@ class Watched:
         self.pins, self.owner = Pins(self.generations), Generations(OWNER, BLOCKS)
         theirs = GenerationView.open(self.owner.fd, OWNER, BLOCKS)
         self.duplicates = Duplicates(self.pool, self.generations, EACH, lambda instance: theirs)
-        self.watch = ResidentPool(self.pool, self.generations, self._reset, self.pins, self.duplicates.give_way)
+        self.watch = ResidentPool(
+            self.pool, self.generations, self._reset, self.pins, self.duplicates.give_way
+        )
         self.view = GenerationView.open(self.generations.fd, INSTANCE, BLOCKS)
         self.hashes = 0
 
@@ -64,7 +72,9 @@ class Watched:
         self.resets += 1
 
     def take(self, count: int) -> tuple[Any, list[int]]:
-        """Blocks of vLLM's, void as they are handed out, and filled then; and which generations changed meanwhile."""
+        """Blocks of vLLM's, void as they are handed out, and filled then; and which generations
+        changed meanwhile.
+        """
         before, blocks = self.view.counters.copy(), self.pool.get_new_blocks(count)
         ids = np.array([block.block_id for block in blocks], dtype=np.intp)
         assert (self.view.counters[ids] & np.uint64(1)).all()
@@ -75,19 +85,32 @@ class Watched:
         """vLLM finds them, each under a name of its own, until they are handed out."""
         for block in blocks:
             self.hashes += 1
-            self.pool._insert_block_hash(make_block_hash_with_group_id(self.hashes.to_bytes(4), 0), block, num_tokens=4)
+            self.pool._insert_block_hash(
+                make_block_hash_with_group_id(self.hashes.to_bytes(4), 0), block, num_tokens=4
+            )
 
     def read(self, chunks: list[int]) -> tuple[Tracked, list[Any]]:
-        """A request has loaded these chunks of the owner's, two blocks each, into blocks of its own."""
+        """A request has loaded these chunks of the owner's, two blocks each, into blocks of its
+        own.
+        """
         blocks, _ = self.take(len(chunks) * EACH)
         ids = np.array([block.block_id for block in blocks], dtype=np.intp)
         tracked = Tracked(
-            SimpleNamespace(num_tokens=4 * len(ids)), DEFAULT, loads=True, consumes=False, rows=[array(NUMBERS, ids)]
+            SimpleNamespace(num_tokens=4 * len(ids)),
+            DEFAULT,
+            loads=True,
+            consumes=False,
+            rows=[array(NUMBERS, ids)],
         )
         tracked.generations = [array(GENERATIONS, self.view.counters[ids])]
         at = np.array([[EACH * chunk, EACH * chunk + 1] for chunk in chunks], dtype="<u4")
-        lies = {number: (OWNER, row.tobytes(), self.owner.counters[row].tobytes()) for number, row in enumerate(at)}
-        load = LoadSpec(request_id="r", keys=[], blocks=ids.tolist(), skip=0, stop=len(ids), residents=lies)
+        lies = {
+            number: (OWNER, row.tobytes(), self.owner.counters[row].tobytes())
+            for number, row in enumerate(at)
+        }
+        load = LoadSpec(
+            request_id="r", keys=[], blocks=ids.tolist(), skip=0, stop=len(ids), residents=lies
+        )
         self.duplicates.note(tracked, load, 0)
         self.known(blocks)
         return tracked, blocks
@@ -117,11 +140,15 @@ def test_a_block_has_another_generation_when_it_is_handed_out(watched: Watched) 
 def test_what_is_pinned_is_handed_out_last_and_vllm_finds_it_until_then(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With its hash, and with its generation, odd or even. Two are in use; of the nine that are free four are pinned."""
+    """With its hash, and with its generation, odd or even. Two are in use; of the nine that are
+    free four are pinned.
+    """
     monkeypatch.setattr(pins, "_HOLD", 60 * 10**9)
     first, _ = watched.take(9)
     for number, block in enumerate(first):
-        watched.pool._insert_block_hash(make_block_hash_with_group_id(bytes([number]), 0), block, num_tokens=4)
+        watched.pool._insert_block_hash(
+            make_block_hash_with_group_id(bytes([number]), 0), block, num_tokens=4
+        )
     watched.pool.free_blocks(first)
     pinned = [first[at] for at in (0, 3, 4)]
     ids = [block.block_id for block in pinned] + [BLOCKS - 1]
@@ -132,8 +159,14 @@ def test_what_is_pinned_is_handed_out_last_and_vllm_finds_it_until_then(
     assert not {block.block_id for block in taken} & {*ids}
     assert not {*changed} & {*ids}
     assert [watched.view.counters[number] for number in ids] == [before[number] for number in ids]
-    assert [watched.pool.get_cached_block(bytes([number]), [0]) for number in (0, 3, 4)] == [[block] for block in pinned]
-    assert watched.pool.get_num_free_blocks() == len(watched.pool.free_block_queue.get_all_free_blocks()) == BLOCKS - 1 - 7
+    assert [watched.pool.get_cached_block(bytes([number]), [0]) for number in (0, 3, 4)] == [
+        [block] for block in pinned
+    ]
+    assert (
+        watched.pool.get_num_free_blocks()
+        == len(watched.pool.free_block_queue.get_all_free_blocks())
+        == BLOCKS - 1 - 7
+    )
     rest, changed = watched.take(4)
     assert sorted(block.block_id for block in rest) == sorted(ids) == changed
     assert watched.watch.forced == 4
@@ -151,7 +184,12 @@ def test_what_is_pinned_is_handed_out_last_and_vllm_finds_it_until_then(
 def test_vllms_pool_stays_whole_whatever_it_is_asked_and_others_write_among_the_pins(
     watched: Watched, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    dice, pool, board, used = random.Random(seed), watched.pool, pins._Board(watched.pins.fd, BLOCKS), list[Any]()
+    dice, pool, board, used = (
+        random.Random(seed),
+        watched.pool,
+        pins._Board(watched.pins.fd, BLOCKS),
+        list[Any](),
+    )
     for turn in range(100):
         before, act = watched.view.counters.copy(), dice.choice("ggglllfftpxe")
         if act == "l" and (most := pool.get_num_free_blocks() // EACH):
@@ -165,7 +203,9 @@ def test_vllms_pool_stays_whole_whatever_it_is_asked_and_others_write_among_the_
             watched.generations.filled(ids)
             assert watched.changed(before) == sorted(ids)
             for block in taken:
-                pool._insert_block_hash(make_block_hash_with_group_id(bytes([turn % 7]), 0), block, num_tokens=4)
+                pool._insert_block_hash(
+                    make_block_hash_with_group_id(bytes([turn % 7]), 0), block, num_tokens=4
+                )
             used += taken
         elif act == "f":
             dice.shuffle(used)
@@ -177,7 +217,9 @@ def test_vllms_pool_stays_whole_whatever_it_is_asked_and_others_write_among_the_
             used += hit
         elif act == "p":
             ids = dice.sample(range(BLOCKS), dice.randint(1, BLOCKS // 2))
-            board.until[turn % 64, ids] = board.last[turn % 64] = time.monotonic_ns() + dice.choice([10**6, 2 * 10**8])
+            board.until[turn % 64, ids] = board.last[turn % 64] = time.monotonic_ns() + dice.choice(
+                [10**6, 2 * 10**8]
+            )
         elif act == "x":
             board.until[turn % 64] = np.frombuffer(dice.randbytes(8 * BLOCKS), dtype="<i8")
             board.last[turn % 64] = dice.getrandbits(62)
@@ -188,7 +230,11 @@ def test_vllms_pool_stays_whole_whatever_it_is_asked_and_others_write_among_the_
         ids = [block.block_id for block in used]
         assert sorted([*free, *set(ids)]) == list(range(1, BLOCKS)), "each once"
         assert all(block.ref_cnt == ids.count(block.block_id) for block in pool.blocks[1:])
-        assert all(pool.cached_block_hash_to_block.contain(b.block_hash, b.block_id) for b in pool.blocks if b.block_hash)
+        assert all(
+            pool.cached_block_hash_to_block.contain(b.block_hash, b.block_id)
+            for b in pool.blocks
+            if b.block_hash
+        )
         assert watched.view._clock[0] or watched.pins._rests, "pins are taken again"
     assert not watched.watch.broken
     assert "what others have" not in caplog.text
@@ -196,15 +242,27 @@ def test_vllms_pool_stays_whole_whatever_it_is_asked_and_others_write_among_the_
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_nothing_that_lies_here_alone_leaves_before_a_copy_does(watched: Watched, seed: int) -> None:
+def test_nothing_that_lies_here_alone_leaves_before_a_copy_does(
+    watched: Watched, seed: int
+) -> None:
     """Whatever was handed out, hit, lost by its owner or reset before."""
-    dice, pool, copies, going = random.Random(seed), watched.pool, list[tuple[set[int], int]](), set[int]()
+    dice, pool, copies, going = (
+        random.Random(seed),
+        watched.pool,
+        list[tuple[set[int], int]](),
+        set[int](),
+    )
     for _ in range(200):
-        act, there = dice.choice("llccctor"), {block for blocks, _ in copies for block in blocks} | going
+        act, there = (
+            dice.choice("llccctor"),
+            {block for blocks, _ in copies for block in blocks} | going,
+        )
         held = {block.block_id for block in pool.blocks if block.block_hash is not None}
         if act in "lc":
             chunks = dice.sample(range(BLOCKS // EACH), dice.randint(1, 2))
-            tracked, blocks = watched.read(chunks) if act == "l" else (None, watched.take(dice.randint(1, 4))[0])
+            tracked, blocks = (
+                watched.read(chunks) if act == "l" else (None, watched.take(dice.randint(1, 4))[0])
+            )
             ids = [block.block_id for block in blocks]
             assert not held & set(ids) - there or there <= set(ids)
             begun = [one for one in copies if one[0] & set(ids)]
@@ -212,7 +270,9 @@ def test_nothing_that_lies_here_alone_leaves_before_a_copy_does(watched: Watched
             going = (going | {block for one, _ in begun for block in one}) - set(ids)
             if tracked is not None:
                 watched.duplicates.finished(tracked, 4)
-                copies += [({*ids[EACH * at : EACH * (at + 1)]}, chunk) for at, chunk in enumerate(chunks)]
+                copies += [
+                    ({*ids[EACH * at : EACH * (at + 1)]}, chunk) for at, chunk in enumerate(chunks)
+                ]
             else:
                 watched.known(blocks)
             pool.free_blocks(reversed(blocks))
@@ -221,7 +281,12 @@ def test_nothing_that_lies_here_alone_leaves_before_a_copy_does(watched: Watched
             pool.touch([pool.blocks[hit]])
             watched.duplicates.finished(
                 Tracked(
-                    SimpleNamespace(num_tokens=4), DEFAULT, loads=True, consumes=False, rows=[array(NUMBERS, [hit])], local=4
+                    SimpleNamespace(num_tokens=4),
+                    DEFAULT,
+                    loads=True,
+                    consumes=False,
+                    rows=[array(NUMBERS, [hit])],
+                    local=4,
                 ),
                 4,
             )
@@ -247,7 +312,9 @@ def test_copies_of_before_resets_are_forgotten(watched: Watched) -> None:
     assert len(watched.duplicates._copies) == 2
 
 
-def test_a_dead_owner_s_copies_are_passed_over_a_few_at_a_time(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_owner_s_copies_are_passed_over_a_few_at_a_time(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(duplicates, "MOST_LOOKED", 2)
     tracked, blocks = watched.read([0, 1, 2, 3, 4])
     watched.duplicates.finished(tracked, 4)
@@ -259,8 +326,12 @@ def test_a_dead_owner_s_copies_are_passed_over_a_few_at_a_time(watched: Watched,
         assert len(watched.duplicates._copies) == left
 
 
-def test_many_pinned_blocks_take_few_looks(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long prompt's, all at the head of the queue: one by one a step waited for 66 ms until 2,500 were behind the others."""
+def test_many_pinned_blocks_take_few_looks(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long prompt's, all at the head of the queue: one by one a step waited for 66 ms until 2,500
+    were behind the others.
+    """
     board, looks, look = pins._Board(watched.pins.fd, BLOCKS), list[int](), watched.pins.on
     monkeypatch.setattr(pins, "_HOLD", 60 * 10**9)
     board.until[5, 1:9] = board.last[5] = time.monotonic_ns() + 50 * 10**9
@@ -272,7 +343,9 @@ def test_many_pinned_blocks_take_few_looks(watched: Watched, monkeypatch: pytest
 
 
 def test_a_look_for_pins_reads_what_it_looks_for_alone() -> None:
-    """Not all that readers may write: 64 rows of 20,000 blocks are 10 MB, for each block that is handed out."""
+    """Not all that readers may write: 64 rows of 20,000 blocks are 10 MB, for each block that is
+    handed out.
+    """
     table = Generations(INSTANCE, 20_000)
     board = Pins(table)
     board._board.last[:] = time.monotonic_ns() + 10**8
@@ -330,7 +403,9 @@ def test_a_reset_changes_all_blocks_before_vllm_decides(watched: Watched, used: 
     assert watched.pool.reset_prefix_cache() == (not used)
     assert watched.changed(before) == sorted(block.block_id for block in filled)
     assert list(watched.pool.asked["reset"]) == list(watched.view.counters)
-    assert (watched.view.counters & np.uint64(1)).all(), "nobody may read a block before it is handed out and filled again"
+    assert (watched.view.counters & np.uint64(1)).all(), (
+        "nobody may read a block before it is handed out and filled again"
+    )
     assert watched.resets == 1
 
 
@@ -340,11 +415,15 @@ def test_what_vllm_never_hands_out_is_never_read(watched: Watched) -> None:
     assert odd.all()
     _, changed = watched.take(BLOCKS - 1)
     assert sorted({*range(BLOCKS)} - {*changed}) == [watched.pool.null_block.block_id]
-    assert np.flatnonzero(watched.view.counters & np.uint64(1)).tolist() == [watched.pool.null_block.block_id]
+    assert np.flatnonzero(watched.view.counters & np.uint64(1)).tolist() == [
+        watched.pool.null_block.block_id
+    ]
 
 
 @pytest.mark.parametrize("call", ["get", "evict", "reset"])
-def test_where_counting_fails_nobody_believes_the_table_and_vllm_goes_on(watched: Watched, call: str) -> None:
+def test_where_counting_fails_nobody_believes_the_table_and_vllm_goes_on(
+    watched: Watched, call: str
+) -> None:
     """Here: its memory can be read only, and is too small."""
     blocks, _ = watched.take(2)
     assert not watched.view.dead

@@ -1,4 +1,6 @@
-"""Instances that share in place, over real connections: what is shown, opened, published and found, and what goes with whom."""
+"""Instances that share in place, over real connections: what is shown, opened, published and found,
+and what goes with whom.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,10 @@ join(client, A)
 show(client, A)
 publish(client, A, keys(3))
 """
-WORK = OWNER.replace("join(client, A)\nshow(client, A)", "show(client, A, regions=2)") + 'print("shown"); time.sleep(60)'
+WORK = (
+    OWNER.replace("join(client, A)\nshow(client, A)", "show(client, A, regions=2)")
+    + 'print("shown"); time.sleep(60)'
+)
 SHOW_A_CACHE = (
     OWNER[: OWNER.index("A =")]
     + "from instance_cases import shape; client.show_cache(instance_id(40), 0, shape()); print('shown'); time.sleep(60)"
@@ -100,7 +105,9 @@ def owning(alone: Stage, text: str = OWN) -> Child:
 # ---- what is shown
 
 
-def test_what_an_instance_shows_and_publishes_others_find_and_open(alone: Stage, server: Child, reader: Client) -> None:
+def test_what_an_instance_shows_and_publishes_others_find_and_open(
+    alone: Stage, server: Child, reader: Client
+) -> None:
     owner = alone.client()
     join(owner, A)
     show(owner, A, regions=2)
@@ -120,7 +127,11 @@ def test_what_an_instance_shows_and_publishes_others_find_and_open(alone: Stage,
     assert reader.open_cache(A, 0) == shape(64, 2)
     regions = [reader.open_region(A, 0, number) for number in (0, 1)]
     pidfds = [reader.open_process(A, rank) for rank in (-1, 0)]
-    assert [os.fstat(fd).st_size for fd in (table, *regions)] == [4096 + 64 * 8, 4 * 64 * 64, 4 * 64 * 64]
+    assert [os.fstat(fd).st_size for fd in (table, *regions)] == [
+        4096 + 64 * 8,
+        4 * 64 * 64,
+        4 * 64 * 64,
+    ]
     for fd in (table, *regions, *pidfds):
         os.close(fd)
     stats = reader.stats()
@@ -140,7 +151,9 @@ def test_what_an_instance_shows_and_publishes_others_find_and_open(alone: Stage,
         reader.open_instance(A)
 
 
-def test_what_clients_say_they_have_read_is_seen_as_long_as_they_are_connected(alone: Stage, reader: Client) -> None:
+def test_what_clients_say_they_have_read_is_seen_as_long_as_they_are_connected(
+    alone: Stage, reader: Client
+) -> None:
     one, two = (alone.client() for _ in range(2))
     one.show_reads([m.Reads(A, 5, 1)])
     one.show_reads([m.Reads(A, 7, 1), m.Reads(B, 0, 2)])
@@ -162,12 +175,16 @@ def test_what_clients_say_they_have_read_is_seen_as_long_as_they_are_connected(a
         some = [m.Reads(instance_id(n), 64 * number + n, 0) for n in range(m.MAX_OWNERS)]
         told.note(Peer(number, ProcessId(number, 1), "host", "host"), A, some)
     assert work_of(told.stats) < 15 * 1024
-    assert [row.nbytes for row in told.stats()] == list(range(64 * 1024 - 1, 64 * 1024 - 1 - reads.MAX_LISTED, -1))
+    assert [row.nbytes for row in told.stats()] == list(
+        range(64 * 1024 - 1, 64 * 1024 - 1 - reads.MAX_LISTED, -1)
+    )
     with pytest.raises(Refused):
         two.show_reads([*many, *many])
 
 
-def test_an_instance_is_seen_that_is_stopped_or_silent_or_shares_through_the_pool_only(alone: Stage) -> None:
+def test_an_instance_is_seen_that_is_stopped_or_silent_or_shares_through_the_pool_only(
+    alone: Stage,
+) -> None:
     alone.server()
     worker = neighbour_cases.owner(alone)
     with alone.client() as asks:
@@ -200,16 +217,22 @@ with Client(pathlib.Path(sys.argv[1]), ClientConfig(), "GPU-7", "cuda", layout, 
     print("connected", flush=True)
     time.sleep(600)
 """
-"""A process with a connection. Its arguments: the socket, and the name of an instance, if it is to say of which it is."""
+"""A process with a connection. Its arguments: the socket, and the name of an instance, if it is to
+say of which it is.
+"""
 
 
 def test_an_instance_that_shares_through_the_pool_is_all_of_its_processes(alone: Stage) -> None:
-    """vLLM's scheduler, whose children are the workers; LMCache's workers, all children of one process, which say the same name."""
+    """vLLM's scheduler, whose children are the workers; LMCache's workers, all children of one
+    process, which say the same name.
+    """
     alone.server()
     asks = alone.client()
 
     def connected(*name: str) -> Child:
-        child = alone.undo.enter_context(Child([sys.executable, "-c", CONNECTED, str(alone.path), *name]))
+        child = alone.undo.enter_context(
+            Child([sys.executable, "-c", CONNECTED, str(alone.path), *name])
+        )
         child.expect("connected")
         return child
 
@@ -220,17 +243,26 @@ def test_an_instance_that_shares_through_the_pool_is_all_of_its_processes(alone:
         with worker.stopped():
             assert [one.stopped for one in asks.stats().instances] == [worker.pid]
     first, second, other = connected(":8000"), connected(":8000"), connected(":8000", "rank", "1")
-    assert [(one.pid, one.name) for one in asks.stats().instances] == [(first.pid, ":8000"), (other.pid, ":8000 rank 1")]
+    assert [(one.pid, one.name) for one in asks.stats().instances] == [
+        (first.pid, ":8000"),
+        (other.pid, ":8000 rank 1"),
+    ]
     with second.stopped():
         assert [one.stopped for one in asks.stats().instances] == [second.pid, 0]
 
 
-def test_nothing_is_found_before_all_of_an_instance_is_shown_in_whatever_order(alone: Stage, reader: Client) -> None:
+def test_nothing_is_found_before_all_of_an_instance_is_shown_in_whatever_order(
+    alone: Stage, reader: Client
+) -> None:
     scheduler, first, second = (alone.client() for _ in range(3))
 
     def lacks(what: str) -> None:
         assert (found(reader, 2, 2), reader.stats().instances[0].missing) == (0, what)
-        for ask in (lambda: reader.open_instance(A), lambda: reader.open_region(A, 0, 0), lambda: reader.open_process(A, -1)):
+        for ask in (
+            lambda: reader.open_instance(A),
+            lambda: reader.open_region(A, 0, 0),
+            lambda: reader.open_process(A, -1),
+        ):
             with pytest.raises(Refused, match=f"{what} is not here yet"):
                 ask()
 
@@ -248,7 +280,9 @@ def test_nothing_is_found_before_all_of_an_instance_is_shown_in_whatever_order(a
     assert found(reader, 2, 1) == 0
 
 
-def test_of_many_copies_two_are_told_and_a_run_stays_with_its_instance(alone: Stage, reader: Client) -> None:
+def test_of_many_copies_two_are_told_and_a_run_stays_with_its_instance(
+    alone: Stage, reader: Client
+) -> None:
     owners = [alone.client() for _ in range(4)]
     ids = [instance_id(10 + number) for number in range(4)]
     for owner, instance in zip(owners, ids, strict=True):
@@ -268,7 +302,9 @@ def test_of_many_copies_two_are_told_and_a_run_stays_with_its_instance(alone: St
 # ---- who may
 
 
-def test_nobody_takes_over_an_instance_or_a_rank_of_it_or_publishes_for_it(alone: Stage, reader: Client) -> None:
+def test_nobody_takes_over_an_instance_or_a_rank_of_it_or_publishes_for_it(
+    alone: Stage, reader: Client
+) -> None:
     owner = owning(alone)
     owner.expect("shown")
     table = make_table(64)
@@ -291,10 +327,16 @@ def test_nobody_takes_over_an_instance_or_a_rank_of_it_or_publishes_for_it(alone
     with pytest.raises(Refused, match="this connection is no part of it"):
         reader.retract(A, 100)
     assert found(reader) == 3
-    assert reader.publish(B, 1, keys(1), chunk_blocks(0), chunk_generations(2)) == reader.retract(B, 1) == 0
+    assert (
+        reader.publish(B, 1, keys(1), chunk_blocks(0), chunk_generations(2))
+        == reader.retract(B, 1)
+        == 0
+    )
 
 
-def test_the_same_process_takes_its_place_again_while_its_old_connection_is_still_there(alone: Stage, reader: Client) -> None:
+def test_the_same_process_takes_its_place_again_while_its_old_connection_is_still_there(
+    alone: Stage, reader: Client
+) -> None:
     before, after = alone.client(), alone.client()
     join(before, A)
     show(before, A)
@@ -342,7 +384,9 @@ def test_with_a_worker_goes_its_memory_though_its_scheduler_and_the_other_worker
     assert (found(reader, 3, 2), reader.stats().instances[0].missing) == (0, "rank 0")
 
 
-def test_a_child_that_holds_its_dead_owner_s_connection_holds_no_instance(alone: Stage, server: Child, reader: Client) -> None:
+def test_a_child_that_holds_its_dead_owner_s_connection_holds_no_instance(
+    alone: Stage, server: Child, reader: Client
+) -> None:
     owner = owning(alone, OWN_AND_LEAVE_A_CHILD)
     child = int(owner.expect("shown").split()[1])
     try:
@@ -355,7 +399,9 @@ def test_a_child_that_holds_its_dead_owner_s_connection_holds_no_instance(alone:
             os.kill(child, signal.SIGKILL)
 
 
-def test_who_comes_back_shows_again_and_finds_what_it_had_published(alone: Stage, server: Child, reader: Client) -> None:
+def test_who_comes_back_shows_again_and_finds_what_it_had_published(
+    alone: Stage, server: Child, reader: Client
+) -> None:
     """The others need not know of it. Only a fresh table or cache begins anew."""
     scheduler, worker = alone.client(), alone.client(PATIENT)
     join(scheduler, A)
@@ -395,7 +441,9 @@ def test_after_the_server_s_restart_everything_is_shown_again_and_a_hook_that_fa
 # ---- resets
 
 
-def test_a_reset_forgets_what_is_resident_and_what_was_published_before_it(alone: Stage, reader: Client) -> None:
+def test_a_reset_forgets_what_is_resident_and_what_was_published_before_it(
+    alone: Stage, reader: Client
+) -> None:
     owner = alone.client()
     join(owner, A)
     show(owner, A)
@@ -408,10 +456,17 @@ def test_a_reset_forgets_what_is_resident_and_what_was_published_before_it(alone
     assert found(reader) == 3
     assert reader.clear(NAMESPACE, reset=True) == 3
     assert found(reader) == 0
-    assert publish(owner, A, keys(3), sequence=7) == found(reader) == 0  # computed before, told after
+    # computed before, told after
+    assert publish(owner, A, keys(3), sequence=7) == found(reader) == 0
     epoch = owner.listen(A).epoch
     assert publish(owner, A, keys(3), sequence=7, epoch=epoch) == found(reader) == 3
-    assert reader.find(keys(3)).epoch == reader.find(keys(1)).epoch == reader.present(keys(1)).epoch == epoch != 0
+    assert (
+        reader.find(keys(3)).epoch
+        == reader.find(keys(1)).epoch
+        == reader.present(keys(1)).epoch
+        == epoch
+        != 0
+    )
     with pytest.raises(Refused, match="this connection has shown no generations of it"):
         reader.listen(A)
 
@@ -471,13 +526,25 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_a_publication_that_does_not_fit_together_is_refused_and_the_connection_stays(alone: Stage, reader: Client) -> None:
+def test_a_publication_that_does_not_fit_together_is_refused_and_the_connection_stays(
+    alone: Stage, reader: Client
+) -> None:
     raw, table, memory = alone.raw(), make_table(64), make_memfd(4 * 64 * 64)
     assert raw.ask("join", A, NAMESPACE, 64, 1, EACH, fds=(table,)) == ["count", 1]
     assert raw.ask("show_cache", A, 0, packed(shape())) == ["count", 1]
     assert raw.ask("show_region", A, 0, 0, fds=(memory,)) == ["count", 0]
-    good = {"instance": A, "sequence": 1, "keys": keys(1), "blocks": chunk_blocks(0), "generations": chunk_generations(2)}
-    mixed = {"keys": [*keys(1), *keys(1, rank=1)], "blocks": chunk_blocks(0, 2), "generations": chunk_generations(2, 2)}
+    good = {
+        "instance": A,
+        "sequence": 1,
+        "keys": keys(1),
+        "blocks": chunk_blocks(0),
+        "generations": chunk_generations(2),
+    }
+    mixed = {
+        "keys": [*keys(1), *keys(1, rank=1)],
+        "blocks": chunk_blocks(0, 2),
+        "generations": chunk_generations(2, 2),
+    }
     for changed, why in [*MISFITS, (mixed, "other namespaces or ranks")]:
         refused = raw.ask("publish", *(good | changed).values())
         assert (refused[0], refused[2]) == ("error", False)
@@ -527,14 +594,22 @@ def test_memory_that_readers_could_not_trust_is_refused_and_closed(
     writable, small, good = make_table(64, seals=0), make_table(8), make_table(64)
     small_memory = make_memfd(4096)
     loose = make_memfd(1 << 20, seals=False)
-    for fd, why in ((file, "no memfd"), (writable, "not sealed against"), (loose, "not sealed against")):
+    for fd, why in (
+        (file, "no memfd"),
+        (writable, "not sealed against"),
+        (loose, "not sealed against"),
+    ):
         with pytest.raises(Refused, match=why):
             owner.join(A, NAMESPACE, 64, 1, EACH, fd)
     with pytest.raises(Refused, match="too few for the generations of 1,000 blocks"):
         owner.join(A, NAMESPACE, 1000, 1, EACH, small)
     owner.join(A, NAMESPACE, 64, 1, EACH, good)
     owner.show_cache(A, 0, shape())
-    for fd, why in ((file, "no memfd"), (loose, "not sealed against"), (small_memory, "fewer than the 16,384 B announced")):
+    for fd, why in (
+        (file, "no memfd"),
+        (loose, "not sealed against"),
+        (small_memory, "fewer than the 16,384 B announced"),
+    ):
         with pytest.raises(Refused, match=why):
             owner.show_region(A, 0, 0, fd)
     with pytest.raises(Refused, match="its cache has 1 regions"):
@@ -581,7 +656,9 @@ def test_nobody_waits_while_the_memory_of_an_instance_that_is_gone_is_freed(
         freed.set()
 
 
-def test_nobody_waits_while_memory_that_was_refused_is_freed(alone: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_while_memory_that_was_refused_is_freed(
+    alone: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its owner may have let go of it meanwhile."""
     memory, freed, close = make_memfd(4 * 64 * 64, seals=False), threading.Event(), os.close
     number = os.fstat(memory).st_ino
@@ -603,11 +680,16 @@ def test_nobody_waits_while_memory_that_was_refused_is_freed(alone: Stage, monke
         os.close(memory)
 
 
-def test_the_tables_of_one_process_s_instances_leave_room_for_others(alone: Stage, reader: Client) -> None:
+def test_the_tables_of_one_process_s_instances_leave_room_for_others(
+    alone: Stage, reader: Client
+) -> None:
     table = make_table(m.MAX_BLOCKS)
     with alone.client() as greedy:
         greedy.join(instance_id(10), NAMESPACE, m.MAX_BLOCKS, 1, EACH, table)
-        with pytest.raises(Refused, match="2,097,152 blocks need .* B more than this process may hold in the server now"):
+        with pytest.raises(
+            Refused,
+            match="2,097,152 blocks need .* B more than this process may hold in the server now",
+        ):
             greedy.join(instance_id(11), NAMESPACE, m.MAX_BLOCKS, 1, EACH, table)
         join(reader, instance_id(12), blocks=100_000)
     eventually(lambda: len(reader.stats().instances) == 1)
@@ -615,7 +697,9 @@ def test_the_tables_of_one_process_s_instances_leave_room_for_others(alone: Stag
     os.close(table)
 
 
-def test_one_client_cannot_take_all_the_room_there_is_for_others(alone: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_client_cannot_take_all_the_room_there_is_for_others(
+    alone: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(instances, "MAX_INSTANCES", 40)
     with running(alone.path) as server:
         server._service.max_segments = 4
@@ -629,19 +713,33 @@ def test_one_client_cannot_take_all_the_room_there_is_for_others(alone: Stage, m
             greedy.show_region(instance_id(0), 0, number, memory)
         greedy.show_region(instance_id(0), 0, 2, memory)  # once more, in its own place
         join(other, A)
-        for refused in (lambda: greedy.show_region(instance_id(0), 0, 3, memory), lambda: join(other, B)):
-            with pytest.raises(Refused, match="fds of instances are kept, more would leave none for clients"):
+        for refused in (
+            lambda: greedy.show_region(instance_id(0), 0, 3, memory),
+            lambda: join(other, B),
+        ):
+            with pytest.raises(
+                Refused, match="fds of instances are kept, more would leave none for clients"
+            ):
                 refused()
-        with pytest.raises(Refused, match="0 segments are there and 4 fds of instances, more would leave no descriptors"):
+        with pytest.raises(
+            Refused,
+            match="0 segments are there and 4 fds of instances, more would leave no descriptors",
+        ):
             other.add_segment(info("s0", 4096), memory)
         os.close(memory)
-        with pytest.raises(Refused, match=f"pid {os.getpid()} is part of 8 instances, .* so that 32 are left for others"):
+        with pytest.raises(
+            Refused,
+            match=f"pid {os.getpid()} is part of 8 instances, .* so that 32 are left for others",
+        ):
             other.show_cache(instance_id(30), 0, shape())
         monkeypatch.setattr(instances, "MAX_INSTANCES", 60)
         alone.script(SHOW_A_CACHE).expect("shown")
         other.show_cache(instance_id(30), 0, shape())
         monkeypatch.setattr(instances, "MAX_OF_PROCESS", 9)
-        with pytest.raises(Refused, match=f"pid {os.getpid()} is part of 9 instances already, the most for one process"):
+        with pytest.raises(
+            Refused,
+            match=f"pid {os.getpid()} is part of 9 instances already, the most for one process",
+        ):
             other.show_cache(instance_id(40), 1, shape())
         monkeypatch.setattr(instances, "MAX_INSTANCES", 10)
         monkeypatch.setattr(instances, "MAX_OF_PROCESS", 16)
@@ -653,12 +751,19 @@ def test_one_client_cannot_take_all_the_room_there_is_for_others(alone: Stage, m
         join(other, B)
 
 
-def test_an_answer_that_no_message_could_hold_is_cut_and_asked_for_again(alone: Stage, reader: Client) -> None:
+def test_an_answer_that_no_message_could_hold_is_cut_and_asked_for_again(
+    alone: Stage, reader: Client
+) -> None:
     """Three hundred chunks of 64 blocks take 230 kB."""
     owner, each, count = alone.client(), 64, 300
     join(owner, A, blocks=each * count, each=each)
     show(owner, A)
-    assert owner.publish(A, 1, keys(count), chunk_blocks(0, count, each), chunk_generations(2, count, each)) == count
+    assert (
+        owner.publish(
+            A, 1, keys(count), chunk_blocks(0, count, each), chunk_generations(2, count, each)
+        )
+        == count
+    )
     sent = reader.send_find(keys(count))
     assert sent is not None
     part = sent.answer()
@@ -666,7 +771,9 @@ def test_an_answer_that_no_message_could_hold_is_cut_and_asked_for_again(alone: 
     assert 200 < len(part.pooled) < count
     whole = reader.find(keys(count))
     assert (len(whole.pooled), whole.cut, whole.instances) == (count, False, [A])
-    assert [here[0].blocks for here in whole.residents] == [chunk_blocks(each * at, 1, each) for at in range(count)]
+    assert [here[0].blocks for here in whole.residents] == [
+        chunk_blocks(each * at, 1, each) for at in range(count)
+    ]
 
 
 def test_a_look_up_among_many_instances_looks_at_some_keys_at_a_time(
@@ -687,14 +794,20 @@ def test_a_look_up_among_many_instances_looks_at_some_keys_at_a_time(
             owner.commit(owner.reserve(keys(1, start=at), 1024).reservation)
         there = owner.find(keys(13))
         assert (there.pooled, there.cut) == (b"\0\0\1" * 4, False)
-        assert [[there.instances[one.instance] for one in here] for here in there.residents] == [[A], [B], []] * 4
+        assert [[there.instances[one.instance] for one in here] for here in there.residents] == [
+            [A],
+            [B],
+            [],
+        ] * 4
         assert owner.find(keys(3), 1, A).pooled == b""
         sent = owner.send_find(keys(13))
         assert sent is not None
         assert (len(sent.answer().pooled), sent.answer().cut) == (4, True)
 
 
-def test_too_many_keys_and_ranks_are_refused_and_the_client_cuts_them(alone: Stage, reader: Client) -> None:
+def test_too_many_keys_and_ranks_are_refused_and_the_client_cuts_them(
+    alone: Stage, reader: Client
+) -> None:
     raw = alone.raw()
     refused = raw.ask("find", keys(m.MAX_KEYS), 9)
     assert refused is not None
@@ -727,7 +840,12 @@ def test_the_protocol_s_own_words(alone: Stage, server: Child) -> None:
     assert other.ask("open_process", A, -1) == ["count", os.getpid()]
     assert len(other.fds) == 4  # with the hello came the witness
     assert [other.ask("close_instance", A) for _ in range(2)] == [["count", 1], ["count", 0]]
-    for message in (["open_cache", A, 1], ["open_region", A, 0, 1], ["open_process", A, 1], ["open_instance", B]):
+    for message in (
+        ["open_cache", A, 1],
+        ["open_region", A, 0, 1],
+        ["open_process", A, 1],
+        ["open_instance", B],
+    ):
         refused = other.ask(*message)
         assert refused is not None
         assert refused[0] == "error"

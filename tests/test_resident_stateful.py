@@ -1,8 +1,9 @@
-"""What instances publish against a simple model (a dict an instance), in every order of events hypothesis can think of.
+"""What instances publish against a simple model (a dict an instance), in every order of events
+hypothesis can think of.
 
-Instances of two namespaces, with one rank or two, come, publish, retract, are hidden and go; chunks are pooled; namespaces are cleared;
-what that leaves is cleared away sooner or later. After every step each look-up finds what the model says, and nothing else.
-"""
+Instances of two namespaces, with one rank or two, come, publish, retract, are hidden and go; chunks
+are pooled; namespaces are cleared; what that leaves is cleared away sooner or later. After every
+step each look-up finds what the model says, and nothing else."""
 
 from __future__ import annotations
 
@@ -34,7 +35,11 @@ RANKS = dict(zip(IDS, (1, 1, 2, 2), strict=True))
 LED = IDS[-1]
 """Of whose chunks only the first block counts."""
 WRITER = Peer(1, ProcessId(11, 5), "gpu-0", "cuda")
-ALL_KEYS = {(ranks, rank): [chunk_key(n, rank, NAMESPACES[ranks][0]) for n in range(KEYS)] for ranks in (1, 2) for rank in (0, 1)}
+ALL_KEYS = {
+    (ranks, rank): [chunk_key(n, rank, NAMESPACES[ranks][0]) for n in range(KEYS)]
+    for ranks in (1, 2)
+    for rank in (0, 1)
+}
 Place = tuple[bytes, bytes]
 
 
@@ -76,10 +81,12 @@ class Model:
                 old.sequence = sequence
             return True
         new = Told(place, sequence, {rank})
-        rivals = [k for k, one in self.told.items() if k == key or one.blocks(self.lead) & new.blocks()]
-        if any(self.told[k].sequence > sequence for k in rivals) or len(new.blocks(self.lead)) * 4 < len(
-            place[0][: self.lead * 4 or None]
-        ):
+        rivals = [
+            k for k, one in self.told.items() if k == key or one.blocks(self.lead) & new.blocks()
+        ]
+        if any(self.told[k].sequence > sequence for k in rivals) or len(
+            new.blocks(self.lead)
+        ) * 4 < len(place[0][: self.lead * 4 or None]):
             return False
         if full and not rivals:
             return False
@@ -144,23 +151,40 @@ class ResidentMachine(RuleBasedStateMachine):
         instance=st.sampled_from(IDS),
         first=st.integers(0, KEYS - 1),
         places=st.lists(
-            st.tuples(st.lists(st.integers(0, BLOCKS - 1), min_size=2, max_size=2), st.integers(1, 2)), min_size=1, max_size=3
+            st.tuples(
+                st.lists(st.integers(0, BLOCKS - 1), min_size=2, max_size=2), st.integers(1, 2)
+            ),
+            min_size=1,
+            max_size=3,
         ),
         sequence=st.integers(0, 2),
         ranks=st.sampled_from([(0,), (1,), (0, 1)]),
     )
     @precondition(lambda self: self.model)
     def publish(
-        self, instance: m.InstanceId, first: int, places: list[tuple[list[int], int]], sequence: int, ranks: tuple[int, ...]
+        self,
+        instance: m.InstanceId,
+        first: int,
+        places: list[tuple[list[int], int]],
+        sequence: int,
+        ranks: tuple[int, ...],
     ) -> None:
         if (known := self.model.get(instance)) is None:
             assert self.residents.publish(0, m.Publish(instance, sequence, [], b"", b"")) == 0
             return
         each = NAMESPACES[known.ranks][1]
-        chunks = [(numbers(*blocks[:each]), counts(*[generation] * each)) for blocks, generation in places][: KEYS - first]
+        chunks = [
+            (numbers(*blocks[:each]), counts(*[generation] * each)) for blocks, generation in places
+        ][: KEYS - first]
         for rank in ranks if known.ranks > 1 else (0,):
             keys = self.keys(known.ranks, rank)[first : first + len(chunks)]
-            request = m.Publish(instance, sequence, keys, b"".join(b for b, _ in chunks), b"".join(g for _, g in chunks))
+            request = m.Publish(
+                instance,
+                sequence,
+                keys,
+                b"".join(b for b, _ in chunks),
+                b"".join(g for _, g in chunks),
+            )
             taken = self.residents.publish(rank, request)
             assert taken == self.told(known, rank, sequence, self.keys(known.ranks)[first:], chunks)
 
@@ -175,12 +199,18 @@ class ResidentMachine(RuleBasedStateMachine):
         self, instance: m.InstanceId, number: int, block: int, sequences: list[int], first: int
     ) -> None:
         for at, sequence in enumerate(sequences):
-            self.publish(instance, number, [([block, BLOCKS - 1 - block], 1)], sequence, ((first + at) % 2,))
+            self.publish(
+                instance, number, [([block, BLOCKS - 1 - block], 1)], sequence, ((first + at) % 2,)
+            )
 
-    def told(self, known: Model, rank: int, sequence: int, keys: list[m.ChunkKey], chunks: list[Place]) -> int:
+    def told(
+        self, known: Model, rank: int, sequence: int, keys: list[m.ChunkKey], chunks: list[Place]
+    ) -> int:
         if sequence < known.floor:
             return 0
-        limit = len(known.told) + max(0, MAX_CHUNKS - sum(len(model.told) for model in self.model.values()))
+        limit = len(known.told) + max(
+            0, MAX_CHUNKS - sum(len(model.told) for model in self.model.values())
+        )
         taken = 0
         for key, place in zip(keys, chunks, strict=False):
             taken += known.publish(rank, sequence, key, place, len(known.told) >= limit)
@@ -197,13 +227,19 @@ class ResidentMachine(RuleBasedStateMachine):
 
     # ---- the pool
 
-    @rule(ranks=st.sampled_from([1, 2]), number=st.integers(0, KEYS - 1), by=st.sampled_from([(0,), (1,), (0, 1)]))
+    @rule(
+        ranks=st.sampled_from([1, 2]),
+        number=st.integers(0, KEYS - 1),
+        by=st.sampled_from([(0,), (1,), (0, 1)]),
+    )
     def store(self, ranks: int, number: int, by: tuple[int, ...]) -> None:
         keys = [self.keys(ranks, rank)[number] for rank in by if rank < ranks]
         reserved = self.directory.reserve(WRITER, keys, 256)
         self.directory.commit(WRITER, reserved.reservation, [])
         every = [key for ranks in (1, 2) for rank in range(ranks) for key in self.keys(ranks, rank)]
-        self.pooled = {key for key, there in zip(every, self.directory.contains(every), strict=True) if there}
+        self.pooled = {
+            key for key, there in zip(every, self.directory.contains(every), strict=True) if there
+        }
 
     @rule(ranks=st.sampled_from([0, 1, 2]), pool=st.booleans())
     def clear(self, ranks: int, pool: bool) -> None:
@@ -224,15 +260,22 @@ class ResidentMachine(RuleBasedStateMachine):
 
     @rule()
     def go_on_to_the_end(self) -> None:
-        """Then no block belongs to anything that is not found any more: memory is bounded by the chunks that are."""
+        """Then no block belongs to anything that is not found any more: memory is bounded by the
+        chunks that are.
+        """
         while self.directory.backlog:
             self.directory.go_on(100)
         for instance, model in self.model.items():
             holders = self.residents._of[instance].holders
             told = {bytes(one.place[0]): one.blocks(model.lead) for one in model.told.values()}
-            assert {numbers(block) for block, one in enumerate(holders) if one is not None} == set().union(*told.values())
+            assert {
+                numbers(block) for block, one in enumerate(holders) if one is not None
+            } == set().union(*told.values())
             assert {one.blocks for one in holders if one is not None} == set(told)
-        held = sum(BLOCKS * BLOCK_BYTES + len(model.told) * self.residents._of[i].chunk_bytes for i, model in self.model.items())
+        held = sum(
+            BLOCKS * BLOCK_BYTES + len(model.told) * self.residents._of[i].chunk_bytes
+            for i, model in self.model.items()
+        )
         assert self.residents.shares.taken == held
 
     # ---- what always holds
@@ -246,16 +289,25 @@ class ResidentMachine(RuleBasedStateMachine):
     def look_up(self, ranks: int, asker: m.InstanceId) -> None:
         keys = self.keys(ranks)
         found = self.directory.find(m.Find(keys, ranks, asker))
-        others = {i: model.found() for i, model in self.model.items() if i != asker and model.ranks == ranks and model.whole}
+        others = {
+            i: model.found()
+            for i, model in self.model.items()
+            if i != asker and model.ranks == ranks and model.whole
+        }
         last: m.InstanceId | None = None
         for at, key in enumerate(keys):
             pooled = all(self.keys(ranks, rank)[at] in self.pooled for rank in range(ranks))
-            places = {(instance, *chunks[key]) for instance, chunks in others.items() if key in chunks}
+            places = {
+                (instance, *chunks[key]) for instance, chunks in others.items() if key in chunks
+            }
             if not (pooled or places):
                 assert len(found.pooled) == len(found.residents) == at
                 return
             assert found.pooled[at] == pooled
-            here = [(found.instances[one.instance], one.blocks, one.generations) for one in found.residents[at]]
+            here = [
+                (found.instances[one.instance], one.blocks, one.generations)
+                for one in found.residents[at]
+            ]
             assert len(set(here)) == len(here) == min(m.MAX_REPLICAS, len(places))
             assert set(here) <= places
             if here:

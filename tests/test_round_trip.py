@@ -1,4 +1,6 @@
-"""Bytes through a slot of the pool and back: what comes wrong is seen and named, and the KV cache is as before."""
+"""Bytes through a slot of the pool and back: what comes wrong is seen and named, and the KV cache
+is as before.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,21 @@ def layouts() -> dict[str, tuple[list[Tensor], dict[str, Any]]]:
     shape = (BLOCKS, BLOCK, 2, 8)
     outer = torch.zeros((BLOCKS, 3, *shape[1:]), dtype=torch.bfloat16)
     return {
-        "K and V packed, tokens first": ([torch.zeros(shape, dtype=torch.bfloat16) for _ in range(3)], {}),
+        "K and V packed, tokens first": (
+            [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(3)],
+            {},
+        ),
         "K and V apart": ([torch.zeros((2, *shape), dtype=torch.float16) for _ in range(2)], {}),
         "one latent row": ([torch.zeros((BLOCKS, BLOCK, 36), dtype=torch.uint8)], {}),
         "layers side by side": ([outer[:, layer] for layer in range(3)], {}),
-        "fewer blocks than a chunk": ([torch.zeros((2, *shape[1:])) for _ in range(2)], {"axes": "block token head dim"}),
-        "as many blocks as a chunk": ([torch.zeros((CHUNK // BLOCK, *shape[1:]))], {"axes": "block token head dim"}),
+        "fewer blocks than a chunk": (
+            [torch.zeros((2, *shape[1:])) for _ in range(2)],
+            {"axes": "block token head dim"},
+        ),
+        "as many blocks as a chunk": (
+            [torch.zeros((CHUNK // BLOCK, *shape[1:]))],
+            {"axes": "block token head dim"},
+        ),
     }
 
 
@@ -63,7 +74,9 @@ def test_bytes_come_back_and_the_kv_cache_is_as_before(name: str) -> None:
 class Faulty(HostCopier):
     """A copier that does `then` after each copy of one direction."""
 
-    def __init__(self, gather: Callable[..., None] | None = None, scatter: Callable[..., None] | None = None) -> None:
+    def __init__(
+        self, gather: Callable[..., None] | None = None, scatter: Callable[..., None] | None = None
+    ) -> None:
         self._after_gather, self._after_scatter = gather, scatter
 
     def gather(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> Finished:
@@ -113,22 +126,38 @@ PACKED, APART = "K and V packed, tokens first", "K and V apart"
 @pytest.mark.parametrize(
     ("name", "copier", "said"),
     [
-        (PACKED, Faulty(gather=flip_in_slot), "gathered wrongly into the pool: layer 1, block 2, byte 5 is"),
+        (
+            PACKED,
+            Faulty(gather=flip_in_slot),
+            "gathered wrongly into the pool: layer 1, block 2, byte 5 is",
+        ),
         (APART, Faulty(gather=flip_in_slot), "layer 1, block 2, part 0, byte 5"),
         (PACKED, Faulty(gather=ignore_ids), "gathered wrongly into the pool: layer 0, block 0"),
-        (PACKED, Faulty(scatter=flip_in_cache), "scattered wrongly from the pool: layer 2, block 3, byte 7 is"),
-        (PACKED, Faulty(scatter=overrun), "scattered wrongly from the pool: layer 0, block 4, byte 0 is"),
+        (
+            PACKED,
+            Faulty(scatter=flip_in_cache),
+            "scattered wrongly from the pool: layer 2, block 3, byte 7 is",
+        ),
+        (
+            PACKED,
+            Faulty(scatter=overrun),
+            "scattered wrongly from the pool: layer 0, block 4, byte 0 is",
+        ),
         (PACKED, Faulty(gather=fail), "failed: a launch that failed"),
         (PACKED, Faulty(scatter=refuse), "failed: no such slot"),
     ],
 )
-def test_a_copy_that_goes_wrong_is_seen_and_the_kv_cache_is_as_before(name: str, copier: Faulty, said: str) -> None:
+def test_a_copy_that_goes_wrong_is_seen_and_the_kv_cache_is_as_before(
+    name: str, copier: Faulty, said: str
+) -> None:
     kv = described(name)
     before = contents(kv)
     answer = round_trip(kv, copier, slot(kv), CHUNK)
     assert answer is not None
     assert said in answer
-    assert all(torch.equal(one[:-1], other[:-1]) for one, other in zip(before, contents(kv), strict=True))
+    assert all(
+        torch.equal(one[:-1], other[:-1]) for one, other in zip(before, contents(kv), strict=True)
+    )
 
 
 class Hung(Finished):
@@ -151,8 +180,12 @@ def test_a_copy_that_does_not_end_is_given_up() -> None:
 def test_bytes_come_back_on_a_gpu() -> None:
     from vcache_backend.vram_pool.cuda_copier import CudaCopier
 
-    kv = PagedKV.describe([torch.randn((BLOCKS, BLOCK, 2, 16), device="cuda:0").bfloat16() for _ in range(3)], BLOCK)
+    kv = PagedKV.describe(
+        [torch.randn((BLOCKS, BLOCK, 2, 16), device="cuda:0").bfloat16() for _ in range(3)], BLOCK
+    )
     before = contents(kv)
-    there = SlotView.over(torch.zeros(kv.chunk_bytes(CHUNK), dtype=torch.uint8, device="cuda:0"), local=True)
+    there = SlotView.over(
+        torch.zeros(kv.chunk_bytes(CHUNK), dtype=torch.uint8, device="cuda:0"), local=True
+    )
     assert round_trip(kv, CudaCopier(0), there, CHUNK) is None
     assert all(torch.equal(one, other) for one, other in zip(before, contents(kv), strict=True))

@@ -1,4 +1,6 @@
-"""Segments of host memory: what outlives whom, what is refused, and that nothing is left behind. Real memfds and processes."""
+"""Segments of host memory: what outlives whom, what is refused, and that nothing is left behind.
+Real memfds and processes.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ CYCLES = 50
 
 
 def open_fds() -> int:
-    """Of this process. What an earlier test left to a thread may go at any time: later there may be fewer."""
+    """Of this process. What an earlier test left to a thread may go at any time: later there may be
+    fewer.
+    """
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -62,7 +66,9 @@ def mapped(owned: OwnedSegment) -> Iterator[MappedSegment]:
         yield segment
 
 
-def test_a_mapped_segment_can_be_offered_again_from_its_own_fd(owned: OwnedSegment, mapped: MappedSegment) -> None:
+def test_a_mapped_segment_can_be_offered_again_from_its_own_fd(
+    owned: OwnedSegment, mapped: MappedSegment
+) -> None:
     mapped.tensor(9, 1).fill_(9)
     assert mapped.fd != owned.fd
     assert not os.get_inheritable(mapped.fd)
@@ -86,8 +92,12 @@ def test_an_impossible_size_is_refused(nbytes: int) -> None:
         create(HOST, nbytes)
 
 
-@pytest.mark.parametrize(("offset", "length"), [(-1, 1), (0, 0), (0, -5), (0, NBYTES + 1), (NBYTES, 1), (NBYTES - 4, 5)])
-def test_bytes_outside_the_segment_have_no_address(mapped: MappedSegment, offset: int, length: int) -> None:
+@pytest.mark.parametrize(
+    ("offset", "length"), [(-1, 1), (0, 0), (0, -5), (0, NBYTES + 1), (NBYTES, 1), (NBYTES - 4, 5)]
+)
+def test_bytes_outside_the_segment_have_no_address(
+    mapped: MappedSegment, offset: int, length: int
+) -> None:
     with pytest.raises(SegmentError, match=rf"not in segment {mapped.id} of 1,048,576 B"):
         mapped.tensor(offset, length)
 
@@ -111,7 +121,11 @@ def forged(kind: str) -> Iterator[int]:
             os.ftruncate(file.fileno(), NBYTES)
             yield file.fileno()
         return
-    fd = os.open("/dev/null", os.O_RDWR) if kind == "device" else os.memfd_create("forged", os.MFD_ALLOW_SEALING)
+    fd = (
+        os.open("/dev/null", os.O_RDWR)
+        if kind == "device"
+        else os.memfd_create("forged", os.MFD_ALLOW_SEALING)
+    )
     try:
         if kind != "device":
             os.ftruncate(fd, 4096 if kind == "small" else NBYTES)
@@ -130,7 +144,9 @@ def forged(kind: str) -> Iterator[int]:
         ("unsealed", r"other seals .it has 0x0, needs 0x7"),
     ],
 )
-def test_a_forged_fd_is_refused_with_the_figures_and_leaves_nothing(kind: str, message: str) -> None:
+def test_a_forged_fd_is_refused_with_the_figures_and_leaves_nothing(
+    kind: str, message: str
+) -> None:
     info = SegmentInfo(SegmentId("0123456789ab"), "host", "host", NBYTES)
     with forged(kind) as fd:
         before = open_fds()
@@ -152,18 +168,24 @@ def test_an_fd_that_is_none_is_refused(owned: OwnedSegment) -> None:
             map_segment(owned.info, fd, HOST)
 
 
-def test_a_gpu_does_not_map_host_memory_and_a_host_reader_no_gpu_memory(owned: OwnedSegment) -> None:
+def test_a_gpu_does_not_map_host_memory_and_a_host_reader_no_gpu_memory(
+    owned: OwnedSegment,
+) -> None:
     gpu = Device("GPU-00000000-0000-0000-0000-000000000000", "cuda", 0)
     with pytest.raises(SegmentError, match=r"host memory of host: GPU-0.* cannot map that"):
         map_segment(owned.info, owned.fd, gpu)
     with pytest.raises(SegmentError, match="cuda memory of GPU-0.*: host cannot map that"):
-        map_segment(msgspec.structs.replace(owned.info, device=gpu.name, medium="cuda"), owned.fd, HOST)
+        map_segment(
+            msgspec.structs.replace(owned.info, device=gpu.name, medium="cuda"), owned.fd, HOST
+        )
 
 
 def test_running_out_of_fds_is_a_segment_error_and_leaks_none(owned: OwnedSegment) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     before = open_fds()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard)
+    )
     spares = []
     try:
         with pytest.raises(OSError, match="Too many open files"):
@@ -183,7 +205,9 @@ def test_running_out_of_fds_is_a_segment_error_and_leaks_none(owned: OwnedSegmen
 # ---- closing
 
 
-def test_close_may_be_called_again_and_what_is_closed_says_so(owned: OwnedSegment, mapped: MappedSegment) -> None:
+def test_close_may_be_called_again_and_what_is_closed_says_so(
+    owned: OwnedSegment, mapped: MappedSegment
+) -> None:
     number = owned.fd
     for segment in (owned, mapped):
         segment.close()
@@ -199,7 +223,9 @@ def test_close_may_be_called_again_and_what_is_closed_says_so(owned: OwnedSegmen
         mapped.tensor(0, 1)
 
 
-def test_a_tensor_outlives_the_close_of_its_segment_and_the_mapping_goes_with_the_last(owned: OwnedSegment) -> None:
+def test_a_tensor_outlives_the_close_of_its_segment_and_the_mapping_goes_with_the_last(
+    owned: OwnedSegment,
+) -> None:
     before = open_fds(), mappings()
     mapped = map_segment(owned.info, owned.fd, HOST)
     view = mapped.tensor(0, NBYTES)
@@ -246,9 +272,15 @@ def test_host_memory_may_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.resolve("host:worker-1") == Device("host:worker-1", "host")
 
 
-@pytest.mark.parametrize("spec", ["", "gpu", "host:", "host:a/b", "cuda:", "cuda:-1", "cuda:x", "GPU-123", "Host", "cuda:0 "])
+@pytest.mark.parametrize(
+    "spec",
+    ["", "gpu", "host:", "host:a/b", "cuda:", "cuda:-1", "cuda:x", "GPU-123", "Host", "cuda:0 "],
+)
 def test_an_unknown_device_is_a_configuration_error_that_lists_the_forms(spec: str) -> None:
-    with pytest.raises(ConfigError, match=r"pool\.device: .*expected auto, host, host:NAME .*, cuda, cuda:N or a GPU's UUID"):
+    with pytest.raises(
+        ConfigError,
+        match=r"pool\.device: .*expected auto, host, host:NAME .*, cuda, cuda:N or a GPU's UUID",
+    ):
         devices.resolve(spec)
 
 
@@ -263,5 +295,7 @@ def test_an_unknown_device_is_a_configuration_error_that_lists_the_forms(spec: s
         (HOST, "host:other", "peer"),
     ],
 )
-def test_where_a_segment_lies_depends_on_who_reads_it(reader: Device, owner: str, where: str) -> None:
+def test_where_a_segment_lies_depends_on_who_reads_it(
+    reader: Device, owner: str, where: str
+) -> None:
     assert devices.where(reader, owner) == where

@@ -1,4 +1,6 @@
-"""A real server spoken to by hand: sockets and the `msgpack` package, every request type, literal arrays."""
+"""A real server spoken to by hand: sockets and the `msgpack` package, every request type, literal
+arrays.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 @pytest.fixture
 def server(shared: Stage) -> Child:
-    """One server for all tests of this module that do not start their own. It is left with no descriptor of theirs."""
+    """One server for all tests of this module that do not start their own. It is left with no
+    descriptor of theirs.
+    """
     return shared.servers[0]
 
 
@@ -83,7 +87,9 @@ def put(raw: Raw, *keys: bytes) -> list[Any]:
 # ---- the protocol, message by message
 
 
-def test_every_request_and_its_answer(stage_: Stage, worker: Raw, server: Child, memfd: int) -> None:
+def test_every_request_and_its_answer(
+    stage_: Stage, worker: Raw, server: Child, memfd: int
+) -> None:
     """As literal arrays. What the answers say is the directory's tests' business."""
     name, version, epoch, *times, mismatches = worker.welcome
     assert (name, version, times, mismatches) == ("welcome", m.PROTOCOL_VERSION, [10.0, 30.0], [])
@@ -95,7 +101,12 @@ def test_every_request_and_its_answer(stage_: Stage, worker: Raw, server: Child,
     assert os.fstat(worker.fds[-1]).st_ino == os.fstat(memfd).st_ino
     assert worker.ask("lend", 5 * KIB) == ["lendable", worker.ask("lend", 5 * KIB)[1] - 1, KIB]
     name, reservation, seconds, slots, reason, _ = worker.ask("reserve", [A, B], KIB)
-    assert (name, seconds, reason, [slot[:3] for slot in slots]) == ("reserved", 30.0, "", [["s0", 0, KIB], ["s0", KIB, KIB]])
+    assert (name, seconds, reason, [slot[:3] for slot in slots]) == (
+        "reserved",
+        30.0,
+        "",
+        [["s0", 0, KIB], ["s0", KIB, KIB]],
+    )
     assert worker.ask("commit", reservation, []) == ["count", 2]
     assert worker.ask("abort", worker.ask("reserve", [C], KIB)[1]) == ["count", 1]
     assert worker.ask("reserve", [A, C], 5 * KIB)[3] == [m.Refusal.EXISTS, m.Refusal.TOO_LARGE]
@@ -104,7 +115,9 @@ def test_every_request_and_its_answer(stage_: Stage, worker: Raw, server: Child,
     assert worker.ask("contains", [A, D], True) == ["present", [True, False], 0, ["s0", ""]]
     name, lease, seconds, locations, _ = worker.ask("acquire", [A, B, C])
     assert (name, seconds, locations) == ("leased", 10.0, slots)
-    assert stage_.raw().ask("renew", lease) == stage_.raw().ask("release", lease) == ["verdict", True]
+    assert (
+        stage_.raw().ask("renew", lease) == stage_.raw().ask("release", lease) == ["verdict", True]
+    )
     assert worker.ask("renew", lease) == worker.ask("release", lease) == ["verdict", False]
     assert worker.ask("acquire", [C]) == ["leased", 0, 0.0, [], 0]
     assert worker.ask("touch", [A, D]) == worker.ask("remove", [A, D]) == ["count", 1]
@@ -119,7 +132,10 @@ def test_every_request_and_its_answer(stage_: Stage, worker: Raw, server: Child,
     assert [("vcache segment" in text, fatal) for _, text, fatal in refused] == [(True, False)] * 2
     assert worker.ask("drop_segment", "s0") == ["dropped", 0, True]
     eventually(lambda: not any("vcache-test" in name for name in server.fds()))
-    assert [worker.ask(what, "s0")[0] for what in ("drop_segment", "open_segment")] == ["error", "error"]
+    assert [worker.ask(what, "s0")[0] for what in ("drop_segment", "open_segment")] == [
+        "error",
+        "error",
+    ]
 
 
 def test_a_reset_raises_the_epoch_of_one_namespace_or_of_all(worker: Raw) -> None:
@@ -139,7 +155,9 @@ def test_a_reset_raises_the_epoch_of_one_namespace_or_of_all(worker: Raw) -> Non
     assert first < epochs()[0] == epochs()[1]
 
 
-def test_a_segment_dropped_before_its_answer_left_is_the_one_that_is_handed_out(worker: Raw, server: Child, memfd: int) -> None:
+def test_a_segment_dropped_before_its_answer_left_is_the_one_that_is_handed_out(
+    worker: Raw, server: Child, memfd: int
+) -> None:
     """The number of a closed descriptor could be anybody's by then."""
     for message in (["open_segment", "s0"], ["drop_segment", "s0"]):
         worker.send(*message)
@@ -149,12 +167,18 @@ def test_a_segment_dropped_before_its_answer_left_is_the_one_that_is_handed_out(
     eventually(lambda: not any("vcache-test" in name for name in server.fds()))
 
 
-def test_memory_is_taken_back_from_a_segment_once_nobody_reads_it_and_the_rest_stays(raw: Raw) -> None:
+def test_memory_is_taken_back_from_a_segment_once_nobody_reads_it_and_the_rest_stays(
+    raw: Raw,
+) -> None:
     fd, part, keys = make_memfd(1 << 20), 1 << 18, [A, B, C, D]
     with mmap.mmap(fd, 0) as memory:
         memory[:] = bytes(range(256)) * (1 << 12)
         before = memory[: 2 * part]
-        assert raw.ask("add_segment", "s0", "host", "host", 1 << 20, fds=(fd,)) == ["added", 0, True]
+        assert raw.ask("add_segment", "s0", "host", "host", 1 << 20, fds=(fd,)) == [
+            "added",
+            0,
+            True,
+        ]
         assert raw.ask("commit", raw.ask("reserve", keys, part)[1], []) == ["count", 4]
         lease = raw.ask("acquire", keys)[1]
         assert raw.ask("resize_segment", "s0", 2 * part)[1][-1] == 0
@@ -163,14 +187,24 @@ def test_memory_is_taken_back_from_a_segment_once_nobody_reads_it_and_the_rest_s
         assert os.fstat(fd).st_blocks * 512 == 1 << 20
         assert raw.ask("release", lease) == ["verdict", True]
         eventually(lambda: os.fstat(fd).st_blocks * 512 == 2 * part)
-        assert (memory[: 2 * part], memory[3 * part + 1], raw.ask("list_segments")[1][0][-1]) == (before, 0, 2 * part)
+        assert (memory[: 2 * part], memory[3 * part + 1], raw.ask("list_segments")[1][0][-1]) == (
+            before,
+            0,
+            2 * part,
+        )
     os.close(fd)
 
 
-def test_what_a_late_writer_takes_of_memory_that_was_given_back_is_freed_when_it_is_over(raw: Raw) -> None:
+def test_what_a_late_writer_takes_of_memory_that_was_given_back_is_freed_when_it_is_over(
+    raw: Raw,
+) -> None:
     fd, part = make_memfd(1 << 20), 1 << 18
     with mmap.mmap(fd, 0) as memory:
-        assert raw.ask("add_segment", "s0", "host", "host", 1 << 20, fds=(fd,)) == ["added", 0, True]
+        assert raw.ask("add_segment", "s0", "host", "host", 1 << 20, fds=(fd,)) == [
+            "added",
+            0,
+            True,
+        ]
         memory[:] = b"x" * (1 << 20)
         reservation = raw.ask("reserve", [A, B, C, D], part)[1]
         assert raw.ask("clear", b"") == ["count", 0]
@@ -198,12 +232,19 @@ def test_memory_is_taken_back_once_however_often_it_is_asked_for(raw: Raw, serve
     os.close(fd)
 
 
-def test_no_page_is_freed_before_the_journal_has_that_its_chunks_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server killed in between would find them again, and zeros in them. A segment is resized while pages of it are being freed."""
+def test_no_page_is_freed_before_the_journal_has_that_its_chunks_are_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server killed in between would find them again, and zeros in them. A segment is resized
+    while pages of it are being freed.
+    """
     monkeypatch.setattr(backlog, "AT_ONCE", 1)
     monkeypatch.setattr(backlog, "SHARE", 1)
     monkeypatch.setattr(connection, "FREEING_STEPS", 3)
-    directory, client = Directory(ServerConfig(), lambda: 0.0), Peer(1, ProcessId(11, 5), "host", "host")
+    directory, client = (
+        Directory(ServerConfig(), lambda: 0.0),
+        Peer(1, ProcessId(11, 5), "host", "host"),
+    )
     service = Service(directory, 1, Predecessor(directory, JournalState(), 1))
     page, chunks, freed = mmap.PAGESIZE, 60, 0
     fd = make_memfd(chunks * page)
@@ -217,7 +258,9 @@ def test_no_page_is_freed_before_the_journal_has_that_its_chunks_are_gone(monkey
         for turn in range(40):
             directory.go_on(16)
             if turn <= 10:
-                service.answer(client, m.ResizeSegment(m.SegmentId("s0"), (chunks - 3 * turn) * page), [])
+                service.answer(
+                    client, m.ResizeSegment(m.SegmentId("s0"), (chunks - 3 * turn) * page), []
+                )
             zeros = {number for number in journal if not memory[number * page]}
             assert not zeros, "found again after a restart"
             service.collect_dropped()
@@ -237,25 +280,46 @@ def test_stats_count_what_happened(worker: Raw) -> None:
     worker.ask("lookup", [A, B, C], 1)
     worker.ask("acquire", [A])
     after = stats()
-    assert (after.epoch, after.clients, after.chunks, after.leases, after.reservations) == (worker.welcome[2], 1, 2, 1, 0)
+    assert (after.epoch, after.clients, after.chunks, after.leases, after.reservations) == (
+        worker.welcome[2],
+        1,
+        2,
+        1,
+        0,
+    )
     counted = {
-        name: after.counters[name] - before.counters.get(name, 0) for name in ("lookup_chunks", "lookup_hits", "committed")
+        name: after.counters[name] - before.counters.get(name, 0)
+        for name in ("lookup_chunks", "lookup_hits", "committed")
     }
     assert counted == {"lookup_chunks": 3, "lookup_hits": 2, "committed": 2}
-    assert after.latency["Lookup"].count == (before.latency["Lookup"].count if "Lookup" in before.latency else 0) + 1
+    assert (
+        after.latency["Lookup"].count
+        == (before.latency["Lookup"].count if "Lookup" in before.latency else 0) + 1
+    )
     assert 0 < after.latency["Lookup"].p50_us <= after.latency["Lookup"].p99_us
-    assert (after.segments[0].used, after.segments[0].chunks, after.segments[0].leased) == (2048, 2, 1)
+    assert (after.segments[0].used, after.segments[0].chunks, after.segments[0].leased) == (
+        2048,
+        2,
+        1,
+    )
     assert after.rss_bytes > 1 << 20
 
 
 def test_instances_of_one_model_that_cannot_share_are_told_why_and_so_is_who_looks(
     stage_: Stage, server: Child, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The one that joins says it in its own log; the statistics say it as long as both are there."""
+    """The one that joins says it in its own log; the statistics say it as long as both are
+    there.
+    """
     layout = {"model": "llama", "extra.hash_probe": "17", "namespace": "aa", "pp_rank": "0"}
     one = stage_.raw(hello=False)
     assert one.ask("hello", m.PROTOCOL_VERSION, "host", "host", layout)[5] == []
-    other = Client(stage_.path, PATIENT, layout=layout | {"extra.hash_probe": "-4", "namespace": "bb"}, reconnect=False)
+    other = Client(
+        stage_.path,
+        PATIENT,
+        layout=layout | {"extra.hash_probe": "-4", "namespace": "bb"},
+        reconnect=False,
+    )
     here = f"pid {os.getpid()} on host"
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith(f"vcache: another instance of 'llama' ({here}) does not share")
@@ -265,7 +329,9 @@ def test_instances_of_one_model_that_cannot_share_are_told_why_and_so_is_who_loo
     next_stage = stage_.raw(hello=False).ask(
         "hello", m.PROTOCOL_VERSION, "host", "host", layout | {"pp_rank": "1", "namespace": "dd"}
     )
-    assert ["'17' here, '-4' there" in line for line in next_stage[5]] == [True], "the stages of one instance are no mismatch"
+    assert ["'17' here, '-4' there" in line for line in next_stage[5]] == [True], (
+        "the stages of one instance are no mismatch"
+    )
     (mismatch,) = other.stats().mismatches
     assert (mismatch.model, mismatch.field) == ("llama", "extra.hash_probe")
     assert dict(mismatch.values)["-4"] == [here]
@@ -276,9 +342,14 @@ def test_instances_of_one_model_that_cannot_share_are_told_why_and_so_is_who_loo
 
 
 def test_no_layout_is_anybody_else_s_trouble(stage_: Stage, server: Child) -> None:
-    """Without a model, with names for a terminal, or as large as a frame: its own hello may be refused, every other one is not."""
+    """Without a model, with names for a terminal, or as large as a frame: its own hello may be
+    refused, every other one is not.
+    """
     nameless = stage_.raw(hello=False)
-    assert nameless.ask("hello", m.PROTOCOL_VERSION, "host", "host", {"namespace": "aa"})[0] == "welcome"
+    assert (
+        nameless.ask("hello", m.PROTOCOL_VERSION, "host", "host", {"namespace": "aa"})[0]
+        == "welcome"
+    )
     assert hello(stage_, {})[0] == "welcome"
     victim = {"model": "llama", "namespace": "aa"}
     for layout in (
@@ -286,21 +357,36 @@ def test_no_layout_is_anybody_else_s_trouble(stage_: Stage, server: Child) -> No
         dict.fromkeys(map(str, range(65)), "x"),
     ):
         assert "hello of protocol" in hello(stage_, layout)[1]
-    assert stage_.raw(hello=False).ask("hello", m.PROTOCOL_VERSION, "\x1b]0;owned\x07", "host", {})[0] == "error"
+    assert (
+        stage_.raw(hello=False).ask("hello", m.PROTOCOL_VERSION, "\x1b]0;owned\x07", "host", {})[0]
+        == "error"
+    )
     with stage_.client() as looking:
         before = looking.stats().rss_bytes
         for number in range(100):
-            assert hello(stage_, {**victim, "namespace": str(number), "long": "x" * 190_000 + str(number)})[0] == "welcome"
-        assert looking.stats().rss_bytes < before + (8 << 20), "all of what 100 clients said is kept"
+            assert (
+                hello(
+                    stage_,
+                    {**victim, "namespace": str(number), "long": "x" * 190_000 + str(number)},
+                )[0]
+                == "welcome"
+            )
+        assert looking.stats().rss_bytes < before + (8 << 20), (
+            "all of what 100 clients said is kept"
+        )
         (mismatch,) = looking.stats().mismatches
-        assert (mismatch.field, len(mismatch.values)) == ("long", MAX_COMPARED), "long values with other ends are other values"
+        assert (mismatch.field, len(mismatch.values)) == ("long", MAX_COMPARED), (
+            "long values with other ends are other values"
+        )
     said = hello(stage_, victim)
     assert said[0] == "welcome"
     assert len(said[5]) == 8
     assert len(str(said)) < 8_000
 
 
-def test_who_is_refused_and_does_not_read_is_let_go_of_all_the_same(stage_: Stage, server: Child) -> None:
+def test_who_is_refused_and_does_not_read_is_let_go_of_all_the_same(
+    stage_: Stage, server: Child
+) -> None:
     raw = stage_.raw()
     before = server.descriptors()
     others = [stage_.raw() for _ in range(3)]
@@ -327,7 +413,9 @@ def unread(raw: Raw, *message: Any, seconds: float = 0.3) -> int:
 
 
 def test_answers_nobody_reads_are_not_made(stage_: Stage, worker: Raw, server: Child) -> None:
-    """A client that reads nothing is not read from; its requests wait, nobody else does, and all are answered once it reads."""
+    """A client that reads nothing is not read from; its requests wait, nobody else does, and all
+    are answered once it reads.
+    """
 
     def answered() -> int:
         return worker.ask("stats")[9]["Contains"][0]
@@ -345,7 +433,11 @@ def test_answers_nobody_reads_are_not_made(stage_: Stage, worker: Raw, server: C
 
 def test_a_look_up_of_too_many_keys_and_ranks_is_refused_with_its_size(worker: Raw) -> None:
     reply = worker.ask("lookup", [A] * 2048, 4096)
-    assert reply == ["error", "lookup: 2,048 keys of 4,096 ranks; at most 16,384 keys times ranks at once", False]
+    assert reply == [
+        "error",
+        "lookup: 2,048 keys of 4,096 ranks; at most 16,384 keys times ranks at once",
+        False,
+    ]
     assert worker.ask("lookup", [A] * 2048, 8) == ["count", 0]
 
 
@@ -358,12 +450,18 @@ def test_only_a_whole_namespace_is_cleared(worker: Raw, namespace: bytes) -> Non
     assert worker.ask("lookup", [A], 1) == ["count", 1]
 
 
-def test_who_clears_much_is_answered_at_once_and_the_slots_come_back(stage_: Stage, server: Child) -> None:
+def test_who_clears_much_is_answered_at_once_and_the_slots_come_back(
+    stage_: Stage, server: Child
+) -> None:
     count = 30_000
     fd = make_memfd(count * KIB)
     stage_.undo.callback(os.close, fd)
     worker = stage_.raw()
-    assert worker.ask("add_segment", "s0", "host", "host", count * KIB, fds=(fd,)) == ["added", 0, True]
+    assert worker.ask("add_segment", "s0", "host", "host", count * KIB, fds=(fd,)) == [
+        "added",
+        0,
+        True,
+    ]
     keys = [chunk_key(n) for n in range(count)]
     for at in range(0, count, 1000):
         put(worker, *keys[at : at + 1000])
@@ -375,7 +473,9 @@ def test_who_clears_much_is_answered_at_once_and_the_slots_come_back(stage_: Sta
 # ---- segments that are refused
 
 
-def test_a_host_segment_must_be_what_every_worker_can_map(raw: Raw, tmp_path: Path, server: Child) -> None:
+def test_a_host_segment_must_be_what_every_worker_can_map(
+    raw: Raw, tmp_path: Path, server: Child
+) -> None:
     shrink_grow_seal = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     loose, small, open_to_seals, sealed = (make_memfd(n * KIB, seals=n < 4) for n in (4, 1, 4, 4))
@@ -398,19 +498,28 @@ def test_a_host_segment_must_be_what_every_worker_can_map(raw: Raw, tmp_path: Pa
     eventually(lambda: not any("vcache-test" in name for name in server.fds()))
 
 
-def test_what_is_surely_no_memory_of_a_gpu_is_refused_as_such(raw: Raw, memfd: int, tmp_path: Path) -> None:
+def test_what_is_surely_no_memory_of_a_gpu_is_refused_as_such(
+    raw: Raw, memfd: int, tmp_path: Path
+) -> None:
     file, (pipe, other_end) = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT), os.pipe()
     replies = [
-        raw.ask("add_segment", "s0", "GPU-1", "cuda", 2 << 20, fds=(fd,)) for fd in (memfd, file, pipe, raw.socket.fileno())
+        raw.ask("add_segment", "s0", "GPU-1", "cuda", 2 << 20, fds=(fd,))
+        for fd in (memfd, file, pipe, raw.socket.fileno())
     ]
     wire.close_fds([file, pipe, other_end])
     assert [reply[0] for reply in replies] == ["error"] * 4
 
 
-def test_who_cannot_use_a_segment_gets_no_slot_there_and_everybody_else_does(stage_: Stage, worker: Raw) -> None:
+def test_who_cannot_use_a_segment_gets_no_slot_there_and_everybody_else_does(
+    stage_: Stage, worker: Raw
+) -> None:
     large = make_memfd(16 * KIB)
     stage_.undo.callback(os.close, large)
-    assert worker.ask("add_segment", "s1", "host:far", "host", 16 * KIB, fds=(large,)) == ["added", 0, True]
+    assert worker.ask("add_segment", "s1", "host:far", "host", 16 * KIB, fds=(large,)) == [
+        "added",
+        0,
+        True,
+    ]
     far = stage_.raw(hello=False)
     assert far.ask("hello", m.PROTOCOL_VERSION, "host:far", "host", {})[0] == "welcome"
     put(far, *(chunk_key(n) for n in range(50, 60)))
@@ -427,7 +536,9 @@ def test_who_cannot_use_a_segment_gets_no_slot_there_and_everybody_else_does(sta
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_cleanly_and_removes_the_socket(alone: Stage, number: signal.Signals) -> None:
+def test_a_signal_ends_it_cleanly_and_removes_the_socket(
+    alone: Stage, number: signal.Signals
+) -> None:
     server = alone.server()
     alone.raw()
     server.signal(number)
@@ -450,7 +561,12 @@ def test_one_client_more_than_max_clients_is_turned_away_with_a_reason(alone: St
     assert "raise server.max_clients" in reply[1]
     assert third.closed()
     first.close()
-    eventually(lambda: alone.raw(hello=False).ask("hello", m.PROTOCOL_VERSION, "host", "host", {})[0] == "welcome")
+    eventually(
+        lambda: (
+            alone.raw(hello=False).ask("hello", m.PROTOCOL_VERSION, "host", "host", {})[0]
+            == "welcome"
+        )
+    )
 
 
 def test_a_process_may_have_any_name() -> None:

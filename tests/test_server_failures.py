@@ -1,4 +1,6 @@
-"""What happens when processes die, hang and come back. Real processes, real signals; nothing waits longer than it says."""
+"""What happens when processes die, hang and come back. Real processes, real signals; nothing waits
+longer than it says.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def answers(client: Client) -> bool:
     return False
 
 
-def test_a_call_to_a_hung_server_ends_and_the_next_ones_ask_nobody(stage_: Stage, memfd: int) -> None:
+def test_a_call_to_a_hung_server_ends_and_the_next_ones_ask_nobody(
+    stage_: Stage, memfd: int
+) -> None:
     """Also while the background thread tries again: it holds nothing that a call would wait for."""
     server = stage_.server()
     calls: list[Callable[[Client], Any]] = [
@@ -71,7 +75,9 @@ def test_a_call_to_a_hung_server_ends_and_the_next_ones_ask_nobody(stage_: Stage
 # ---- writers die
 
 
-def test_a_writer_killed_between_reserve_and_commit_gives_its_slots_back(stage_: Stage, memfd: int) -> None:
+def test_a_writer_killed_between_reserve_and_commit_gives_its_slots_back(
+    stage_: Stage, memfd: int
+) -> None:
     client = pool(stage_, memfd)
     before = len(stage_.servers[0].fds())
     for _ in range(2):
@@ -84,7 +90,9 @@ def test_a_writer_killed_between_reserve_and_commit_gives_its_slots_back(stage_:
     eventually(lambda: len(stage_.servers[0].fds()) <= before)
 
 
-def test_a_writer_that_only_hangs_up_keeps_its_slots_until_it_is_gone(stage_: Stage, memfd: int) -> None:
+def test_a_writer_that_only_hangs_up_keeps_its_slots_until_it_is_gone(
+    stage_: Stage, memfd: int
+) -> None:
     client = pool(stage_, memfd)
     writer = stage_.script(RESERVE_AND_HANG_UP)
     writer.expect("hung up")
@@ -96,8 +104,12 @@ def test_a_writer_that_only_hangs_up_keeps_its_slots_until_it_is_gone(stage_: St
     eventually(lambda: has_room(client))
 
 
-def test_a_dead_writer_s_slots_come_back_though_its_child_keeps_the_connection_open(stage_: Stage, memfd: int) -> None:
-    """The connection ends only with the orphan that inherited it, so expiry voids the reservation; the writer is long gone by then."""
+def test_a_dead_writer_s_slots_come_back_though_its_child_keeps_the_connection_open(
+    stage_: Stage, memfd: int
+) -> None:
+    """The connection ends only with the orphan that inherited it, so expiry voids the reservation;
+    the writer is long gone by then.
+    """
     client = pool(stage_, memfd, reservation_seconds=0.5)
     writer = stage_.script(RESERVE_AND_LEAVE_A_CHILD)
     orphan = int(writer.expect("orphan").split()[1])
@@ -110,9 +122,20 @@ def test_a_dead_writer_s_slots_come_back_though_its_child_keeps_the_connection_o
 
 
 @pytest.mark.skipif(not ISOLATES, reason="needs the right to make a pid namespace")
-def test_between_pid_namespaces_a_writer_s_slots_come_back_when_it_is_gone_and_not_before(stage_: Stage, memfd: int) -> None:
-    """As between containers: neither sees the other's pid. The writer's own pidfd, which it sends, tells the server of its end."""
-    command = [*IN_A_PID_NAMESPACE, sys.executable, "-m", "vcache_backend.metadata_server", "--socket", str(stage_.path)]
+def test_between_pid_namespaces_a_writer_s_slots_come_back_when_it_is_gone_and_not_before(
+    stage_: Stage, memfd: int
+) -> None:
+    """As between containers: neither sees the other's pid. The writer's own pidfd, which it sends,
+    tells the server of its end.
+    """
+    command = [
+        *IN_A_PID_NAMESPACE,
+        sys.executable,
+        "-m",
+        "vcache_backend.metadata_server",
+        "--socket",
+        str(stage_.path),
+    ]
     config = stage_.path.parent / "server.yaml"
     config.write_text("server:\n  reservation_seconds: 0.2\n")
     stage_.undo.enter_context(Child([*command, "--config", str(config)])).expect("serving")
@@ -131,7 +154,9 @@ def test_between_pid_namespaces_a_writer_s_slots_come_back_when_it_is_gone_and_n
 
 
 def test_a_writer_lives_on_where_descriptors_are_too_few_to_look(stage_: Stage, memfd: int) -> None:
-    """Exactly one is free: the writer's pidfd takes it, and nothing is left to look at the process with."""
+    """Exactly one is free: the writer's pidfd takes it, and nothing is left to look at the process
+    with.
+    """
     server = stage_.server(reservation_seconds=0.3)
     writer = stage_.raw()
     assert writer.ask("add_segment", "s0", "host", "host", 4 * KIB, fds=(memfd,))[0] == "added"

@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 from model import chunk_key
 from processes import QUICK, Child, Stage, eventually, info, make_memfd, running
-from server_cases import IN_A_PID_NAMESPACE, IN_A_TIME_NAMESPACE, ISOLATES, KIB, has_room, offering, put, reserving
+from server_cases import (
+    IN_A_PID_NAMESPACE,
+    IN_A_TIME_NAMESPACE,
+    ISOLATES,
+    KIB,
+    has_room,
+    offering,
+    put,
+    reserving,
+)
 
 from vcache_backend.config import ServerConfig
 from vcache_backend.errors import ConfigError, ServerUnavailable
@@ -44,7 +53,9 @@ def flipped(journal: Path, old: bytes) -> bytes:
 def test_a_slot_leased_from_a_killed_server_is_not_handed_out_before_the_grace_of_the_lease_is_over(
     stage_: Stage, memfd: int
 ) -> None:
-    """The next server starts at once, in this process, and knows the leased chunk's slot as one to evict."""
+    """The next server starts at once, in this process, and knows the leased chunk's slot as one to
+    evict.
+    """
     server = stage_.server()
     writer, reader = stage_.client(QUICK), stage_.client(QUICK)
     writer.offer(info("s0", 4 * KIB), memfd)
@@ -86,7 +97,11 @@ def test_a_lease_of_another_life_names_nothing_though_the_clock_was_set_back(
 
 @pytest.mark.parametrize(
     "damage",
-    [flipped, lambda journal, old: old, lambda journal, old: journal.read_bytes()[: len(old)] + b"torn"],
+    [
+        flipped,
+        lambda journal, old: old,
+        lambda journal, old: journal.read_bytes()[: len(old)] + b"torn",
+    ],
     ids=["a bit flipped", "an older copy of it put back", "cut"],
 )
 def test_a_journal_that_is_not_the_last_word_costs_the_contents_and_nothing_else(
@@ -144,14 +159,22 @@ def test_no_server_starts_beside_one_that_still_writes_the_journal(stage_: Stage
             Server(ServerConfig(socket=str(stage_.path)))
 
 
-def test_slots_being_written_at_the_crash_are_not_given_to_others(stage_: Stage, memfd: int) -> None:
+def test_slots_being_written_at_the_crash_are_not_given_to_others(
+    stage_: Stage, memfd: int
+) -> None:
     server = stage_.server()
     client = offering(stage_, memfd)
     writer = reserving(stage_)
     server.kill()
     eventually(lambda: not client.connected)
     stage_.server()
-    eventually(lambda: client.connected and client.list_segments() and client.list_segments()[0].state == "live")
+    eventually(
+        lambda: (
+            client.connected
+            and client.list_segments()
+            and client.list_segments()[0].state == "live"
+        )
+    )
     assert not has_room(client)
     assert client.stats().quarantined == 1
     writer.kill()
@@ -159,19 +182,36 @@ def test_slots_being_written_at_the_crash_are_not_given_to_others(stage_: Stage,
 
 
 @pytest.mark.skipif(not ISOLATES, reason="needs the right to make a pid namespace")
-@pytest.mark.parametrize("elsewhere", [IN_A_PID_NAMESPACE, IN_A_TIME_NAMESPACE], ids=["pid", "time"])
+@pytest.mark.parametrize(
+    "elsewhere", [IN_A_PID_NAMESPACE, IN_A_TIME_NAMESPACE], ids=["pid", "time"]
+)
 def test_a_server_that_starts_again_in_another_namespace_takes_nobody_for_gone(
     stage_: Stage, memfd: int, elsewhere: list[str]
 ) -> None:
-    """The journal has the writer's pid of before, which here is nobody's, or somebody else's; and its start, by a clock of before."""
+    """The journal has the writer's pid of before, which here is nobody's, or somebody else's; and
+    its start, by a clock of before.
+    """
     server = stage_.server()
     client = offering(stage_, memfd)
     reserving(stage_)
     before = client.epoch
     server.kill()
-    command = [*elsewhere, sys.executable, "-m", "vcache_backend.metadata_server", "--socket", str(stage_.path)]
+    command = [
+        *elsewhere,
+        sys.executable,
+        "-m",
+        "vcache_backend.metadata_server",
+        "--socket",
+        str(stage_.path),
+    ]
     stage_.undo.enter_context(Child(command)).expect("serving")
-    eventually(lambda: client.connected and client.epoch != before and [i.state for i in client.list_segments()] == ["live"])
+    eventually(
+        lambda: (
+            client.connected
+            and client.epoch != before
+            and [i.state for i in client.list_segments()] == ["live"]
+        )
+    )
     time.sleep(0.2)  # some ticks
     assert client.stats().quarantined == 1
     assert not has_room(client)

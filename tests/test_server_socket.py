@@ -1,4 +1,6 @@
-"""Whose the socket is: one server at one path, files of its own beside it, nobody's files but its own touched."""
+"""Whose the socket is: one server at one path, files of its own beside it, nobody's files but its
+own touched.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ OURS = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be two users"
 
 def refused(path: Path) -> str:
     """What a server says that does not start there."""
-    with Child([sys.executable, "-m", "vcache_backend.metadata_server", "--socket", str(path)]) as server:
+    with Child(
+        [sys.executable, "-m", "vcache_backend.metadata_server", "--socket", str(path)]
+    ) as server:
         status, said = server.wait()
     assert status == 1
     assert "Traceback" not in said
@@ -36,7 +40,9 @@ def refused(path: Path) -> str:
 
 
 @pytest.mark.parametrize("lock", ["held", "gone", "gone, the server stopped"])
-def test_a_second_server_leaves_a_living_one_s_socket_alone_even_without_its_lock(stage_: Stage, lock: str) -> None:
+def test_a_second_server_leaves_a_living_one_s_socket_alone_even_without_its_lock(
+    stage_: Stage, lock: str
+) -> None:
     server = stage_.server()
     client = stage_.raw()
     if lock != "held":
@@ -47,8 +53,8 @@ def test_a_second_server_leaves_a_living_one_s_socket_alone_even_without_its_loc
 
 
 def test_a_server_whose_path_leads_to_another_one_answers_nothing_more(stage_: Stage) -> None:
-    """Stopped while lock and socket were taken from under it, with a question waiting for when it goes on. Without a journal: a living
-    writer of it would keep the second server away."""
+    """Stopped while lock and socket were taken from under it, with a question waiting for when it
+    goes on. Without a journal: a living writer of it would keep the second server away."""
     first = stage_.server(journal=False)
     asker = stage_.raw()
     with first.stopped():
@@ -65,7 +71,9 @@ def test_a_server_whose_path_leads_to_another_one_answers_nothing_more(stage_: S
     assert stage_.raw().ask("list_segments") == ["segments", []]
 
 
-def test_what_cleaners_of_tmp_would_find_old_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cleaners_of_tmp_would_find_old_is_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "vcache.sock"
     with Endpoint(path) as endpoint:
         files = [path, beside(path, ".lock"), beside(path, ".journal")]
@@ -83,13 +91,17 @@ def test_what_cleaners_of_tmp_would_find_old_is_touched(tmp_path: Path, monkeypa
 # ---- names
 
 
-@pytest.mark.parametrize("where", ["/proc/nowhere/vcache.sock", "/dev/null/vcache.sock", "/tmp/" + "x" * 120 + ".sock"])
+@pytest.mark.parametrize(
+    "where", ["/proc/nowhere/vcache.sock", "/dev/null/vcache.sock", "/tmp/" + "x" * 120 + ".sock"]
+)
 def test_a_socket_path_that_cannot_be_used_is_said(where: str) -> None:
     assert re.search(r"(server\.|--)socket: ", refused(Path(where)))
 
 
 def test_what_is_there_and_not_ours_stays_and_is_said(tmp_path: Path) -> None:
-    """A folder where the journal would be, a file or a link in the socket's place, a link in the lock's."""
+    """A folder where the journal would be, a file or a link in the socket's place, a link in the
+    lock's.
+    """
     path, file, link = tmp_path / "vcache.sock", tmp_path / "notes.txt", tmp_path / "link"
     beside(path, ".journal").mkdir()
     assert f"server.journal: cannot use {beside(path, '.journal')}" in refused(path)
@@ -130,7 +142,10 @@ def test_a_folder_that_others_can_write_is_refused_by_server_and_client(tmp_path
 
     def both_say(why: str) -> None:
         assert why in refused(path)
-        with Client(path, PATIENT, reconnect=False) as client, pytest.raises(ServerUnavailable) as raised:
+        with (
+            Client(path, PATIENT, reconnect=False) as client,
+            pytest.raises(ServerUnavailable) as raised,
+        ):
             client.require()
         assert why in str(raised.value)
 
@@ -180,7 +195,10 @@ print("got", len(peer.recv(1 << 16)), "bytes", flush=True)
 def test_a_client_sends_nothing_to_another_user_s_server(stage_: Stage) -> None:
     rogue = stage_.script(ROGUE)
     rogue.expect("listening")
-    with Client(stage_.path, PATIENT, reconnect=False) as client, pytest.raises(ServerUnavailable) as raised:
+    with (
+        Client(stage_.path, PATIENT, reconnect=False) as client,
+        pytest.raises(ServerUnavailable) as raised,
+    ):
         client.require()
     assert f"uid {NOBODY}" in str(raised.value)
     assert "client.server_uid" in str(raised.value)
@@ -209,7 +227,11 @@ def test_other_users_are_let_in_where_the_server_allows_them_and_they_name_its_u
 
 
 @OURS
-@pytest.mark.parametrize(("gids", "modes"), [([4242], (0o710, 0o660)), ([4242, 4343], (0o711, 0o666))], ids=["one", "several"])
+@pytest.mark.parametrize(
+    ("gids", "modes"),
+    [([4242], (0o710, 0o660)), ([4242, 4343], (0o711, 0o666))],
+    ids=["one", "several"],
+)
 def test_members_of_a_group_are_let_in_and_of_one_group_nobody_else_reaches_the_socket(
     gids: list[int], modes: tuple[int, int]
 ) -> None:
@@ -217,14 +239,21 @@ def test_members_of_a_group_are_let_in_and_of_one_group_nobody_else_reaches_the_
     with TemporaryDirectory() as open_to_all, stage(Path(open_to_all) / "folder") as here:
         Path(open_to_all).chmod(0o711)
         here.server(allow_gids=gids)
-        assert (stat.S_IMODE(here.path.parent.stat().st_mode), stat.S_IMODE(here.path.stat().st_mode)) == modes
+        assert (
+            stat.S_IMODE(here.path.parent.stat().st_mode),
+            stat.S_IMODE(here.path.stat().st_mode),
+        ) == modes
         here.script(AS_NOBODY, trusting, f"[1, {gids[-1]}]").expect("segments []")
         refused = here.script(AS_NOBODY, trusting, "[4444]").expect("refused:")
-        assert ("Permission denied" if len(gids) == 1 else "a group of it to server.allow_gids") in refused
+        assert (
+            "Permission denied" if len(gids) == 1 else "a group of it to server.allow_gids"
+        ) in refused
 
 
 @OURS
-@pytest.mark.parametrize(("mode", "after", "gid"), [(0o750, 0o751, 4343), (0o710, 0o710, 4242), (0o700, 0o710, 4242)])
+@pytest.mark.parametrize(
+    ("mode", "after", "gid"), [(0o750, 0o751, 4343), (0o710, 0o710, 4242), (0o700, 0o710, 4242)]
+)
 def test_what_a_folder_s_own_group_may_read_there_is_not_for_the_one_that_is_let_in(
     tmp_path: Path, mode: int, after: int, gid: int
 ) -> None:

@@ -1,4 +1,6 @@
-"""A server that a worker starts where there is none: exactly one, which outlives whoever started it."""
+"""A server that a worker starts where there is none: exactly one, which outlives whoever started
+it.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,11 @@ def servers(path: Path) -> list[int]:
                 arguments = (folder / "cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if b"-m" in arguments and b"vcache_backend.metadata_server" in arguments and str(path).encode() in arguments:
+            if (
+                b"-m" in arguments
+                and b"vcache_backend.metadata_server" in arguments
+                and str(path).encode() in arguments
+            ):
                 found.append(int(folder.name))
     return found
 
@@ -92,19 +98,25 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def mourner(path: Path) -> Client:
     """A client that has a server started again, as the integrations make it."""
-    made = Client(path, msgspec.structs.replace(PATIENT, retry_seconds=0.02, retry_max_seconds=0.02))
+    made = Client(
+        path, msgspec.structs.replace(PATIENT, retry_seconds=0.02, retry_max_seconds=0.02)
+    )
     made.on_killed = partial(try_ensure, config(path))
     return made
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_server_that_is_killed_is_started_again_once_by_whoever_is_first_and_one_that_was_stopped_is_not(path: Path) -> None:
+def test_a_server_that_is_killed_is_started_again_once_by_whoever_is_first_and_one_that_was_stopped_is_not(
+    path: Path,
+) -> None:
     ensure(config(path))
     with mourner(path) as one, mourner(path) as other:
         (first,) = servers(path)
         epochs = one.epoch
         os.kill(first, signal.SIGKILL)
-        eventually(lambda: one.connected and other.connected and epochs not in (one.epoch, other.epoch))
+        eventually(
+            lambda: one.connected and other.connected and epochs not in (one.epoch, other.epoch)
+        )
         (second,) = servers(path)
         assert first != second
         os.kill(second, signal.SIGTERM)
@@ -113,7 +125,9 @@ def test_a_server_that_is_killed_is_started_again_once_by_whoever_is_first_and_o
         assert not servers(path)
 
 
-def test_the_log_of_a_server_that_is_started_so_is_bounded_and_keeps_what_it_said_last(path: Path) -> None:
+def test_the_log_of_a_server_that_is_started_so_is_bounded_and_keeps_what_it_said_last(
+    path: Path,
+) -> None:
     code = """
 import logging, sys
 from pathlib import Path
@@ -128,7 +142,9 @@ sys.stderr.write("its last words")
     with script(code, str(path)) as child:
         assert child.wait()[0] == 0
     assert {one.name for one in path.parent.iterdir()} == {path.name, f"{path.name}.1"}
-    assert all(one.stat().st_size <= 10_000 + len("its last words") for one in path.parent.iterdir())
+    assert all(
+        one.stat().st_size <= 10_000 + len("its last words") for one in path.parent.iterdir()
+    )
     assert path.read_text().endswith("line 999\nits last words")
 
 
@@ -137,7 +153,9 @@ def answers(path: Path) -> bool:
         return client.connected
 
 
-def test_of_many_that_start_at_once_one_starts_it_with_its_settings_and_it_outlives_them_all(path: Path) -> None:
+def test_of_many_that_start_at_once_one_starts_it_with_its_settings_and_it_outlives_them_all(
+    path: Path,
+) -> None:
     starters = [starter(path, lease_seconds=3, reservation_seconds=7) for _ in range(3)]
     try:
         ends = [one.wait() for one in starters]
@@ -147,9 +165,12 @@ def test_of_many_that_start_at_once_one_starts_it_with_its_settings_and_it_outli
     assert sorted("metadata server started" in said for _, said in ends) == [False] * 2 + [True]
     (pid,) = servers(path)
     (started,) = [said for _, said in ends if "started" in said]
-    assert started.startswith(f"metadata server started at {path}, pid {pid}, log {beside(path, '.log')}")
+    assert started.startswith(
+        f"metadata server started at {path}, pid {pid}, log {beside(path, '.log')}"
+    )
     assert answers(path)
-    # A signal to the starter's group or session does not reach it, nor whoever ends all descendants of the starter.
+    # A signal to the starter's group or session does not reach it, nor whoever ends all descendants
+    # of the starter.
     assert os.getsid(pid) == os.getpgid(pid) == pid
     parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     assert parent not in {one.pid for one in starters}
@@ -165,7 +186,10 @@ def test_one_that_is_there_is_left_alone_also_when_it_hangs(path: Path) -> None:
         path.parent.mkdir()
         server = made.server()
         assert ensure(config(path)) == f"the metadata server at {path} is there already"
-        with server.stopped(), pytest.raises(ServerUnavailable, match="another server already serves"):
+        with (
+            server.stopped(),
+            pytest.raises(ServerUnavailable, match="another server already serves"),
+        ):
             ensure(config(path))
         assert len(servers(path)) == 1
 
@@ -240,5 +264,7 @@ def test_a_server_of_the_user_that_is_trusted_is_there() -> None:
         socket = Path(folder) / "vcache.sock"
         with script(AS_NOBODY, str(socket)) as server:
             server.expect("serving")
-            trusting = from_dict({"server": {"socket": str(socket)}, "client": {"server_uid": 65534}})
+            trusting = from_dict(
+                {"server": {"socket": str(socket)}, "client": {"server_uid": 65534}}
+            )
             assert ensure(trusting) == f"the metadata server at {socket} is there already"

@@ -35,7 +35,9 @@ def there(tables: Tables, name: bytes = ONE) -> GenerationView:
     return found
 
 
-def test_a_table_is_opened_once_and_shows_what_its_owner_changes(stage: Stage, client: Client, tables: Tables) -> None:
+def test_a_table_is_opened_once_and_shows_what_its_owner_changes(
+    stage: Stage, client: Client, tables: Tables
+) -> None:
     with owner(stage) as part:
         generations = part.ask("write", [1, 2], 7)
         view = there(tables)
@@ -46,7 +48,9 @@ def test_a_table_is_opened_once_and_shows_what_its_owner_changes(stage: Stage, c
         assert asked(client, "OpenInstance") == 1
 
 
-def test_the_table_of_a_killed_owner_is_forgotten(stage: Stage, client: Client, tables: Tables) -> None:
+def test_the_table_of_a_killed_owner_is_forgotten(
+    stage: Stage, client: Client, tables: Tables
+) -> None:
     with owner(stage) as part, owner(stage, 2):
         before = descriptors()
         there(tables)
@@ -66,13 +70,17 @@ def test_the_table_that_its_owner_gave_up_is_not_shown(stage: Stage, tables: Tab
         assert tables.view(ONE) is None
 
 
-def test_a_table_that_was_given_up_before_anybody_looked_is_not_shown(stage: Stage, tables: Tables) -> None:
+def test_a_table_that_was_given_up_before_anybody_looked_is_not_shown(
+    stage: Stage, tables: Tables
+) -> None:
     with owner(stage) as part:
         part.ask("give_up")
         assert tables.view(ONE) is None
 
 
-def test_a_table_outlives_the_server_and_an_owner_that_dies_meanwhile_is_noticed(stage_: Stage) -> None:
+def test_a_table_outlives_the_server_and_an_owner_that_dies_meanwhile_is_noticed(
+    stage_: Stage,
+) -> None:
     server = stage_.server()
     with owner(stage_, 1, QUICK) as part, closing(Tables(stage_.client(QUICK))) as tables:
         view = there(tables)
@@ -117,8 +125,12 @@ def test_a_reader_that_has_run_out_of_descriptors_sees_a_table_again_once_it_has
         assert added_to(before).total() == 2
 
 
-def test_an_end_is_noticed_once_though_somebody_else_holds_the_same_pidfd(stage: Stage, client: Client, tables: Tables) -> None:
-    """As the server does. Epoll would go on telling of it, under a number that is another's by then."""
+def test_an_end_is_noticed_once_though_somebody_else_holds_the_same_pidfd(
+    stage: Stage, client: Client, tables: Tables
+) -> None:
+    """As the server does. Epoll would go on telling of it, under a number that is another's by
+    then.
+    """
     with owner(stage, 1) as part, owner(stage, 2):
         there(tables)
         held = client.open_process(ONE, -1)
@@ -149,4 +161,9 @@ def test_what_was_refused_is_remembered_but_not_without_bound() -> None:
     for number in range(MAX_REFUSED + 1):
         refused.add(instance(number))
     refused.add(instance(5), 0.0)
-    assert [instance(number) in refused for number in (0, 1, 5, MAX_REFUSED)] == [False, True, False, True]
+    assert [instance(number) in refused for number in (0, 1, 5, MAX_REFUSED)] == [
+        False,
+        True,
+        False,
+        True,
+    ]

@@ -1,4 +1,6 @@
-"""The benchmark of real vLLM instances: its prompts, its rows, its children; and, where vLLM for the CPU is, the whole script on it."""
+"""The benchmark of real vLLM instances: its prompts, its rows, its children; and, where vLLM for
+the CPU is, the whole script on it.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ for line in sys.stdin:
 
 def leading(one: list[int], other: list[int]) -> int:
     return next(
-        (index for index, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), min(len(one), len(other))
+        (index for index, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]),
+        min(len(one), len(other)),
     )
 
 
@@ -57,7 +60,10 @@ def leading(one: list[int], other: list[int]) -> int:
 
 
 def test_the_full_scale_asks_200_prompts_of_every_length_of_the_issue_and_partial_hits() -> None:
-    kinds = Counter("partial" if "+" in hit.kind else int(hit.kind) for hit in Prompts(FULL).hits(FULL.equal, FULL.partial))
+    kinds = Counter(
+        "partial" if "+" in hit.kind else int(hit.kind)
+        for hit in Prompts(FULL).hits(FULL.equal, FULL.partial)
+    )
     assert sum(kinds.values()) == 200
     assert set(kinds) == {1023, 1024, 1025, 4096, 16384, 32768, "partial"}
 
@@ -71,11 +77,23 @@ def test_a_hit_knows_as_many_tokens_as_whole_chunks_are_shared(scale: Scale) -> 
         assert hit.cached > 0
 
 
-def test_through_our_connector_a_hit_ends_with_a_whole_block_of_which_one_token_at_least_is_computed(tmp_path: Path) -> None:
+def test_through_our_connector_a_hit_ends_with_a_whole_block_of_which_one_token_at_least_is_computed(
+    tmp_path: Path,
+) -> None:
     with Fleet(FULL, tmp_path, tmp_path, integration="vllm") as fleet:
-        assert [fleet.scale.hit(length) for length in (1023, 1024, 1025, 4096)] == [768, 1008, 1024, 4080]
+        assert [fleet.scale.hit(length) for length in (1023, 1024, 1025, 4096)] == [
+            768,
+            1008,
+            1024,
+            4080,
+        ]
     with Fleet(FULL, tmp_path, tmp_path) as fleet:
-        assert [fleet.scale.hit(length) for length in (1023, 1024, 1025, 4096)] == [768, 1023, 1024, 4095]
+        assert [fleet.scale.hit(length) for length in (1023, 1024, 1025, 4096)] == [
+            768,
+            1023,
+            1024,
+            4095,
+        ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -85,11 +103,17 @@ def test_as_many_tokens_fit_into_the_kv_cache_of_every_kind_of_instance(kind: st
     assert tokens == FULL.kv_bytes / FULL.token_bytes
 
 
-def test_a_hit_of_a_model_with_states_brings_one_state_of_each_such_layer_and_tokens_of_the_others_alone() -> None:
-    """Granite's are 64 heads of 64 x 128, and three tokens of 4,096 + 2 x 128 values; two of its twelve layers keep tokens, of 8 x 64."""
+def test_a_hit_of_a_model_with_states_brings_one_state_of_each_such_layer_and_tokens_of_the_others_alone() -> (
+    None
+):
+    """Granite's are 64 heads of 64 x 128, and three tokens of 4,096 + 2 x 128 values; two of its
+    twelve layers keep tokens, of 8 x 64.
+    """
     own = KINDS["state_mamba2"].of(FULL)
     assert own.token_bytes == 2 * 2 * 2 * 8 * 64
-    assert own.read_bytes(768) == 768 * own.token_bytes + 10 * 2 * (64 * 64 * 128 + 3 * (4096 + 2 * 128))
+    assert own.read_bytes(768) == 768 * own.token_bytes + 10 * 2 * (
+        64 * 64 * 128 + 3 * (4096 + 2 * 128)
+    )
 
 
 def test_a_run_has_the_same_prompts_as_the_one_before_and_none_twice() -> None:
@@ -122,19 +146,28 @@ def test_a_hit_is_allowed_the_own_hit_the_copy_with_a_reserve_and_2_ms(tmp_path:
 
 
 def test_rows_bear_the_integrations_name_and_what_was_not_measured_has_none(tmp_path: Path) -> None:
-    found = rows_of(tmp_path, integration="vllm", recompute=0.1, prefix=0.006, vcache=0.009, lmcache=0.0095)
+    found = rows_of(
+        tmp_path, integration="vllm", recompute=0.1, prefix=0.006, vcache=0.009, lmcache=0.0095
+    )
     assert found["vllm_ttft_vs_lmcache_4k"].ratio == pytest.approx(9.0 / 9.5)
     assert {"vllm_ttft_4k", "vllm_vs_recompute_32k", "vllm_lmcache_ms_1k"} <= set(found)
     assert all(case.startswith("vllm_") and "_mp_" not in case for case in found)
-    slower = rows_of(tmp_path, integration="vllm", recompute=0.1, prefix=0.006, vcache=0.0096, lmcache=0.0095)
+    slower = rows_of(
+        tmp_path, integration="vllm", recompute=0.1, prefix=0.006, vcache=0.0096, lmcache=0.0095
+    )
     assert not slower["vllm_ttft_vs_lmcache_32k"].ok
 
 
 @pytest.mark.parametrize(("integration", "most"), [("lmcache", 1.10), ("vllm", 1.05)])
-def test_what_loads_may_cost_running_requests_depends_on_the_integration(tmp_path: Path, integration: str, most: float) -> None:
+def test_what_loads_may_cost_running_requests_depends_on_the_integration(
+    tmp_path: Path, integration: str, most: float
+) -> None:
     with Fleet(FULL, tmp_path, tmp_path, integration=integration) as fleet:
         for factor, good in ((most - 0.01, True), (most + 0.01, False)):
-            rows = {row.case: row for row in latency._gaps(fleet, [7.0] * 99, [7.0 * factor] * 99, [7.0], "")}
+            rows = {
+                row.case: row
+                for row in latency._gaps(fleet, [7.0] * 99, [7.0 * factor] * 99, [7.0], "")
+            }
             assert rows[f"{integration}_tpot_p99"].ok is good
 
 
@@ -149,7 +182,9 @@ def test_answers_are_the_same_only_bit_for_bit_and_nan_is_like_nan() -> None:
     one = {"tokens": [1], "logprobs": [[(1, -0.5)]]}
     assert said(one) == said({**one, "cached": 3})
     assert said(one) != said({**one, "logprobs": [[(1, -0.5000000000000001)]]})
-    assert said({**one, "logprobs": [[(1, float("nan"))]]}) == said({**one, "logprobs": [[(1, float("nan"))]]})
+    assert said({**one, "logprobs": [[(1, float("nan"))]]}) == said(
+        {**one, "logprobs": [[(1, float("nan"))]]}
+    )
 
 
 def test_answers_agree_where_likely_tokens_change_places_be_there_a_third_between_them() -> None:
@@ -163,7 +198,9 @@ def test_answers_agree_where_likely_tokens_change_places_be_there_a_third_betwee
     assert one.differs(other._replace(logprobs=[-1.2, -2.155, -3.0]))
 
 
-def test_models_with_states_have_one_row_together_once_each_has_its_own_and_a_wrong_hit_of_one_is_seen_in_it() -> None:
+def test_models_with_states_have_one_row_together_once_each_has_its_own_and_a_wrong_hit_of_one_is_seen_in_it() -> (
+    None
+):
     good = [fraction(f"groups_equal_{kind}", [True] * 32, "") for kind in groups.STATES]
     assert groups.together(good[1:]) == []
     (whole,) = groups.together(good)
@@ -174,18 +211,31 @@ def test_models_with_states_have_one_row_together_once_each_has_its_own_and_a_wr
     assert short.ok is None
 
 
-def test_a_result_file_is_continued_and_a_case_measured_again_replaces_the_old(tmp_path: Path) -> None:
+def test_a_result_file_is_continued_and_a_case_measured_again_replaces_the_old(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "result.json"
-    Report(path, "one").add([row("a", "ms", [1.0], 1.0, what=""), row("b", "ms", [2.0], 1.0, what="")])
+    Report(path, "one").add(
+        [row("a", "ms", [1.0], 1.0, what=""), row("b", "ms", [2.0], 1.0, what="")]
+    )
     Report(path, "two").add([row("b", "ms", [3.0], 1.0, what="")])
     Report(path, "two", "_again").add([row("b", "ms", [4.0], 1.0, what="")])
-    assert [(row.case, row.value) for row in read(path)] == [("a", 1.0), ("b", 3.0), ("b_again", 4.0)]
+    assert [(row.case, row.value) for row in read(path)] == [
+        ("a", 1.0),
+        ("b", 3.0),
+        ("b_again", 4.0),
+    ]
     assert json.loads(path.read_text())["commit"] == "two"
 
 
-@pytest.mark.parametrize("text", [None, "x", "{}", "[]"], ids=["a-folder", "no-json", "no-rows", "no-object"])
+@pytest.mark.parametrize(
+    "text", [None, "x", "{}", "[]"], ids=["a-folder", "no-json", "no-rows", "no-object"]
+)
 def test_a_result_file_that_cannot_be_continued_is_refused_before_anything_is_measured(
-    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    text: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = tmp_path / "result.json"
     path.mkdir() if text is None else path.write_text(text)
@@ -240,8 +290,15 @@ class Request:
         self.request_id = name
 
 
-def test_a_timed_request_is_told_what_its_calls_and_the_steps_of_its_life_took(tmp_path: Path) -> None:
-    connector, file, request, other = Connector(), tmp_path / "timed", Request("one"), Request("other")
+def test_a_timed_request_is_told_what_its_calls_and_the_steps_of_its_life_took(
+    tmp_path: Path,
+) -> None:
+    connector, file, request, other = (
+        Connector(),
+        tmp_path / "timed",
+        Request("one"),
+        Request("other"),
+    )
     probe = Probe(connector)
     connector.build_connector_meta(None)
     probe.take("one", {"timed": str(file)})
@@ -254,12 +311,21 @@ def test_a_timed_request_is_told_what_its_calls_and_the_steps_of_its_life_took(t
     (line,) = file.read_text().splitlines()
     spent = json.loads(line)
     assert spent.pop("steps") == 3
-    assert set(spent) == {"get_num_new_matched_tokens", "build_connector_meta", "request_finished_all_groups"}
+    assert set(spent) == {
+        "get_num_new_matched_tokens",
+        "build_connector_meta",
+        "request_finished_all_groups",
+    }
     assert all(seconds > 0 for seconds in spent.values())
 
 
 def test_what_watching_vllms_blocks_adds_to_handing_them_out_is_told_too(tmp_path: Path) -> None:
-    connector, file, pool, table = Connector(), tmp_path / "timed", BlockPool(), Generations(b"i" * 16, 4)
+    connector, file, pool, table = (
+        Connector(),
+        tmp_path / "timed",
+        BlockPool(),
+        Generations(b"i" * 16, 4),
+    )
     ResidentPool(pool, table, lambda: None)
     table.filled([0, 1])
     probe = Probe(connector, pool)
@@ -276,7 +342,9 @@ def test_a_promise_is_broken_once_after_the_step_is_scheduled(tmp_path: Path) ->
     connector, note, request = Connector(), tmp_path / "note", Request("one")
     probe = Probe(connector)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as victim:
-        probe.take("one", {"lose": {"how": "kill", "pid": victim.pid, "socket": "", "note": str(note)}})
+        probe.take(
+            "one", {"lose": {"how": "kill", "pid": victim.pid, "socket": "", "note": str(note)}}
+        )
         connector.update_state_after_alloc(request, None, 0)
         probe.scheduled()
         assert victim.poll() is None
@@ -313,7 +381,10 @@ def test_a_child_answers_refuses_and_is_killed_when_it_is_late(child: Child) -> 
 
 def test_a_child_that_ended_is_told_of_with_its_log(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "raise SystemExit('as it happens')"]
-    with Child("dead", command, tmp_path / "log") as dead, pytest.raises(ChildFailed, match="as it happens"):
+    with (
+        Child("dead", command, tmp_path / "log") as dead,
+        pytest.raises(ChildFailed, match="as it happens"),
+    ):
         dead.answer(20)
 
 
@@ -336,10 +407,15 @@ def test_a_process_descends_from_itself_and_from_who_started_it_or_its_parent(ch
         (["--only", "scheduler"], "not for --integration lmcache"),
         (["--with-lmcache"], "add --integration vllm"),
         (["--share", "in_place"], "add --integration vllm"),
-        (["--share", "in_place", "--integration", "vllm", "--only", "equal,restart"], "restart: not for"),
+        (
+            ["--share", "in_place", "--integration", "vllm", "--only", "equal,restart"],
+            "restart: not for",
+        ),
     ],
 )
-def test_what_there_is_not_is_refused(arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_there_is_not_is_refused(
+    arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main(arguments)
     assert why in capsys.readouterr().err
@@ -348,13 +424,30 @@ def test_what_there_is_not_is_refused(arguments: list[str], why: str, capsys: py
 WHOLE = {
     "lmcache": (
         ["sensitive", "flipped", "ttft", "miss", "tpot", "equal", "restart"],
-        {"equal", "flipped_byte_caught", "first_token_matters", "reference_repeats", "restart_hits"},
-        {"lmcache_ttft_4k", "lmcache_vs_recompute_32k", "lmcache_miss_overhead", "lmcache_tpot_p99"},
+        {
+            "equal",
+            "flipped_byte_caught",
+            "first_token_matters",
+            "reference_repeats",
+            "restart_hits",
+        },
+        {
+            "lmcache_ttft_4k",
+            "lmcache_vs_recompute_32k",
+            "lmcache_miss_overhead",
+            "lmcache_tpot_p99",
+        },
     ),
     "vllm": (
         ["ttft", "tpot", "equal", "scheduler", "pd", "failures"],
         {"equal", "failed_load_equal", "failed_load_others_equal"},
-        {"vllm_ttft_4k", "vllm_vs_recompute_32k", "vllm_tpot_p99", "vllm_scheduler_us", "pd_ttft_16k"},
+        {
+            "vllm_ttft_4k",
+            "vllm_vs_recompute_32k",
+            "vllm_tpot_p99",
+            "vllm_scheduler_us",
+            "pd_ttft_16k",
+        },
     ),
     "inplace": (
         ["equal", "flipped", "ttft", "miss"],
@@ -366,20 +459,45 @@ WHOLE = {
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], tuple[Worker, Path]]]:
-    """The whole benchmark at its tiny scale, and its result file; what is asked for is started, unless it has been."""
+def started(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[[str], tuple[Worker, Path]]]:
+    """The whole benchmark at its tiny scale, and its result file; what is asked for is started,
+    unless it has been.
+    """
     folder = tmp_path_factory.mktemp("benchmark")
     with ExitStack() as undo:
 
         @cache
         def start(rows: str) -> tuple[Worker, Path]:
             out = folder / f"{rows}.json"
-            given = ["--scale", "tiny", "--rounds", "2", "--seconds", "840", "--commit", "x", "--only", ",".join(WHOLE[rows][0])]
+            given = [
+                "--scale",
+                "tiny",
+                "--rounds",
+                "2",
+                "--seconds",
+                "840",
+                "--commit",
+                "x",
+                "--only",
+                ",".join(WHOLE[rows][0]),
+            ]
             # A server without a core for a quarter of a second has not died.
             given += ["--set", "vcache.client.request_seconds=5"]
-            given += ["--out", str(out), "--logs", str(folder / rows), "--cache", str(folder / "cache"), "--integration"]
+            given += [
+                "--out",
+                str(out),
+                "--logs",
+                str(folder / rows),
+                "--cache",
+                str(folder / "cache"),
+                "--integration",
+            ]
             given += ["vllm", "--share", "in_place"] if rows == "inplace" else [rows]
-            return undo.enter_context(forking("benchmarks.vllm_ttft", given, folder / f"{rows}.log", {})), out
+            return undo.enter_context(
+                forking("benchmarks.vllm_ttft", given, folder / f"{rows}.log", {})
+            ), out
 
         yield start
 
@@ -387,8 +505,12 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
 @pytest.mark.skipif(bool(missing()), reason=missing() or "vLLM is here")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("rows", WHOLE)
-def test_the_whole_script_runs_on_the_cpu(rows: str, started: Callable[[str], tuple[Worker, Path]]) -> None:
-    """Right answers, and a byte flipped where they come from is seen; what the figures say of the CPU is nobody's concern."""
+def test_the_whole_script_runs_on_the_cpu(
+    rows: str, started: Callable[[str], tuple[Worker, Path]]
+) -> None:
+    """Right answers, and a byte flipped where they come from is seen; what the figures say of the
+    CPU is nobody's concern.
+    """
     if rows != "inplace":
         # Two beside each other; a third would be too much for a small machine.
         for other in ("lmcache", "vllm"):

@@ -1,8 +1,9 @@
-"""Our connector in real vLLM on the CPU: what a request costs, what it may wish, prefixes that others still compute, resets.
+"""Our connector in real vLLM on the CPU: what a request costs, what it may wish, prefixes that
+others still compute, resets.
 
-Every answer is compared with vLLM's own. Instance `a` stores; instance `b`, another process, has never computed what it is asked and so
-can only have it from the pool; `aside` is vLLM alone; `tiny` has hardly room. `test_integrations.py` has what LMCache does too.
-"""
+Every answer is compared with vLLM's own. Instance `a` stores; instance `b`, another process, has
+never computed what it is asked and so can only have it from the pool; `aside` is vLLM alone; `tiny`
+has hardly room. `test_integrations.py` has what LMCache does too."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ from vllm_cases import (
 )
 
 __all__ = ["here"]
-pytestmark = [pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"),
+    pytest.mark.timeout(300),
+]
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +51,17 @@ def a(here: Node, router: Router) -> Instance:
 
 @pytest.fixture(scope="module")
 def b(here: Node, a: Instance) -> Instance:
-    return here.connect("b", {"connector": {"min_hit_tokens": 2 * CHUNK, "sync_below_tokens": 4 * CHUNK}})
+    return here.connect(
+        "b", {"connector": {"min_hit_tokens": 2 * CHUNK, "sync_below_tokens": 4 * CHUNK}}
+    )
 
 
 @pytest.fixture(scope="module")
 def later(here: Node, a: Instance) -> Instance:
     """As `b`, but what it loads always comes between its steps."""
-    return here.connect("later", {"connector": {"min_hit_tokens": 2 * CHUNK, "sync_below_tokens": 0}})
+    return here.connect(
+        "later", {"connector": {"min_hit_tokens": 2 * CHUNK, "sync_below_tokens": 0}}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -124,8 +132,12 @@ def test_the_copy_of_a_load_in_the_step_begins_before_vllm_has_prepared_the_mode
     assert (answer.cached, answer.said) == (3 * CHUNK, right.said)
 
 
-def test_the_model_run_waits_for_the_copies_of_its_load(here: Node, a: Instance, b: Instance) -> None:
-    """They are on a stream of their own. What the step looks up behind the model, whether they are over, would come too late."""
+def test_the_model_run_waits_for_the_copies_of_its_load(
+    here: Node, a: Instance, b: Instance
+) -> None:
+    """They are on a stream of their own. What the step looks up behind the model, whether they are
+    over, would come too late.
+    """
     tokens = new_tokens(3 * CHUNK + 1)
     computed = here.keep(a, tokens)
     with meddled(b, f"{SCATTER},fence", "late"):
@@ -146,7 +158,9 @@ def test_a_conversation_finds_what_was_said_before(here: Node, a: Instance, b: I
 
 
 def test_a_request_costs_one_look_up(here: Node, a: Instance, b: Instance, later: Instance) -> None:
-    """Which leases what it finds, where the step waits for it; else the worker asks for the lease."""
+    """Which leases what it finds, where the step waits for it; else the worker asks for the
+    lease.
+    """
     hit, miss = new_tokens(6 * CHUNK + 1), new_tokens(6 * CHUNK + 1)
     here.keep(a, hit)
     for instance, cost in ((b, 1), (later, 2)):
@@ -159,7 +173,12 @@ def test_a_request_costs_one_look_up(here: Node, a: Instance, b: Instance, later
 
 def test_what_cannot_be_worth_a_load_costs_nothing(here: Node, b: Instance) -> None:
     """`b` wants at least two chunks beyond what it has itself."""
-    for count, own in ((2 * CHUNK - 1, 0), (2 * CHUNK, 0), (6 * CHUNK, 6 * CHUNK), (6 * CHUNK, 4 * CHUNK + 1)):
+    for count, own in (
+        (2 * CHUNK - 1, 0),
+        (2 * CHUNK, 0),
+        (6 * CHUNK, 6 * CHUNK),
+        (6 * CHUNK, 4 * CHUNK + 1),
+    ):
         tokens = new_tokens(count)
         if own:
             b.one(tokens[:own])
@@ -168,7 +187,9 @@ def test_what_cannot_be_worth_a_load_costs_nothing(here: Node, b: Instance) -> N
         assert here.asked() == before, (count, own)
 
 
-def test_a_hit_too_short_to_be_worth_a_load_is_computed(here: Node, a: Instance, b: Instance) -> None:
+def test_a_hit_too_short_to_be_worth_a_load_is_computed(
+    here: Node, a: Instance, b: Instance
+) -> None:
     tokens = new_tokens(CHUNK)
     here.keep(a, tokens)
     longer = tokens + new_tokens(2 * CHUNK)
@@ -178,7 +199,9 @@ def test_a_hit_too_short_to_be_worth_a_load_is_computed(here: Node, a: Instance,
     assert a.again(longer).cached == 3 * CHUNK - BLOCK
 
 
-def test_requests_that_are_computed_whatever_is_there(here: Node, a: Instance, b: Instance, aside: Instance) -> None:
+def test_requests_that_are_computed_whatever_is_there(
+    here: Node, a: Instance, b: Instance, aside: Instance
+) -> None:
     """Their prompt's own log probabilities are wanted, or they say so."""
     for wish in ({"rate": True}, {"fresh": True}, {"params": vcache(load=False)}):
         tokens = new_tokens(3 * CHUNK + 5)
@@ -199,14 +222,20 @@ def test_a_request_that_leaves_nothing_in_the_pool(here: Node, a: Instance, b: I
     assert b.one(tokens).cached == 0
 
 
-def test_wishes_we_do_not_understand_are_served_uncached(here: Node, a: Instance, b: Instance) -> None:
+def test_wishes_we_do_not_understand_are_served_uncached(
+    here: Node, a: Instance, b: Instance
+) -> None:
     """Which those are, test_vllm_settings says."""
     tokens = new_tokens(3 * CHUNK + 5)
     computed = here.keep(a, tokens)
     before, chunks, said = here.asked(), here.chunks(), len(b.log)
     answer = b.one(tokens + new_tokens(CHUNK), params=vcache(anounced=True))
     assert (answer.cached, here.asked(), here.chunks()) == (0, before, chunks)
-    lines = [line for line in b.log[said:].splitlines() if "is served uncached: kv_transfer_params: vcache: " in line]
+    lines = [
+        line
+        for line in b.log[said:].splitlines()
+        if "is served uncached: kv_transfer_params: vcache: " in line
+    ]
     assert len(lines) == 1
     assert b.again(tokens, params={"another": 1}).agrees(computed)
 
@@ -214,8 +243,12 @@ def test_wishes_we_do_not_understand_are_served_uncached(here: Node, a: Instance
 # ---- a prefix that another instance is still computing, or that is for one reader
 
 
-def test_an_announced_prefix_is_loaded_as_it_is_computed(here: Node, a: Instance, b: Instance) -> None:
-    """The reader is first. It waits without holding others up, and takes what comes in the order in which it comes."""
+def test_an_announced_prefix_is_loaded_as_it_is_computed(
+    here: Node, a: Instance, b: Instance
+) -> None:
+    """The reader is first. It waits without holding others up, and takes what comes in the order in
+    which it comes.
+    """
     tokens, other = new_tokens(6 * CHUNK + 17), new_tokens(CHUNK)
     b.add("waiting", tokens, params=vcache(announced=True, wait_seconds=60))
     assert b.step(3) == {}
@@ -234,7 +267,9 @@ def test_an_announced_prefix_is_loaded_as_it_is_computed(here: Node, a: Instance
     assert answer.said == own.said
 
 
-def test_an_announced_prefix_that_is_there_needs_no_waiting(here: Node, a: Instance, b: Instance) -> None:
+def test_an_announced_prefix_that_is_there_needs_no_waiting(
+    here: Node, a: Instance, b: Instance
+) -> None:
     """Nobody looks it up: the worker asks for the lease."""
     tokens = new_tokens(6 * CHUNK)
     here.keep(a, tokens)
@@ -244,7 +279,9 @@ def test_an_announced_prefix_that_is_there_needs_no_waiting(here: Node, a: Insta
     assert answer.said == a.one(tokens).said
 
 
-def test_chunks_for_one_reader_leave_with_it(here: Node, a: Instance, b: Instance, later: Instance) -> None:
+def test_chunks_for_one_reader_leave_with_it(
+    here: Node, a: Instance, b: Instance, later: Instance
+) -> None:
     for reader in (b, later):
         tokens, before = new_tokens(3 * CHUNK + 1), here.chunks()
         computed = here.keep(a, tokens)
@@ -255,15 +292,21 @@ def test_chunks_for_one_reader_leave_with_it(here: Node, a: Instance, b: Instanc
         assert reader.again(tokens).cached == 0
 
 
-def test_two_readers_of_chunks_for_one_both_answer_right(here: Node, a: Instance, b: Instance) -> None:
+def test_two_readers_of_chunks_for_one_both_answer_right(
+    here: Node, a: Instance, b: Instance
+) -> None:
     tokens = new_tokens(6 * CHUNK + 1)
     computed = here.keep(a, tokens)
     answers = b.run(*[Prompt(tokens, params=vcache(consume_once=True))] * 2, together=True)
     assert all(answer.agrees(computed) for answer in answers)
 
 
-def test_an_aborted_request_gives_its_blocks_back(here: Node, a: Instance, tiny: Instance, aside: Instance) -> None:
-    """Of what was announced to it a part has come when it is aborted; then somebody needs all blocks there are."""
+def test_an_aborted_request_gives_its_blocks_back(
+    here: Node, a: Instance, tiny: Instance, aside: Instance
+) -> None:
+    """Of what was announced to it a part has come when it is aborted; then somebody needs all
+    blocks there are.
+    """
     tokens = new_tokens(6 * CHUNK + 1)
     here.keep(a, tokens[: 2 * CHUNK])
     failures = tiny.counter("vllm:vcache_failures")
@@ -277,8 +320,12 @@ def test_an_aborted_request_gives_its_blocks_back(here: Node, a: Instance, tiny:
     here.unleased()
 
 
-def test_resetting_the_cache_empties_the_pool_too(here: Node, a: Instance, b: Instance, router: Router) -> None:
-    """A weight update makes every chunk wrong, those under way to the pool as well; and routers hear of it."""
+def test_resetting_the_cache_empties_the_pool_too(
+    here: Node, a: Instance, b: Instance, router: Router
+) -> None:
+    """A weight update makes every chunk wrong, those under way to the pool as well; and routers
+    hear of it.
+    """
     tokens = new_tokens(6 * CHUNK + 1)
     here.keep(a, tokens)
     a.forget()
@@ -297,11 +344,17 @@ def test_resetting_the_cache_empties_the_pool_too(here: Node, a: Instance, b: In
     eventually(lambda: not router.finds()["GPU"])
     again = here.keep(a, new_tokens(3 * CHUNK))
     assert again.cached == 0
-    eventually(lambda: a.one(short, max_tokens=1) and len(router.finds()["CPU"]) == 3 * CHUNK // BLOCK)
+    eventually(
+        lambda: a.one(short, max_tokens=1) and len(router.finds()["CPU"]) == 3 * CHUNK // BLOCK
+    )
 
 
-def test_what_goes_on_over_a_reset_that_vllm_did_not_make_is_not_stored(here: Node, a: Instance, b: Instance) -> None:
-    """vLLM empties nothing while a request runs, and whoever resets has new weights: what is computed with KV of before is no better."""
+def test_what_goes_on_over_a_reset_that_vllm_did_not_make_is_not_stored(
+    here: Node, a: Instance, b: Instance
+) -> None:
+    """vLLM empties nothing while a request runs, and whoever resets has new weights: what is
+    computed with KV of before is no better.
+    """
     tokens, fresh = new_tokens(3 * CHUNK + 1), new_tokens(3 * CHUNK + 1)
     a.add("long", tokens, max_tokens=2 * CHUNK)
     a.step(3)
@@ -322,14 +375,18 @@ def test_what_goes_on_over_a_reset_that_vllm_did_not_make_is_not_stored(here: No
 
 def test_vllm_counts_hits_by_whose_segment_they_lay_in(here: Node, a: Instance) -> None:
     """Host memory of another name stands for a peer's."""
-    far = here.connect("far", {"pool": {"device": "host:far"}, "connector": {"sync_below_tokens": 0}})
+    far = here.connect(
+        "far", {"pool": {"device": "host:far"}, "connector": {"sync_below_tokens": 0}}
+    )
     tokens, sources = new_tokens(5 * CHUNK + 1), ("p2p", "host", "device", "external_unspecified")
     here.keep(a, tokens[: 3 * CHUNK + 1])
     before = here.chunks()
     assert far.one(tokens).cached == 3 * CHUNK
     here.stored(before + 2)
     assert far.again(tokens).cached == 5 * CHUNK
-    counted = [far.counter("vllm:prompt_tokens_cached_by_source", source=source) for source in sources]
+    counted = [
+        far.counter("vllm:prompt_tokens_cached_by_source", source=source) for source in sources
+    ]
     assert counted == [6 * CHUNK, 2 * CHUNK, 0, 0]
     far.close()
 
@@ -339,16 +396,23 @@ def test_vllm_counts_hits_by_whose_segment_they_lay_in(here: Node, a: Instance) 
 
 @pytest.mark.parametrize("sync_below", [4096, 0])
 def test_the_server_hears_how_much_prefill_hits_have_saved(tmp_path: Path, sync_below: int) -> None:
-    """By what a token takes in whole prompts, less the time of the loads; nothing for what was loaded in vain."""
+    """By what a token takes in whole prompts, less the time of the loads; nothing for what was
+    loaded in vain.
+    """
     with node(tmp_path, QUICK) as own:
-        writer, reader = own.connect("writer"), own.connect("reader", {"connector": {"sync_below_tokens": sync_below}})
+        writer, reader = (
+            own.connect("writer"),
+            own.connect("reader", {"connector": {"sync_below_tokens": sync_below}}),
+        )
         hits = [new_tokens(12 * CHUNK + 1) for _ in range(3)]
         for tokens in hits:
             own.keep(writer, tokens, max_tokens=1)
         assert reader.one(hits[0], max_tokens=1).cached == 12 * CHUNK
         assert reader.ask("estimate")[0] is None, "nobody knows what it has saved"
         for _ in range(3):
-            reader.run(*(Prompt(new_tokens(12 * CHUNK), max_tokens=1) for _ in range(2)), together=True)
+            reader.run(
+                *(Prompt(new_tokens(12 * CHUNK), max_tokens=1) for _ in range(2)), together=True
+            )
         with meddled(reader, SCATTER, "raise"):
             reader.one(hits[1], max_tokens=1)
         each, before = reader.ask("estimate")

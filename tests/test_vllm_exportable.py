@@ -1,7 +1,8 @@
-"""What of vLLM decides whether its KV cache can be memory that other processes read: real instances on the CPU, and its sources.
+"""What of vLLM decides whether its KV cache can be memory that other processes read: real instances
+on the CPU, and its sources.
 
-The memory: test_exportable.py; a GPU's: test_gpu_exportable.py. What is read there: test_vllm_sharing.py.
-"""
+The memory: test_exportable.py; a GPU's: test_gpu_exportable.py. What is read there:
+test_vllm_sharing.py."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ pytestmark = [
 
 
 def refusals(serving: Any) -> dict[str, tuple[str | None, str]]:
-    """Why this instance, changed in one thing, may not share its KV cache, and how it shares if nothing is said."""
+    """Why this instance, changed in one thing, may not share its KV cache, and how it shares if
+    nothing is said.
+    """
     import vllm
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec, UniformTypeKVCacheSpecs
 
@@ -45,11 +48,15 @@ def refusals(serving: Any) -> dict[str, tuple[str | None, str]]:
     model = model_spec.read_model(vllm_config)
     (group,) = kv_config.kv_cache_groups
     mamba = MambaSpec(block_size=BLOCK, shapes=((1, 2),), dtypes=(torch.float32,))
-    mixed = UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={"a": group.kv_cache_spec, "b": mamba})
+    mixed = UniformTypeKVCacheSpecs(
+        block_size=BLOCK, kv_cache_specs={"a": group.kv_cache_spec, "b": mamba}
+    )
 
     windowed = type("SlidingWindowSpec", (), {})()
 
-    def of(target: Any = None, groups: Any = None, model: Any = model, **changes: Any) -> tuple[str | None, str]:
+    def of(
+        target: Any = None, groups: Any = None, model: Any = model, **changes: Any
+    ) -> tuple[str | None, str]:
         config = SimpleNamespace(kv_cache_groups=groups) if groups else kv_config
         before = {name: getattr(target, name) for name in changes}
         try:
@@ -81,7 +88,9 @@ def refusals(serving: Any) -> dict[str, tuple[str | None, str]]:
 
 
 def start_and_fail(serving: Any, arguments: dict[str, Any]) -> tuple[str, list[int]]:
-    """Start a vLLM before 0.31 that cannot make its KV cache; what it says, and torch's modes before and after the connector's end."""
+    """Start a vLLM before 0.31 that cannot make its KV cache; what it says, and torch's modes
+    before and after the connector's end.
+    """
     import vllm
     from vllm.distributed.kv_transfer import get_kv_transfer_group
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -150,7 +159,10 @@ def test_a_vllm_that_does_not_start_leaves_torch_as_it_was(here: Node) -> None:
         "kv_transfer_config": here.transfer({"connector": {"share": "in_place"}}),
     }
     with beside_vllm() as worker:
-        assert worker.ask(start_and_fail, arguments, seconds=START_SECONDS) == ("no KV cache today", [1, 0])
+        assert worker.ask(start_and_fail, arguments, seconds=START_SECONDS) == (
+            "no KV cache today",
+            [1, 0],
+        )
 
 
 def package() -> Path:
@@ -169,7 +181,10 @@ def test_the_installed_vllm_has_its_hooks_where_the_table_says() -> None:
 
 def test_the_doctor_finds_the_installed_vllm_fit_and_knows_the_same_releases() -> None:
     assert list(in_place._missing_hooks()) == []
-    known, package = [exportable._release(f"0.{minor}.0") in exportable.KNOWN for minor in range(99)], packages.VLLM
+    known, package = (
+        [exportable._release(f"0.{minor}.0") in exportable.KNOWN for minor in range(99)],
+        packages.VLLM,
+    )
     assert known == [package.low <= (0, minor) < package.high for minor in range(99)]
 
 
@@ -188,9 +203,24 @@ def test_the_doctor_finds_the_installed_vllm_fit_and_knows_the_same_releases() -
             "class CPUWorker(Worker):\n    def initialize_from_config(self): ...\n",
             "way",
         ),
-        ("v1/worker/gpu/kv_connector.py", "self.kv_connector.register_kv_caches(", "print(", "does not call register_kv_caches"),
-        ("v1/worker/utils.py", "buf = torch.zeros(", "buf = torch.empty(", "the KV cache is made by"),
-        ("v1/worker/gpu/attn_utils.py", "with allocation_context:", "if True:", "in the context it was given"),
+        (
+            "v1/worker/gpu/kv_connector.py",
+            "self.kv_connector.register_kv_caches(",
+            "print(",
+            "does not call register_kv_caches",
+        ),
+        (
+            "v1/worker/utils.py",
+            "buf = torch.zeros(",
+            "buf = torch.empty(",
+            "the KV cache is made by",
+        ),
+        (
+            "v1/worker/gpu/attn_utils.py",
+            "with allocation_context:",
+            "if True:",
+            "in the context it was given",
+        ),
         (
             "v1/core/block_pool.py",
             "def touch(",
@@ -198,10 +228,17 @@ def test_the_doctor_finds_the_installed_vllm_fit_and_knows_the_same_releases() -
             "hands out",
         ),
         ("v1/core/block_pool.py", "def evict_blocks(", "def drop_blocks(", "has no evict_blocks"),
-        ("v1/core/sched/scheduler.py", "self.connector.bind_", "self.connector.meet_", "does not get the block pool"),
+        (
+            "v1/core/sched/scheduler.py",
+            "self.connector.bind_",
+            "self.connector.meet_",
+            "does not get the block pool",
+        ),
     ],
 )
-def test_a_vllm_that_moves_a_hook_is_seen(tmp_path: Path, file: str, before: str, after: str, said: str) -> None:
+def test_a_vllm_that_moves_a_hook_is_seen(
+    tmp_path: Path, file: str, before: str, after: str, said: str
+) -> None:
     for name in FILES:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         text = (package() / name).read_text()

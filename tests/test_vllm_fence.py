@@ -1,5 +1,5 @@
-"""Which stores under way a step of vLLM waits for: those whose blocks it gives to somebody else, and no others. And that a worker that
-closes waits for its copies."""
+"""Which stores under way a step of vLLM waits for: those whose blocks it gives to somebody else,
+and no others. And that a worker that closes waits for its copies."""
 
 from __future__ import annotations
 
@@ -54,13 +54,17 @@ class Copier(UnfinishedCopier):
 
 
 class Worker:
-    """A worker's stores, on a real session. Blocks 3 and 4 are being read for one chunk, 7 and 8 for another."""
+    """A worker's stores, on a real session. Blocks 3 and 4 are being read for one chunk, 7 and 8
+    for another.
+    """
 
     def __init__(self, here: Node, at_once: bool = False) -> None:
         with here.client() as client:
             client.clear()
         self.copier, cache = Copier(), Cache()
-        self.session = session = Session(here.config("host", 1 << 20), layout_of(cache), copier=self.copier)
+        self.session = session = Session(
+            here.config("host", 1 << 20), layout_of(cache), copier=self.copier
+        )
         here.undo.callback(session.close)
         here.undo.callback(self.copier.close)
         self.stores = Stores(Meter(), at_once)
@@ -95,7 +99,9 @@ def worker(here: Node) -> Worker:
 
 
 def test_the_next_owner_of_a_block_waits_for_the_store_that_reads_it(worker: Worker) -> None:
-    """As after a preemption: the blocks of the request that had to go are somebody else's in the same step."""
+    """As after a preemption: the blocks of the request that had to go are somebody else's in the
+    same step.
+    """
     assert worker.step([1, 2], [8]) == [1]
 
 
@@ -117,12 +123,16 @@ def test_a_model_with_states_waits_for_each_store_before_its_next_step(here: Nod
     assert Worker(here, at_once=True).copier.fenced == [0, 1]
 
 
-def test_a_step_of_which_nobody_knows_whom_it_gives_blocks_waits_for_all_stores(worker: Worker) -> None:
+def test_a_step_of_which_nobody_knows_whom_it_gives_blocks_waits_for_all_stores(
+    worker: Worker,
+) -> None:
     assert worker.step(opaque=True) == [0, 1]
 
 
 @pytest.mark.parametrize("unfilled", [1, 10])
-def test_what_was_computed_from_a_block_that_no_load_filled_is_not_stored(worker: Worker, unfilled: int) -> None:
+def test_what_was_computed_from_a_block_that_no_load_filled_is_not_stored(
+    worker: Worker, unfilled: int
+) -> None:
     """Its own, or one of a chunk before it."""
     assert worker.store([10, 11], 2, unfilled) == {"r"}
     assert worker.store([10, 11], 2, 12) == set()
@@ -142,7 +152,9 @@ class Awaited:
         return True
 
 
-def test_a_worker_that_closes_waits_for_the_copy_of_a_load(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_closes_waits_for_the_copy_of_a_load(
+    here: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It does not ask again and again, on a core that the copy may need."""
     worker, copy, begun = Worker(here), Awaited(), threading.Event()
     for end in worker.copier.ends:

@@ -1,5 +1,6 @@
-"""Models whose layers have several block tables, or give blocks back while their request runs: what a chunk has of them against vLLM's own
-KV cache manager, and real vLLM on the CPU, where a hit fills exactly what it needs, and is the same to the bit."""
+"""Models whose layers have several block tables, or give blocks back while their request runs: what
+a chunk has of them against vLLM's own KV cache manager, and real vLLM on the CPU, where a hit fills
+exactly what it needs, and is the same to the bit."""
 
 from __future__ import annotations
 
@@ -15,7 +16,21 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from processes import PATIENT, eventually
-from vllm_cases import BLOCK, CHUNK, FOREVER, SCATTER, VIEWS, Answer, Node, Prompt, meddled, missing, new_tokens, node, stopped_at
+from vllm_cases import (
+    BLOCK,
+    CHUNK,
+    FOREVER,
+    SCATTER,
+    VIEWS,
+    Answer,
+    Node,
+    Prompt,
+    meddled,
+    missing,
+    new_tokens,
+    node,
+    stopped_at,
+)
 from vllm_models import TOKEN_BYTES, write_model, write_states
 from vllm_objects import vllm_config
 
@@ -28,7 +43,13 @@ from vllm.utils.hashing import sha256_cbor
 from vllm.v1 import kv_cache_interface as kinds
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.request import Request
 
 from vcache_backend.config import EngineConfig, from_dict
@@ -44,13 +65,28 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def spec(window: int = 0, block_size: int = 16) -> Any:
-    sizes = {"block_size": block_size, "num_kv_heads": 1, "head_size": 8 * 16 // block_size, "dtype": torch.float32}
-    return SlidingWindowSpec(sliding_window=window, **sizes) if window else FullAttentionSpec(**sizes)
+    sizes = {
+        "block_size": block_size,
+        "num_kv_heads": 1,
+        "head_size": 8 * 16 // block_size,
+        "dtype": torch.float32,
+    }
+    return (
+        SlidingWindowSpec(sliding_window=window, **sizes) if window else FullAttentionSpec(**sizes)
+    )
 
 
 def state(**changes: Any) -> Any:
     """As vLLM has it where its prefix cache is on."""
-    return MambaSpec(**{"block_size": 16, "shapes": ((1, 2),), "dtypes": (torch.float32,), "mamba_cache_mode": "align"} | changes)
+    return MambaSpec(
+        **{
+            "block_size": 16,
+            "shapes": ((1, 2),),
+            "dtypes": (torch.float32,),
+            "mamba_cache_mode": "align",
+        }
+        | changes
+    )
 
 
 def caches(*specs: Any) -> KVCacheConfig:
@@ -62,7 +98,9 @@ def caches(*specs: Any) -> KVCacheConfig:
 
 
 class Case:
-    """A request of random length, whose windows, chunks and blocks are random, in vLLM's own manager."""
+    """A request of random length, whose windows, chunks and blocks are random, in vLLM's own
+    manager.
+    """
 
     def __init__(self, choice: random.Random) -> None:
         self.choice, self.size = choice, choice.choice([32, 64, 128])
@@ -74,22 +112,41 @@ class Case:
         self.config = caches(*specs)
         block = math.lcm(*(one.block_size for one in specs))
         lengths = {"max_model_len": 2048, "max_in_flight_tokens": 2048}
-        self.manager = KVCacheManager(self.config, **lengths, enable_caching=True, scheduler_block_size=block, hash_block_size=16)
+        self.manager = KVCacheManager(
+            self.config,
+            **lengths,
+            enable_caching=True,
+            scheduler_block_size=block,
+            hash_block_size=16,
+        )
         self.groups = groups.read(self.config, self.size)
         self.length = choice.randrange(self.size, 1200)
         hasher = get_request_block_hasher(16, sha256_cbor)
         tokens = [choice.randrange(1000) for _ in range(self.length)]
-        self.request = Request("one", tokens, SamplingParams(max_tokens=1), None, block_hasher=hasher)
+        self.request = Request(
+            "one", tokens, SamplingParams(max_tokens=1), None, block_hasher=hasher
+        )
         self.rows: list[list[int]] = []
 
     def loads(self, end: int) -> bool:
-        """A hit of `end` tokens: wanted is what vLLM has reserved for it, once each; whether windows leave anything out."""
+        """A hit of `end` tokens: wanted is what vLLM has reserved for it, once each; whether
+        windows leave anything out.
+        """
         added = self.manager.empty_kv_cache_blocks
-        more = {"delay_cache_blocks": True, "new_computed_blocks": added, "num_new_computed_tokens": 0}
+        more = {
+            "delay_cache_blocks": True,
+            "new_computed_blocks": added,
+            "num_new_computed_tokens": 0,
+        }
         self.manager.allocate_slots(self.request, 0, num_external_computed_tokens=end, **more)
         self.rows = [list(row) for row in self.manager.get_block_ids("one")]
         sizes = [group.kv_cache_spec.block_size for group in self.config.kv_cache_groups]
-        real = [block for row, size in zip(self.rows, sizes, strict=True) for block in row[: end // size] if block]
+        real = [
+            block
+            for row, size in zip(self.rows, sizes, strict=True)
+            for block in row[: end // size]
+            if block
+        ]
         wanted = self.groups.wanted(self.rows, 0, end)
         assert sorted(block for block in wanted if block >= 0) == sorted(real)
         assert len(wanted) == end // self.size * self.groups.blocks
@@ -98,15 +155,17 @@ class Case:
         return len(real) < sum(end // size for size in sizes)
 
     def steps(self) -> tuple[int, int]:
-        """Compute the rest: after each step, what is taken for there is there, and what the step completed is taken for there. How many
-        chunks were looked at, and how many were gone."""
+        """Compute the rest: after each step, what is taken for there is there, and what the step
+        completed is taken for there. How many chunks were looked at, and how many were gone."""
         looked = gone = 0
         while self.request.num_computed_tokens < self.length:
             before = self.request.num_computed_tokens
             step = min(self.choice.choice([1, 7, 16, 50, 200]), self.length - before)
             added = self.manager.allocate_slots(self.request, step).get_block_ids()
             self.rows = (
-                [list(row) for row in added] if not self.rows else [a + list(b) for a, b in zip(self.rows, added, strict=True)]
+                [list(row) for row in added]
+                if not self.rows
+                else [a + list(b) for a, b in zip(self.rows, added, strict=True)]
             )
             true = [list(row) for row in self.manager.get_block_ids("one")]
             self.request.num_computed_tokens += step
@@ -125,7 +184,11 @@ def test_what_is_stored_and_loaded_is_what_vllm_keeps_and_wants() -> None:
     choice, hits, partial, looked, gone = random.Random(5), 0, 0, 0, 0
     for _ in range(CASES):
         case = Case(choice)
-        end = choice.randrange(0, (case.length - 1) // case.size + 1) * case.size if choice.random() < 0.5 else 0
+        end = (
+            choice.randrange(0, (case.length - 1) // case.size + 1) * case.size
+            if choice.random() < 0.5
+            else 0
+        )
         if end:
             hits, partial = hits + 1, partial + case.loads(end)
         seen = case.steps()
@@ -134,7 +197,9 @@ def test_what_is_stored_and_loaded_is_what_vllm_keeps_and_wants() -> None:
     assert looked > gone
 
 
-def test_of_what_vllm_has_itself_nothing_is_wanted_and_what_chunks_lack_is_not_taken_for_loaded() -> None:
+def test_of_what_vllm_has_itself_nothing_is_wanted_and_what_chunks_lack_is_not_taken_for_loaded() -> (
+    None
+):
     found = groups.read(caches(spec(33), spec()), 64)
     assert (found.text, found.blocks) == ("full/16 window33/16", 6)
     rows = [[0, 0, 0, 0, 0, 0, 7, 8], [11, 12, 13, 14, 15, 16, 17, 18]]
@@ -146,7 +211,10 @@ def test_of_what_vllm_has_itself_nothing_is_wanted_and_what_chunks_lack_is_not_t
     with pytest.raises(ValueError, match="wants 96 tokens"):
         found.wanted(rows, 0, 96)
     # What vLLM does not show is not there, whatever its window.
-    assert [found.alive_from([[*range(1, 7), block, 8], rows[1]], 0, 0, 2) for block in (7, 0)] == [0, 2]
+    assert [found.alive_from([[*range(1, 7), block, 8], rows[1]], 0, 0, 2) for block in (7, 0)] == [
+        0,
+        2,
+    ]
 
 
 def looked_at(found: groups.Groups, chunks: int) -> npt.NDArray[np.bool_]:
@@ -165,13 +233,20 @@ def test_a_hit_ends_where_all_is_there_that_vllm_looks_at_behind_it() -> None:
     """By vLLM's own rule for the tokens that a window skips."""
     choice, longest, cut = random.Random(7), 0, 0
     for _ in range(CASES):
-        size, windows = choice.choice([32, 64]), [choice.randrange(2, 200) for _ in range(choice.randrange(1, 3))]
+        size, windows = (
+            choice.choice([32, 64]),
+            [choice.randrange(2, 200) for _ in range(choice.randrange(1, 3))],
+        )
         sizes = [choice.choice([16, 32]) for _ in windows]
         found = groups.read(caches(spec(), *map(spec, windows, sizes)), size)
         chunks = choice.randrange(0, 8)
-        right = np.random.default_rng(choice.randrange(1 << 30)).random((chunks, found.blocks)) < choice.choice([0.8, 0.95, 1.0])
+        right = np.random.default_rng(choice.randrange(1 << 30)).random(
+            (chunks, found.blocks)
+        ) < choice.choice([0.8, 0.95, 1.0])
         ends = [end for end in range(chunks + 1) if right[:end][looked_at(found, end)].all()]
-        leading = next((chunk for chunk in range(chunks) if not right[chunk, : found.lead].all()), chunks)
+        leading = next(
+            (chunk for chunk in range(chunks) if not right[chunk, : found.lead].all()), chunks
+        )
         assert found.reach(right) == (ends[-1], leading)
         assert (found.needed(chunks) == looked_at(found, chunks)).all()
         longest, cut = longest + (ends[-1] == chunks > 0), cut + (0 < ends[-1] < leading)
@@ -184,17 +259,30 @@ class Running:
     def __init__(self, name: str, length: int, choice: random.Random) -> None:
         tokens = [choice.randrange(1000) for _ in range(length)]
         hasher = get_request_block_hasher(16, sha256_cbor)
-        self.request = Request(name, tokens, SamplingParams(max_tokens=1), None, block_hasher=hasher)
+        self.request = Request(
+            name, tokens, SamplingParams(max_tokens=1), None, block_hasher=hasher
+        )
         self.length, self.rows = length, [list[int](), list[int]()]
 
 
 def test_a_state_is_taken_when_the_step_is_over_that_ends_there() -> None:
-    """Not before, when its block holds something else, and not some steps later, when somebody else may have it: blocks are few."""
+    """Not before, when its block holds something else, and not some steps later, when somebody else
+    may have it: blocks are few.
+    """
     init_none_hash(sha256_cbor)
-    choice, config, earlier, later, seen, preempted = random.Random(9), caches(state(), spec()), 0, 0, 0, 0
+    choice, config, earlier, later, seen, preempted = (
+        random.Random(9),
+        caches(state(), spec()),
+        0,
+        0,
+        0,
+        0,
+    )
     config.num_blocks = 30
     lengths = {"max_model_len": 1024, "max_in_flight_tokens": 1024}
-    manager = KVCacheManager(config, **lengths, enable_caching=True, scheduler_block_size=16, hash_block_size=16)
+    manager = KVCacheManager(
+        config, **lengths, enable_caching=True, scheduler_block_size=16, hash_block_size=16
+    )
     found, living, taken = groups.read(config, 16), list[Running](), list[tuple[int, Any]]()
     holds: dict[int, Any] = {}
     for number in range(4 * CASES):
@@ -204,7 +292,11 @@ def test_a_state_is_taken_when_the_step_is_over_that_ends_there() -> None:
         before = one.request.num_computed_tokens
         step = min(choice.choice([1, 16, 48]), one.length - before)
         # As its scheduler cuts steps: one that begins within a block ends with it, at most.
-        reached = before + step if step == 1 or before + step == one.length else (before + step) // 16 * 16
+        reached = (
+            before + step
+            if step == 1 or before + step == one.length
+            else (before + step) // 16 * 16
+        )
         reached = min(reached, -(-before // 16) * 16) if before % 16 else reached
         manager.new_step_starts()
         if reached <= before:
@@ -215,9 +307,17 @@ def test_a_state_is_taken_when_the_step_is_over_that_ends_there() -> None:
             one.request.num_computed_tokens, one.rows, preempted = 0, [[], []], preempted + 1
             continue
         one.rows = [row + new for row, new in zip(one.rows, added.get_block_ids(), strict=True)]
-        ended = found.ended(one.rows, reached, manager.take_boundary_state_offloads().get(one.request.request_id, ()))
+        ended = found.ended(
+            one.rows,
+            reached,
+            manager.take_boundary_state_offloads().get(one.request.request_id, ()),
+        )
         assert (reached in ended) == (not reached % 16)
-        named = [(block, (one.request.request_id, tokens)) for tokens, blocks in ended.items() for block in blocks]
+        named = [
+            (block, (one.request.request_id, tokens))
+            for tokens, blocks in ended.items()
+            for block in blocks
+        ]
         earlier += sum(holds.get(block) != what for block, what in named)
         # As `preprocess_mamba` and the model's run leave it.
         holds[one.rows[0][(reached - 1) // 16]] = (one.request.request_id, reached)
@@ -248,7 +348,9 @@ def test_a_state_is_as_many_chunks_as_its_blocks_take_and_is_wanted_where_the_hi
     # Those of 65 tokens, and all that vLLM may take for states.
     assert found.most_blocks(65) == 5 + 3 * 4
     assert found.ended(rows, 64, []) == {64: [5, 6, 7]}
-    assert found.ended(rows, 65, [(0, 3, 32), (2, 4, 32), (3, 8, 32), (0, 9, 48)]) == {32: [3, 4, 8]}
+    assert found.ended(rows, 65, [(0, 3, 32), (2, 4, 32), (3, 8, 32), (0, 9, 48)]) == {
+        32: [3, 4, 8]
+    }
     assert found.ended(rows, 65, [(0, 3, 32), (2, 4, 32)]) == {}
     other = groups.read(caches(spec(), state(dtypes=(torch.bfloat16,))), 32).text
     assert other != groups.read(caches(spec(), state()), 32).text
@@ -286,7 +388,9 @@ def test_a_pipeline_stage_without_layers_of_a_kind_has_blocks_split_as_all_are(l
     assert (kv.block_size, [share.block_size for share in kv.shares]) == (8, [8, 8])
     assert kv.blocks_in(64) == 2 * found.blocks
     with pytest.raises(LayoutError, match="20 blocks of 16 tokens where vLLM hands out 7 of 16"):
-        model_spec.describe_groups(found, {layer: torch.zeros(20, 2, 16, 1, 8)}, 7, 64, EngineConfig())
+        model_spec.describe_groups(
+            found, {layer: torch.zeros(20, 2, 16, 1, 8)}, 7, 64, EngineConfig()
+        )
 
 
 def test_states_that_nobody_can_tell_the_tokens_of_are_refused_and_so_is_vllm_before_0_30(
@@ -313,12 +417,19 @@ def test_states_that_nobody_can_tell_the_tokens_of_are_refused_and_so_is_vllm_be
 def test_states_that_lie_elsewhere_than_tokens_are_refused() -> None:
     found, room = groups.read(caches(state(), spec()), 64), torch.zeros(10, 2, 16, 1, 8)
     flat = room.view(10, -1)
-    for there, fits in ((flat[:, :40], True), (flat[:, 8:40], False), (flat[:9], False), (torch.zeros(10, 256), False)):
+    for there, fits in (
+        (flat[:, :40], True),
+        (flat[:, 8:40], False),
+        (flat[:9], False),
+        (torch.zeros(10, 256), False),
+    ):
         held = {"layer 0": (there[:, :8], there[:, 8:]), "layer 1": room}
         if fits:
             assert model_spec.describe_groups(found, held, 10, 64, EngineConfig()).layers == 1
         else:
-            with pytest.raises(LayoutError, match="the state of layer 0 does not lie in pages of 1024 B"):
+            with pytest.raises(
+                LayoutError, match="the state of layer 0 does not lie in pages of 1024 B"
+            ):
                 model_spec.describe_groups(found, held, 10, 64, EngineConfig())
 
 
@@ -335,28 +446,46 @@ def test_groups_that_are_not_vllms_prefix_cache_are_refused() -> None:
         with pytest.raises(LayoutError, match="no part of vLLM's own prefix cache"):
             groups.read(config, 64)
     with pytest.raises(LayoutError, match="no part of vLLM's own prefix cache"):
-        groups.read(caches(type("FullAttentionSpec", (), {"block_size": 16, "prefix_cacheable": False})()), 64)
-    kept = type("SlidingWindowSpec", (), {"block_size": 16, "sliding_window": 33, "extra_retained_tokens": 16})()
+        groups.read(
+            caches(type("FullAttentionSpec", (), {"block_size": 16, "prefix_cacheable": False})()),
+            64,
+        )
+    kept = type(
+        "SlidingWindowSpec",
+        (),
+        {"block_size": 16, "sliding_window": 33, "extra_retained_tokens": 16},
+    )()
     assert groups.read(caches(kept), 64).text == "window49/16"
 
 
-def test_one_table_of_all_tokens_adds_nothing_to_the_namespace_and_others_say_what_they_are(tmp_path: Path) -> None:
+def test_one_table_of_all_tokens_adds_nothing_to_the_namespace_and_others_say_what_they_are(
+    tmp_path: Path,
+) -> None:
     """Which would keep instances from chunks that they had stored before."""
     (tmp_path / "model").mkdir()
     config = vllm_config(model_config__model=str(tmp_path / "model"), use_v2_model_runner=False)
     alone = compat.read_model(config, caches(spec()), "")
     assert alone == model_spec.read_model(config)
     several = compat.read_model(config, caches(spec(33), spec()), "")
-    assert (several.extra, several.recomputes) == (alone.extra | {"groups": "full/16 window33/16"}, False)
+    assert (several.extra, several.recomputes) == (
+        alone.extra | {"groups": "full/16 window33/16"},
+        False,
+    )
     assert compat.read_model(config, caches(spec(33)), "").extra["groups"] == "window33/16"
 
 
-def test_a_chunk_that_is_not_made_of_whole_blocks_of_every_group_is_refused_with_one_that_is() -> None:
-    with pytest.raises(LayoutError, match=r"chunk_size 80 is no multiple of 32 tokens: set engine\.chunk_size: 96"):
+def test_a_chunk_that_is_not_made_of_whole_blocks_of_every_group_is_refused_with_one_that_is() -> (
+    None
+):
+    with pytest.raises(
+        LayoutError, match=r"chunk_size 80 is no multiple of 32 tokens: set engine\.chunk_size: 96"
+    ):
         groups.read(caches(spec(33), spec(0, 32)), 80)
 
 
-def test_states_beside_any_connector_end_vllm_0_26_which_would_give_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_beside_any_connector_end_vllm_0_26_which_would_give_wrong_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=True))
     compat.check_states(config, caches(state(), spec()))
     monkeypatch.setattr(vllm, "__version__", "0.26.0+cpu")
@@ -382,7 +511,9 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 
 class Pair:
-    """Two instances of one model: `a` loads in the step where it can, `b` between steps. In place `a` has few blocks."""
+    """Two instances of one model: `a` loads in the step where it can, `b` between steps. In place
+    `a` has few blocks.
+    """
 
     def __init__(self, here: Node, layers: str, window: int, in_place: bool) -> None:
         folder, states = here.folder / f"{layers}{window}", layers == STATES
@@ -390,7 +521,9 @@ class Pair:
             _ = write_states(folder) if states else write_model(folder, layers, window)
         self.model = model = str(folder)
         share: dict[str, Any] = {"share": "in_place", "min_hit_tokens": CHUNK} if in_place else {}
-        few: dict[str, Any] = {"kv_cache_memory_bytes": 45 * BLOCK * TOKEN_BYTES} if in_place else {}
+        few: dict[str, Any] = (
+            {"kv_cache_memory_bytes": 45 * BLOCK * TOKEN_BYTES} if in_place else {}
+        )
         if states:
             # Hits end with vLLM's blocks, and states are where steps end.
             few, share = {"block_size": CHUNK, "max_num_batched_tokens": 8 * CHUNK}, {}
@@ -400,7 +533,9 @@ class Pair:
         self.a = here.connect(f"{name}-a", {"connector": share}, model=model, **few, **kept)
         # Its steps are others, of which no answer may depend.
         steps = few | {"max_num_batched_tokens": 3 * CHUNK} if states else {}
-        self.b = here.connect(f"{name}-b", {"connector": share | {"sync_below_tokens": 0}}, model=model, **steps)
+        self.b = here.connect(
+            f"{name}-b", {"connector": share | {"sync_below_tokens": 0}}, model=model, **steps
+        )
         full = layers.count("f")
         self.tables = len(layers) // (min(full, len(layers) - full) or len(layers))
         self.full, self.window = self.tables * full // len(layers), window
@@ -412,28 +547,39 @@ class Pair:
             eventually(lambda: self.b.again(tokens).cached == CHUNK)
 
     def needed(self) -> int:
-        """Blocks that a hit of `HIT` tokens fills: of full attention all, of the others those of their windows."""
+        """Blocks that a hit of `HIT` tokens fills: of full attention all, of the others those of
+        their windows.
+        """
         window = 1 if self.states else HIT // BLOCK - (HIT - self.window + 1) // BLOCK
         return self.full * (HIT // self.block) + (self.tables - self.full) * window
 
     def kept(self, here: Node, before: int) -> None:
-        """Wait until a prompt of `HIT` tokens or some more is in the pool, with the states that its two steps have left."""
+        """Wait until a prompt of `HIT` tokens or some more is in the pool, with the states that its
+        two steps have left.
+        """
         here.stored(before + HIT // CHUNK + self.states)
 
 
 @pytest.fixture(scope="module")
 def pairs(here: Node) -> Callable[..., Pair]:
-    return functools.cache(lambda layers, window, in_place=False: Pair(here, layers, window, in_place))
+    return functools.cache(
+        lambda layers, window, in_place=False: Pair(here, layers, window, in_place)
+    )
 
 
-SYNCHRONOUS, LOOKUPS = "vcache_backend.transfer.load:Load.hold", "vcache_backend.integration.vllm.lookups:Lookups"
+SYNCHRONOUS, LOOKUPS = (
+    "vcache_backend.transfer.load:Load.hold",
+    "vcache_backend.integration.vllm.lookups:Lookups",
+)
 """Where only loads come by that are part of a step, and where the scheduler asks for them."""
 STATES = "cfcf"
 """Layers of the model with states."""
 
 
 @HERE
-@pytest.mark.parametrize(("layers", "window"), [("sfsf", 64), ("sssf", BLOCK + 1), ("ssss", 100), (STATES, 0)])
+@pytest.mark.parametrize(
+    ("layers", "window"), [("sfsf", 64), ("sssf", BLOCK + 1), ("ssss", 100), (STATES, 0)]
+)
 def test_a_hit_is_equal_to_vllms_own_and_fills_what_it_needs_and_nothing_else(
     here: Node, pairs: Callable[..., Pair], layers: str, window: int
 ) -> None:
@@ -458,7 +604,9 @@ def test_a_hit_is_equal_to_vllms_own_and_fills_what_it_needs_and_nothing_else(
 
 
 @HERE
-def test_bytes_just_inside_of_a_window_matter_and_those_just_outside_are_not_read(here: Node, pairs: Callable[..., Pair]) -> None:
+def test_bytes_just_inside_of_a_window_matter_and_those_just_outside_are_not_read(
+    here: Node, pairs: Callable[..., Pair]
+) -> None:
     a, tokens = pairs("sfsf", 64).a, new_tokens(HIT + 5)
     before, _ = here.chunks(), a.one(tokens)
     here.stored(before + HIT // CHUNK)
@@ -476,7 +624,9 @@ def test_bytes_just_inside_of_a_window_matter_and_those_just_outside_are_not_rea
 
 
 @HERE
-def test_a_state_matters_and_a_hit_ends_where_one_is(here: Node, pairs: Callable[..., Pair]) -> None:
+def test_a_state_matters_and_a_hit_ends_where_one_is(
+    here: Node, pairs: Callable[..., Pair]
+) -> None:
     pair, tokens = pairs(STATES, 0), new_tokens(HIT + 5)
     before, cold = here.chunks(), pair.a.one(tokens)
     pair.kept(here, before)
@@ -489,13 +639,17 @@ def test_a_state_matters_and_a_hit_ends_where_one_is(here: Node, pairs: Callable
     # No longer, or vLLM's own step would end where it has seen two prompts part.
     other = tokens[: 8 * CHUNK + 5] + new_tokens(280)
     found, own = pair.b.again(other, params={"vcache": {"store": False}}), pair.a.one(other)
-    assert (found.cached, own.cached) == (8 * CHUNK, 8 * CHUNK), "where the first of the two steps ended"
+    assert (found.cached, own.cached) == (8 * CHUNK, 8 * CHUNK), (
+        "where the first of the two steps ended"
+    )
     assert found.said == own.said
     assert cold.differs(own)
 
 
 @HERE
-def test_a_second_turn_finds_the_state_in_the_middle_of_the_answer_before(here: Node, pairs: Callable[..., Pair]) -> None:
+def test_a_second_turn_finds_the_state_in_the_middle_of_the_answer_before(
+    here: Node, pairs: Callable[..., Pair]
+) -> None:
     pair, tokens, before = pairs(STATES, 0), new_tokens(3 * CHUNK + 8), here.chunks()
     said = pair.a.one(tokens, max_tokens=CHUNK + 8).tokens
     here.stored(before + 4 + 2)
@@ -537,8 +691,12 @@ def test_a_step_goes_on_with_what_it_read_after_its_lease_if_it_is_still_there(
 
 
 @HERE
-def test_of_hits_with_states_that_fill_the_kv_cache_none_ends_the_engine(here: Node, pairs: Callable[..., Pair]) -> None:
-    """Those that come to an idle engine together: for the second one vLLM counts on the one block less that there is."""
+def test_of_hits_with_states_that_fill_the_kv_cache_none_ends_the_engine(
+    here: Node, pairs: Callable[..., Pair]
+) -> None:
+    """Those that come to an idle engine together: for the second one vLLM counts on the one block
+    less that there is.
+    """
     pair, prompts = pairs(STATES, 0), [new_tokens(HIT + 5) for _ in range(2)]
     before, cold = here.chunks(), [pair.a.one(tokens) for tokens in prompts]
     here.stored(before + 2 * (HIT // CHUNK + pair.states))
@@ -553,16 +711,23 @@ def test_of_hits_with_states_that_fill_the_kv_cache_none_ends_the_engine(here: N
 
 
 @HERE
-def test_a_state_that_goes_before_a_lease_is_on_it_fails_no_step(here: Node, pairs: Callable[..., Pair]) -> None:
+def test_a_state_that_goes_before_a_lease_is_on_it_fails_no_step(
+    here: Node, pairs: Callable[..., Pair]
+) -> None:
     pair, tokens = pairs(STATES, 0), new_tokens(HIT + 5)
     before, known = here.chunks(), set(here.chunk_keys())
     cold = pair.a.one(tokens)
     pair.kept(here, before)
-    stored = eventually(lambda: len(new := set(here.chunk_keys()) - known) == HIT // CHUNK + pair.states and new)
+    stored = eventually(
+        lambda: len(new := set(here.chunk_keys()) - known) == HIT // CHUNK + pair.states and new
+    )
 
     def evict() -> None:
         with Client(here.socket, PATIENT, reconnect=False) as client:
-            assert client.remove([key for key in state_keys(list(stored), 1) if key in stored]) == pair.states
+            assert (
+                client.remove([key for key in state_keys(list(stored), 1) if key in stored])
+                == pair.states
+            )
 
     with stopped_at(pair.a, f"{LOOKUPS}._hold") as place:
         pair.a.forget()
@@ -578,7 +743,9 @@ def test_chunks_that_are_announced_are_waited_for_and_what_is_for_one_reader_goe
     here: Node, pairs: Callable[..., Pair], layers: str, window: int
 ) -> None:
     pair, tokens, before = pairs(layers, window), new_tokens(HIT + 5), here.chunks()
-    asked = {"vcache": {"announced": True, "wait_seconds": 60, "consume_once": True, "store": False}}
+    asked = {
+        "vcache": {"announced": True, "wait_seconds": 60, "consume_once": True, "store": False}
+    }
     pair.b.tell("run", [Prompt(tokens, params=asked)], False)
     cold = pair.a.one(tokens)
     (answer,) = pair.b.answer()
@@ -599,7 +766,9 @@ WIDE = "sfsf", 100
 
 
 @HERE
-@pytest.mark.parametrize("length", [HIT + 5, 1000], ids=["vLLM keeps the window", "vLLM would give it away first"])
+@pytest.mark.parametrize(
+    "length", [HIT + 5, 1000], ids=["vLLM keeps the window", "vLLM would give it away first"]
+)
 def test_a_hit_in_place_is_equal_to_vllms_own_and_fills_what_it_needs_and_nothing_else(
     pairs: Callable[..., Pair], length: int
 ) -> None:
@@ -619,7 +788,9 @@ def test_a_hit_in_place_is_equal_to_vllms_own_and_fills_what_it_needs_and_nothin
 
 
 @HERE
-def test_bytes_in_place_just_inside_of_a_window_matter_and_those_just_outside_are_not_read(pairs: Callable[..., Pair]) -> None:
+def test_bytes_in_place_just_inside_of_a_window_matter_and_those_just_outside_are_not_read(
+    pairs: Callable[..., Pair],
+) -> None:
     pair, tokens = pairs(*WIDE, in_place=True), new_tokens(HIT + 5)
     assert pair.a.one(tokens).cached == 0
     assert pair.a.ask("told")
@@ -630,13 +801,17 @@ def test_bytes_in_place_just_inside_of_a_window_matter_and_those_just_outside_ar
         chunk, at = divmod(block, CHUNK // BLOCK)
         # Twice is as if never.
         for signs in (equal, True):
-            assert pair.a.ask("negate", chunk - HIT // CHUNK, windowed, at), "it still holds what was published"
+            assert pair.a.ask("negate", chunk - HIT // CHUNK, windowed, at), (
+                "it still holds what was published"
+            )
             answer = pair.b.again(tokens)
             assert (answer.cached, answer.said == own.said) == (HIT, signs), block
 
 
 def passed(pair: Pair) -> tuple[list[int], Answer]:
-    """A prompt of `a`, whose answer was so long that the window at the prompt's end leaves before all else; and its answer."""
+    """A prompt of `a`, whose answer was so long that the window at the prompt's end leaves before
+    all else; and its answer.
+    """
     tokens = new_tokens(14 * CHUNK + 5)
     pair.b.forget()
     cold = pair.b.one(tokens, fresh=True)
@@ -651,7 +826,9 @@ def use_again(pair: Pair) -> None:
 
 
 @HERE
-def test_a_window_in_place_that_its_owner_has_used_again_is_not_loaded(pairs: Callable[..., Pair]) -> None:
+def test_a_window_in_place_that_its_owner_has_used_again_is_not_loaded(
+    pairs: Callable[..., Pair],
+) -> None:
     """What looks at all tokens is still there."""
     pair = pairs(*WIDE, in_place=True)
     tokens, cold = passed(pair)
@@ -665,7 +842,9 @@ def test_a_window_in_place_that_its_owner_has_used_again_is_not_loaded(pairs: Ca
 
 
 @HERE
-def test_a_window_that_its_owner_uses_again_while_it_is_read_is_computed_with_all_before_it(pairs: Callable[..., Pair]) -> None:
+def test_a_window_that_its_owner_uses_again_while_it_is_read_is_computed_with_all_before_it(
+    pairs: Callable[..., Pair],
+) -> None:
     pair = pairs(*WIDE, in_place=True)
     tokens, cold = passed(pair)
     pair.b.forget()
@@ -678,7 +857,9 @@ def test_a_window_that_its_owner_uses_again_while_it_is_read_is_computed_with_al
 
 
 @HERE
-def test_what_many_prompts_begin_with_is_found_in_place_once_two_have_computed_it(pairs: Callable[..., Pair]) -> None:
+def test_what_many_prompts_begin_with_is_found_in_place_once_two_have_computed_it(
+    pairs: Callable[..., Pair],
+) -> None:
     """Its first owner has given the window there away, as vLLM does in the middle of a prompt."""
     pair, head = pairs(*WIDE, in_place=True), new_tokens(6 * CHUNK)
     first, second, third = (head + new_tokens(5 * CHUNK) for _ in range(3))

@@ -1,4 +1,6 @@
-"""The hooks into vLLM: who shares with whom (scope.py), and what the hook does to vLLM's and LMCache's objects."""
+"""The hooks into vLLM: who shares with whom (scope.py), and what the hook does to vLLM's and
+LMCache's objects.
+"""
 
 from __future__ import annotations
 
@@ -79,12 +81,19 @@ def test_a_scope_is_the_same_in_every_version_of_this_package() -> None:
 
 def test_the_tag_comes_first_and_replaces_what_a_user_wrote_there() -> None:
     mine = {"kv_transfer_params": {"lmcache.tag.team": "red", TAG: "somebody else's"}, "other": 1}
-    assert list(tagged(mine, "s")["kv_transfer_params"].items()) == [(TAG, "s"), ("lmcache.tag.team", "red")]
+    assert list(tagged(mine, "s")["kv_transfer_params"].items()) == [
+        (TAG, "s"),
+        ("lmcache.tag.team", "red"),
+    ]
     assert tagged(mine, "s")["other"] == 1
 
 
-@pytest.mark.parametrize("rewrite", [lambda args: tagged(args, "s"), uncached], ids=["tagged", "uncached"])
-def test_the_users_own_dictionaries_are_left_alone(rewrite: Callable[[Any], dict[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    "rewrite", [lambda args: tagged(args, "s"), uncached], ids=["tagged", "uncached"]
+)
+def test_the_users_own_dictionaries_are_left_alone(
+    rewrite: Callable[[Any], dict[str, Any]],
+) -> None:
     mine = {"kv_transfer_params": {"lmcache.tag.team": "red", TAG: "x"}, "other": [1]}
     before = copy.deepcopy(mine)
     answer = rewrite(mine)
@@ -97,7 +106,9 @@ def test_the_users_own_dictionaries_are_left_alone(rewrite: Callable[[Any], dict
 
 def sampling(params: Any = None, **more: Any) -> SamplingParams:
     """params: the request's `kv_transfer_params`, if any."""
-    return SamplingParams(extra_args=None if params is None else {"kv_transfer_params": params}, **more)
+    return SamplingParams(
+        extra_args=None if params is None else {"kv_transfer_params": params}, **more
+    )
 
 
 def request(name: str = "r", params: SamplingParams | None = None, **more: Any) -> Request:
@@ -124,7 +135,9 @@ class LoadSpec:
 class Adapter:
     """As much of LMCacheConnectorV1Impl as the hook touches. What it was asked is in `asked`."""
 
-    def __init__(self, plugins: Any = ("vcache",), module: str = "vcache_backend.integration.lmcache") -> None:
+    def __init__(
+        self, plugins: Any = ("vcache",), module: str = "vcache_backend.integration.lmcache"
+    ) -> None:
         extra = {"storage_plugin.vcache.module_path": module}
         self.config = types.SimpleNamespace(storage_plugins=plugins, extra_config=extra)
         self.lookup_client: Any = object()
@@ -160,24 +173,37 @@ def test_requests_that_share_their_parameters_keep_their_own_scopes() -> None:
     "make",
     [
         lambda: request(lora_request=adapter_of("sql", "/sql")),
-        lambda: request(params=sampling({TAG: "ours is no user's"}), lora_request=adapter_of("a", "/a")),
-        lambda: request(prompt_embeds=torch.zeros(3, 8)),  # LMCache hashes token ids, and those of embeddings are all zero
+        lambda: request(
+            params=sampling({TAG: "ours is no user's"}), lora_request=adapter_of("a", "/a")
+        ),
+        # LMCache hashes token ids, and those of embeddings are all zero
+        lambda: request(prompt_embeds=torch.zeros(3, 8)),
     ],
     ids=["adapter", "our own tag", "embeddings"],
 )
-def test_requests_that_no_key_tells_apart_are_neither_looked_up_nor_stored(make: Callable[[], Any]) -> None:
+def test_requests_that_no_key_tells_apart_are_neither_looked_up_nor_stored(
+    make: Callable[[], Any],
+) -> None:
     adapter, refused = Adapter(), make()
     for _ in ("new", "preempted"):
         assert ask(refused, adapter, computed=32) == 0
         assert (adapter.asked, tags(refused)) == ([], NOT_CACHED)
-    assert adapter.load_specs == {"r": LoadSpec(32, 0, False)}  # LMCache asserts that there is one after a preemption
+    # LMCache asserts that there is one after a preemption
+    assert adapter.load_specs == {"r": LoadSpec(32, 0, False)}
 
 
 @beside
 def test_an_adapter_with_a_users_tag_has_a_scope_of_its_own() -> None:
     found = []
-    for lora, salt in ((("a", "/a"), None), (("b", "/a"), None), (("a", "/b"), None), (("a", "/a"), "s")):
-        one = request(params=sampling({"lmcache.tag.v": 1}), lora_request=adapter_of(*lora), cache_salt=salt)
+    for lora, salt in (
+        (("a", "/a"), None),
+        (("b", "/a"), None),
+        (("a", "/b"), None),
+        (("a", "/a"), "s"),
+    ):
+        one = request(
+            params=sampling({"lmcache.tag.v": 1}), lora_request=adapter_of(*lora), cache_salt=salt
+        )
         assert ask(one) == 256
         assert tags(one)["lmcache.tag.v"] == 1
         found.append(tags(one)[TAG])
@@ -198,17 +224,28 @@ def test_a_request_that_must_be_computed_is_stored_but_not_looked_up() -> None:
 
 def test_nothing_is_saved_of_a_request_without_a_tag() -> None:
     def meta(configs: Any) -> Any:
-        return types.SimpleNamespace(request_configs=configs, save_spec=types.SimpleNamespace(can_save=True))
+        return types.SimpleNamespace(
+            request_configs=configs, save_spec=types.SimpleNamespace(can_save=True)
+        )
 
     adapter = Adapter()
-    adapter.meta = types.SimpleNamespace(requests=[meta({TAG: PLAIN}), meta(None), meta({"lmcache.tag.team": "red"})])
+    adapter.meta = types.SimpleNamespace(
+        requests=[meta({TAG: PLAIN}), meta(None), meta({"lmcache.tag.team": "red"})]
+    )
     adapter.meta.requests.append(types.SimpleNamespace(request_configs=None, save_spec=None))
     answer = Scheduler(adapter).build_connector_meta("a scheduler's output")
-    assert [one.save_spec and one.save_spec.can_save for one in answer.requests] == [True, False, False, None]
+    assert [one.save_spec and one.save_spec.can_save for one in answer.requests] == [
+        True,
+        False,
+        False,
+        None,
+    ]
 
 
 @beside
-def test_a_request_we_do_not_understand_is_not_cached_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_request_we_do_not_understand_is_not_cached_and_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     adapter = Adapter()
     scheduler = Scheduler(adapter)
     for number, params in enumerate(({"lmcache.tag.team": []}, "text", {1: 2})):
@@ -252,7 +289,9 @@ def _no_lmcache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(adapter: Any, **extra: Any) -> Any:
-    transfer = types.SimpleNamespace(get_from_extra_config=lambda name, default: extra.get(name, default))
+    transfer = types.SimpleNamespace(
+        get_from_extra_config=lambda name, default: extra.get(name, default)
+    )
     return types.SimpleNamespace(adapter=adapter, kv_transfer_config=transfer)
 
 
@@ -271,10 +310,17 @@ def test_the_schedulers_connector_is_hooked_once(connector: type[Connector]) -> 
 
 @pytest.mark.parametrize(
     "adapter",
-    [Adapter(plugins=None), Adapter(plugins=[]), Adapter(plugins=["other"]), Adapter(module="somebody.elses")],
+    [
+        Adapter(plugins=None),
+        Adapter(plugins=[]),
+        Adapter(plugins=["other"]),
+        Adapter(module="somebody.elses"),
+    ],
     ids=["no plugins", "empty", "another plugin", "another module"],
 )
-def test_without_our_plugin_nothing_is_touched(connector: type[Connector], adapter: Adapter) -> None:
+def test_without_our_plugin_nothing_is_touched(
+    connector: type[Connector], adapter: Adapter
+) -> None:
     connector(config(adapter), "SCHEDULER")
     assert not hooked(adapter)
 
@@ -285,7 +331,9 @@ def test_a_worker_is_not_hooked(connector: type[Connector]) -> None:
     assert not hooked(adapter)
 
 
-def test_vllms_own_adapter_is_left_alone(connector: type[Connector], caplog: pytest.LogCaptureFixture) -> None:
+def test_vllms_own_adapter_is_left_alone(
+    connector: type[Connector], caplog: pytest.LogCaptureFixture
+) -> None:
     adapter = Adapter()
     with caplog.at_level(logging.INFO):
         connector(config(adapter, use_native=True), "SCHEDULER")
@@ -298,12 +346,17 @@ def test_a_connector_we_do_not_understand_is_made_all_the_same(
 ) -> None:
     made = connector(config(types.SimpleNamespace()), "SCHEDULER")
     assert made._lmcache_engine is not None
-    assert "vcache's hook failed and nothing will be cached (_patch_scheduler: AttributeError" in caplog.text
+    assert (
+        "vcache's hook failed and nothing will be cached (_patch_scheduler: AttributeError"
+        in caplog.text
+    )
 
 
 def test_an_error_of_lmcaches_own_is_not_hidden(connector: type[Connector]) -> None:
     with pytest.raises(AttributeError, match="adapter"):
-        connector(types.SimpleNamespace(kv_transfer_config=config(None).kv_transfer_config), "SCHEDULER")
+        connector(
+            types.SimpleNamespace(kv_transfer_config=config(None).kv_transfer_config), "SCHEDULER"
+        )
 
 
 # ---- the entry point
@@ -315,7 +368,9 @@ def test_vllm_finds_the_hook_under_the_name_vcache() -> None:
 
 
 def test_the_connector_is_hooked_when_it_is_imported(tmp_path: Path) -> None:
-    """In a fresh process, with a package of vLLM's shape: before, after, and without losing what an import gives a module."""
+    """In a fresh process, with a package of vLLM's shape: before, after, and without losing what an
+    import gives a module.
+    """
     file = tmp_path.joinpath(*patches.CONNECTOR_MODULE.split(".")).with_suffix(".py")
     file.parent.mkdir(parents=True)
     for folder in file.relative_to(tmp_path).parents[:-1]:
@@ -329,12 +384,18 @@ def test_the_connector_is_hooked_when_it_is_imported(tmp_path: Path) -> None:
         f"from {patches.CONNECTOR_MODULE} import LMCacheConnectorV1 as cls\n"
         "print(hasattr(cls.__init__, '__wrapped__'), inspect.getsource(cls).startswith('class'))"
     )
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    child = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
+    )
     assert (child.stdout, child.stderr) == ("True True\n", "")
 
 
-def test_registering_never_raises(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setitem(sys.modules, patches.CONNECTOR_MODULE, types.ModuleType("a vLLM without that class"))
+def test_registering_never_raises(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(
+        sys.modules, patches.CONNECTOR_MODULE, types.ModuleType("a vLLM without that class")
+    )
     patches.register()
     assert "vcache's hook could not be set; nothing will be cached" in caplog.text
 
@@ -346,5 +407,7 @@ def test_the_hook_is_cheap() -> None:
         "import sys; from vcache_backend.integration.plugin import register; register(); register();"
         f"print([n for n in {heavy!r} if n in sys.modules])"
     )
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    child = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
+    )
     assert (child.stdout, child.stderr) == ("[]\n", "")

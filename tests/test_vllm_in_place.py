@@ -1,4 +1,6 @@
-"""What an instance shares in place, as decided in vLLM's own scheduler, and what its worker makes of that."""
+"""What an instance shares in place, as decided in vLLM's own scheduler, and what its worker makes
+of that.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_cases import Node
-from in_place_cases import BLOCK, CHUNK, EACH, Engine, engine, engines, here, lying, make, new_tokens
+from in_place_cases import (
+    BLOCK,
+    CHUNK,
+    EACH,
+    Engine,
+    engine,
+    engines,
+    here,
+    lying,
+    make,
+    new_tokens,
+)
 from vllm_cases import missing
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed")
@@ -39,7 +52,9 @@ def test_a_step_publishes_the_chunks_it_completes_where_they_lie(engine: Engine)
     assert [block for one in first for block in one.blocks] == own[: 2 * EACH]
     assert engine.right(first)
     later = [engine.published(request, engine.step()) for _ in range(4)]
-    assert [[one.number for one in step] for step in later] == [[], [2], [], []], "with the answer's tokens, once they are final"
+    assert [[one.number for one in step] for step in later] == [[], [2], [], []], (
+        "with the answer's tokens, once they are final"
+    )
     assert later[1][0].sequence > first[0].sequence
 
 
@@ -81,21 +96,33 @@ def test_what_a_request_finds_that_is_planned_in_the_same_step_is_right(engine: 
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["of another's load", "of its own"])
-def test_behind_a_block_that_vllm_has_evicted_nothing_is_published(engine: Engine, lost: bool) -> None:
+def test_behind_a_block_that_vllm_has_evicted_nothing_is_published(
+    engine: Engine, lost: bool
+) -> None:
     """As after a load in the step that failed. By whose own it is computed again."""
     tokens = new_tokens(3 * CHUNK - 9)
     engine.finish(engine.add(tokens[: CHUNK + 1]))
     request, manager = engine.add(tokens, max_tokens=CHUNK), engine.scheduler.kv_cache_manager
     engine.step()
     manager.block_pool.evict_blocks({manager.get_block_ids(request.request_id)[0][EACH]})
-    engine.step(kv_connector_worker_meta=WorkerReport(failed={request.request_id} if lost else set()))
+    engine.step(
+        kv_connector_worker_meta=WorkerReport(failed={request.request_id} if lost else set())
+    )
     engine.finish(request)
-    assert [one for meta in engine.metas for one in engine.numbers(request, meta)] == [1] + [0, 1, 2] * lost
+    assert [one for meta in engine.metas for one in engine.numbers(request, meta)] == [1] + [
+        0,
+        1,
+        2,
+    ] * lost
 
 
 @pytest.mark.parametrize("how", ["preempted", "aborted", "aborted as it ran"])
-def test_what_a_load_in_the_step_did_not_fill_is_nobodys_if_it_is_not_computed_again(here: Node, how: str) -> None:
-    """vLLM's own cache knows it by then, and a preempted request would find what it has not loaded."""
+def test_what_a_load_in_the_step_did_not_fill_is_nobodys_if_it_is_not_computed_again(
+    here: Node, how: str
+) -> None:
+    """vLLM's own cache knows it by then, and a preempted request would find what it has not
+    loaded.
+    """
     with engines(here, shown=True) as make:
         # Full as soon as one more of the requests before wants a block.
         owner, reader, tokens = make(blocks=64), make(blocks=22), new_tokens(3 * CHUNK)
@@ -128,7 +155,9 @@ def test_what_a_load_in_the_step_did_not_fill_is_nobodys_if_it_is_not_computed_a
 
 
 @pytest.mark.parametrize("share", ["in_place", "pool"])
-def test_nor_is_what_another_connectors_load_did_not_fill(make: Callable[..., Engine], share: str) -> None:
+def test_nor_is_what_another_connectors_load_did_not_fill(
+    make: Callable[..., Engine], share: str
+) -> None:
     """Of a request that was aborted as its step ran, which vLLM then looks at no more."""
     engine, tokens = make(share=share), new_tokens(3 * CHUNK)
     scheduler, lost = engine.scheduler, engine.add([*tokens, 5])
@@ -139,11 +168,16 @@ def test_nor_is_what_another_connectors_load_did_not_fill(make: Callable[..., En
     ours.update_state_after_alloc = lambda request, blocks, external: allocated(request, blocks, 0)
 
     def aborted(output: Any, ran: Any) -> Any:
-        meta, invalid = output.kv_connector_metadata, set(output.scheduled_new_reqs[0].block_ids[0][: 2 * EACH])
+        meta, invalid = (
+            output.kv_connector_metadata,
+            set(output.scheduled_new_reqs[0].block_ids[0][: 2 * EACH]),
+        )
         assert meta.echo
         scheduler.finish_requests(lost.request_id, RequestStatus.FINISHED_ABORTED)
         report = WorkerReport(read={meta.echo})
-        ran.kv_connector_output = KVConnectorOutput(invalid_block_ids=invalid, kv_connector_worker_meta=report)
+        ran.kv_connector_output = KVConnectorOutput(
+            invalid_block_ids=invalid, kv_connector_worker_meta=report
+        )
         return update(output, ran)
 
     scheduler.update_from_output = aborted
@@ -166,7 +200,11 @@ def test_nobody_begins_with_what_another_ones_load_brings_in_the_same_step(here:
         first, second, other = (reader.add(start + new_tokens(9)) for start in (tokens, tokens, []))
         (load,) = reader.step().loads
         assert (load.synchronous, load.request_id) == (True, first.request_id)
-        assert [one.num_computed_tokens > 0 for one in (first, second, other)] == [True, False, True]
+        assert [one.num_computed_tokens > 0 for one in (first, second, other)] == [
+            True,
+            False,
+            True,
+        ]
         reader.step(kv_connector_worker_meta=WorkerReport(read={load.number}))
         assert reader.hit(second) == 3 * CHUNK
 
@@ -177,10 +215,16 @@ def test_the_role_and_the_request_may_forbid_it(engine: Engine) -> None:
     assert engine.numbers(request) == []
 
 
-def test_a_preempted_requests_blocks_are_published_anew_when_it_has_got_others(make: Callable[..., Engine]) -> None:
-    """Two grow until one has to go; the other takes its blocks. It comes back with new blocks, or with what is left of its own."""
+def test_a_preempted_requests_blocks_are_published_anew_when_it_has_got_others(
+    make: Callable[..., Engine],
+) -> None:
+    """Two grow until one has to go; the other takes its blocks. It comes back with new blocks, or
+    with what is left of its own.
+    """
     engine = make(blocks=13)
-    kept, gone = (engine.add(new_tokens(2 * CHUNK + BLOCK - 3), max_tokens=2 * CHUNK) for _ in range(2))
+    kept, gone = (
+        engine.add(new_tokens(2 * CHUNK + BLOCK - 3), max_tokens=2 * CHUNK) for _ in range(2)
+    )
     engine.step()
     before = engine.published(gone)
     assert len(before) == 2
@@ -202,10 +246,17 @@ def test_a_preempted_requests_blocks_are_published_anew_when_it_has_got_others(m
 
 @pytest.mark.parametrize("windows", [(), (1000,)], ids=["", "of two block tables"])
 @pytest.mark.parametrize("hit", [10, 11], ids=["one that an earlier step had begun", "others, too"])
-def test_blocks_whose_step_never_ran_are_not_published(make: Callable[..., Engine], hit: int, windows: tuple[int, ...]) -> None:
-    """vLLM knows them by their tokens as soon as it plans the step. A request that goes before its owner takes the step away from
-    it, and then its owner finds them in vLLM's own cache, never written."""
-    steps = {"scheduling_policy": "priority", "long_prefill_token_threshold": 2 * CHUNK, "max_num_batched_tokens": 5 * BLOCK + 8}
+def test_blocks_whose_step_never_ran_are_not_published(
+    make: Callable[..., Engine], hit: int, windows: tuple[int, ...]
+) -> None:
+    """vLLM knows them by their tokens as soon as it plans the step. A request that goes before its
+    owner takes the step away from it, and then its owner finds them in vLLM's own cache, never
+    written."""
+    steps = {
+        "scheduling_policy": "priority",
+        "long_prefill_token_threshold": 2 * CHUNK,
+        "max_num_batched_tokens": 5 * BLOCK + 8,
+    }
     engine = make(blocks=(1 + len(windows)) * (hit + 2) + 1, arguments=steps, windows=windows)
     gone = engine.add(new_tokens((hit + 1) * BLOCK - 10), priority=1)
     engine.step()
@@ -238,7 +289,9 @@ def test_what_began_before_a_reset_is_never_published(
     assert not engine.scheduler.reset_prefix_cache(reset_connector=connector)
     assert not engine.right(before)
     steps = [engine.step(finished_recving=set()) for _ in range(2 * CHUNK)]
-    assert [engine.numbers(one, meta) for one in (request, short) for meta in steps] == [[]] * 2 * len(steps)
+    assert [engine.numbers(one, meta) for one in (request, short) for meta in steps] == [
+        []
+    ] * 2 * len(steps)
     for one in (request, short):
         engine.finish(one)
     assert engine.scheduler.reset_prefix_cache(reset_connector=connector)
@@ -250,8 +303,12 @@ def test_what_began_before_a_reset_is_never_published(
     assert published[0].sequence >= sequence
 
 
-def test_what_began_before_a_reset_is_not_published_by_who_finds_it_in_vllms_cache(engine: Engine) -> None:
-    """vLLM did not reset, as a request ran: what it has computed stays in its own cache, and so does what is computed behind that."""
+def test_what_began_before_a_reset_is_not_published_by_who_finds_it_in_vllms_cache(
+    engine: Engine,
+) -> None:
+    """vLLM did not reset, as a request ran: what it has computed stays in its own cache, and so
+    does what is computed behind that.
+    """
     tokens = new_tokens(3 * CHUNK)
     request = engine.add(tokens + new_tokens(5))
     engine.step()
@@ -262,7 +319,9 @@ def test_what_began_before_a_reset_is_not_published_by_who_finds_it_in_vllms_cac
     assert engine.hit(longer) == 3 * CHUNK
     assert engine.numbers(longer, meta) == []
     own = engine.scheduler.kv_cache_manager.get_block_ids(longer.request_id)[0][: 5 * EACH]
-    assert (engine.half.publications.generations.counters[own] & np.uint64(1)).all(), "nobody ever believes these"
+    assert (engine.half.publications.generations.counters[own] & np.uint64(1)).all(), (
+        "nobody ever believes these"
+    )
     engine.finish(longer)
     fresh = engine.add(new_tokens(18 * BLOCK))
     engine.step()
@@ -270,7 +329,9 @@ def test_what_began_before_a_reset_is_not_published_by_who_finds_it_in_vllms_cac
     assert engine.numbers(fresh) == list(range(9))
 
 
-def test_what_fails_as_a_step_is_planned_is_not_vllms(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_as_a_step_is_planned_is_not_vllms(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It looks for chunks that loads wait for."""
 
     def fails() -> Any:
@@ -284,7 +345,9 @@ def test_what_fails_as_a_step_is_planned_is_not_vllms(engine: Engine, monkeypatc
     monkeypatch.undo()
     engine.step()
     own = engine.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
-    assert (engine.half.publications.generations.counters[own] & np.uint64(1)).all(), "nobody knows which of them is full"
+    assert (engine.half.publications.generations.counters[own] & np.uint64(1)).all(), (
+        "nobody knows which of them is full"
+    )
     request = engine.add(new_tokens(2 * CHUNK))
     assert engine.published(request, engine.step())
 
@@ -293,14 +356,23 @@ def test_what_fails_as_a_step_is_planned_is_not_vllms(engine: Engine, monkeypatc
 
 
 class Written(Engine):
-    """Which token each place of its KV cache stands for, with all before it; 0 where that is nobody's, or was computed from such."""
+    """Which token each place of its KV cache stands for, with all before it; 0 where that is
+    nobody's, or was computed from such.
+    """
 
     def __init__(self, here: Node, undo: ExitStack, windows: list[int], policy: str) -> None:
         more: dict[str, Any] = {"max_num_batched_tokens": 320, "scheduling_policy": policy}
         if policy == "priority":
-            more |= {"long_prefill_token_threshold": 2 * CHUNK, "max_num_batched_tokens": 5 * BLOCK + 8}
+            more |= {
+                "long_prefill_token_threshold": 2 * CHUNK,
+                "max_num_batched_tokens": 5 * BLOCK + 8,
+            }
         super().__init__(here, undo, blocks=60, windows=windows, arguments=more)
-        self.windows, self.holds, self.wrong = [*windows, 0], np.zeros((60, BLOCK), dtype=np.int64), 0
+        self.windows, self.holds, self.wrong = (
+            [*windows, 0],
+            np.zeros((60, BLOCK), dtype=np.int64),
+            0,
+        )
         self.told: list[tuple[int, int, Any]] = []
         """Blocks that were published, their generations, and what they should hold."""
         self.show(here, undo)
@@ -334,7 +406,10 @@ class Written(Engine):
                 due, end = list[Any](), (self.keys(request).index(key) + 1) * CHUNK
                 for group, share in zip(found.groups, found.shares, strict=True):
                     named = standing_for(request, group.number)
-                    due += [named[at : at + BLOCK] for at in range(end - (share.tail or CHUNK), end, BLOCK)]
+                    due += [
+                        named[at : at + BLOCK]
+                        for at in range(end - (share.tail or CHUNK), end, BLOCK)
+                    ]
                 self.told += zip(blocks, generations, due, strict=True)
 
     def load(self, spec: LoadSpec, owner: Engine) -> bool:
@@ -349,12 +424,18 @@ class Written(Engine):
 
 def standing_for(request: Request, group: int) -> Any:
     """A number for each token with all before it, in this group."""
-    numbers = itertools.accumulate(request.all_token_ids, lambda last, token: hash((last, token)) // 16 * 16, initial=0)
+    numbers = itertools.accumulate(
+        request.all_token_ids, lambda last, token: hash((last, token)) // 16 * 16, initial=0
+    )
     return np.fromiter(numbers, dtype=np.int64)[1:] + group
 
 
-def test_what_is_computed_behind_a_window_that_was_never_written_is_not_published(make: Callable[..., Engine]) -> None:
-    """vLLM's own cache may know it all the same, behind blocks that look at all tokens and are right."""
+def test_what_is_computed_behind_a_window_that_was_never_written_is_not_published(
+    make: Callable[..., Engine],
+) -> None:
+    """vLLM's own cache may know it all the same, behind blocks that look at all tokens and are
+    right.
+    """
     engine, tokens = make(blocks=60, windows=[100]), new_tokens(4 * CHUNK + 5)
     for spoiled in (False, True):
         first = engine.add(tokens[: 3 * CHUNK + 5])
@@ -370,12 +451,17 @@ def test_what_is_computed_behind_a_window_that_was_never_written_is_not_publishe
         tokens = new_tokens(len(tokens))
 
 
-def test_a_block_that_a_window_has_passed_is_not_filled_with_the_wider_block_that_it_began(make: Callable[..., Engine]) -> None:
+def test_a_block_that_a_window_has_passed_is_not_filled_with_the_wider_block_that_it_began(
+    make: Callable[..., Engine],
+) -> None:
     """Somebody else has it by then, and has not filled it."""
     engine = make(blocks=20, windows=[BLOCK + 8], widest=4 * BLOCK)
     first = engine.add(new_tokens(2 * BLOCK + 8), max_tokens=3 * BLOCK)
     engine.step()
-    manager, counters = engine.scheduler.kv_cache_manager, engine.half.publications.generations.counters
+    manager, counters = (
+        engine.scheduler.kv_cache_manager,
+        engine.half.publications.generations.counters,
+    )
     passed = manager.get_block_ids(first.request_id)[0][0]
     engine.step()
     later = engine.add(new_tokens(5), max_tokens=BLOCK - 5)
@@ -391,25 +477,33 @@ def test_a_block_that_a_window_has_passed_is_not_filled_with_the_wider_block_tha
 def test_of_several_block_tables_what_is_published_holds_what_it_should_whatever_happens(
     here: Node, windows: list[int], policy: str
 ) -> None:
-    """Two instances of vLLM's scheduler compute, load from each other, fail to, preempt and reset at random. By priority steps are taken
-    away from requests, and vLLM's own cache then knows blocks that were never written: what is computed from those is not published."""
+    """Two instances of vLLM's scheduler compute, load from each other, fail to, preempt and reset
+    at random. By priority steps are taken away from requests, and vLLM's own cache then knows
+    blocks that were never written: what is computed from those is not published."""
     choice, seen = random.Random(5), Counter[str]()
     with ExitStack() as undo:
         both = [Written(here, undo, windows, policy) for _ in range(2)]
-        heads, loads = [new_tokens(choice.randrange(2, 6) * CHUNK) for _ in range(3)], dict[int, list[LoadSpec]]({0: [], 1: []})
+        heads, loads = (
+            [new_tokens(choice.randrange(2, 6) * CHUNK) for _ in range(3)],
+            dict[int, list[LoadSpec]]({0: [], 1: []}),
+        )
         for turn in range(1000):
             if turn % 50 == 0:
                 heads = [*heads[1:], new_tokens(choice.randrange(2, 6) * CHUNK)]
             engine, other = both[turn % 2], both[1 - turn % 2]
             if len(engine.scheduler.requests) < 4 and choice.random() < 0.5:
                 head = choice.choice(heads)
-                tokens = head[: choice.choice([len(head), choice.randrange(len(head))])] + new_tokens(choice.choice([5, 90, 200]))
+                tokens = head[
+                    : choice.choice([len(head), choice.randrange(len(head))])
+                ] + new_tokens(choice.choice([5, 90, 200]))
                 engine.add(tokens, max_tokens=choice.choice([2, 80]), priority=choice.randrange(3))
             over = {spec.request_id: engine.load(spec, other) for spec in loads[turn % 2]}
             failed = {name for name, right in over.items() if not right}
             seen.update(over.values())
             meta = engine.step(
-                finished_recving=set(over), failed_recving=failed, kv_connector_worker_meta=WorkerReport(failed=failed)
+                finished_recving=set(over),
+                failed_recving=failed,
+                kv_connector_worker_meta=WorkerReport(failed=failed),
             )
             if choice.random() < 0.01:
                 engine.scheduler.reset_prefix_cache()
@@ -422,7 +516,9 @@ def test_of_several_block_tables_what_is_published_holds_what_it_should_whatever
                     seen["held"] += 1
                 elif generation:
                     seen["gone"] += 1
-            seen["preempted"] += sum(request.num_preemptions for request in engine.scheduler.requests.values())
+            seen["preempted"] += sum(
+                request.num_preemptions for request in engine.scheduler.requests.values()
+            )
             engine.flush()
         if policy == "fcfs":
             assert sum(engine.wrong for engine in both) == 0

@@ -58,7 +58,9 @@ def computed(engine: Engine, tokens: list[int]) -> Request:
     return request
 
 
-def test_a_hit_is_loaded_from_where_it_was_published_and_published_again(shared: Callable[[], Engine]) -> None:
+def test_a_hit_is_loaded_from_where_it_was_published_and_published_again(
+    shared: Callable[[], Engine],
+) -> None:
     """By the reader, as soon as it has it; in the owner itself it is vLLM's own business."""
     owner, reader, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
     source = computed(owner, tokens)
@@ -70,13 +72,15 @@ def test_a_hit_is_loaded_from_where_it_was_published_and_published_again(shared:
     (load,) = loading.loads
     assert owners(loading) == [owner.half.publications.instance] * 3
     published = [one for meta in owner.metas for one in owner.published(source, meta)]
-    assert [np.frombuffer(load.residents[one.number][1], dtype="<u4").tolist() for one in published] == [
-        one.blocks for one in published
-    ]
+    assert [
+        np.frombuffer(load.residents[one.number][1], dtype="<u4").tolist() for one in published
+    ] == [one.blocks for one in published]
     assert reader.step().publications == [], "nothing of it is there"
     reader.step(finished_recving={request.request_id})
     assert reader.numbers(request, reader.step()) == [0, 1, 2]
-    assert all(spec.loaded for spec in reader.metas[-1].publications), "so it is told when the token is out"
+    assert all(spec.loaded for spec in reader.metas[-1].publications), (
+        "so it is told when the token is out"
+    )
     assert not any(spec.loaded for meta in owner.metas for spec in meta.publications)
     reader.finish(request)
     reader.flush()
@@ -95,7 +99,9 @@ def test_what_a_server_had_no_room_for_is_shared_once_it_has(tmp_path: Path) -> 
 
             def join(number: int, blocks: int) -> None:
                 table = crowd.enter_context(closing(Generations(instance(number), blocks)))
-                crowd.enter_context(here.client()).join(instance(number), NAMESPACE, blocks, 1, EACH, table.fd)
+                crowd.enter_context(here.client()).join(
+                    instance(number), NAMESPACE, blocks, 1, EACH, table.fd
+                )
 
             # Then this process may have no more.
             join(1, MAX_BLOCKS)
@@ -107,7 +113,9 @@ def test_what_a_server_had_no_room_for_is_shared_once_it_has(tmp_path: Path) -> 
             source = owner.add(new_tokens(2 * CHUNK), load=False)
             owner.finish(source)
             keys = owner.keys(source)
-            assert owner.half.publications.instance.hex() not in [one.id for one in client.stats().instances if not one.missing]
+            assert owner.half.publications.instance.hex() not in [
+                one.id for one in client.stats().instances if not one.missing
+            ]
             assert client.find(keys).pooled == b""
         eventually(lambda: client.find(keys).pooled == bytes(2))
 
@@ -115,8 +123,9 @@ def test_what_a_server_had_no_room_for_is_shared_once_it_has(tmp_path: Path) -> 
 def test_a_hit_is_loaded_in_the_step_where_the_worker_has_mapped_its_owner_and_nothing_runs(
     shared: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The request runs at once, and what it loads is published as if computed. Its owner keeps the blocks until it is told that the load
-    is over; a request that vLLM cannot run after all keeps nothing."""
+    """The request runs at once, and what it loads is published as if computed. Its owner keeps the
+    blocks until it is told that the load is over; a request that vLLM cannot run after all keeps
+    nothing."""
     monkeypatch.setattr(pins, "_HOLD", 60 * 10**9)
     owner, reader, tokens = shared(), shared(), new_tokens(CHUNK + 5)
     computed(owner, tokens)
@@ -128,7 +137,11 @@ def test_a_hit_is_loaded_in_the_step_where_the_worker_has_mapped_its_owner_and_n
 
     request = reader.add(tokens)
     assert reader.half.matched(request, 0) == (CHUNK, True), "the worker would have to map it"
-    reader.half.update(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(mapped={0: frozenset({told.instance})})))
+    reader.half.update(
+        KVConnectorOutput(
+            kv_connector_worker_meta=WorkerReport(mapped={0: frozenset({told.instance})})
+        )
+    )
     assert reader.half.matched(request, 0) == (CHUNK, False)
     assert pinned() == EACH
     reader.half.begin(SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0))
@@ -150,7 +163,11 @@ def test_a_hit_that_lies_partly_in_the_pool_is_loaded_beside_the_steps(
     owner, reader, tokens = shared(), shared(), new_tokens(2 * CHUNK + 5)
     computed(owner, tokens[: CHUNK + 5])
     told = owner.half.publications
-    reader.half.update(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(mapped={0: frozenset({told.instance})})))
+    reader.half.update(
+        KVConnectorOutput(
+            kv_connector_worker_meta=WorkerReport(mapped={0: frozenset({told.instance})})
+        )
+    )
     request = reader.add(tokens)
     with VCacheEngine(here.config("host", 1 << 20), layout_of(Cache())), here.client() as client:
         assert client.commit(client.reserve(reader.keys(request)[1:], 4096).reservation) == 1
@@ -181,8 +198,15 @@ def read(reader: Engine, tokens: list[int], answer: int = 1) -> Request:
 def test_what_lies_in_two_kv_caches_leaves_the_readers_before_what_lies_in_its_own_alone(
     shared: Callable[[], Engine], then: str, keeps_own: bool, keeps_copy: bool
 ) -> None:
-    """Else both have the same, and half as much. Until then there are blocks that hold nothing, and it stays."""
-    owner, reader, own, both = shared(), shared(), new_tokens(2 * CHUNK + 1), new_tokens(4 * CHUNK + 1)
+    """Else both have the same, and half as much. Until then there are blocks that hold nothing, and
+    it stays.
+    """
+    owner, reader, own, both = (
+        shared(),
+        shared(),
+        new_tokens(2 * CHUNK + 1),
+        new_tokens(4 * CHUNK + 1),
+    )
     computed(owner, both)
     computed(reader, own)
     read(reader, both, answer=CHUNK if then == "it went on" else 1)
@@ -200,7 +224,9 @@ def test_what_lies_in_two_kv_caches_leaves_the_readers_before_what_lies_in_its_o
     assert other.num_computed_tokens >= (empty + 3) * BLOCK
 
     def local(tokens: list[int]) -> int:
-        found: int = reader.scheduler.kv_cache_manager.get_computed_blocks(reader.add(tokens, load=False))[1]
+        found: int = reader.scheduler.kv_cache_manager.get_computed_blocks(
+            reader.add(tokens, load=False)
+        )[1]
         return found
 
     assert (local(own) == 2 * CHUNK, local(both) == 4 * CHUNK) == (keeps_own, keeps_copy)
@@ -210,7 +236,9 @@ def test_what_lies_in_two_kv_caches_leaves_the_readers_before_what_lies_in_its_o
 def test_what_two_requests_have_loaded_is_found_as_long_as_one_of_them_has_it(
     shared: Callable[..., Engine], windows: tuple[int, ...]
 ) -> None:
-    """The server knows one place of each chunk in an instance, the one told last; vLLM's own cache finds the other one."""
+    """The server knows one place of each chunk in an instance, the one told last; vLLM's own cache
+    finds the other one.
+    """
     owner, reader = (shared(windows=windows, blocks=BLOCKS * (1 + len(windows))) for _ in range(2))
     tokens = new_tokens(3 * CHUNK + 5)
     computed(owner, tokens)
@@ -230,14 +258,20 @@ def test_what_two_requests_have_loaded_is_found_as_long_as_one_of_them_has_it(
 
 
 @pytest.mark.parametrize("right", [0, 1], ids=["nothing held", "the first chunk held"])
-def test_of_a_load_that_failed_nothing_is_published_before_it_is_computed(shared: Callable[[], Engine], right: int) -> None:
+def test_of_a_load_that_failed_nothing_is_published_before_it_is_computed(
+    shared: Callable[[], Engine], right: int
+) -> None:
     owner, reader, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
     computed(owner, tokens)
     request = reader.add(tokens)
     (load,) = reader.step().loads
     invalid = set(load.wanted[right * EACH :])
     failed = WorkerReport(failed={request.request_id})
-    reader.step(finished_recving={request.request_id}, invalid_block_ids=invalid, kv_connector_worker_meta=failed)
+    reader.step(
+        finished_recving={request.request_id},
+        invalid_block_ids=invalid,
+        kv_connector_worker_meta=failed,
+    )
     assert [reader.numbers(request, meta) for meta in reader.metas] == [[]] * len(reader.metas)
     for _ in range(10):
         if reader.step().publications:
@@ -248,7 +282,9 @@ def test_of_a_load_that_failed_nothing_is_published_before_it_is_computed(shared
     assert reader.right(reader.published(request))
 
 
-def test_who_finds_what_its_load_did_not_bring_leaves_it_as_it_was_published(shared: Callable[[], Engine]) -> None:
+def test_who_finds_what_its_load_did_not_bring_leaves_it_as_it_was_published(
+    shared: Callable[[], Engine],
+) -> None:
     """Another has computed it here meanwhile."""
     owner, reader, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
     computed(owner, tokens)
@@ -257,13 +293,19 @@ def test_who_finds_what_its_load_did_not_bring_leaves_it_as_it_was_published(sha
     other = reader.add(tokens, load=False)
     published = reader.published(other, reader.step())
     failed = WorkerReport(failed={request.request_id})
-    reader.step(finished_recving={request.request_id}, invalid_block_ids=set(load.wanted), kv_connector_worker_meta=failed)
+    reader.step(
+        finished_recving={request.request_id},
+        invalid_block_ids=set(load.wanted),
+        kv_connector_worker_meta=failed,
+    )
     reader.finish(request)
     assert reader.right(published)
     assert [one.number for one in published] == [0, 1, 2]
 
 
-def test_what_was_loaded_before_a_reset_is_not_published_after_it(shared: Callable[[], Engine]) -> None:
+def test_what_was_loaded_before_a_reset_is_not_published_after_it(
+    shared: Callable[[], Engine],
+) -> None:
     owner, reader, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
     computed(owner, tokens)
     request = reader.add(tokens, max_tokens=CHUNK)
@@ -332,8 +374,12 @@ def test_what_a_reset_made_void_is_not_found(shared: Callable[[], Engine]) -> No
     eventually(lambda: [one.resident for one in client.stats().instances if one.id == name] == [0])
 
 
-def test_what_was_computed_before_another_reset_the_namespace_is_not_found(shared: Callable[[], Engine]) -> None:
-    """Not if it is told late, and not behind what vLLM's own cache, which nobody reset, goes on with."""
+def test_what_was_computed_before_another_reset_the_namespace_is_not_found(
+    shared: Callable[[], Engine],
+) -> None:
+    """Not if it is told late, and not behind what vLLM's own cache, which nobody reset, goes on
+    with.
+    """
     owner, other, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
     owner.slow = True
     source = owner.add(tokens, load=False)

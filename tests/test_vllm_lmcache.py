@@ -1,4 +1,5 @@
-"""Real vLLM with LMCacheConnectorV1 and vcache on the CPU: what only LMCache has. `test_integrations.py` has the rest.
+"""Real vLLM with LMCacheConnectorV1 and vcache on the CPU: what only LMCache has.
+`test_integrations.py` has the rest.
 
 Instance `a` stores; `b` has never computed what it is asked; `other` has other chunks.
 """
@@ -9,7 +10,10 @@ import pytest
 from vllm_cases import CHUNK, Instance, Node, here, missing, new_tokens
 
 __all__ = ["here"]
-pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing() or "vLLM is here"), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.skipif(bool(missing()), reason=missing() or "vLLM is here"),
+    pytest.mark.timeout(300),
+]
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +26,9 @@ def b(here: Node, a: Instance) -> Instance:
     return here.start("b")
 
 
-def test_a_tag_keeps_requests_apart_and_a_forged_one_opens_nothing(here: Node, a: Instance, b: Instance) -> None:
+def test_a_tag_keeps_requests_apart_and_a_forged_one_opens_nothing(
+    here: Node, a: Instance, b: Instance
+) -> None:
     """That of a salt is ours to make. One that LMCache could not hash is not cached at all."""
     from vcache_backend.integration.lmcache.scope import TAG, scope
 

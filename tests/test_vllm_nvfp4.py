@@ -1,4 +1,5 @@
-"""KV in NVFP4, in pages as vLLM makes them: half a byte a number, and beside them a scale for each 16.
+"""KV in NVFP4, in pages as vLLM makes them: half a byte a number, and beside them a scale for each
+16.
 
 Only a GPU computes with it. Its layout, allocation and views are vLLM's own, here on the CPU.
 """
@@ -22,14 +23,19 @@ from vcache_backend.vram_pool.copier import HostCopier
 from vcache_backend.vram_pool.planner import plan_blocks
 from vcache_backend.vram_pool.slots import SlotView
 
-pytestmark = [pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"),
+    pytest.mark.timeout(300),
+]
 BLOCK, BLOCKS, HEADS, HEAD, LAYERS = 16, 12, 2, 128, 3
 CHUNK = 4 * BLOCK
 FROM, TO = [7, 1, 4, 2], [3, 8, 11, 5]
 
 
 def moved(served: object, layout: str) -> tuple[int, dict[str, bool]]:
-    """In a process with vLLM: the blocks FROM go through a slot of the pool into TO. Bytes of a chunk, and what is equal then."""
+    """In a process with vLLM: the blocks FROM go through a slot of the pool into TO. Bytes of a
+    chunk, and what is equal then.
+    """
     for name in ("", ".decode", ".prefill", ".utils"):
         # Kernels, which vLLM imports with the class that knows the layout.
         sys.modules[f"flashinfer{name}"] = kernels = MagicMock()
@@ -40,7 +46,11 @@ def moved(served: object, layout: str) -> tuple[int, dict[str, bool]]:
     from vllm.v1.worker.utils import allocate_kv_cache
 
     plain = kinds.FullAttentionSpec(
-        block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD, dtype=torch.uint8, kv_quant_mode=kinds.KVQuantMode.NVFP4
+        block_size=BLOCK,
+        num_kv_heads=HEADS,
+        head_size=HEAD,
+        dtype=torch.uint8,
+        kv_quant_mode=kinds.KVQuantMode.NVFP4,
     )
     spec = flashinfer.FlashInferBackend.customize_spec(plain)
     names, page = [f"layer {number}" for number in range(LAYERS)], spec.page_size_bytes
@@ -51,7 +61,11 @@ def moved(served: object, layout: str) -> tuple[int, dict[str, bool]]:
     for cache in caches.values():
         cache.copy_(torch.randint(256, cache.shape, dtype=torch.uint8))
     kv = model_spec.describe(
-        SimpleNamespace(cache_config=SimpleNamespace(block_size=BLOCK)), caches, BLOCKS, CHUNK, EngineConfig()
+        SimpleNamespace(cache_config=SimpleNamespace(block_size=BLOCK)),
+        caches,
+        BLOCKS,
+        CHUNK,
+        EngineConfig(),
     )
     slot = SlotView.over(torch.zeros(kv.chunk_bytes(CHUNK), dtype=torch.uint8), local=True)
     copier = HostCopier()
@@ -63,7 +77,9 @@ def moved(served: object, layout: str) -> tuple[int, dict[str, bool]]:
         for what, parts in (("data", data), ("scales", scales)):
             for side, part in zip("KV", parts, strict=True):
                 raw = part.view(torch.uint8)
-                equal[f"{name} {side} {what} {tuple(raw.shape)}"] = bool((raw[FROM] == raw[TO]).all() and raw[FROM].any())
+                equal[f"{name} {side} {what} {tuple(raw.shape)}"] = bool(
+                    (raw[FROM] == raw[TO]).all() and raw[FROM].any()
+                )
     return kv.chunk_bytes(CHUNK), equal
 
 

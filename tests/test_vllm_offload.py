@@ -1,8 +1,9 @@
-"""Our connector in real vLLM on the CPU with a real Mooncake offload tier: two nodes with a pool each, and one store.
+"""Our connector in real vLLM on the CPU with a real Mooncake offload tier: two nodes with a pool
+each, and one store.
 
-`a`, on the first node, stores, and computes what answers are compared with. `b`, on the second, has never computed what it is asked,
-and its pool has room for 16 chunks only. What the store does wrong costs a computation: same tokens, and nobody else notices.
-"""
+`a`, on the first node, stores, and computes what answers are compared with. `b`, on the second, has
+never computed what it is asked, and its pool has room for 16 chunks only. What the store does wrong
+costs a computation: same tokens, and nobody else notices."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ pytestmark = [
 
 UNCACHED = {"vcache": {"load": False, "store": False}}
 FETCH, UPLOAD = f"{SESSION}.fetch", "vcache_backend.vram_pool.uploads:HostUploader.scatter"
-GATHER, FENCE = (f"vcache_backend.vram_pool.copier:HostCopier.{name}" for name in ("gather", "fence"))
+GATHER, FENCE = (
+    f"vcache_backend.vram_pool.copier:HostCopier.{name}" for name in ("gather", "fence")
+)
 READ = "vcache_backend.offload.tier:OffloadTier.fetch"
 
 
@@ -88,13 +91,17 @@ def b(two: Two, a: Instance, router: Router) -> Instance:
 @pytest.fixture(scope="module")
 def hasty(two: Two, a: Instance) -> Instance:
     """As `b`, but it does not wait long for a store that hangs."""
-    made = two.second.connect("hasty", two.settings(ROOM, rpc_seconds=1, lookup_seconds=1, get_seconds=2))
+    made = two.second.connect(
+        "hasty", two.settings(ROOM, rpc_seconds=1, lookup_seconds=1, get_seconds=2)
+    )
     two.hits_from_below(a, made)
     return made
 
 
 def alone(a: Instance) -> tuple[list[int], Answer]:
-    """A short prompt for which nothing is cached, and what it is answered where nothing else runs."""
+    """A short prompt for which nothing is cached, and what it is answered where nothing else
+    runs.
+    """
     tokens = new_tokens(40)
     return tokens, a.one(tokens, max_tokens=8, params=UNCACHED)
 
@@ -103,10 +110,16 @@ def alone(a: Instance) -> tuple[list[int], Answer]:
 
 
 @pytest.mark.parametrize("tail", [17, 0], ids=["and a tail", "whole chunks"])
-def test_another_nodes_prefix_is_as_good_as_vllms_own(two: Two, a: Instance, b: Instance, tail: int) -> None:
+def test_another_nodes_prefix_is_as_good_as_vllms_own(
+    two: Two, a: Instance, b: Instance, tail: int
+) -> None:
     """And after that it is in the pool of this node."""
     two.empty()
-    tokens, had, source = new_tokens(HITS + tail), loaded(b, "store"), "vllm:prompt_tokens_cached_by_source"
+    tokens, had, source = (
+        new_tokens(HITS + tail),
+        loaded(b, "store"),
+        "vllm:prompt_tokens_cached_by_source",
+    )
     before = [b.counter(source, source=name) for name in ("external_unspecified", "host")]
     two.keep(a, tokens)
     own, wanted = a.one(tokens), HITS if tail else HITS - BLOCK
@@ -136,11 +149,16 @@ def test_what_the_pool_has_in_between_comes_from_there(two: Two, a: Instance, b:
         before = loaded(b, "store"), loaded(b, "host")
         answer = b.again(tokens)
         assert (answer.cached, answer.said) == (HITS, own.said)
-        assert (loaded(b, "store") - before[0], loaded(b, "host") - before[1]) == ((4 - len(kept)) * CHUNK, len(kept) * CHUNK)
+        assert (loaded(b, "store") - before[0], loaded(b, "host") - before[1]) == (
+            (4 - len(kept)) * CHUNK,
+            len(kept) * CHUNK,
+        )
         eventually(lambda: two.chunks() == 4)
 
 
-def test_a_chunk_of_which_vllm_has_the_first_block_itself(two: Two, a: Instance, b: Instance) -> None:
+def test_a_chunk_of_which_vllm_has_the_first_block_itself(
+    two: Two, a: Instance, b: Instance
+) -> None:
     """The whole chunk goes into the pool, that block included."""
     tokens, own = two.kept(a)
     assert b.one(tokens[: CHUNK + BLOCK + 1], params=UNCACHED).cached == 0
@@ -169,8 +187,12 @@ def test_what_a_pool_too_small_has_lost_still_hits(two: Two, b: Instance) -> Non
     assert b.counter("vllm:vcache_offload_written_chunks") >= 32
 
 
-def test_a_router_knows_from_events_what_the_pool_has(two: Two, a: Instance, b: Instance, router: Router) -> None:
-    """What b stored, or had brought from the store, and no more than is there: whoever takes it out."""
+def test_a_router_knows_from_events_what_the_pool_has(
+    two: Two, a: Instance, b: Instance, router: Router
+) -> None:
+    """What b stored, or had brought from the store, and no more than is there: whoever takes it
+    out.
+    """
     two.empty()
     prompts, short = [new_tokens(HITS + 17) for _ in range(6)], new_tokens(3)
 
@@ -180,8 +202,15 @@ def test_a_router_knows_from_events_what_the_pool_has(two: Two, a: Instance, b: 
         blocks = router.finds()["CPU"]
         ends = {block[:HASH_BYTES] for block, tokens in blocks.items() if len(tokens) % CHUNK == 0}
         there = {key[NAMESPACE_BYTES:-RANK_BYTES] for key in two.second.chunk_keys()}
-        right = all(any(tokens == one[: len(tokens)] for one in prompts) for tokens in blocks.values())
-        return right and ends == there and len(there) in chunks and len(blocks) == len(there) * CHUNK // BLOCK
+        right = all(
+            any(tokens == one[: len(tokens)] for one in prompts) for tokens in blocks.values()
+        )
+        return (
+            right
+            and ends == there
+            and len(there) in chunks
+            and len(blocks) == len(there) * CHUNK // BLOCK
+        )
 
     eventually(lambda: agrees(0))
     two.keep(a, prompts[0])
@@ -199,24 +228,39 @@ def test_a_router_knows_from_events_what_the_pool_has(two: Two, a: Instance, b: 
     eventually(lambda: agrees(0))
 
 
-def test_who_shares_in_place_offloads_what_it_saves_and_reads_what_others_have(two: Two, a: Instance) -> None:
+def test_who_shares_in_place_offloads_what_it_saves_and_reads_what_others_have(
+    two: Two, a: Instance
+) -> None:
     in_place = {**two.settings(ROOM), "connector": {"share": "in_place", "min_hit_tokens": CHUNK}}
-    router, tokens, leaving_no_trace = Router(two.second.folder, "c"), new_tokens(HITS + 17), {"vcache": {"store": False}}
+    router, tokens, leaving_no_trace = (
+        Router(two.second.folder, "c"),
+        new_tokens(HITS + 17),
+        {"vcache": {"store": False}},
+    )
     c = two.second.connect("c", in_place, **router.settings)
     assert c.one(tokens).cached == 0
     assert c.ask("told")
     own = c.one(tokens)
     assert c.counter("vllm:vcache_stored_tokens") == 0
     # What is in place, vLLM has announced, and nobody else.
-    eventually(lambda: {medium: len(blocks) for medium, blocks in router.finds().items()} == {"GPU": HITS // BLOCK, "CPU": 0})
+    eventually(
+        lambda: (
+            {medium: len(blocks) for medium, blocks in router.finds().items()}
+            == {"GPU": HITS // BLOCK, "CPU": 0}
+        )
+    )
     # Nothing runs any more, so this is what the next request may overwrite.
     c.step(1)
     from_below = loaded(a, "store")
-    hit = eventually(lambda: (answer := a.again(tokens, params=leaving_no_trace)).cached == HITS and answer)
+    hit = eventually(
+        lambda: (answer := a.again(tokens, params=leaving_no_trace)).cached == HITS and answer
+    )
     assert own.cached == HITS <= loaded(a, "store") - from_below
     assert hit.said == own.said
     c.one(new_tokens(3), max_tokens=1)
-    saved = eventually(lambda: len(blocks := list(router.finds()["CPU"].values())) == HITS // BLOCK and blocks)
+    saved = eventually(
+        lambda: len(blocks := list(router.finds()["CPU"].values())) == HITS // BLOCK and blocks
+    )
     assert saved == [tokens[: end + BLOCK] for end in range(0, HITS, BLOCK)]
     tokens, own = two.kept(a)
     hit = c.one(tokens)
@@ -235,7 +279,9 @@ def test_two_requests_for_the_same_chunks_at_once(two: Two, a: Instance, b: Inst
 
 
 def test_announced_chunks_and_chunks_for_one_reader(two: Two, a: Instance, b: Instance) -> None:
-    """Announced ones come from the pool, whatever lies below; what was for one reader is nowhere after that."""
+    """Announced ones come from the pool, whatever lies below; what was for one reader is nowhere
+    after that.
+    """
     two.empty()
     tokens = new_tokens(HITS + 17)
     _, names = two.keep(b, tokens)
@@ -274,7 +320,9 @@ def test_a_damaged_object_is_computed_and_removed(two: Two, a: Instance, b: Inst
     assert again.said == own.said
 
 
-def test_a_chunk_that_is_gone_below_may_be_in_the_pool_by_then(two: Two, a: Instance, b: Instance) -> None:
+def test_a_chunk_that_is_gone_below_may_be_in_the_pool_by_then(
+    two: Two, a: Instance, b: Instance
+) -> None:
     """Another request has put it there, since the load began."""
     two.empty()
     tokens = new_tokens(HITS + 17)
@@ -302,7 +350,11 @@ def test_a_chunk_that_is_gone_below_may_be_in_the_pool_by_then(two: Two, a: Inst
         (answer,) = place.while_there(move, Prompt(tokens))
     assert answer.agrees(own)
     after = loaded(b, "store"), loaded(b, "host"), b.counter("vllm:vcache_recomputed_tokens")
-    assert [now - then for now, then in zip(after, before, strict=True)] == [2 * CHUNK, CHUNK, CHUNK]
+    assert [now - then for now, then in zip(after, before, strict=True)] == [
+        2 * CHUNK,
+        CHUNK,
+        CHUNK,
+    ]
 
 
 def test_a_load_is_not_over_before_its_copy_is(two: Two, a: Instance, b: Instance) -> None:
@@ -321,8 +373,12 @@ def test_a_load_is_not_over_before_its_copy_is(two: Two, a: Instance, b: Instanc
     eventually(lambda: two.chunks() == 4)
 
 
-def test_a_block_has_no_new_owner_before_its_promotion_has_read_it(two: Two, a: Instance, b: Instance) -> None:
-    """What came from the store is copied into the pool, out of blocks that are given back meanwhile."""
+def test_a_block_has_no_new_owner_before_its_promotion_has_read_it(
+    two: Two, a: Instance, b: Instance
+) -> None:
+    """What came from the store is copied into the pool, out of blocks that are given back
+    meanwhile.
+    """
     tokens, own = two.kept(a)
     with meddled(b, GATHER, "slow", 30.0, times=1):
         assert b.one(tokens, params={"vcache": {"store": True}}).said == own.said
@@ -382,7 +438,9 @@ def test_a_store_that_fails_under_a_load_costs_a_computation(
 
 
 @pytest.mark.parametrize("place", [FETCH, UPLOAD], ids=["before it is read", "before it is copied"])
-def test_a_pool_whose_server_dies_under_a_load_from_below(two: Two, a: Instance, b: Instance, place: str) -> None:
+def test_a_pool_whose_server_dies_under_a_load_from_below(
+    two: Two, a: Instance, b: Instance, place: str
+) -> None:
     """What is on its way needs no server."""
     tokens, computed = two.kept(a)
     lost = b.counter("vllm:vcache_recomputed_tokens")
@@ -417,7 +475,10 @@ PLACES = [
     FETCH,
     UPLOAD,
     f"{LOAD}.to_promote",
-    *(f"vcache_backend.transfer.sources:OffloadSource.{name}" for name in ("prepare", "expects", "launch")),
+    *(
+        f"vcache_backend.transfer.sources:OffloadSource.{name}"
+        for name in ("prepare", "expects", "launch")
+    ),
     "vcache_backend.transfer.sources:_OffloadedPart.settle",
     *(f"{OURS}.stores:Stores.{name}" for name in ("promote", "_store", "measure")),
     f"{OURS}.offload:OffloadLookup.extend",
@@ -451,7 +512,9 @@ def test_what_a_request_does_not_want(two: Two, a: Instance, b: Instance, wish: 
     assert two.chunks() == (1 if wish == "store" else 5)
 
 
-def test_after_a_reset_nothing_of_before_is_taken_from_below(two: Two, a: Instance, b: Instance) -> None:
+def test_after_a_reset_nothing_of_before_is_taken_from_below(
+    two: Two, a: Instance, b: Instance
+) -> None:
     """A reset is for weights that have changed, and the store has the old ones' chunks."""
     two.empty()
     tokens = new_tokens(HITS + 17)
@@ -499,18 +562,27 @@ def test_a_store_that_was_never_there_costs_nothing(two: Two) -> None:
 
 
 def test_one_worker_that_cannot_read_the_store_is_enough_to_leave_it(own_depot: Depot) -> None:
-    """Of two workers both said so, in one step; what is slow is as slow as the slower one, which has half of each chunk."""
+    """Of two workers both said so, in one step; what is slow is as slow as the slower one, which
+    has half of each chunk.
+    """
     with beside_vllm() as worker:
-        assert worker.ask(reported, own_depot.offload(retry_seconds=0.1)) == [(False, 2e9), (True, 6e9)]
+        assert worker.ask(reported, own_depot.offload(retry_seconds=0.1)) == [
+            (False, 2e9),
+            (True, 6e9),
+        ]
 
 
 def reported(served: object, config: OffloadConfig) -> list[tuple[bool, float | None]]:
-    """In a process with vLLM: what the scheduler makes of the two workers' reports, and of one worker's second."""
+    """In a process with vLLM: what the scheduler makes of the two workers' reports, and of one
+    worker's second.
+    """
     halves, metadata = (import_module(f"{OURS}.{name}") for name in ("offload", "metadata"))
     link, told = metadata.Link, metadata.WorkerReport
     with closing(halves.OffloadLookup(config, 2, False)) as below:
         eventually(lambda: below.usable)
-        below.note(told(links={0: link(True, 4e9)}).aggregate(told(links={1: link(False, 1e9)})).links)
+        below.note(
+            told(links={0: link(True, 4e9)}).aggregate(told(links={1: link(False, 1e9)})).links
+        )
         first = below.usable, below._tier.bandwidth
         below.note({1: link(True, 3e9)})
         return [first, (below.usable, below._tier.bandwidth)]

@@ -1,4 +1,6 @@
-"""Real vLLM on the CPU in several processes, as in production: tensor parallel ranks, `vllm serve`, another connector beside ours."""
+"""Real vLLM on the CPU in several processes, as in production: tensor parallel ranks, `vllm serve`,
+another connector beside ours.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +44,25 @@ from benchmarks.processes import free_ports
 from vcache_backend.errors import ConfigError
 
 WHY_NOT = missing(())
-NO_SERVER = missing(("watchfiles", "prometheus-fastapi-instrumentator", "model-hosting-container-standards"))
+NO_SERVER = missing(
+    ("watchfiles", "prometheus-fastapi-instrumentator", "model-hosting-container-standards")
+)
 __all__ = ["here"]
-pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "vLLM is here"), pytest.mark.timeout(300)]
-APART: dict[str, str | None] = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+pytestmark = [
+    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "vLLM is here"),
+    pytest.mark.timeout(300),
+]
+APART: dict[str, str | None] = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+}
 """The engine in a process of its own; its workers run what a test gives them."""
 RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-STAGES = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp", "worker_cls": "vllm_variants.Stage"}
+STAGES = {
+    "pipeline_parallel_size": 2,
+    "distributed_executor_backend": "mp",
+    "worker_cls": "vllm_variants.Stage",
+}
 LENGTH = 4 * CHUNK
 PAGES = [ROOT / "README.md", ROOT / "docs" / "vllm.md"]
 
@@ -63,7 +77,9 @@ AHEAD = "vcache_backend.integration.vllm.worker:WorkerSide.begin_ahead"
 
 
 @contextmanager
-def at_rank(instance: Instance, rank: int, place: str, action: str = "count", times: int = FOREVER) -> Iterator[list[int]]:
+def at_rank(
+    instance: Instance, rank: int, place: str, action: str = "count", times: int = FOREVER
+) -> Iterator[list[int]]:
     """As `meddled`, in the process of one rank; then how often each rank came by."""
     instance.ask("meddle_at", rank, place, action, times)
     calls: list[int] = []
@@ -83,10 +99,17 @@ def lost_by_one(reader: Instance, tokens: list[int]) -> tuple[Answer, Answer]:
 
 
 @pytest.mark.parametrize(
-    "which", ["ranks", "stages", pytest.param("lmcache", marks=pytest.mark.skipif(bool(missing()), reason="no LMCache"))]
+    "which",
+    [
+        "ranks",
+        "stages",
+        pytest.param("lmcache", marks=pytest.mark.skipif(bool(missing()), reason="no LMCache")),
+    ],
 )
 def test_each_rank_stores_and_loads_its_part(here: Node, which: str) -> None:
-    """And one look-up answers for all; of tensor parallel ranks one lease, under which both read in the step that runs the request."""
+    """And one look-up answers for all; of tensor parallel ranks one lease, under which both read in
+    the step that runs the request.
+    """
     with (here.start if which == "lmcache" else here.connect)(
         which, environment=APART, **(STAGES if which == "stages" else RANKS)
     ) as ranks:
@@ -104,7 +127,11 @@ def test_each_rank_stores_and_loads_its_part(here: Node, which: str) -> None:
         with here.corrupted():
             assert ranks.again(tokens).differs(computed)
         here.unleased()
-        keys = eventually(lambda: len(new := [key for key in here.chunk_keys() if key not in known]) == 2 * 4 and new)
+        keys = eventually(
+            lambda: (
+                len(new := [key for key in here.chunk_keys() if key not in known]) == 2 * 4 and new
+            )
+        )
         with here.connection() as client:
             assert client.remove([key for key in keys if key.endswith(b"\0\1")][2:3]) == 1
         without = ranks.again(tokens, params={"vcache": {"store": False}})
@@ -112,17 +139,25 @@ def test_each_rank_stores_and_loads_its_part(here: Node, which: str) -> None:
         # Which of the four it was, the journal does not say.
         assert without.cached in (0, CHUNK, 2 * CHUNK, 3 * CHUNK)
         if which == "ranks":
-            longer, before = tokens + new_tokens(3 * CHUNK), ranks.one(new_tokens(BLOCK)) and here.chunks()
+            longer, before = (
+                tokens + new_tokens(3 * CHUNK),
+                ranks.one(new_tokens(BLOCK)) and here.chunks(),
+            )
             lost, right = lost_by_one(ranks, longer)
             assert lost.agrees(right)
             # Also what was lacking before.
             here.stored(before + 2 * 3 + 1)
             after = ranks.again(longer)
             assert after.cached == LENGTH + 3 * CHUNK
-            assert after.agrees(right), "what a rank computed from what the other one lacked is in the pool"
+            assert after.agrees(right), (
+                "what a rank computed from what the other one lacked is in the pool"
+            )
             # As a prefill server is asked: there is no later step to store it.
             before = here.chunks()
-            assert ranks.again(longer + new_tokens(2 * CHUNK), max_tokens=1).cached == LENGTH + 3 * CHUNK
+            assert (
+                ranks.again(longer + new_tokens(2 * CHUNK), max_tokens=1).cached
+                == LENGTH + 3 * CHUNK
+            )
             here.stored(before + 2 * 2)
 
 
@@ -130,17 +165,36 @@ def test_each_rank_stores_and_loads_its_part(here: Node, which: str) -> None:
     "isolated",
     [
         pytest.param(
-            True, id="in containers", marks=pytest.mark.skipif(bool(containers()), reason=f"no namespaces: {containers()}")
+            True,
+            id="in containers",
+            marks=pytest.mark.skipif(bool(containers()), reason=f"no namespaces: {containers()}"),
         ),
-        pytest.param(False, id="side by side", marks=pytest.mark.skipif(not containers(), reason="is tested in containers")),
+        pytest.param(
+            False,
+            id="side by side",
+            marks=pytest.mark.skipif(not containers(), reason="is tested in containers"),
+        ),
     ],
 )
-def test_each_rank_reads_from_the_same_rank_of_another_instance(tmp_path: Path, isolated: bool) -> None:
-    """In place: a chunk is found once both ranks have published the same of it. From its container the server sees nobody's pid."""
-    settings = {"connector": {"share": "in_place", "min_hit_tokens": CHUNK}, "pool": {"segment_bytes": 0}}
+def test_each_rank_reads_from_the_same_rank_of_another_instance(
+    tmp_path: Path, isolated: bool
+) -> None:
+    """In place: a chunk is found once both ranks have published the same of it. From its container
+    the server sees nobody's pid.
+    """
+    settings = {
+        "connector": {"share": "in_place", "min_hit_tokens": CHUNK},
+        "pool": {"segment_bytes": 0},
+    }
     with node(tmp_path, isolated=isolated) as here:
         owner = here.connect("owner", settings, environment=APART, **RANKS)
-        reader = here.connect("reader", settings, environment=APART, otlp_traces_endpoint="http://127.0.0.1:4317", **RANKS)
+        reader = here.connect(
+            "reader",
+            settings,
+            environment=APART,
+            otlp_traces_endpoint="http://127.0.0.1:4317",
+            **RANKS,
+        )
         tokens = new_tokens(LENGTH + 17)
         computed = owner.one(tokens)
         eventually(lambda: [one.resident for one in here.stats().instances] == [4])
@@ -162,9 +216,16 @@ def test_each_rank_reads_from_the_same_rank_of_another_instance(tmp_path: Path, 
                 *["vcache.load.worker"] * 2,
             ]
             assert (load[3]["vcache.tokens"], load[3]["vcache.synchronous"]) == (LENGTH, not beside)
-            assert load[1] < min(begin for _, begin, *_ in workers) <= max(end for _, _, end, _ in workers) == load[2]
+            assert (
+                load[1]
+                < min(begin for _, begin, *_ in workers)
+                <= max(end for _, _, end, _ in workers)
+                == load[2]
+            )
             assert sorted(said["vcache.worker"] for *_, said in workers) == [0, 1]
-            assert {said["vcache.bytes"] == said["vcache.bytes.resident"] > 0 for *_, said in workers} == {True}
+            assert {
+                said["vcache.bytes"] == said["vcache.bytes.resident"] > 0 for *_, said in workers
+            } == {True}
         longer = tokens + new_tokens(3 * CHUNK)
         lost, right = lost_by_one(reader, longer)
         assert lost.agrees(right)
@@ -178,10 +239,23 @@ def test_each_rank_reads_from_the_same_rank_of_another_instance(tmp_path: Path, 
 
 
 def test_whichever_comes_first_both_connectors_work(here: Node) -> None:
-    tokens, warning = new_tokens(LENGTH + 1), 'put "kv_load_failure_policy":"recompute" beside "kv_connector":"MultiConnector"'
-    first = here.alone("second-of-two", APART, kv_transfer_config=both(here, "one", ours_first=False), **WITHOUT_HYBRID)
+    tokens, warning = (
+        new_tokens(LENGTH + 1),
+        'put "kv_load_failure_policy":"recompute" beside "kv_connector":"MultiConnector"',
+    )
+    first = here.alone(
+        "second-of-two",
+        APART,
+        kv_transfer_config=both(here, "one", ours_first=False),
+        **WITHOUT_HYBRID,
+    )
     policy = {"kv_load_failure_policy": "recompute"}
-    second = here.alone("first-of-two", APART, kv_transfer_config=both(here, "two", ours_first=True, **policy), **WITHOUT_HYBRID)
+    second = here.alone(
+        "first-of-two",
+        APART,
+        kv_transfer_config=both(here, "two", ours_first=True, **policy),
+        **WITHOUT_HYBRID,
+    )
     computed = here.keep(first, tokens)
     eventually(lambda: first.counter("vllm:vcache_stored_tokens") == LENGTH)
     assert warning in first.log
@@ -189,7 +263,9 @@ def test_whichever_comes_first_both_connectors_work(here: Node) -> None:
     found = second.one(tokens)
     assert found.cached == LENGTH
     assert found.agrees(computed)
-    eventually(lambda: second.counter("vllm:prompt_tokens_cached_by_source", source="host") == LENGTH)
+    eventually(
+        lambda: second.counter("vllm:prompt_tokens_cached_by_source", source="host") == LENGTH
+    )
     assert warning not in second.log
     first.close()
     second.close()
@@ -197,9 +273,14 @@ def test_whichever_comes_first_both_connectors_work(here: Node) -> None:
 
 def test_what_another_connector_failed_to_load_reaches_nobody_through_the_pool(here: Node) -> None:
     """vLLM computes it again, behind a step that has computed with it."""
-    name, runner = {"ours_first": False, "kv_load_failure_policy": "recompute"}, APART | {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    name, runner = (
+        {"ours_first": False, "kv_load_failure_policy": "recompute"},
+        APART | {"VLLM_USE_V2_MODEL_RUNNER": "0"},
+    )
     given = both(here, "failing", "FailingConnector", **name)
-    failing = here.alone("failing", runner, kv_transfer_config=given, async_scheduling=False, **WITHOUT_HYBRID)
+    failing = here.alone(
+        "failing", runner, kv_transfer_config=given, async_scheduling=False, **WITHOUT_HYBRID
+    )
     reader, tokens = here.connect("reader", environment=runner), new_tokens(LENGTH + 17)
     computed = here.keep(failing, tokens)
     failing.forget()
@@ -214,8 +295,12 @@ def test_what_another_connector_failed_to_load_reaches_nobody_through_the_pool(h
         one.close()
 
 
-def test_vllms_own_offloading_connector_brings_what_it_has_and_ours_what_others_have(here: Node) -> None:
-    """It reads what the last step computed when the next one is planned already: until then no copy of ours may fill those blocks."""
+def test_vllms_own_offloading_connector_brings_what_it_has_and_ours_what_others_have(
+    here: Node,
+) -> None:
+    """It reads what the last step computed when the next one is planned already: until then no copy
+    of ours may fill those blocks.
+    """
     tokens = new_tokens(LENGTH + 1)
     writer, offloads = (
         here.connect("writer"),
@@ -226,21 +311,28 @@ def test_vllms_own_offloading_connector_brings_what_it_has_and_ours_what_others_
         from_pool = offloads.one(tokens)
     with at_rank(writer, 0, f"{AHEAD}|{SYNCHRONOUS}") as alone:
         writer.again(tokens)
-    assert (beside_it, alone) == ([1], [2]), "a load in the step, which begins ahead where ours is alone"
+    assert (beside_it, alone) == ([1], [2]), (
+        "a load in the step, which begins ahead where ours is alone"
+    )
     eventually(lambda: offloads.counter("vllm:vcache_loaded_tokens") == LENGTH)
     own, offloaded = offloads.one(tokens), offloads.again(tokens)
     assert (from_pool.cached, own.cached, offloaded.cached) == (LENGTH, LENGTH, LENGTH)
     assert from_pool.said == own.said == offloaded.said
     assert from_pool.agrees(computed)
     offloads.one(new_tokens(BLOCK))  # what the steps before have counted is here by now
-    assert offloads.counter("vllm:vcache_loaded_tokens") == LENGTH, "the second time it was not ours"
+    assert offloads.counter("vllm:vcache_loaded_tokens") == LENGTH, (
+        "the second time it was not ours"
+    )
     for one in (writer, offloads):
         one.close()
 
 
-def test_what_another_connector_still_stores_is_not_overwritten_by_a_load_of_ours(here: Node) -> None:
-    """vLLM's OffloadingConnector copies what the last step of a request has computed only when the next one runs, which may give its blocks
-    to somebody else: a load of ours must not have begun by then."""
+def test_what_another_connector_still_stores_is_not_overwritten_by_a_load_of_ours(
+    here: Node,
+) -> None:
+    """vLLM's OffloadingConnector copies what the last step of a request has computed only when the
+    next one runs, which may give its blocks to somebody else: a load of ours must not have begun by
+    then."""
     first, second = new_tokens(6 * CHUNK + 1), new_tokens(6 * CHUNK + 1)
     writer = here.connect("writer")
     here.keep(writer, second)
@@ -266,11 +358,20 @@ OFFLOADING = {
 WITHOUT_HYBRID = {"disable_hybrid_kv_cache_manager": True}
 
 
-def both(here: Node, storage: str, kind: str = "BesideConnector", *, ours_first: bool, **more: Any) -> dict[str, Any]:
+def both(
+    here: Node, storage: str, kind: str = "BesideConnector", *, ours_first: bool, **more: Any
+) -> dict[str, Any]:
     """storage: a name; the other connector has nothing under a new one."""
-    other = {"kv_connector": kind, "kv_connector_module_path": "vllm_variants", "kv_role": "kv_both"}
+    other = {
+        "kv_connector": kind,
+        "kv_connector_module_path": "vllm_variants",
+        "kv_role": "kv_both",
+    }
     return beside(
-        here, other | {"kv_connector_extra_config": {"shared_storage_path": str(here.folder / storage)}}, ours_first, **more
+        here,
+        other | {"kv_connector_extra_config": {"shared_storage_path": str(here.folder / storage)}},
+        ours_first,
+        **more,
     )
 
 
@@ -291,22 +392,57 @@ def beside(here: Node, other: dict[str, Any], ours_first: bool, **more: Any) -> 
 def serving(
     here: Node, *transfers: dict[str, Any], more: Sequence[str] = (), **environment: str
 ) -> Iterator[dict[str, Instance]]:
-    """Servers by their addresses, one for each `kv_transfer_config`. Front ends and engines are processes of their own. more: arguments."""
+    """Servers by their addresses, one for each `kv_transfer_config`. Front ends and engines are
+    processes of their own. more: arguments.
+    """
     ports = free_ports(len(transfers))
     common = [
-        *("--model", str(here.model), "--served-model-name", "tiny", "--host", "127.0.0.1", "--dtype", "bfloat16"),
-        *("--block-size", str(BLOCK), "--kv-cache-memory-bytes", str(4096 * TOKEN_BYTES), "--max-model-len", "1024"),
-        *("--max-num-seqs", "4", "--skip-tokenizer-init", "--enforce-eager", "--enable-prompt-tokens-details"),
+        *(
+            "--model",
+            str(here.model),
+            "--served-model-name",
+            "tiny",
+            "--host",
+            "127.0.0.1",
+            "--dtype",
+            "bfloat16",
+        ),
+        *(
+            "--block-size",
+            str(BLOCK),
+            "--kv-cache-memory-bytes",
+            str(4096 * TOKEN_BYTES),
+            "--max-model-len",
+            "1024",
+        ),
+        *(
+            "--max-num-seqs",
+            "4",
+            "--skip-tokenizer-init",
+            "--enforce-eager",
+            "--enable-prompt-tokens-details",
+        ),
     ]
     # The mode of developers has the address that resets the cache.
     given = APART | {"VLLM_SERVER_DEV_MODE": "1"} | environment
     with ExitStack() as undo:
         servers = {}
         for port, transfer in zip(ports, transfers, strict=True):
-            arguments = [*common, *more, "--port", str(port), "--kv-transfer-config", json.dumps(transfer)]
-            servers[port] = undo.enter_context(Instance(here.folder, f"server-{port}", given, arguments, serve))
+            arguments = [
+                *common,
+                *more,
+                "--port",
+                str(port),
+                "--kv-transfer-config",
+                json.dumps(transfer),
+            ]
+            servers[port] = undo.enter_context(
+                Instance(here.folder, f"server-{port}", given, arguments, serve)
+            )
         for port, server in servers.items():
-            eventually(lambda port=port, server=server: listens(port) or server.ended(), START_SECONDS)
+            eventually(
+                lambda port=port, server=server: listens(port) or server.ended(), START_SECONDS
+            )
             assert server.alive, server.log[-4000:]
         yield {f"http://127.0.0.1:{port}": server for port, server in servers.items()}
 
@@ -316,10 +452,23 @@ def listens(port: int) -> bool:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
-def complete(address: str, tokens: list[int], rank: int = 0, **wishes: Any) -> tuple[list[int], int]:
-    """The tokens of the answer, and how many of the prompt were not computed. rank: who is to answer, with data parallelism."""
-    asked = {"model": "tiny", "prompt": tokens, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    body = json.dumps(asked | {"detokenize": False, "kv_transfer_params": {"vcache": wishes}}).encode()
+def complete(
+    address: str, tokens: list[int], rank: int = 0, **wishes: Any
+) -> tuple[list[int], int]:
+    """The tokens of the answer, and how many of the prompt were not computed. rank: who is to
+    answer, with data parallelism.
+    """
+    asked = {
+        "model": "tiny",
+        "prompt": tokens,
+        "max_tokens": 6,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    body = json.dumps(
+        asked | {"detokenize": False, "kv_transfer_params": {"vcache": wishes}}
+    ).encode()
     headers = {"Content-Type": "application/json", "X-data-parallel-rank": str(rank)}
     request = Request(f"{address}/v1/completions", body, headers)
     with urlopen(request, timeout=ANSWER_SECONDS) as answer:
@@ -329,7 +478,9 @@ def complete(address: str, tokens: list[int], rank: int = 0, **wishes: Any) -> t
 
 
 def counted(address: str, series: str) -> float:
-    """A series of the server's metrics: its name, with some of its labels, such as `name{label="value"`."""
+    """A series of the server's metrics: its name, with some of its labels, such as
+    `name{label="value"`.
+    """
     name, _, label = series.partition("{")
     with urlopen(f"{address}/metrics", timeout=ANSWER_SECONDS) as answer:
         lines = answer.read().decode().splitlines()
@@ -355,8 +506,12 @@ def test_wishes_come_with_the_body_and_metrics_say_what_was_loaded(here: Node) -
         urlopen(reset, timeout=ANSWER_SECONDS).close()
         assert complete(address, tokens, consume_once=True) == (computed, LENGTH)
         eventually(lambda: here.stats().chunks == 0)
-        eventually(lambda: counted(address, 'vllm:vcache_loaded_tokens_total{tier="host"') == LENGTH)
-        assert counted(address, 'vllm:vcache_loaded_bytes_total{tier="host"') == LENGTH * TOKEN_BYTES
+        eventually(
+            lambda: counted(address, 'vllm:vcache_loaded_tokens_total{tier="host"') == LENGTH
+        )
+        assert (
+            counted(address, 'vllm:vcache_loaded_bytes_total{tier="host"') == LENGTH * TOKEN_BYTES
+        )
         assert counted(address, "vllm:vcache_lookup_hit_tokens_total") == LENGTH
         assert counted(address, "vllm:vcache_load_seconds_count") == 1
         assert counted(address, "vllm:vcache_failures_total") == 0
@@ -366,9 +521,19 @@ def test_wishes_come_with_the_body_and_metrics_say_what_was_loaded(here: Node) -
 def test_a_mistake_in_the_settings_is_the_last_line_of_vllms_log(here: Node) -> None:
     """Nothing of vLLM has started by then: there is nobody else who would go on, or say more."""
     wrong = here.transfer({"pool": {"segment_bites": "1 GiB"}})
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(here.model)]
-    given = {name: value for name, value in QUIET.items() if value is not None} | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    with Child([*command, "--skip-tokenizer-init", "--kv-transfer-config", json.dumps(wrong)], **given) as child:
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(here.model),
+    ]
+    given = {name: value for name, value in QUIET.items() if value is not None} | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1"
+    }
+    with Child(
+        [*command, "--skip-tokenizer-init", "--kv-transfer-config", json.dumps(wrong)], **given
+    ) as child:
         status, log = child.wait(START_SECONDS)
     said = "vcache: kv_connector_extra_config: Object contains unknown field `segment_bites` - at `$.pool`; did you mean `segment_bytes`?"
     assert log.endswith(f"{said}\n"), log
@@ -376,7 +541,9 @@ def test_a_mistake_in_the_settings_is_the_last_line_of_vllms_log(here: Node) -> 
 
 
 def _configured(_: object, model: str, transfers: list[dict[str, Any]]) -> tuple[list[str], bool]:
-    """What somebody else's program gets of vLLM for each; and whether our plugin is there once if it is loaded twice."""
+    """What somebody else's program gets of vLLM for each; and whether our plugin is there once if
+    it is loaded twice.
+    """
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
 
@@ -384,7 +551,9 @@ def _configured(_: object, model: str, transfers: list[dict[str, Any]]) -> tuple
 
     said = []
     for transfer in transfers:
-        arguments = EngineArgs(model=model, skip_tokenizer_init=True, kv_transfer_config=KVTransferConfig(**transfer))
+        arguments = EngineArgs(
+            model=model, skip_tokenizer_init=True, kv_transfer_config=KVTransferConfig(**transfer)
+        )
         try:
             said.append(arguments.create_engine_config().kv_transfer_config.kv_connector)
         except ConfigError as error:
@@ -395,12 +564,19 @@ def _configured(_: object, model: str, transfers: list[dict[str, Any]]) -> tuple
 
 def test_a_program_can_catch_the_mistake_and_right_settings_are_no_mistake(here: Node) -> None:
     right, wrong = here.transfer(), here.transfer({"pool": {"device": "gpu9"}})
-    transfers = [right, wrong, both(here, "none", ours_first=False), beside(here, wrong, ours_first=False)]
+    transfers = [
+        right,
+        wrong,
+        both(here, "none", ours_first=False),
+        beside(here, wrong, ours_first=False),
+    ]
     with beside_vllm() as worker:
         said, once = worker.ask(_configured, str(here.model), transfers)
     assert [said[0], said[2], once] == ["VCacheConnector", "MultiConnector", True]
     for at, where in ((1, ""), (3, "connectors[0]: ")):
-        assert said[at].startswith(f"{where}kv_connector_extra_config: device must be auto, host, host:NAME")
+        assert said[at].startswith(
+            f"{where}kv_connector_extra_config: device must be auto, host, host:NAME"
+        )
         assert "got 'gpu9'" in said[at]
 
 
@@ -410,14 +586,22 @@ def _models(_: object, commands: list[list[str]]) -> list[str]:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = make_arg_parser(FlexibleArgumentParser())
-    return [(found := parser.parse_args(arguments)).model_tag or found.model for arguments in commands]
+    return [
+        (found := parser.parse_args(arguments)).model_tag or found.model for arguments in commands
+    ]
 
 
 def test_vllm_understands_its_commands_as_the_pages_have_them() -> None:
     programs = r"vllm serve |-m vllm\.entrypoints\.openai\.api_server "
-    found = {"".join(re.split(programs, command)[1:]) for page in COMMANDS for command in commands(page)}
+    found = {
+        "".join(re.split(programs, command)[1:]) for page in COMMANDS for command in commands(page)
+    }
     written = re.findall(r"export VCACHE='(.*)'", PAGES[1].read_text())[0]
-    asked = [[written if word == "$VCACHE" else word for word in shlex.split(one) if word != "…"] for one in found if one]
+    asked = [
+        [written if word == "$VCACHE" else word for word in shlex.split(one) if word != "…"]
+        for one in found
+        if one
+    ]
     with beside_vllm() as worker:
         assert set(worker.ask(_models, asked)) == {"MODEL", "/tmp/tiny"}
     assert len(asked) > 4
@@ -425,20 +609,37 @@ def test_vllm_understands_its_commands_as_the_pages_have_them() -> None:
 
 @pytest.mark.skipif(bool(NO_SERVER), reason=NO_SERVER or "its parts are here")
 @pytest.mark.parametrize("share", ["pool", "auto"])
-def test_the_documents_one_command_shares_what_its_data_parallel_ranks_compute(tmp_path: Path, share: str) -> None:
+def test_the_documents_one_command_shares_what_its_data_parallel_ranks_compute(
+    tmp_path: Path, share: str
+) -> None:
     """Each is an instance of its own. Nobody has started a server."""
-    (written,) = {shown for page in PAGES for shown in re.findall(r"export VCACHE='(.*)'", page.read_text())}
+    (written,) = {
+        shown for page in PAGES for shown in re.findall(r"export VCACHE='(.*)'", page.read_text())
+    }
     here, config = Node(tmp_path), tmp_path / "vcache.yaml"
     in_place, tokens = share == "auto", new_tokens(LENGTH + 1)
     # As nothing is lent, `auto` is in place.
-    sections = here.transfer({"connector": {"share": "in_place"}} if in_place else {})["kv_connector_extra_config"]
-    config.write_text(json.dumps(sections | ({"connector": sections["connector"] | {"share": share}} if in_place else {})))
+    sections = here.transfer({"connector": {"share": "in_place"}} if in_place else {})[
+        "kv_connector_extra_config"
+    ]
+    config.write_text(
+        json.dumps(
+            sections | ({"connector": sections["connector"] | {"share": share}} if in_place else {})
+        )
+    )
     try:
-        with serving(here, json.loads(written), more=("--data-parallel-size", "2"), VCACHE_CONFIG=str(config)) as (address,):
+        with serving(
+            here, json.loads(written), more=("--data-parallel-size", "2"), VCACHE_CONFIG=str(config)
+        ) as (address,):
             assert complete(address, tokens)[1] == 0
             own = complete(address, tokens)
             complete(address, new_tokens(BLOCK), rank=1)
-            eventually(lambda: sorted(one.resident for one in here.stats().instances if one.id) == [0, 4] * in_place)
+            eventually(
+                lambda: (
+                    sorted(one.resident for one in here.stats().instances if one.id)
+                    == [0, 4] * in_place
+                )
+            )
             eventually(lambda: here.stats().chunks == 4 * (not in_place))
             hit = complete(address, tokens, rank=1)
             assert (hit[1], own[1]) == (LENGTH, LENGTH)

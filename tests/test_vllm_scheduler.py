@@ -1,5 +1,5 @@
-"""The half of the connector in vLLM's scheduler, with vLLM's requests and a real metadata server: what is asked and when it counts,
-which chunks a step stores, and what a worker's report changes."""
+"""The half of the connector in vLLM's scheduler, with vLLM's requests and a real metadata server:
+what is asked and when it counts, which chunks a step stores, and what a worker's report changes."""
 
 from __future__ import annotations
 
@@ -40,8 +40,22 @@ from vllm.v1.request import Request
 from vcache_backend import status
 from vcache_backend.config import ByteSize, ConnectorConfig, PoolConfig
 from vcache_backend.engine import VCacheEngine
-from vcache_backend.integration.vllm import compat, groups, introduction, lookups, savings, synchronous, tracked
-from vcache_backend.integration.vllm.metadata import REFUSED, LoadSpan, Shard, StepMetadata, WorkerReport
+from vcache_backend.integration.vllm import (
+    compat,
+    groups,
+    introduction,
+    lookups,
+    savings,
+    synchronous,
+    tracked,
+)
+from vcache_backend.integration.vllm.metadata import (
+    REFUSED,
+    LoadSpan,
+    Shard,
+    StepMetadata,
+    WorkerReport,
+)
 from vcache_backend.integration.vllm.model_spec import ShardSpec
 from vcache_backend.integration.vllm.scheduler import SchedulerSide
 from vcache_backend.integration.vllm.stats import Meter
@@ -74,23 +88,44 @@ class Side:
     """A scheduler's half whose workers have said what they hold."""
 
     def __init__(
-        self, here: Node, undo: ExitStack, window: int = 0, ranks: int = 1, state: bool = False, **connector: Any
+        self,
+        here: Node,
+        undo: ExitStack,
+        window: int = 0,
+        ranks: int = 1,
+        state: bool = False,
+        **connector: Any,
     ) -> None:
-        """window: of a second block table, vLLM's first. ranks: tensor parallel ones. state: what the first table's layers keep."""
+        """window: of a second block table, vLLM's first. ranks: tensor parallel ones. state: what
+        the first table's layers keep.
+        """
         self.meter, self.client = Meter(), undo.enter_context(here.client())
         config = here.config("host", chunk_size=CHUNK)
         settings = ConnectorConfig(**{"share": "pool", "min_hit_tokens": CHUNK} | connector)
         config = msgspec.structs.replace(config, connector=settings)
-        one = {"parallel_config__tensor_parallel_size": ranks, "parallel_config__pipeline_parallel_size": 1}
+        one = {
+            "parallel_config__tensor_parallel_size": ranks,
+            "parallel_config__pipeline_parallel_size": 1,
+        }
         vllm = vllm_config(**one, kv_events_config=None, use_v2_model_runner=True)
-        vllm.cache_config.prefix_caching_hash_algo, vllm.cache_config.prefix_match_unit = "sha256", None
+        vllm.cache_config.prefix_caching_hash_algo, vllm.cache_config.prefix_match_unit = (
+            "sha256",
+            None,
+        )
         vllm.cache_config.enable_prefix_caching, vllm.parallel_config.data_parallel_size = True, 1
         vllm.scheduler_config = SimpleNamespace(async_scheduling=True, max_num_batched_tokens=64)
         vllm.observability_config = SimpleNamespace(otlp_traces_endpoint="http://127.0.0.1:4317")
         sizes = {"block_size": BLOCK, "num_kv_heads": 4, "head_size": 8, "dtype": torch.bfloat16}
         specs = [SlidingWindowSpec(sliding_window=window, **sizes)] if window else []
         if state:
-            specs = [MambaSpec(block_size=BLOCK, shapes=((2, 3),), dtypes=(torch.float32,), mamba_cache_mode="align")]
+            specs = [
+                MambaSpec(
+                    block_size=BLOCK,
+                    shapes=((2, 3),),
+                    dtypes=(torch.float32,),
+                    mamba_cache_mode="align",
+                )
+            ]
         named = [KVCacheGroupSpec(["layer"], one) for one in (*specs, FullAttentionSpec(**sizes))]
         caches = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=named)
         self.vllm, self.caches, self.config = vllm, caches, config
@@ -99,7 +134,9 @@ class Side:
         self.client.clear()
         eventually(lambda: self.leases() == 0)
         sizes = {"dtype": "bfloat16", "kv_layout": "x", "layers": 1, "block_size": BLOCK}
-        shards = {(0, rank): Shard(ShardSpec(pp_rank=0, tp_rank=rank, **sizes)) for rank in range(ranks)}
+        shards = {
+            (0, rank): Shard(ShardSpec(pp_rank=0, tp_rank=rank, **sizes)) for rank in range(ranks)
+        }
         self.segments = {segment.id: "host" for segment in self.client.list_segments()}
         self.report(shards=shards, segments=dict.fromkeys(range(ranks), self.segments))
         assert self.half.instance.open()
@@ -126,9 +163,15 @@ class Side:
     def matched(self, request: Request, local: int = 0) -> tuple[int | None, bool]:
         return self.half.matched(request, local)
 
-    def allocated(self, request: Request, external: int = CHUNKS * CHUNK, end: int = CHUNKS * CHUNK) -> None:
-        """vLLM has blocks for the request's tokens up to `end`, of which the last `external` are to be loaded."""
-        self.half.allocated(request, SimpleNamespace(get_block_ids=lambda: (blocks_of(end),)), external)
+    def allocated(
+        self, request: Request, external: int = CHUNKS * CHUNK, end: int = CHUNKS * CHUNK
+    ) -> None:
+        """vLLM has blocks for the request's tokens up to `end`, of which the last `external` are to
+        be loaded.
+        """
+        self.half.allocated(
+            request, SimpleNamespace(get_block_ids=lambda: (blocks_of(end),)), external
+        )
 
     def asked(self, *requests: str) -> int:
         return asked(self.client, *requests)
@@ -136,29 +179,41 @@ class Side:
     def leases(self) -> int:
         return self.client.stats().leases
 
-    def step(self, *new: tuple[Request, int], cached: tuple[Request, int, int, Any] | None = None) -> StepMetadata:
-        """One step. new: requests that begin with so many tokens. cached: one that goes on, from where, with how many, in which new
-        blocks: a list, or one a table."""
+    def step(
+        self, *new: tuple[Request, int], cached: tuple[Request, int, int, Any] | None = None
+    ) -> StepMetadata:
+        """One step. new: requests that begin with so many tokens. cached: one that goes on, from
+        where, with how many, in which new blocks: a list, or one a table."""
         begin = [(request, 0, count, (list(range(-(-count // BLOCK))),)) for request, count in new]
         return self._step(begin, [] if cached is None else [cached])
 
-    def begun(self, request: Request, computed: int, count: int, rows: tuple[list[int], ...]) -> StepMetadata:
-        """One step, in which the request begins behind `computed` tokens, with the blocks of all its tables."""
+    def begun(
+        self, request: Request, computed: int, count: int, rows: tuple[list[int], ...]
+    ) -> StepMetadata:
+        """One step, in which the request begins behind `computed` tokens, with the blocks of all
+        its tables.
+        """
         return self._step([(request, computed, count, rows)], [])
 
-    def _step(self, begin: list[tuple[Request, int, int, Any]], go_on: list[tuple[Request, int, int, Any]]) -> StepMetadata:
+    def _step(
+        self, begin: list[tuple[Request, int, int, Any]], go_on: list[tuple[Request, int, int, Any]]
+    ) -> StepMetadata:
         scheduled = {request.request_id: count for request, _, count, _ in begin + go_on}
         output = SimpleNamespace(
             num_scheduled_tokens=scheduled,
             total_num_scheduled_tokens=sum(scheduled.values()),
             scheduled_new_reqs=[
-                SimpleNamespace(req_id=request.request_id, block_ids=rows, num_computed_tokens=computed)
+                SimpleNamespace(
+                    req_id=request.request_id, block_ids=rows, num_computed_tokens=computed
+                )
                 for request, computed, _, rows in begin
             ],
             scheduled_cached_reqs=SimpleNamespace(
                 req_ids=[request.request_id for request, *_ in go_on],
                 num_computed_tokens=[computed for _, computed, _, _ in go_on],
-                new_block_ids=[(blocks,) if isinstance(blocks, list) else blocks for *_, blocks in go_on],
+                new_block_ids=[
+                    (blocks,) if isinstance(blocks, list) else blocks for *_, blocks in go_on
+                ],
                 resumed_req_ids=set(),
             ),
         )
@@ -176,8 +231,12 @@ def new_request(tokens: int | list[int] = PROMPT, **vcache: Any) -> Request:
     number = next(_made)
     return Request(
         request_id=str(number),
-        prompt_token_ids=random.Random(number).choices(range(1000), k=tokens) if isinstance(tokens, int) else tokens,
-        sampling_params=SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": {"vcache": vcache}}),
+        prompt_token_ids=random.Random(number).choices(range(1000), k=tokens)
+        if isinstance(tokens, int)
+        else tokens,
+        sampling_params=SamplingParams(
+            max_tokens=4, extra_args={"kv_transfer_params": {"vcache": vcache}}
+        ),
         pooling_params=None,
         block_hasher=kv_cache_utils.get_request_block_hasher(BLOCK, sha256),
     )
@@ -214,11 +273,15 @@ def asynchronous(make: Callable[..., Side]) -> Side:
 
 # ---- when an answer counts
 
-ways = pytest.mark.parametrize(("sync", "ahead"), [(0, False), (0, True), (2048, False), (2048, True)], ids=str)
+ways = pytest.mark.parametrize(
+    ("sync", "ahead"), [(0, False), (0, True), (2048, False), (2048, True)], ids=str
+)
 
 
 @ways
-def test_an_answer_of_before_a_reset_is_no_answer_after_it(make: Callable[..., Side], sync: int, ahead: bool) -> None:
+def test_an_answer_of_before_a_reset_is_no_answer_after_it(
+    make: Callable[..., Side], sync: int, ahead: bool
+) -> None:
     """Of a request that waits to be scheduled meanwhile: its chunks are those of other weights."""
     side, request = make(sync_below_tokens=sync), new_request()
     side.put(request)
@@ -234,7 +297,9 @@ def test_an_answer_of_before_a_reset_is_no_answer_after_it(make: Callable[..., S
 
 
 def test_what_workers_say_of_a_reset_does_not_end_a_later_one(side: Side) -> None:
-    """Steps that were planned between the two may still store what is of weights before the later one."""
+    """Steps that were planned between the two may still store what is of weights before the later
+    one.
+    """
     request = new_request()
     assert side.half.reset()
     first = side.step()
@@ -265,7 +330,9 @@ def test_what_began_before_a_reset_that_vllm_did_not_make_is_never_stored(side: 
     assert side.matched(request) == (0, False)
     assert side.step((request, CHUNK + BLOCK)).stores
     side.reset()
-    assert side.step(cached=(request, CHUNK + BLOCK, CHUNK, list(range(50, 50 + each)))).stores == []
+    assert (
+        side.step(cached=(request, CHUNK + BLOCK, CHUNK, list(range(50, 50 + each)))).stores == []
+    )
     side.half.finished(request)
     # What is computed behind it, found in vLLM's own cache, is no better; nor behind that.
     own = [*range(each + 1), *range(50, 50 + each - 1)]
@@ -281,7 +348,10 @@ def test_what_began_before_a_reset_that_vllm_did_not_make_is_never_stored(side: 
     assert [len(store.keys) for store in side.begun(fresh, 0, 2 * CHUNK, (own,)).stores] == [2]
     behind = same_prompt(request)
     assert side.matched(behind, 2 * CHUNK) == (0, False)
-    assert [len(store.keys) for store in side.begun(behind, 2 * CHUNK, CHUNK, ([*own, *range(70, 70 + each)],)).stores] == [3]
+    assert [
+        len(store.keys)
+        for store in side.begun(behind, 2 * CHUNK, CHUNK, ([*own, *range(70, 70 + each)],)).stores
+    ] == [3]
 
 
 def test_what_a_load_brings_that_began_before_a_reset_is_not_built_on(asynchronous: Side) -> None:
@@ -295,8 +365,12 @@ def test_what_a_load_brings_that_began_before_a_reset_is_not_built_on(asynchrono
 
 
 @pytest.mark.parametrize("local", [0, 1])
-def test_what_others_bring_after_a_reset_that_vllm_did_not_make_is_not_built_on(side: Side, local: int) -> None:
-    """Another connector's tokens, or a part of a block that vLLM copies from another: whoever had the block since, it may be of before."""
+def test_what_others_bring_after_a_reset_that_vllm_did_not_make_is_not_built_on(
+    side: Side, local: int
+) -> None:
+    """Another connector's tokens, or a part of a block that vLLM copies from another: whoever had
+    the block since, it may be of before.
+    """
     request, own = new_request(), blocks_of(2 * CHUNK)
     assert side.matched(request) == (0, False)
     side.reset()
@@ -312,18 +386,25 @@ def test_what_others_bring_after_a_reset_that_vllm_did_not_make_is_not_built_on(
 
 
 def test_who_is_computed_again_after_a_reset_is_stored_from_the_start(side: Side) -> None:
-    """vLLM has preempted all that ran, and its own cache is empty; what was stored before is gone from the pool."""
+    """vLLM has preempted all that ran, and its own cache is empty; what was stored before is gone
+    from the pool.
+    """
     request, each = new_request(), CHUNK // BLOCK
     side.half.watch(BlockPool(num_gpu_blocks=64, enable_caching=True, hash_block_size=BLOCK))
     assert side.matched(request) == (0, False)
     assert side.step((request, CHUNK)).stores
     side.reset()
     assert side.matched(request) == (0, False)
-    assert [len(store.keys) for store in side.begun(request, 0, 2 * CHUNK, (list(range(2 * each)),)).stores] == [2]
+    assert [
+        len(store.keys)
+        for store in side.begun(request, 0, 2 * CHUNK, (list(range(2 * each)),)).stores
+    ] == [2]
 
 
 @ways
-def test_what_was_sent_ahead_is_asked_once(make: Callable[..., Side], sync: int, ahead: bool) -> None:
+def test_what_was_sent_ahead_is_asked_once(
+    make: Callable[..., Side], sync: int, ahead: bool
+) -> None:
     side, request = make(sync_below_tokens=sync), new_request()
     side.put(request)
     before = side.asked()
@@ -334,7 +415,10 @@ def test_what_was_sent_ahead_is_asked_once(make: Callable[..., Side], sync: int,
     assert side.leases() == (1 if sync else 0)
     counters = side.meter.take()
     assert counters is not None
-    assert counters.data["counters"] == {"lookup_asked_tokens": {"": 80}, "lookup_hit_tokens": {"": 80}}
+    assert counters.data["counters"] == {
+        "lookup_asked_tokens": {"": 80},
+        "lookup_hit_tokens": {"": 80},
+    }
 
 
 def test_a_request_that_waits_is_looked_up_again_and_its_tokens_are_counted_once(
@@ -352,10 +436,15 @@ def test_a_request_that_waits_is_looked_up_again_and_its_tokens_are_counted_once
     eventually(lambda: status.tokens(side.client.stats()) == (asked + 80, found + 80))
     counters = side.meter.take()
     assert counters is not None
-    assert counters.data["counters"] == {"lookup_asked_tokens": {"": 80}, "lookup_hit_tokens": {"": 80}}
+    assert counters.data["counters"] == {
+        "lookup_asked_tokens": {"": 80},
+        "lookup_hit_tokens": {"": 80},
+    }
 
 
-def test_what_was_sent_ahead_too_long_ago_is_asked_again(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_sent_ahead_too_long_ago_is_asked_again(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Somebody may have stored it meanwhile; and the lease on what there was is given back."""
     request = new_request()
     side.put(request, 2)
@@ -368,7 +457,9 @@ def test_what_was_sent_ahead_too_long_ago_is_asked_again(side: Side, monkeypatch
 
 @pytest.mark.parametrize("end", ["finished", "while the client is busy", "joined"])
 def test_a_lease_nobody_reads_under_is_given_back(side: Side, end: str) -> None:
-    """The request is aborted before vLLM comes to it; or another one runs by then, which a synchronous load would hold up."""
+    """The request is aborted before vLLM comes to it; or another one runs by then, which a
+    synchronous load would hold up.
+    """
     request = new_request()
     side.put(request)
     side.half.arrived(request)
@@ -439,7 +530,9 @@ def test_a_lease_that_begins_before_what_vllm_lacks_serves_from_there(side: Side
     assert (load.skip, load.wanted) == (1, list(range(109, 120)))
 
 
-def test_a_chunk_missing_from_the_pool_that_vllm_has_itself_hides_nothing(asynchronous: Side) -> None:
+def test_a_chunk_missing_from_the_pool_that_vllm_has_itself_hides_nothing(
+    asynchronous: Side,
+) -> None:
     request = new_request()
     asynchronous.put(request)
     asynchronous.client.remove(asynchronous.keys(request)[:1])
@@ -450,7 +543,9 @@ def test_a_chunk_missing_from_the_pool_that_vllm_has_itself_hides_nothing(asynch
 def test_what_vllms_own_cache_has_is_not_asked_for(asynchronous: Side) -> None:
     request = new_request()
     own: set[bytes] = set()
-    asynchronous.half.prefix_cache = SimpleNamespace(get_cached_block=lambda block, groups: block in own)
+    asynchronous.half.prefix_cache = SimpleNamespace(
+        get_cached_block=lambda block, groups: block in own
+    )
     before = asynchronous.asked()
     own |= set(request.block_hashes[: (CHUNKS - 1) * CHUNK // BLOCK + 1])
     asynchronous.half.arrived(request)
@@ -466,8 +561,8 @@ def test_what_vllms_own_cache_has_is_not_asked_for(asynchronous: Side) -> None:
 def test_one_lease_speaks_for_all_ranks_until_all_have_read_and_nothing_is_stored_before(
     make: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chunk that one rank lacks ends the hit; a segment that one of them cannot read, or more than a lease is for, makes the load
-    asynchronous."""
+    """A chunk that one rank lacks ends the hit; a segment that one of them cannot read, or more
+    than a lease is for, makes the load asynchronous."""
     side, request = make(ranks=2), new_request()
     side.put(request)
     side.put(request, 3, rank=1)
@@ -489,7 +584,10 @@ def test_one_lease_speaks_for_all_ranks_until_all_have_read_and_nothing_is_store
     (load,) = first.loads
     assert load.lease is not None
     for rank in range(2):
-        assert load.lease.locations[rank :: load.lease.ranks][:3] == side.client.acquire(of_rank(load.keys, rank)).locations
+        assert (
+            load.lease.locations[rank :: load.lease.ranks][:3]
+            == side.client.acquire(of_rank(load.keys, rank)).locations
+        )
     # The other rank may yet say that its load failed, of a step that both have computed with.
     assert first.stores == side.step(cached=(request, PROMPT, 1, None)).stores == []
     # Of others nothing was computed with it, but of those that have its blocks.
@@ -500,11 +598,15 @@ def test_one_lease_speaks_for_all_ranks_until_all_have_read_and_nothing_is_store
     assert side.begun(same, 3 * CHUNK, PROMPT - 3 * CHUNK, (own,)).stores == []
     assert side.leases() == 3
     side.report(read={load.number})
-    assert [len(store.keys) for store in side.step(cached=(request, PROMPT + 1, 1, None)).stores] == [CHUNKS - 3]
+    assert [
+        len(store.keys) for store in side.step(cached=(request, PROMPT + 1, 1, None)).stores
+    ] == [CHUNKS - 3]
     eventually(lambda: side.leases() == 2)
 
 
-def test_what_was_computed_with_another_connectors_load_is_stored_when_that_has_held(side: Side) -> None:
+def test_what_was_computed_with_another_connectors_load_is_stored_when_that_has_held(
+    side: Side,
+) -> None:
     """Under MultiConnector: it may be part of the step, and fail."""
     request = new_request()
     assert side.matched(request) == (0, False)
@@ -513,12 +615,17 @@ def test_what_was_computed_with_another_connectors_load_is_stored_when_that_has_
     assert first.stores == side.step(cached=(request, PROMPT, 1, None)).stores == []
     side.report(read={first.echo})
     # It failed: vLLM goes back.
-    assert [len(store.keys) for store in side.step(cached=(request, 0, PROMPT, None)).stores] == [CHUNKS]
+    assert [len(store.keys) for store in side.step(cached=(request, 0, PROMPT, None)).stores] == [
+        CHUNKS
+    ]
 
 
-def test_states_are_stored_once_the_loads_they_were_computed_behind_have_held(make: Callable[..., Side]) -> None:
-    """Under MultiConnector, with another connector's load in the step: also for a request that begins with what was computed behind it,
-    whose table of states has none of that load's blocks."""
+def test_states_are_stored_once_the_loads_they_were_computed_behind_have_held(
+    make: Callable[..., Side],
+) -> None:
+    """Under MultiConnector, with another connector's load in the step: also for a request that
+    begins with what was computed behind it, whose table of states has none of that load's
+    blocks."""
     side, request, each = make(state=True), new_request(), CHUNK // BLOCK
     same = same_prompt(request)
     assert side.matched(request) == (0, False)
@@ -556,7 +663,9 @@ def test_chunks_are_stored_by_the_step_that_completes_them(side: Side) -> None:
 
 
 @pytest.mark.parametrize(("which", "count"), [("all", 1), ("prompt", 0)])
-def test_tokens_guessed_ahead_are_not_stored_and_answers_if_wanted(make: Callable[..., Side], which: str, count: int) -> None:
+def test_tokens_guessed_ahead_are_not_stored_and_answers_if_wanted(
+    make: Callable[..., Side], which: str, count: int
+) -> None:
     side, request = make(store=which), new_request(CHUNK + 1)
     side.matched(request)
     assert len(side.step((request, CHUNK + 1)).stores) == 1
@@ -576,7 +685,9 @@ def test_what_was_loaded_is_not_stored_again_unless_the_load_failed(asynchronous
     assert side.step((request, PROMPT)).stores == []
     side.report(failed={request.request_id})
     assert side.matched(request) == (0, False), "it does not look again"
-    assert stored(side.step((request, PROMPT))) == [(CHUNKS, list(range(CHUNKS * CHUNK // BLOCK)), 0)]
+    assert stored(side.step((request, PROMPT))) == [
+        (CHUNKS, list(range(CHUNKS * CHUNK // BLOCK)), 0)
+    ]
 
 
 @pytest.fixture
@@ -597,7 +708,9 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
 def test_spans_of_instances_that_vllm_gave_one_seed_have_names_of_their_own(
     make: Callable[..., Side], spans: Callable[[], Any]
 ) -> None:
-    """OpenTelemetry draws them from Python's generator, which vLLM seeds alike in every instance."""
+    """OpenTelemetry draws them from Python's generator, which vLLM seeds alike in every
+    instance.
+    """
     state = random.getstate()
     for _ in range(2):
         side, request = make(), new_request()
@@ -620,16 +733,31 @@ def test_where_vllm_traces_a_look_up_and_a_load_are_spans_of_their_request(
     side.allocated(request)
     side.step((request, PROMPT))
     side.half.finished(request)
-    assert [span.name for span in spans()] == ["vcache.lookup"], "it may end with the step that loads"
+    assert [span.name for span in spans()] == ["vcache.lookup"], (
+        "it may end with the step that loads"
+    )
     other = LoadSpan("another", 0, 1, 2, {}, 0.0, 0.0, "")
     now = time.time_ns()
-    mine = other._replace(request_id=request.request_id, began=now + 5, ended=now + 9, nbytes={"peer": 7, "own": 1})
+    mine = other._replace(
+        request_id=request.request_id, began=now + 5, ended=now + 9, nbytes={"peer": 7, "own": 1}
+    )
     side.report(spans=[other, mine])
     lookup, worker, load = spans()
-    assert (worker.name, worker.start_time, worker.end_time, load.end_time) == ("vcache.load.worker", now + 5, now + 9, now + 9)
+    assert (worker.name, worker.start_time, worker.end_time, load.end_time) == (
+        "vcache.load.worker",
+        now + 5,
+        now + 9,
+        now + 9,
+    )
     assert (worker.attributes["vcache.bytes"], worker.attributes["vcache.bytes.peer"]) == (8, 7)
-    assert (worker.parent.span_id, worker.context.trace_id) == (load.context.span_id, load.context.trace_id)
-    assert (lookup.attributes["vcache.local_tokens"], lookup.attributes["vcache.found_tokens"]) == (0, CHUNKS * CHUNK)
+    assert (worker.parent.span_id, worker.context.trace_id) == (
+        load.context.span_id,
+        load.context.trace_id,
+    )
+    assert (lookup.attributes["vcache.local_tokens"], lookup.attributes["vcache.found_tokens"]) == (
+        0,
+        CHUNKS * CHUNK,
+    )
     assert (load.name, load.attributes["vcache.tokens"]) == ("vcache.load", CHUNKS * CHUNK)
     assert load.attributes["vcache.synchronous"] == bool(sync)
     assert lookup.start_time < lookup.end_time
@@ -640,11 +768,20 @@ def test_where_vllm_traces_a_look_up_and_a_load_are_spans_of_their_request(
 
 
 @pytest.mark.parametrize("sync", [0, 2048])
-def test_vllm_hears_where_the_tokens_of_a_hit_lay(here: Node, make: Callable[..., Side], sync: int) -> None:
-    """By segment: of a load in the step from its lease, of one between steps the server is asked, unless all of the pool is in one place.
-    Here a segment on the own GPU, one on a peer's; the first block is vLLM's own, the last one is computed."""
-    with VCacheEngine(here.config("host:peer", 1 << 20), layout_of(Cache())), here.stage.client(device="host:peer") as peer:
-        side, (request, plain) = make(sync_below_tokens=sync), (new_request(CHUNKS * CHUNK), new_request())
+def test_vllm_hears_where_the_tokens_of_a_hit_lay(
+    here: Node, make: Callable[..., Side], sync: int
+) -> None:
+    """By segment: of a load in the step from its lease, of one between steps the server is asked,
+    unless all of the pool is in one place. Here a segment on the own GPU, one on a peer's; the
+    first block is vLLM's own, the last one is computed."""
+    with (
+        VCacheEngine(here.config("host:peer", 1 << 20), layout_of(Cache())),
+        here.stage.client(device="host:peer") as peer,
+    ):
+        side, (request, plain) = (
+            make(sync_below_tokens=sync),
+            (new_request(CHUNKS * CHUNK), new_request()),
+        )
         side.put(request, 2)
         assert stored_by(peer, side.keys(request)) == CHUNKS - 2
         own, far = sorted(side.client.list_segments(), key=lambda segment: segment.device)
@@ -653,7 +790,10 @@ def test_vllm_hears_where_the_tokens_of_a_hit_lay(here: Node, make: Callable[...
         assert side.matched(request, BLOCK) == (external, not sync)
         before = side.asked("Contains")
         side.allocated(request, external)
-        assert side.half.hit_sources(request, external) == {"device": 2 * CHUNK - BLOCK, "p2p": 3 * CHUNK - BLOCK}
+        assert side.half.hit_sources(request, external) == {
+            "device": 2 * CHUNK - BLOCK,
+            "p2p": 3 * CHUNK - BLOCK,
+        }
         assert side.asked("Contains") - before == (0 if sync else 1)
         side.report(segments={0: {own.id: "own"}})
         side.put(plain)
@@ -696,21 +836,31 @@ WINDOW, ROWS = 9, (list(range(1, 21)), list(range(101, 121)))
 """Of the window a hit needs two blocks, half a chunk."""
 
 
-def test_a_store_has_blocks_of_every_table_and_all_that_get_an_owner_are_fenced(make: Callable[..., Side]) -> None:
+def test_a_store_has_blocks_of_every_table_and_all_that_get_an_owner_are_fenced(
+    make: Callable[..., Side],
+) -> None:
     side, request = make(window=WINDOW), new_request()
     side.matched(request)
     meta = side.begun(request, 0, 2 * CHUNK, ROWS)
     assert meta.fresh == list(ROWS)
-    assert [store.blocks for store in meta.stores] == [[101, 102, 103, 104, 3, 4, 105, 106, 107, 108, 7, 8]]
+    assert [store.blocks for store in meta.stores] == [
+        [101, 102, 103, 104, 3, 4, 105, 106, 107, 108, 7, 8]
+    ]
 
 
-def test_who_goes_on_gets_blocks_of_every_table_and_what_a_load_left_out_is_not_built_on(make: Callable[..., Side]) -> None:
-    """The step also has a load of which nobody knows what it is: all blocks of its request count as not filled."""
+def test_who_goes_on_gets_blocks_of_every_table_and_what_a_load_left_out_is_not_built_on(
+    make: Callable[..., Side],
+) -> None:
+    """The step also has a load of which nobody knows what it is: all blocks of its request count as
+    not filled.
+    """
     side, request, other = make(window=WINDOW), new_request(), new_request()
     side.matched(request)
     assert not side.begun(request, 0, CHUNK - 1, tuple(row[:4] for row in ROWS)).stores
     side.matched(other)
-    side.half.lost(other, SimpleNamespace(get_block_ids=lambda: ([0, 30, 31], [130, 131, 132])), CHUNK)
+    side.half.lost(
+        other, SimpleNamespace(get_block_ids=lambda: ([0, 30, 31], [130, 131, 132])), CHUNK
+    )
     rows = tuple(row[4:8] for row in ROWS)
     meta = side.step(cached=(request, CHUNK - 1, CHUNK + 1, rows))
     assert meta.fresh[1:] == list(rows)
@@ -719,21 +869,29 @@ def test_who_goes_on_gets_blocks_of_every_table_and_what_a_load_left_out_is_not_
     assert store.blocks == [101, 102, 103, 104, 3, 4, 105, 106, 107, 108, 7, 8]
     assert sorted(store.before) == [*range(1, 9), *range(101, 109)]
     # A table that ends before the others has no more chunks than it has whole.
-    (store,) = side.step(cached=(request, 2 * CHUNK, 2 * CHUNK, (ROWS[0][8:15], ROWS[1][8:16]))).stores
+    (store,) = side.step(
+        cached=(request, 2 * CHUNK, 2 * CHUNK, (ROWS[0][8:15], ROWS[1][8:16]))
+    ).stores
     assert len(store.keys) == 1
 
 
 def test_of_what_windows_have_passed_nothing_is_stored(make: Callable[..., Side]) -> None:
-    """A prefix in vLLM's own cache: of its windows the last one is there, and so is the chunk that ends with it."""
+    """A prefix in vLLM's own cache: of its windows the last one is there, and so is the chunk that
+    ends with it.
+    """
     side, request = make(window=WINDOW), new_request()
     side.matched(request, 3 * CHUNK)
     passed = (3 * CHUNK - WINDOW + 1) // BLOCK
-    (store,) = side.begun(request, 3 * CHUNK, CHUNK, ([0] * passed + ROWS[0][passed:], ROWS[1])).stores
+    (store,) = side.begun(
+        request, 3 * CHUNK, CHUNK, ([0] * passed + ROWS[0][passed:], ROWS[1])
+    ).stores
     assert store.keys == side.keys(request)[2:4]
     assert store.blocks == [109, 110, 111, 112, 11, 12, 113, 114, 115, 116, 15, 16]
 
 
-def test_a_hit_ends_with_a_chunk_and_is_loaded_where_vllm_wants_it(make: Callable[..., Side]) -> None:
+def test_a_hit_ends_with_a_chunk_and_is_loaded_where_vllm_wants_it(
+    make: Callable[..., Side],
+) -> None:
     side, request = make(window=WINDOW, sync_below_tokens=0), new_request(CHUNKS * CHUNK)
     side.put(request)
     assert side.matched(request, CHUNK + BLOCK) == (3 * CHUNK - BLOCK, True)
@@ -743,11 +901,32 @@ def test_a_hit_ends_with_a_chunk_and_is_loaded_where_vllm_wants_it(make: Callabl
     side.half.allocated(request, SimpleNamespace(get_block_ids=lambda: rows), 3 * CHUNK - BLOCK)
     (load,) = side.step().loads
     assert load.keys == side.keys(request)[1:4]
-    assert load.blocks == [-1, 106, 107, 108, -1, -1, 109, 110, 111, 112, -1, -1, 113, 114, 115, 116, 15, 16]
+    assert load.blocks == [
+        -1,
+        106,
+        107,
+        108,
+        -1,
+        -1,
+        109,
+        110,
+        111,
+        112,
+        -1,
+        -1,
+        113,
+        114,
+        115,
+        116,
+        15,
+        16,
+    ]
     assert load.wanted == [*range(106, 117), 15, 16]
 
 
-def test_pages_of_several_sizes_which_vllm_shows_workers_alone_are_refused_by_their_word(make: Callable[..., Side]) -> None:
+def test_pages_of_several_sizes_which_vllm_shows_workers_alone_are_refused_by_their_word(
+    make: Callable[..., Side],
+) -> None:
     """Otherwise the first request waits ten seconds for them."""
     side, sizes = make(), {"block_size": BLOCK, "head_size": 8, "dtype": torch.bfloat16}
     layers = {f"layer {heads}": FullAttentionSpec(num_kv_heads=heads, **sizes) for heads in (1, 2)}
@@ -770,12 +949,18 @@ def test_workers_that_never_describe_their_kv_caches_are_named(
 ) -> None:
     monkeypatch.setattr(introduction, "INTRODUCTION_SECONDS", -1.0)
     side = make(ranks=3)
-    late = introduction.Introduction(side.config, compat.read_model(side.vllm, side.caches, ""), BLOCK, None)
-    shard = Shard(ShardSpec(pp_rank=0, tp_rank=1, dtype="bfloat16", kv_layout="x", layers=1, block_size=BLOCK))
+    late = introduction.Introduction(
+        side.config, compat.read_model(side.vllm, side.caches, ""), BLOCK, None
+    )
+    shard = Shard(
+        ShardSpec(pp_rank=0, tp_rank=1, dtype="bfloat16", kv_layout="x", layers=1, block_size=BLOCK)
+    )
     late.note({(0, 1): shard}, {})
     assert not late.waits()
     assert late.refused.startswith("1 of 3 workers have described their KV caches")
-    assert late.refused.endswith("see the log of the others: pipeline rank 0, tensor rank 0; pipeline rank 0, tensor rank 2")
+    assert late.refused.endswith(
+        "see the log of the others: pipeline rank 0, tensor rank 0; pipeline rank 0, tensor rank 2"
+    )
     late.close()
 
 
@@ -795,7 +980,10 @@ def test_a_pool_that_nothing_is_stored_in_is_told_with_its_size(
 
 @pytest.mark.parametrize("sync", [0, 2048])
 def test_where_a_load_cannot_fail_by_request_it_runs_in_the_step_or_not_at_all(
-    make: Callable[..., Side], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, sync: int
+    make: Callable[..., Side],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    sync: int,
 ) -> None:
     """As before vLLM 0.30. Chunks are stored all the same."""
     monkeypatch.setattr(compat, "fails_by_request", lambda: False)
@@ -814,7 +1002,9 @@ def test_where_a_load_cannot_fail_by_request_it_runs_in_the_step_or_not_at_all(
     eventually(lambda: side.leases() == 0)
 
 
-def test_a_load_of_which_an_exception_comes_late_is_told_once(asynchronous: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_of_which_an_exception_comes_late_is_told_once(
+    asynchronous: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM takes a request that is over twice for a defect of its own."""
     side, request = asynchronous, new_request()
     side.put(request)
@@ -822,7 +1012,9 @@ def test_a_load_of_which_an_exception_comes_late_is_told_once(asynchronous: Side
     monkeypatch.setattr(side.half.savings, "loading", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         side.allocated(request)
-    side.half.lost(request, SimpleNamespace(get_block_ids=lambda: (blocks_of(CHUNKS * CHUNK),)), CHUNKS * CHUNK)
+    side.half.lost(
+        request, SimpleNamespace(get_block_ids=lambda: (blocks_of(CHUNKS * CHUNK),)), CHUNKS * CHUNK
+    )
     assert [load.lost for load in side.step().loads] == [True]
 
 
@@ -832,8 +1024,9 @@ def test_a_load_of_which_an_exception_comes_late_is_told_once(asynchronous: Side
 def test_what_a_hit_has_saved_is_what_its_tokens_would_have_taken_less_its_load(
     make: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A token takes what it took in steps that began whole prompts, each from the end of the step before it; loads that fail at a worker
-    save nothing, nor do those of a prompt that was computed for its reader."""
+    """A token takes what it took in steps that began whole prompts, each from the end of the step
+    before it; loads that fail at a worker save nothing, nor do those of a prompt that was computed
+    for its reader."""
     side, now, long = make(ranks=2), [0.0], 1200
     half = side.half
     monkeypatch.setattr(savings, "monotonic", lambda: now[0])
@@ -870,7 +1063,13 @@ def test_what_a_hit_has_saved_is_what_its_tokens_would_have_taken_less_its_load(
         side.allocated(request)
         side.step((request, PROMPT))
         for rank, (seconds, failure) in enumerate(ended):
-            side.report(spans=[LoadSpan(request.request_id, rank, 1, 2, {}, seconds / 4, seconds * 3 / 4, failure)])
+            side.report(
+                spans=[
+                    LoadSpan(
+                        request.request_id, rank, 1, 2, {}, seconds / 4, seconds * 3 / 4, failure
+                    )
+                ]
+            )
 
     hit((0.125, ""), (0.25, ""))
     hit((0.125, ""), (0.25, "lease_lost"))

@@ -1,4 +1,6 @@
-"""The throughput benchmark: its requests, their ceilings, its client, its rows; and, where an OpenAI server runs, all of it."""
+"""The throughput benchmark: its requests, their ceilings, its client, its rows; and, where an
+OpenAI server runs, all of it.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +49,19 @@ TRACE = [
 def plan(tmp_path: Path) -> Plan:
     """A quarter of the trace's lengths, in its own time divided by 6000, all of it."""
     path = tmp_path / "trace.jsonl"
-    lines = [{"timestamp": at, "input_length": length, "output_length": 9, "hash_ids": ids} for at, length, ids in TRACE]
+    lines = [
+        {"timestamp": at, "input_length": length, "output_length": 9, "hash_ids": ids}
+        for at, length, ids in TRACE
+    ]
     path.write_text("\n".join(map(json.dumps, lines)))
-    return change(TINY.plan, trace=str(path), trace_block=128, trace_tokens=10**9, trace_seconds=2.0, longest=1000)
+    return change(
+        TINY.plan,
+        trace=str(path),
+        trace_block=128,
+        trace_tokens=10**9,
+        trace_seconds=2.0,
+        longest=1000,
+    )
 
 
 def change(plan: Plan, **over: Any) -> Plan:
@@ -74,10 +86,14 @@ def test_prefix_repetition_asks_every_prefix_with_as_many_suffixes_of_two_server
     assert {len(each.tokens) for each in requests} == {plan.prefix + plan.suffix}
     assert len({each.tokens.tobytes() for each in requests}) == plan.prefixes * plan.repeats
     assert [each.server for each in requests[:4]] == [0, 1, 0, 1]
-    assert prefixes.keys() != {each.tokens[: plan.prefix].tobytes() for each in requests[: plan.prefixes]}, "not shuffled"
+    assert prefixes.keys() != {
+        each.tokens[: plan.prefix].tobytes() for each in requests[: plan.prefixes]
+    }, "not shuffled"
 
 
-def test_a_replay_shares_what_the_trace_shares_at_a_quarter_of_its_lengths_and_at_its_times(plan: Plan) -> None:
+def test_a_replay_shares_what_the_trace_shares_at_a_quarter_of_its_lengths_and_at_its_times(
+    plan: Plan,
+) -> None:
     requests = conversations(plan)
     assert [len(each.tokens) for each in requests] == [300, 175, 375, 75, 500, 1000]
     assert [each.at for each in requests] == [0.0, 0.0, 0.5, 1.0, 1.5, 2.0]
@@ -89,8 +105,15 @@ def test_a_replay_shares_what_the_trace_shares_at_a_quarter_of_its_lengths_and_a
 
 
 def test_conversations_are_drawn_whole(plan: Plan) -> None:
-    assert [len(each.tokens) for each in conversations(change(plan, trace_turns=2))] == [300, 375, 500]
-    drawn = {tuple(len(each.tokens) for each in conversations(change(plan, trace_tokens=1, seed=seed))) for seed in range(20)}
+    assert [len(each.tokens) for each in conversations(change(plan, trace_turns=2))] == [
+        300,
+        375,
+        500,
+    ]
+    drawn = {
+        tuple(len(each.tokens) for each in conversations(change(plan, trace_tokens=1, seed=seed)))
+        for seed in range(20)
+    }
     assert drawn == {(300, 375, 500), (175,), (75,), (1000,)}
 
 
@@ -111,7 +134,11 @@ def test_the_unfiltered_trace_is_a_part_of_it_as_it_is(plan: Plan) -> None:
 @pytest.mark.parametrize("workload", [prefix_repetition, conversations])
 def test_two_runs_ask_the_same_and_another_seed_something_else(plan: Plan, workload: Any) -> None:
     one, again, other = (
-        [(each.tokens.tobytes(), each.at, each.server) for each in workload(change(plan, seed=seed))] for seed in (1, 1, 2)
+        [
+            (each.tokens.tobytes(), each.at, each.server)
+            for each in workload(change(plan, seed=seed))
+        ]
+        for seed in (1, 1, 2)
     )
     assert one == again
     assert {tokens for tokens, _, _ in one}.isdisjoint(tokens for tokens, _, _ in other)
@@ -120,7 +147,9 @@ def test_two_runs_ask_the_same_and_another_seed_something_else(plan: Plan, workl
 def test_the_warm_up_shares_nothing_with_the_workloads(plan: Plan) -> None:
     block = plan.block
     starts = [tokens[:block].tobytes() for tokens in warm_up(plan)]
-    asked = {each.tokens[:block].tobytes() for each in [*prefix_repetition(plan), *conversations(plan)]}
+    asked = {
+        each.tokens[:block].tobytes() for each in [*prefix_repetition(plan), *conversations(plan)]
+    }
     assert len(set(starts)) == len(starts)
     assert asked.isdisjoint(starts)
 
@@ -134,19 +163,33 @@ def request(server: int, *parts: range) -> Request:
 
 def test_ceilings_count_whole_blocks_that_came_before_in_one_cache_and_in_one_a_server() -> None:
     same = range(100, 140)
-    asked = [request(0, same), request(1, same, range(8)), request(0, same, range(50, 58)), request(1, range(40))]
+    asked = [
+        request(0, same),
+        request(1, same, range(8)),
+        request(0, same, range(50, 58)),
+        request(1, range(40)),
+    ]
     found = ceilings(asked, 16)
     assert found.shared == pytest.approx((32 + 32) / 176)
     assert found.single == pytest.approx(32 / 176)
     assert found.unique == 16 * (2 + 1 + 1 + 2)
     # The last token is never known, and a block after another prefix is another block.
-    assert ceilings([request(0, range(32)), request(0, range(32))], 16).shared == pytest.approx(16 / 64)
+    assert ceilings([request(0, range(32)), request(0, range(32))], 16).shared == pytest.approx(
+        16 / 64
+    )
     assert ceilings([request(0, range(32)), request(0, range(16, 32), range(16))], 16).shared == 0
 
 
 def test_a_simulation_of_caches_that_all_read_keeps_what_was_used_last() -> None:
     a, b, c = range(100, 133), range(200, 233), range(300, 333)
-    asked = [request(0, a), request(1, a), request(0, b), request(0, c), request(1, a), request(1, b)]
+    asked = [
+        request(0, a),
+        request(1, a),
+        request(0, b),
+        request(0, c),
+        request(1, a),
+        request(1, b),
+    ]
     in_turn = [(index, index + 0.5) for index in range(6)]
     assert simulated(asked, 16, 100, in_turn) == pytest.approx(3 * 32 / (6 * 33))
     # Two blocks a cache: server 0 has lost b to c, server 1 keeps a.
@@ -166,12 +209,16 @@ def test_the_last_token_is_never_known_and_a_block_after_another_prefix_is_anoth
 def test_round_robin_over_two_caches_halves_what_repetition_can_bring() -> None:
     plan = TINY.plan
     found = ceilings(prefix_repetition(plan), plan.block)
-    assert found.shared == pytest.approx((plan.repeats - 1) * plan.prefix / plan.repeats / (plan.prefix + plan.suffix))
+    assert found.shared == pytest.approx(
+        (plan.repeats - 1) * plan.prefix / plan.repeats / (plan.prefix + plan.suffix)
+    )
     assert found.single < found.shared
 
 
 @pytest.mark.parametrize("sizes", [FULL, TINY], ids=["full", "tiny"])
-def test_the_prefixes_are_more_than_one_instance_holds_and_fit_into_the_pool_with_all_that_is_asked_besides(sizes: Sizes) -> None:
+def test_the_prefixes_are_more_than_one_instance_holds_and_fit_into_the_pool_with_all_that_is_asked_besides(
+    sizes: Sizes,
+) -> None:
     plan, token = sizes.plan, sizes.scale.token_bytes
     besides = plan.prefixes * plan.repeats * plan.suffix + plan.warm * (plan.prefix + plan.suffix)
     assert (sizes.kv_bytes + sizes.pool_bytes) // token < plan.prefixes * plan.prefix
@@ -183,7 +230,11 @@ def test_the_prefixes_are_more_than_one_instance_holds_and_fit_into_the_pool_wit
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 USAGE = b'"usage":{"prompt_tokens":9,"completion_tokens":2,"total_tokens":11,"prompt_tokens_details":{"cached_tokens":8}}'
-EVENTS = [b'data: {"choices":[{"text":""}]}\n\n', b'data: {"choices":[{"text":""}]}\n\n', b'data: {"choices":[],%s}\n\n' % USAGE]
+EVENTS = [
+    b'data: {"choices":[{"text":""}]}\n\n',
+    b'data: {"choices":[{"text":""}]}\n\n',
+    b'data: {"choices":[],%s}\n\n' % USAGE,
+]
 DONE = b"data: [DONE]\n\n"
 
 
@@ -191,8 +242,16 @@ def chunked(pieces: list[bytes]) -> bytes:
     return HEAD + b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
 
 
-def answers(reply: bytes, jobs: int = 1, concurrency: int = 1, seconds: float = 20.0, at: float | None = None) -> list[Answer]:
-    """What the client makes of a server that says this to everyone, with a pause before its last 30 bytes."""
+def answers(
+    reply: bytes,
+    jobs: int = 1,
+    concurrency: int = 1,
+    seconds: float = 20.0,
+    at: float | None = None,
+) -> list[Answer]:
+    """What the client makes of a server that says this to everyone, with a pause before its last 30
+    bytes.
+    """
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -213,20 +272,36 @@ def answers(reply: bytes, jobs: int = 1, concurrency: int = 1, seconds: float = 
 
 @pytest.mark.parametrize("at", [None, 0.0], ids=["closed loop", "at its time"])
 @pytest.mark.parametrize(
-    "pieces", [[*EVENTS, DONE], [b"".join([*EVENTS, DONE])], [EVENTS[0] + EVENTS[1][:9], EVENTS[1][9:], EVENTS[2], DONE]]
+    "pieces",
+    [
+        [*EVENTS, DONE],
+        [b"".join([*EVENTS, DONE])],
+        [EVENTS[0] + EVENTS[1][:9], EVENTS[1][9:], EVENTS[2], DONE],
+    ],
 )
-def test_an_answer_has_its_times_and_what_was_cached_however_it_is_cut(pieces: list[bytes], at: float | None) -> None:
+def test_an_answer_has_its_times_and_what_was_cached_however_it_is_cut(
+    pieces: list[bytes], at: float | None
+) -> None:
     found = answers(chunked(pieces), 3, 2, at=at)
-    assert [(each.prompt, each.cached, each.tokens, each.error) for each in found] == [(9, 8, 2, "")] * 3
+    assert [(each.prompt, each.cached, each.tokens, each.error) for each in found] == [
+        (9, 8, 2, "")
+    ] * 3
     assert all(0 < each.sent <= each.first <= each.last for each in found)
 
 
 @pytest.mark.parametrize(
     ("reply", "error"),
     [
-        (b"HTTP/1.1 400 Bad Request\r\ncontent-length: 40\r\n\r\n" + b"too long a prompt".ljust(40), "400 Bad Request: too long"),
+        (
+            b"HTTP/1.1 400 Bad Request\r\ncontent-length: 40\r\n\r\n"
+            + b"too long a prompt".ljust(40),
+            "400 Bad Request: too long",
+        ),
         (chunked(EVENTS), "before [DONE]"),
-        (chunked([EVENTS[0], b'data: {"error":{"message":"engine died"}}\n\n', DONE]), "engine died"),
+        (
+            chunked([EVENTS[0], b'data: {"error":{"message":"engine died"}}\n\n', DONE]),
+            "engine died",
+        ),
         (HEAD + b"40\r\ncut off in the middle of it       ", "IncompleteReadError"),
     ],
 )
@@ -267,14 +342,21 @@ def rows_of(what: dict[str, str], workload: str = "prefix") -> dict[str, Row]:
     rows: list[Row] = []
     for system, said in what.items():
         found = figures([answer(0, seconds[system] / 2, seconds[system])] * 4, {}, {})
-        rows += raw_rows(system, workload, found, Ceilings(0.8, 0.6, 1000), said, memory(system, FULL))
+        rows += raw_rows(
+            system, workload, found, Ceilings(0.8, 0.6, 1000), said, memory(system, FULL)
+        )
     return {row.case: row for row in rows}
 
 
 def test_ahead_is_above_one_in_throughput_and_in_time_to_first_token() -> None:
-    found = {row.case: row for row in compared(rows_of(dict.fromkeys(("alone", "mp", "vcache"), "w")), "prefix")}
+    found = {
+        row.case: row
+        for row in compared(rows_of(dict.fromkeys(("alone", "mp", "vcache"), "w")), "prefix")
+    }
     assert set(found) == {
-        f"vllm_{figure}_vs_{other}_prefix" for figure in ("throughput", "ttft_p50") for other in ("alone", "mp")
+        f"vllm_{figure}_vs_{other}_prefix"
+        for figure in ("throughput", "ttft_p50")
+        for other in ("alone", "mp")
     }
     ours = found["vllm_throughput_vs_alone_prefix"]
     assert ours.ratio == pytest.approx(4)
@@ -282,16 +364,23 @@ def test_ahead_is_above_one_in_throughput_and_in_time_to_first_token() -> None:
     assert all(row.ok for row in found.values())
     assert (ours.value, ours.reference) == (4.0, 1.0)
     trace = compared(rows_of(dict.fromkeys(("alone", "vcache"), "w"), "trace"), "trace")
-    assert {row.case for row in trace} == {"vllm_throughput_vs_alone_trace", "vllm_ttft_p50_vs_alone_trace"}
+    assert {row.case for row in trace} == {
+        "vllm_throughput_vs_alone_trace",
+        "vllm_ttft_p50_vs_alone_trace",
+    }
 
 
 def test_runs_are_summed_up_by_their_medians_and_compared_where_their_seeds_are_the_same() -> None:
     rows: dict[str, Row] = {}
     for system, runs in {"alone": (4.0, 5.0, 6.0), "inplace": (1.0, 2.0, 4.0)}.items():
         for run, seconds in enumerate(runs):
-            assert not any(row.case.startswith("inplace_") for row in compared(rows, "prefix_x4")), run
+            assert not any(
+                row.case.startswith("inplace_") for row in compared(rows, "prefix_x4")
+            ), run
             found = figures([answer(0, seconds / 2, seconds)] * 4, {}, {})
-            raw = raw_rows(system, "prefix_x4", found, Ceilings(0.8, 0.6, 1), f"w, seed {run}", "so much")
+            raw = raw_rows(
+                system, "prefix_x4", found, Ceilings(0.8, 0.6, 1), f"w, seed {run}", "so much"
+            )
             rows |= {row.case: row for row in of_runs(rows, run, raw)}
     median = rows["vllm_serving_alone_prefix_x4_requests_per_second"]
     assert (median.value, median.runs, median.what[-13:]) == (0.8, 3, "seeds 0, 1, 2")
@@ -304,7 +393,20 @@ def test_runs_are_summed_up_by_their_medians_and_compared_where_their_seeds_are_
 def test_the_median_of_runs_is_judged_not_the_last_run() -> None:
     rows: dict[str, Row] = {}
     for run, value in enumerate((0.99, 1.0, 0.5)):
-        raw = [Row("inplace_hit_rate_unfiltered", value, "fraction", 1.0, value, 1, 0.0, f"w, seed {run}", "", None)]
+        raw = [
+            Row(
+                "inplace_hit_rate_unfiltered",
+                value,
+                "fraction",
+                1.0,
+                value,
+                1,
+                0.0,
+                f"w, seed {run}",
+                "",
+                None,
+            )
+        ]
         rows |= {row.case: row for row in of_runs(rows, run, raw, at_least=0.98)}
     median = rows["inplace_hit_rate_unfiltered"]
     assert (median.ratio, median.ok, median.limit) == (0.99, True, ">= 0.98")
@@ -318,12 +420,20 @@ def test_only_the_same_workload_is_compared_and_a_hit_rate_stands_beside_its_cei
 
 
 def test_percentiles_of_few_samples_are_defined() -> None:
-    assert (percentile([], 50), percentile([3.0], 99), percentile([1.0, 2.0, 3.0], 50)) == (0.0, 3.0, 2.0)
+    assert (percentile([], 50), percentile([3.0], 99), percentile([1.0, 2.0, 3.0], 50)) == (
+        0.0,
+        3.0,
+        2.0,
+    )
 
 
 def test_counters_are_added_up_over_their_labels() -> None:
     text = '# TYPE a_total counter\na_total{engine="0"} 3.0\na_total{engine="1"} 4.5\na_total_created 9.0\nb_total 1.0\n'
-    assert (counter(text, "a_total"), counter(text, "b_total"), counter(text, "c")) == (7.5, 1.0, 0.0)
+    assert (counter(text, "a_total"), counter(text, "b_total"), counter(text, "c")) == (
+        7.5,
+        1.0,
+        0.0,
+    )
 
 
 # ---- systems
@@ -332,16 +442,31 @@ def test_counters_are_added_up_over_their_labels() -> None:
 def test_every_system_has_the_same_vram_and_only_ours_lends_some_of_it() -> None:
     for name in SYSTEMS:
         given = serve_arguments(
-            name, FULL, Path("/m"), 1, {"port": 5, "socket": "/s", "index": 1, "more": {"pool.max_ctas": "32"}}
+            name,
+            FULL,
+            Path("/m"),
+            1,
+            {"port": 5, "socket": "/s", "index": 1, "more": {"pool.max_ctas": "32"}},
         )
         kv_bytes = int(given[given.index("--kv-cache-memory-bytes") + 1])
-        transfer = json.loads(given[given.index("--kv-transfer-config") + 1]) if "--kv-transfer-config" in given else {}
+        transfer = (
+            json.loads(given[given.index("--kv-transfer-config") + 1])
+            if "--kv-transfer-config" in given
+            else {}
+        )
         lent = transfer.get("kv_connector_extra_config", {}).get("pool", {}).get("segment_bytes", 0)
-        on_gpu = not transfer.get("kv_connector_extra_config", {}).get("pool", {}).get("device", "auto").startswith("host")
+        on_gpu = (
+            not transfer.get("kv_connector_extra_config", {})
+            .get("pool", {})
+            .get("device", "auto")
+            .startswith("host")
+        )
         assert kv_bytes + on_gpu * lent == FULL.kv_bytes + FULL.pool_bytes
         assert bool(lent) == (name in ("vcache", "inplace_host"))
         assert on_gpu or 2 * lent == FULL.host_gib * GIB
-        shares = transfer.get("kv_connector_extra_config", {}).get("connector", {}).get("share", "pool")
+        shares = (
+            transfer.get("kv_connector_extra_config", {}).get("connector", {}).get("share", "pool")
+        )
         assert (shares == "in_place") == name.startswith("inplace")
         assert ("--kv-offloading-size" in given) == (name == "offload")
     assert transfer["kv_connector_extra_config"]["pool"]["max_ctas"] == 32
@@ -359,22 +484,49 @@ def test_every_system_has_the_same_vram_and_only_ours_lends_some_of_it() -> None
         (["--workloads", "trace"], "--trace FILE"),
     ],
 )
-def test_what_cannot_be_run_is_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_run_is_refused(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main(arguments)
     assert said in capsys.readouterr().err
 
 
-NEEDED = "uvloop", "watchfiles", "prometheus-fastapi-instrumentator", "model-hosting-container-standards"
+NEEDED = (
+    "uvloop",
+    "watchfiles",
+    "prometheus-fastapi-instrumentator",
+    "model-hosting-container-standards",
+)
 
 
 @pytest.mark.skipif(bool(missing(NEEDED)), reason=missing(NEEDED) or "vLLM is here")
 @pytest.mark.timeout(900)
 def test_two_servers_answer_on_the_cpu(tmp_path: Path) -> None:
-    """vLLM alone, whole answers only, and hits at most as the ceiling has it; how fast is nobody's concern."""
-    arguments = ["--scale", "tiny", "--systems", "alone", "--workloads", "prefix", "--prefixes", "4", "--repeats", "4"]
+    """vLLM alone, whole answers only, and hits at most as the ceiling has it; how fast is nobody's
+    concern.
+    """
+    arguments = [
+        "--scale",
+        "tiny",
+        "--systems",
+        "alone",
+        "--workloads",
+        "prefix",
+        "--prefixes",
+        "4",
+        "--repeats",
+        "4",
+    ]
     arguments += ["--seconds", "840", "--commit", "x"]
-    arguments += ["--out", str(tmp_path / "r.json"), "--logs", str(tmp_path / "logs"), "--cache", str(tmp_path / "cache")]
+    arguments += [
+        "--out",
+        str(tmp_path / "r.json"),
+        "--logs",
+        str(tmp_path / "logs"),
+        "--cache",
+        str(tmp_path / "cache"),
+    ]
     apart: dict[str, str | None] = {"VLLM_ENABLE_V1_MULTIPROCESSING": None}
     with forking("benchmarks.vllm_serving", arguments, tmp_path / "log", apart) as script:
         assert script.answer(880) == 0, script.log

@@ -1,4 +1,6 @@
-"""The connector's settings, a request's wishes and the names of chunks: what is understood, and what is refused. No vLLM is needed."""
+"""The connector's settings, a request's wishes and the names of chunks: what is understood, and
+what is refused. No vLLM is needed.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ from vcache_backend import config
 from vcache_backend.errors import ConfigError
 from vcache_backend.integration import plugin
 from vcache_backend.integration.vllm import adapters, request_params, settings
-from vcache_backend.metadata_server.messages import KEY_BYTES, NAMESPACE_BYTES, RANK_BYTES, ChunkKey, of_rank
+from vcache_backend.metadata_server.messages import (
+    KEY_BYTES,
+    NAMESPACE_BYTES,
+    RANK_BYTES,
+    ChunkKey,
+    of_rank,
+)
 from vcache_backend.transfer.keys import HASH_BYTES, BlockHashKeys, adapter_digest
 from vcache_backend.transfer.layout import Namespace
 
@@ -35,7 +43,9 @@ def test_nothing_set_is_the_defaults() -> None:
 def test_sections_in_place_go_over_the_files_key_by_key(tmp_path: Path) -> None:
     text = "server: {socket: /of/the/file}\nconnector: {min_hit_tokens: 512, wait_seconds: 3.0}\npool: {segment_bytes: 4 GiB}"
     file = yaml(tmp_path, text)
-    found = settings.read({"config": file, "connector": {"wait_seconds": 1.5}, "engine": {"chunk_size": 128}})
+    found = settings.read(
+        {"config": file, "connector": {"wait_seconds": 1.5}, "engine": {"chunk_size": 128}}
+    )
     assert found.server.path == Path("/of/the/file")
     assert (found.connector.min_hit_tokens, found.connector.wait_seconds) == (512, 1.5)
     assert (found.engine.chunk_size, found.pool.segment_bytes) == (128, 4 << 30)
@@ -47,7 +57,12 @@ def test_sections_in_place_go_over_the_files_key_by_key(tmp_path: Path) -> None:
         ("connector: {share: in_place}", {}, "in_place", 0),
         ("", {"connector": {"share": "in_place"}, "pool": {"device": "host"}}, "in_place", 0),
         ("connector: {share: in_place}\npool: {segment_bytes: 8 GiB}", {}, "in_place", 8 << 30),
-        ("", {"connector": {"share": "in_place"}, "pool": {"segment_bytes": "1 MiB"}}, "in_place", 1 << 20),
+        (
+            "",
+            {"connector": {"share": "in_place"}, "pool": {"segment_bytes": "1 MiB"}},
+            "in_place",
+            1 << 20,
+        ),
         ("connector: {share: in_place}", {"connector": {"share": "pool"}}, "pool", 8 << 30),
         ("", {}, "auto", 8 << 30),
         ("pool: {segment_bytes: 0}", {}, "auto", 0),
@@ -65,7 +80,9 @@ def test_what_asks_for_a_pool_has_one_and_in_place_nothing_is_lent_unless_it_is_
     assert (found.connector.share, found.pool.lent) == (share, lends)
 
 
-def test_without_a_file_of_its_own_the_environments_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_file_of_its_own_the_environments_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("VCACHE_CONFIG", yaml(tmp_path, "connector: {store: prompt}"))
     assert settings.read({}).connector.store == "prompt"
     assert settings.read({"connector": {"store": "all"}}).connector.store == "all"
@@ -73,7 +90,9 @@ def test_without_a_file_of_its_own_the_environments_is_read(tmp_path: Path, monk
 
 def test_the_environments_socket_goes_over_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VCACHE_SOCKET", "/of/the/environment")
-    assert settings.read({"server": {"socket": "/in/place"}}).server.path == Path("/of/the/environment")
+    assert settings.read({"server": {"socket": "/in/place"}}).server.path == Path(
+        "/of/the/environment"
+    )
 
 
 def test_a_default_socket_is_found_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,10 +106,22 @@ def test_a_default_socket_is_found_where_it_is_used(monkeypatch: pytest.MonkeyPa
     ("given", "said"),
     [
         ({"conector": {}}, "kv_connector_extra_config: Object contains unknown field `conector`"),
-        ({"connector": {"min_hit": 1}}, "kv_connector_extra_config: Object contains unknown field `min_hit` - at `$.connector`"),
-        ({"connector": 3}, "kv_connector_extra_config: connector: Expected a section of settings, got 3"),
-        ({"server": "/a/socket"}, "kv_connector_extra_config: server: Expected a section of settings, got '/a/socket'"),
-        ({"config": {"connector": {}}}, "kv_connector_extra_config: config: Expected the path of a YAML file, got {"),
+        (
+            {"connector": {"min_hit": 1}},
+            "kv_connector_extra_config: Object contains unknown field `min_hit` - at `$.connector`",
+        ),
+        (
+            {"connector": 3},
+            "kv_connector_extra_config: connector: Expected a section of settings, got 3",
+        ),
+        (
+            {"server": "/a/socket"},
+            "kv_connector_extra_config: server: Expected a section of settings, got '/a/socket'",
+        ),
+        (
+            {"config": {"connector": {}}},
+            "kv_connector_extra_config: config: Expected the path of a YAML file, got {",
+        ),
         ({"config": "/no/such/file"}, "/no/such/file: "),
         (
             {"pool": {"device": "gpu9"}},
@@ -100,7 +131,10 @@ def test_a_default_socket_is_found_where_it_is_used(monkeypatch: pytest.MonkeyPa
             {"server": {"socket": "run/vcache.sock"}},
             "server.socket: run/vcache.sock depends on the folder that the program is started in; write the whole path",
         ),
-        ({"server": {"socket": f"/{'x' * 107}"}}, "socket must be a path of at most 107 bytes, got '/xxx"),
+        (
+            {"server": {"socket": f"/{'x' * 107}"}},
+            "socket must be a path of at most 107 bytes, got '/xxx",
+        ),
     ],
     ids=str,
 )
@@ -112,31 +146,52 @@ def test_settings_that_do_not_exist_are_named(given: dict[str, Any], said: str) 
 
 def test_a_wrong_key_of_the_file_is_the_files(tmp_path: Path) -> None:
     file = yaml(tmp_path, "connector: {min_hit: 1}")
-    with pytest.raises(ConfigError, match=r"vcache\.yaml: line 1: Object contains unknown field `min_hit` - at `\$\.connector`"):
+    with pytest.raises(
+        ConfigError,
+        match=r"vcache\.yaml: line 1: Object contains unknown field `min_hit` - at `\$\.connector`",
+    ):
         settings.read({"config": file, "connector": {"min_hit_tokens": 1}})
 
 
 # ---- read by our plugin, before vLLM starts anything
 
-OURS = {"kv_connector": "VCacheConnector", "kv_connector_module_path": plugin.CONNECTOR, "kv_role": "kv_both"}
-THEIRS = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"pool": {"device": "gpu9"}}}
+OURS = {
+    "kv_connector": "VCacheConnector",
+    "kv_connector_module_path": plugin.CONNECTOR,
+    "kv_role": "kv_both",
+}
+THEIRS = {
+    "kv_connector": "ExampleConnector",
+    "kv_connector_extra_config": {"pool": {"device": "gpu9"}},
+}
 WRONG = {"kv_connector_extra_config": {"connector": {"min_hit": 1}}}
 
 
 def several(*connectors: Any) -> dict[str, Any]:
-    return {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [*connectors]}}
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_connector_extra_config": {"connectors": [*connectors]},
+    }
 
 
-@pytest.mark.parametrize("kind", [dict, lambda **given: SimpleNamespace(**given)], ids=["a mapping", "an object"])
+@pytest.mark.parametrize(
+    "kind", [dict, lambda **given: SimpleNamespace(**given)], ids=["a mapping", "an object"]
+)
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         (OURS, ""),
         (OURS | {"kv_connector_extra_config": None}, ""),
         (OURS | {"kv_connector_extra_config": {"pool": {"segment_bytes": "1 GiB"}}}, ""),
-        (OURS | WRONG, "kv_connector_extra_config: Object contains unknown field `min_hit` - at `$.connector`; did you mean"),
+        (
+            OURS | WRONG,
+            "kv_connector_extra_config: Object contains unknown field `min_hit` - at `$.connector`; did you mean",
+        ),
         (several(THEIRS, OURS), ""),
-        (several(THEIRS, OURS | WRONG), "connectors[1]: kv_connector_extra_config: Object contains unknown field `min_hit` - at"),
+        (
+            several(THEIRS, OURS | WRONG),
+            "connectors[1]: kv_connector_extra_config: Object contains unknown field `min_hit` - at",
+        ),
         (
             several(several(OURS | WRONG)),
             "connectors[0]: connectors[0]: kv_connector_extra_config: Object contains unknown field",
@@ -156,8 +211,13 @@ def test_the_plugin_reads_the_settings_of_our_connectors_and_leaves_the_rest_to_
     assert plugin.mistake(None) == ""
 
 
-@pytest.mark.parametrize(("found", "wanted", "then"), [("fail", "recompute", "fails, too"), ("recompute", "fail", "is computed")])
-def test_another_connectors_policy_is_told_with_what_it_does_and_where_to_change_it(found: str, wanted: str, then: str) -> None:
+@pytest.mark.parametrize(
+    ("found", "wanted", "then"),
+    [("fail", "recompute", "fails, too"), ("recompute", "fail", "is computed")],
+)
+def test_another_connectors_policy_is_told_with_what_it_does_and_where_to_change_it(
+    found: str, wanted: str, then: str
+) -> None:
     said = settings.other_policy(found, wanted, "MultiConnector")
     assert said.startswith(f"a request whose load fails {then}: ")
     assert f'put "kv_load_failure_policy":"{wanted}" beside "kv_connector":"MultiConnector"' in said
@@ -166,10 +226,18 @@ def test_another_connectors_policy_is_told_with_what_it_does_and_where_to_change
 # ---- wishes
 
 
-@pytest.mark.parametrize("params", [None, {}, {"vcache": None}, {"vcache": {}}, {"do_remote_decode": True}], ids=str)
+@pytest.mark.parametrize(
+    "params", [None, {}, {"vcache": None}, {"vcache": {}}, {"do_remote_decode": True}], ids=str
+)
 def test_a_request_that_wishes_nothing_loads_and_stores(params: dict[str, Any] | None) -> None:
     asked = request_params.read(params)
-    assert (asked.load, asked.store, asked.announced, asked.consume_once, asked.wait_seconds) == (True, True, False, None, None)
+    assert (asked.load, asked.store, asked.announced, asked.consume_once, asked.wait_seconds) == (
+        True,
+        True,
+        False,
+        None,
+        None,
+    )
 
 
 def test_wishes_are_read() -> None:
@@ -218,7 +286,9 @@ def test_a_chunk_is_named_after_its_last_block(each: int, blocks: list[bytes]) -
 
 @in_turn
 @given(blocks=hashes, data=st.data())
-def test_keys_of_a_part_are_a_part_of_the_keys(each: int, blocks: list[bytes], data: st.DataObject) -> None:
+def test_keys_of_a_part_are_a_part_of_the_keys(
+    each: int, blocks: list[bytes], data: st.DataObject
+) -> None:
     maker = BlockHashKeys(NAMESPACE, each)
     whole = len(blocks) // each
     first = data.draw(st.integers(0, whole))
@@ -240,7 +310,10 @@ def test_ranks_and_namespaces_never_share_a_key(blocks: list[bytes], rank: int) 
 
 @pytest.mark.parametrize("size", [0, 8, HASH_BYTES - 1])
 def test_hashes_too_short_to_stand_for_a_prefix_are_refused(size: int) -> None:
-    with pytest.raises(ConfigError, match=f"a block hash has {size} B, {HASH_BYTES} are needed: set --prefix-caching-hash-algo"):
+    with pytest.raises(
+        ConfigError,
+        match=f"a block hash has {size} B, {HASH_BYTES} are needed: set --prefix-caching-hash-algo",
+    ):
         BlockHashKeys(NAMESPACE, 2).keys([bytes(size)] * 4, 0, 2)
 
 
@@ -252,7 +325,9 @@ def test_adapters_of_one_name_and_two_paths_or_contents_share_nothing() -> None:
     hashes = [bytes([i]) * 32 for i in range(8)]
 
     def keys(path: str, content: str) -> list[ChunkKey]:
-        return maker.keys(hashes, 0, 4, adapter_digest(SimpleNamespace(lora_name="poet", lora_path=path), content))
+        return maker.keys(
+            hashes, 0, 4, adapter_digest(SimpleNamespace(lora_name="poet", lora_path=path), content)
+        )
 
     kept = [maker.keys(hashes, 0, 4), keys("/one", "a"), keys("/two", "a"), keys("/one", "b")]
     assert [len(made) for made in kept] == [4, 4, 4, 4]
@@ -262,30 +337,46 @@ def test_adapters_of_one_name_and_two_paths_or_contents_share_nothing() -> None:
 
 def poet(folder: Path, id_: int = 1, name: str = "poet", inplace: bool = False) -> Any:
     """What a request brings along of an adapter."""
-    return SimpleNamespace(lora_name=name, lora_path=str(folder), lora_int_id=id_, load_inplace=inplace)
+    return SimpleNamespace(
+        lora_name=name, lora_path=str(folder), lora_int_id=id_, load_inplace=inplace
+    )
 
 
-def test_an_adapter_trained_again_into_its_folder_is_another_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_adapter_trained_again_into_its_folder_is_another_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     serving, weights = adapters.Adapters(), tmp_path / "adapter_model.safetensors"
     weights.write_text("ode")
     old = serving.content(poet(tmp_path))
-    assert old == adapters.Adapters().content(poet(tmp_path)) == serving.content(poet(tmp_path)) != ""
+    assert (
+        old == adapters.Adapters().content(poet(tmp_path)) == serving.content(poet(tmp_path)) != ""
+    )
     weights.write_text("elegy")
     new = adapters.Adapters().content(poet(tmp_path))
     assert new not in ("", old)
-    assert [serving.content(poet(tmp_path)) for _ in range(2)] == ["", ""], "it may compute with either"
+    assert [serving.content(poet(tmp_path)) for _ in range(2)] == ["", ""], (
+        "it may compute with either"
+    )
     assert len(caplog.records) == 1
-    assert serving.content(poet(tmp_path, 2)) == "", "vLLM's own prefix cache does not tell them apart"
+    assert serving.content(poet(tmp_path, 2)) == "", (
+        "vLLM's own prefix cache does not tell them apart"
+    )
 
 
-def test_an_adapter_is_cached_as_long_as_vllm_takes_no_other_one_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What vLLM makes of each, test_integrations shows; loaded in place it takes the place of one that may still run."""
+def test_an_adapter_is_cached_as_long_as_vllm_takes_no_other_one_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What vLLM makes of each, test_integrations shows; loaded in place it takes the place of one
+    that may still run.
+    """
     one, two, three = (tmp_path / name for name in ("one", "two", "three"))
     for folder in (one, two, three):
         folder.mkdir()
         (folder / "adapter_model.safetensors").write_text(folder.name)
     by_path = SimpleNamespace(
-        _gen_lora_extra_hash_keys=lambda one: [("lora", one.lora_request.lora_name, one.lora_request.lora_path)]
+        _gen_lora_extra_hash_keys=lambda one: [
+            ("lora", one.lora_request.lora_name, one.lora_request.lora_path)
+        ]
     )
     by_name = SimpleNamespace(_gen_lora_extra_hash_keys=lambda one: [one.lora_request.lora_name])
     for vllm, alike in ((by_path, False), (by_name, True), (None, True)):
@@ -296,14 +387,32 @@ def test_an_adapter_is_cached_as_long_as_vllm_takes_no_other_one_for_it(tmp_path
         assert (serving.content(poet(one)) == "") == alike
         assert serving.content(poet(three, 3, "singer"))
         assert serving.content(poet(three, 4, "singer"))
-        assert [serving.content(poet(three, 4, "writer")), serving.content(poet(three, 4, "singer"))] == ["", ""]
+        assert [
+            serving.content(poet(three, 4, "writer")),
+            serving.content(poet(three, 4, "singer")),
+        ] == ["", ""]
     monkeypatch.setitem(sys.modules, "vllm.v1.core.kv_cache_utils", by_path)
     serving = adapters.Adapters()
     assert serving.content(poet(one, inplace=True))
-    assert serving.content(poet(two, inplace=True)) == serving.content(poet(two, inplace=True)) != ""
+    assert (
+        serving.content(poet(two, inplace=True)) == serving.content(poet(two, inplace=True)) != ""
+    )
     assert serving.content(poet(one)) == ""
 
 
 def test_an_adapter_whose_files_cannot_be_seen_has_no_content() -> None:
-    for path in ("/nowhere", "~/nowhere", "~nobody-here/x", "a\0b", "no/repository", "no repository at all", "x" * 5000):
-        assert adapters.Adapters().content(SimpleNamespace(lora_name="poet", lora_path=path, lora_int_id=1)) == ""
+    for path in (
+        "/nowhere",
+        "~/nowhere",
+        "~nobody-here/x",
+        "a\0b",
+        "no/repository",
+        "no repository at all",
+        "x" * 5000,
+    ):
+        assert (
+            adapters.Adapters().content(
+                SimpleNamespace(lora_name="poet", lora_path=path, lora_int_id=1)
+            )
+            == ""
+        )

@@ -1,7 +1,8 @@
-"""Real vLLM on the CPU, three instances that share in place: nothing is stored, hits come out of the KV cache of whoever computed them.
+"""Real vLLM on the CPU, three instances that share in place: nothing is stored, hits come out of
+the KV cache of whoever computed them.
 
-Every answer is compared with vLLM's own prefix-cache hit of the same length, bit for bit, or with vLLM alone.
-"""
+Every answer is compared with vLLM's own prefix-cache hit of the same length, bit for bit, or with
+vLLM alone."""
 
 from __future__ import annotations
 
@@ -11,22 +12,36 @@ from typing import Any
 
 import pytest
 from processes import eventually
-from vllm_cases import BLOCK, CHUNK, Answer, Instance, Node, Prompt, meddled, missing, new_tokens, stopped_at
+from vllm_cases import (
+    BLOCK,
+    CHUNK,
+    Answer,
+    Instance,
+    Node,
+    Prompt,
+    meddled,
+    missing,
+    new_tokens,
+    stopped_at,
+)
 from vllm_cases import quick as here
 from vllm_models import TOKEN_BYTES
 
 from vcache_backend.resident.pins import HOLD_SECONDS
 
 __all__ = ["here"]
-pytestmark = [pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"),
+    pytest.mark.timeout(300),
+]
 
 PULL = "vcache_backend.vram_pool.copier:HostCopier.pull"
 NOTE = "vcache_backend.integration.vllm.loads:Loads._note"
 VERDICT = "vcache_backend.transfer.resident:_ResidentPiece.settle"
 FIND_OVER = "vcache_backend.integration.vllm.scheduler:SchedulerSide.allocated"
 MAPPING = "vcache_backend.metadata_server.resident_calls:ResidentCalls.open_cache"
-"""Places: a copy begins; it is over, and was it right; a hit was found, its load is not described yet; a worker asks for another one's KV
-cache."""
+"""Places: a copy begins; it is over, and was it right; a hit was found, its load is not described
+yet; a worker asks for another one's KV cache."""
 IN_PLACE = {"connector": {"share": "in_place", "min_hit_tokens": CHUNK}}
 SMALL = {"kv_cache_memory_bytes": 15 * BLOCK * TOKEN_BYTES, "max_model_len": 448}
 """KV blocks for 448 tokens."""
@@ -64,7 +79,9 @@ def resident(here: Node) -> int:
 
 
 def keep(instance: Instance, tokens: list[int], **more: Any) -> Answer:
-    """Have `instance` compute a prompt; its answer, once others can find every whole chunk in its KV cache."""
+    """Have `instance` compute a prompt; its answer, once others can find every whole chunk in its
+    KV cache.
+    """
     answer = instance.one(tokens, **more)
     assert instance.ask("told")
     return answer
@@ -77,7 +94,9 @@ def keep_new(instance: Instance, chunks: int) -> list[int]:
     return tokens
 
 
-def test_a_hit_is_what_vllms_own_prefix_cache_would_have_given(here: Node, a: Instance, b: Instance) -> None:
+def test_a_hit_is_what_vllms_own_prefix_cache_would_have_given(
+    here: Node, a: Instance, b: Instance
+) -> None:
     for chunks in (1, 3, 7):
         tokens = new_tokens(chunks * CHUNK + 1)
         computed = keep(a, tokens)
@@ -89,7 +108,12 @@ def test_a_hit_is_what_vllms_own_prefix_cache_would_have_given(here: Node, a: In
     assert not here.stats().segments, "nobody was told to lend memory"
     assert b.counter("vllm:vcache_loaded_tokens", tier="resident") == 11 * CHUNK
     ids = {one.id for one in here.stats().instances}
-    eventually(lambda: [(row.nbytes, row.refused) for row in here.stats().reads] == [(11 * CHUNK * TOKEN_BYTES, 0)])
+    eventually(
+        lambda: (
+            [(row.nbytes, row.refused) for row in here.stats().reads]
+            == [(11 * CHUNK * TOKEN_BYTES, 0)]
+        )
+    )
     (row,) = here.stats().reads
     assert {row.instance, row.reader} == ids, "one instance has read the other"
     assert b.counter("vllm:vcache_stored_bytes") == 0
@@ -98,7 +122,9 @@ def test_a_hit_is_what_vllms_own_prefix_cache_would_have_given(here: Node, a: In
 def test_a_hit_is_part_of_the_step_where_nothing_else_runs_and_its_owner_keeps_the_blocks(
     here: Node, a: Instance, b: Instance, tiny: Instance, aside: Instance
 ) -> None:
-    """From the second one on: b has a's KV cache mapped by then. Of the smaller cache it would pin too large a part."""
+    """From the second one on: b has a's KV cache mapped by then. Of the smaller cache it would pin
+    too large a part.
+    """
     b.one(keep_new(a, 1))
     before = b.counter("vllm:vcache_failures")
     for _ in range(2):
@@ -120,8 +146,12 @@ def test_a_hit_is_part_of_the_step_where_nothing_else_runs_and_its_owner_keeps_t
     assert b.counter("vllm:vcache_failures") == before
 
 
-def test_a_reader_that_stops_in_a_step_does_not_hold_its_owner_up(here: Node, a: Instance, c: Instance, aside: Instance) -> None:
-    """Before it reads what it has pinned: its owner then writes other KV there, the reader finds out, and computes."""
+def test_a_reader_that_stops_in_a_step_does_not_hold_its_owner_up(
+    here: Node, a: Instance, c: Instance, aside: Instance
+) -> None:
+    """Before it reads what it has pinned: its owner then writes other KV there, the reader finds
+    out, and computes.
+    """
     c.one(keep_new(a, 1))
     c.add("alone", keep_new(a, 1), max_tokens=1)
     assert c.step(1)["alone"].cached == CHUNK
@@ -151,8 +181,12 @@ def test_the_verdict_of_a_load_in_a_step_is_not_lost_with_an_error_beside_it(
     assert c.counter("vllm:vcache_failures", cause="copy") == before + 1
 
 
-def test_an_answer_is_found_too_and_a_reader_passes_on_what_it_has(here: Node, a: Instance, b: Instance, c: Instance) -> None:
-    """The chunks that an answer completes; and once its owner has forgotten all, its first reader still has them."""
+def test_an_answer_is_found_too_and_a_reader_passes_on_what_it_has(
+    here: Node, a: Instance, b: Instance, c: Instance
+) -> None:
+    """The chunks that an answer completes; and once its owner has forgotten all, its first reader
+    still has them.
+    """
     tokens = new_tokens(3 * CHUNK - 10)
     said = keep(a, tokens, max_tokens=2 * CHUNK)
     following = tokens + said.tokens + new_tokens(7)
@@ -234,10 +268,11 @@ def saved(owner: Instance, tokens: list[int]) -> Answer:
 def test_a_new_owner_is_mapped_beside_the_steps_and_a_killed_one_is_a_miss_but_for_what_it_saved(
     here: Node, b: Instance, aside: Instance
 ) -> None:
-    """Though the server does not answer the reader's question about it: with the mapping in the step, the load is over first.
+    """Though the server does not answer the reader's question about it: with the mapping in the
+    step, the load is over first.
 
-    What it saved outlives its blocks, too. Of what it was computing for a reader that waits, the reader has what had come by then, and
-    computes the rest at once."""
+    What it saved outlives its blocks, too. Of what it was computing for a reader that waits, the
+    reader has what had come by then, and computes the rest at once."""
     owner = here.connect("killed", {**IN_PLACE, "pool": {"segment_bytes": "16 MiB"}}, **SMALL)
     tokens = new_tokens(3 * CHUNK + 1)
     keep(owner, tokens)
@@ -255,7 +290,10 @@ def test_a_new_owner_is_mapped_beside_the_steps_and_a_killed_one_is_a_miss_but_f
     assert (hit.cached, own.cached) == (3 * CHUNK, 3 * CHUNK)
     assert hit.said == own.said
     own = saved(owner, kept)
-    lost, changed = b.counter("vllm:vcache_recomputed_tokens"), b.counter("vllm:vcache_failures", cause="changed")
+    lost, changed = (
+        b.counter("vllm:vcache_recomputed_tokens"),
+        b.counter("vllm:vcache_failures", cause="changed"),
+    )
     with meddled(b, PULL, "count"):
         b.add("waiting", coming, params={"vcache": {"announced": True, "wait_seconds": 80}})
         keep(owner, coming[: 3 * CHUNK])
@@ -276,7 +314,9 @@ def test_a_new_owner_is_mapped_beside_the_steps_and_a_killed_one_is_a_miss_but_f
     assert answer.said == aside.one(more).said
 
 
-def test_what_was_published_is_found_again_at_the_next_server(here: Node, a: Instance, b: Instance) -> None:
+def test_what_was_published_is_found_again_at_the_next_server(
+    here: Node, a: Instance, b: Instance
+) -> None:
     """Before its owner has anything new to say."""
     tokens = new_tokens(3 * CHUNK + 1)
     keep(a, tokens)
@@ -285,7 +325,10 @@ def test_what_was_published_is_found_again_at_the_next_server(here: Node, a: Ins
     here.serve_again(stores=False)
     leaving_no_trace = {"vcache": {"store": False}}
     eventually(lambda: b.again(tokens, params=leaving_no_trace).cached == 3 * CHUNK, 30)
-    lost, back = (rf"WARNING \d\d-\d\d [\d:]+ \[channel.py:\d+\] vcache: .*{end}" for end in ("until it is back", "again"))
+    lost, back = (
+        rf"WARNING \d\d-\d\d [\d:]+ \[channel.py:\d+\] vcache: .*{end}"
+        for end in ("until it is back", "again")
+    )
     eventually(lambda: re.search(f"{lost}\n(.*\n)*.*{back}", b.log))
 
 
@@ -293,12 +336,14 @@ def test_what_was_published_is_found_again_at_the_next_server(here: Node, a: Ins
 def test_a_reset_of_the_owner_or_the_reader_while_a_load_is_under_way(
     here: Node, a: Instance, b: Instance, aside: Instance, reset: str
 ) -> None:
-    """The owner's makes the load void. The reader's is refused by vLLM, as a request runs; it answers with what was asked for, and tells
-    nobody of it."""
+    """The owner's makes the load void. The reader's is refused by vLLM, as a request runs; it
+    answers with what was asked for, and tells nobody of it."""
     tokens, lost = new_tokens(3 * CHUNK + 1), b.counter("vllm:vcache_recomputed_tokens")
     keep(a, tokens)
     with stopped_at(b, PULL) as place:
-        answers = place.while_there(lambda: a.ask(reset), Prompt(tokens, params={"vcache": {"store": False}}))
+        answers = place.while_there(
+            lambda: a.ask(reset), Prompt(tokens, params={"vcache": {"store": False}})
+        )
     assert b.counter("vllm:vcache_recomputed_tokens") - lost == 3 * CHUNK
     assert answers[0].agrees(aside.one(tokens))
     b.forget()
@@ -314,13 +359,21 @@ def test_a_reset_of_the_owner_or_the_reader_while_a_load_is_under_way(
     assert a.again(tokens).cached == 0
 
 
-def test_an_aborted_request_gives_its_blocks_back(here: Node, a: Instance, tiny: Instance, aside: Instance) -> None:
-    """While its copy runs, or while it waits for what was announced; then somebody needs all blocks there are."""
+def test_an_aborted_request_gives_its_blocks_back(
+    here: Node, a: Instance, tiny: Instance, aside: Instance
+) -> None:
+    """While its copy runs, or while it waits for what was announced; then somebody needs all blocks
+    there are.
+    """
     tokens, whole = new_tokens(4 * CHUNK + 1), new_tokens(13 * BLOCK)
     keep(a, tokens)
     with meddled(tiny, PULL, "slow", 0.3, times=1):
         tiny.add("copied", tokens)
-        tiny.add("waiting", new_tokens(2 * CHUNK + 1), params={"vcache": {"announced": True, "wait_seconds": 80}})
+        tiny.add(
+            "waiting",
+            new_tokens(2 * CHUNK + 1),
+            params={"vcache": {"announced": True, "wait_seconds": 80}},
+        )
         eventually(lambda: tiny.step(1) == {} and tiny.ask("calls")[PULL] == 1)
         for name in ("copied", "waiting"):
             tiny.ask("abort", name)
@@ -329,13 +382,17 @@ def test_an_aborted_request_gives_its_blocks_back(here: Node, a: Instance, tiny:
     assert (hit.cached, hit.said) == (4 * CHUNK, own.said)
 
 
-def test_a_hit_may_lie_in_a_kv_cache_and_go_on_in_the_pool(here: Node, a: Instance, b: Instance, c: Instance) -> None:
+def test_a_hit_may_lie_in_a_kv_cache_and_go_on_in_the_pool(
+    here: Node, a: Instance, b: Instance, c: Instance
+) -> None:
     """Somebody beside them lends to it. A reader in place passes on what it had from there."""
     pooled, tokens = here.connect("pooled"), new_tokens(5 * CHUNK + 1)
     computed = here.keep(pooled, tokens)
     keep(a, tokens[: 3 * CHUNK + 1], params={"vcache": {"load": False}})
     counted = [("vllm:vcache_loaded_tokens", "tier", tier) for tier in ("resident", "host")]
-    counted += [("vllm:prompt_tokens_cached_by_source", "source", source) for source in ("p2p", "host")]
+    counted += [
+        ("vllm:prompt_tokens_cached_by_source", "source", source) for source in ("p2p", "host")
+    ]
 
     def heard_of_the_pool() -> bool:
         """Where what its worker reads lies the reader's scheduler hears behind a step."""
@@ -349,7 +406,10 @@ def test_a_hit_may_lie_in_a_kv_cache_and_go_on_in_the_pool(here: Node, a: Instan
     assert (hit.cached, hit.said) == (5 * CHUNK, own.said)
     assert hit.agrees(computed)
     after = [b.counter(name, **{label: value}) for name, label, value in counted]
-    assert [now - then for now, then in zip(after, before, strict=True)] == 2 * [3 * CHUNK, 2 * CHUNK]
+    assert [now - then for now, then in zip(after, before, strict=True)] == 2 * [
+        3 * CHUNK,
+        2 * CHUNK,
+    ]
     assert a.ask("forget")
     before = c.counter("vllm:vcache_loaded_tokens", tier="resident")
     passed_on = c.one(tokens)
@@ -357,8 +417,12 @@ def test_a_hit_may_lie_in_a_kv_cache_and_go_on_in_the_pool(here: Node, a: Instan
     assert c.counter("vllm:vcache_loaded_tokens", tier="resident") - before == 5 * CHUNK
 
 
-def test_an_announced_prefix_is_read_where_it_is_computed_as_it_is(here: Node, a: Instance, b: Instance, aside: Instance) -> None:
-    """The reader is first, holds nobody up, and takes what comes as it comes. One whose prefix does not come computes it."""
+def test_an_announced_prefix_is_read_where_it_is_computed_as_it_is(
+    here: Node, a: Instance, b: Instance, aside: Instance
+) -> None:
+    """The reader is first, holds nobody up, and takes what comes as it comes. One whose prefix does
+    not come computes it.
+    """
     tokens, lonely = new_tokens(6 * CHUNK + 17), new_tokens(3 * CHUNK)
     with meddled(b, PULL, "count"):
         b.add("waiting", tokens, params={"vcache": {"announced": True, "wait_seconds": 60}})
@@ -376,8 +440,12 @@ def test_an_announced_prefix_is_read_where_it_is_computed_as_it_is(here: Node, a
     assert (computed.cached, computed.said) == (0, aside.one(lonely).said)
 
 
-def test_who_cannot_share_in_place_caches_nothing_and_says_why(here: Node, a: Instance, aside: Instance) -> None:
-    refused = here.connect("refused", {**IN_PLACE, "pool": {"segment_bytes": "16 MiB"}}, enable_prefix_caching=False)
+def test_who_cannot_share_in_place_caches_nothing_and_says_why(
+    here: Node, a: Instance, aside: Instance
+) -> None:
+    refused = here.connect(
+        "refused", {**IN_PLACE, "pool": {"segment_bytes": "16 MiB"}}, enable_prefix_caching=False
+    )
     tokens = new_tokens(3 * CHUNK + 1)
     chunks = here.chunks()
     assert refused.one(tokens).said == aside.one(tokens).said

@@ -1,8 +1,9 @@
-"""Sleep mode, in real vLLM on the CPU: a sleep resets the namespace, and the instance caches again when it is awake.
+"""Sleep mode, in real vLLM on the CPU: a sleep resets the namespace, and the instance caches again
+when it is awake.
 
-The engine's half of it is vLLM's own. Its worker for CPUs has none; `cpu_sleep` does what that for GPUs does in 0.33, and
-`vllm_sources` checks in what order. `a` and `b` are instances of one namespace.
-"""
+The engine's half of it is vLLM's own. Its worker for CPUs has none; `cpu_sleep` does what that for
+GPUs does in 0.33, and `vllm_sources` checks in what order. `a` and `b` are instances of one
+namespace."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ import cpu_sleep
 import pytest
 from vllm_cases import CHUNK, SCATTER, Instance, Node, Prompt, meddled, missing, new_tokens, node
 
-pytestmark = [pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"),
+    pytest.mark.timeout(300),
+]
 
 
 @pytest.fixture(scope="module")
@@ -98,14 +102,19 @@ def hook(serving: Any, name: str) -> None:
 
 
 def silent(serving: Any) -> bool:
-    return type(serving.llm.llm_engine.engine_core.engine_core.scheduler.connector).__name__ == "SilentConnector"
+    return (
+        type(serving.llm.llm_engine.engine_core.engine_core.scheduler.connector).__name__
+        == "SilentConnector"
+    )
 
 
 # ---- what a sleep does
 
 
 @pytest.mark.parametrize("act", [sleep, release], ids=lambda act: act.__name__)
-def test_a_sleep_empties_the_pool_and_what_is_stored_after_it_is_hit(here: Node, a: Instance, act: Any) -> None:
+def test_a_sleep_empties_the_pool_and_what_is_stored_after_it_is_hit(
+    here: Node, a: Instance, act: Any
+) -> None:
     """New weights may come while vLLM sleeps, and nobody need say so."""
     tokens = new_tokens(4 * CHUNK + 1)
     computed = here.keep(a, tokens)
@@ -126,7 +135,9 @@ def test_others_read_and_store_while_it_sleeps(here: Node, a: Instance, b: Insta
     a.ask(wake)
 
 
-def test_hooks_that_come_twice_or_alone_change_nothing(here: Node, a: Instance, b: Instance) -> None:
+def test_hooks_that_come_twice_or_alone_change_nothing(
+    here: Node, a: Instance, b: Instance
+) -> None:
     tokens = new_tokens(3 * CHUNK + 1)
     a.ask(hook, "restore_kv_caches")
     a.ask(sleep)
@@ -140,7 +151,9 @@ def test_hooks_that_come_twice_or_alone_change_nothing(here: Node, a: Instance, 
     assert (read.cached, read.agrees(computed)) == (3 * CHUNK, True)
 
 
-def test_a_load_under_way_fails_and_is_computed_where_vllm_did_not_wait_for_it(here: Node, b: Instance) -> None:
+def test_a_load_under_way_fails_and_is_computed_where_vllm_did_not_wait_for_it(
+    here: Node, b: Instance
+) -> None:
     """Its bytes are gone with the KV cache; vLLM must not take what lies there now for them."""
     first, tokens = new_tokens(2 * CHUNK + 1), new_tokens(4 * CHUNK + 1)
     here.keep(b, first)
@@ -156,7 +169,9 @@ def test_a_load_under_way_fails_and_is_computed_where_vllm_did_not_wait_for_it(h
         assert later.finish("one")["one"].agrees(computed)
 
 
-def test_a_store_that_does_not_end_is_given_up_or_right(here: Node, once: Instance, b: Instance) -> None:
+def test_a_store_that_does_not_end_is_given_up_or_right(
+    here: Node, once: Instance, b: Instance
+) -> None:
     tokens = new_tokens(4 * CHUNK + 1)
     once.ask(patience, 0.1)
     with meddled(once, GATHER, "slow", 60.0):
@@ -167,7 +182,9 @@ def test_a_store_that_does_not_end_is_given_up_or_right(here: Node, once: Instan
     assert b.again(tokens).agrees(computed)
 
 
-def test_who_cannot_move_a_byte_rightly_after_its_sleep_caches_nothing_any_more(here: Node, once: Instance) -> None:
+def test_who_cannot_move_a_byte_rightly_after_its_sleep_caches_nothing_any_more(
+    here: Node, once: Instance
+) -> None:
     """The round trip of every start is made on waking too."""
     tokens = new_tokens(4 * CHUNK + 1)
     computed = here.keep(once, tokens)
@@ -178,13 +195,17 @@ def test_who_cannot_move_a_byte_rightly_after_its_sleep_caches_nothing_any_more(
     assert (again.cached, again.agrees(computed)) == (0, True)
     assert once.ask(silent)
     reports = here.stats().reports
-    assert any("caches nothing: after vLLM's sleep the byte round trip" in one.text for one in reports)
+    assert any(
+        "caches nothing: after vLLM's sleep the byte round trip" in one.text for one in reports
+    )
 
 
 # ---- by itself
 
 
-def test_sleep_mode_is_refused_before_vllm_tells_of_it_and_with_backends_that_are_not_known(b: Instance) -> None:
+def test_sleep_mode_is_refused_before_vllm_tells_of_it_and_with_backends_that_are_not_known(
+    b: Instance,
+) -> None:
     told, untold, strange = b.ask(refusals)
     assert told is None
     assert untold.endswith("start vLLM without --enable-sleep-mode, or take vLLM 0.33")

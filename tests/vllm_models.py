@@ -1,4 +1,6 @@
-"""The tiny model of the tests with real vLLM, and adapters for it: what they answer depends on every token of the prompt."""
+"""The tiny model of the tests with real vLLM, and adapters for it: what they answer depends on
+every token of the prompt.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,20 @@ TOKEN_BYTES = 4 * 2 * 64 * 2 * 2
 
 
 def write_model(folder: Path, windowed: str = "", window: int = 0) -> Path:
-    """A Llama whose output depends on every token of the prompt: random weights of a fixed seed, scaled so that attention matters.
+    """A Llama whose output depends on every token of the prompt: random weights of a fixed seed,
+    scaled so that attention matters.
 
-    windowed: one letter a layer; those with an s look at the last `window` tokens only, so that they are groups of their own."""
+    windowed: one letter a layer; those with an s look at the last `window` tokens only, so that
+    they are groups of their own."""
     import torch
     from safetensors.torch import save_file
 
     random_ = torch.Generator().manual_seed(1)
 
     def matrix(rows: int, columns: int, gain: float) -> torch.Tensor:
-        return (torch.randn(rows, columns, generator=random_) * gain / math.sqrt(columns)).to(torch.bfloat16)
+        return (torch.randn(rows, columns, generator=random_) * gain / math.sqrt(columns)).to(
+            torch.bfloat16
+        )
 
     def norm() -> torch.Tensor:
         return torch.ones(_HIDDEN, dtype=torch.bfloat16)
@@ -47,7 +53,10 @@ def write_model(folder: Path, windowed: str = "", window: int = 0) -> Path:
     }
     for layer in range(_LAYERS):
         prefix = f"model.layers.{layer}."
-        weights |= {f"{prefix}{name}.weight": norm() for name in ("input_layernorm", "post_attention_layernorm")}
+        weights |= {
+            f"{prefix}{name}.weight": norm()
+            for name in ("input_layernorm", "post_attention_layernorm")
+        }
         weights |= {f"{prefix}{name}.weight": matrix(*shape) for name, shape in shapes.items()}
     folder.mkdir(parents=True)
     save_file(weights, str(folder / "model.safetensors"))
@@ -72,7 +81,9 @@ def write_model(folder: Path, windowed: str = "", window: int = 0) -> Path:
     }
     if windowed:
         config |= {
-            "layer_types": ["sliding_attention" if letter == "s" else "full_attention" for letter in windowed],
+            "layer_types": [
+                "sliding_attention" if letter == "s" else "full_attention" for letter in windowed
+            ],
             "sliding_window": window,
         }
     (folder / "config.json").write_text(json.dumps(config))
@@ -87,17 +98,30 @@ def write_lora(folder: Path, seed: int) -> Path:
     random_, rank, weights = torch.Generator().manual_seed(seed), 8, {}
     for layer, name in itertools.product(range(_LAYERS), ("k_proj", "v_proj")):
         prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-        weights[f"{prefix}.lora_A.weight"] = torch.randn(rank, _HIDDEN, generator=random_) / math.sqrt(_HIDDEN)
+        weights[f"{prefix}.lora_A.weight"] = torch.randn(
+            rank, _HIDDEN, generator=random_
+        ) / math.sqrt(_HIDDEN)
         weights[f"{prefix}.lora_B.weight"] = torch.randn(_KV_HEADS * _HEAD, rank, generator=random_)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: weight.to(torch.bfloat16) for name, weight in weights.items()}, str(folder / "adapter_model.safetensors"))
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["k_proj", "v_proj"], "bias": "none"}
+    save_file(
+        {name: weight.to(torch.bfloat16) for name, weight in weights.items()},
+        str(folder / "adapter_model.safetensors"),
+    )
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": ["k_proj", "v_proj"],
+        "bias": "none",
+    }
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 
 
 def write_guessed(folder: Path, windowed: str = "", window: int = 0) -> Path:
-    """That model, of whose layers the first one says nearly all: what a head of one layer guesses is right every now and then."""
+    """That model, of whose layers the first one says nearly all: what a head of one layer guesses
+    is right every now and then.
+    """
     return _changed(write_model(folder, windowed, window), _first_layer_above_all)
 
 
@@ -107,11 +131,15 @@ def write_eagle(folder: Path) -> Path:
 
     def head(weights: dict[str, Any]) -> dict[str, Any]:
         layer = {
-            name.removeprefix("model."): one for name, one in weights.items() if ".layers.0." in name and "input_" not in name
+            name.removeprefix("model."): one
+            for name, one in weights.items()
+            if ".layers.0." in name and "input_" not in name
         }
         return layer | {"fc.weight": torch.eye(_HIDDEN, 2 * _HIDDEN)}
 
-    return _changed(write_model(folder), head, architectures=["EagleLlamaForCausalLM"], num_hidden_layers=1)
+    return _changed(
+        write_model(folder), head, architectures=["EagleLlamaForCausalLM"], num_hidden_layers=1
+    )
 
 
 def write_eagle3(folder: Path) -> Path:
@@ -120,7 +148,10 @@ def write_eagle3(folder: Path) -> Path:
 
     def head(weights: dict[str, Any]) -> dict[str, Any]:
         found = {"fc.weight": torch.zeros(_HIDDEN, 3 * _HIDDEN), "norm.weight": torch.ones(_HIDDEN)}
-        found |= {"midlayer.hidden_norm.weight": torch.ones(_HIDDEN), "lm_head.weight": weights["lm_head.weight"]}
+        found |= {
+            "midlayer.hidden_norm.weight": torch.ones(_HIDDEN),
+            "lm_head.weight": weights["lm_head.weight"],
+        }
         for name, one in weights.items():
             wide = any(part in name for part in ("q_proj", "k_proj", "v_proj"))
             if ".layers.0." in name:
@@ -128,7 +159,11 @@ def write_eagle3(folder: Path) -> Path:
                 found[named] = torch.cat([one, torch.zeros_like(one)], 1) if wide else one
         return found
 
-    kind = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": VOCABULARY}
+    kind = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": VOCABULARY,
+    }
     return _changed(write_model(folder), head, **kind, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
 
 
@@ -140,42 +175,78 @@ def write_mtp(folder: Path) -> Path:
         found = _first_layer_above_all(weights)
         for layer in range(_LAYERS):
             for name, heads in (("q", _HEADS), ("k", _KV_HEADS), ("v", _KV_HEADS)):
-                found[f"model.layers.{layer}.self_attn.{name}_proj.bias"] = torch.zeros(heads * _HEAD)
-        found |= {name.replace(".layers.", ".mtp_layers."): one.clone() for name, one in found.items() if ".layers.0." in name}
-        found |= {f"model.mtp_layers.0.{name}_layernorm.weight": torch.ones(_HIDDEN) for name in ("token", "hidden", "final")}
-        return found | {"model.mtp_layers.0.input_proj.weight": torch.eye(_HIDDEN, 2 * _HIDDEN).roll(_HIDDEN, 1)}
+                found[f"model.layers.{layer}.self_attn.{name}_proj.bias"] = torch.zeros(
+                    heads * _HEAD
+                )
+        found |= {
+            name.replace(".layers.", ".mtp_layers."): one.clone()
+            for name, one in found.items()
+            if ".layers.0." in name
+        }
+        found |= {
+            f"model.mtp_layers.0.{name}_layernorm.weight": torch.ones(_HIDDEN)
+            for name in ("token", "hidden", "final")
+        }
+        return found | {
+            "model.mtp_layers.0.input_proj.weight": torch.eye(_HIDDEN, 2 * _HIDDEN).roll(_HIDDEN, 1)
+        }
 
-    kind = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1}
+    kind = {
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "qwen2",
+        "num_nextn_predict_layers": 1,
+    }
     return _changed(write_model(folder), both, **kind)
 
 
 def _first_layer_above_all(weights: dict[str, Any]) -> dict[str, Any]:
     ends = "o_proj", "down_proj"
     return {
-        name: one / 50 if ".layers.0." not in name and any(end in name for end in ends) else one for name, one in weights.items()
+        name: one / 50 if ".layers.0." not in name and any(end in name for end in ends) else one
+        for name, one in weights.items()
     }
 
 
-def _changed(folder: Path, weights: Callable[[dict[str, Any]], dict[str, Any]], **config: Any) -> Path:
+def _changed(
+    folder: Path, weights: Callable[[dict[str, Any]], dict[str, Any]], **config: Any
+) -> Path:
     """The model in `folder` with other weights, and what else its configuration says."""
     import torch
     from safetensors.torch import load_file, save_file
 
     made = weights(load_file(folder / "model.safetensors"))
-    save_file({name: one.to(torch.bfloat16) for name, one in made.items()}, str(folder / "model.safetensors"))
+    save_file(
+        {name: one.to(torch.bfloat16) for name, one in made.items()},
+        str(folder / "model.safetensors"),
+    )
     told = json.loads((folder / "config.json").read_text()) | config
     (folder / "config.json").write_text(json.dumps(told))
     return folder
 
 
 def write_states(folder: Path) -> Path:
-    """A model of its sizes, an LFM 2, half of whose layers keep a state: of two tokens, which matter as much as all others."""
+    """A model of its sizes, an LFM 2, half of whose layers keep a state: of two tokens, which
+    matter as much as all others.
+    """
     import torch
     from safetensors.torch import load_file, save_file
 
-    config, random_ = json.loads((write_model(folder) / "config.json").read_text()), torch.Generator().manual_seed(3)
-    kinds = {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3, "conv_dim": _HIDDEN, "block_dim": _HIDDEN}
-    feed_forward = {"block_ff_dim": _MLP, "block_auto_adjust_ff_dim": False, "norm_eps": 1e-5, "tie_word_embeddings": True}
+    config, random_ = (
+        json.loads((write_model(folder) / "config.json").read_text()),
+        torch.Generator().manual_seed(3),
+    )
+    kinds = {
+        "layer_types": ["conv", "full_attention"] * 2,
+        "conv_L_cache": 3,
+        "conv_dim": _HIDDEN,
+        "block_dim": _HIDDEN,
+    }
+    feed_forward = {
+        "block_ff_dim": _MLP,
+        "block_auto_adjust_ff_dim": False,
+        "norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    }
     config |= {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", **kinds, **feed_forward}
     (folder / "config.json").write_text(json.dumps(config))
     named = {
@@ -185,7 +256,11 @@ def write_states(folder: Path) -> Path:
         "mlp": "feed_forward",
         "self_attn.o_proj": "self_attn.out_proj",
     }
-    named |= {"input_layernorm": "operator_norm", "post_attention_layernorm": "ffn_norm", "model.norm": "model.embedding_norm"}
+    named |= {
+        "input_layernorm": "operator_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "model.norm": "model.embedding_norm",
+    }
     weights = {}
     for name, weight in load_file(folder / "model.safetensors").items():
         for old, new in named.items():
@@ -195,12 +270,23 @@ def write_states(folder: Path) -> Path:
     for layer in range(_LAYERS):
         prefix = f"model.layers.{layer}."
         if layer % 2:
-            weights |= {f"{prefix}self_attn.{one}_layernorm.weight": torch.ones(_HEAD) for one in "qk"}
+            weights |= {
+                f"{prefix}self_attn.{one}_layernorm.weight": torch.ones(_HEAD) for one in "qk"
+            }
             continue
-        for name, shape in (("conv", (_HIDDEN, 1, 3)), ("in_proj", (3 * _HIDDEN, _HIDDEN)), ("out_proj", (_HIDDEN, _HIDDEN))):
+        for name, shape in (
+            ("conv", (_HIDDEN, 1, 3)),
+            ("in_proj", (3 * _HIDDEN, _HIDDEN)),
+            ("out_proj", (_HIDDEN, _HIDDEN)),
+        ):
             gain = 1.4 / math.sqrt(shape[-1])
-            weights[f"{prefix}conv.{name}.weight"] = (torch.randn(shape, generator=random_) * gain).to(torch.bfloat16)
-    save_file({name: weight.to(torch.bfloat16) for name, weight in weights.items()}, str(folder / "model.safetensors"))
+            weights[f"{prefix}conv.{name}.weight"] = (
+                torch.randn(shape, generator=random_) * gain
+            ).to(torch.bfloat16)
+    save_file(
+        {name: weight.to(torch.bfloat16) for name, weight in weights.items()},
+        str(folder / "model.safetensors"),
+    )
     return folder
 
 
@@ -210,37 +296,70 @@ _PIXELS, _PATCH, _SEEN = 56, 14, 64
 
 
 def write_vision_model(folder: Path) -> Path:
-    """That model with eyes, an Idefics 3: one that needs neither torchvision nor anything from the hub."""
+    """That model with eyes, an Idefics 3: one that needs neither torchvision nor anything from the
+    hub.
+    """
     import torch
     from safetensors.torch import load_file, save_file
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     text = json.loads((write_model(folder) / "config.json").read_text())
     weights = {
-        name.replace("model.", "model.text_model.", 1): one for name, one in load_file(folder / "model.safetensors").items()
+        name.replace("model.", "model.text_model.", 1): one
+        for name, one in load_file(folder / "model.safetensors").items()
     }
     random_, patches = torch.Generator().manual_seed(2), (_PIXELS // _PATCH) ** 2
-    layer = {f"self_attn.{name}": (_SEEN, _SEEN) for name in ("q_proj", "k_proj", "v_proj", "out_proj")}
-    layer |= {"mlp.fc1": (_SEEN, _SEEN), "mlp.fc2": (_SEEN, _SEEN), "layer_norm1": (_SEEN,), "layer_norm2": (_SEEN,)}
-    shapes = {f"encoder.layers.0.{name}": shape for name, shape in layer.items()} | {"post_layernorm": (_SEEN,)}
-    shapes |= {"embeddings.patch_embedding": (_SEEN, 3, _PATCH, _PATCH), "embeddings.position_embedding": (patches, _SEEN)}
+    layer = {
+        f"self_attn.{name}": (_SEEN, _SEEN) for name in ("q_proj", "k_proj", "v_proj", "out_proj")
+    }
+    layer |= {
+        "mlp.fc1": (_SEEN, _SEEN),
+        "mlp.fc2": (_SEEN, _SEEN),
+        "layer_norm1": (_SEEN,),
+        "layer_norm2": (_SEEN,),
+    }
+    shapes = {f"encoder.layers.0.{name}": shape for name, shape in layer.items()} | {
+        "post_layernorm": (_SEEN,)
+    }
+    shapes |= {
+        "embeddings.patch_embedding": (_SEEN, 3, _PATCH, _PATCH),
+        "embeddings.position_embedding": (patches, _SEEN),
+    }
     for name, shape in shapes.items():
         gain = 1.0 / math.sqrt(math.prod(shape[1:]))
-        weight = torch.randn(shape, generator=random_) * gain if len(shape) > 1 else torch.ones(shape)
+        weight = (
+            torch.randn(shape, generator=random_) * gain if len(shape) > 1 else torch.ones(shape)
+        )
         weights[f"model.vision_model.{name}.weight"] = weight.to(torch.bfloat16)
         weights[f"model.vision_model.{name}.bias"] = torch.zeros(shape[0], dtype=torch.bfloat16)
     del weights["model.vision_model.embeddings.position_embedding.bias"]
     seen = torch.randn(_HIDDEN, 4 * _SEEN, generator=random_)
     weights["model.connector.modality_projection.proj.weight"] = seen.to(torch.bfloat16)
     save_file(weights, str(folder / "model.safetensors"))
-    vision = {"hidden_size": _SEEN, "intermediate_size": _SEEN, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {
+        "hidden_size": _SEEN,
+        "intermediate_size": _SEEN,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     vision |= {"image_size": _PIXELS, "patch_size": _PATCH}
-    config = {"architectures": ["Idefics3ForConditionalGeneration"], "model_type": "idefics3", "torch_dtype": "bfloat16"}
-    config |= {"text_config": text, "vision_config": vision, "image_token_id": IMAGE, "scale_factor": 2}
+    config = {
+        "architectures": ["Idefics3ForConditionalGeneration"],
+        "model_type": "idefics3",
+        "torch_dtype": "bfloat16",
+    }
+    config |= {
+        "text_config": text,
+        "vision_config": vision,
+        "image_token_id": IMAGE,
+        "scale_factor": 2,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     special = ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<image>"]
     words = [f"w{number}" for number in range(VOCABULARY - len(special))] + special
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="w0"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="w0")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(special)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -253,7 +372,12 @@ def write_vision_model(folder: Path) -> Path:
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(named))
     edge = {"longest_edge": _PIXELS}
-    sight = {"image_processor_type": "Idefics3ImageProcessor", "do_image_splitting": False, "size": edge, "max_image_size": edge}
+    sight = {
+        "image_processor_type": "Idefics3ImageProcessor",
+        "do_image_splitting": False,
+        "size": edge,
+        "max_image_size": edge,
+    }
     (folder / "preprocessor_config.json").write_text(json.dumps(sight))
     (folder / "processor_config.json").write_text(
         json.dumps({"processor_class": "Idefics3Processor", "image_seq_len": patches // 4})

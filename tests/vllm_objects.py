@@ -1,4 +1,6 @@
-"""vLLM's configuration as far as vcache reads it, a worker's KV caches, and a model small enough for the real thing."""
+"""vLLM's configuration as far as vcache reads it, a worker's KV caches, and a model small enough
+for the real thing.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,15 @@ LLAMA = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidde
 
 
 class HFConfig:
-    """A Hugging Face configuration as transformers has it: values, some private, and what is written about it."""
+    """A Hugging Face configuration as transformers has it: values, some private, and what is
+    written about it.
+    """
 
     def __init__(self, **values: Any) -> None:
-        self.__dict__.update({"hidden_size": 256, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}} | values)
+        self.__dict__.update(
+            {"hidden_size": 256, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
+            | values
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return copy.deepcopy(self.__dict__)
@@ -35,7 +42,9 @@ LAYERS = ("model.layers.0.attn", "model.layers.1.attn", "model.layers.2.attn")
 
 def vllm_config(**changes: Any) -> Any:
     """`changes`: `section__name=value`."""
-    hf_config = HFConfig(_name_or_path="org/model", _commit_hash="abc123", transformers_version="5.0")
+    hf_config = HFConfig(
+        _name_or_path="org/model", _commit_hash="abc123", transformers_version="5.0"
+    )
     config = SimpleNamespace(
         model_config=SimpleNamespace(
             model="org/model",
@@ -52,7 +61,10 @@ def vllm_config(**changes: Any) -> Any:
             get_head_size=lambda: 8,
         ),
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=2, pipeline_parallel_size=2, prefill_context_parallel_size=1, decode_context_parallel_size=1
+            tensor_parallel_size=2,
+            pipeline_parallel_size=2,
+            prefill_context_parallel_size=1,
+            decode_context_parallel_size=1,
         ),
         cache_config=SimpleNamespace(
             block_size=BLOCK,
@@ -65,7 +77,9 @@ def vllm_config(**changes: Any) -> Any:
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute", kv_role="kv_both"),
         device_config=SimpleNamespace(device_type="cuda"),
         load_config=SimpleNamespace(load_format="auto"),
-        compilation_config=SimpleNamespace(static_forward_context={name: attention("FLASH_ATTN") for name in LAYERS}),
+        compilation_config=SimpleNamespace(
+            static_forward_context={name: attention("FLASH_ATTN") for name in LAYERS}
+        ),
         speculative_config=None,
         lora_config=None,
     )

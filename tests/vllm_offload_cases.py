@@ -1,4 +1,6 @@
-"""Two nodes with real vLLM instances, and one Mooncake store behind the pools of both, for tests."""
+"""Two nodes with real vLLM instances, and one Mooncake store behind the pools of both, for
+tests.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Two:
             each.serve()
 
     def settings(self, chunks: int, rpc_seconds: float = 10, **offload: Any) -> dict[str, Any]:
-        """Of a connector that tries again soon, and whose deadlines no slow machine misses. offload: of its section."""
+        """Of a connector that tries again soon, and whose deadlines no slow machine misses.
+        offload: of its section.
+        """
         more = {
             "policy": "write_through",
             "staging_bytes": BUFFERS * (CHUNK_BYTES + 4096),
@@ -59,15 +63,22 @@ class Two:
         return names_in(self.depot)
 
     def keep(self, instance: Instance, tokens: list[int]) -> tuple[Answer, set[str]]:
-        """Have it computed by `instance`: its answer, and the names of the new objects, once all its chunks are in the store."""
+        """Have it computed by `instance`: its answer, and the names of the new objects, once all
+        its chunks are in the store.
+        """
         before = self.names()
         answer = instance.one(tokens)
-        new = eventually(lambda: len(found := self.names() - before) >= len(tokens) // CHUNK - answer.cached // CHUNK and found)
+        new = eventually(
+            lambda: (
+                len(found := self.names() - before) >= len(tokens) // CHUNK - answer.cached // CHUNK
+                and found
+            )
+        )
         return answer, new
 
     def kept(self, instance: Instance) -> tuple[list[int], Answer]:
-        """A new prompt of four chunks and a tail: what `instance`, which has it in its own cache and in the store, answers. The second
-        node's pool is empty."""
+        """A new prompt of four chunks and a tail: what `instance`, which has it in its own cache
+        and in the store, answers. The second node's pool is empty."""
         self.empty()
         tokens = new_tokens(HITS + 17)
         self.keep(instance, tokens)

@@ -1,4 +1,6 @@
-"""What a release of vLLM must look like for its KV cache to be shared in place, read in its sources. Nothing of it is imported."""
+"""What a release of vLLM must look like for its KV cache to be shared in place, read in its
+sources. Nothing of it is imported.
+"""
 
 from __future__ import annotations
 
@@ -11,28 +13,50 @@ _Node = TypeVar("_Node", bound=ast.AST)
 _WORKER, _CPU_WORKER = "v1/worker/gpu_worker.py", "v1/worker/cpu_worker.py"
 _ORDER = ("ensure_kv_transfer_initialized", "get_mem_pool_context", "initialize_kv_cache")
 _BASE = "distributed/kv_transfer/kv_connector/v1/base.py"
-_RUNNERS = {"v1/worker/gpu_model_runner.py": "initialize_kv_cache", "v1/worker/gpu/kv_connector.py": "__init__"}
+_RUNNERS = {
+    "v1/worker/gpu_model_runner.py": "initialize_kv_cache",
+    "v1/worker/gpu/kv_connector.py": "__init__",
+}
 """The two model runners, and who calls `register_kv_caches` there."""
 _ALLOCATES = {
     "v1/worker/gpu_model_runner.py": ("_allocate_kv_cache_tensors", "initialize_kv_cache_tensors"),
     "v1/worker/gpu/attn_utils.py": ("_allocate_kv_cache", "init_kv_cache"),
 }
 _ALLOCATE = "v1/worker/utils.py", "allocate_kv_cache"
-"""Where the KV cache is made: in two functions before 0.29, each called by another one, in one since."""
+"""Where the KV cache is made: in two functions before 0.29, each called by another one, in one
+since.
+"""
 _POOL, _SCHEDULER = "v1/core/block_pool.py", "v1/core/sched/scheduler.py"
 _QUEUE = "v1/core/kv_cache_utils.py"
-_MANAGERS = ("v1/core/single_type_kv_cache_manager.py", "v1/core/kv_cache_manager.py", "v1/core/kv_cache_coordinator.py")
+_MANAGERS = (
+    "v1/core/single_type_kv_cache_manager.py",
+    "v1/core/kv_cache_manager.py",
+    "v1/core/kv_cache_coordinator.py",
+)
 _BINDS = {"bind_gpu_block_pool", "bind_kv_cache_manager"}
 _BACKEND = "device_allocator/sleep_mode_backend.py"
 FILES = (
-    *(_WORKER, _CPU_WORKER, _BASE, *_RUNNERS, *_ALLOCATES, _ALLOCATE[0], _POOL, _SCHEDULER, *_MANAGERS, _QUEUE),
+    *(
+        _WORKER,
+        _CPU_WORKER,
+        _BASE,
+        *_RUNNERS,
+        *_ALLOCATES,
+        _ALLOCATE[0],
+        _POOL,
+        _SCHEDULER,
+        *_MANAGERS,
+        _QUEUE,
+    ),
     _BACKEND,
 )
 """All that are read."""
 
 
 def differences(package: Path, asks: bool) -> list[str]:
-    """Where the sources in the folder `package` are not as they should be; asks: for a context, see `exportable.KNOWN`."""
+    """Where the sources in the folder `package` are not as they should be; asks: for a context, see
+    `exportable.KNOWN`.
+    """
     return list(_differences(package, asks))
 
 
@@ -64,13 +88,21 @@ def _allocation(package: Path, asks: bool) -> Iterator[str]:
     for where, (old, caller) in _ALLOCATES.items():
         functions = _functions(package / where)
         makes = common if common is not None else functions[old]
-        zeros = [ast.unparse(call) for call in _nodes(makes, ast.Call) if ast.unparse(call.func) == "torch.zeros"]
+        zeros = [
+            ast.unparse(call)
+            for call in _nodes(makes, ast.Call)
+            if ast.unparse(call.func) == "torch.zeros"
+        ]
         if not zeros or not all("dtype=torch.int8" in call and "device=" in call for call in zeros):
             yield f"{where}: the KV cache is made by {zeros}"
         called = [ast.unparse(node.func) for node in _nodes(functions[caller], ast.Call)]
         if not any(name.endswith(makes.name) for name in called):
             yield f"{where}: {caller} does not call {makes.name}"
-        within = [node for node in _nodes(functions[caller], ast.With) if "allocation_context" in ast.unparse(node.items[0])]
+        within = [
+            node
+            for node in _nodes(functions[caller], ast.With)
+            if "allocation_context" in ast.unparse(node.items[0])
+        ]
         if asks and not any(makes.name in ast.unparse(node) for node in within):
             yield f"{where}: {caller} does not call {makes.name} in the context it was given"
 
@@ -80,17 +112,37 @@ def _blocks(package: Path) -> Iterator[str]:
     pool = _functions(package / _POOL)
     yield from (
         f"{_POOL} has no {name}"
-        for name in ("get_new_blocks", "free_blocks", "evict_blocks", "reset_prefix_cache", "get_num_free_blocks")
+        for name in (
+            "get_new_blocks",
+            "free_blocks",
+            "evict_blocks",
+            "reset_prefix_cache",
+            "get_num_free_blocks",
+        )
         if name not in pool
     )
-    if "= self.fake_free_list_head.next_free_block" not in ast.unparse(_functions(package / _QUEUE)["popleft_n"]):
+    if "= self.fake_free_list_head.next_free_block" not in ast.unparse(
+        _functions(package / _QUEUE)["popleft_n"]
+    ):
         yield f"{_QUEUE}: blocks are not handed out from where victims are looked for"
-    yield from (f"{_QUEUE} has no {name}" for name in ("remove", "append") if name not in _functions(package / _QUEUE))
+    yield from (
+        f"{_QUEUE} has no {name}"
+        for name in ("remove", "append")
+        if name not in _functions(package / _QUEUE)
+    )
     # What the pool and a manager keep for themselves, from the start on, is nobody's cache.
     given = {(_POOL, "get_new_blocks"), (_POOL, "__init__"), (_MANAGERS[0], "__init__")}
     for path in (_POOL, *_MANAGERS):
-        for function in (node for node in ast.walk(ast.parse((package / path).read_text())) if isinstance(node, ast.FunctionDef)):
-            takes = [call for call in _nodes(function, ast.Call) if "free_block_queue.popleft" in ast.unparse(call.func)]
+        for function in (
+            node
+            for node in ast.walk(ast.parse((package / path).read_text()))
+            if isinstance(node, ast.FunctionDef)
+        ):
+            takes = [
+                call
+                for call in _nodes(function, ast.Call)
+                if "free_block_queue.popleft" in ast.unparse(call.func)
+            ]
             if takes and (path, function.name) not in given:
                 yield f"{path}: {function.name} hands out blocks beside get_new_blocks"
     binds = _BINDS & set(_calls(_functions(package / _SCHEDULER)["__init__"]))
@@ -99,9 +151,16 @@ def _blocks(package: Path) -> Iterator[str]:
             yield f"{_BASE}: {name} does not call bind_gpu_block_pool"
     if not binds:
         yield f"{_SCHEDULER}: the connector does not get the block pool"
-    asked = {name for path in _MANAGERS for function in _functions(package / path).values() for name in _calls(function)}
+    asked = {
+        name
+        for path in _MANAGERS
+        for function in _functions(package / path).values()
+        for name in _calls(function)
+    }
     yield from (
-        f"{_MANAGERS}: nobody calls the pool's {name}" for name in ("evict_blocks", "reset_prefix_cache") if name not in asked
+        f"{_MANAGERS}: nobody calls the pool's {name}"
+        for name in ("evict_blocks", "reset_prefix_cache")
+        if name not in asked
     )
 
 
@@ -126,7 +185,11 @@ def _sleeping(package: Path) -> Iterator[str]:
 
 def _functions(path: Path) -> dict[str, ast.FunctionDef]:
     """By name; of several of one name the last."""
-    return {node.name: node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+    return {
+        node.name: node
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    }
 
 
 def _nodes(function: ast.FunctionDef, kind: type[_Node]) -> Iterator[_Node]:

@@ -40,8 +40,8 @@ class Address(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 
 class BesideConnector(ExampleConnector):  # type: ignore[misc]
-    """To run beside ours under MultiConnector: vLLM's own example, and a handshake as NIXL's. Its scheduler takes its own workers'
-    addresses and nothing else."""
+    """To run beside ours under MultiConnector: vLLM's own example, and a handshake as NIXL's. Its
+    scheduler takes its own workers' addresses and nothing else."""
 
     def get_handshake_metadata(self) -> Address:
         return Address()
@@ -55,16 +55,20 @@ class FailingConnector(BesideConnector):
     """One whose loads, in the step that needs them, all fail; it says so behind that."""
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
-        loads = [request for request in self._get_connector_metadata().requests if not request.is_store]
-        self.lost = {slot // self._block_size for request in loads for slot in request.slot_mapping.tolist()}
+        loads = [
+            request for request in self._get_connector_metadata().requests if not request.is_store
+        ]
+        self.lost = {
+            slot // self._block_size for request in loads for slot in request.slot_mapping.tolist()
+        }
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.__dict__.pop("lost", set())
 
 
 class Stage(CPUWorker):  # type: ignore[misc]
-    """Of a pipeline. vLLM's own has room for what comes from the stage before only once it has warmed up, which it leaves out where nothing
-    is compiled."""
+    """Of a pipeline. vLLM's own has room for what comes from the stage before only once it has
+    warmed up, which it leaves out where nothing is compiled."""
 
     def compile_or_warm_up_model(self) -> Any:
         runner = self.model_runner
@@ -74,7 +78,9 @@ class Stage(CPUWorker):  # type: ignore[misc]
 
 
 class HostOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
-    """Of vLLM's own OffloadingConnector, all of it but the copies, which vLLM makes with CUDA alone."""
+    """Of vLLM's own OffloadingConnector, all of it but the copies, which vLLM makes with CUDA
+    alone.
+    """
 
     def get_worker(self, kv_caches: Any) -> HostCopies:
         if self._worker is None:

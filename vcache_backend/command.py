@@ -1,4 +1,6 @@
-"""What the commands of `vcache` share: options, the configuration, the connection, and how errors are shown."""
+"""What the commands of `vcache` share: options, the configuration, the connection, and how errors
+are shown.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ ConfigFile = Annotated[
     ),
 ]
 Socket = Annotated[
-    Path | None, typer.Option("--socket", metavar="PATH", help="The server's socket, in place of the configured one.")
+    Path | None,
+    typer.Option(
+        "--socket", metavar="PATH", help="The server's socket, in place of the configured one."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
@@ -42,7 +47,9 @@ ENGINE = ("torch", "numpy", "triton")
 
 
 class _Group(TyperGroup):
-    """Commands that end with one line on stderr, and exit code 1, if a VCacheError is raised or a module of `ENGINE` is missing."""
+    """Commands that end with one line on stderr, and exit code 1, if a VCacheError is raised or a
+    module of `ENGINE` is missing.
+    """
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
@@ -59,13 +66,18 @@ class _Group(TyperGroup):
         except ModuleNotFoundError as error:
             if error.name not in ENGINE:
                 raise
-            trouble, line = error, f"{error.name} is not installed: pip install '/path/to/vcache[engine]'"
+            trouble, line = (
+                error,
+                f"{error.name} is not installed: pip install '/path/to/vcache[engine]'",
+            )
         typer.secho(f"vcache: {line}", fg="red", err=True)
         raise typer.Exit(1) from trouble
 
 
 def group(text: str, root: bool = False) -> typer.Typer:
-    """An empty group of commands. text: its help. root: it is `vcache` itself, with completion and exit codes in its help."""
+    """An empty group of commands. text: its help. root: it is `vcache` itself, with completion and
+    exit codes in its help.
+    """
     return typer.Typer(
         cls=_Group,
         help=text,
@@ -73,23 +85,27 @@ def group(text: str, root: bool = False) -> typer.Typer:
         add_completion=root,
         epilog=EXIT_CODES if root else None,
         pretty_exceptions_enable=False,
-        rich_markup_mode=None,  # in rich's boxes flags have `<bool>` behind them, and texts are squeezed beside wide columns
+        # in rich's boxes flags have `<bool>` behind them, and texts are squeezed beside wide
+        # columns
+        rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
 
 
 def load(path: Path | None, socket: Path | None) -> config.Config:
-    """The configuration of file `path`, with `socket` in place of `server.socket`; either may be None. A relative socket starts at the
-    working folder. Raises ConfigError."""
+    """The configuration of file `path`, with `socket` in place of `server.socket`; either may be
+    None. A relative socket starts at the working folder. Raises ConfigError."""
     loaded = config.load(path)
-    return loaded if socket is None else config.with_socket(loaded, str(socket.absolute()), "--socket")
+    return (
+        loaded if socket is None else config.with_socket(loaded, str(socket.absolute()), "--socket")
+    )
 
 
 def client(path: Path | None, socket: Path | None, reconnect: bool = False) -> Client:
     """Connect to the server, for one command. Raises ServerUnavailable with the reason.
 
-    Every call may take `client.control_seconds`: people can wait, and a busy machine should not end a command halfway.
-    """
+    Every call may take `client.control_seconds`: people can wait, and a busy machine should not end
+    a command halfway."""
     from vcache_backend.metadata_server.client import Client
 
     loaded = load(path, socket)
@@ -103,22 +119,36 @@ def client(path: Path | None, socket: Path | None, reconnect: bool = False) -> C
 
 
 def nbytes_of(text: str | config.ByteSize) -> config.ByteSize:
-    """The value of an option in bytes. Typer passes the option's default, too. Raises BadParameter."""
+    """The value of an option in bytes. Typer passes the option's default, too. Raises
+    BadParameter.
+    """
     try:
         nbytes = config.ByteSize.parse(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     if nbytes <= 0:
         raise typer.BadParameter("Expected more than 0 bytes")
-    if isinstance(text, str) and nbytes < LEAST_WITHOUT_UNIT and (number := text.strip())[-1].isdigit():
+    if (
+        isinstance(text, str)
+        and nbytes < LEAST_WITHOUT_UNIT
+        and (number := text.strip())[-1].isdigit()
+    ):
         wanted = f"write the unit, such as {number}GiB or {number}B"
         raise typer.BadParameter(f"{number} without a unit is {int(nbytes)} B: {wanted}")
     return nbytes
 
 
 def tokens_of(text: str | int) -> int:
-    """A number of tokens, such as `500k` or `1.5M`. Typer passes the option's default, too. Raises BadParameter."""
+    """A number of tokens, such as `500k` or `1.5M`. Typer passes the option's default, too. Raises
+    BadParameter.
+    """
     found = re.fullmatch(r"(\d{1,3}(?:[,_]\d{3})+|\d+(?:\.\d+)?)([kKmM]?)", str(text), re.ASCII)
-    if found is None or (tokens := float(re.sub("[,_]", "", found[1])) * _THOUSANDS[found[2].lower()]) > MAX_TOKENS:
-        raise typer.BadParameter(f"Expected a number of tokens such as 500000, 500k or 2M, at most {MAX_TOKENS:,}, got {text!r}")
+    if (
+        found is None
+        or (tokens := float(re.sub("[,_]", "", found[1])) * _THOUSANDS[found[2].lower()])
+        > MAX_TOKENS
+    ):
+        raise typer.BadParameter(
+            f"Expected a number of tokens such as 500000, 500k or 2M, at most {MAX_TOKENS:,}, got {text!r}"
+        )
     return int(tokens)

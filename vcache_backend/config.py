@@ -1,9 +1,10 @@
-"""The configuration: frozen values, read once at the start. Other modules take no settings from the environment.
+"""The configuration: frozen values, read once at the start. Other modules take no settings from the
+environment.
 
-`load(path)` reads a YAML file strictly: an unknown key is an error that names its place. Without a path it reads the file that
-`VCACHE_CONFIG` names, or takes the defaults. `VCACHE_SOCKET` overrides `server.socket`. configs/vcache.yaml explains every key; a test
-compares it with the sections here. Times are in seconds.
-"""
+`load(path)` reads a YAML file strictly: an unknown key is an error that names its place. Without a
+path it reads the file that `VCACHE_CONFIG` names, or takes the defaults. `VCACHE_SOCKET` overrides
+`server.socket`. configs/vcache.yaml explains every key; a test compares it with the sections here.
+Times are in seconds."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ MAX_FILE_BYTES = 1 << 20
 """The largest configuration file. Real ones have some kilobytes."""
 HOST_DEVICE = re.compile(r"host(:[A-Za-z0-9_.-]{1,64})?")
 _GPU_DEVICE = re.compile(r"cuda(:\d{1,4})?|(?i:GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})")
-DEVICE_FORMS = "auto, host, host:NAME (letters, digits, _ . -), cuda, cuda:N or a GPU's UUID (nvidia-smi -L)"
+DEVICE_FORMS = (
+    "auto, host, host:NAME (letters, digits, _ . -), cuda, cuda:N or a GPU's UUID (nvidia-smi -L)"
+)
 _DECIMAL = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS = (
     {"": 1, "B": 1}
@@ -38,7 +41,9 @@ _UNITS = (
 """Bytes by unit, in capitals: G and GB are 10^9, Gi and GiB are 2^30, as in Kubernetes."""
 
 KV_AXES = ("part", "block", "token", "head", "dim")
-"""Names of a KV tensor's axes: K or V; block; token in the block; KV head; elements of one head (of K and V if they are packed)."""
+"""Names of a KV tensor's axes: K or V; block; token in the block; KV head; elements of one head (of
+K and V if they are packed).
+"""
 MOST_SECONDS = 1_000_000
 """The longest time that can be set: eleven days. poll() takes at most 24."""
 
@@ -55,12 +60,20 @@ class ByteSize(int):
 
     @classmethod
     def parse(cls, value: object) -> ByteSize:
-        """Read an integer, or text such as `8 GiB`. Raises ValueError: no size, negative, or above `MAX_BYTES`."""
+        """Read an integer, or text such as `8 GiB`. Raises ValueError: no size, negative, or above
+        `MAX_BYTES`.
+        """
         if isinstance(value, int) and not isinstance(value, bool):
             return cls._within(value)
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
+        match = (
+            re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+            if isinstance(value, str)
+            else None
+        )
         if match is None or match[2].upper() not in _UNITS:
-            raise ValueError(f"Expected bytes such as 1073741824, '8 GiB' or '512MiB', got {value!r}")
+            raise ValueError(
+                f"Expected bytes such as 1073741824, '8 GiB' or '512MiB', got {value!r}"
+            )
         return cls._within(float(match[1]) * _UNITS[match[2].upper()])
 
     @classmethod
@@ -73,19 +86,33 @@ class ByteSize(int):
 
     def __str__(self) -> str:
         """In the largest binary unit that divides it: `parse` reads the same number back."""
-        return next((f"{self // size} {unit}" for unit, size in _LARGEST_FIRST if self and self % size == 0), f"{int(self)} B")
+        return next(
+            (
+                f"{self // size} {unit}"
+                for unit, size in _LARGEST_FIRST
+                if self and self % size == 0
+            ),
+            f"{int(self)} B",
+        )
 
     @property
     def about(self) -> str:
         """For people: rounded to four digits."""
-        return next((f"{self / size:.4g} {unit}" for unit, size in _LARGEST_FIRST if self >= size), f"{int(self)} B")
+        return next(
+            (f"{self / size:.4g} {unit}" for unit, size in _LARGEST_FIRST if self >= size),
+            f"{int(self)} B",
+        )
 
 
 def split_address(address: str, name: str, absent: str = "127.0.0.1") -> tuple[str, int]:
-    """Host and port of `address`; the host is `absent` if there is none. name: the setting, for errors. Raises ValueError."""
+    """Host and port of `address`; the host is `absent` if there is none. name: the setting, for
+    errors. Raises ValueError.
+    """
     found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s:/\[\]]*)):([0-9]{1,5})", address)
     if found is None:
-        hint = f'; write ":{address}" for this machine alone' if absent and address.isdecimal() else ""
+        hint = (
+            f'; write ":{address}" for this machine alone' if absent and address.isdecimal() else ""
+        )
         raise ValueError(f"{name} must be HOST:PORT, got {address!r}{hint}")
     if int(found[3]) > 65535:
         raise ValueError(f"{name} must be HOST:PORT, and a port is 65535 at most, got {address!r}")
@@ -96,7 +123,9 @@ def split_address(address: str, name: str, absent: str = "127.0.0.1") -> tuple[s
         elif re.fullmatch(r"[0-9.]+", host):
             inet_aton(host)
     except OSError as error:
-        raise ValueError(f"{name} must be HOST:PORT, and {host} is no host, got {address!r}") from error
+        raise ValueError(
+            f"{name} must be HOST:PORT, and {host} is no host, got {address!r}"
+        ) from error
     return host or absent, int(found[3])
 
 
@@ -135,11 +164,15 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not self.socket.isprintable():
-            raise ValueError(f"socket must be a path of printable characters in UTF-8, got {self.socket!r}")
+            raise ValueError(
+                f"socket must be a path of printable characters in UTF-8, got {self.socket!r}"
+            )
         if self.socket and (self.socket.endswith("/") or not Path(self.socket).name):
             raise ValueError(f"socket must be the path of a file, got {self.socket!r}")
         if len(os.fsencode(self.socket)) > MAX_SOCKET_PATH:
-            raise ValueError(f"socket must be a path of at most {MAX_SOCKET_PATH} bytes, got {self.socket!r}")
+            raise ValueError(
+                f"socket must be a path of at most {MAX_SOCKET_PATH} bytes, got {self.socket!r}"
+            )
         if self.metrics:
             split_address(self.metrics, "metrics")
 
@@ -166,7 +199,11 @@ class ClientConfig(_Section, frozen=True, kw_only=True):
     @property
     def longest_pause(self) -> float:
         """`retry_max_seconds`, or its default."""
-        return max(2.0, self.retry_seconds) if self.retry_max_seconds is None else self.retry_max_seconds
+        return (
+            max(2.0, self.retry_seconds)
+            if self.retry_max_seconds is None
+            else self.retry_max_seconds
+        )
 
 
 class PoolConfig(_Section, frozen=True, kw_only=True):
@@ -196,15 +233,18 @@ class EngineConfig(_Section, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         names = self.kv_axes.split()
-        if names and (len(set(names)) < len(names) or not {"block", "token"} <= set(names) <= set(KV_AXES)):
+        if names and (
+            len(set(names)) < len(names) or not {"block", "token"} <= set(names) <= set(KV_AXES)
+        ):
             raise ValueError(
                 f"kv_axes must be different words of {', '.join(KV_AXES)}, with block and token among them, got {self.kv_axes!r}"
             )
 
 
 class ConnectorConfig(_Section, frozen=True, kw_only=True):
-    """Our connector in vLLM. Token counts leave out what vLLM's own prefix cache has. share: `from_dict` turns `auto` into `pool` if
-    another setting needs a pool; else the connector decides, from vLLM's version and settings and the model."""
+    """Our connector in vLLM. Token counts leave out what vLLM's own prefix cache has. share:
+    `from_dict` turns `auto` into `pool` if another setting needs a pool; else the connector
+    decides, from vLLM's version and settings and the model."""
 
     share: Literal["auto", "in_place", "pool"] = "auto"
     min_hit_tokens: PositiveInt = 256
@@ -274,12 +314,18 @@ class OffloadConfig(_Section, frozen=True, kw_only=True):
     @property
     def longest_pause(self) -> float:
         """`retry_max_seconds`, or its default."""
-        return max(15.0, self.retry_seconds) if self.retry_max_seconds is None else self.retry_max_seconds
+        return (
+            max(15.0, self.retry_seconds)
+            if self.retry_max_seconds is None
+            else self.retry_max_seconds
+        )
 
     def least_bandwidth(self, on_gpu: bool) -> ByteSize:
-        """`min_bandwidth` in bytes a second, or its default. on_gpu: whether the KV caches are on GPUs.
+        """`min_bandwidth` in bytes a second, or its default. on_gpu: whether the KV caches are on
+        GPUs.
 
-        The default for GPUs is 5 GB/s over TCP: an H200 computes as much KV of an 8B model, with prompts of 4k to 16k tokens. TCP brought
+        The default for GPUs is 5 GB/s over TCP: an H200 computes as much KV of an 8B model, with
+        prompts of 4k to 16k tokens. TCP brought
         4.4 GB/s within one host. Else it is 0.
         """
         if self.min_bandwidth is not None:
@@ -311,30 +357,40 @@ def whole(path: Path) -> Path:
 
 
 def default_socket() -> Path:
-    """`$XDG_RUNTIME_DIR/vcache/vcache.sock`, or `/tmp/vcache-UID/vcache.sock`. The server makes the folder for this user alone."""
+    """`$XDG_RUNTIME_DIR/vcache/vcache.sock`, or `/tmp/vcache-UID/vcache.sock`. The server makes the
+    folder for this user alone.
+    """
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(runtime) / "vcache" if runtime else Path(f"/tmp/vcache-{os.getuid()}")
     return folder / "vcache.sock"
 
 
 def hash_seed() -> str | None:
-    """`PYTHONHASHSEED` of the environment, in which vLLM, and through it LMCache, root their block hashes. None if it is not set."""
+    """`PYTHONHASHSEED` of the environment, in which vLLM, and through it LMCache, root their block
+    hashes. None if it is not set.
+    """
     return os.environ.get("PYTHONHASHSEED")
 
 
 def expandable_segments() -> bool:
-    """Whether `expandable_segments` is on for torch's CUDA allocator. Of its two variables the first that is set counts, as in torch."""
+    """Whether `expandable_segments` is on for torch's CUDA allocator. Of its two variables the
+    first that is set counts, as in torch.
+    """
     given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     fields = (field.partition(":") for field in given.split(","))
-    return any(name.strip() == "expandable_segments" and value.strip().lower() in ("true", "1") for name, _, value in fields)
+    return any(
+        name.strip() == "expandable_segments" and value.strip().lower() in ("true", "1")
+        for name, _, value in fields
+    )
 
 
 def mooncake_environment(section: MooncakeConfig) -> dict[str, str]:
-    """Set the environment variables of Mooncake's library that the user has not set. Returns the values in force.
+    """Set the environment variables of Mooncake's library that the user has not set. Returns the
+    values in force.
 
-    The library's own defaults wait for minutes: 20 times 4 s for a missing master, 30 s for one that hangs, 30 s for a provider that
-    hangs. Call it before the library is loaded. All clients of the process share these values.
-    """
+    The library's own defaults wait for minutes: 20 times 4 s for a missing master, 30 s for one
+    that hangs, 30 s for a provider that hangs. Call it before the library is loaded. All clients of
+    the process share these values."""
     wanted = {
         "MC_STORE_CLIENT_SETUP_RETRIES": "1",
         "MC_RPC_TIMEOUT_MS": str(max(1, round(1000 * section.rpc_seconds))),
@@ -362,11 +418,14 @@ def _encode(value: object) -> object:
     raise NotImplementedError(type(value))
 
 
-def from_dict(values: dict[str, Any], source: str = "configuration", lines: dict[str, int] | None = None) -> Config:
-    """Check `values`, turn `connector.share: auto` into `pool` if another setting needs one, and apply `VCACHE_SOCKET`.
+def from_dict(
+    values: dict[str, Any], source: str = "configuration", lines: dict[str, int] | None = None
+) -> Config:
+    """Check `values`, turn `connector.share: auto` into `pool` if another setting needs one, and
+    apply `VCACHE_SOCKET`.
 
-    Raises ConfigError that names `source`, the key, and its line if `lines` has it: see `config_file.lines`.
-    """
+    Raises ConfigError that names `source`, the key, and its line if `lines` has it: see
+    `config_file.lines`."""
     offload = values.get("offload")
     if isinstance(offload, dict) and offload.get("policy") is False:
         # YAML reads a plain `off` as false.
@@ -374,7 +433,9 @@ def from_dict(values: dict[str, Any], source: str = "configuration", lines: dict
     try:
         config = msgspec.convert(values, Config, dec_hook=_decode)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {config_file.explained(str(error), Config, lines or {}, values)}") from error
+        raise ConfigError(
+            f"{source}: {config_file.explained(str(error), Config, lines or {}, values)}"
+        ) from error
     share = config.connector.share
     if share == "auto" and _asks_for_pool(config):
         share = "pool"
@@ -386,28 +447,43 @@ def from_dict(values: dict[str, Any], source: str = "configuration", lines: dict
 
 def _asks_for_pool(config: Config) -> bool:
     """Whether a setting needs a pool."""
-    lends, offloads = config.pool.segment_bytes or config.pool.device != "auto", config.offload.policy != "off"
+    lends, offloads = (
+        config.pool.segment_bytes or config.pool.device != "auto",
+        config.offload.policy != "off",
+    )
     return bool(lends) or offloads or config.engine.checksum or config.connector.consume_once
 
 
 def sharing(config: Config, share: Literal["in_place", "pool"]) -> Config:
-    """`config` with `connector.share` set to `share`. In place, `pool.segment_bytes` becomes 0 if it is not set."""
-    config = msgspec.structs.replace(config, connector=msgspec.structs.replace(config.connector, share=share))
+    """`config` with `connector.share` set to `share`. In place, `pool.segment_bytes` becomes 0 if
+    it is not set.
+    """
+    config = msgspec.structs.replace(
+        config, connector=msgspec.structs.replace(config.connector, share=share)
+    )
     if share == "in_place" and config.pool.segment_bytes is None:
-        config = msgspec.structs.replace(config, pool=msgspec.structs.replace(config.pool, segment_bytes=ByteSize(0)))
+        config = msgspec.structs.replace(
+            config, pool=msgspec.structs.replace(config.pool, segment_bytes=ByteSize(0))
+        )
     return config
 
 
 def with_socket(config: Config, socket: str, source: str) -> Config:
-    """`config` with another `server.socket`. source: where it was set, for errors. Raises ConfigError."""
+    """`config` with another `server.socket`. source: where it was set, for errors. Raises
+    ConfigError.
+    """
     try:
-        return msgspec.structs.replace(config, server=msgspec.structs.replace(config.server, socket=socket))
+        return msgspec.structs.replace(
+            config, server=msgspec.structs.replace(config.server, socket=socket)
+        )
     except ValueError as error:
         raise ConfigError(f"{source}: {error}") from error
 
 
 def check_socket_is_whole(config: Config, source: str) -> None:
-    """ConfigError unless `server.socket` is a whole path. A serving program may be started in any folder."""
+    """ConfigError unless `server.socket` is a whole path. A serving program may be started in any
+    folder.
+    """
     if not config.server.path.is_absolute():
         path = config.server.path
         raise ConfigError(
@@ -416,12 +492,15 @@ def check_socket_is_whole(config: Config, source: str) -> None:
 
 
 def load(path: str | Path | None = None) -> Config:
-    """Read and check the configuration: see the module's docstring. Raises ConfigError: unreadable, not YAML, unknown key, bad value."""
+    """Read and check the configuration: see the module's docstring. Raises ConfigError: unreadable,
+    not YAML, unknown key, bad value.
+    """
     return from_dict(*read(path))
 
 
 def read(path: str | Path | None = None) -> tuple[dict[str, Any], str, dict[str, int]]:
-    """Read the file that `load` reads, without checking keys and values. Returns its values, its name, and the lines of its keys.
+    """Read the file that `load` reads, without checking keys and values. Returns its values, its
+    name, and the lines of its keys.
 
     Raises ConfigError: unreadable, not YAML, no sections, a key twice.
     """
@@ -441,7 +520,8 @@ def read(path: str | Path | None = None) -> tuple[dict[str, Any], str, dict[str,
         raise ConfigError(f"{path}: {config_file.not_yaml(error, text)}") from error
     except RecursionError as error:
         raise ConfigError(f"{path}: the sections are nested too deeply") from error
-    except (ValueError, LookupError, AttributeError) as error:  # by PyYAML: a number or a date that is none
+    # by PyYAML: a number or a date that is none
+    except (ValueError, LookupError, AttributeError) as error:
         raise ConfigError(f"{path}: not YAML: {error}; put it in quotes if it is text") from error
     if values is None:
         values = {}
@@ -453,7 +533,9 @@ def read(path: str | Path | None = None) -> tuple[dict[str, Any], str, dict[str,
 
 
 def dump(config: Config) -> dict[str, Any]:
-    """`config` as plain values, with the socket's path and all defaults. None where the default depends on something else."""
+    """`config` as plain values, with the socket's path and all defaults. None where the default
+    depends on something else.
+    """
     plain: dict[str, Any] = msgspec.to_builtins(config, enc_hook=_encode)
     plain["server"]["socket"] = str(config.server.path)
     return plain

@@ -1,4 +1,6 @@
-"""Helps with mistakes in configuration files: the line of each key, keys that are there twice, and what may have been meant."""
+"""Helps with mistakes in configuration files: the line of each key, keys that are there twice, and
+what may have been meant.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _LONGEST = 80
 
 
 def lines(text: bytes, source: str) -> dict[str, int]:
-    """The line of each key of a YAML text, by path, such as `.pool.device`. Raises ConfigError: a key is there twice, or is no text."""
+    """The line of each key of a YAML text, by path, such as `.pool.device`. Raises ConfigError: a
+    key is there twice, or is no text.
+    """
     found: dict[str, int] = {}
 
     def walk(node: yaml.Node | None, at: str) -> None:
@@ -28,9 +32,13 @@ def lines(text: bytes, source: str) -> dict[str, int]:
         for key, value in node.value:
             path, line = f"{at}.{key.value}", key.start_mark.line + 1
             if not key.tag.endswith((":str", ":merge")):
-                raise ConfigError(f"{source}: line {line}: a key is a name, and this is none to YAML: {key.value!r}")
+                raise ConfigError(
+                    f"{source}: line {line}: a key is a name, and this is none to YAML: {key.value!r}"
+                )
             if path in found and key.value != "<<":
-                raise ConfigError(f"{source}: line {line}: `{path[1:]}` is there again, after line {found[path]}; remove one")
+                raise ConfigError(
+                    f"{source}: line {line}: `{path[1:]}` is there again, after line {found[path]}; remove one"
+                )
             found[path] = line
             walk(value, path)
 
@@ -39,22 +47,32 @@ def lines(text: bytes, source: str) -> dict[str, int]:
 
 
 def not_yaml(error: msgspec.DecodeError, text: bytes) -> str:
-    """Why `text` is not YAML, in one line that begins with the line of the mistake, if the reader says it."""
+    """Why `text` is not YAML, in one line that begins with the line of the mistake, if the reader
+    says it.
+    """
     told = error.__context__
     if isinstance(told, yaml.reader.ReaderError):
         at = len(text[: told.position].splitlines())
         return f"line {max(1, at)}: not YAML: {told.reason}"
-    said, mark = getattr(told, "problem", None) or str(error).partition("\n")[0], getattr(told, "problem_mark", None)
-    return (f"line {min(mark.line, len(text.splitlines()) - 1) + 1}: " if mark is not None else "") + f"not YAML: {said}"
+    said, mark = (
+        getattr(told, "problem", None) or str(error).partition("\n")[0],
+        getattr(told, "problem_mark", None),
+    )
+    return (
+        f"line {min(mark.line, len(text.splitlines()) - 1) + 1}: " if mark is not None else ""
+    ) + f"not YAML: {said}"
 
 
 def line(where: dict[str, int], path: str) -> str:
-    """`line N: ` of the key at `path`, such as `.pool.device`; empty if the file does not have it."""
+    """`line N: ` of the key at `path`, such as `.pool.device`; empty if the file does not have
+    it.
+    """
     return f"line {where[path]}: " if path in where else ""
 
 
 def explained(error: str, kind: type, where: dict[str, int], values: object = None) -> str:
-    """msgspec's `error`, with the line of the mistake before it, and the wrong value and a hint behind it.
+    """msgspec's `error`, with the line of the mistake before it, and the wrong value and a hint
+    behind it.
 
     kind: the struct that `values` should have become. where: the lines of keys.
     """
@@ -77,33 +95,64 @@ def explained(error: str, kind: type, where: dict[str, int], values: object = No
     elif path == ".server.metrics" and "`, got `int`" in error:
         hint = f'; write ":{_at(values, steps)}" for this machine alone, or "HOST:PORT"'
     elif named := [word for word in re.findall(r"\w+", error) if word in names]:
-        # The error of a section's own check names one or two of its keys: the line is that of the first which the file has.
+        # The error of a section's own check names one or two of its keys: the line is that of the
+        # first which the file has.
         path += "." + next((name for name in named if f"{path}.{name}" in where), named[0])
-    return (line(where, path) or line(where, path.rpartition(".")[0])) + error + _given(error, values, steps) + hint
+    return (
+        (line(where, path) or line(where, path.rpartition(".")[0]))
+        + error
+        + _given(error, values, steps)
+        + hint
+    )
 
 
-_NO_TEXT = {"bool": "; write true or false", "int": "; write digits, without quotes", "float": "; write digits, 0.001 for 1e-3"}
-"""Hints for text where another type is expected. YAML reads as text what is in quotes, and numbers such as 1e-3."""
+_NO_TEXT = {
+    "bool": "; write true or false",
+    "int": "; write digits, without quotes",
+    "float": "; write digits, 0.001 for 1e-3",
+}
+"""Hints for text where another type is expected. YAML reads as text what is in quotes, and numbers
+such as 1e-3.
+"""
 
 
 def _near(name: str, names: list[str], kind: type) -> str:
-    """A hint at what may have been meant by the unknown key `name`. names: the keys of its section. kind: the whole configuration."""
+    """A hint at what may have been meant by the unknown key `name`. names: the keys of its section.
+    kind: the whole configuration.
+    """
     if close := get_close_matches(name, names, 1):
         return f"did you mean `{close[0]}`?"
-    elsewhere = [path for path in _paths(kind) if path.rpartition(".")[2] == name.rpartition(".")[2]]
-    return f"did you mean `{'` or `'.join(elsewhere)}`?" if elsewhere else f"there are {', '.join(names)}"
+    elsewhere = [
+        path for path in _paths(kind) if path.rpartition(".")[2] == name.rpartition(".")[2]
+    ]
+    return (
+        f"did you mean `{'` or `'.join(elsewhere)}`?"
+        if elsewhere
+        else f"there are {', '.join(names)}"
+    )
 
 
 def _paths(kind: Any, at: str = "") -> list[str]:
     """The paths of all keys, such as `pool.device`."""
-    return [path for name, one in _fields(kind).items() for path in (f"{at}{name}", *_paths(one, f"{at}{name}."))]
+    return [
+        path
+        for name, one in _fields(kind).items()
+        for path in (f"{at}{name}", *_paths(one, f"{at}{name}."))
+    ]
 
 
 def _given(error: str, value: Any, steps: list[str]) -> str:
-    """`, which is VALUE` for the value at `steps`; empty if `error` shows it already, or if it is long."""
+    """`, which is VALUE` for the value at `steps`; empty if `error` shows it already, or if it is
+    long.
+    """
     with suppress(LookupError, TypeError, ValueError):
         value = _at(value, steps)
-        if steps and isinstance(value, str | int | float) and repr(value) not in error and len(repr(value)) <= _LONGEST:
+        if (
+            steps
+            and isinstance(value, str | int | float)
+            and repr(value) not in error
+            and len(repr(value)) <= _LONGEST
+        ):
             return f", which is {value!r}"
     return ""
 
@@ -116,4 +165,8 @@ def _at(value: Any, steps: list[str]) -> Any:
 
 
 def _fields(kind: Any) -> dict[str, Any]:
-    return {one.name: one.type for one in msgspec.structs.fields(kind)} if isinstance(kind, type(msgspec.Struct)) else {}
+    return (
+        {one.name: one.type for one in msgspec.structs.fields(kind)}
+        if isinstance(kind, type(msgspec.Struct))
+        else {}
+    )

@@ -1,4 +1,6 @@
-"""`VCacheEngine`: stores, looks up and retrieves the KV of token sequences, between paged KV caches and the pool."""
+"""`VCacheEngine`: stores, looks up and retrieves the KV of token sequences, between paged KV caches
+and the pool.
+"""
 
 from __future__ import annotations
 
@@ -33,35 +35,47 @@ from vcache_backend.vram_pool.copier import Copier
 from vcache_backend.vram_pool.paged import PagedKV
 
 COPY_SECONDS = 10.0
-"""How long `retrieve` waits for its next chunk, on top of `offload.get_seconds`. A copy takes milliseconds."""
+"""How long `retrieve` waits for its next chunk, on top of `offload.get_seconds`. A copy takes
+milliseconds.
+"""
 HEAD_BYTES = 192 << 20
-"""The bytes that `retrieve` leases and launches first, if there are at least twice as many. Their copy takes half a millisecond over
-NVLink, in which the rest is hashed, leased and launched."""
+"""The bytes that `retrieve` leases and launches first, if there are at least twice as many. Their
+copy takes half a millisecond over NVLink, in which the rest is hashed, leased and launched."""
 Tokens = Sequence[int] | torch.Tensor | npt.NDArray[np.integer[Any]]
 
 
 class VCacheEngine:
-    """Store, look up and retrieve the KV of token prefixes, in chunks of `config.engine.chunk_size` tokens.
+    """Store, look up and retrieve the KV of token prefixes, in chunks of `config.engine.chunk_size`
+    tokens.
 
-    One engine serves one rank of one model instance. `store` and `retrieve` run in the worker's thread that launches kernels;
-    `lookup` and `contains` in any thread, also meanwhile. A failure is a miss: the five calls raise ValueError for wrong
-    arguments (the message says which), and nothing if a server, segment or GPU fails. `get_stats()` and the log, once for
-    each cause, say what happened.
-    """
+    One engine serves one rank of one model instance. `store` and `retrieve` run in the worker's
+    thread that launches kernels; `lookup` and `contains` in any thread, also meanwhile. A failure
+    is a miss: the five calls raise ValueError for wrong arguments (the message says which), and
+    nothing if a server, segment or GPU fails. `get_stats()` and the log, once for each cause, say
+    what happened."""
 
     def __init__(
-        self, config: Config, layout: Layout, *, rank: int = 0, ranks: int = 1, copier: Copier | None = None, kv_device: str = ""
+        self,
+        config: Config,
+        layout: Layout,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        copier: Copier | None = None,
+        kv_device: str = "",
     ) -> None:
         """Connect to the server, and lend this worker's segment to the pool.
 
-        rank: this worker's, of the `ranks` that each hold a shard of every chunk (1 if all ranks hold the same, as with MLA).
-        copier: how bytes move; by default the configured device's. kv_device: where the KV caches lie, such as `cuda:0`; needed if
-        the pool is in host memory and they are not.
+        rank: this worker's, of the `ranks` that each hold a shard of every chunk (1 if all ranks
+        hold the same, as with MLA). copier: how bytes move; by default the configured device's.
+        kv_device: where the KV caches lie, such as `cuda:0`; needed if the pool is in host memory
+        and they are not.
 
-        Raises ConfigError for an impossible configuration, and ValueError if `layout` has another chunk size. An absent server is
-        no error: everything is a miss until it is there.
-        """
-        self._session = session = Session(config, layout, rank=rank, copier=copier, kv_device=kv_device)
+        Raises ConfigError for an impossible configuration, and ValueError if `layout` has another
+        chunk size. An absent server is no error: everything is a miss until it is there."""
+        self._session = session = Session(
+            config, layout, rank=rank, copier=copier, kv_device=kv_device
+        )
         self._layout, self._ranks, self._stats = session.layout, ranks, session.stats
         self._hasher, self._rank = TokenHasher(session.namespace, layout.chunk_size), rank
         self._patience = COPY_SECONDS + config.offload.get_seconds
@@ -76,7 +90,8 @@ class VCacheEngine:
     # ---- the five calls
 
     def lookup(self, tokens: Tokens, *, salt: bytes | None = None) -> int:
-        """How many leading tokens every rank can retrieve now, from the pool or the offload tier: a multiple of the chunk size.
+        """How many leading tokens every rank can retrieve now, from the pool or the offload tier: a
+        multiple of the chunk size.
 
         Takes no lease.
         """
@@ -88,7 +103,9 @@ class VCacheEngine:
             except Exception as error:  # noqa: BLE001 - nothing is raised into the caller
                 return self._session.miss("lookup", error)
         self._stats.count(tokens_asked=len(ids), tokens_hit=found * self._layout.chunk_size)
-        self._session.client.looked_up(len(keys) * self._layout.chunk_size, found * self._layout.chunk_size)
+        self._session.client.looked_up(
+            len(keys) * self._layout.chunk_size, found * self._layout.chunk_size
+        )
         return found * self._layout.chunk_size
 
     def store(
@@ -103,14 +120,14 @@ class VCacheEngine:
     ) -> None:
         """Put the KV of whole chunks of `tokens` into the pool.
 
-        mask: boolean, one for each token: False on a prefix that the pool has already, True on the rest. None: True everywhere.
-        kvcaches: one tensor a layer, as vLLM has them.
-        slot_mapping: `slot_mapping[i]` is the slot of token `offset + i`: block · block_size + place in the block, -1 for none, no
-        slot twice. int64, preferably on the CPU.
+        mask: boolean, one for each token: False on a prefix that the pool has already, True on the
+        rest. None: True everywhere. kvcaches: one tensor a layer, as vLLM has them. slot_mapping:
+        `slot_mapping[i]` is the slot of token `offset + i`: block · block_size + place in the
+        block, -1 for none, no slot twice. int64, preferably on the CPU.
 
-        A chunk is stored if its tokens lie in whole blocks, in order. Returns when the copy is launched; on a GPU the current stream waits
-        for it, so that work queued after this call may overwrite the blocks. The chunks become visible in the background.
-        """
+        A chunk is stored if its tokens lie in whole blocks, in order. Returns when the copy is
+        launched; on a GPU the current stream waits for it, so that work queued after this call may
+        overwrite the blocks. The chunks become visible in the background."""
         with self._stats.timed("store"):
             ids, size = as_tokens(tokens), self._layout.chunk_size
             first = first_wanted(mask, len(ids)) // size
@@ -121,7 +138,13 @@ class VCacheEngine:
             places = self._places(kv, slots, first * size, len(keys))
             prefix, keys = keys[:first], keys[first:]
             try:
-                store(self._session, places, keys, [chunk for chunk in range(len(keys)) if places.holds(chunk)], prefix)
+                store(
+                    self._session,
+                    places,
+                    keys,
+                    [chunk for chunk in range(len(keys)) if places.holds(chunk)],
+                    prefix,
+                )
             except Exception as error:  # noqa: BLE001 - a kernel's compiler raises what it likes
                 self._session.miss("store", error)
 
@@ -134,14 +157,16 @@ class VCacheEngine:
         *,
         salt: bytes | None = None,
     ) -> torch.Tensor:
-        """Fill `kvcaches` with the KV of the leading tokens that the pool or the offload tier has. Waits until it is there.
+        """Fill `kvcaches` with the KV of the leading tokens that the pool or the offload tier has.
+        Waits until it is there.
 
-        mask: as in `store`; False on a prefix that the caller has already, which is never written. slot_mapping: the slot of each
-        token, -1 for tokens that are not wanted. A block is filled only if all its tokens are wanted and lie in it, in order.
+        mask: as in `store`; False on a prefix that the caller has already, which is never written.
+        slot_mapping: the slot of each token, -1 for tokens that are not wanted. A block is filled
+        only if all its tokens are wanted and lie in it, in order.
 
-        Returns a boolean CPU tensor, one for each token: True where the KV is now in `kvcaches`, complete and valid. What was read in the
-        pool counts only if its lease held until the copy was over. On a GPU the current stream waits for the copy.
-        """
+        Returns a boolean CPU tensor, one for each token: True where the KV is now in `kvcaches`,
+        complete and valid. What was read in the pool counts only if its lease held until the copy
+        was over. On a GPU the current stream waits for the copy."""
         with self._stats.timed("retrieve"):
             given: Any = tokens if isinstance(tokens, list) else as_integers(tokens)
             salted, size, total = as_salt(salt), self._layout.chunk_size, len(given)
@@ -161,12 +186,18 @@ class VCacheEngine:
                     ids = as_tokens(given)
                     if head == chunks:
                         return Wanted(keys[start:], places)
-                    return Wanted(self._keys(ids, salted)[start:], self._places(kv, slots, first, chunks))
+                    return Wanted(
+                        self._keys(ids, salted)[start:], self._places(kv, slots, first, chunks)
+                    )
 
-                return self._loaded(Rest(Wanted(keys[start:], places), all_of_it), keys[:start], lease)
+                return self._loaded(
+                    Rest(Wanted(keys[start:], places), all_of_it), keys[:start], lease
+                )
 
     def contains(self, cache_key: bytes) -> int:
-        """0: the chunk of this key is in the pool; 1: in the offload tier; -1: in neither, as far as is known. Takes no lease."""
+        """0: the chunk of this key is in the pool; 1: in the offload tier; -1: in neither, as far
+        as is known. Takes no lease.
+        """
         key = as_key(cache_key)
         try:
             return self._session.contains(key)
@@ -175,8 +206,9 @@ class VCacheEngine:
             return -1
 
     def get_stats(self) -> dict[str, Any]:
-        """Counters and latencies of this engine (see `EngineStats.snapshot`). Under `server`: the pool's segments with their
-        occupancy, chunks and evictions; None while there is no server."""
+        """Counters and latencies of this engine (see `EngineStats.snapshot`). Under `server`: the
+        pool's segments with their occupancy, chunks and evictions; None while there is no
+        server."""
         mine: dict[str, Any] = self._stats.snapshot()
         client = self._session.client
         mine["connected"] = client.connected
@@ -190,18 +222,22 @@ class VCacheEngine:
         except VCacheError:
             return mine | {"server": None}
         fields = ("device", "nbytes", "used", "chunks", "state")
-        segments = {info.id: {name: getattr(info, name) for name in fields} for info in server.segments}
+        segments = {
+            info.id: {name: getattr(info, name) for name in fields} for info in server.segments
+        }
         evictions = server.counters.get("evicted", 0)
-        return mine | {"server": {"segments": segments, "evictions": evictions, "chunks": server.chunks}}
+        return mine | {
+            "server": {"segments": segments, "evictions": evictions, "chunks": server.chunks}
+        }
 
     # ---- life
 
     def register(self, kvcaches: KVCaches) -> None:
-        """Check the KV caches and compile the kernels for them, so that no request waits for that. Optional; in the worker's thread.
+        """Check the KV caches and compile the kernels for them, so that no request waits for that.
+        Optional; in the worker's thread.
 
-        Raises ValueError for what are no tensors, and LayoutError if they are not what the layout says, with which nothing would ever
-        be stored or retrieved.
-        """
+        Raises ValueError for what are no tensors, and LayoutError if they are not what the layout
+        says, with which nothing would ever be stored or retrieved."""
         self._session.bind(kvcaches)
 
     def keys(self, tokens: Tokens, *, salt: bytes | None = None) -> list[ChunkKey]:
@@ -209,15 +245,16 @@ class VCacheEngine:
         return self._keys(tokens, as_salt(salt))
 
     def flush(self, timeout: float = 5.0, through: bool = False) -> bool:
-        """Wait until the stores so far are visible or given up; False after `timeout` seconds. through: wait until they are written to
-        the offload tier or dropped, too."""
+        """Wait until the stores so far are visible or given up; False after `timeout` seconds.
+        through: wait until they are written to the offload tier or dropped, too."""
         return self._session.flush(as_seconds(timeout), through)
 
     def give_back(self) -> None:
-        """Take the segments that this engine has lent out of the pool, with all chunks in them, whoever stored them.
+        """Take the segments that this engine has lent out of the pool, with all chunks in them,
+        whoever stored them.
 
-        Their memory is free once nobody has them mapped: this engine's own mapping ends with `close`.
-        """
+        Their memory is free once nobody has them mapped: this engine's own mapping ends with
+        `close`."""
         for id_ in self._session.pool.lent:
             try:
                 self._session.client.drop_segment(id_)
@@ -225,7 +262,9 @@ class VCacheEngine:
                 self._session.miss("give_back", error)
 
     def close(self) -> None:
-        """Finish stores, unmap, disconnect. The segments and their chunks stay in the pool. Idempotent."""
+        """Finish stores, unmap, disconnect. The segments and their chunks stay in the pool.
+        Idempotent.
+        """
         self._session.close()
 
     # ---- inside
@@ -237,11 +276,13 @@ class VCacheEngine:
     def _head(self, chunks: int) -> int:
         """How many of `chunks` chunks are leased and launched before the rest: see `HEAD_BYTES`."""
         nbytes = self._session.chunk_bytes
-        return max(HEAD_BYTES // nbytes, 1) if nbytes and chunks * nbytes >= 2 * HEAD_BYTES else chunks
+        return (
+            max(HEAD_BYTES // nbytes, 1) if nbytes and chunks * nbytes >= 2 * HEAD_BYTES else chunks
+        )
 
     def _bound(self, call: str, kvcaches: KVCaches) -> PagedKV | None:
-        """The geometry of the KV caches. ValueError if they are none, or not what the layout says; None, counted as a miss, if they cannot
-        be bound for another reason."""
+        """The geometry of the KV caches. ValueError if they are none, or not what the layout says;
+        None, counted as a miss, if they cannot be bound for another reason."""
         try:
             return self._session.bind(kvcaches)
         except LayoutError as error:
@@ -252,15 +293,23 @@ class VCacheEngine:
             self._session.miss(call, error)
             return None
 
-    def _places(self, kv: PagedKV, slots: npt.NDArray[np.int64], first: int, chunks: int) -> SlotPlaces:
-        """The places of the chunks from the one with token `first` on, up to number `chunks`. ValueError if two tokens have one slot."""
+    def _places(
+        self, kv: PagedKV, slots: npt.NDArray[np.int64], first: int, chunks: int
+    ) -> SlotPlaces:
+        """The places of the chunks from the one with token `first` on, up to number `chunks`.
+        ValueError if two tokens have one slot.
+        """
         size = self._layout.chunk_size
-        places = SlotPlaces(kv, size, slots, range(first // size * size, chunks * size, size), first)
+        places = SlotPlaces(
+            kv, size, slots, range(first // size * size, chunks * size, size), first
+        )
         places.refuse_shared()
         return places
 
     def _loaded(self, wanted: Rest, prefix: list[ChunkKey], lease: AskedLease) -> torch.Tensor:
-        """Load the chunks after those of `prefix`, and say which tokens that has brought. lease: on the first of them."""
+        """Load the chunks after those of `prefix`, and say which tokens that has brought. lease: on
+        the first of them.
+        """
         loaded, covered = 0, None
         try:
             keys, places = wanted.known
@@ -279,4 +328,8 @@ class VCacheEngine:
             self._session.miss("promote", error)
         wanted.check()
         keys, places = wanted.known
-        return covered if covered is not None and loaded == len(keys) else torch.from_numpy(places.loaded(loaded))
+        return (
+            covered
+            if covered is not None and loaded == len(keys)
+            else torch.from_numpy(places.loaded(loaded))
+        )

@@ -14,11 +14,15 @@ class VCacheError(Exception):
 
 
 class ConfigError(VCacheError):
-    """A configuration file or an option cannot be read, or a value in it is unknown, of the wrong type or impossible."""
+    """A configuration file or an option cannot be read, or a value in it is unknown, of the wrong
+    type or impossible.
+    """
 
 
 class LayoutError(VCacheError):
-    """KV tensors, or a copy of them, do not fit the layout: unknown or ambiguous axes, another device, blocks that are not there."""
+    """KV tensors, or a copy of them, do not fit the layout: unknown or ambiguous axes, another
+    device, blocks that are not there.
+    """
 
 
 class SegmentError(VCacheError):
@@ -42,18 +46,21 @@ class ServerTimeout(ServerUnavailable):
 
 
 class ChecksumError(VCacheError):
-    """Chunks changed in the pool after their commit. They are counted, logged and removed from the pool before this is raised."""
+    """Chunks changed in the pool after their commit. They are counted, logged and removed from the
+    pool before this is raised.
+    """
 
 
 @contextmanager
-def raising_as(mapping: Mapping[type[BaseException], type[VCacheError]], what: str) -> Iterator[None]:
-    """Turn exceptions of the block into ours. The first type of `mapping` that fits counts; the message is `what: cause`.
+def raising_as(
+    mapping: Mapping[type[BaseException], type[VCacheError]], what: str
+) -> Iterator[None]:
+    """Turn exceptions of the block into ours. The first type of `mapping` that fits counts; the
+    message is `what: cause`.
 
-    >>> with raising_as({TimeoutError: ServerTimeout, OSError: ServerUnavailable}, "hello to /run/vcache.sock"):
-    ...     raise ConnectionRefusedError("refused")
-    Traceback (most recent call last):
-    vcache_backend.errors.ServerUnavailable: hello to /run/vcache.sock: refused
-    """
+    >>> with raising_as({TimeoutError: ServerTimeout, OSError: ServerUnavailable}, "hello to
+    /run/vcache.sock"): ...     raise ConnectionRefusedError("refused") Traceback (most recent call
+    last): vcache_backend.errors.ServerUnavailable: hello to /run/vcache.sock: refused"""
     try:
         yield
     except tuple(mapping) as cause:

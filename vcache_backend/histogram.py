@@ -1,4 +1,6 @@
-"""Percentiles of durations in constant memory. A bucket's bounds are a factor of 2^(1/8) apart, so percentiles are right within 5 %."""
+"""Percentiles of durations in constant memory. A bucket's bounds are a factor of 2^(1/8) apart, so
+percentiles are right within 5 %.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class Histogram:
         self._buckets[min(max(at, 0), _BUCKETS - 1)] += 1
 
     def percentile(self, q: float) -> float:
-        """The duration in µs that a share `q` (0 to 1) of the samples did not exceed; 0.0 without samples."""
+        """The duration in µs that a share `q` (0 to 1) of the samples did not exceed; 0.0 without
+        samples.
+        """
         wanted = q * self.count
         seen = 0
         for at, count in enumerate(self._buckets):
@@ -36,4 +40,9 @@ class Histogram:
     def summary(self) -> dict[str, float]:
         """`count`, `mean_us`, `p50_us` and `p99_us`."""
         mean = self.total_us / self.count if self.count else 0.0
-        return {"count": self.count, "mean_us": mean, "p50_us": self.percentile(0.5), "p99_us": self.percentile(0.99)}
+        return {
+            "count": self.count,
+            "mean_us": mean,
+            "p50_us": self.percentile(0.5),
+            "p99_us": self.percentile(0.99),
+        }

@@ -15,7 +15,9 @@ LogFormat = Literal["text", "json"]
 
 
 class _JsonLine(logging.Formatter):
-    """One JSON object a line: time (RFC 3339, UTC), level, logger, pid, message, and a traceback as `error`."""
+    """One JSON object a line: time (RFC 3339, UTC), level, logger, pid, message, and a traceback as
+    `error`.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         said = {
@@ -25,11 +27,15 @@ class _JsonLine(logging.Formatter):
             "pid": record.process,
             "message": record.getMessage(),
         }
-        return json.dumps(said | ({"error": self.formatException(record.exc_info)} if record.exc_info else {}))
+        return json.dumps(
+            said | ({"error": self.formatException(record.exc_info)} if record.exc_info else {})
+        )
 
 
 class _RotatedLog(RotatingFileHandler):
-    """A log of at most `LOG_BYTES`, and the one before it as `.1`. Whatever else goes to stderr, such as a traceback, stands in it, too."""
+    """A log of at most `LOG_BYTES`, and the one before it as `.1`. Whatever else goes to stderr,
+    such as a traceback, stands in it, too.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, maxBytes=LOG_BYTES, backupCount=1)
@@ -45,7 +51,9 @@ class _RotatedLog(RotatingFileHandler):
 
 
 def begin(kind: LogFormat, path: Path | None = None) -> None:
-    """Set up logging in this process, from INFO on. path: of a log of bounded size; None: stderr."""
+    """Set up logging in this process, from INFO on. path: of a log of bounded size; None:
+    stderr.
+    """
     handlers = None if path is None else [_RotatedLog(path)]
     form = "%(asctime)s %(process)d %(levelname)-7s %(name)s: %(message)s"
     logging.basicConfig(level=logging.INFO, format=form, handlers=handlers)

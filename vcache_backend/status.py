@@ -1,4 +1,6 @@
-"""Makes the tables and the JSON of `vcache status` from a server's statistics. Uses neither socket nor clock."""
+"""Makes the tables and the JSON of `vcache status` from a server's statistics. Uses neither socket
+nor clock.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,24 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from vcache_backend.config import ByteSize
-from vcache_backend.metadata_server.messages import InstanceStats, Reported, SegmentInfo, ServerStats, StillMapped
+from vcache_backend.metadata_server.messages import (
+    InstanceStats,
+    Reported,
+    SegmentInfo,
+    ServerStats,
+    StillMapped,
+)
 
 BAR_WIDTH = 24
 READABLE = 32
-"""Columns of the terminal that a text which may take several lines is given, before others are left out."""
+"""Columns of the terminal that a text which may take several lines is given, before others are left
+out.
+"""
 SHOWN_REPORTS = 5
 SILENT_SECONDS = 10.0
-"""An instance of which the server has heard nothing for so long does not answer. Heartbeats come every second by default."""
+"""An instance of which the server has heard nothing for so long does not answer. Heartbeats come
+every second by default.
+"""
 ABSENT = "absent: lost when the server was restarted, unless a worker still maps it and offers it again; `vcache segment add` lends anew"
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _UUID = re.compile(r"\b(GPU-[0-9a-f]{8})(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
@@ -32,7 +44,9 @@ _STYLES = {"ok": "green", "warn": "yellow", "error": "bold red", "fail": "bold r
 
 
 def plain(value: Any) -> Any:
-    """`value` for JSON, with every struct as a dict of its fields. (msgspec itself would make the wire's arrays of them.)"""
+    """`value` for JSON, with every struct as a dict of its fields. (msgspec itself would make the
+    wire's arrays of them.)
+    """
     if isinstance(value, msgspec.Struct):
         return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, dict):
@@ -50,16 +64,24 @@ def summary(stats: ServerStats) -> dict[str, Any]:
 
 def lately(stats: ServerStats, since: float) -> ServerStats:
     """`stats` without the reports before `since`, in seconds since the epoch."""
-    return msgspec.structs.replace(stats, reports=[one for one in stats.reports if one.time >= since])
+    return msgspec.structs.replace(
+        stats, reports=[one for one in stats.reports if one.time >= since]
+    )
 
 
 def tokens(stats: ServerStats) -> tuple[int, int]:
-    """Prompt tokens that instances have asked for since the server's start, and those that were found."""
-    return sum(asked for asked, _ in stats.hits.values()), sum(found for _, found in stats.hits.values())
+    """Prompt tokens that instances have asked for since the server's start, and those that were
+    found.
+    """
+    return sum(asked for asked, _ in stats.hits.values()), sum(
+        found for _, found in stats.hits.values()
+    )
 
 
 def hit_rate(stats: ServerStats) -> float | None:
-    """Tokens found over tokens asked for, in place and in the pool. None before the first look-up."""
+    """Tokens found over tokens asked for, in place and in the pool. None before the first
+    look-up.
+    """
     asked, found = tokens(stats)
     return found / asked if asked else None
 
@@ -69,8 +91,14 @@ def verdict(stats: ServerStats) -> tuple[bool, str]:
     instances = stats.instances
     wrong = [f"{_named(one)} {trouble(one)}" for one in instances if trouble(one)]
     if all(one.state != "live" for one in stats.segments):
-        wrong += [f"{_named(one)} shares through the pool, to which nobody lends memory" for one in instances if not one.id]
-    wrong += [f"instances of {one.model} do not share: {one.field} differs" for one in stats.mismatches]
+        wrong += [
+            f"{_named(one)} shares through the pool, to which nobody lends memory"
+            for one in instances
+            if not one.id
+        ]
+    wrong += [
+        f"instances of {one.model} do not share: {one.field} differs" for one in stats.mismatches
+    ]
     if wrong:
         more = f"; and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         return False, f"{wrong[0]}{more}"
@@ -84,11 +112,19 @@ def verdict(stats: ServerStats) -> tuple[bool, str]:
         return True, f"{len(instances)} instances, all of different models: nobody to share with"
     ways = Counter("in place" if one.id else "through the pool" for one in together)
     said = f"{len(together)} instances share"
-    said += f" {next(iter(ways))}" if len(ways) == 1 else ": " + ", ".join(f"{count} {way}" for way, count in ways.items())
+    said += (
+        f" {next(iter(ways))}"
+        if len(ways) == 1
+        else ": " + ", ".join(f"{count} {way}" for way, count in ways.items())
+    )
     if others := len(instances) - len(together):
         said += f"; {others} of another model"
     rate = hit_rate(stats)
-    hits = "nothing was looked up yet" if rate is None else f"{rate:.1%} of the tokens looked up were found"
+    hits = (
+        "nothing was looked up yet"
+        if rate is None
+        else f"{rate:.1%} of the tokens looked up were found"
+    )
     return True, f"{said}; {hits}"
 
 
@@ -108,7 +144,9 @@ def _named(one: InstanceStats) -> str:
 
 
 def bar(fraction: float) -> Text:
-    """A bar of `BAR_WIDTH` cells, exact to an eighth of a cell. It never turns red: a full cache is a good one."""
+    """A bar of `BAR_WIDTH` cells, exact to an eighth of a cell. It never turns red: a full cache is
+    a good one.
+    """
     eighths = round(max(0.0, min(1.0, fraction)) * BAR_WIDTH * 8)
     full, rest = divmod(eighths, 8)
     cells = "█" * full + (_EIGHTHS[rest] if rest else "")
@@ -121,7 +159,9 @@ def level(name: str) -> Text:
 
 
 class _Fitted(Table):
-    """A table that leaves out `spare` columns, the last one first, until the others fit the terminal."""
+    """A table that leaves out `spare` columns, the last one first, until the others fit the
+    terminal.
+    """
 
     spare: list[Column]
 
@@ -135,7 +175,9 @@ class _Fitted(Table):
 
 
 def _needed(column: Column) -> int:
-    """Columns of the terminal that `column` takes, with the space behind it; at most `READABLE` if its text may take several lines."""
+    """Columns of the terminal that `column` takes, with the space behind it; at most `READABLE` if
+    its text may take several lines.
+    """
     widest = max(cell_len(str(cell)) for cell in (column.header, *column.cells))
     return 2 + (widest if column.no_wrap else min(widest, READABLE))
 
@@ -143,16 +185,27 @@ def _needed(column: Column) -> int:
 def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
     """A table without rules. Cells are plain text, never markup.
 
-    A column's name may begin with marks: `>` for right-justified, `~` for text that may take several lines, `-` for a column that is
-    left out if the terminal is too narrow.
-    """
-    made = _Fitted(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0), header_style="dim")
+    A column's name may begin with marks: `>` for right-justified, `~` for text that may take
+    several lines, `-` for a column that is left out if the terminal is too narrow."""
+    made = _Fitted(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        padding=(0, 2, 0, 0),
+        header_style="dim",
+    )
     for name in columns:
         marks = name[: len(name) - len(name.lstrip("-~>"))]
         made.add_column(
-            name.lstrip("-~>"), no_wrap="~" not in marks, overflow="fold", justify="right" if ">" in marks else "left"
+            name.lstrip("-~>"),
+            no_wrap="~" not in marks,
+            overflow="fold",
+            justify="right" if ">" in marks else "left",
         )
-    made.spare = [column for column, name in zip(made.columns, columns, strict=True) if name.startswith("-")]
+    made.spare = [
+        column for column, name in zip(made.columns, columns, strict=True) if name.startswith("-")
+    ]
     for row in rows:
         made.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
     return made
@@ -165,51 +218,93 @@ def render(
     reports: int | None = SHOWN_REPORTS,
     everything: bool = False,
 ) -> RenderableType:
-    """What `vcache status` shows: the verdict, what is wrong, who shares, and the pool. everything: counters, latencies and reads, too.
+    """What `vcache status` shows: the verdict, what is wrong, who shares, and the pool. everything:
+    counters, latencies and reads, too.
 
-    before: the statistics of `seconds` ago; counters then get a column with their change a second, unless the server was restarted.
-    reports: how many of the newest are shown; None for all.
-    """
+    before: the statistics of `seconds` ago; counters then get a column with their change a second,
+    unless the server was restarted. reports: how many of the newest are shown; None for all."""
     good, said = verdict(stats)
-    first = Text(said, style="bold green" if good and len(stats.instances) > 1 else "bold" if good else "bold yellow")
+    first = Text(
+        said,
+        style="bold green"
+        if good and len(stats.instances) > 1
+        else "bold"
+        if good
+        else "bold yellow",
+    )
     latencies = [
         (name, f"{latency.count:,}", f"{latency.p50_us:,.1f}", f"{latency.p99_us:,.1f}")
         for name, latency in sorted(stats.latency.items())
         if latency.count
     ]
-    quarantine = [(str(pid), f"{slots:,}") for pid, slots in sorted(stats.quarantined_slots.items())]
+    quarantine = [
+        (str(pid), f"{slots:,}") for pid, slots in sorted(stats.quarantined_slots.items())
+    ]
     wrong = [
         _still_mapped(stats.still_mapped),
-        table("Not shared", ("~model", "~field", "~value", "~instances", "~what to do"), _mismatches(stats)),
-        table("Slots in quarantine until their writer ends or answers", ("pid", "slots"), quarantine),
+        table(
+            "Not shared",
+            ("~model", "~field", "~value", "~instances", "~what to do"),
+            _mismatches(stats),
+        ),
+        table(
+            "Slots in quarantine until their writer ends or answers", ("pid", "slots"), quarantine
+        ),
         _reports(stats.reports, len(stats.reports) if reports is None else reports),
     ]
     details = [
         in_place_table(stats.instances),
         _reads(stats),
-        _counters(stats, before if before is not None and seconds and before.epoch == stats.epoch else None, seconds),
+        _counters(
+            stats,
+            before if before is not None and seconds and before.epoch == stats.epoch else None,
+            seconds,
+        ),
         table("Time inside the server", ("request", ">count", ">p50 µs", ">p99 µs"), latencies),
         table("Namespaces", ("namespace", "~what it is"), sorted(stats.namespaces.items())),
     ]
     wrong, details = ([shown for shown in some if shown.row_count] for some in (wrong, details))
     instances = [instances_table(stats.instances)] if stats.instances else []
     pool = [] if stats.instances and not stats.segments else [segments_table(stats.segments)]
-    more = details if everything else [Text("vcache status --all shows counters, latencies and who has read what", style="dim")]
+    more = (
+        details
+        if everything
+        else [
+            Text("vcache status --all shows counters, latencies and who has read what", style="dim")
+        ]
+    )
     return Group(first, _headline(stats), *wrong, *instances, *pool, *_hits(stats), *more)
 
 
 def segments_table(segments: Sequence[SegmentInfo]) -> RenderableType:
-    """One row for each segment, or a sentence if there is none. GPUs are named by the start of their UUID."""
+    """One row for each segment, or a sentence if there is none. GPUs are named by the start of
+    their UUID.
+    """
     if not segments:
-        return Text("no segments: start a worker, or lend memory with `vcache segment add`", style="yellow")
+        return Text(
+            "no segments: start a worker, or lend memory with `vcache segment add`", style="yellow"
+        )
     rows: list[tuple[str | Text, ...]] = []
     for info in segments:
         whole = info.nbytes - info.given_back
         fraction = info.used / whole if whole else 0.0
-        counts = (f"{count:,}" for count in (info.chunks, info.leased, info.reserved, info.evictions))
+        counts = (
+            f"{count:,}" for count in (info.chunks, info.leased, info.reserved, info.evictions)
+        )
         state = Text(info.state, style="" if info.state == "live" else "yellow")
         name = info.device[:12] if info.medium == "cuda" else info.device
-        rows.append((info.id, name, bar(fraction), f"{fraction:4.0%}", size(info.used), size(whole), *counts, state))
+        rows.append(
+            (
+                info.id,
+                name,
+                bar(fraction),
+                f"{fraction:4.0%}",
+                size(info.used),
+                size(whole),
+                *counts,
+                state,
+            )
+        )
     columns = (
         "~segment",
         "~device",
@@ -230,39 +325,70 @@ def segments_table(segments: Sequence[SegmentInfo]) -> RenderableType:
 
 
 def instances_table(instances: Sequence[InstanceStats]) -> Table:
-    """One row for each instance. Names are cut so that it fits 80 columns; the JSON has them whole."""
+    """One row for each instance. Names are cut so that it fits 80 columns; the JSON has them
+    whole.
+    """
     rows = []
     for one in instances:
         wrong = trouble(one)
-        state = Text(wrong, style="yellow") if wrong else Text("shares in place" if one.id else "shares through the pool")
+        state = (
+            Text(wrong, style="yellow")
+            if wrong
+            else Text("shares in place" if one.id else "shares through the pool")
+        )
         who = (one.id[:8] or "–", str(one.pid or "–"), one.name or "–", one.device[:12])
         rows.append((*who, f"{one.silent:.1f} s", state))
-    return table("Instances", ("instance", ">pid", "~port", "-device", ">last heard", "~state"), rows)
+    return table(
+        "Instances", ("instance", ">pid", "~port", "-device", ">last heard", "~state"), rows
+    )
 
 
 def in_place_table(instances: Sequence[InstanceStats]) -> Table:
-    """One row for each instance that shares in place: its KV cache, and the chunks resident in it."""
+    """One row for each instance that shares in place: its KV cache, and the chunks resident in
+    it.
+    """
     rows = [
-        (one.id[:8], one.device[:12], str(one.ranks), str(one.regions), f"{one.blocks:,}", f"{one.resident:,}")
+        (
+            one.id[:8],
+            one.device[:12],
+            str(one.ranks),
+            str(one.regions),
+            f"{one.blocks:,}",
+            f"{one.resident:,}",
+        )
         for one in instances
         if one.id
     ]
-    return table("KV caches shared in place", ("instance", "device", ">ranks", ">regions", ">blocks", ">resident"), rows)
+    return table(
+        "KV caches shared in place",
+        ("instance", "device", ">ranks", ">regions", ">blocks", ">resident"),
+        rows,
+    )
 
 
 def _still_mapped(readers: Sequence[StillMapped]) -> Table:
-    """One row for each process that still maps the KV cache of an instance that has ended: its memory is not free."""
+    """One row for each process that still maps the KV cache of an instance that has ended: its
+    memory is not free.
+    """
     rows = []
     for one in readers:
-        what = Text("stopped: continue it, or kill it" if one.stopped else "is unmapping it", style="yellow")
+        what = Text(
+            "stopped: continue it, or kill it" if one.stopped else "is unmapping it", style="yellow"
+        )
         rows.append((one.instance[:8], one.device[:12], str(one.pid or "–"), what))
     columns = ("instance", "device", ">read by", "~state of that process")
     return table("KV caches of instances that have ended, still mapped", columns, rows)
 
 
 def _reads(stats: ServerStats) -> Table:
-    """One row for each reader and owner, the reader of the most bytes first. Where the reader is no instance its own pid is shown."""
-    known = {one.id: (one.id[:8], str(one.pid or "–"), one.name or "–") for one in stats.instances if one.id}
+    """One row for each reader and owner, the reader of the most bytes first. Where the reader is no
+    instance its own pid is shown.
+    """
+    known = {
+        one.id: (one.id[:8], str(one.pid or "–"), one.name or "–")
+        for one in stats.instances
+        if one.id
+    }
     rows, totals = [], Counter[int]()
     for one in stats.reads:
         totals[one.pid] += one.nbytes
@@ -292,8 +418,15 @@ def duration(seconds: float) -> str:
 def _headline(stats: ServerStats) -> Text:
     """Two lines that fit 80 columns."""
     text = Text.assemble(("up ", "dim"), duration(stats.uptime_seconds))
-    text.append("   clients ", "dim").append(f"{stats.clients:,}").append("   memory ", "dim").append(size(stats.rss_bytes))
-    for start, name in (("\n", "chunks"), ("   ", "leases"), ("   ", "reservations"), ("   ", "quarantined")):
+    text.append("   clients ", "dim").append(f"{stats.clients:,}").append(
+        "   memory ", "dim"
+    ).append(size(stats.rss_bytes))
+    for start, name in (
+        ("\n", "chunks"),
+        ("   ", "leases"),
+        ("   ", "reservations"),
+        ("   ", "quarantined"),
+    ):
         text.append(f"{start}{name} ", "dim").append(f"{getattr(stats, name):,}")
     return text
 
@@ -302,7 +435,12 @@ def _hits(stats: ServerStats) -> Iterator[Text]:
     """The hit rate; nothing before the first look-up."""
     rate, (asked, found) = hit_rate(stats), tokens(stats)
     if rate is not None:
-        yield Text.assemble(("hits ", "dim"), bar(rate), f" {rate:.1%}", (f"   {found:,} of {asked:,} tokens looked up", "dim"))
+        yield Text.assemble(
+            ("hits ", "dim"),
+            bar(rate),
+            f" {rate:.1%}",
+            (f"   {found:,} of {asked:,} tokens looked up", "dim"),
+        )
 
 
 def _counters(stats: ServerStats, before: ServerStats | None, seconds: float) -> Table:
@@ -318,15 +456,27 @@ def _counters(stats: ServerStats, before: ServerStats | None, seconds: float) ->
 def _reports(reports: Sequence[Reported], most: int) -> Table:
     """The newest `most` reports, newest first."""
     rows = [
-        (time.strftime("%m-%d %H:%M:%S", time.localtime(one.time)), level(one.level), str(one.pid), one.device[:12], one.text)
+        (
+            time.strftime("%m-%d %H:%M:%S", time.localtime(one.time)),
+            level(one.level),
+            str(one.pid),
+            one.device[:12],
+            one.text,
+        )
         for one in reversed(reports[-most:])
     ]
-    title = "Reports" if len(reports) <= most else f"Reports, the newest {most} of {len(reports)} (--json has all)"
+    title = (
+        "Reports"
+        if len(reports) <= most
+        else f"Reports, the newest {most} of {len(reports)} (--json has all)"
+    )
     return table(title, ("when", "", "pid", "-device", "~report"), rows)
 
 
 def _mismatches(stats: ServerStats) -> Iterator[tuple[str, ...]]:
-    """Rows of the instances that do not share: one for each value of each field in which instances of one model differ."""
+    """Rows of the instances that do not share: one for each value of each field in which instances
+    of one model differ.
+    """
     for mismatch in stats.mismatches:
         advice = mismatch.advice or f"make {mismatch.field} the same everywhere"
         for number, (value, who) in enumerate(mismatch.values):

@@ -24,8 +24,8 @@ PLAIN = {"█": "#", "·": ".", "–": "-", "µ": "u", "…": "~", "→": ">"} |
 
 @contextmanager
 def whatever_it_shows() -> Iterator[None]:
-    """Within the block, signs that the output's encoding does not have become those of `PLAIN`, and an OSError, such as a full disk or a
-    closed pipe, ends the program with one line."""
+    """Within the block, signs that the output's encoding does not have become those of `PLAIN`, and
+    an OSError, such as a full disk or a closed pipe, ends the program with one line."""
     codecs.register_error("plain", _plainly)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
@@ -36,7 +36,8 @@ def whatever_it_shows() -> Iterator[None]:
         finally:
             sys.stdout.flush()
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # at exit Python writes its buffer's rest, and would fail again
+        # at exit Python writes its buffer's rest, and would fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(f"vcache: {error}")
 
 
@@ -44,11 +45,15 @@ def _plainly(error: UnicodeError) -> tuple[str, int]:
     """The error handler `plain` of codecs: what stands for characters that cannot be encoded."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    return "".join(PLAIN.get(letter, "?") for letter in error.object[error.start : error.end]), error.end
+    return "".join(
+        PLAIN.get(letter, "?") for letter in error.object[error.start : error.end]
+    ), error.end
 
 
 def show(what: RenderableType, anew: bool = False) -> None:
-    """Print a table or the like. anew: clear the terminal before, and cut what is longer than it."""
+    """Print a table or the like. anew: clear the terminal before, and cut what is longer than
+    it.
+    """
     from rich.console import Console
 
     # Piped, a table keeps its columns rather than being folded at 80.
@@ -60,7 +65,9 @@ def show(what: RenderableType, anew: bool = False) -> None:
         console.print(what)
     lines, most = picture.get().splitlines(), max(2, (os.get_terminal_size(1).lines or 24) - 1)
     if len(lines) > most:
-        lines[most - 1 :] = [f"… {len(lines) - most + 1} lines more: a taller window, or without --watch"]
+        lines[most - 1 :] = [
+            f"… {len(lines) - most + 1} lines more: a taller window, or without --watch"
+        ]
     console.clear()
     sys.stdout.write("\n".join(lines) + "\n")
     sys.stdout.flush()

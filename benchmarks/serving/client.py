@@ -1,4 +1,6 @@
-"""A client of `/v1/completions`, over plain asyncio streams: sends jobs at given times, or a given number at once."""
+"""A client of `/v1/completions`, over plain asyncio streams: sends jobs at given times, or a given
+number at once.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ HOST = "127.0.0.1"
 
 
 class Answer(msgspec.Struct, kw_only=True):
-    """One answer. Times are in seconds on this process's clock; 0: that point was not reached. error: why the answer is incomplete."""
+    """One answer. Times are in seconds on this process's clock; 0: that point was not reached.
+    error: why the answer is incomplete.
+    """
 
     sent: float = 0.0
     first: float = 0.0
@@ -33,7 +37,9 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Run:
-    """Runs a list of jobs, and collects their answers in the jobs' order. Used by one event loop."""
+    """Runs a list of jobs, and collects their answers in the jobs' order. Used by one event
+    loop.
+    """
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._jobs = jobs
@@ -41,7 +47,9 @@ class Run:
         self.started = 0.0
 
     async def go(self, concurrency: int, seconds: float) -> None:
-        """Send jobs with times at their times, the others `concurrency` at once. Jobs that are unanswered after `seconds` get an error."""
+        """Send jobs with times at their times, the others `concurrency` at once. Jobs that are
+        unanswered after `seconds` get an error.
+        """
         self.started = time.perf_counter()
         timed = [index for index, job in enumerate(self._jobs) if job.at is not None]
         waiting = iter([index for index, job in enumerate(self._jobs) if job.at is None])
@@ -70,7 +78,8 @@ class Run:
 
 
 async def complete(port: int, body: bytes, answer: Answer, rank: int | None = None) -> None:
-    """Send one request and note its times. rank: the data parallel rank that must answer; None: vLLM chooses.
+    """Send one request and note its times. rank: the data parallel rank that must answer; None:
+    vLLM chooses.
 
     Raises OSError, ValueError or EOFError if the answer is not a completion's stream.
     """
@@ -86,7 +95,9 @@ async def complete(port: int, body: bytes, answer: Answer, rank: int | None = No
             headers += line
         if status.split(b" ")[1:2] != [b"200"] or b"chunked" not in headers.lower():
             rest = await reader.read(2000)
-            raise ValueError(f"{status.decode(errors='replace').strip()}: {rest.decode(errors='replace')[:300]}")
+            raise ValueError(
+                f"{status.decode(errors='replace').strip()}: {rest.decode(errors='replace')[:300]}"
+            )
         await _stream(reader, answer)
     finally:
         writer.close()

@@ -1,4 +1,6 @@
-"""The processes of one system: OpenAI servers, one a GPU, and what stands beside them. All of them end with it."""
+"""The processes of one system: OpenAI servers, one a GPU, and what stands beside them. All of them
+end with it.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,27 @@ COUNTERS = {
 class Servers:
     """Starts at once; `wait` until they answer.
 
-    gpus: one for each server, by ordinal; a server sees all of them, its own first. One that is named twice has two servers.
-    folder: for logs. cache: for vLLM's compiled code. more: settings of vcache.
-    """
+    gpus: one for each server, by ordinal; a server sees all of them, its own first. One that is
+    named twice has two servers. folder: for logs. cache: for vLLM's compiled code. more: settings
+    of vcache."""
 
     def __init__(
-        self, name: str, sizes: Sizes, gpus: Sequence[int], model: Path, folder: Path, cache: Path, more: Mapping[str, str]
+        self,
+        name: str,
+        sizes: Sizes,
+        gpus: Sequence[int],
+        model: Path,
+        folder: Path,
+        cache: Path,
+        more: Mapping[str, str],
     ) -> None:
-        self.name, self._sizes, self._gpus, self._folder, self._cache = name, sizes, gpus, folder, cache
+        self.name, self._sizes, self._gpus, self._folder, self._cache = (
+            name,
+            sizes,
+            gpus,
+            folder,
+            cache,
+        )
         self._undo = ExitStack()
         self._programs: list[Program] = []
         self.ports = free_ports(len(gpus))
@@ -50,7 +65,11 @@ class Servers:
         with ExitStack() as undo:
             # Not among the logs: a journal beside the socket would bring another run's pool back.
             self._own = Path(
-                undo.enter_context(tempfile.TemporaryDirectory(prefix="vcache-serving-", ignore_cleanup_errors=True))
+                undo.enter_context(
+                    tempfile.TemporaryDirectory(
+                        prefix="vcache-serving-", ignore_cleanup_errors=True
+                    )
+                )
             )
             undo.callback(self._end)
             side = self._beside() | {"more": more}
@@ -58,7 +77,9 @@ class Servers:
                 arguments = serve_arguments(name, sizes, model, port, {**side, "index": index})
                 command = module("vllm.entrypoints.openai.api_server", *arguments)
                 log = folder / f"{name}_{index}.log"
-                self._programs.append(Program(f"{name}_{index}", command, log, self._environment(index)))
+                self._programs.append(
+                    Program(f"{name}_{index}", command, log, self._environment(index))
+                )
             self._undo = undo.pop_all()
 
     def __enter__(self) -> Servers:
@@ -72,16 +93,22 @@ class Servers:
         self._undo.close()
 
     def wait(self, seconds: float = START_SECONDS) -> float:
-        """Until all are healthy; the seconds since their start. Raises ChildFailed for a process that ended or is late."""
+        """Until all are healthy; the seconds since their start. Raises ChildFailed for a process
+        that ended or is late.
+        """
         for program, port in zip(self._programs[-len(self.ports) :], self.ports, strict=True):
-            program.until(lambda port=port: healthy(port), seconds - (time.monotonic() - self._started))  # type: ignore[misc]
+            program.until(
+                lambda port=port: healthy(port), seconds - (time.monotonic() - self._started)
+            )  # type: ignore[misc]
         if ended := [program for program in self._programs if not program.alive]:
             raise ChildFailed(f"{ended[0].name} ended; {ended[0].tail()}")
         self._wait_for_memory(seconds - (time.monotonic() - self._started))
         return time.monotonic() - self._started
 
     def _wait_for_memory(self, seconds: float) -> None:
-        """Of the host, which our pool takes in the background: until it is all there, as a peer's is at its start."""
+        """Of the host, which our pool takes in the background: until it is all there, as a peer's
+        is at its start.
+        """
         system, deadline = SYSTEMS[self.name], time.monotonic() + seconds
         if not (system.ours and system.host):
             return
@@ -89,7 +116,9 @@ class Servers:
         with Client(self._own / "vcache.sock", ClientConfig(), reconnect=False) as client:
             while (there := sum(info.nbytes for info in client.list_segments())) < wanted:
                 if time.monotonic() > deadline:
-                    raise ChildFailed(f"{there:,} of {wanted:,} B of host memory are lent; {self.said()}")
+                    raise ChildFailed(
+                        f"{there:,} of {wanted:,} B of host memory are lent; {self.said()}"
+                    )
                 time.sleep(0.2)
         print(
             f"  {self.name}: {wanted / GIB:g} GiB of host memory {time.monotonic() - self._started:.0f} s after the start",
@@ -103,27 +132,44 @@ class Servers:
 
     def said(self) -> str:
         """What vcache has last said in the servers' logs."""
-        lines = [line for each in self._programs for line in each.log.read_text(errors="replace").splitlines()]
-        return " | ".join([line for line in lines if "vcache" in line and ("WARN" in line or "ERROR" in line)][-3:])
+        lines = [
+            line
+            for each in self._programs
+            for line in each.log.read_text(errors="replace").splitlines()
+        ]
+        return " | ".join(
+            [line for line in lines if "vcache" in line and ("WARN" in line or "ERROR" in line)][
+                -3:
+            ]
+        )
 
     def _beside(self) -> dict[str, Any]:
         """Start what the system needs beside its servers. It is up long before they ask."""
         environment = {**os.environ, **ENVIRONMENT}
         if self.name == "mp":
             (port,) = free_ports(1)
-            command = module("lmcache.v1.multiprocess.server", *mp_arguments(self._sizes.scale, self._sizes.host_gib, port))
-            self._programs.append(Program("mp_server", command, self._folder / "mp_server.log", environment))
+            command = module(
+                "lmcache.v1.multiprocess.server",
+                *mp_arguments(self._sizes.scale, self._sizes.host_gib, port),
+            )
+            self._programs.append(
+                Program("mp_server", command, self._folder / "mp_server.log", environment)
+            )
             return {"port": port}
         if SYSTEMS[self.name].ours:
             path = self._own / "vcache.sock"
-            self._programs.append(MetadataServer(path, self._folder / "vcache_server.log", environment))
+            self._programs.append(
+                MetadataServer(path, self._folder / "vcache_server.log", environment)
+            )
             return {"socket": path}
         return {}
 
     def _environment(self, index: int) -> dict[str, str]:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         # Of those that this process sees: another run may have the others of the host.
-        gpus = [visible[gpu] if gpu < len(visible) and visible[gpu] else str(gpu) for gpu in self._gpus]
+        gpus = [
+            visible[gpu] if gpu < len(visible) and visible[gpu] else str(gpu) for gpu in self._gpus
+        ]
         gpu = gpus[index]
         given = {
             **os.environ,

@@ -1,4 +1,6 @@
-"""The systems compared: what each is started with, as its users would, at the same VRAM a GPU; on two GPUs, and tiny on the CPU."""
+"""The systems compared: what each is started with, as its users would, at the same VRAM a GPU; on
+two GPUs, and tiny on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,10 @@ UTILISATION = 0.15
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """scale: the model, and what an instance may take on. kv_bytes: vLLM's KV cache of an instance beside a pool; pool_bytes: what
-    it lends to the pool. Without a pool an instance has the sum of both. host_gib: host memory of all instances together,
-    where a system uses any. seqs: requests that an instance runs at a time. one_gpu: all instances share one."""
+    """scale: the model, and what an instance may take on. kv_bytes: vLLM's KV cache of an instance
+    beside a pool; pool_bytes: what it lends to the pool. Without a pool an instance has the sum of
+    both. host_gib: host memory of all instances together, where a system uses any. seqs: requests
+    that an instance runs at a time. one_gpu: all instances share one."""
 
     scale: Scale
     kv_bytes: int
@@ -70,8 +73,9 @@ SIZES = {"full": FULL, "tiny": TINY}
 
 
 class System(msgspec.Struct, frozen=True, kw_only=True):
-    """label: for people. ours: with our connector. lends: VRAM of each GPU goes to the pool. in_place: vLLM's own KV cache is the pool.
-    host: it takes host memory. gpu_only: why it does not run on the CPU."""
+    """label: for people. ours: with our connector. lends: VRAM of each GPU goes to the pool.
+    in_place: vLLM's own KV cache is the pool. host: it takes host memory. gpu_only: why it does not
+    run on the CPU."""
 
     label: str
     ours: bool = False
@@ -91,7 +95,9 @@ SYSTEMS = {
     "mp": System(label="LMCache MP server, host memory", host=True),
     "vcache": System(label="vcache, a pool", ours=True, lends=True),
     "inplace": System(label="vcache in place", ours=True, in_place=True),
-    "inplace_host": System(label="vcache in place, victims in host memory", ours=True, in_place=True, host=True),
+    "inplace_host": System(
+        label="vcache in place, victims in host memory", ours=True, in_place=True, host=True
+    ),
 }
 
 
@@ -99,13 +105,17 @@ def memory(name: str, sizes: Sizes) -> str:
     """What a system has, in words."""
     system = SYSTEMS[name]
     own = sizes.kv_bytes if system.lends else sizes.kv_bytes + sizes.pool_bytes
-    said = f"{own / GIB:.3g} GiB of KV cache a {'server, all on one GPU' if sizes.one_gpu else 'GPU'}"
+    said = (
+        f"{own / GIB:.3g} GiB of KV cache a {'server, all on one GPU' if sizes.one_gpu else 'GPU'}"
+    )
     if system.lends:
         said += f" and {sizes.pool_bytes / GIB:.3g} GiB of it in the pool"
     return said + (f", {sizes.host_gib:g} GiB of host memory" if system.host else "")
 
 
-def serve_arguments(name: str, sizes: Sizes, model: Path, port: int, side: Mapping[str, Any]) -> list[str]:
+def serve_arguments(
+    name: str, sizes: Sizes, model: Path, port: int, side: Mapping[str, Any]
+) -> list[str]:
     """Of vLLM's OpenAI server. side: see `transfer`."""
     scale, system = sizes.scale, SYSTEMS[name]
     kv_bytes = sizes.kv_bytes if system.lends else sizes.kv_bytes + sizes.pool_bytes
@@ -121,34 +131,52 @@ def serve_arguments(name: str, sizes: Sizes, model: Path, port: int, side: Mappi
         "kv-cache-memory-bytes": kv_bytes,
         "block-size": scale.block,
     }
-    flags = ["skip-tokenizer-init", "enable-prefix-caching", "enable-prompt-tokens-details", "disable-uvicorn-access-log"]
+    flags = [
+        "skip-tokenizer-init",
+        "enable-prefix-caching",
+        "enable-prompt-tokens-details",
+        "disable-uvicorn-access-log",
+    ]
     if scale.cpu:
         flags.append("enforce-eager")
     else:
         given |= {"load-format": "dummy", "gpu-memory-utilization": UTILISATION}
     if name == "offload":
-        given |= {"kv-offloading-size": sizes.host_gib / sizes.plan.servers, "kv-offloading-backend": "native"}
+        given |= {
+            "kv-offloading-size": sizes.host_gib / sizes.plan.servers,
+            "kv-offloading-backend": "native",
+        }
     if (config := transfer(name, sizes, side)) is not None:
         given["kv-transfer-config"] = json.dumps(config)
-    return [*(f"--{flag}" for flag in flags), *(part for key, value in given.items() for part in (f"--{key}", str(value)))]
+    return [
+        *(f"--{flag}" for flag in flags),
+        *(part for key, value in given.items() for part in (f"--{key}", str(value))),
+    ]
 
 
 def transfer(name: str, sizes: Sizes, side: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The connector. side: where the process beside the servers is (`port` of LMCache's, `socket` of ours), `index` of the server, and
-    `more`, settings of vcache by `SECTION.KEY`."""
+    """The connector. side: where the process beside the servers is (`port` of LMCache's, `socket`
+    of ours), `index` of the server, and `more`, settings of vcache by `SECTION.KEY`."""
     if name == "mp":
         return _mp_connector(side["port"])
     system = SYSTEMS[name]
     if not system.ours:
         return None
-    # Devices of the same name are one device, whose share of the pool one instance lends for all: as two servers on one GPU do.
+    # Devices of the same name are one device, whose share of the pool one instance lends for all:
+    # as two servers on one GPU do.
     together = system.lends and sizes.one_gpu
-    more = {"pool.device": f"host:{0 if together else side['index']}"} if sizes.scale.cpu or system.host else {}
+    more = (
+        {"pool.device": f"host:{0 if together else side['index']}"}
+        if sizes.scale.cpu or system.host
+        else {}
+    )
     more |= {"connector.share": "in_place"} if system.in_place else {}
     servers = sizes.plan.servers
     lends = sizes.pool_bytes * (servers if together else 1) if system.lends else 0
     lends += int(sizes.host_gib * GIB) // servers if system.host else 0
-    return our_connector(side["socket"], lends, sizes.scale.chunk, more | dict(side.get("more", {})))
+    return our_connector(
+        side["socket"], lends, sizes.scale.chunk, more | dict(side.get("more", {}))
+    )
 
 
 def _mp_connector(port: int) -> dict[str, Any]:
@@ -156,12 +184,27 @@ def _mp_connector(port: int) -> dict[str, Any]:
     return {
         "kv_connector": "LMCacheMPConnector",
         "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
-        "kv_connector_extra_config": {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port, "lmcache.mp.mq_timeout": 60},
+        "kv_connector_extra_config": {
+            "lmcache.mp.host": "tcp://127.0.0.1",
+            "lmcache.mp.port": port,
+            "lmcache.mp.mq_timeout": 60,
+        },
         **BOTH,
     }
 
 
 def mp_arguments(scale: Scale, gib: float, port: int) -> list[str]:
     """Of LMCache's server."""
-    given = ["--port", str(port), "--l1-size-gb", f"{gib:g}", "--eviction-policy", "LRU", "--chunk-size", str(scale.chunk)]
-    return given + (["--supported-transfer-mode", "auto", "--disable-observability"] if scale.cpu else [])
+    given = [
+        "--port",
+        str(port),
+        "--l1-size-gb",
+        f"{gib:g}",
+        "--eviction-policy",
+        "LRU",
+        "--chunk-size",
+        str(scale.chunk),
+    ]
+    return given + (
+        ["--supported-transfer-mode", "auto", "--disable-observability"] if scale.cpu else []
+    )

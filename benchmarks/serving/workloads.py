@@ -1,4 +1,6 @@
-"""Makes the workloads' requests from a seed: their tokens, times and servers; and computes how much of them caches could hit."""
+"""Makes the workloads' requests from a seed: their tokens, times and servers; and computes how much
+of them caches could hit.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,14 @@ FIRST = 3
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The parameters of the workloads. Lengths are in tokens.
 
-    prefixes, prefix, suffix, repeats: as in `vllm bench serve --dataset-name prefix_repetition`; repeats: prompts for each prefix.
-    concurrency: requests in flight, over all servers. warm: prompts of the warm-up, which stay in the caches. trace: its file.
-    trace_block: tokens for each block of 512 of the trace. trace_tokens: prompt tokens in all. trace_turns: take only conversations of at
-    least so many requests. trace_seconds: the time into which all arrivals are scaled. window: consecutive requests of the trace, from
-    number `window_start` on. window_block: as trace_block. longest: longer prompts are cut. output: tokens of every answer. block: tokens
-    of vLLM's KV blocks. servers: how many, asked in turn.
-    """
+    prefixes, prefix, suffix, repeats: as in `vllm bench serve --dataset-name prefix_repetition`;
+    repeats: prompts for each prefix. concurrency: requests in flight, over all servers. warm:
+    prompts of the warm-up, which stay in the caches. trace: its file. trace_block: tokens for each
+    block of 512 of the trace. trace_tokens: prompt tokens in all. trace_turns: take only
+    conversations of at least so many requests. trace_seconds: the time into which all arrivals are
+    scaled. window: consecutive requests of the trace, from number `window_start` on. window_block:
+    as trace_block. longest: longer prompts are cut. output: tokens of every answer. block: tokens
+    of vLLM's KV blocks. servers: how many, asked in turn."""
 
     vocabulary: int
     block: int
@@ -62,10 +65,11 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Ceilings(msgspec.Struct, frozen=True):
-    """Hit rates of unbounded caches, as shares of all prompt tokens, if each request comes after the one before it has ended.
+    """Hit rates of unbounded caches, as shares of all prompt tokens, if each request comes after
+    the one before it has ended.
 
-    shared: one cache for all servers. single: one for each server. unique: tokens that the shared cache holds in the end.
-    """
+    shared: one cache for all servers. single: one for each server. unique: tokens that the shared
+    cache holds in the end."""
 
     shared: float
     single: float
@@ -73,37 +77,50 @@ class Ceilings(msgspec.Struct, frozen=True):
 
 
 def prefix_repetition(plan: Plan) -> list[Request]:
-    """Random prefixes, each with `repeats` random suffixes, shuffled: what vLLM's `prefix_repetition` sends, as token ids."""
+    """Random prefixes, each with `repeats` random suffixes, shuffled: what vLLM's
+    `prefix_repetition` sends, as token ids.
+    """
     dice = np.random.default_rng([plan.seed, 1])
     prompts: list[Tokens] = []
     for _ in range(plan.prefixes):
         prefix = _random(dice, plan.prefix, plan)
-        prompts += [np.concatenate([prefix, _random(dice, plan.suffix, plan)]) for _ in range(plan.repeats)]
+        prompts += [
+            np.concatenate([prefix, _random(dice, plan.suffix, plan)]) for _ in range(plan.repeats)
+        ]
     random.Random(plan.seed).shuffle(prompts)
     return [Request(tokens, index % plan.servers) for index, tokens in enumerate(prompts)]
 
 
 def conversations(plan: Plan) -> list[Request]:
-    """Whole conversations drawn from the trace, in the order of their arrivals, scaled to `trace_seconds`.
+    """Whole conversations drawn from the trace, in the order of their arrivals, scaled to
+    `trace_seconds`.
 
-    A block of the trace becomes random tokens that follow from its id, so prompts share what they share in the trace. ValueError if the
-    trace is missing or has another format.
-    """
+    A block of the trace becomes random tokens that follow from its id, so prompts share what they
+    share in the trace. ValueError if the trace is missing or has another format."""
     lines = _drawn(_trace(plan), plan)
     blocks: dict[int, Tokens] = {}
     first, last = lines[0]["timestamp"], lines[-1]["timestamp"]
     pace = plan.trace_seconds / max(1, last - first)
     return [
-        Request(_prompt(line, plan, plan.trace_block, blocks), index % plan.servers, (line["timestamp"] - first) * pace)
+        Request(
+            _prompt(line, plan, plan.trace_block, blocks),
+            index % plan.servers,
+            (line["timestamp"] - first) * pace,
+        )
         for index, line in enumerate(lines)
     ]
 
 
 def unfiltered(plan: Plan) -> list[Request]:
-    """Consecutive requests of the trace, `concurrency` at a time, without a choice of conversations. ValueError if the trace is missing."""
+    """Consecutive requests of the trace, `concurrency` at a time, without a choice of
+    conversations. ValueError if the trace is missing.
+    """
     lines = _trace(plan)[plan.window_start : plan.window_start + plan.window]
     blocks: dict[int, Tokens] = {}
-    return [Request(_prompt(line, plan, plan.window_block, blocks), index % plan.servers) for index, line in enumerate(lines)]
+    return [
+        Request(_prompt(line, plan, plan.window_block, blocks), index % plan.servers)
+        for index, line in enumerate(lines)
+    ]
 
 
 WORKLOADS = {"prefix": prefix_repetition, "trace": conversations, "unfiltered": unfiltered}
@@ -112,7 +129,9 @@ WORKLOADS = {"prefix": prefix_repetition, "trace": conversations, "unfiltered": 
 def warm_up(plan: Plan) -> list[Tokens]:
     """Prompts that share nothing with the workloads or with each other."""
     dice = np.random.default_rng([plan.seed, 2])
-    return [_random(dice, min(plan.longest, plan.prefix + plan.suffix), plan) for _ in range(plan.warm)]
+    return [
+        _random(dice, min(plan.longest, plan.prefix + plan.suffix), plan) for _ in range(plan.warm)
+    ]
 
 
 def describe(name: str, plan: Plan, requests: Sequence[Request]) -> str:
@@ -127,7 +146,11 @@ def describe(name: str, plan: Plan, requests: Sequence[Request]) -> str:
             f"unfiltered trace: {len(requests)} requests from number {plan.window_start} on, {plan.window_block} tokens for {TRACED}, "
             f"prompts cut at {plan.longest}, answers of {plan.output}, {plan.concurrency} requests at a time, seed {plan.seed}"
         )
-    turns = f"conversations of {plan.trace_turns} or more requests" if plan.trace_turns > 1 else "conversations"
+    turns = (
+        f"conversations of {plan.trace_turns} or more requests"
+        if plan.trace_turns > 1
+        else "conversations"
+    )
     return (
         f"conversation trace: {len(requests)} requests of whole {turns}, {plan.trace_block} tokens for {TRACED}, prompts cut at "
         f"{plan.longest}, answers of {plan.output}, arrivals within {plan.trace_seconds:g} s, seed {plan.seed}"
@@ -135,9 +158,13 @@ def describe(name: str, plan: Plan, requests: Sequence[Request]) -> str:
 
 
 def ceilings(requests: Sequence[Request], block: int) -> Ceilings:
-    """The ceilings of caches of whole blocks. A prompt's last token is always computed, as in vLLM."""
+    """The ceilings of caches of whole blocks. A prompt's last token is always computed, as in
+    vLLM.
+    """
     shared: set[int] = set()
-    single: list[set[int]] = [set() for _ in range(1 + max((request.server for request in requests), default=0))]
+    single: list[set[int]] = [
+        set() for _ in range(1 + max((request.server for request in requests), default=0))
+    ]
     known, own, total = 0, 0, 0
     for request in requests:
         chain = _chain(request.tokens, block)
@@ -150,14 +177,19 @@ def ceilings(requests: Sequence[Request], block: int) -> Ceilings:
     return Ceilings(known / max(1, total), own / max(1, total), len(shared) * block)
 
 
-def simulated(requests: Sequence[Request], block: int, capacity: int, times: Sequence[tuple[float, float]]) -> float:
-    """The hit rate, as a share of all prompt tokens, of LRU caches of `capacity` blocks, one for each server, that all servers read.
+def simulated(
+    requests: Sequence[Request], block: int, capacity: int, times: Sequence[tuple[float, float]]
+) -> float:
+    """The hit rate, as a share of all prompt tokens, of LRU caches of `capacity` blocks, one for
+    each server, that all servers read.
 
-    times: when each request was sent and when its first token came, in seconds; 0 for no token. A request hits what the caches hold when
-    it is sent, and its own blocks are there with its first token, or never. A read from another's cache counts as a use there, and is
-    also kept in the reader's. Blocks in use by running requests do not reduce the capacity.
-    """
-    caches = [OrderedDict[int, None]() for _ in range(1 + max(request.server for request in requests))]
+    times: when each request was sent and when its first token came, in seconds; 0 for no token. A
+    request hits what the caches hold when it is sent, and its own blocks are there with its first
+    token, or never. A read from another's cache counts as a use there, and is also kept in the
+    reader's. Blocks in use by running requests do not reduce the capacity."""
+    caches = [
+        OrderedDict[int, None]() for _ in range(1 + max(request.server for request in requests))
+    ]
     chains = [_chain(request.tokens, block) for request in requests]
     events = [(sent, index, False) for index, (sent, _) in enumerate(times)]
     events += [(first, index, True) for index, (_, first) in enumerate(times) if first]
@@ -170,7 +202,11 @@ def simulated(requests: Sequence[Request], block: int, capacity: int, times: Seq
             if len(own) > capacity:
                 own.popitem(last=False)
         for key in () if done else chains[index][: (len(requests[index].tokens) - 1) // block]:
-            if (owner := own if key in own else next((cache for cache in caches if key in cache), None)) is None:
+            if (
+                owner := own
+                if key in own
+                else next((cache for cache in caches if key in cache), None)
+            ) is None:
                 break
             owner.move_to_end(key)
             hits += 1
@@ -196,7 +232,9 @@ def _random(dice: np.random.Generator, count: int, plan: Plan) -> Tokens:
 def _trace(plan: Plan) -> list[dict[str, Any]]:
     path = Path(plan.trace)
     if not path.is_file():
-        raise ValueError(f"no trace at {plan.trace!r}; name Mooncake's conversation trace with --trace FILE")
+        raise ValueError(
+            f"no trace at {plan.trace!r}; name Mooncake's conversation trace with --trace FILE"
+        )
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     if not lines or not {"timestamp", "input_length", "hash_ids"} <= lines[0].keys():
         raise ValueError(f"{path} is no trace of timestamp, input_length and hash_ids")
@@ -204,10 +242,11 @@ def _trace(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _drawn(lines: Sequence[dict[str, Any]], plan: Plan) -> list[dict[str, Any]]:
-    """The requests of randomly drawn conversations, `trace_tokens` in all, in the order of the trace.
+    """The requests of randomly drawn conversations, `trace_tokens` in all, in the order of the
+    trace.
 
-    All prompts begin with the same block; those that share the second one count as one conversation.
-    """
+    All prompts begin with the same block; those that share the second one count as one
+    conversation."""
     of: dict[int, list[int]] = {}
     for index, line in enumerate(lines):
         ids = line["hash_ids"]
@@ -222,7 +261,9 @@ def _drawn(lines: Sequence[dict[str, Any]], plan: Plan) -> list[dict[str, Any]]:
         chosen += indices
         tokens += sum(_length(lines[index], plan, plan.trace_block) for index in indices)
     if not chosen:
-        raise ValueError(f"no conversation of {plan.trace_turns} requests in {plan.trace}; lower --trace-turns")
+        raise ValueError(
+            f"no conversation of {plan.trace_turns} requests in {plan.trace}; lower --trace-turns"
+        )
     return [lines[index] for index in sorted(chosen)]
 
 

@@ -1,1 +1,3 @@
-"""The soak: engines retrieve, check every byte and store while all that they share is killed, stopped, damaged and filled up."""
+"""The soak: engines retrieve, check every byte and store while all that they share is killed,
+stopped, damaged and filled up.
+"""

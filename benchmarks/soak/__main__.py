@@ -1,19 +1,22 @@
-"""Is a byte ever wrong? Engines retrieve, check and store while all that they share is killed, stopped, damaged and filled up.
+"""Is a byte ever wrong? Engines retrieve, check and store while all that they share is killed,
+stopped, damaged and filled up.
 
-    python -m benchmarks.soak [--retrieves 100000] [--minutes M] [--seed N] [--only KIND] [--store] [--out FILE]
+    python -m benchmarks.soak [--retrieves 100000] [--minutes M] [--seed N] [--only KIND] [--store]
+    [--out FILE]
 
-Workers share one metadata server and a pool far too small for their prompts, so that slots are constantly rewritten. Workers are killed
-and stopped, also in the middle of copies. The server is killed, stopped, and started again with a damaged journal, on a full disk, with no
-descriptors left, with a clock that was set back, or beside a second one; clients send garbage. A verified retrieve is one that brought
-something: each byte of its tokens is compared with what it must be, in blocks that were poisoned before, and all other blocks with their
-poison. One seed gives the same decisions again, but not the same timing.
+Workers share one metadata server and a pool far too small for their prompts, so that slots are
+constantly rewritten. Workers are killed and stopped, also in the middle of copies. The server is
+killed, stopped, and started again with a damaged journal, on a full disk, with no descriptors left,
+with a clock that was set back, or beside a second one; clients send garbage. A verified retrieve is
+one that brought something: each byte of its tokens is compared with what it must be, in blocks that
+were poisoned before, and all other blocks with their poison. One seed gives the same decisions
+again, but not the same timing.
 
-With --store there is a Mooncake store as offload tier, too small as well, and the mishaps happen to its master, its providers, its
-objects and the processes that workers use it through.
+With --store there is a Mooncake store as offload tier, too small as well, and the mishaps happen to
+its master, its providers, its objects and the processes that workers use it through.
 
-At the end, or alone with --control, a control is run: the same workers ignore the verdict on their leases, or accept every object. It must
-see wrong bytes, or the zero above proves nothing.
-"""
+At the end, or alone with --control, a control is run: the same workers ignore the verdict on their
+leases, or accept every object. It must see wrong bytes, or the zero above proves nothing."""
 
 from __future__ import annotations
 
@@ -75,17 +78,32 @@ def run(
     only: Sequence[str] = (),
     store: bool = False,
 ) -> Result:
-    """Run the soak until so many retrieves are verified, or for so many `minutes` instead. pause: seconds between two mishaps, on average.
-    only: kinds of mishaps; all by default. store: with a Mooncake store, to which the mishaps happen."""
+    """Run the soak until so many retrieves are verified, or for so many `minutes` instead. pause:
+    seconds between two mishaps, on average. only: kinds of mishaps; all by default. store: with a
+    Mooncake store, to which the mishaps happen."""
 
     def over(outcomes: Outcomes, seconds: float) -> bool:
         return seconds > 60 * minutes if minutes else outcomes.verified >= retrieves
 
     with small_disk() as disk, Soak(seed, workers, disk, only, store=store) as soak:
         seconds = soak.run(over, pause)
-        what = "a file system of its own" if disk is not None else "a limit on the size of the server's files"
+        what = (
+            "a file system of its own"
+            if disk is not None
+            else "a limit on the size of the server's files"
+        )
         counts = dict(sorted(soak.mishaps.counts.items()))
-        result = Result(seed, seconds, soak.outcomes, counts, soak.stops, soak.died, soak.servers_ended, what, soak.found)
+        result = Result(
+            seed,
+            seconds,
+            soak.outcomes,
+            counts,
+            soak.stops,
+            soak.died,
+            soak.servers_ended,
+            what,
+            soak.found,
+        )
     result.control = run_control(seed, workers, store)
     return result
 
@@ -93,16 +111,24 @@ def run(
 def run_control(seed: int, workers: int = WORKERS, store: bool = False) -> Outcomes:
     """Run workers that trust what they must not, until a byte is wrong or the time is up."""
     with Soak(seed, workers, None, CONTROL_MISHAPS[store], trusting=True, store=store) as soak:
-        soak.run(lambda outcomes, passed: outcomes.wrong > 0 or passed > CONTROL_SECONDS, PAUSE / 4 if store else PAUSE)
+        soak.run(
+            lambda outcomes, passed: outcomes.wrong > 0 or passed > CONTROL_SECONDS,
+            PAUSE / 4 if store else PAUSE,
+        )
         return soak.outcomes
 
 
 @contextlib.contextmanager
 def small_disk() -> Iterator[Path | None]:
-    """An empty folder on a small file system of its own; None unless this process has its own mounts and may add one."""
+    """An empty folder on a small file system of its own; None unless this process has its own
+    mounts and may add one.
+    """
     with tempfile.TemporaryDirectory(prefix="vcache-soak-disk-") as folder:
         mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES},mode=0700", "soak", folder]
-        if not _own_mounts() or subprocess.run(mount, check=False, capture_output=True, timeout=20).returncode:
+        if (
+            not _own_mounts()
+            or subprocess.run(mount, check=False, capture_output=True, timeout=20).returncode
+        ):
             yield None
             return
         try:
@@ -127,36 +153,76 @@ def rows(result: Result, asked: int, name: str = "soak") -> list[Row]:
     made = [
         row(f"{name}_retrieves", "retrieves", outcomes.verified, asked, what=what, at_least=1),
         none(f"{name}_wrong", "retrieves", outcomes.wrong, "with a wrong byte", outcomes.verified),
-        none(f"{name}_ended", "processes", result.workers_died + result.servers_ended, "that nobody killed"),
+        none(
+            f"{name}_ended",
+            "processes",
+            result.workers_died + result.servers_ended,
+            "that nobody killed",
+        ),
         none(f"{name}_raised", "calls", outcomes.raised, "that raised", outcomes.retrieves),
     ]
     if control is not None:
         what = f"where what must not be trusted is; {control.wrong_bytes} wrong bytes; reference 1"
-        made.append(row(f"{name}_control_wrong", "retrieves", control.wrong, 1, what=what, at_least=1, runs=control.verified))
+        made.append(
+            row(
+                f"{name}_control_wrong",
+                "retrieves",
+                control.wrong,
+                1,
+                what=what,
+                at_least=1,
+                runs=control.verified,
+            )
+        )
     return made
 
 
 def told(result: Result) -> str:
     """All counts, and descriptions of the first wrong bytes, as text."""
-    counts = result.counted() | {"workers that ended": result.workers_died, "servers that ended": result.servers_ended}
+    counts = result.counted() | {
+        "workers that ended": result.workers_died,
+        "servers that ended": result.servers_ended,
+    }
     if result.control is not None:
-        counts |= {"control: verified": result.control.verified, "control: wrong": result.control.wrong}
+        counts |= {
+            "control: verified": result.control.verified,
+            "control: wrong": result.control.wrong,
+        }
     lines = [f"{name:<31}{count:>15,}" for name, count in counts.items()]
-    lines += [f"wrong at {each.at:g} s, after {', '.join(each.before)}: {each.wrong}" for each in result.found[:SHOWN]]
-    return "\n".join([*lines, f"{result.seconds:.0f} s; seed {result.seed}; the disk was {result.disk}"])
+    lines += [
+        f"wrong at {each.at:g} s, after {', '.join(each.before)}: {each.wrong}"
+        for each in result.found[:SHOWN]
+    ]
+    return "\n".join(
+        [*lines, f"{result.seconds:.0f} s; seed {result.seed}; the disk was {result.disk}"]
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """1 if a byte was wrong, a call raised, a server or worker ended by itself, or the control saw no wrong byte."""
+    """1 if a byte was wrong, a call raised, a server or worker ended by itself, or the control saw
+    no wrong byte.
+    """
     parser = argparse.ArgumentParser(
-        prog="benchmarks.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="benchmarks.soak",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--retrieves", type=int, default=RETRIEVES, help="verified ones (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=0.0, help="for so long, instead of so many retrieves")
-    parser.add_argument("--seed", type=int, default=int(time.time()), help="default: the time")
-    parser.add_argument("--store", action="store_true", help="with an offload tier, to which the mishaps happen")
     parser.add_argument(
-        "--only", action="append", default=[], choices=[*KINDS, *SHARES], help="this mishap only; may be repeated"
+        "--retrieves", type=int, default=RETRIEVES, help="verified ones (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=0.0, help="for so long, instead of so many retrieves"
+    )
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="default: the time")
+    parser.add_argument(
+        "--store", action="store_true", help="with an offload tier, to which the mishaps happen"
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        choices=[*KINDS, *SHARES],
+        help="this mishap only; may be repeated",
     )
     parser.add_argument("--control", action="store_true", help="the control alone")
     parser.add_argument("--out", type=Path, help="result file")
@@ -165,9 +231,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(why)
     if options.control:
         seen = run_control(options.seed, store=options.store)
-        print(f"{seen.wrong} wrong of {seen.verified:,} verified retrieves, all trusted; seed {options.seed}")
+        print(
+            f"{seen.wrong} wrong of {seen.verified:,} verified retrieves, all trusted; seed {options.seed}"
+        )
         return int(not seen.wrong)
-    result = run(options.retrieves, options.minutes, options.seed, only=options.only, store=options.store)
+    result = run(
+        options.retrieves, options.minutes, options.seed, only=options.only, store=options.store
+    )
     name = "soak_store" if options.store else "soak"
     made = rows(result, 0 if options.minutes else options.retrieves, name)
     if options.out:
@@ -177,12 +247,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _with_own_mounts() -> None:
-    """Run this program again in a mount namespace of its own, if root may: only there can it fill a disk that nobody else uses."""
+    """Run this program again in a mount namespace of its own, if root may: only there can it fill a
+    disk that nobody else uses.
+    """
     if os.geteuid() == 0 and not _own_mounts():
         probe = subprocess.run(["unshare", "--mount", "true"], check=False, capture_output=True)
         if probe.returncode == 0:
             module = "benchmarks.soak"
-            os.execvp("unshare", ["unshare", "--mount", sys.executable, "-m", module, *sys.argv[1:]])
+            os.execvp(
+                "unshare", ["unshare", "--mount", sys.executable, "-m", module, *sys.argv[1:]]
+            )
 
 
 if __name__ == "__main__":

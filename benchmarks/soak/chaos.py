@@ -12,7 +12,15 @@ from pathlib import Path
 
 import msgspec
 
-from vcache_backend.config import ByteSize, ClientConfig, Config, EngineConfig, OffloadConfig, PoolConfig, ServerConfig
+from vcache_backend.config import (
+    ByteSize,
+    ClientConfig,
+    Config,
+    EngineConfig,
+    OffloadConfig,
+    PoolConfig,
+    ServerConfig,
+)
 
 from ..forked import SECONDS, Forked, Waker, hear
 from ..mooncake_store import Depot
@@ -52,20 +60,36 @@ class Soak:
     """Everything of one run. The context manager ends and removes all of it."""
 
     def __init__(
-        self, seed: int, workers: int, disk: Path | None, only: Sequence[str] = (), trusting: bool = False, store: bool = False
+        self,
+        seed: int,
+        workers: int,
+        disk: Path | None,
+        only: Sequence[str] = (),
+        trusting: bool = False,
+        store: bool = False,
     ) -> None:
-        """disk: an empty folder on a small file system of its own, for socket and journal. only: kinds of mishaps; all by default.
-        trusting: workers believe that every lease held, and that every object is right. store: with an offload tier, to which the
-        mishaps happen instead of to the server."""
-        self.outcomes, self.found, self.died, self._waker = Outcomes(), list[Found](), 0, Waker(str(seed), LONGEST_STOP)
+        """disk: an empty folder on a small file system of its own, for socket and journal. only:
+        kinds of mishaps; all by default. trusting: workers believe that every lease held, and that
+        every object is right. store: with an offload tier, to which the mishaps happen instead of
+        to the server."""
+        self.outcomes, self.found, self.died, self._waker = (
+            Outcomes(),
+            list[Found](),
+            0,
+            Waker(str(seed), LONGEST_STOP),
+        )
         self._seed, self._trusting = seed, trusting
         self._started, self._errors, self._starts = time.monotonic(), list[BaseException](), 0
         with ExitStack() as undo:
-            self._folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="vcache-soak-")))
+            self._folder = Path(
+                undo.enter_context(tempfile.TemporaryDirectory(prefix="vcache-soak-"))
+            )
             self._node = Node(disk or self._folder / "node", self._folder / "server.log")
             undo.callback(self._node.kill)
             self._node.restart()
-            self._depot = undo.enter_context(Depot(self._folder, STORE_BYTES, **FLAGS)) if store else None
+            self._depot = (
+                undo.enter_context(Depot(self._folder, STORE_BYTES, **FLAGS)) if store else None
+            )
             self._workers: list[Forked] = []
             undo.callback(self._kill_all)
             self._workers += [self._start(number) for number in range(workers)]
@@ -94,7 +118,9 @@ class Soak:
         return self._node.ended
 
     def run(self, over: Callable[[Outcomes, float], bool], pause: float) -> float:
-        """Run until `over(outcomes, seconds)` is true. Returns the seconds. Raises errors of the soak itself."""
+        """Run until `over(outcomes, seconds)` is true. Returns the seconds. Raises errors of the
+        soak itself.
+        """
         mishaps = threading.Thread(target=self._torment, args=(pause,), daemon=True)
         self._started = shown = time.monotonic()
         mishaps.start()
@@ -113,7 +139,11 @@ class Soak:
     def _show(self) -> None:
         outcomes, seconds = self.outcomes, time.monotonic() - self._started
         said = f"{outcomes.verified:,} verified retrieves, {outcomes.wrong} wrong, {outcomes.refused:,} refused"
-        print(f"{seconds:5.0f} s: {said}, {sum(self.mishaps.counts.values())} mishaps", file=sys.stderr, flush=True)
+        print(
+            f"{seconds:5.0f} s: {said}, {sum(self.mishaps.counts.values())} mishaps",
+            file=sys.stderr,
+            flush=True,
+        )
 
     # ---- workers
 
@@ -122,13 +152,26 @@ class Soak:
         config = Config(
             server=ServerConfig(socket=str(self._node.path)),
             client=QUICK,
-            pool=PoolConfig(device=f"host:{number % SEGMENTS}", segment_bytes=ByteSize(POOL_CHUNKS * CHUNK_BYTES)),
+            pool=PoolConfig(
+                device=f"host:{number % SEGMENTS}",
+                segment_bytes=ByteSize(POOL_CHUNKS * CHUNK_BYTES),
+            ),
             engine=EngineConfig(chunk_size=CHUNK_TOKENS),
-            offload=OffloadConfig() if self._depot is None else self._depot.offload(**TIMES, promote=number % 4 < 2),
+            offload=OffloadConfig()
+            if self._depot is None
+            else self._depot.offload(**TIMES, promote=number % 4 < 2),
         )
         log = str(self._folder / f"worker{number}.log")
         families, stops = (FAMILIES, STOPS) if self._depot is None else (STORE_FAMILIES, 0.0)
-        settings = Settings(config, self._starts, f"{self._seed} {self._starts}", log, families, stops, self._trusting)
+        settings = Settings(
+            config,
+            self._starts,
+            f"{self._seed} {self._starts}",
+            log,
+            families,
+            stops,
+            self._trusting,
+        )
         return Forked(run, settings, Path(log))
 
     def _kill_all(self) -> None:
@@ -144,7 +187,9 @@ class Soak:
             if served is not None:
                 self.outcomes.add(served.outcomes)
                 at = time.monotonic() - self._started
-                self.found += [Found(round(at, 1), wrong, list(self.mishaps.recent)) for wrong in served.wrong]
+                self.found += [
+                    Found(round(at, 1), wrong, list(self.mishaps.recent)) for wrong in served.wrong
+                ]
                 continue
             worker = self._workers[number]
             if worker.pid not in self.mishaps.killed:

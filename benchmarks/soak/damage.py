@@ -1,4 +1,6 @@
-"""Damages a journal between two lives of a server: by a mutation of `journal_mutations`, or by removing it."""
+"""Damages a journal between two lives of a server: by a mutation of `journal_mutations`, or by
+removing it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ class Kept:
     """A journal and earlier copies of it, which `take` made."""
 
     def __init__(self, path: Path, dice: random.Random) -> None:
-        self.random, self.data, self.frames, self.older = dice, b"", list[tuple[int, int]](), list[bytes]()
+        self.random, self.data, self.frames, self.older = (
+            dice,
+            b"",
+            list[tuple[int, int]](),
+            list[bytes](),
+        )
         self._path = path
 
     def take(self) -> None:
@@ -24,7 +31,9 @@ class Kept:
         self.older = [*self.older, self._path.read_bytes()][-KEPT:]
 
     def change(self, kind: str) -> None:
-        """Damage the file. FileNotFoundError if there is none; ValueError, IndexError if there is too little of it."""
+        """Damage the file. FileNotFoundError if there is none; ValueError, IndexError if there is
+        too little of it.
+        """
         self.data = self._path.read_bytes()
         self.frames = list(journal_mutations.frames(self.data))
         if kind == DELETED:

@@ -50,7 +50,9 @@ HOSTILE = 6
 
 
 class Mishaps:
-    """Causes random mishaps; `run` does so in its thread until `end`. counts: by kind. recent: the last ones. killed: workers' pids."""
+    """Causes random mishaps; `run` does so in its thread until `end`. counts: by kind. recent: the
+    last ones. killed: workers' pids.
+    """
 
     def __init__(self, node: Node, pids: Callable[[], list[int]], seed: str) -> None:
         """pids: gives the pids of the live workers."""
@@ -66,7 +68,11 @@ class Mishaps:
         """Cause mishaps until `end`. pause: seconds between two of them, on average."""
         try:
             while not self._over.wait(self._dice.expovariate(1 / pause)):
-                self.happen(self._dice.choices(list(self._acts), [share for share, _ in self._acts.values()])[0])
+                self.happen(
+                    self._dice.choices(
+                        list(self._acts), [share for share, _ in self._acts.values()]
+                    )[0]
+                )
         finally:
             self.leave()
 
@@ -98,10 +104,23 @@ class Mishaps:
 class NodeMishaps(Mishaps):
     """Mishaps of workers, of the metadata server, of its journal and of its descriptors."""
 
-    def __init__(self, node: Node, disk: Path | None, pids: Callable[[], list[int]], seed: str, only: Sequence[str] = ()) -> None:
-        """disk: the journal's folder if that is a small file system of its own, else None. only: kinds; all by default."""
+    def __init__(
+        self,
+        node: Node,
+        disk: Path | None,
+        pids: Callable[[], list[int]],
+        seed: str,
+        only: Sequence[str] = (),
+    ) -> None:
+        """disk: the journal's folder if that is a small file system of its own, else None. only:
+        kinds; all by default.
+        """
         super().__init__(node, pids, seed)
-        self._disk, self._journal, self._hostile = disk, damage.Kept(node.journal, self._dice), ExitStack()
+        self._disk, self._journal, self._hostile = (
+            disk,
+            damage.Kept(node.journal, self._dice),
+            ExitStack(),
+        )
         acts: tuple[Callable[[], object], ...] = (
             self._kill_worker,
             self._stop_worker,
@@ -116,7 +135,11 @@ class NodeMishaps(Mishaps):
             self._remove_socket,
             self._attack,
         )
-        self._acts = {kind: (KINDS[kind], act) for kind, act in zip(KINDS, acts, strict=True) if kind in only or not only}
+        self._acts = {
+            kind: (KINDS[kind], act)
+            for kind, act in zip(KINDS, acts, strict=True)
+            if kind in only or not only
+        }
 
     def happen(self, kind: str) -> None:
         """As `Mishaps.happen`; now and then it first copies the journal, to put it back later."""
@@ -148,7 +171,9 @@ class NodeMishaps(Mishaps):
         self._node.restart()
 
     def _remove_socket(self) -> None:
-        """Remove the lock, the socket or both, and start a second `serve` beside the first. New clients reach the second one."""
+        """Remove the lock, the socket or both, and start a second `serve` beside the first. New
+        clients reach the second one.
+        """
         lock, path = self._node.lock, self._node.path
         for file in self._dice.choice([[lock], [path], [lock, path]]):
             file.unlink(missing_ok=True)
@@ -170,12 +195,16 @@ class NodeMishaps(Mishaps):
         self._node.restart()
 
     def _fill_disk(self) -> None:
-        """Fill the journal's disk for a while; in a third of the cases a server starts on the full disk."""
+        """Fill the journal's disk for a while; in a third of the cases a server starts on the full
+        disk.
+        """
         with ExitStack() as undo:
             if self._disk is None:
                 soft, hard = resource.prlimit(self._node.pid, resource.RLIMIT_FSIZE)
                 size = self._node.journal.stat().st_size if self._node.journal.exists() else 0
-                resource.prlimit(self._node.pid, resource.RLIMIT_FSIZE, (size + self._dice.randrange(2000), hard))
+                resource.prlimit(
+                    self._node.pid, resource.RLIMIT_FSIZE, (size + self._dice.randrange(2000), hard)
+                )
                 undo.callback(self._lift, self._node.pid, resource.RLIMIT_FSIZE, (soft, hard))
             else:
                 undo.callback((self._disk / BALLAST).unlink, missing_ok=True)
@@ -201,14 +230,16 @@ class NodeMishaps(Mishaps):
     # ---- its descriptors
 
     def _take_descriptors(self) -> None:
-        """Limit the server's descriptors to as many as it has, or a few more; clients connect and stay, or leave it its last one. A worker
-        is stopped meanwhile."""
+        """Limit the server's descriptors to as many as it has, or a few more; clients connect and
+        stay, or leave it its last one. A worker is stopped meanwhile."""
         pid = self._node.pid
         before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         used = len(os.listdir(f"/proc/{pid}/fd"))
         with ExitStack() as undo:
             undo.callback(self._lift, pid, resource.RLIMIT_NOFILE, before)
-            resource.prlimit(pid, resource.RLIMIT_NOFILE, (used + self._dice.choice([0, 1, 1, 2]), before[1]))
+            resource.prlimit(
+                pid, resource.RLIMIT_NOFILE, (used + self._dice.choice([0, 1, 1, 2]), before[1])
+            )
             for _ in range(self._dice.choice([0, 8])):
                 self._connect(undo)
             if self._dice.random() < 0.5:
@@ -216,9 +247,13 @@ class NodeMishaps(Mishaps):
             self._over.wait(self._dice.uniform(0.3, 2.5))
 
     def _start_poor(self) -> None:
-        """Kill the server, and start it with too few descriptors for all clients. It may also refuse to start."""
+        """Kill the server, and start it with too few descriptors for all clients. It may also
+        refuse to start.
+        """
         self._node.kill()
-        self.counts["no start with few descriptors"] += not self._node.start(self._dice.randint(8, 24))
+        self.counts["no start with few descriptors"] += not self._node.start(
+            self._dice.randint(8, 24)
+        )
         self._over.wait(self._dice.uniform(0.3, 2.0))
         self._node.restart()
 
@@ -235,7 +270,9 @@ class NodeMishaps(Mishaps):
     # ---- hostile clients
 
     def _attack(self) -> None:
-        """Open connections that send garbage, and valid messages with senseless contents. They stay until the next attack."""
+        """Open connections that send garbage, and valid messages with senseless contents. They stay
+        until the next attack.
+        """
         self.leave()
         with ExitStack() as undo:
             for _ in range(HOSTILE):
@@ -268,9 +305,21 @@ class NodeMishaps(Mishaps):
         return dice.choice(kinds)()
 
     def _request(self) -> list[Any]:
-        """A known request with senseless arguments. Not clear or reserve, which would be granted."""
+        """A known request with senseless arguments. Not clear or reserve, which would be
+        granted.
+        """
         dice = self._dice
-        names = ["commit", "abort", "lookup", "acquire", "renew", "release", "remove", "open_segment", "add_segment"]
+        names = [
+            "commit",
+            "abort",
+            "lookup",
+            "acquire",
+            "renew",
+            "release",
+            "remove",
+            "open_segment",
+            "add_segment",
+        ]
         names += [
             "join",
             "show_cache",

@@ -1,4 +1,6 @@
-"""The metadata server that the soak torments: a real process, started on one socket again and again."""
+"""The metadata server that the soak torments: a real process, started on one socket again and
+again.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ from vcache_backend.metadata_server.__main__ import main
 sys.exit(main())
 """
 """A program that runs the server's `main` with a wall clock that is so many ns ahead."""
-TIMES: dict[str, Any] = {"lease_seconds": 0.6, "reservation_seconds": 0.5, "recover_seconds": 2.0, "spin_seconds": 0.0}
+TIMES: dict[str, Any] = {
+    "lease_seconds": 0.6,
+    "reservation_seconds": 0.5,
+    "recover_seconds": 2.0,
+    "spin_seconds": 0.0,
+}
 """Short, so that processes that are stopped for a second or two exceed them."""
 
 
@@ -34,7 +41,9 @@ class Node:
     """A folder with a socket, and the server on it. One thread."""
 
     def __init__(self, folder: Path, log: Path) -> None:
-        """folder: that of the socket and the journal, which may be a small disk. log: the server's, outside of it."""
+        """folder: that of the socket and the journal, which may be a small disk. log: the server's,
+        outside of it.
+        """
         self.path = folder / "vcache.sock"
         self.lock, self.journal = beside(self.path, ".lock"), beside(self.path, ".journal")
         self._log, self._config = log, log.with_suffix(".yaml")
@@ -55,8 +64,8 @@ class Node:
         return self._server is not None
 
     def start(self, descriptors: int = 0) -> bool:
-        """Start a new server; False if it ended, or did not answer within START_SECONDS. descriptors: the most that it may have; 0: as many
-        as this process."""
+        """Start a new server; False if it ended, or did not answer within START_SECONDS.
+        descriptors: the most that it may have; 0: as many as this process."""
         try:
             self._start(descriptors)
         except ChildFailed:
@@ -64,7 +73,16 @@ class Node:
         return True
 
     def _start(self, descriptors: int = 0) -> None:
-        command = [sys.executable, "-c", _LAUNCHER, str(self.clock), "--socket", str(self.path), "--config", str(self._config)]
+        command = [
+            sys.executable,
+            "-c",
+            _LAUNCHER,
+            str(self.clock),
+            "--socket",
+            str(self.path),
+            "--config",
+            str(self._config),
+        ]
         if descriptors:
             command = ["bash", "-c", 'ulimit -n "$0"; exec "$@"', str(descriptors), *command]
         server = Program("metadata server", command, self._log)
@@ -103,8 +121,9 @@ class Node:
 
     @contextlib.contextmanager
     def replaced(self) -> Iterator[bool]:
-        """Start a second server beside this one, and yield whether it now serves the path. If so, the first one is killed at the block's
-        end, unless it has ended by itself, as it should; if not, the second one has ended."""
+        """Start a second server beside this one, and yield whether it now serves the path. If so,
+        the first one is killed at the block's end, unless it has ended by itself, as it should; if
+        not, the second one has ended."""
         first = self._server
         if not self.start():
             yield False
@@ -118,7 +137,10 @@ class Node:
 
 def _answers(path: Path, pid: int) -> bool:
     """Whether it is this process that answers on the socket."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe,
+    ):
         probe.settimeout(0.2)
         probe.connect(str(path))
         credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)

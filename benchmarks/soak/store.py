@@ -21,8 +21,14 @@ from .node import Node
 from .worker import CHUNK_BYTES, CHUNK_TOKENS, MOST_CHUNKS, namespace, prompt, some_family
 
 STORE_BYTES = (16 << 20, 16 << 20)
-"""Bytes of each of two providers, of which four fifths get filled: not enough for all that is stored."""
-FLAGS: dict[str, Any] = {"client_ttl": 3, "default_kv_lease_ttl": 200, "eviction_high_watermark_ratio": 0.8}
+"""Bytes of each of two providers, of which four fifths get filled: not enough for all that is
+stored.
+"""
+FLAGS: dict[str, Any] = {
+    "client_ttl": 3,
+    "default_kv_lease_ttl": 200,
+    "eviction_high_watermark_ratio": 0.8,
+}
 """The master's flags."""
 CALL_SECONDS = 3.0
 TIMES: dict[str, Any] = {
@@ -52,9 +58,18 @@ SHARES = {
 
 
 class StoreMishaps(Mishaps):
-    """Mishaps of the store's master, providers and objects, of the workers and of their offload processes."""
+    """Mishaps of the store's master, providers and objects, of the workers and of their offload
+    processes.
+    """
 
-    def __init__(self, node: Node, depot: Depot, pids: Callable[[], list[int]], seed: str, only: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        node: Node,
+        depot: Depot,
+        pids: Callable[[], list[int]],
+        seed: str,
+        only: Sequence[str] = (),
+    ) -> None:
         super().__init__(node, pids, seed)
         self._depot, self._hasher = depot, TokenHasher(namespace(), CHUNK_TOKENS)
         self._vandal: Child | None = None
@@ -70,7 +85,11 @@ class StoreMishaps(Mishaps):
             self._hang,
             self._kill_worker,
         )
-        self._acts = {kind: (SHARES[kind], act) for kind, act in zip(SHARES, acts, strict=True) if kind in only or not only}
+        self._acts = {
+            kind: (SHARES[kind], act)
+            for kind, act in zip(SHARES, acts, strict=True)
+            if kind in only or not only
+        }
 
     def leave(self) -> None:
         if self._vandal is not None:
@@ -88,7 +107,9 @@ class StoreMishaps(Mishaps):
         part.cont()
 
     def _hang(self) -> None:
-        """Stop an offload process, now and then for longer than a call may take: then it is replaced."""
+        """Stop an offload process, now and then for longer than a call may take: then it is
+        replaced.
+        """
         pid = self._gateway()
         os.kill(pid, signal.SIGSTOP)
         self._over.wait(self._dice.uniform(0, 1.5 * CALL_SECONDS))
@@ -102,7 +123,9 @@ class StoreMishaps(Mishaps):
         return found[0]
 
     def _damage(self) -> None:
-        """Damage objects of a few prompts, through a client of its own, which may itself hang or lose its connection."""
+        """Damage objects of a few prompts, through a client of its own, which may itself hang or
+        lose its connection.
+        """
         prompts = [prompt(some_family(self._dice, FAMILIES), MOST_CHUNKS) for _ in range(DAMAGED)]
         names = [objects.name(key) for tokens in prompts for key in self._hasher.keys(tokens)]
         try:
@@ -112,7 +135,9 @@ class StoreMishaps(Mishaps):
                 self._vandal = Child("vandal", command, Path(self._folder.name, "log"))
                 self._vandal.answer(20.0)
             how = self._dice.choice(["flip", "cut", "zero", "next"])
-            self.counts["objects replaced"] += self._vandal.ask("damage", 5.0, names=names, size=OBJECT_BYTES, how=how)
+            self.counts["objects replaced"] += self._vandal.ask(
+                "damage", 5.0, names=names, size=OBJECT_BYTES, how=how
+            )
         except ChildFailed:
             if self._vandal is not None:
                 self._vandal.kill()

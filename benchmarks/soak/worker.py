@@ -1,8 +1,9 @@
-"""One worker of the soak: an engine that retrieves into poisoned blocks, checks every byte, and stores, until it is killed.
+"""One worker of the soak: an engine that retrieves into poisoned blocks, checks every byte, and
+stores, until it is killed.
 
-What its KV must hold follows from the tokens alone (demo/content.py). Now and then it stops itself before, during or after a copy, as if
-swapped out or in a debugger; the parent process sends SIGCONT.
-"""
+What its KV must hold follows from the tokens alone (demo/content.py). Now and then it stops itself
+before, during or after a copy, as if swapped out or in a debugger; the parent process sends
+SIGCONT."""
 
 from __future__ import annotations
 
@@ -54,9 +55,9 @@ TELL_SECONDS = 0.5
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """config: the engine's. log: the file for the worker's output. families: how many families of prompts. stops: share of the copies in
-    which it stops itself. trusting: for the control: believe that every lease held and every object is right, whatever the server or a
-    checksum says."""
+    """config: the engine's. log: the file for the worker's output. families: how many families of
+    prompts. stops: share of the copies in which it stops itself. trusting: for the control: believe
+    that every lease held and every object is right, whatever the server or a checksum says."""
 
     config: Config
     number: int
@@ -68,9 +69,10 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 class Outcomes(Counts):
-    """Counts. retrieves: calls of `retrieve`. verified: those that brought something, all of it compared. refused: those whose lease did
-    not hold. stopped: copies in which a worker stopped itself, counted once it was awake again. below: chunks that came from the store.
-    bad_objects: objects of the store that a worker refused."""
+    """Counts. retrieves: calls of `retrieve`. verified: those that brought something, all of it
+    compared. refused: those whose lease did not hold. stopped: copies in which a worker stopped
+    itself, counted once it was awake again. below: chunks that came from the store. bad_objects:
+    objects of the store that a worker refused."""
 
     retrieves: int = 0
     verified: int = 0
@@ -87,14 +89,18 @@ class Outcomes(Counts):
 
 
 class Served(msgspec.Struct):
-    """A worker's report. wrong: for each retrieve with a wrong byte, a description of the first one."""
+    """A worker's report. wrong: for each retrieve with a wrong byte, a description of the first
+    one.
+    """
 
     outcomes: Outcomes
     wrong: list[str]
 
 
 class StoppingCopier(HostCopier):
-    """A copier for host memory that stops its process in some copies: before them, between their halves, or after them."""
+    """A copier for host memory that stops its process in some copies: before them, between their
+    halves, or after them.
+    """
 
     def __init__(self, dice: random.Random, stops: float) -> None:
         self.stopped = 0
@@ -128,11 +134,15 @@ class Worker:
         self._watch(settings.trusting)
 
     def _watch(self, trusting: bool) -> None:
-        """Remember leases and verdicts. Have every other verdict ask the server, as if the lease's grace were over."""
+        """Remember leases and verdicts. Have every other verdict ask the server, as if the lease's
+        grace were over.
+        """
         leases = self._engine._session.leases
         grant, verdict = leases.granted, leases.verdict
 
-        def granted(keys: list[ChunkKey], leased: Leased, asked: float, connection: int) -> Lease | None:
+        def granted(
+            keys: list[ChunkKey], leased: Leased, asked: float, connection: int
+        ) -> Lease | None:
             got = grant(keys, leased, asked, connection)
             self._leases += [got] if got is not None else []
             return got
@@ -140,7 +150,9 @@ class Worker:
         def judged(lease: Lease, end: bool = True) -> bool:
             if self._dice.random() < 0.5:
                 # Pretend that the grace is over, so that the server is asked.
-                lease.deadline = min(lease.deadline, time.monotonic() + lease.seconds - GRACE_SECONDS)
+                lease.deadline = min(
+                    lease.deadline, time.monotonic() + lease.seconds - GRACE_SECONDS
+                )
             held = verdict(lease, end)
             self._refused += not held
             return held or trusting
@@ -148,7 +160,9 @@ class Worker:
         leases.granted, leases.verdict = granted, judged  # type: ignore[method-assign]
 
     def serve(self, lasting: float) -> Served:
-        """Run rounds for so many seconds, and report what happened. Returns at once on a wrong byte, since this process may be killed."""
+        """Run rounds for so many seconds, and report what happened. Returns at once on a wrong
+        byte, since this process may be killed.
+        """
         served, deadline = Served(Outcomes(), []), time.monotonic() + lasting
         before = self._counted()
         while time.monotonic() < deadline and not served.wrong:
@@ -166,7 +180,11 @@ class Worker:
         stats = self._engine._stats
         chunks, failures = stats.counted("chunks_"), stats.snapshot()["failures"]
         bad = sum(count for cause, count in failures.items() if cause.startswith("offload_bad"))
-        found = {"stored": chunks.get("stored", 0), "below": chunks.get("offload", 0), "bad_objects": bad}
+        found = {
+            "stored": chunks.get("stored", 0),
+            "below": chunks.get("offload", 0),
+            "bad_objects": bad,
+        }
         return {"stopped": self._copier.stopped, "refused": self._refused, **found}
 
     def _round(self, served: Served) -> None:
@@ -180,14 +198,20 @@ class Worker:
         mask = engine.retrieve(tokens, None, cache.kvcaches, slots)
         got = int(mask.sum())
         if not bool(mask[:got].all()) or got % CHUNK_TOKENS:
-            raise AssertionError(f"what was retrieved is no prefix of chunks: {mask.nonzero().flatten().tolist()}")
+            raise AssertionError(
+                f"what was retrieved is no prefix of chunks: {mask.nonzero().flatten().tolist()}"
+            )
         blocks = got // SHAPE.block_size
         # A load that was refused may have left something in the blocks that do not count.
         cache.forget(places[blocks:])
         faults = cache.faults(places, digests, blocks)
-        served.outcomes.add(Outcomes(retrieves=1, verified=bool(got), tokens=got, nbytes=got * SHAPE.token_bytes))
+        served.outcomes.add(
+            Outcomes(retrieves=1, verified=bool(got), tokens=got, nbytes=got * SHAPE.token_bytes)
+        )
         if faults:
-            served.outcomes.add(Outcomes(wrong=1, wrong_bytes=sum(fault.nbytes for fault in faults)))
+            served.outcomes.add(
+                Outcomes(wrong=1, wrong_bytes=sum(fault.nbytes for fault in faults))
+            )
             served.wrong.append(self._describe(faults[0], engine.keys(tokens)))
         if not (got or engine._session.client.connected):
             # Leave the core to the process that starts the server again.
@@ -201,19 +225,34 @@ class Worker:
     def _describe(self, fault: Fault, keys: Sequence[ChunkKey]) -> str:
         """A description of the first fault. Call it before anything overwrites the blocks."""
         token = max(fault.token, 0)
-        told = [f"process {os.getpid()}: {fault.kind} at token {token} in layer {fault.layer}, {fault.nbytes:,} bytes differ"]
+        told = [
+            f"process {os.getpid()}: {fault.kind} at token {token} in layer {fault.layer}, {fault.nbytes:,} bytes differ"
+        ]
         key = keys[token // CHUNK_TOKENS]
         for lease in self._leases:
             if key in lease.keys and fault.kind == "wrong":
-                place, since = lease.locations[lease.keys.index(key)], time.monotonic() - (lease.deadline - lease.seconds)
+                place, since = (
+                    lease.locations[lease.keys.index(key)],
+                    time.monotonic() - (lease.deadline - lease.seconds),
+                )
                 told.append(f"key {bytes(key).hex()} in {place}, leased {since:.3f} s before")
-        words = self._cache.kvcaches[fault.layer].view(2, BLOCKS, -1).view(torch.int64)[:, fault.block]
+        words = (
+            self._cache.kvcaches[fault.layer].view(2, BLOCKS, -1).view(torch.int64)[:, fault.block]
+        )
         families = range(1, self._families + 1)
-        known = content(torch.cat([_digests(family) for family in families]), fault.layer, SHAPE.row_words)
+        known = content(
+            torch.cat([_digests(family) for family in families]), fault.layer, SHAPE.row_words
+        )
         same = (known == words[:, None]).sum(dim=(0, 2))
         family, block = divmod(int(same.argmax()), BLOCKS_A_PROMPT)
-        told.append(f"{int(same.max())} of {words.numel()} words are family {family + 1}'s block {block}")
-        told += [f"{count} the poison of worker {n}" for n in range(POISONS) if (count := int((words == poison(n)).sum()))]
+        told.append(
+            f"{int(same.max())} of {words.numel()} words are family {family + 1}'s block {block}"
+        )
+        told += [
+            f"{count} the poison of worker {n}"
+            for n in range(POISONS)
+            if (count := int((words == poison(n)).sum()))
+        ]
         return "; ".join([*told, f"{int((words == 0).sum())} zero"])
 
 
@@ -227,12 +266,16 @@ def namespace() -> Namespace:
 
 
 def prompt(family: int, chunks: int) -> np.ndarray:
-    """The tokens of a prompt of so many chunks. Prompts of one family are prefixes of one another."""
+    """The tokens of a prompt of so many chunks. Prompts of one family are prefixes of one
+    another.
+    """
     return np.arange(chunks * CHUNK_TOKENS) + family * 1_000_000
 
 
 def some_family(dice: random.Random, families: int) -> int:
-    """A random family's number, from 1 on; low ones come more often, as some prompts are more popular than others."""
+    """A random family's number, from 1 on; low ones come more often, as some prompts are more
+    popular than others.
+    """
     return 1 + min(dice.randrange(families), dice.randrange(families))
 
 
@@ -242,7 +285,9 @@ def _digests(family: int) -> torch.Tensor:
 
 
 def run(settings: Settings, pipe: Connection) -> None:
-    """The main function of a worker process: reports what happened every TELL_SECONDS, until it is killed."""
+    """The main function of a worker process: reports what happened every TELL_SECONDS, until it is
+    killed.
+    """
     begin(settings.log)
     worker = Worker(settings)
     while True:

@@ -1,8 +1,9 @@
-"""An instance of the in-place campaign that is a whole vLLM. Its answers are compared with those of a vLLM that shares nothing.
+"""An instance of the in-place campaign that is a whole vLLM. Its answers are compared with those of
+a vLLM that shares nothing.
 
-Tiny models on the CPU, with so few KV blocks that these are constantly used again. Prompts are prefixes of one another and end alike, so
-the answers depend on the KV that was loaded. Some copies are slow, and the process stops itself at their steps.
-"""
+Tiny models on the CPU, with so few KV blocks that these are constantly used again. Prompts are
+prefixes of one another and end alike, so the answers depend on the KV that was loaded. Some copies
+are slow, and the process stops itself at their steps."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ TAIL, ANSWER = 8, 6
 
 
 class Size(NamedTuple):
-    """families: how many families of prompts, each of up to `chunks` chunks. at_once: requests in flight. tokens: the KV cache's size."""
+    """families: how many families of prompts, each of up to `chunks` chunks. at_once: requests in
+    flight. tokens: the KV cache's size.
+    """
 
     scale: Scale
     families: int
@@ -76,13 +79,17 @@ class Engine:
             self.watch(connector._worker)
 
     def round(self) -> None:
-        """Run one step of the engine, with as many requests as it takes. Ends the process if vLLM fails."""
+        """Run one step of the engine, with as many requests as it takes. Ends the process if vLLM
+        fails.
+        """
         size = self.size
         while len(self.asked) < size.at_once:
             self._count += 1
             family = min(self.dice.randrange(size.families), self.dice.randrange(size.families))
             asked = self.asked[str(self._count)] = family, self.dice.randint(1, size.chunks)
-            self.engine.add_request(str(self._count), {"prompt_token_ids": size.prompt(*asked)}, _sampling())
+            self.engine.add_request(
+                str(self._count), {"prompt_token_ids": size.prompt(*asked)}, _sampling()
+            )
         try:
             outputs = self.engine.step()
         except Exception:  # noqa: BLE001 - it answers nothing any more
@@ -125,13 +132,19 @@ class Whole(Engine):
     """An instance whose answers are compared with those of vLLM alone."""
 
     def __init__(self, settings: Settings, dice: random.Random) -> None:
-        self._right = msgspec.json.decode(Path(settings.shared, "answers.json").read_bytes(), type=dict[str, Answer])
+        self._right = msgspec.json.decode(
+            Path(settings.shared, "answers.json").read_bytes(), type=dict[str, Answer]
+        )
         self._resident: dict[str, int] = defaultdict(int)
         self._settings = settings
         super().__init__(settings, dice, WHOLE)
 
     def answered(self, output: Any, family: int, chunks: int) -> None:
-        answer, right, outcomes = Answer.of(output), self._right[f"{family} {chunks}"], self.told.outcomes
+        answer, right, outcomes = (
+            Answer.of(output),
+            self._right[f"{family} {chunks}"],
+            self.told.outcomes,
+        )
         resident = self._resident.pop(output.request_id, 0)
         outcomes.answers += 1
         outcomes.loads += bool(resident)
@@ -141,13 +154,18 @@ class Whole(Engine):
         if answer.differs(right):
             outcomes.wrong += 1
             what = f"process {os.getpid()}, request {output.request_id}: prompt {family}, {chunks} chunks, {answer.cached} tokens cached"
-            self.told.wrong.append(f"{what}, {resident} of them loaded for it: {answer.said}, where vLLM alone says {right.said}")
+            self.told.wrong.append(
+                f"{what}, {resident} of them loaded for it: {answer.said}, where vLLM alone says {right.said}"
+            )
 
     def watch(self, worker: Any) -> None:
         """See each load, and slow some down."""
         session, note = worker._worker.session, worker.loads._note
         scheduler = self.engine.engine_core.engine_core.scheduler
-        publications, instance = scheduler.connector._scheduler.publications, scheduler.connector._scheduler.instance
+        publications, instance = (
+            scheduler.connector._scheduler.publications,
+            scheduler.connector._scheduler.instance,
+        )
         tell_forced(publications._pool, self._settings, publications.instance)
         if self._settings.control == "pins unseen":
             publications.pins.on = lambda blocks: None
@@ -157,17 +175,32 @@ class Whole(Engine):
             note(loading)
             resident, outcomes = loading.stats.tokens["resident"], self.told.outcomes
             # vLLM appends a suffix to the request's name.
-            self._resident[loading.spec.request_id.rpartition("-")[0] or loading.spec.request_id] += resident
+            self._resident[
+                loading.spec.request_id.rpartition("-")[0] or loading.spec.request_id
+            ] += resident
             outcomes.causes[loading.cause] += 1
             outcomes.reuse_hits += loading.cause == "changed"
             outcomes.stale += loading.cause == "absent"
             outcomes.launched += bool(resident or loading.cause == "changed")
             outcomes.add_kept(publications._pool)
             if loading.spec.pinned:
-                until = max((held[0] for held in instance.pinning._held if held[1] == loading.spec.request_id), default=0)
-                forced = forced_lately(self._settings, {one[0] for one in loading.spec.residents.values()}, HOLD_SECONDS)
+                until = max(
+                    (
+                        held[0]
+                        for held in instance.pinning._held
+                        if held[1] == loading.spec.request_id
+                    ),
+                    default=0,
+                )
+                forced = forced_lately(
+                    self._settings,
+                    {one[0] for one in loading.spec.residents.values()},
+                    HOLD_SECONDS,
+                )
                 if outcomes.add_pinned(not loading.invalid, time.monotonic_ns() >= until, forced):
-                    self.told.wrong.append(f"request {loading.spec.request_id} refused under a pin: {loading.cause}")
+                    self.told.wrong.append(
+                        f"request {loading.spec.request_id} refused under a pin: {loading.cause}"
+                    )
 
         worker.loads._note = noted
         self.stops_behind(scheduler.connector, "get_num_new_matched_tokens", "looked up")
@@ -179,7 +212,11 @@ class Whole(Engine):
 def make(folder: str, transfer: dict[str, Any] | None, size: Size) -> Any:
     """A vLLM of the model in the folder. transfer: `kv_transfer_config`."""
     scale = size.scale
-    given: dict[str, Any] = {"enforce_eager": True} if scale.cpu else {"load_format": "dummy", "gpu_memory_utilization": 0.15}
+    given: dict[str, Any] = (
+        {"enforce_eager": True}
+        if scale.cpu
+        else {"load_format": "dummy", "gpu_memory_utilization": 0.15}
+    )
     if scale.cpu:
         # vLLM would inspect the model in a new process, which has to import vLLM first.
         registry._run_in_subprocess = lambda look: look()
@@ -202,23 +239,34 @@ def make(folder: str, transfer: dict[str, Any] | None, size: Size) -> Any:
 
 
 def _sampling() -> Any:
-    return vllm.SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=ANSWER, logprobs=2)
+    return vllm.SamplingParams(
+        temperature=0, ignore_eos=True, detokenize=False, max_tokens=ANSWER, logprobs=2
+    )
 
 
 def _transfer(settings: Settings, size: Size) -> dict[str, Any]:
-    client = {f"client.{name}": json.dumps(value) for name, value in msgspec.to_builtins(settings.config.client).items()}
-    return our_connector(settings.config.server.path, 0, size.scale.chunk, client | {"connector.share": "in_place"})
+    client = {
+        f"client.{name}": json.dumps(value)
+        for name, value in msgspec.to_builtins(settings.config.client).items()
+    }
+    return our_connector(
+        settings.config.server.path, 0, size.scale.chunk, client | {"connector.share": "in_place"}
+    )
 
 
 def answer_all(folder: str, pipe: Connection) -> None:
-    """The main function of the reference's process: vLLM alone answers each prompt, one at a time, into the folder's `answers.json`."""
+    """The main function of the reference's process: vLLM alone answers each prompt, one at a time,
+    into the folder's `answers.json`.
+    """
     die_with_parent()
     write_model(Path(folder, "model"), TINY)
     llm, found = make(folder, None, WHOLE), {}
     for family in range(WHOLE.families):
         for chunks in range(1, WHOLE.chunks + 1):
             llm.reset_prefix_cache()
-            (output,) = llm.generate([{"prompt_token_ids": WHOLE.prompt(family, chunks)}], [_sampling()], use_tqdm=False)
+            (output,) = llm.generate(
+                [{"prompt_token_ids": WHOLE.prompt(family, chunks)}], [_sampling()], use_tqdm=False
+            )
             found[f"{family} {chunks}"] = Answer.of(output)
     Path(folder, "answers.json").write_bytes(msgspec.json.encode(found))
     pipe.send(len(found))
@@ -239,6 +287,7 @@ def live(settings: Settings, pipe: Connection) -> None:
 
 
 if current_platform.is_cpu() and hasattr(current_platform, "register_triton_kernel_overrides"):
-    # Replace Triton's kernels once, in the process that imports this and forks the others: it looks at every name of every module.
+    # Replace Triton's kernels once, in the process that imports this and forks the others: it looks
+    # at every name of every module.
     current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)

@@ -1,10 +1,11 @@
-"""Inside an instance's process: one vLLM engine, and the commands that `Fleet.instance` takes for it.
+"""Inside an instance's process: one vLLM engine, and the commands that `Fleet.instance` takes for
+it.
 
 Started with the settings as JSON in its only argument.
 
-Requests go to `LLMEngine` one step at a time, the engine core in its own process as under `vllm serve`: the time to first token runs
-from before the request is handed in until `step` returns its first token, with tokenisation left out and all else in.
-"""
+Requests go to `LLMEngine` one step at a time, the engine core in its own process as under `vllm
+serve`: the time to first token runs from before the request is handed in until `step` returns its
+first token, with tokenisation left out and all else in."""
 
 from __future__ import annotations
 
@@ -59,13 +60,19 @@ class Serving:
         }
 
     def generate(
-        self, tokens: list[int], count: int, logprobs: int | None = None, extra: dict[str, Any] | None = None, salt: str = ""
+        self,
+        tokens: list[int],
+        count: int,
+        logprobs: int | None = None,
+        extra: dict[str, Any] | None = None,
+        salt: str = "",
     ) -> dict[str, Any]:
-        """One request, alone. tokens: what came out; logprobs: of each step, sorted pairs of token and value.
+        """One request, alone. tokens: what came out; logprobs: of each step, sorted pairs of token
+        and value.
 
-        handed, ttft: when it was handed in, and seconds to the first token. extra: the request's `extra_args`, see `scheduler` and
-        `probe`. salt: nobody has the KV of its prompt who did not use the same.
-        """
+        handed, ttft: when it was handed in, and seconds to the first token. extra: the request's
+        `extra_args`, see `scheduler` and `probe`. salt: nobody has the KV of its prompt who did not
+        use the same."""
         name, started = self._add(tokens, count, logprobs, extra, salt)
         first = 0.0
         while True:
@@ -77,28 +84,44 @@ class Serving:
                     return self._answer(output, started, first)
             if now - started > SECONDS:
                 self._engine.abort_request([name])
-                raise TimeoutError(f"no answer to a request of {len(tokens)} tokens in {SECONDS:g} s")
+                raise TimeoutError(
+                    f"no answer to a request of {len(tokens)} tokens in {SECONDS:g} s"
+                )
 
-    def at(self, when: float, tokens: list[int], count: int, vcache: dict[str, Any]) -> dict[str, Any]:
-        """Hand in a request at an instant of `time.perf_counter`, which all processes share; 0: now. first: when its first token came.
+    def at(
+        self, when: float, tokens: list[int], count: int, vcache: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Hand in a request at an instant of `time.perf_counter`, which all processes share; 0:
+        now. first: when its first token came.
 
         vcache: the request's `kv_transfer_params` of ours.
         """
         while time.perf_counter() < when:
             pass
         answer = self.generate(tokens, count, extra={"kv_transfer_params": {"vcache": vcache}})
-        return {"tokens": answer["tokens"], "cached": answer["cached"], "first": answer["handed"] + answer["ttft"]}
+        return {
+            "tokens": answer["tokens"],
+            "cached": answer["cached"],
+            "first": answer["handed"] + answer["ttft"],
+        }
 
     def beside(
-        self, others: list[list[int]], length: int, tokens: list[list[int]], count: int, extra: dict[str, Any] | None = None
+        self,
+        others: list[list[int]],
+        length: int,
+        tokens: list[list[int]],
+        count: int,
+        extra: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """`others` decode, and once all of them do, each of `tokens` is handed in, the next when the one before is done.
+        """`others` decode, and once all of them do, each of `tokens` is handed in, the next when
+        the one before is done.
 
-        Others get `length` tokens each and are waited for; 0: they are ended once the last of `tokens` is done.
-        one: the answers to `tokens`; others: theirs, none with `length` 0.
-        """
+        Others get `length` tokens each and are waited for; 0: they are ended once the last of
+        `tokens` is done. one: the answers to `tokens`; others: theirs, none with `length` 0."""
         room = self._engine.vllm_config.model_config.max_model_len
-        names = [self._add(prompt, length or room - len(prompt) - 1, None, None)[0] for prompt in others]
+        names = [
+            self._add(prompt, length or room - len(prompt) - 1, None, None)[0] for prompt in others
+        ]
         said: dict[str, dict[str, Any]] = {}
         begun: set[str] = set()
         while len(begun) < len(names):
@@ -122,7 +145,9 @@ class Serving:
             self._step(said)
             if time.perf_counter() > deadline:
                 self._engine.abort_request(list(names - set(said)))
-                raise TimeoutError(f"{len(names - set(said))} of {len(names)} requests have no answer in {SECONDS:g} s")
+                raise TimeoutError(
+                    f"{len(names - set(said))} of {len(names)} requests have no answer in {SECONDS:g} s"
+                )
 
     def _step(self, said: dict[str, dict[str, Any]]) -> list[Any]:
         """One step; requests that ended in it are noted in `said`."""
@@ -130,7 +155,10 @@ class Serving:
         for output in outputs:
             if output.finished:
                 tokens = list(output.outputs[0].token_ids)
-                said[output.request_id] = {"tokens": tokens, "cached": output.num_cached_tokens or 0}
+                said[output.request_id] = {
+                    "tokens": tokens,
+                    "cached": output.num_cached_tokens or 0,
+                }
         return outputs
 
     def flip(self, offset: int, mask: int) -> None:
@@ -138,7 +166,9 @@ class Serving:
         self._llm.collective_rpc(flip_kv, args=(offset, mask))
 
     def turn_states(self) -> int:
-        """A bit of every byte of the states of a layer in vLLM's own prefix cache; a second time takes it back. Of so many blocks."""
+        """A bit of every byte of the states of a layer in vLLM's own prefix cache; a second time
+        takes it back. Of so many blocks.
+        """
         (blocks,) = self._llm.collective_rpc(flip_states)
         return int(blocks)
 
@@ -146,13 +176,19 @@ class Serving:
         """Empty vLLM's own prefix cache."""
         return bool(self._llm.reset_prefix_cache())
 
-    def decode(self, prompts: list[list[int]], count: int, windows: list[dict[str, Any]], loads: list[list[int]]) -> Any:
+    def decode(
+        self,
+        prompts: list[list[int]],
+        count: int,
+        windows: list[dict[str, Any]],
+        loads: list[list[int]],
+    ) -> Any:
         """Keep `prompts` decoding and look at the gaps between their tokens, window by window.
 
-        A window: seconds, and every: how often to hand in the next of `loads`, in turn, for one token; 0: none. For each window the
-        gaps between tokens of one request in seconds, all requests' together, those of steps in which a load's token came apart,
-        and of each load its seconds to first token and its cached tokens.
-        """
+        A window: seconds, and every: how often to hand in the next of `loads`, in turn, for one
+        token; 0: none. For each window the gaps between tokens of one request in seconds, all
+        requests' together, those of steps in which a load's token came apart, and of each load its
+        seconds to first token and its cached tokens."""
         running = {self._add(prompt, count, None, None)[0] for prompt in prompts}
         last: dict[str, float] = {}
         while len(last) < len(running):
@@ -164,10 +200,17 @@ class Serving:
         return results
 
     def _window(
-        self, running: set[str], last: dict[str, float], window: dict[str, Any], loads: list[list[int]]
+        self,
+        running: set[str],
+        last: dict[str, float],
+        window: dict[str, Any],
+        loads: list[list[int]],
     ) -> dict[str, Any]:
         started = time.perf_counter()
-        until, due = started + window["seconds"], started + window["every"] if window["every"] else float("inf")
+        until, due = (
+            started + window["seconds"],
+            started + window["every"] if window["every"] else float("inf"),
+        )
         loading: dict[str, float] = {}
         gaps: list[float] = []
         beside: list[float] = []
@@ -184,28 +227,50 @@ class Serving:
                     (beside if with_load else gaps).append(now - last[output.request_id])
                     last[output.request_id] = now
                 elif output.request_id in loading:
-                    done.append((now - loading.pop(output.request_id), output.num_cached_tokens or 0))
+                    done.append(
+                        (now - loading.pop(output.request_id), output.num_cached_tokens or 0)
+                    )
         return {"gaps": gaps, "beside": beside, "loads": done}
 
     def _add(
-        self, tokens: list[int], count: int, logprobs: int | None, extra: dict[str, Any] | None, salt: str = ""
+        self,
+        tokens: list[int],
+        count: int,
+        logprobs: int | None,
+        extra: dict[str, Any] | None,
+        salt: str = "",
     ) -> tuple[str, float]:
         from vllm import SamplingParams
 
         self._count += 1
         name = str(self._count)
         sampling = SamplingParams(
-            temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, logprobs=logprobs, extra_args=extra
+            temperature=0,
+            max_tokens=count,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=logprobs,
+            extra_args=extra,
         )
         started = time.perf_counter()
-        self._engine.add_request(name, {"prompt_token_ids": tokens, **({"cache_salt": salt} if salt else {})}, sampling)
+        self._engine.add_request(
+            name, {"prompt_token_ids": tokens, **({"cache_salt": salt} if salt else {})}, sampling
+        )
         return name, started
 
     def _answer(self, output: Any, started: float, first: float) -> dict[str, Any]:
         (said,) = output.outputs
-        steps = [sorted((int(token), value.logprob) for token, value in step.items()) for step in said.logprobs or []]
+        steps = [
+            sorted((int(token), value.logprob) for token, value in step.items())
+            for step in said.logprobs or []
+        ]
         seconds = {"handed": started, "ttft": first - started}
-        return {"tokens": list(said.token_ids), "logprobs": steps, "cached": output.num_cached_tokens or 0, **seconds}
+        return {
+            "tokens": list(said.token_ids),
+            "logprobs": steps,
+            "cached": output.num_cached_tokens or 0,
+            **seconds,
+        }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""In place: how long after an owner's SIGKILL its memory is free, though a reader has it mapped; and whether it starts again at once."""
+"""In place: how long after an owner's SIGKILL its memory is free, though a reader has it mapped;
+and whether it starts again at once.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ MOST = 0.95
 
 
 def owner_death(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
-    """A computes a prompt; B reads it, and so maps A's KV cache; A is killed, and starts again with the same settings."""
+    """A computes a prompt; B reads it, and so maps A's KV cache; A is killed, and starts again with
+    the same settings.
+    """
     samples: list[float] = []
     again: list[bool] = []
     length = fleet.scale.lengths[LENGTH]
@@ -56,7 +60,9 @@ def _gpu(fleet: Fleet) -> Callable[[], bool]:
 
 
 def _host(reader: Child) -> Callable[[], bool]:
-    """A function that tells whether the reader has unmapped all of A's memory: the last process to do so frees it."""
+    """A function that tells whether the reader has unmapped all of A's memory: the last process to
+    do so frees it.
+    """
 
     def mapped() -> int:
         lines = Path(f"/proc/{reader.pid}/maps").read_text().splitlines()

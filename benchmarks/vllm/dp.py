@@ -1,9 +1,10 @@
-"""Data parallel ranks of one `vllm serve`: how long until a rank's first token, when another one has computed the prompt?
+"""Data parallel ranks of one `vllm serve`: how long until a rank's first token, when another one
+has computed the prompt?
 
-Each rank is an instance on a GPU of its own; with expert parallelism each has half of the experts, and all take part in every step.
-Rank 0 computes a new prompt, then rank 1 is asked the same over the same HTTP; the next time it is the other way round. Times are the
-client's, from before it connects: front end and JSON are in both.
-"""
+Each rank is an instance on a GPU of its own; with expert parallelism each has half of the experts,
+and all take part in every step. Rank 0 computes a new prompt, then rank 1 is asked the same over
+the same HTTP; the next time it is the other way round. Times are the client's, from before it
+connects: front end and JSON are in both."""
 
 from __future__ import annotations
 
@@ -34,11 +35,14 @@ STORED_SECONDS = 10.0
 ANSWER_SECONDS = 60.0
 
 
-def first_token(fleet: Fleet, clock: Clock, prompts: Prompts, rounds: int, kind: str = "") -> list[Row]:
-    """A hit of 16k tokens that another rank has computed, against computing them; and whether all were hits.
+def first_token(
+    fleet: Fleet, clock: Clock, prompts: Prompts, rounds: int, kind: str = ""
+) -> list[Row]:
+    """A hit of 16k tokens that another rank has computed, against computing them; and whether all
+    were hits.
 
-    kind: of a mixture of experts, spread over the ranks; otherwise every rank has the whole plain model.
-    """
+    kind: of a mixture of experts, spread over the ranks; otherwise every rank has the whole plain
+    model."""
     hits: list[float] = []
     computed: list[float] = []
     whole: list[bool] = []
@@ -58,15 +62,25 @@ def first_token(fleet: Fleet, clock: Clock, prompts: Prompts, rounds: int, kind:
                 computed.append(1e3 * (first.first - first.sent))
                 hits.append(1e3 * (second.first - second.sent))
                 loaded = counters(port)["external"] - before
-                whole.append((first.cached, second.cached, loaded) == (0, fleet.scale.hit(length), fleet.scale.hit(length)))
-    name, limit = ("ep" if kind else "dp"), (None if kind or fleet.scale.cpu or on_one_gpu() else ALLOWED)
+                whole.append(
+                    (first.cached, second.cached, loaded)
+                    == (0, fleet.scale.hit(length), fleet.scale.hit(length))
+                )
+    name, limit = (
+        ("ep" if kind else "dp"),
+        (None if kind or fleet.scale.cpu or on_one_gpu() else ALLOWED),
+    )
     ranks = "expert and data parallel" if kind else "data parallel"
     what = f"TTFT over HTTP of {length} tokens that the other {ranks} rank of one `vllm serve` has computed; reference: computed"
     what += ", both ranks on one GPU" if on_one_gpu() and not fleet.scale.cpu else ""
     return [
-        row(f"{fleet.rows}_{name}_hit_ttft_{LENGTH}", "ms", hits, computed, what=what, at_most=limit),
+        row(
+            f"{fleet.rows}_{name}_hit_ttft_{LENGTH}", "ms", hits, computed, what=what, at_most=limit
+        ),
         fraction(
-            f"{fleet.rows}_{name}_hits", whole, "prompts of which the rank that had not computed them loaded all whole chunks"
+            f"{fleet.rows}_{name}_hits",
+            whole,
+            "prompts of which the rank that had not computed them loaded all whole chunks",
         ),
     ]
 
@@ -75,11 +89,23 @@ def first_token(fleet: Fleet, clock: Clock, prompts: Prompts, rounds: int, kind:
 def _serving(fleet: Fleet, kind: str) -> Iterator[int]:
     """The port of a server with `RANKS` ranks."""
     scale, (port,), path = fleet.of(kind), free_ports(1), fleet.server.path
-    sizes = msgspec.structs.replace(SIZES["tiny" if scale.cpu else "full"], scale=scale, kv_bytes=scale.kv_bytes)
+    sizes = msgspec.structs.replace(
+        SIZES["tiny" if scale.cpu else "full"], scale=scale, kv_bytes=scale.kv_bytes
+    )
     sizes = msgspec.structs.replace(sizes, pool_bytes=scale.pool_bytes)
-    side = {"socket": path, "index": 0, "more": {name.removeprefix("vcache."): value for name, value in fleet.more.items()}}
-    arguments = serve_arguments("inplace" if fleet.in_place else "vcache", sizes, fleet.model(kind), port, side)
-    arguments += ["--data-parallel-size", str(RANKS), *(["--enable-expert-parallel", "--enforce-eager"] if kind else [])]
+    side = {
+        "socket": path,
+        "index": 0,
+        "more": {name.removeprefix("vcache."): value for name, value in fleet.more.items()},
+    }
+    arguments = serve_arguments(
+        "inplace" if fleet.in_place else "vcache", sizes, fleet.model(kind), port, side
+    )
+    arguments += [
+        "--data-parallel-size",
+        str(RANKS),
+        *(["--enable-expert-parallel", "--enforce-eager"] if kind else []),
+    ]
     server = "vllm.entrypoints.openai.api_server"
     shared = [f"{__package__}.one_gpu", server] if on_one_gpu() and not scale.cpu else [server]
     command = module(*shared, *arguments)
@@ -91,7 +117,14 @@ def _serving(fleet: Fleet, kind: str) -> Iterator[int]:
 
 
 def _ask(port: int, prompt: list[int], rank: int) -> Answer:
-    asked = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True, "detokenize": False}
+    asked = {
+        "model": MODEL,
+        "prompt": prompt,
+        "max_tokens": 1,
+        "temperature": 0,
+        "ignore_eos": True,
+        "detokenize": False,
+    }
     body = json.dumps(asked | {"stream": True, "stream_options": {"include_usage": True}}).encode()
     answer = Answer()
     asyncio.run(asyncio.wait_for(complete(port, body, answer, rank), ANSWER_SECONDS))

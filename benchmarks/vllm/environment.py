@@ -1,4 +1,6 @@
-"""What processes of vLLM find around them: environment variables, GPUs, namespaces of their own; and whose child one is."""
+"""What processes of vLLM find around them: environment variables, GPUs, namespaces of their own;
+and whose child one is.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from pathlib import Path
 ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
     "PYTHONUNBUFFERED": "1",
-    # As vLLM sets it for workers in processes of their own; with many threads small host tensors take milliseconds at times.
+    # As vLLM sets it for workers in processes of their own; with many threads small host tensors
+    # take milliseconds at times.
     "OMP_NUM_THREADS": "1",
     # Kernels chosen by rule, not by trial (see `settings.arguments` too).
     "TORCHINDUCTOR_DETERMINISTIC": "1",
@@ -34,17 +37,36 @@ CPU_ENVIRONMENT = {
 
 
 def prepare_host(cpu: bool) -> None:
-    """Before processes are made that are stopped and killed with vLLM's engine in them: what they inherit."""
+    """Before processes are made that are stopped and killed with vLLM's engine in them: what they
+    inherit.
+    """
     own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
-    os.environ.update(ENVIRONMENT | own | (CPU_ENVIRONMENT | {"NUMBA_NUM_THREADS": "1"} if cpu else {}))
+    os.environ.update(
+        ENVIRONMENT | own | (CPU_ENVIRONMENT | {"NUMBA_NUM_THREADS": "1"} if cpu else {})
+    )
 
 
 @cache
 def container() -> list[str]:
-    """Before a command: what gives it namespaces of pids, network and IPC of its own, with a loopback; empty where that is forbidden."""
-    apart = ["unshare", "--pid", "--net", "--ipc", "--mount-proc", "--fork", "--kill-child", sys.executable, "-c", _UP]
+    """Before a command: what gives it namespaces of pids, network and IPC of its own, with a
+    loopback; empty where that is forbidden.
+    """
+    apart = [
+        "unshare",
+        "--pid",
+        "--net",
+        "--ipc",
+        "--mount-proc",
+        "--fork",
+        "--kill-child",
+        sys.executable,
+        "-c",
+        _UP,
+    ]
     with suppress(OSError):
-        if not subprocess.run([*apart, sys.executable, "-c", ""], capture_output=True, check=False).returncode:
+        if not subprocess.run(
+            [*apart, sys.executable, "-c", ""], capture_output=True, check=False
+        ).returncode:
             return apart
     return []
 
@@ -80,10 +102,11 @@ def _own() -> list[str]:
 
 
 def visible(gpu: int) -> str:
-    """CUDA_VISIBLE_DEVICES for an instance on a GPU of this run, the first being 0: that one, then the other of its pair.
+    """CUDA_VISIBLE_DEVICES for an instance on a GPU of this run, the first being 0: that one, then
+    the other of its pair.
 
-    The run's are those in its own CUDA_VISIBLE_DEVICES, so that a host of four may do two runs at a time. Of a single one all instances
-    are on it, and what they read of each other crosses no link.
+    The run's are those in its own CUDA_VISIBLE_DEVICES, so that a host of four may do two runs at a
+    time. Of a single one all instances are on it, and what they read of each other crosses no link.
     """
     own = _own()
     return ",".join((own[gpu], own[gpu ^ 1])) if len(own) > 1 else own[0]

@@ -1,11 +1,13 @@
-"""Compares answers after a hit with answers after a hit in vLLM's own prefix cache: tokens and logprobs, bit for bit.
+"""Compares answers after a hit with answers after a hit in vLLM's own prefix cache: tokens and
+logprobs, bit for bit.
 
-For each prompt, `first` is computed by instance A, which stores it, and in a step of the same shape by a vLLM without a pool, the
-reference. Then `then` is asked of the reference, whose own prefix cache has it, and of instance B on the other GPU, which has never
-computed it, so that B's KV can only come from the pool. The reference's hit is as long as the pool's (see `scheduler`), so both compute
-the same tokens in steps of the same shapes; 64 greedy tokens follow, one request at a time. B's KV blocks hold other prompts' bytes
-before. A prompt counts as equal only if B's hit has the right length and every token and logprob is the same.
-"""
+For each prompt, `first` is computed by instance A, which stores it, and in a step of the same shape
+by a vLLM without a pool, the reference. Then `then` is asked of the reference, whose own prefix
+cache has it, and of instance B on the other GPU, which has never computed it, so that B's KV can
+only come from the pool. The reference's hit is as long as the pool's (see `scheduler`), so both
+compute the same tokens in steps of the same shapes; 64 greedy tokens follow, one request at a time.
+B's KV blocks hold other prompts' bytes before. A prompt counts as equal only if B's hit has the
+right length and every token and logprob is the same."""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def said(answer: dict[str, Any]) -> str:
 
 
 def soil(child: Child, fleet: Fleet, prompts: Prompts, extra: dict[str, Any] | None = None) -> None:
-    """Fill every KV block of an instance with the KV of prompts that nobody asks for again. extra: see `Serving.generate`."""
+    """Fill every KV block of an instance with the KV of prompts that nobody asks for again. extra:
+    see `Serving.generate`.
+    """
     scale = fleet.scale
     longest, left = max(scale.lengths.values()), scale.kv_bytes // scale.token_bytes + scale.block
     while left > 0:
@@ -44,17 +48,26 @@ def soil(child: Child, fleet: Fleet, prompts: Prompts, extra: dict[str, Any] | N
 
 
 def ended(fleet: Fleet) -> dict[str, Any]:
-    """`extra_args` for the reference, so that its own hit ends where the pool's does (see `scheduler`)."""
+    """`extra_args` for the reference, so that its own hit ends where the pool's does (see
+    `scheduler`).
+    """
     return {"chunk": fleet.scale.chunk, "whole_blocks": fleet.scale.whole_blocks}
 
 
 def reference(child: Child, fleet: Fleet, hit: Hit) -> dict[str, Any]:
     """The answer to `then` after a hit in vLLM's own prefix cache, once `first` is computed."""
     answer: dict[str, Any] = child.ask(
-        "generate", SECONDS, tokens=hit.then, count=fleet.scale.answer, logprobs=LOGPROBS, extra=ended(fleet)
+        "generate",
+        SECONDS,
+        tokens=hit.then,
+        count=fleet.scale.answer,
+        logprobs=LOGPROBS,
+        extra=ended(fleet),
     )
     if answer["cached"] != hit.cached:
-        raise RuntimeError(f"the reference's hit has {answer['cached']} tokens where {hit.cached} were due ({hit.kind})")
+        raise RuntimeError(
+            f"the reference's hit has {answer['cached']} tokens where {hit.cached} were due ({hit.kind})"
+        )
     return answer
 
 
@@ -68,7 +81,9 @@ class Pair:
         self._writer = f"{prefix}a"
 
     def store(self, hit: Hit) -> None:
-        """Have A compute and store `first`, and the reference compute it. Empties the pool first if it would have to evict."""
+        """Have A compute and store `first`, and the reference compute it. Empties the pool first if
+        it would have to evict.
+        """
         self.fleet.make_room(len(hit.first))
         self.fleet.compute(self._writer, hit.first)
         self.alone.ask("generate", SECONDS, tokens=hit.first, count=1)
@@ -92,8 +107,9 @@ def equal(
     store: Callable[[Pair, Hit], object] = Pair.store,
     where: str = "",
 ) -> list[Row]:
-    """The row over all `hits`, or over those before the time was up. kind: the prefix of the instances' names. store: what has to be done
-    so that `then` is a hit. where: what `store` does, in words, if it is not the default."""
+    """The row over all `hits`, or over those before the time was up. kind: the prefix of the
+    instances' names. store: what has to be done so that `then` is a hit. where: what `store` does,
+    in words, if it is not the default."""
     suffix = f"_{kind}" if kind else ""
     case, prefix = f"{fleet.rows}_equal{suffix}", f"{kind}_" if kind else ""
     pair = Pair(fleet, prefix)
@@ -114,7 +130,10 @@ def equal(
             wrong[hit.kind] += 1
             print(f"  {hit.kind}: {_difference(expected, got, hit)}", flush=True)
         if len(good) % 20 == 0:
-            print(f"  {len(good)} of {len(hits)} prompts, {sum(good)} equal, {time.monotonic() - started:.0f} s", flush=True)
+            print(
+                f"  {len(good)} of {len(hits)} prompts, {sum(good)} equal, {time.monotonic() - started:.0f} s",
+                flush=True,
+            )
     where = where or f"stored by an instance on {peer()}"
     kinds = Counter("partial" if "+" in hit.kind else hit.kind for hit in hits[: len(good)])
     what = (
@@ -126,7 +145,9 @@ def equal(
     row = fraction(case, good, what)
     if len(good) < len(hits) and row.ok:
         # Too few to say that all are equal.
-        row = msgspec.structs.replace(row, ok=None, what=f"{what}; the time was up after {len(good)} of {len(hits)} prompts")
+        row = msgspec.structs.replace(
+            row, ok=None, what=f"{what}; the time was up after {len(good)} of {len(hits)} prompts"
+        )
     return [row]
 
 
@@ -141,22 +162,29 @@ def _difference(expected: dict[str, Any], got: dict[str, Any], hit: Hit) -> str:
 def agreeing(fleet: Fleet, prompts: Prompts, kind: str = "") -> list[Row]:
     """The control of `equal`: A, B and the reference compute the same bits from the same prompt.
 
-    They would not if each compiled for itself, since compilation times kernels and keeps the faster; so they share one's code (`fleet`).
-    """
+    They would not if each compiled for itself, since compilation times kernels and keeps the
+    faster; so they share one's code (`fleet`)."""
     suffix, prefix = (f"_{kind}", f"{kind}_") if kind else ("", "")
     pair, scale, same = Pair(fleet, prefix), fleet.scale, []
     for length in scale.few:
         # A salt of each one's own keeps them from each other's KV, wherever it lies.
         asked = {"tokens": prompts.new(length), "count": scale.answer, "logprobs": LOGPROBS}
         children = {"a": pair.a, "b": pair.b, "reference": pair.alone}
-        answers = [child.ask("generate", SECONDS, **asked, salt=name) for name, child in children.items()]
-        same.append(len({said(answer) for answer in answers}) == 1 and not any(answer["cached"] for answer in answers))
+        answers = [
+            child.ask("generate", SECONDS, **asked, salt=name) for name, child in children.items()
+        ]
+        same.append(
+            len({said(answer) for answer in answers}) == 1
+            and not any(answer["cached"] for answer in answers)
+        )
     what = f"prompts that three instances compute alike without any cache, bit for bit; lengths {scale.few}"
     return [fraction(f"{fleet.rows}_instances_agree{suffix}", same, what)]
 
 
 def sensitive(fleet: Fleet, prompts: Prompts, kind: str = "", times: int = 2) -> list[Row]:
-    """The control of the other comparisons: an early token changes the output, and the reference repeats itself."""
+    """The control of the other comparisons: an early token changes the output, and the reference
+    repeats itself.
+    """
     suffix = f"_{kind}" if kind else ""
     alone, scale = fleet.instance(f"{kind}_alone" if kind else "alone"), fleet.scale
     changed, repeated, tokens = [], [], 0
@@ -211,7 +239,9 @@ def flipped(fleet: Fleet, prompts: Prompts) -> list[Row]:
     def again(mask: int) -> str:
         flips.ask("flip", **byte, mask=mask)
         pair.b.ask("reset")
-        return verdict(pair.b.ask("generate", SECONDS, tokens=hit.then, count=scale.answer, logprobs=LOGPROBS))
+        return verdict(
+            pair.b.ask("generate", SECONDS, tokens=hit.then, count=scale.answer, logprobs=LOGPROBS)
+        )
 
     before, caught, after = verdict(got), "equal", "equal"
     for mask in MASKS:
@@ -219,15 +249,27 @@ def flipped(fleet: Fleet, prompts: Prompts) -> list[Row]:
         if caught != "equal" or after != "equal":
             break
     seen = f"{before} before, {caught} with it, {after} once it is undone"
-    which = "a byte of each block of layer 0 in the owner's KV cache" if fleet.in_place else "a byte of layer 0 in the pool"
+    which = (
+        "a byte of each block of layer 0 in the owner's KV cache"
+        if fleet.in_place
+        else "a byte of layer 0 in the pool"
+    )
     what = f"{which} exclusive or 0x{mask:02x}: {seen}"
     unseen = [f"0x{earlier:02x}" for earlier in MASKS[: MASKS.index(mask)]]
     what += f"; not seen: {', '.join(unseen)}" if unseen else ""
-    return [fraction(f"{fleet.rows}_flipped_byte_caught", [(before, caught, after) == ("equal", "different", "equal")], what)]
+    return [
+        fraction(
+            f"{fleet.rows}_flipped_byte_caught",
+            [(before, caught, after) == ("equal", "different", "equal")],
+            what,
+        )
+    ]
 
 
 def restart(fleet: Fleet, prompts: Prompts, kind: str = "") -> list[Row]:
-    """Kill B and start it again: its first request must hit what A stored, its second what B itself had stored."""
+    """Kill B and start it again: its first request must hit what A stored, its second what B itself
+    had stored.
+    """
     suffix, prefix = (f"_{kind}", f"{kind}_") if kind else ("", "")
     pair, scale = Pair(fleet, prefix), fleet.scale
     fleet.pool.clear()
@@ -254,11 +296,11 @@ def restart(fleet: Fleet, prompts: Prompts, kind: str = "") -> list[Row]:
 
 
 def tensor_parallel(fleet: Fleet, prompts: Prompts) -> list[Row]:
-    """One instance on both GPUs: compares its own prefix-cache hit with the pool's, after its blocks are overwritten. In place a second
-    such instance reads what the first still holds.
+    """One instance on both GPUs: compares its own prefix-cache hit with the pool's, after its
+    blocks are overwritten. In place a second such instance reads what the first still holds.
 
-    Only whole hits: the reference is the instance that computed them, and it would store what it computes of a longer prompt.
-    """
+    Only whole hits: the reference is the instance that computed them, and it would store what it
+    computes of a longer prompt."""
     child, scale = fleet.instance("tp2"), fleet.scale
     reader = fleet.instance("tp2_turned") if fleet.in_place else child
     hits = [prompts.whole(length) for length in scale.few * 2]
@@ -273,7 +315,9 @@ def tensor_parallel(fleet: Fleet, prompts: Prompts) -> list[Row]:
     reader.ask("reset")
     good, full = [], 0
     for hit, one in zip(hits, expected, strict=True):
-        got = reader.ask("generate", SECONDS, tokens=hit.then, count=scale.answer, logprobs=LOGPROBS)
+        got = reader.ask(
+            "generate", SECONDS, tokens=hit.then, count=scale.answer, logprobs=LOGPROBS
+        )
         full += got["cached"] == hit.cached
         good.append(got["cached"] == hit.cached and said(got) == said(one))
     where = "out of another such instance's KV cache" if fleet.in_place else "from the pool"

@@ -1,11 +1,13 @@
-"""The processes of a run: the metadata server, a Mooncake store, and vLLM instances (`instances`, `settings`).
+"""The processes of a run: the metadata server, a Mooncake store, and vLLM instances (`instances`,
+`settings`).
 
-Every instance sees both GPUs, first the one it computes on, unless the run is `isolated`: then each sees only its own.
+Every instance sees both GPUs, first the one it computes on, unless the run is `isolated`: then each
+sees only its own.
 
-Instances of one kind run the same compiled code, which they load from one cache of vLLM's. The first instance with a connector and the
-first without compile it, are ended once it is saved, and start again like all others: an instance that runs code which it has compiled
-itself may differ in the last bit from one that has loaded it.
-"""
+Instances of one kind run the same compiled code, which they load from one cache of vLLM's. The
+first instance with a connector and the first without compile it, are ended once it is saved, and
+start again like all others: an instance that runs code which it has compiled itself may differ in
+the last bit from one that has loaded it."""
 
 from __future__ import annotations
 
@@ -50,11 +52,11 @@ SAVED = (b"saved AOT compiled function", b"Directly load AOT compilation")
 class Fleet:
     """Starts the processes that are asked for; the context manager ends all of them.
 
-    folder: for logs and settings. cache: for vLLM's compiled code and the models, kept for the next run. more: settings of vcache, by
-    `vcache.SECTION.KEY`. integration: `lmcache`, vcache as a plugin under LMCacheConnectorV1, or `vllm`, our own connector; rows begin
-    with it. isolated: an instance sees only the GPUs it computes on. in_place: nobody lends to the pool, and others read vLLM's own KV
-    cache; rows begin with `inplace`.
-    """
+    folder: for logs and settings. cache: for vLLM's compiled code and the models, kept for the next
+    run. more: settings of vcache, by `vcache.SECTION.KEY`. integration: `lmcache`, vcache as a
+    plugin under LMCacheConnectorV1, or `vllm`, our own connector; rows begin with it. isolated: an
+    instance sees only the GPUs it computes on. in_place: nobody lends to the pool, and others read
+    vLLM's own KV cache; rows begin with `inplace`."""
 
     def __init__(
         self,
@@ -70,13 +72,21 @@ class Fleet:
         if in_place:
             self.scale = msgspec.structs.replace(self.scale, pool_bytes=0)
             more = {"vcache.connector.share": "in_place", **(more or {})}
-        self.folder, self.cache, self.integration, self._isolated = folder, cache, integration, isolated
+        self.folder, self.cache, self.integration, self._isolated = (
+            folder,
+            cache,
+            integration,
+            isolated,
+        )
         self.more = more or {}
         self.in_place, self.rows = in_place, "inplace" if in_place else integration
         self._undo = ExitStack()
-        # A folder apart from the logs, which may be another run's too: a journal beside the socket would bring that run's pool back.
+        # A folder apart from the logs, which may be another run's too: a journal beside the socket
+        # would bring that run's pool back.
         own = self._undo.enter_context(tempfile.TemporaryDirectory(prefix="vcache-vllm-"))
-        self._settings = Integration(name=integration, socket=Path(own, "vcache.sock"), more=self.more)
+        self._settings = Integration(
+            name=integration, socket=Path(own, "vcache.sock"), more=self.more
+        )
         self._children: dict[str, Child] = {}
         self._failed: dict[str, str] = {}
         self._waiting: dict[str, float] = {}
@@ -97,7 +107,9 @@ class Fleet:
     # ---- instances
 
     def start(self, names: Iterable[str]) -> None:
-        """Start these instances, and first what they need. Returns once the code that they share is compiled; `instance` waits for one."""
+        """Start these instances, and first what they need. Returns once the code that they share is
+        compiled; `instance` waits for one.
+        """
         new = [name for name in names if name not in self._children and name not in self._failed]
         with self._alone():
             for name in new:
@@ -142,7 +154,9 @@ class Fleet:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Let only one run at a time make the shared cache: two beside each other would each make their own."""
+        """Let only one run at a time make the shared cache: two beside each other would each make
+        their own.
+        """
         with (self.cache / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
@@ -156,13 +170,23 @@ class Fleet:
         return write_model(self.cache / f"model{kind and '_' + kind}_{scale.name}", scale)
 
     def _await_compiled(self, name: str) -> None:
-        """Wait until others can load what this instance compiles, or until it has started or failed. `instance` reports a failure."""
+        """Wait until others can load what this instance compiles, or until it has started or
+        failed. `instance` reports a failure.
+        """
         child = self._children[name]
-        until(lambda: child.has_answered or any(said in child.log.read_bytes() for said in SAVED), START_SECONDS, 0.2)
-        print(f"  {name}: compiled after {time.monotonic() - self._waiting[name]:.0f} s", flush=True)
+        until(
+            lambda: child.has_answered or any(said in child.log.read_bytes() for said in SAVED),
+            START_SECONDS,
+            0.2,
+        )
+        print(
+            f"  {name}: compiled after {time.monotonic() - self._waiting[name]:.0f} s", flush=True
+        )
 
     def instance(self, name: str, seconds: float = START_SECONDS) -> Child:
-        """The instance, once it is ready. ChildFailed if it does not start; a second call for it raises at once."""
+        """The instance, once it is ready. ChildFailed if it does not start; a second call for it
+        raises at once.
+        """
         if name in self._failed:
             raise ChildFailed(self._failed[name])
         self.start([name])
@@ -180,7 +204,9 @@ class Fleet:
         return child
 
     def settle(self) -> None:
-        """Wait until no instance is starting, so that a start does not disturb a measurement. `instance` reports failures."""
+        """Wait until no instance is starting, so that a start does not disturb a measurement.
+        `instance` reports failures.
+        """
         for name in list(self._waiting):
             with suppress(ChildFailed):
                 self.instance(name)
@@ -206,7 +232,9 @@ class Fleet:
         """The metadata server; started on the first call."""
         if self._server is None:
             log = self.folder / "server.log"
-            self._server = self._undo.enter_context(MetadataServer(self._settings.socket, log, {**os.environ, **ENVIRONMENT}))
+            self._server = self._undo.enter_context(
+                MetadataServer(self._settings.socket, log, {**os.environ, **ENVIRONMENT})
+            )
             self._client = self._undo.enter_context(Client(self._settings.socket, PATIENT))
             self._client.require()
         return self._server
@@ -218,22 +246,32 @@ class Fleet:
         return self._client
 
     def chunks(self, writer: str = "a") -> int:
-        """Whole committed chunks in the pool, with as many parts as `writer` stores; in place, the chunks resident in instance `writer`."""
+        """Whole committed chunks in the pool, with as many parts as `writer` stores; in place, the
+        chunks resident in instance `writer`.
+        """
         stats = self.pool.stats()
         if not self.in_place:
             return stats.chunks // KINDS[INSTANCES[writer].kind].gpus
         child = self.instance(writer).pid
-        return sum(one.resident for one in stats.instances if not one.missing and descends(one.pid, child))
+        return sum(
+            one.resident for one in stats.instances if not one.missing and descends(one.pid, child)
+        )
 
     def compute(self, writer: str, prompt: list[int]) -> None:
-        """Have an instance compute a prompt, and wait until all of its chunks are `stored`. Says so if some are not."""
+        """Have an instance compute a prompt, and wait until all of its chunks are `stored`. Says so
+        if some are not.
+        """
         due = self.chunks(writer) + len(prompt) // self.of(INSTANCES[writer].kind).chunk
         self.instance(writer).ask("generate", ANSWER_SECONDS, tokens=prompt, count=1)
         if not self.stored(due, writer=writer):
-            print(f"  {writer}: there are {self.chunks(writer)} chunks where {due} were due", flush=True)
+            print(
+                f"  {writer}: there are {self.chunks(writer)} chunks where {due} were due",
+                flush=True,
+            )
 
     def stored(self, chunks: int, seconds: float = 5.0, writer: str = "a") -> bool:
-        """Wait until there are so many `chunks`, and with states until no more of these come. Whether there are, after so many seconds.
+        """Wait until there are so many `chunks`, and with states until no more of these come.
+        Whether there are, after so many seconds.
 
         ChildFailed if in place there are none at all, so that nothing is shared.
         """
@@ -242,7 +280,9 @@ class Fleet:
         while (found := self.chunks(writer)) < chunks:
             if time.monotonic() > deadline:
                 if self.in_place and not found:
-                    raise ChildFailed(f"{writer} shares nothing; instances: {self.pool.stats().instances}; {self._said(writer)}")
+                    raise ChildFailed(
+                        f"{writer} shares nothing; instances: {self.pool.stats().instances}; {self._said(writer)}"
+                    )
                 return False
             time.sleep(0.005)
         while keeps_states and time.monotonic() < deadline:
@@ -255,36 +295,54 @@ class Fleet:
     def _said(self, name: str) -> str:
         """vcache's last line in an instance's log."""
         lines = (self.folder / f"{name}.log").read_text(errors="replace").splitlines()
-        return " | ".join([line for line in lines if "vcache" in line.lower() and ("WARN" in line or "ERROR" in line)][-5:])
+        return " | ".join(
+            [
+                line
+                for line in lines
+                if "vcache" in line.lower() and ("WARN" in line or "ERROR" in line)
+            ][-5:]
+        )
 
     def make_room(self, tokens: int) -> None:
-        """Empty the pool if so many tokens would make it evict: later chunks would lie on the reader's own GPU.
+        """Empty the pool if so many tokens would make it evict: later chunks would lie on the
+        reader's own GPU.
 
-        In place, forget all resident chunks: used-again blocks take theirs along, so that new ones could not be counted.
-        """
+        In place, forget all resident chunks: used-again blocks take theirs along, so that new ones
+        could not be counted."""
         scale = self.scale
-        if self.in_place or (self.chunks() * scale.chunk + tokens) * scale.token_bytes > 0.8 * scale.pool_bytes:
+        if (
+            self.in_place
+            or (self.chunks() * scale.chunk + tokens) * scale.token_bytes > 0.8 * scale.pool_bytes
+        ):
             self.pool.clear()
 
     def copied(self) -> Row:
         """In place: a row for the chunks and segments of the pool, of which there must be none."""
         stats = self.pool.stats()
-        held = ", ".join(f"{one.resident} in {one.id[:8]} on {one.device}" for one in stats.instances)
+        held = ", ".join(
+            f"{one.resident} in {one.id[:8]} on {one.device}" for one in stats.instances
+        )
         what = f"segments of the pool, and chunks copied into it: stores move no byte; resident chunks: {held or 'none'}"
-        return none(f"{self.rows}_pooled_chunks", "chunks", stats.chunks + len(stats.segments), what)
+        return none(
+            f"{self.rows}_pooled_chunks", "chunks", stats.chunks + len(stats.segments), what
+        )
 
     def helper(self) -> Child:
         """The process that can write into the pool's memory, see `memory`."""
         if "memory" not in self._children:
             assert self.server is not None
             command = module(f"{__package__}.memory", str(self._settings.socket))
-            child = Child("memory", command, self.folder / "memory.log", {**os.environ, **ENVIRONMENT})
+            child = Child(
+                "memory", command, self.folder / "memory.log", {**os.environ, **ENVIRONMENT}
+            )
             child.answer(START_SECONDS)
             self._children["memory"] = child
         return self._children["memory"]
 
     def revive(self, before: ServerStats) -> None:
-        """Start the metadata server again after its end. Wait until all clients and segments of `before` are back."""
+        """Start the metadata server again after its end. Wait until all clients and segments of
+        `before` are back.
+        """
         self.server.kill()
         self.server.start()
 
@@ -301,7 +359,9 @@ class Fleet:
     @property
     def depot(self) -> Depot:
         if self._depot is None:
-            self._depot = self._undo.enter_context(Depot(self.folder, [STORE_POOLS * self.scale.pool_bytes]))
+            self._depot = self._undo.enter_context(
+                Depot(self.folder, [STORE_POOLS * self.scale.pool_bytes])
+            )
             store = {
                 "policy": "write_through",
                 "min_bandwidth": 0,
@@ -322,14 +382,25 @@ class Fleet:
         return True
 
     def _environment(self, name: str, spec: Spec) -> dict[str, str]:
-        given = {**os.environ, **ENVIRONMENT, "VLLM_CACHE_ROOT": str(self.cache), "VLLM_PORT": str(next(self._ports))}
+        given = {
+            **os.environ,
+            **ENVIRONMENT,
+            "VLLM_CACHE_ROOT": str(self.cache),
+            "VLLM_PORT": str(next(self._ports)),
+        }
         if self._settings.of(spec) == "lmcache":
             file = self.folder / f"{name}.yaml"
             file.write_text(json.dumps(lmcache_file(self.scale, spec, self._settings), indent=1))
             given["LMCACHE_CONFIG_FILE"] = str(file)
         kind = KINDS[spec.kind]
         if self.scale.cpu:
-            return given | CPU_ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(kind.gpus > 1))}
+            return (
+                given
+                | CPU_ENVIRONMENT
+                | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(kind.gpus > 1))}
+            )
         alone = (self._isolated or kind.isolated) and kind.gpus == 1
-        given["CUDA_VISIBLE_DEVICES"] = visible(spec.gpu).split(",")[0] if alone else visible(spec.gpu)
+        given["CUDA_VISIBLE_DEVICES"] = (
+            visible(spec.gpu).split(",")[0] if alone else visible(spec.gpu)
+        )
         return given | kind.environment

@@ -1,8 +1,9 @@
-"""Models with several block tables, of full attention and sliding windows or states: are hits right, and how fast are they?
+"""Models with several block tables, of full attention and sliding windows or states: are hits
+right, and how fast are they?
 
-Hits end with a chunk, a few tokens before the prompt's end, where vLLM's own hits end and where it keeps the windows, and the state, for
-them. So the reference needs no scheduler of ours, which could not cut a window's blocks.
-"""
+Hits end with a chunk, a few tokens before the prompt's end, where vLLM's own hits end and where it
+keeps the windows, and the state, for them. So the reference needs no scheduler of ours, which could
+not cut a window's blocks."""
 
 from __future__ import annotations
 
@@ -22,14 +23,16 @@ LENGTHS = {"1k": 12, "4k": 12, "16k": 8}
 LONG = "16k"
 MEETINGS = 5
 STATES_TAIL = 2
-"""Tokens after the last whole chunk. Convolutions look back at two or three; a single token would be a decode step."""
+"""Tokens after the last whole chunk. Convolutions look back at two or three; a single token would
+be a decode step.
+"""
 STATES = ("state_mamba2", "state_conv", "state_gdn")
 """Kinds of models with states, which have one row together."""
 
 
 class Ended(Prompts):
-    """Prompts of whole chunks and a few tokens more, so few with states that the last token itself depends on the loaded state: further
-    tokens between them would hardly show."""
+    """Prompts of whole chunks and a few tokens more, so few with states that the last token itself
+    depends on the loaded state: further tokens between them would hardly show."""
 
     def whole(self, length: int) -> Hit:
         chunk, tail = self._scale.chunk, STATES_TAIL if self._scale.state_bytes else latency.TAIL
@@ -38,14 +41,21 @@ class Ended(Prompts):
 
 
 def measure(fleet: Fleet, clock: Clock, source: Prompts, kind: str, rounds: int) -> list[Row]:
-    """The rows `groups_equal_KIND` with its controls, and `groups_ttft_16k_KIND`; in place with the prefix `inplace_`."""
+    """The rows `groups_equal_KIND` with its controls, and `groups_ttft_16k_KIND`; in place with the
+    prefix `inplace_`.
+    """
     scale = fleet.of(kind)
     prompts, prefix = Ended(scale, seed=source.seed), "inplace_" if fleet.in_place else ""
     if fleet.in_place:
         _meet(fleet, prompts, kind)
     states = KINDS[kind].states
-    if states and (size := fleet.instance(f"{kind}_alone").ask("about")["block_size"]) != scale.chunk:
-        raise ChildFailed(f"vLLM has blocks of {size} tokens where {scale.chunk} were due: nothing would be cached")
+    if (
+        states
+        and (size := fleet.instance(f"{kind}_alone").ask("about")["block_size"]) != scale.chunk
+    ):
+        raise ChildFailed(
+            f"vLLM has blocks of {size} tokens where {scale.chunk} were due: nothing would be cached"
+        )
     rows = equality.agreeing(fleet, prompts, kind) + equality.sensitive(fleet, prompts, kind, 1)
     counts = {scale.lengths[name]: 1 if scale.cpu else count for name, count in LENGTHS.items()}
     found = equality.equal(fleet, clock, prompts.hits(counts, 0), prompts, kind)
@@ -55,20 +65,31 @@ def measure(fleet: Fleet, clock: Clock, source: Prompts, kind: str, rounds: int)
 
 
 def together(rows: Sequence[Row]) -> list[Row]:
-    """The row `groups_equal_state`, over the prompts of all models with states, if a run has all of them."""
+    """The row `groups_equal_state`, over the prompts of all models with states, if a run has all of
+    them.
+    """
     cases = {f"groups_equal_{kind}": kind for kind in STATES}
     found = [row for row in rows if row.case in cases]
     if len(found) < len(cases):
         return []
     good = [index < round(row.value * row.runs) for row in found for index in range(row.runs)]
     what = ", ".join(f"{cases[row.case]} {row.value:g} of {row.runs}" for row in found)
-    whole = fraction("groups_equal_state", good, f"hits of models whose layers keep states, each as in its own row: {what}")
-    return [whole if all(row.ok is not None for row in found) or not whole.ok else msgspec.structs.replace(whole, ok=None)]
+    whole = fraction(
+        "groups_equal_state",
+        good,
+        f"hits of models whose layers keep states, each as in its own row: {what}",
+    )
+    return [
+        whole
+        if all(row.ok is not None for row in found) or not whole.ok
+        else msgspec.structs.replace(whole, ok=None)
+    ]
 
 
 def _states_matter(fleet: Fleet, prompts: Prompts, kind: str) -> list[Row]:
-    """A control of `equal`: with other states in the first layer, the answer after a hit in vLLM's own cache changes; with the right ones
-    it is as before. Run last, since it writes into memory: a failure here costs no other row."""
+    """A control of `equal`: with other states in the first layer, the answer after a hit in vLLM's
+    own cache changes; with the right ones it is as before. Run last, since it writes into memory: a
+    failure here costs no other row."""
     alone, good, failed = fleet.instance(f"{kind}_alone"), list[bool](), ""
     for length in fleet.scale.few:
         try:
@@ -91,7 +112,9 @@ def _state_matters(fleet: Fleet, hit: Hit, alone: Child) -> bool:
 
 
 def _meet(fleet: Fleet, prompts: Ended, kind: str) -> None:
-    """Have the reader map its owner's KV cache. Before vLLM 0.30 this takes a first request, which is computed."""
+    """Have the reader map its owner's KV cache. Before vLLM 0.30 this takes a first request, which
+    is computed.
+    """
     pair = equality.Pair(fleet, f"{kind}_")
     for _ in range(MEETINGS):
         hit = prompts.whole(fleet.scale.chunk)
@@ -101,9 +124,14 @@ def _meet(fleet: Fleet, prompts: Ended, kind: str) -> None:
     raise ChildFailed(f"{kind}_b finds nothing in the KV cache of {kind}_a")
 
 
-def _first_token(fleet: Fleet, clock: Clock, prompts: Ended, kind: str, rounds: int, prefix: str) -> list[Row]:
+def _first_token(
+    fleet: Fleet, clock: Clock, prompts: Ended, kind: str, rounds: int, prefix: str
+) -> list[Row]:
     found = latency.first_token(fleet, clock, prompts, rounds, kind=kind, only=LONG)
     judged = f"_ttft_{LONG}"
     return [
-        msgspec.structs.replace(one, case=f"{prefix}groups{judged}_{kind}") if one.case.endswith(judged) else one for one in found
+        msgspec.structs.replace(one, case=f"{prefix}groups{judged}_{kind}")
+        if one.case.endswith(judged)
+        else one
+        for one in found
     ]

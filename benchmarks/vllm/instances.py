@@ -1,4 +1,6 @@
-"""The vLLM instances a run may start: each a variant of what users would set, on one GPU, of one kind of model."""
+"""The vLLM instances a run may start: each a variant of what users would set, on one GPU, of one
+kind of model.
+"""
 
 from __future__ import annotations
 
@@ -79,11 +81,12 @@ TINY = states.TINY | {"query_pre_attn_scalar": 64, "sliding_window": 64}
 
 
 class Kind(msgspec.Struct, frozen=True, kw_only=True):
-    """What differs from the plain instance. model: its config, or with `over` what to change of the plain one. tiny: what to change of it
-    on the CPU. block: tokens a KV block, 0: the scale's. states: vcache keeps states, and a chunk is one block, on the CPU of the scale's
-    chunk. value_bytes: of a number in the KV cache. arguments: of vLLM's `LLM`. environment: for its processes.
-    isolated: as in a container of its own, where it sees one GPU. tensor_parallel, pipeline_parallel: over how many GPUs.
-    """
+    """What differs from the plain instance. model: its config, or with `over` what to change of the
+    plain one. tiny: what to change of it on the CPU. block: tokens a KV block, 0: the scale's.
+    states: vcache keeps states, and a chunk is one block, on the CPU of the scale's chunk.
+    value_bytes: of a number in the KV cache. arguments: of vLLM's `LLM`. environment: for its
+    processes. isolated: as in a container of its own, where it sees one GPU. tensor_parallel,
+    pipeline_parallel: over how many GPUs."""
 
     model: dict[str, Any] = {}
     tiny: dict[str, Any] = {}
@@ -103,12 +106,19 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shares_code(self) -> bool:
-        """Whether vLLM compiles it and keeps that for other processes. It keeps nothing where batches are invariant."""
-        compiles = not self.arguments.get("enforce_eager") and self.arguments.get("compilation_config", {}).get("mode") != 0
+        """Whether vLLM compiles it and keeps that for other processes. It keeps nothing where
+        batches are invariant.
+        """
+        compiles = (
+            not self.arguments.get("enforce_eager")
+            and self.arguments.get("compilation_config", {}).get("mode") != 0
+        )
         return compiles and "VLLM_BATCH_INVARIANT" not in self.environment
 
     def of(self, scale: Scale) -> Scale:
-        """The scale as instances of this kind have it: as many tokens fit into their KV cache as into the plain one's."""
+        """The scale as instances of this kind have it: as many tokens fit into their KV cache as
+        into the plain one's.
+        """
         model = {**(scale.model if self.over else {}), **self.model} if self.model else scale.model
         model |= self.tiny if scale.cpu else {}
         own = msgspec.structs.replace(scale, model=model, block=self.block or scale.block)
@@ -123,7 +133,8 @@ KINDS = {
     "": Kind(),
     "eager": Kind(arguments={"enforce_eager": True}),
     "isolated": Kind(arguments={"enforce_eager": True}, isolated=True),
-    # On one GPU nothing is compiled: vLLM may not have saved its last rank's code when the first rank's is there.
+    # On one GPU nothing is compiled: vLLM may not have saved its last rank's code when the first
+    # rank's is there.
     "tp2": Kind(tensor_parallel=2, arguments={"enforce_eager": True} if on_one_gpu() else {}),
     "pp2": Kind(pipeline_parallel=2, arguments={"enforce_eager": True}),
     "fp8": Kind(value_bytes=1, arguments={"kv_cache_dtype": "fp8"}),
@@ -136,14 +147,22 @@ KINDS = {
     ),
     "gptoss": Kind(
         model=GPT_OSS,
-        tiny=TINY | {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_local_experts": 4},
+        tiny=TINY
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_local_experts": 4},
         arguments={"enforce_eager": True},
     ),
-    # Blocks of a multiple of what kernels want in which a state has room: vLLM makes no others of them (its `platforms/interface.py`).
-    # Nobody tries which of Triton's kernels is the fastest: instances that choose others differ in the last bit.
-    "state_mamba2": Kind(model=states.GRANITE, tiny=states.TINY_GRANITE, states=True, block=768, **states.EAGER),
-    "state_conv": Kind(model=states.LFM2, tiny=states.TINY_LFM2, states=True, block=256, **states.EAGER),
-    "state_graphs": Kind(model=states.GRANITE, tiny=states.TINY_GRANITE, states=True, block=768, **states.GRAPHS),
+    # Blocks of a multiple of what kernels want in which a state has room: vLLM makes no others of
+    # them (its `platforms/interface.py`). Nobody tries which of Triton's kernels is the fastest:
+    # instances that choose others differ in the last bit.
+    "state_mamba2": Kind(
+        model=states.GRANITE, tiny=states.TINY_GRANITE, states=True, block=768, **states.EAGER
+    ),
+    "state_conv": Kind(
+        model=states.LFM2, tiny=states.TINY_LFM2, states=True, block=256, **states.EAGER
+    ),
+    "state_graphs": Kind(
+        model=states.GRANITE, tiny=states.TINY_GRANITE, states=True, block=768, **states.GRAPHS
+    ),
     # By itself vLLM takes FlashInfer on Hopper, be it there or not.
     "state_gdn": Kind(
         model=states.QWEN3_NEXT,
@@ -153,24 +172,32 @@ KINDS = {
         arguments=states.EAGER["arguments"] | {"gdn_prefill_backend": "triton"},
         environment=states.EAGER["environment"],
     ),
-    # So few words that what comes out has been there before, and drafts are made and sometimes right.
+    # So few words that what comes out has been there before, and drafts are made and sometimes
+    # right.
     "ngram": Kind(
         model={"vocab_size": 64},
         over=True,
         arguments={
-            "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+            "speculative_config": {
+                "method": "ngram",
+                "num_speculative_tokens": 3,
+                "prompt_lookup_min": 1,
+                "prompt_lookup_max": 2,
+            }
         },
     ),
-    # What comes out of a request does not depend on which others share its steps: who runs beside a failure can be compared.
-    # Compiled: in eager steps vLLM 0.26 takes a kernel for norms that depends on the batch (4 of 60 requests beside others differed).
+    # What comes out of a request does not depend on which others share its steps: who runs beside a
+    # failure can be compared. Compiled: in eager steps vLLM 0.26 takes a kernel for norms that
+    # depends on the batch (4 of 60 requests beside others differed).
     "steady": Kind(environment={"VLLM_BATCH_INVARIANT": "1", "TORCHINDUCTOR_DETERMINISTIC": "0"}),
 }
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
-    """An instance. variant: alone, vcache (as the run's integration has it), lmcache (vcache through LMCache in any run).
-    role: producer, consumer or both (""). scheduler: a function of `scheduler`. below: with an offload tier. refused: with a setting
-    with which nothing can be cached."""
+    """An instance. variant: alone, vcache (as the run's integration has it), lmcache (vcache
+    through LMCache in any run). role: producer, consumer or both (""). scheduler: a function of
+    `scheduler`. below: with an offload tier. refused: with a setting with which nothing can be
+    cached."""
 
     variant: str
     gpu: int
@@ -181,12 +208,18 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     refused: bool = False
 
 
-def _trio(prefix: str, kind: str, reader: str = "", below: bool = False, alone: str = "in_chunks") -> dict[str, Spec]:
-    """The reference, who stores and who hits, of one kind. reader, alone: the schedulers of who hits, and of the reference."""
+def _trio(
+    prefix: str, kind: str, reader: str = "", below: bool = False, alone: str = "in_chunks"
+) -> dict[str, Spec]:
+    """The reference, who stores and who hits, of one kind. reader, alone: the schedulers of who
+    hits, and of the reference.
+    """
     return {
         f"{prefix}alone": Spec(variant="alone", gpu=0, kind=kind, scheduler=alone),
         f"{prefix}a": Spec(variant="vcache", gpu=0, kind=kind, below=below),
-        f"{prefix}b": Spec(variant="vcache", gpu=KINDS[kind].gpus, kind=kind, scheduler=reader, below=below),
+        f"{prefix}b": Spec(
+            variant="vcache", gpu=KINDS[kind].gpus, kind=kind, scheduler=reader, below=below
+        ),
     }
 
 

@@ -1,12 +1,14 @@
-"""Times to first token on a hit and on a miss, and times between the tokens of running requests while another one loads.
+"""Times to first token on a hit and on a miss, and times between the tokens of running requests
+while another one loads.
 
-On otherwise idle GPUs, one request at a time unless said otherwise; the variants take turns within each round.
+On otherwise idle GPUs, one request at a time unless said otherwise; the variants take turns within
+each round.
 
-Prompts of hits end `TAIL` tokens after their last whole chunk, as almost all prompts do. Then a hit in vLLM's own prefix cache, through our
-connector and through LMCache leaves the same tokens to compute. If a prompt ended with a chunk, vLLM and our connector would compute the
-last block, but LMCache only the last token. vLLM 0.26 treats that as a decode: one whole CUDA graph, where the others launch one for each
-layer and wait for the host.
-"""
+Prompts of hits end `TAIL` tokens after their last whole chunk, as almost all prompts do. Then a hit
+in vLLM's own prefix cache, through our connector and through LMCache leaves the same tokens to
+compute. If a prompt ended with a chunk, vLLM and our connector would compute the last block, but
+LMCache only the last token. vLLM 0.26 treats that as a decode: one whole CUDA graph, where the
+others launch one for each layer and wait for the host."""
 
 from __future__ import annotations
 
@@ -39,10 +41,14 @@ OFTEN = 0.1
 TAIL = 8
 """Tokens after the last whole chunk: fewer than a block."""
 REPEATS = {"1k": 3, "4k": 3}
-"""How often a round asks short prompts; all others once. The host takes most of their time, and its times vary."""
+"""How often a round asks short prompts; all others once. The host takes most of their time, and its
+times vary.
+"""
 
 SIDES = {"vcache": ("a", "b"), "lmcache": ("lm_a", "lm_b")}
-"""By variant: the instance that stores and the one that hits. lmcache: through LMCache, in the same run as our own connector."""
+"""By variant: the instance that stores and the one that hits. lmcache: through LMCache, in the same
+run as our own connector.
+"""
 
 Samples = dict[tuple[str, str], list[float]]
 
@@ -56,9 +62,15 @@ def copy_engine(fleet: Fleet) -> float:
 
 
 def allowed(
-    floor: float, nbytes: int, speed: float, base: str = "own prefix-cache hit", more: float = ALLOWED_MS
+    floor: float,
+    nbytes: int,
+    speed: float,
+    base: str = "own prefix-cache hit",
+    more: float = ALLOWED_MS,
 ) -> tuple[float, str]:
-    """How many ms a hit may take, and that sum in words: `floor` ms, `nbytes` at the copy engine's `speed` (GB/s), and `more` ms."""
+    """How many ms a hit may take, and that sum in words: `floor` ms, `nbytes` at the copy engine's
+    `speed` (GB/s), and `more` ms.
+    """
     said = f"{base} {floor:.2f} ms + {nbytes >> 20} MiB / {speed:.0f} GB/s x {ALLOWED_COPY} + {more:g} ms"
     return floor + nbytes / speed / 1e9 * ALLOWED_COPY * MS + more, said
 
@@ -72,11 +84,11 @@ def first_token(
     kind: str = "",
     only: str = "",
 ) -> list[Row]:
-    """TTFT, by length, of recomputing, of vLLM's own prefix cache, and of `variants` (of `SIDES`). One warm-up round does not count.
+    """TTFT, by length, of recomputing, of vLLM's own prefix cache, and of `variants` (of `SIDES`).
+    One warm-up round does not count.
 
-    A variant whose instances do not start is left out; if time runs short, the rounds so far count. kind: the prefix of the instances'
-    names. only: this length alone.
-    """
+    A variant whose instances do not start is left out; if time runs short, the rounds so far count.
+    kind: the prefix of the instances' names. only: this length alone."""
     fleet.settle()
     speed = copy_engine(fleet)
     samples: Samples = defaultdict(list)
@@ -89,15 +101,28 @@ def first_token(
         order = able if turn % 2 else able[::-1]
         for name, length in _lengths(fleet, kind).items():
             for _ in range(REPEATS.get(name, 1) if only in ("", name) else 0):
-                _round(fleet, prompts.new(length), name, samples if turn else defaultdict(list), order, short, kind)
+                _round(
+                    fleet,
+                    prompts.new(length),
+                    name,
+                    samples if turn else defaultdict(list),
+                    order,
+                    short,
+                    kind,
+                )
         print(f"  round {turn} of {rounds}: {clock.spent:.0f} s into the run", flush=True)
     return _rows(fleet, samples, speed, short, kind)
 
 
 def _lengths(fleet: Fleet, kind: str = "") -> dict[str, int]:
-    """The prompts' lengths by their names in rows, rounded to whole chunks, which are larger for models with states."""
+    """The prompts' lengths by their names in rows, rounded to whole chunks, which are larger for
+    models with states.
+    """
     scale = fleet.of(kind)
-    return {name: max(length // scale.chunk, 1) * scale.chunk + TAIL for name, length in scale.lengths.items()}
+    return {
+        name: max(length // scale.chunk, 1) * scale.chunk + TAIL
+        for name, length in scale.lengths.items()
+    }
 
 
 def _names(variant: str, kind: str) -> tuple[str, str]:
@@ -117,9 +142,17 @@ def _starts(fleet: Fleet, variant: str, kind: str) -> bool:
 
 
 def _round(
-    fleet: Fleet, prompt: list[int], name: str, samples: Samples, variants: Sequence[str], short: list[str], kind: str
+    fleet: Fleet,
+    prompt: list[int],
+    name: str,
+    samples: Samples,
+    variants: Sequence[str],
+    short: list[str],
+    kind: str,
 ) -> None:
-    """Ask one prompt of all variants. Before every hit its instance was idle for as long as others took to compute the prompt."""
+    """Ask one prompt of all variants. Before every hit its instance was idle for as long as others
+    took to compute the prompt.
+    """
     scale = fleet.of(kind)
     due, alone = scale.hit(len(prompt)), fleet.instance(f"{kind}_alone" if kind else "alone")
     samples["recompute", name].append(_ttft(alone, prompt)[0])
@@ -140,7 +173,9 @@ def _ttft(child: Any, prompt: list[int]) -> tuple[float, int]:
     return answer["ttft"], answer["cached"]
 
 
-def _rows(fleet: Fleet, samples: Samples, speed: float, short: Sequence[str], kind: str = "") -> list[Row]:
+def _rows(
+    fleet: Fleet, samples: Samples, speed: float, short: Sequence[str], kind: str = ""
+) -> list[Row]:
     rows, begin = [], f"{fleet.rows}_{kind}" if kind else fleet.rows
     if not fleet.scale.cpu:
         what = f"the copy engine from {peer()} in this run"
@@ -148,7 +183,8 @@ def _rows(fleet: Fleet, samples: Samples, speed: float, short: Sequence[str], ki
     missed = f"; not full hits, left out: {', '.join(short)}" if short else ""
     for name, length in _lengths(fleet, kind).items():
         held = {
-            variant: [1e3 * value for value in samples.get((variant, name), [])] for variant in ("recompute", "prefix", *SIDES)
+            variant: [1e3 * value for value in samples.get((variant, name), [])]
+            for variant in ("recompute", "prefix", *SIDES)
         }
         if not held["prefix"]:
             continue
@@ -158,31 +194,58 @@ def _rows(fleet: Fleet, samples: Samples, speed: float, short: Sequence[str], ki
                 what = f"TTFT of {length} tokens; reference: vLLM's own prefix-cache hit{missed}"
                 rows.append(row(f"{begin}_{variant}_ms_{name}", "ms", values, floor, what=what))
         # The limits do not apply to a pool in host memory, which is read over PCIe.
-        if name in VS_RECOMPUTE and held["vcache"] and fleet.more.get("vcache.pool.device") != "host":
+        if (
+            name in VS_RECOMPUTE
+            and held["vcache"]
+            and fleet.more.get("vcache.pool.device") != "host"
+        ):
             rows += _judged(fleet, name, held, floor, speed, missed, kind)
     return rows
 
 
 def _judged(
-    fleet: Fleet, name: str, held: dict[str, list[float]], floor: float, speed: float, missed: str, kind: str
+    fleet: Fleet,
+    name: str,
+    held: dict[str, list[float]],
+    floor: float,
+    speed: float,
+    missed: str,
+    kind: str,
 ) -> list[Row]:
     """The rows with limits. The GPUs of an instance copy their parts at the same time."""
     begin, gpus = f"{fleet.rows}_{kind}" if kind else fleet.rows, KINDS[kind].gpus
-    most, sum_ = allowed(floor, fleet.of(kind).read_bytes(_lengths(fleet, kind)[name] - TAIL) // gpus, speed)
+    most, sum_ = allowed(
+        floor, fleet.of(kind).read_bytes(_lengths(fleet, kind)[name] - TAIL) // gpus, speed
+    )
     ours = held["vcache"]
     what = f"TTFT of a hit on {f'{gpus} peer GPUs' if gpus > 1 else peer()}; reference: {sum_}"
     rows = [row(f"{begin}_ttft_{name}", "ms", ours, most, what=what + missed, at_most=1.0)]
     against = f"reference: a hit on {peer()} {'in place' if fleet.in_place else 'through the pool'}"
     what, least = f"TTFT recomputing; {against}", None if kind else VS_RECOMPUTE[name]
-    rows.append(row(f"{begin}_vs_recompute_{name}", "ms", held["recompute"], ours, what=what, at_least=least))
+    rows.append(
+        row(
+            f"{begin}_vs_recompute_{name}", "ms", held["recompute"], ours, what=what, at_least=least
+        )
+    )
     if held["lmcache"]:
         what = f"TTFT of a hit on {peer()} by our connector; reference: by LMCache and the plugin, same pool{missed}"
-        rows.append(row(f"{begin}_ttft_vs_lmcache_{name}", "ms", ours, held["lmcache"], what=what, at_most=1.0))
+        rows.append(
+            row(
+                f"{begin}_ttft_vs_lmcache_{name}",
+                "ms",
+                ours,
+                held["lmcache"],
+                what=what,
+                at_most=1.0,
+            )
+        )
     return rows
 
 
 def miss(fleet: Fleet, clock: Clock, prompts: Prompts, counts: dict[str, int]) -> list[Row]:
-    """TTFT of a miss with the pool and without, in turn on one GPU, on which the pool also stores it."""
+    """TTFT of a miss with the pool and without, in turn on one GPU, on which the pool also stores
+    it.
+    """
     fleet.settle()
     children = {"with": fleet.instance("a"), "without": fleet.instance("alone")}
     rows: list[Row] = []
@@ -195,9 +258,19 @@ def miss(fleet: Fleet, clock: Clock, prompts: Prompts, counts: dict[str, int]) -
                 seconds, cached = _ttft(children[which], prompts.new(fleet.scale.lengths[name]))
                 if turn and not cached:
                     samples[which].append(seconds * MS)
-        how = "with its KV cache shared in place, nothing copied" if fleet.in_place else "with the pool on, stored as it goes"
+        how = (
+            "with its KV cache shared in place, nothing copied"
+            if fleet.in_place
+            else "with the pool on, stored as it goes"
+        )
         what = f"TTFT of a miss of {fleet.scale.lengths[name]} tokens {how}; reference: vLLM alone"
-        limit = MISS.get(f"{fleet.rows}_{name}") if fleet.in_place else 1.01 if name in VS_RECOMPUTE else None
+        limit = (
+            MISS.get(f"{fleet.rows}_{name}")
+            if fleet.in_place
+            else 1.01
+            if name in VS_RECOMPUTE
+            else None
+        )
         case = f"{fleet.rows}_miss_{'' if fleet.in_place else 'overhead_'}{name}"
         rows.append(row(case, "ms", samples["with"], samples["without"], what=what, at_most=limit))
     if fleet.in_place:
@@ -210,31 +283,40 @@ def miss(fleet: Fleet, clock: Clock, prompts: Prompts, counts: dict[str, int]) -
 
 
 def decoding(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
-    """Gaps between the tokens of running requests on B while requests load 16k tokens from A's GPU, one a second.
+    """Gaps between the tokens of running requests on B while requests load 16k tokens from A's GPU,
+    one a second.
 
-    LMCache loads before a step, on the worker's main thread, so in one step for each load every running request waits for the copy. Our
-    connector loads beside the steps; only the step that computes the loading request's last tokens is longer. Windows with and without
-    loads alternate. The loads cycle through more prompts than B's own prefix cache can keep.
-    """
+    LMCache loads before a step, on the worker's main thread, so in one step for each load every
+    running request waits for the copy. Our connector loads beside the steps; only the step that
+    computes the loading request's last tokens is longer. Windows with and without loads alternate.
+    The loads cycle through more prompts than B's own prefix cache can keep."""
     fleet.settle()
     scale, b = fleet.scale, fleet.instance("b")
     length = scale.lengths[LOAD]
     loads = _held_by_a(fleet, clock, prompts, length)
     seconds = scale.decode_seconds
-    # Contexts, and so steps, grow by a tenth meanwhile: this order spreads each kind of window evenly.
+    # Contexts, and so steps, grow by a tenth meanwhile: this order spreads each kind of window
+    # evenly.
     order = [0.0, EVERY, OFTEN, OFTEN, EVERY, 0.0] * 2
     windows = [{"seconds": seconds, "every": min(every, seconds / 2)} for every in order]
     running = [prompts.new(scale.decode_prompt) for _ in range(scale.running)]
     room = scale.max_model_len - scale.decode_prompt - 1
-    results = b.ask("decode", 60 + 20 * seconds, prompts=running, count=room, windows=windows, loads=loads)
-    of = {every: [result for result, kind in zip(results, order, strict=True) if kind == every] for every in (0.0, EVERY, OFTEN)}
+    results = b.ask(
+        "decode", 60 + 20 * seconds, prompts=running, count=room, windows=windows, loads=loads
+    )
+    of = {
+        every: [result for result, kind in zip(results, order, strict=True) if kind == every]
+        for every in (0.0, EVERY, OFTEN)
+    }
     quiet = [MS * gap for result in of[0.0] for gap in result["gaps"]]
     loaded = [MS * gap for result in of[EVERY] for gap in (*result["gaps"], *result["beside"])]
     often = [MS * gap for result in of[OFTEN] for gap in (*result["gaps"], *result["beside"])]
     done = [load for result in of[EVERY] for load in result["loads"]]
     full = sum(cached == scale.hit(length) for _, cached in done)
     share = sum(len(result["beside"]) for result in of[EVERY]) / max(1, len(loaded))
-    loads_ = f"{len(done)} loads of {length} tokens ({full} full hits), {share:.2%} of the gaps hold one"
+    loads_ = (
+        f"{len(done)} loads of {length} tokens ({full} full hits), {share:.2%} of the gaps hold one"
+    )
     rows = _gaps(fleet, quiet, loaded, often, loads_)
     return [*rows, _owner(fleet, clock, prompts, loads)] if fleet.in_place else rows
 
@@ -251,7 +333,9 @@ def _held_by_a(fleet: Fleet, clock: Clock, prompts: Prompts, length: int) -> lis
 
 
 def _owner(fleet: Fleet, clock: Clock, prompts: Prompts, loads: Sequence[list[int]]) -> Row:
-    """Gaps between the tokens of A's running requests while B reads `loads` out of A's KV cache, one a second, and while nobody does."""
+    """Gaps between the tokens of A's running requests while B reads `loads` out of A's KV cache,
+    one a second, and while nobody does.
+    """
     scale, a, b = fleet.scale, fleet.instance("a"), fleet.instance("b")
     windows = [{"seconds": scale.decode_seconds, "every": 0.0}]
     gaps: dict[bool, list[float]] = {False: [], True: []}
@@ -260,7 +344,13 @@ def _owner(fleet: Fleet, clock: Clock, prompts: Prompts, loads: Sequence[list[in
         reads = turn % 4 in (1, 2)
         clock.check(20)
         running = [prompts.new(scale.decode_prompt) for _ in range(scale.running)]
-        a.send("decode", prompts=running, count=scale.max_model_len - scale.decode_prompt - 1, windows=windows, loads=[])
+        a.send(
+            "decode",
+            prompts=running,
+            count=scale.max_model_len - scale.decode_prompt - 1,
+            windows=windows,
+            loads=[],
+        )
         until = time.monotonic() + scale.decode_seconds
         while reads and (due := time.monotonic()) < until:
             cached.append(_ttft(b, loads[len(cached) % len(loads)])[1])
@@ -273,17 +363,38 @@ def _owner(fleet: Fleet, clock: Clock, prompts: Prompts, loads: Sequence[list[in
     what = f"p99 of {who} while another instance reads this one's KV cache once a second: {reads_}; reference: nobody reads"
     calm = percentile(gaps[False], 99)
     case = f"{fleet.rows}_tpot_p99_owner"
-    return row(case, "ms", percentile(gaps[True], 99), calm, what=what, at_most=TPOT["inplace"], runs=len(gaps[True]))
+    return row(
+        case,
+        "ms",
+        percentile(gaps[True], 99),
+        calm,
+        what=what,
+        at_most=TPOT["inplace"],
+        runs=len(gaps[True]),
+    )
 
 
-def _gaps(fleet: Fleet, quiet: list[float], loaded: list[float], often: list[float], loads: str) -> list[Row]:
+def _gaps(
+    fleet: Fleet, quiet: list[float], loaded: list[float], often: list[float], loads: str
+) -> list[Row]:
     case, most, unit = f"{fleet.rows}_tpot", TPOT[fleet.rows], "ms"
     calm = percentile(quiet, 99)
     who = f"gaps between tokens of {fleet.scale.running} running requests"
     what = f"p99 of {who} while another loads from {peer()} once a second: {loads}; reference: none loads"
     judged = f"{case}_p99{'_reader' if fleet.in_place else ''}"
-    rows = [row(judged, unit, percentile(loaded, 99), calm, what=what, at_most=most, runs=len(loaded))]
+    rows = [
+        row(judged, unit, percentile(loaded, 99), calm, what=what, at_most=most, runs=len(loaded))
+    ]
     if often:
         what = f"p99 of {who}, a load of the same size every {OFTEN:g} s; reference: none"
-        rows.append(row(f"{case}_p99_10_loads_a_second", unit, percentile(often, 99), calm, what=what, runs=len(often)))
+        rows.append(
+            row(
+                f"{case}_p99_10_loads_a_second",
+                unit,
+                percentile(often, 99),
+                calm,
+                what=what,
+                runs=len(often),
+            )
+        )
     return rows

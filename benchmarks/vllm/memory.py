@@ -1,4 +1,5 @@
-"""A process that maps the pool's segments, can write into them without the server's knowledge, and times the copy engine.
+"""A process that maps the pool's segments, can write into them without the server's knowledge, and
+times the copy engine.
 
 Started with the metadata server's socket as its only argument.
 """
@@ -36,17 +37,23 @@ class Memory:
             for info in client.list_segments():
                 if info.id not in self._mapped:
                     opened, fd = client.open_segment(info.id)
-                    self._mapped[info.id] = segment.map_segment(opened, fd, _reader(opened.device, opened.medium))
+                    self._mapped[info.id] = segment.map_segment(
+                        opened, fd, _reader(opened.device, opened.medium)
+                    )
                     os.close(fd)
         for mapped in self._mapped.values():
             mapped.tensor(0, mapped.nbytes).fill_(value)
         _synchronize()
 
     def written(self, value: int) -> tuple[str, int]:
-        """Where something was written since `fill(value)`: the first such segment, and the first such byte in it."""
+        """Where something was written since `fill(value)`: the first such segment, and the first
+        such byte in it.
+        """
         for id_, mapped in self._mapped.items():
             for start in range(0, mapped.nbytes, STEP):
-                where = torch.nonzero(mapped.tensor(start, min(STEP, mapped.nbytes - start)) != value)
+                where = torch.nonzero(
+                    mapped.tensor(start, min(STEP, mapped.nbytes - start)) != value
+                )
                 if len(where):
                     return id_, start + int(where[0])
         raise RuntimeError("nothing was written into the pool")
@@ -61,12 +68,17 @@ class Memory:
         return int(torch.cuda.mem_get_info(ordinal)[0])
 
     def copy_speed(self, nbytes: int) -> list[float]:
-        """GB/s of the copy engine pulling `nbytes` from a segment of GPU 0 to GPU 1, or within a single one, `RUNS` times."""
+        """GB/s of the copy engine pulling `nbytes` from a segment of GPU 0 to GPU 1, or within a
+        single one, `RUNS` times.
+        """
         from ..copies import engine_seconds
 
         owner, reader = resolve("cuda:0"), resolve(f"cuda:{min(1, torch.cuda.device_count() - 1)}")
         torch.cuda.set_device(reader.ordinal)
-        with segment.create(owner, nbytes) as owned, segment.map_segment(owned.info, owned.fd, reader) as mapped:
+        with (
+            segment.create(owner, nbytes) as owned,
+            segment.map_segment(owned.info, owned.fd, reader) as mapped,
+        ):
             target = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{reader.ordinal}")
 
             def pull() -> None:

@@ -1,12 +1,14 @@
-"""Disaggregated prefill: how long does the decode instance's first token take if another instance computes the prompt?
+"""Disaggregated prefill: how long does the decode instance's first token take if another instance
+computes the prompt?
 
-Through our own connector, with a kv_producer on GPU 0 and a kv_consumer on GPU 1. Each round sends a new prompt in each of three ways: to
-both at the same instant (`together`); to the consumer once the producer has answered (`in_turn`); to the producer with the pool off
-(`prefill`). Time to first token counts from the sending to the answering instance's first token. Tokens after `together` are compared
-with the producer's own, after a hit in vLLM's own prefix cache.
+Through our own connector, with a kv_producer on GPU 0 and a kv_consumer on GPU 1. Each round sends
+a new prompt in each of three ways: to both at the same instant (`together`); to the consumer once
+the producer has answered (`in_turn`); to the producer with the pool off (`prefill`). Time to first
+token counts from the sending to the answering instance's first token. Tokens after `together` are
+compared with the producer's own, after a hit in vLLM's own prefix cache.
 
-Prompts end 8 tokens after their last whole chunk, less than a block, so both compute the same last tokens in a step of the same shape.
-"""
+Prompts end 8 tokens after their last whole chunk, less than a block, so both compute the same last
+tokens in a step of the same shape."""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def in_turn(here: Pair, prompt: list[int]) -> Taken:
     """The consumer is asked once the producer has answered."""
     when = time.perf_counter() + SOON
     here.producer.ask("at", ANSWER_SECONDS, when=when, tokens=prompt, count=1, vcache={})
-    answer = here.consumer.ask("at", ANSWER_SECONDS, when=0, tokens=prompt, count=NEW_TOKENS, vcache=COMES)
+    answer = here.consumer.ask(
+        "at", ANSWER_SECONDS, when=0, tokens=prompt, count=NEW_TOKENS, vcache=COMES
+    )
     return Taken(answer["first"] - when, answer)
 
 
@@ -80,8 +84,9 @@ WAYS: dict[str, Callable[[Pair, list[int]], Taken]] = {
 
 
 class Samples:
-    """The rounds' results. seconds: by way. full: whether all whole chunks came from the pool. equal: whether the tokens are right. left:
-    chunks in the pool that `consume_once` should have removed."""
+    """The rounds' results. seconds: by way. full: whether all whole chunks came from the pool.
+    equal: whether the tokens are right. left: chunks in the pool that `consume_once` should have
+    removed."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = defaultdict(list)
@@ -91,7 +96,9 @@ class Samples:
 
     def add(self, fleet: Fleet, here: Pair, prompts: Prompts, length: int, turn: int) -> None:
         """Run one round. Each round begins with another way."""
-        ways = itertools.islice(itertools.cycle(WAYS.items()), turn % len(WAYS), turn % len(WAYS) + len(WAYS))
+        ways = itertools.islice(
+            itertools.cycle(WAYS.items()), turn % len(WAYS), turn % len(WAYS) + len(WAYS)
+        )
         for name, way in list(ways):
             prompt = prompts.new(length + TAIL)
             taken = way(here, prompt)
@@ -99,11 +106,16 @@ class Samples:
             if name == "prefill":
                 continue
             self.full.append(taken.answer["cached"] == length)
-            right = here.producer.ask("at", ANSWER_SECONDS, when=0, tokens=prompt, count=NEW_TOKENS, vcache=OFF)
+            right = here.producer.ask(
+                "at", ANSWER_SECONDS, when=0, tokens=prompt, count=NEW_TOKENS, vcache=OFF
+            )
             self.equal.append(taken.answer["tokens"] == right["tokens"])
             if not (self.full[-1] and self.equal[-1]):
                 same = "equal" if self.equal[-1] else "differ"
-                print(f"  {name}: {taken.answer['cached']} of {length} tokens came from the pool, tokens {same}", flush=True)
+                print(
+                    f"  {name}: {taken.answer['cached']} of {length} tokens came from the pool, tokens {same}",
+                    flush=True,
+                )
             self.left.append(0 if fleet.in_place else fleet.chunks())
             if self.left[-1]:
                 fleet.pool.clear()
@@ -122,11 +134,19 @@ def first_token(fleet: Fleet, clock: Clock, prompts: Prompts, rounds: int) -> li
             break
         clock.check(10)
         samples.add(fleet, here, prompts, length, turn)
-    return rows(samples, length, length * fleet.scale.token_bytes, speed, "inplace_" if fleet.in_place else "")
+    return rows(
+        samples,
+        length,
+        length * fleet.scale.token_bytes,
+        speed,
+        "inplace_" if fleet.in_place else "",
+    )
 
 
 def rows(samples: Samples, length: int, nbytes: int, speed: float, prefix: str = "") -> list[Row]:
-    """The rows. length, nbytes: tokens that go through the pool, and their bytes. speed: the copy engine's, GB/s. prefix: of row names."""
+    """The rows. length, nbytes: tokens that go through the pool, and their bytes. speed: the copy
+    engine's, GB/s. prefix: of row names.
+    """
     ms = {name: [1e3 * value for value in values] for name, values in samples.seconds.items()}
     computed = statistics.median(ms["prefill"])
     most, sum_ = allowed(computed, nbytes, speed, "prefill", ALLOWED_MS)
@@ -141,13 +161,36 @@ def rows(samples: Samples, length: int, nbytes: int, speed: float, prefix: str =
     }
     name = f"{prefix}pd"
     found = [
-        row(f"{name}_copy_engine", "GB/s", speed, speed, what=f"the copy engine from {peer()} in this run"),
-        *(row(f"{name}_{way}_ms_16k", "ms", ms[way], computed, what=what) for way, what in whats.items()),
+        row(
+            f"{name}_copy_engine",
+            "GB/s",
+            speed,
+            speed,
+            what=f"the copy engine from {peer()} in this run",
+        ),
+        *(
+            row(f"{name}_{way}_ms_16k", "ms", ms[way], computed, what=what)
+            for way, what in whats.items()
+        ),
         row(f"{name}_ttft_16k", "ms", ms["together"], most, what=said, at_most=1.0),
-        fraction(f"{name}_full_hits", samples.full, f"{answers} for which every whole chunk came from the producer"),
-        fraction(f"{name}_equal", samples.equal, f"{answers} whose tokens are the producer's from vLLM's own prefix cache"),
+        fraction(
+            f"{name}_full_hits",
+            samples.full,
+            f"{answers} for which every whole chunk came from the producer",
+        ),
+        fraction(
+            f"{name}_equal",
+            samples.equal,
+            f"{answers} whose tokens are the producer's from vLLM's own prefix cache",
+        ),
     ]
     if not prefix:
         consumed = [not left for left in samples.left]
-        found.append(fraction(f"{name}_consumed", consumed, "requests with consume_once that left no chunk in the pool"))
+        found.append(
+            fraction(
+                f"{name}_consumed",
+                consumed,
+                "requests with consume_once that left no chunk in the pool",
+            )
+        )
     return found

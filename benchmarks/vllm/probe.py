@@ -1,16 +1,18 @@
-"""Inside the engine core, between vLLM's scheduler and its KV connector: what calls cost, and a promise broken on purpose.
+"""Inside the engine core, between vLLM's scheduler and its KV connector: what calls cost, and a
+promise broken on purpose.
 
 A request asks for it with `extra_args`:
 
-`{"timed": FILE}`: every call of the connector's scheduler side from the request's arrival to its end is timed: those that are about
-this request, and those made once a step, whomever they are for. With `"worker": True` those of the worker too, which without tensor
-parallelism lives in this process. A line of JSON is added to FILE when the request ends: seconds
-by method, and the steps that took.
+`{"timed": FILE}`: every call of the connector's scheduler side from the request's arrival to its
+end is timed: those that are about this request, and those made once a step, whomever they are for.
+With `"worker": True` those of the worker too, which without tensor parallelism lives in this
+process. A line of JSON is added to FILE when the request ends: seconds by method, and the steps
+that took.
 
-`{"lose": {"how": "clear" | "kill", "socket": PATH, "pid": SERVER, "note": FILE}}`: once the connector has promised tokens for the
-request, after the step is scheduled and before it is executed, all chunks are removed from the pool, or the metadata server is
-killed. FILE says then how many tokens had been promised.
-"""
+`{"lose": {"how": "clear" | "kill", "socket": PATH, "pid": SERVER, "note": FILE}}`: once the
+connector has promised tokens for the request, after the step is scheduled and before it is
+executed, all chunks are removed from the pool, or the metadata server is killed. FILE says then how
+many tokens had been promised."""
 
 from __future__ import annotations
 
@@ -34,7 +36,12 @@ OF_A_REQUEST = (
     "request_finished_all_groups",
 )
 """Methods whose first argument is the request."""
-OF_A_STEP = ("build_connector_meta", "update_connector_output", "get_kv_connector_stats", "take_events")
+OF_A_STEP = (
+    "build_connector_meta",
+    "update_connector_output",
+    "get_kv_connector_stats",
+    "take_events",
+)
 OF_A_WORKER = (
     "bind_connector_metadata",
     "start_load_kv",
@@ -49,10 +56,11 @@ LAST = ("request_finished", "request_finished_all_groups")
 
 
 class Probe:
-    """Wraps a connector's methods; all calls come from the scheduler's one thread. connector: None where there is none.
+    """Wraps a connector's methods; all calls come from the scheduler's one thread. connector: None
+    where there is none.
 
-    pool: vLLM's `BlockPool`. Where the connector watches it, what that adds to `get_new_blocks` counts as a method called once a step.
-    """
+    pool: vLLM's `BlockPool`. Where the connector watches it, what that adds to `get_new_blocks`
+    counts as a method called once a step."""
 
     def __init__(self, connector: Any, pool: Any = None) -> None:
         self._timed: dict[str, tuple[Path, dict[str, float]]] = {}
@@ -105,7 +113,9 @@ class Probe:
         self._due.clear()
 
     def _wrapped(self, name: str, method: Any) -> Any:
-        """The method, its seconds added to whoever asked; a promise and a request's end are taken note of."""
+        """The method, its seconds added to whoever asked; a promise and a request's end are taken
+        note of.
+        """
 
         def called(*args: Any, **kwargs: Any) -> Any:
             if not self._timed and not self._lose:
@@ -130,7 +140,9 @@ class Probe:
         return called
 
     def _watched(self, get_new_blocks: Any, inside: list[float]) -> Any:
-        """`get_new_blocks`, its seconds added to all who asked, but for those `inside` vLLM's own."""
+        """`get_new_blocks`, its seconds added to all who asked, but for those `inside` vLLM's
+        own.
+        """
 
         def called(*args: Any) -> Any:
             started, inside[0] = time.perf_counter(), 0.0

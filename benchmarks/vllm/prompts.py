@@ -9,7 +9,9 @@ from .scale import Scale
 
 
 class Hit(NamedTuple):
-    """first: what an instance computes and stores; then: what is asked after it, of which `cached` tokens are known by then."""
+    """first: what an instance computes and stores; then: what is asked after it, of which `cached`
+    tokens are known by then.
+    """
 
     kind: str
     first: list[int]
@@ -18,7 +20,9 @@ class Hit(NamedTuple):
 
 
 class Prompts:
-    """A source of them. Two runs have the same; within one no two share a chunk unless they are meant to."""
+    """A source of them. Two runs have the same; within one no two share a chunk unless they are
+    meant to.
+    """
 
     def __init__(self, scale: Scale, seed: int = 0) -> None:
         self.seed = seed
@@ -37,15 +41,24 @@ class Prompts:
         return Hit(f"{length}", prompt, prompt, self._scale.hit(length))
 
     def partial(self, index: int) -> Hit:
-        """A shared prefix, then something else: of odd lengths, one token past a chunk, short of one, at its edge, in a long prompt."""
+        """A shared prefix, then something else: of odd lengths, one token past a chunk, short of
+        one, at its edge, in a long prompt.
+        """
         chunk = self._scale.chunk
         shared = (2 * chunk + 1, 3 * chunk - 1, 2 * chunk, 5 * chunk + chunk // 3, chunk)[index % 5]
         tail = (1, chunk // 2 + 7, 2 * chunk, chunk - 1, 3 * chunk + 5)[index // 5 % 5]
         prefix = self.new(shared)
-        return Hit(f"{shared}+{tail}", prefix + self.new(tail), prefix + self.new(tail), shared - shared % chunk)
+        return Hit(
+            f"{shared}+{tail}",
+            prefix + self.new(tail),
+            prefix + self.new(tail),
+            shared - shared % chunk,
+        )
 
     def hits(self, whole: dict[int, int], partial: int) -> list[Hit]:
-        """So many of each length and so many partial ones, mixed: a run that ends early has some of each."""
+        """So many of each length and so many partial ones, mixed: a run that ends early has some of
+        each.
+        """
         left, hits = dict(whole), [self.partial(index) for index in range(partial)]
         most = max([*whole.values(), 1])
         for turn in range(most):

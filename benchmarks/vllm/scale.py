@@ -1,4 +1,6 @@
-"""How large everything is: the model's shape, the lengths, the memory; on two GPUs, and tiny on the CPU."""
+"""How large everything is: the model's shape, the lengths, the memory; on two GPUs, and tiny on the
+CPU.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,13 @@ STATEFUL = ("linear_attention", "conv")
 
 
 class Scale(msgspec.Struct, frozen=True, kw_only=True):
-    """lengths: tokens by the name rows give them. equal: prompts by length, whole and partial hits (see `prompts.hits`).
+    """lengths: tokens by the name rows give them. equal: prompts by length, whole and partial hits
+    (see `prompts.hits`).
 
-    kv_bytes: vLLM's KV cache of each instance. pool_bytes: what each instance lends to the pool. decode_*: see
-    `decoding`. beside: requests that decode while a load fails.
-    whole_blocks: hits end with a whole block of vLLM's, as those of our own connector do, not with the last token but one.
-    """
+    kv_bytes: vLLM's KV cache of each instance. pool_bytes: what each instance lends to the pool.
+    decode_*: see `decoding`. beside: requests that decode while a load fails. whole_blocks: hits
+    end with a whole block of vLLM's, as those of our own connector do, not with the last token but
+    one."""
 
     name: str
     model: dict[str, Any]
@@ -48,7 +51,9 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def state_bytes(self) -> int:
-        """Of the state behind a token, in bfloat16, as the models of `states` have it; 0 where all layers keep tokens."""
+        """Of the state behind a token, in bfloat16, as the models of `states` have it; 0 where all
+        layers keep tokens.
+        """
         model = self.model
         layers = model["num_hidden_layers"] - len(self.kinds)
         if "mamba_d_state" in model:
@@ -58,7 +63,9 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
         elif "linear_num_value_heads" in model:
             keys = model["linear_num_key_heads"] * model["linear_key_head_dim"]
             inner = model["linear_num_value_heads"] * model["linear_value_head_dim"]
-            values = inner * model["linear_key_head_dim"] + (2 * keys + inner) * (model["linear_conv_kernel_dim"] - 1)
+            values = inner * model["linear_key_head_dim"] + (2 * keys + inner) * (
+                model["linear_conv_kernel_dim"] - 1
+            )
         else:
             values = model.get("conv_dim", 0) * (model.get("conv_L_cache", 1) - 1)
         return int(2 * values * layers)
@@ -73,10 +80,19 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
         return int(2 * row * len(self.kinds))
 
     def read_bytes(self, tokens: int) -> int:
-        """What a hit of so many tokens has to bring: all of full attention, of the others the blocks of their windows, and the state."""
+        """What a hit of so many tokens has to bring: all of full attention, of the others the
+        blocks of their windows, and the state.
+        """
         kinds = self.kinds
-        full, window = kinds.count("full_attention"), -(-(self.model.get("sliding_window", 1) - 1) // self.block) * self.block
-        tables = self.token_bytes * (full * tokens + (len(kinds) - full) * min(window, tokens)) // len(kinds)
+        full, window = (
+            kinds.count("full_attention"),
+            -(-(self.model.get("sliding_window", 1) - 1) // self.block) * self.block,
+        )
+        tables = (
+            self.token_bytes
+            * (full * tokens + (len(kinds) - full) * min(window, tokens))
+            // len(kinds)
+        )
         return int(tables + self.state_bytes)
 
     @property
@@ -84,10 +100,11 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
         return int(self.model["vocab_size"])
 
     def hit(self, length: int) -> int:
-        """Tokens that can be known of a prompt of so many: whole chunks, and the last token is computed in any case.
+        """Tokens that can be known of a prompt of so many: whole chunks, and the last token is
+        computed in any case.
 
-        By LMCache it alone, by our connector the block it is in, as after a hit in vLLM's own prefix cache.
-        """
+        By LMCache it alone, by our connector the block it is in, as after a hit in vLLM's own
+        prefix cache."""
         most = (length - 1) // self.block * self.block if self.whole_blocks else length - 1
         return min(length - length % self.chunk, most)
 
@@ -146,9 +163,16 @@ FULL = Scale(
     decode_seconds=4.0,
 )
 SHORT = msgspec.structs.replace(
-    FULL, name="short", model=LLAMA_8B | {"num_hidden_layers": 8}, kv_bytes=3 * GIB, pool_bytes=3 * GIB, answer=16
+    FULL,
+    name="short",
+    model=LLAMA_8B | {"num_hidden_layers": 8},
+    kv_bytes=3 * GIB,
+    pool_bytes=3 * GIB,
+    answer=16,
 )
-"""For ranks that share a GPU: each layer's exchange between them waits until the GPU has turned to the other one."""
+"""For ranks that share a GPU: each layer's exchange between them waits until the GPU has turned to
+the other one.
+"""
 TINY = Scale(
     name="tiny",
     model=TINY_LLAMA,

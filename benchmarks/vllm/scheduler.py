@@ -1,17 +1,21 @@
-"""vLLM's schedulers with additions for requests that ask for them. All else, and every request that does not ask, is vLLM's own.
+"""vLLM's schedulers with additions for requests that ask for them. All else, and every request that
+does not ask, is vLLM's own.
 
-`in_chunks`: a request may ask that its hit in vLLM's own prefix cache end where the pool's would, for bit-for-bit comparisons
-need steps of the same shapes: other shapes run other kernels and may differ in the last bit. vLLM's own hits are whole blocks (16
-tokens). `extra_args={"chunk": 256}`: as LMCache's, whole chunks, and of a prompt that is whole chunks all but the last token; for
-that vLLM copies the block the hit ends in, as it does for any partial hit. With `"whole_blocks": True` too: as our connector's,
-whole chunks, and of such a prompt all but the last block, as vLLM itself.
+`in_chunks`: a request may ask that its hit in vLLM's own prefix cache end where the pool's would,
+for bit-for-bit comparisons need steps of the same shapes: other shapes run other kernels and may
+differ in the last bit. vLLM's own hits are whole blocks (16 tokens). `extra_args={"chunk": 256}`:
+as LMCache's, whole chunks, and of a prompt that is whole chunks all but the last token; for that
+vLLM copies the block the hit ends in, as it does for any partial hit. With `"whole_blocks": True`
+too: as our connector's, whole chunks, and of such a prompt all but the last block, as vLLM itself.
 
-`probed`: a request may ask what the KV connector costs the scheduler, or that the chunks it has been promised get lost (`probe`).
+`probed`: a request may ask what the KV connector costs the scheduler, or that the chunks it has
+been promised get lost (`probe`).
 
-`known`: `states` says which blocks hold states that vLLM's own prefix cache has, to code in the same process.
+`known`: `states` says which blocks hold states that vLLM's own prefix cache has, to code in the
+same process.
 
-All are functions that vLLM calls as it would the class; they take the scheduler that vLLM would have taken.
-"""
+All are functions that vLLM calls as it would the class; they take the scheduler that vLLM would
+have taken."""
 
 from __future__ import annotations
 
@@ -45,14 +49,17 @@ class _InChunks:
         self.kv_cache_manager.get_computed_blocks = self._computed
 
     def _computed(self, request: Any, *most_tokens: int | None) -> Any:
-        """As `KVCacheManager.get_computed_blocks`: blocks, their tokens, and the boundary only hybrid models have. vLLM 0.33 has a bound of
-        its own, which requests that ask are not given."""
+        """As `KVCacheManager.get_computed_blocks`: blocks, their tokens, and the boundary only
+        hybrid models have. vLLM 0.33 has a bound of its own, which requests that ask are not
+        given."""
         asked = _asked(request)
         chunk = asked.get("chunk")
         if not chunk:
             return self._plain(request, *most_tokens)
         manager = self.kv_cache_manager
-        blocks, tokens = manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens)[:2]
+        blocks, tokens = manager.coordinator.find_longest_cache_hit(
+            request.block_hashes, request.num_tokens
+        )[:2]
         tokens -= tokens % chunk
         size = manager.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         most = request.num_tokens - 1
@@ -91,17 +98,27 @@ class _Known:
 
 
 def states() -> list[int]:
-    """The blocks of this process's `known` scheduler that hold states in vLLM's own prefix cache."""
+    """The blocks of this process's `known` scheduler that hold states in vLLM's own prefix
+    cache.
+    """
     (scheduler,) = _schedulers
     manager = scheduler.kv_cache_manager
     groups = manager.kv_cache_config.kv_cache_groups
-    kept = {number for number, group in enumerate(groups) if isinstance(group.kv_cache_spec, MambaSpec)}
+    kept = {
+        number for number, group in enumerate(groups) if isinstance(group.kv_cache_spec, MambaSpec)
+    }
     blocks = manager.block_pool.blocks
-    return [block.block_id for block in blocks if block.block_hash is not None and get_group_id(block.block_hash) in kept]
+    return [
+        block.block_id
+        for block in blocks
+        if block.block_hash is not None and get_group_id(block.block_hash) in kept
+    ]
 
 
 def _with(addition: type) -> Callable[..., Any]:
-    """vLLM's own scheduler with this mixed in, asynchronous or not as the instance's is; called as vLLM calls the class."""
+    """vLLM's own scheduler with this mixed in, asynchronous or not as the instance's is; called as
+    vLLM calls the class.
+    """
 
     def make(vllm_config: Any, **given: Any) -> Any:
         plain = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler

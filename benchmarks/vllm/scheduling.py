@@ -1,5 +1,6 @@
-"""What our connector costs vLLM's scheduler for each request: the time of its scheduler side's methods, in the engine core. And what one
-that caches nothing costs each step, its worker's methods with it."""
+"""What our connector costs vLLM's scheduler for each request: the time of its scheduler side's
+methods, in the engine core. And what one that caches nothing costs each step, its worker's methods
+with it."""
 
 from __future__ import annotations
 
@@ -19,16 +20,19 @@ ALLOWED_US = 150.0
 ALLOWED_REFUSED_US = 20.0
 REFUSED = 10
 COUNTS = {"4k": 10, "16k": 5}
-"""Prompts of each length, each for hits and for misses, on an idle engine and beside running requests."""
+"""Prompts of each length, each for hits and for misses, on an idle engine and beside running
+requests.
+"""
 US = 1e6
 
 
 def scheduler_time(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
-    """A row for each length, hits and misses, idle and beside running requests; the row with the limit is the worst of them.
+    """A row for each length, hits and misses, idle and beside running requests; the row with the
+    limit is the worst of them.
 
-    A request's time is that of all calls from its arrival to its end: those about it, and those made once a step, in full, also
-    where other requests share the step. The first request of each row is left out.
-    """
+    A request's time is that of all calls from its arrival to its end: those about it, and those
+    made once a step, in full, also where other requests share the step. The first request of each
+    row is left out."""
     timed, scale = fleet.instance("timed"), fleet.scale
     file = fleet.folder / "timed.jsonl"
     rows = []
@@ -43,29 +47,45 @@ def scheduler_time(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
                     fleet.compute("a", prompt)
                 file.unlink(missing_ok=True)
                 answers = timed.ask(
-                    "beside", SECONDS, others=running, length=0, tokens=asked, count=1, extra={"timed": str(file)}
+                    "beside",
+                    SECONDS,
+                    others=running,
+                    length=0,
+                    tokens=asked,
+                    count=1,
+                    extra={"timed": str(file)},
                 )["one"]
                 due_tokens = scale.hit(scale.lengths[name]) if kind == "hit" else 0
                 right = sum(answer["cached"] == due_tokens for answer in answers)
                 what = f"{kind} of {scale.lengths[name]} tokens beside {beside} running requests ({right} of {len(answers)} were)"
-                rows.append(_row(f"{fleet.rows}_scheduler_us_{name}_{kind}_{beside}_running", file, what))
+                rows.append(
+                    _row(f"{fleet.rows}_scheduler_us_{name}_{kind}_{beside}_running", file, what)
+                )
     worst = max(rows, key=lambda each: each.value)
     what = f"scheduler's time in our connector a request, the worst median of all lengths, hits and misses; {worst.what}"
     judged = msgspec.structs.replace(
-        worst, case=f"{fleet.rows}_scheduler_us", what=what, limit=f"<= {ALLOWED_US:g} us", ok=worst.value <= ALLOWED_US
+        worst,
+        case=f"{fleet.rows}_scheduler_us",
+        what=what,
+        limit=f"<= {ALLOWED_US:g} us",
+        ok=worst.value <= ALLOWED_US,
     )
     return [*rows, judged]
 
 
 def refused_step(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
-    """What an instance whose connector was refused spends in it a step, beside running requests: the median of the means of requests."""
+    """What an instance whose connector was refused spends in it a step, beside running requests:
+    the median of the means of requests.
+    """
     clock.check(15)
     refused, scale, file = fleet.instance("refused"), fleet.scale, fleet.folder / "refused.jsonl"
     file.unlink(missing_ok=True)
     running = [prompts.new(scale.decode_prompt) for _ in range(scale.running)]
     asked = [prompts.new(scale.decode_prompt) for _ in range(REFUSED + 1)]
     extra = {"timed": str(file), "worker": True}
-    refused.ask("beside", SECONDS, others=running, length=0, tokens=asked, count=scale.answer, extra=extra)
+    refused.ask(
+        "beside", SECONDS, others=running, length=0, tokens=asked, count=scale.answer, extra=extra
+    )
     lines = [json.loads(line) for line in file.read_text().splitlines()][1:]
     means = [US * (sum(each.values()) - each["steps"]) / each["steps"] for each in lines]
     log = (fleet.folder / "refused.log").read_text(errors="replace")
@@ -78,7 +98,9 @@ def refused_step(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
 
 
 def _row(case: str, file: Path, what: str) -> Row:
-    """The median of the requests' sums, with the 99th percentile and each method's median in its text."""
+    """The median of the requests' sums, with the 99th percentile and each method's median in its
+    text.
+    """
     spent = [json.loads(line) for line in file.read_text().splitlines()][1:]
     steps = [int(each.pop("steps", 0)) for each in spent]
     sums = [US * sum(each.values()) for each in spent]

@@ -1,4 +1,6 @@
-"""What instances are started with, as users would set it: vLLM's arguments, its connector's, LMCache's file."""
+"""What instances are started with, as users would set it: vLLM's arguments, its connector's,
+LMCache's file.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,22 @@ from .instances import KINDS, Spec
 from .scale import Scale
 
 BOTH = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
-COMPILED_BY_RULE = {"inductor_compile_config": {"combo_kernels": True, "benchmark_combo_kernel": False}}
-"""vLLM 0.26 has the compiler time whether kernels are to be combined; then instances that compile for themselves may differ."""
+COMPILED_BY_RULE = {
+    "inductor_compile_config": {"combo_kernels": True, "benchmark_combo_kernel": False}
+}
+"""vLLM 0.26 has the compiler time whether kernels are to be combined; then instances that compile
+for themselves may differ.
+"""
 
 ONE_GPU = {"distributed_executor_backend": "mp", "disable_custom_all_reduce": True}
-"""For ranks that share a GPU: by itself vLLM refuses more of them than there are GPUs, and its all-reduce reads the peer GPU's memory."""
+"""For ranks that share a GPU: by itself vLLM refuses more of them than there are GPUs, and its
+all-reduce reads the peer GPU's memory.
+"""
 
 
 class Integration(msgspec.Struct, frozen=True, kw_only=True):
-    """How instances come to the pool. name: lmcache or vllm. more: of vcache's configuration, `vcache.SECTION.KEY` by value. store:
-    likewise, of instances with an offload tier."""
+    """How instances come to the pool. name: lmcache or vllm. more: of vcache's configuration,
+    `vcache.SECTION.KEY` by value. store: likewise, of instances with an offload tier."""
 
     name: str
     socket: Path
@@ -74,7 +82,9 @@ def arguments(scale: Scale, spec: Spec, model: Path, integration: Integration) -
 def _transfer(scale: Scale, spec: Spec, integration: Integration) -> dict[str, Any]:
     if integration.of(spec) != "vllm":
         return {"kv_connector": "LMCacheConnectorV1", **BOTH}
-    more = {path.removeprefix("vcache."): value for path, value in integration.settings(spec).items()}
+    more = {
+        path.removeprefix("vcache."): value for path, value in integration.settings(spec).items()
+    }
     lends = 0 if spec.role == "consumer" else scale.pool_bytes
     # A chunk of one token less is not made of whole blocks.
     return our_connector(integration.socket, lends, scale.chunk - spec.refused, more) | (
@@ -114,14 +124,23 @@ def _plain(value: str) -> Any:
 
 def lmcache_file(scale: Scale, spec: Spec, integration: Integration) -> dict[str, Any]:
     """configs/lmcache-vcache.yaml with what is different here, for JSON, which is YAML."""
-    # Beside instances of our own connector, which lend the pool its memory, those of LMCache's lend nothing.
+    # Beside instances of our own connector, which lend the pool its memory, those of LMCache's lend
+    # nothing.
     lends = 0 if spec.variant == "lmcache" else scale.pool_bytes
-    own = {"vcache.server.socket": str(integration.socket), "vcache.pool.segment_bytes": lends, **integration.settings(spec)}
+    own = {
+        "vcache.server.socket": str(integration.socket),
+        "vcache.pool.segment_bytes": lends,
+        **integration.settings(spec),
+    }
     # Without the last one look-ups promise the pool alone.
-    return lmcache(own, {"chunk_size": scale.chunk, **({"enable_async_loading": True} if spec.below else {})})
+    return lmcache(
+        own, {"chunk_size": scale.chunk, **({"enable_async_loading": True} if spec.below else {})}
+    )
 
 
 def lmcache(extra: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
     """configs/lmcache-vcache.yaml with changes: of `extra_config`, and of LMCache's own."""
-    written = msgspec.yaml.decode((ROOT / "configs/lmcache-vcache.yaml").read_bytes(), type=dict[str, Any])
+    written = msgspec.yaml.decode(
+        (ROOT / "configs/lmcache-vcache.yaml").read_bytes(), type=dict[str, Any]
+    )
     return {**written, "extra_config": {**written["extra_config"], **extra}, **theirs}

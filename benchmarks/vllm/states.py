@@ -1,13 +1,22 @@
-"""Shapes of models whose layers keep states, not tokens: Mamba-2, short convolutions, gated delta nets; few layers, real widths."""
+"""Shapes of models whose layers keep states, not tokens: Mamba-2, short convolutions, gated delta
+nets; few layers, real widths.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-EAGER: dict[str, Any] = {"arguments": {"enforce_eager": True}, "environment": {"VLLM_TRITON_FORCE_FIRST_CONFIG": "1"}}
+EAGER: dict[str, Any] = {
+    "arguments": {"enforce_eager": True},
+    "environment": {"VLLM_TRITON_FORCE_FIRST_CONFIG": "1"},
+}
 """How instances of them start."""
-GRAPHS: dict[str, Any] = EAGER | {"arguments": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}}
-"""Or with CUDA graphs of their decode steps, and nothing compiled: what vLLM 0.33 compiles wants a newer torch than GPU hosts have."""
+GRAPHS: dict[str, Any] = EAGER | {
+    "arguments": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+}
+"""Or with CUDA graphs of their decode steps, and nothing compiled: what vLLM 0.33 compiles wants a
+newer torch than GPU hosts have.
+"""
 _USUAL: dict[str, Any] = {
     "vocab_size": 32000,
     "max_position_embeddings": 131072,
@@ -111,7 +120,12 @@ TINY_GRANITE = TINY | {
     "mamba_d_state": 16,
     "mamba_chunk_size": 64,
 }
-TINY_LFM2 = TINY | {"layer_types": ["conv", "full_attention"] * 2, "conv_dim": 256, "block_dim": 256, "block_ff_dim": 256}
+TINY_LFM2 = TINY | {
+    "layer_types": ["conv", "full_attention"] * 2,
+    "conv_dim": 256,
+    "block_dim": 256,
+    "block_ff_dim": 256,
+}
 TINY_QWEN3_NEXT = TINY | {
     "layer_types": (["linear_attention"] * 3 + ["full_attention"]),
     "num_key_value_heads": 4,

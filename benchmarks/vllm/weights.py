@@ -11,9 +11,11 @@ from .scale import Scale
 
 
 def scale_weights(model: Any) -> int:
-    """Dummy weights are too small for the output to depend on the context: norms become 1, matrices 20 times as large. Biases and sinks
-    stay small: of 1 they would drown what the context says. Convolutions of a few tokens become 1000 times as large. Some of the heads
-    that keep a state forget half of it in ten thousand tokens, some in ten: by itself all would in one, or grow without end.
+    """Dummy weights are too small for the output to depend on the context: norms become 1, matrices
+    20 times as large. Biases and sinks stay small: of 1 they would drown what the context says.
+    Convolutions of a few tokens become 1000 times as large. Some of the heads that keep a state
+    forget half of it in ten thousand tokens, some in ten: by itself all would in one, or grow
+    without end.
 
     Runs in vLLM's worker, which finds it by its module's name.
     """
@@ -27,7 +29,9 @@ def scale_weights(model: Any) -> int:
         elif name.endswith((".A", ".A_log")):
             import torch
 
-            rates = torch.linspace(math.log(1e-4), math.log(0.1), parameter.numel(), device=parameter.device)
+            rates = torch.linspace(
+                math.log(1e-4), math.log(0.1), parameter.numel(), device=parameter.device
+            )
             parameter.data.copy_(rates if name.endswith("_log") else -rates.exp())
         elif "norm" in name:
             parameter.data.fill_(norm)
@@ -41,21 +45,26 @@ def flip_kv(worker: Any, offset: int, mask: int) -> None:
     cache = worker.model_runner.kv_caches[0]
     numbers = cache.view(torch.uint8)
     page = numbers[0].numel()
-    bytes_ = numbers.as_strided((numbers.shape[0], page), (numbers.stride(0), 1), numbers.storage_offset())
+    bytes_ = numbers.as_strided(
+        (numbers.shape[0], page), (numbers.stride(0), 1), numbers.storage_offset()
+    )
     bytes_[:, offset] ^= mask
     if cache.is_cuda:
         torch.cuda.synchronize(cache.device)
 
 
 def flip_states(worker: Any) -> int:
-    """In vLLM's worker, beside a `known` scheduler: the highest bit of all bytes of its prefix cache's states, where the first layer that
-    keeps any has its own; other tables' first layers lie there too. No token's KV is touched. How many blocks that are."""
+    """In vLLM's worker, beside a `known` scheduler: the highest bit of all bytes of its prefix
+    cache's states, where the first layer that keeps any has its own; other tables' first layers lie
+    there too. No token's KV is touched. How many blocks that are."""
     import torch
 
     from .scheduler import states
 
     layers = worker.vllm_config.compilation_config.static_forward_context.values()
-    first = next(layer.kv_cache for layer in layers if isinstance(getattr(layer, "kv_cache", None), tuple))
+    first = next(
+        layer.kv_cache for layer in layers if isinstance(getattr(layer, "kv_cache", None), tuple)
+    )
     blocks = torch.tensor(states(), dtype=torch.long, device=first[0].device)
     for state in first:
         bits = torch.tensor(0x80, dtype=torch.uint8, device=state.device)
@@ -67,7 +76,8 @@ def flip_states(worker: Any) -> int:
 
 
 def write_model(folder: Path, scale: Scale) -> Path:
-    """A folder that vLLM takes for the model: `config.json` alone for dummy weights; the tiny Llama brings its own.
+    """A folder that vLLM takes for the model: `config.json` alone for dummy weights; the tiny Llama
+    brings its own.
 
     One that is there stays as it is: vcache knows a model by its files, and when they were written.
     """
@@ -81,7 +91,9 @@ def write_model(folder: Path, scale: Scale) -> Path:
 
 
 def _write_weights(path: Path, model: dict[str, Any]) -> None:
-    """Random weights of a fixed seed, scaled so that attention matters and the output depends on every token."""
+    """Random weights of a fixed seed, scaled so that attention matters and the output depends on
+    every token.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -90,7 +102,9 @@ def _write_weights(path: Path, model: dict[str, Any]) -> None:
     heads, kv_heads = head * model["num_attention_heads"], head * model["num_key_value_heads"]
 
     def matrix(rows: int, columns: int, gain: float) -> torch.Tensor:
-        return (torch.randn(rows, columns, generator=random) * gain / math.sqrt(columns)).to(torch.bfloat16)
+        return (torch.randn(rows, columns, generator=random) * gain / math.sqrt(columns)).to(
+            torch.bfloat16
+        )
 
     ones = torch.ones(hidden, dtype=torch.bfloat16)
     shapes = {
@@ -109,6 +123,9 @@ def _write_weights(path: Path, model: dict[str, Any]) -> None:
     }
     for layer in range(model["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
-        weights |= {f"{prefix}{name}.weight": ones.clone() for name in ("input_layernorm", "post_attention_layernorm")}
+        weights |= {
+            f"{prefix}{name}.weight": ones.clone()
+            for name in ("input_layernorm", "post_attention_layernorm")
+        }
         weights |= {f"{prefix}{name}.weight": matrix(*shape) for name, shape in shapes.items()}
     save_file(weights, str(path))

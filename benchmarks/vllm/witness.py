@@ -1,4 +1,6 @@
-"""A vLLM under load whose KV cache others read: what its steps have written is summed up behind them, and told beside what it publishes."""
+"""A vLLM under load whose KV cache others read: what its steps have written is summed up behind
+them, and told beside what it publishes.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,12 @@ class Owner(Engine):
         kv: PagedKV = worker._worker.kv
         tensors = worker._worker.session._tensors
         shape = Shape(
-            list(tensors[0].shape), list(tensors[0].stride()), kv.dtype, kv.layers, kv.block_size, self.size.scale.chunk
+            list(tensors[0].shape),
+            list(tensors[0].stride()),
+            kv.dtype,
+            kv.layers,
+            kv.block_size,
+            self.size.scale.chunk,
         )
         new = self._folder / f"{SHAPE}.new"
         new.write_bytes(msgspec.json.encode(shape))
@@ -77,7 +84,12 @@ class Owner(Engine):
         while self._untold and self._untold[0][2].reached():
             spec, host, _ = self._untold.popleft()
             keys = [bytes(key).hex() for key in of_rank(spec.keys, 0)]
-            record = Record(keys, spec.blocks.hex(), spec.generations.hex(), host.numpy().astype("<i8").tobytes().hex())
+            record = Record(
+                keys,
+                spec.blocks.hex(),
+                spec.generations.hex(),
+                host.numpy().astype("<i8").tobytes().hex(),
+            )
             lines += msgspec.json.encode(record) + b"\n"
         if lines:
             name = bytes(self._worker.in_place.publisher._instance).hex()

@@ -1,7 +1,7 @@
 """vcache as a storage plugin of LMCache: `storage_plugins: [vcache]`, see docs/lmcache.md.
 
-LMCache imports `VCacheBackend` from here. The modules that need neither LMCache nor vLLM are imported without them.
-"""
+LMCache imports `VCacheBackend` from here. The modules that need neither LMCache nor vLLM are
+imported without them."""
 
 from __future__ import annotations
 

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryAllocatorInterface, MemoryFormat, MemoryObj
-from lmcache.v1.storage_backend.abstract_backend import AllocatorBackendInterface, StoragePluginInterface
+from lmcache.v1.storage_backend.abstract_backend import (
+    AllocatorBackendInterface,
+    StoragePluginInterface,
+)
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.transfer.arguments import as_slots
@@ -28,10 +31,10 @@ log = logging.getLogger(__name__)
 class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type: ignore[misc]
     """LMCache builds one in each worker from `storage_plugins: [vcache]`; see docs/lmcache.md.
 
-    LMCache calls `contains` and its variants in its look-up thread, the `async` methods on its storage manager's loop, and the rest in the
-    worker's main thread. Nothing raises, and nothing waits longer than the client's deadlines. If the plugin must not work here (see
-    `checks`), it stays as an allocator that always returns None.
-    """
+    LMCache calls `contains` and its variants in its look-up thread, the `async` methods on its
+    storage manager's loop, and the rest in the worker's main thread. Nothing raises, and nothing
+    waits longer than the client's deadlines. If the plugin must not work here (see `checks`), it
+    stays as an allocator that always returns None."""
 
     is_vcache = True
 
@@ -44,7 +47,13 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         loop: Any = None,
         **_: Any,
     ) -> None:
-        super().__init__(dst_device=dst_device, config=config, metadata=metadata, local_cpu_backend=local_cpu_backend, loop=loop)
+        super().__init__(
+            dst_device=dst_device,
+            config=config,
+            metadata=metadata,
+            local_cpu_backend=local_cpu_backend,
+            loop=loop,
+        )
         logs.join_vllm()
         self.worker: PoolWorker | None = None
         self.verbs: Verbs | None = None
@@ -59,7 +68,9 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
     # ---- for the GPU connector and `Verbs`
 
     def bind(self, kvcaches: Any) -> PoolWorker | None:
-        """The worker, which uses these KV caches from now on; made on the first call. None if the plugin stepped aside."""
+        """The worker, which uses these KV caches from now on; made on the first call. None if the
+        plugin stepped aside.
+        """
         if self.worker is not None:
             self.worker.kvcaches = kvcaches
         elif not self.reason:
@@ -70,7 +81,9 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         return self.worker
 
     @answers(None)
-    def note_sources(self, objs: Sequence[MemoryObj], starts: Sequence[int], more: dict[str, Any]) -> None:
+    def note_sources(
+        self, objs: Sequence[MemoryObj], starts: Sequence[int], more: dict[str, Any]
+    ) -> None:
         """See `PoolWorker.note`. more: LMCache's `kvcaches`, `slot_mapping`, ..."""
         worker, mapping = self.bind(more["kvcaches"]), more["slot_mapping"]
         if worker is not None:
@@ -96,7 +109,9 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
     def batched_contains(self, keys: list[CacheEngineKey], pin: bool = False) -> int:
         return self.worker.contains(keys) if self.worker is not None else 0
 
-    async def batched_async_contains(self, lookup_id: str, keys: list[CacheEngineKey], pin: bool = False) -> int:
+    async def batched_async_contains(
+        self, lookup_id: str, keys: list[CacheEngineKey], pin: bool = False
+    ) -> int:
         return 0
 
     async def batched_get_non_blocking(
@@ -117,7 +132,9 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         """Nothing: the server notes the use of chunks when it leases them."""
 
     def get_blocking(self, key: CacheEngineKey) -> None:
-        """None: `Verbs.retrieve` loads hits straight into the paged KV cache, without memory objects."""
+        """None: `Verbs.retrieve` loads hits straight into the paged KV cache, without memory
+        objects.
+        """
 
     def batched_get_blocking(self, keys: list[CacheEngineKey]) -> list[None]:
         """None for each; see `get_blocking`."""
@@ -133,7 +150,9 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         eviction: bool = True,
         busy_loop: bool = True,
     ) -> MemoryObj | None:
-        """A memory object for one whole chunk; None for less, upon which LMCache stops storing the request."""
+        """A memory object for one whole chunk; None for less, upon which LMCache stops storing the
+        request.
+        """
         return next(iter(self.batched_allocate(shapes, dtypes, 1, fmt) or ()), None)
 
     @answers(None)
@@ -154,9 +173,14 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
 
     @answers(None)
     def batched_submit_put_task(
-        self, keys: Sequence[CacheEngineKey], objs: list[MemoryObj], transfer_spec: Any = None, on_complete_callback: Any = None
+        self,
+        keys: Sequence[CacheEngineKey],
+        objs: list[MemoryObj],
+        transfer_spec: Any = None,
+        on_complete_callback: Any = None,
     ) -> None:
-        """Reserve slots, launch one copy, and return. Chunks that are in the pool already are not copied; commits follow in the background.
+        """Reserve slots, launch one copy, and return. Chunks that are in the pool already are not
+        copied; commits follow in the background.
 
         `on_complete_callback` is not called: LMCache's storage manager passes none.
         """
@@ -164,7 +188,11 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
             self.worker.put(keys, objs)
 
     async def async_batched_submit_put_task(
-        self, keys: Sequence[CacheEngineKey], objs: list[MemoryObj], transfer_spec: Any = None, on_complete_callback: Any = None
+        self,
+        keys: Sequence[CacheEngineKey],
+        objs: list[MemoryObj],
+        transfer_spec: Any = None,
+        on_complete_callback: Any = None,
     ) -> None:
         """As `batched_submit_put_task`, which does not wait for the copy either."""
         self.batched_submit_put_task(keys, objs)
@@ -184,7 +212,9 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
 
     @answers(0)
     def clear(self) -> int:
-        """Forget every chunk of this namespace, of all instances that share it. Returns their number of tokens."""
+        """Forget every chunk of this namespace, of all instances that share it. Returns their
+        number of tokens.
+        """
         return self.worker.clear() * int(self.config.chunk_size) if self.worker is not None else 0
 
     def get_allocator_backend(self) -> AllocatorBackendInterface:
@@ -197,7 +227,9 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         return NoAllocator()
 
     def calculate_chunk_budget(self) -> int:
-        """How many chunks may be loaded at a time: practically any number, since our memory objects hold no memory."""
+        """How many chunks may be loaded at a time: practically any number, since our memory objects
+        hold no memory.
+        """
         return 1 << 20
 
     @answers(None)
@@ -221,4 +253,6 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
 
     def _step_aside(self, error: Exception) -> None:
         self.reason = str(error) or type(error).__name__
-        self._starter.say_stepped_aside(self.reason, None if isinstance(error, StepAside | VCacheError) else error)
+        self._starter.say_stepped_aside(
+            self.reason, None if isinstance(error, StepAside | VCacheError) else error
+        )

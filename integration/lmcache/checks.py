@@ -1,4 +1,5 @@
-"""Checks that must pass before the plugin works. Each gives None, or a sentence that says what is wrong and what to change.
+"""Checks that must pass before the plugin works. Each gives None, or a sentence that says what is
+wrong and what to change.
 
 It imports neither LMCache nor vLLM.
 """
@@ -20,7 +21,9 @@ CLASS_NAME = "VCacheBackend"
 
 
 def version() -> str | None:
-    """Why the plugin does not work with this LMCache, or None. `patches` checks the internals that it relies on."""
+    """Why the plugin does not work with this LMCache, or None. `patches` checks the internals that
+    it relies on.
+    """
     try:
         installed = metadata.version("lmcache")
     except metadata.PackageNotFoundError:
@@ -32,8 +35,17 @@ def version() -> str | None:
 
 
 def refusal(lm_config: Any, instance: Instance) -> str | None:
-    """The first setting of LMCache or of the instance with which the plugin cannot work, and what to change; None if there is none."""
-    return next((reason for reason in (*_unsupported(lm_config), *_instance_reasons(lm_config, instance)) if reason), None)
+    """The first setting of LMCache or of the instance with which the plugin cannot work, and what
+    to change; None if there is none.
+    """
+    return next(
+        (
+            reason
+            for reason in (*_unsupported(lm_config), *_instance_reasons(lm_config, instance))
+            if reason
+        ),
+        None,
+    )
 
 
 _REPLACED = {
@@ -53,8 +65,13 @@ def _unsupported(lm_config: Any) -> Iterator[str]:
     wanted, ours = getattr(lm_config, "retrieve_locations", None), _our_names(lm_config)
     if wanted and not set(wanted) & set(ours):
         yield f"retrieve_locations {wanted} leaves vcache out: add {ours[0]} to it, or remove it"
-    location, plugins = getattr(lm_config, "store_location", None), getattr(lm_config, "storage_plugins", None) or ()
-    if location not in ours and (location or getattr(lm_config, "max_local_cpu_size", 0) > 0 or len(plugins) > 1):
+    location, plugins = (
+        getattr(lm_config, "store_location", None),
+        getattr(lm_config, "storage_plugins", None) or (),
+    )
+    if location not in ours and (
+        location or getattr(lm_config, "max_local_cpu_size", 0) > 0 or len(plugins) > 1
+    ):
         yield (
             f"store_location is {location or 'not set'}, so that LMCache would fill other tiers than vcache, which has no bytes for them: "
             f"set store_location: {ours[0]}"
@@ -77,7 +94,11 @@ def _instance_reasons(lm_config: Any, instance: Instance) -> Iterator[str | None
             'with "kv_connector":"VCacheConnector"'
         )
     extra = getattr(lm_config, "extra_config", None) or {}
-    if instance.model.use_mla and instance.model.tp_size > 1 and extra.get("save_only_first_rank", True):
+    if (
+        instance.model.use_mla
+        and instance.model.tp_size > 1
+        and extra.get("save_only_first_rank", True)
+    ):
         yield (
             "LMCache's first rank would read MLA chunks and broadcast them: set save_only_first_rank: false in extra_config, and every "
             "rank reads the pool itself; chunks are stored once all the same"
@@ -92,7 +113,11 @@ def remarks(lm_config: Any, instance: Instance) -> Iterator[str]:
         yield f"LMCache takes {host:g} GiB of host memory, which nothing uses: set local_cpu: false and max_local_cpu_size: 0"
     if getattr(lm_config, "pre_caching_hash_algorithm", "builtin") == "builtin":
         yield "Python's own hash can be made to collide on purpose: set pre_caching_hash_algorithm: sha256"
-    unheard = [key for key in getattr(lm_config, "extra_config", None) or {} if str(key).startswith("vcache.connector.")]
+    unheard = [
+        key
+        for key in getattr(lm_config, "extra_config", None) or {}
+        if str(key).startswith("vcache.connector.")
+    ]
     if unheard:
         yield (
             f"{', '.join(sorted(unheard))} in extra_config: settings of vcache's own connector for vLLM, which LMCache's does not have; "
@@ -109,4 +134,6 @@ def _our_names(lm_config: Any) -> list[str]:
     """The names in `storage_plugins` that are of our class."""
     extra = getattr(lm_config, "extra_config", None) or {}
     named = getattr(lm_config, "storage_plugins", None) or []
-    return [name for name in named if extra.get(f"storage_plugin.{name}.class_name") == CLASS_NAME] or ["vcache"]
+    return [
+        name for name in named if extra.get(f"storage_plugin.{name}.class_name") == CLASS_NAME
+    ] or ["vcache"]

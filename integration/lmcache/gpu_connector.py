@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 class VCacheGPUConnector(GPUConnectorInterface):  # type: ignore[misc]
-    """LMCacheEngine calls it to move KV. All calls come inside `store`, in the worker's main thread."""
+    """LMCacheEngine calls it to move KV. All calls come inside `store`, in the worker's main
+    thread.
+    """
 
     def __init__(self, backend: VCacheBackend | None = None) -> None:
         self.backend = backend
@@ -24,14 +26,24 @@ class VCacheGPUConnector(GPUConnectorInterface):  # type: ignore[misc]
         if "kvcaches" in kwargs:
             self._there().bind(kwargs["kvcaches"])
 
-    def batched_from_gpu(self, memory_objs: Sequence[MemoryObj], starts: list[int], ends: list[int], **kwargs: Any) -> None:
-        """Note where the chunks lie in `kvcaches`, by `slot_mapping`. They are copied once LMCache puts them, with their keys."""
+    def batched_from_gpu(
+        self, memory_objs: Sequence[MemoryObj], starts: list[int], ends: list[int], **kwargs: Any
+    ) -> None:
+        """Note where the chunks lie in `kvcaches`, by `slot_mapping`. They are copied once LMCache
+        puts them, with their keys.
+        """
         self._there().note_sources(list(memory_objs), starts, kwargs)
 
     def batched_to_gpu(
-        self, memory_objs: Any = None, starts: list[int] | None = None, ends: list[int] | None = None, **kwargs: Any
+        self,
+        memory_objs: Any = None,
+        starts: list[int] | None = None,
+        ends: list[int] | None = None,
+        **kwargs: Any,
     ) -> None:
-        """Never called: `Verbs.retrieve` replaces the engine's, and needs no memory objects. RuntimeError."""
+        """Never called: `Verbs.retrieve` replaces the engine's, and needs no memory objects.
+        RuntimeError.
+        """
         raise RuntimeError(
             "LMCache loads memory objects where vcache loads chunks by itself; is this another version of LMCache?"
         )
@@ -47,5 +59,7 @@ class VCacheGPUConnector(GPUConnectorInterface):  # type: ignore[misc]
 
     def _there(self) -> VCacheBackend:
         if self.backend is None:
-            raise RuntimeError("no vcache backend: LMCache did not build the storage plugin; its log says why")
+            raise RuntimeError(
+                "no vcache backend: LMCache did not build the storage plugin; its log says why"
+            )
         return self.backend

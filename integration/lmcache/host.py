@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from vcache_backend.offload.read import Fetch, Staged
 
 HELD_SHARE = 8
-"""Chunks that were read ahead may hold so many times `offload.staging_bytes` of host memory. `staging_bytes` of it are kept for reuse."""
+"""Chunks that were read ahead may hold so many times `offload.staging_bytes` of host memory.
+`staging_bytes` of it are kept for reuse.
+"""
 _WAIT_SECONDS = 0.05
 
 
@@ -26,7 +28,9 @@ class Host:
         self._session = session
 
     def fetched(self, fetch: Fetch) -> list[HeldChunk]:
-        """Wait for the whole `fetch` from the offload tier. Its leading chunks, each in memory of its own, until memory runs out."""
+        """Wait for the whole `fetch` from the offload tier. Its leading chunks, each in memory of
+        its own, until memory runs out.
+        """
         taken: list[HeldChunk] = []
         try:
             while not fetch.over:
@@ -46,7 +50,9 @@ class Host:
         try:
             if memory is not None:
                 staged.write_to(memory)
-                taken.append(HeldChunk(memory, functools.partial(self.memory.give, memory), staged.epoch))
+                taken.append(
+                    HeldChunk(memory, functools.partial(self.memory.give, memory), staged.epoch)
+                )
         except BaseException:
             if memory is not None:
                 self.memory.give(memory)

@@ -1,8 +1,7 @@
 """Describes the serving instance that the plugin runs in, and makes its layout.
 
-Under vLLM it reads vLLM's configuration (`..vllm.model_spec`); without vLLM, LMCache's metadata and our settings. It imports neither
-vLLM nor LMCache.
-"""
+Under vLLM it reads vLLM's configuration (`..vllm.model_spec`); without vLLM, LMCache's metadata and
+our settings. It imports neither vLLM nor LMCache."""
 
 from __future__ import annotations
 
@@ -28,11 +27,12 @@ from .settings import Settings
 class Instance:
     """One worker of a serving instance.
 
-    model: without vLLM, this worker's part of it. rank, ranks: which of how many shards of a chunk this worker holds, within its pipeline
-    stage; 0 of 1 with MLA, where all hold the same. kv_groups: groups of layers with block tables of their own. windowed: vLLM frees some
-    of a request's blocks while it runs. num_blocks: as vLLM counts them; 0 if unknown. kvcaches: by layer; None until vLLM has registered
-    them. adapter: LMCache's adapter in vLLM. adapter, vllm_config: None without vLLM.
-    """
+    model: without vLLM, this worker's part of it. rank, ranks: which of how many shards of a chunk
+    this worker holds, within its pipeline stage; 0 of 1 with MLA, where all hold the same.
+    kv_groups: groups of layers with block tables of their own. windowed: vLLM frees some of a
+    request's blocks while it runs. num_blocks: as vLLM counts them; 0 if unknown. kvcaches: by
+    layer; None until vLLM has registered them. adapter: LMCache's adapter in vLLM. adapter,
+    vllm_config: None without vLLM."""
 
     model: ModelSpec
     rank: int = 0
@@ -47,39 +47,59 @@ class Instance:
     vllm_config: Any = field(default=None, compare=False, repr=False)
 
     def describe(self, kvcaches: KVCaches, config: Config) -> tuple[PagedKV, Config]:
-        """The geometry of this worker's KV caches, and `config` with `engine.kv_axes` set to match. Raises LayoutError."""
+        """The geometry of this worker's KV caches, and `config` with `engine.kv_axes` set to match.
+        Raises LayoutError.
+        """
         engine, tensors = config.engine, by_layer(kvcaches)
         if self.vllm_config is None:
-            return PagedKV.describe(kvcaches, self.model.block_size, axes=engine.kv_axes or None), config
-        kv = model_spec.describe(self.vllm_config, tensors, self.num_blocks, engine.chunk_size, engine)
+            return PagedKV.describe(
+                kvcaches, self.model.block_size, axes=engine.kv_axes or None
+            ), config
+        kv = model_spec.describe(
+            self.vllm_config, tensors, self.num_blocks, engine.chunk_size, engine
+        )
         axes = engine.kv_axes or model_spec.axes(tensors, kv.block_size) or ""
-        return kv, msgspec.structs.replace(config, engine=msgspec.structs.replace(engine, kv_axes=axes))
+        return kv, msgspec.structs.replace(
+            config, engine=msgspec.structs.replace(engine, kv_axes=axes)
+        )
 
-    def layout(self, kvcaches: KVCaches, kv: PagedKV, chunk_size: int, hash_probe: str, hash_algorithm: str) -> Layout:
-        """The layout on which two instances must agree to share. LMCache's own key has only the model, the dtype and the number of workers.
+    def layout(
+        self, kvcaches: KVCaches, kv: PagedKV, chunk_size: int, hash_probe: str, hash_algorithm: str
+    ) -> Layout:
+        """The layout on which two instances must agree to share. LMCache's own key has only the
+        model, the dtype and the number of workers.
 
-        chunk_size: in tokens. hash_probe: see `hash_probe`. hash_algorithm: LMCache's `pre_caching_hash_algorithm`. All ranks of a pipeline
-        stage get the same layout.
-        """
+        chunk_size: in tokens. hash_probe: see `hash_probe`. hash_algorithm: LMCache's
+        `pre_caching_hash_algorithm`. All ranks of a pipeline stage get the same layout."""
         layers = kvcaches if isinstance(kvcaches, Mapping) else {}
         shard = model_spec.read_shard(self.vllm_config, layers, kv, chunk_size, self.pp_rank, 0)
         made = model_spec.layout(self.model, [shard], chunk_size, hash_probe.encode())
-        return msgspec.structs.replace(made, hash_algorithm=hash_algorithm, extra=made.extra | {"integration": "lmcache"})
+        return msgspec.structs.replace(
+            made, hash_algorithm=hash_algorithm, extra=made.extra | {"integration": "lmcache"}
+        )
 
 
 def by_layer(kvcaches: KVCaches) -> dict[str, Any]:
     """KV caches by their layers' names, or by number if LMCache passes a list."""
-    return dict(kvcaches) if isinstance(kvcaches, Mapping) else {str(i): tensor for i, tensor in enumerate(kvcaches)}
+    return (
+        dict(kvcaches)
+        if isinstance(kvcaches, Mapping)
+        else {str(i): tensor for i, tensor in enumerate(kvcaches)}
+    )
 
 
 def discover(metadata: Any, settings: Settings) -> Instance:
-    """The instance that LMCache's `metadata` belongs to. ConfigError if the block size is not known, or contradicts `settings`."""
+    """The instance that LMCache's `metadata` belongs to. ConfigError if the block size is not
+    known, or contradicts `settings`.
+    """
     group = _transfer_group()
     adapter = _adapter(group)
     if adapter is not None:
         return _under_vllm(metadata, settings, group, adapter)
     if not settings.block_size:
-        raise ConfigError("no vLLM here to ask for the KV block size: set vcache.block_size in LMCache's extra_config")
+        raise ConfigError(
+            "no vLLM here to ask for the KV block size: set vcache.block_size in LMCache's extra_config"
+        )
     ranks = 1 if metadata.use_mla else metadata.world_size
     dtype = model_spec.plain(metadata.kv_dtype)
     model = ModelSpec(
@@ -97,7 +117,9 @@ def discover(metadata: Any, settings: Settings) -> Instance:
 
 
 def hash_probe(token_database: Any) -> str:
-    """LMCache's hash of a fixed chunk of tokens, as text. Equal only if algorithm, seed and chunk size are."""
+    """LMCache's hash of a fixed chunk of tokens, as text. Equal only if algorithm, seed and chunk
+    size are.
+    """
     tokens = list(range(1, token_database.chunk_size + 1))
     _, _, chunk_hash = next(iter(token_database.process_tokens(tokens, make_key=False)))
     return str(chunk_hash)
@@ -106,11 +128,17 @@ def hash_probe(token_database: Any) -> str:
 def _transfer_group() -> Any:
     """vLLM's KV connector in this worker, or None. (If vLLM has made one, its module is loaded.)"""
     module = sys.modules.get("vllm.distributed.kv_transfer")
-    return module.get_kv_transfer_group() if module is not None and module.has_kv_transfer_group() else None
+    return (
+        module.get_kv_transfer_group()
+        if module is not None and module.has_kv_transfer_group()
+        else None
+    )
 
 
 def _adapter(group: Any) -> Any:
-    """LMCache's adapter (`LMCacheConnectorV1Impl`) inside vLLM's connector, which may be one of several (`MultiConnector`)."""
+    """LMCache's adapter (`LMCacheConnectorV1Impl`) inside vLLM's connector, which may be one of
+    several (`MultiConnector`).
+    """
     for connector in (group, *getattr(group, "_connectors", ())):
         adapter = getattr(connector, "_lmcache_engine", None)
         if hasattr(adapter, "_vllm_config"):

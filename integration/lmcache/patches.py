@@ -1,9 +1,12 @@
-"""Every place where the plugin patches LMCache or vLLM. All go through `_replace`, which may be repeated without harm.
+"""Every place where the plugin patches LMCache or vLLM. All go through `_replace`, which may be
+repeated without harm.
 
-`register()` is called in each of vLLM's processes by our plugin for vLLM (../plugin.py). It wraps the constructor of LMCache's connector
-once vLLM imports it, which is when a user asked for `LMCacheConnectorV1`. If LMCache's configuration names our plugin, the scheduler's
-connector tags each request with its scope (scope.py) before any look-up, and does not cache requests that keys cannot tell apart. Without
-that tag the plugin refuses every key. On a CPU, for which LMCache has no GPU connector, a worker gets ours instead of an exception.
+`register()` is called in each of vLLM's processes by our plugin for vLLM (../plugin.py). It wraps
+the constructor of LMCache's connector once vLLM imports it, which is when a user asked for
+`LMCacheConnectorV1`. If LMCache's configuration names our plugin, the scheduler's connector tags
+each request with its scope (scope.py) before any look-up, and does not cache requests that keys
+cannot tell apart. Without that tag the plugin refuses every key. On a CPU, for which LMCache has no
+GPU connector, a worker gets ours instead of an exception.
 
 `take_allocator_role` and `install` are called in a worker, by the plugin's backend.
 """
@@ -42,11 +45,14 @@ class StepAside(Exception):
     """The plugin must not work here. The message says why, and what to change."""
 
 
-def _replace(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]], wanted: str = "") -> None:
-    """Replace `owner.name` by `make(theirs)`, where `theirs` is the original, also when it was replaced before.
+def _replace(
+    owner: Any, name: str, make: Callable[[Any], Callable[..., Any]], wanted: str = ""
+) -> None:
+    """Replace `owner.name` by `make(theirs)`, where `theirs` is the original, also when it was
+    replaced before.
 
-    wanted: names of parameters that the original must have. StepAside if it lacks one, or does not exist.
-    """
+    wanted: names of parameters that the original must have. StepAside if it lacks one, or does not
+    exist."""
     theirs = getattr(owner, name, None)
     theirs = getattr(theirs, _THEIRS, theirs)
     there = inspect.signature(theirs).parameters if callable(theirs) else {}
@@ -60,7 +66,9 @@ def _replace(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]], w
 
 def _changed(owner: Any, what: str) -> NoReturn:
     kind = owner if isinstance(owner, type | ModuleType) else type(owner)
-    raise StepAside(f"LMCache has changed where vcache holds on to it: {kind.__name__} has no {what}; install {WANTED}")
+    raise StepAside(
+        f"LMCache has changed where vcache holds on to it: {kind.__name__} has no {what}; install {WANTED}"
+    )
 
 
 def _must_have(owner: Any, names: str) -> None:
@@ -72,7 +80,10 @@ def _must_have(owner: Any, names: str) -> None:
 def names_our_plugin(config: Any) -> bool:
     """Whether an `LMCacheEngineConfig` has a storage plugin that is ours."""
     extra: Mapping[str, Any] = getattr(config, "extra_config", None) or {}
-    modules = (extra.get(f"storage_plugin.{name}.module_path") for name in getattr(config, "storage_plugins", None) or ())
+    modules = (
+        extra.get(f"storage_plugin.{name}.module_path")
+        for name in getattr(config, "storage_plugins", None) or ()
+    )
     return any(str(module).startswith(PLUGIN_MODULE) for module in modules)
 
 
@@ -80,7 +91,9 @@ def names_our_plugin(config: Any) -> bool:
 
 
 def register() -> None:
-    """Have `LMCacheConnectorV1` wrapped as soon as vLLM imports it. Idempotent, cheap, and never raises."""
+    """Have `LMCacheConnectorV1` wrapped as soon as vLLM imports it. Idempotent, cheap, and never
+    raises.
+    """
     try:
         module = sys.modules.get(CONNECTOR_MODULE)
         if module is not None:
@@ -92,9 +105,13 @@ def register() -> None:
 
 
 class _OnImport(MetaPathFinder):
-    """Finds LMCache's connector module the ordinary way, and calls `register` once it is executed."""
+    """Finds LMCache's connector module the ordinary way, and calls `register` once it is
+    executed.
+    """
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if fullname != CONNECTOR_MODULE:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
@@ -126,24 +143,35 @@ def _guarded(what: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
         return what(*args, **kwargs)
     except Exception as error:  # noqa: BLE001 - vLLM must start
-        log.warning("vcache's hook failed and nothing will be cached (%s: %s: %s)", what.__name__, type(error).__name__, error)
+        log.warning(
+            "vcache's hook failed and nothing will be cached (%s: %s: %s)",
+            what.__name__,
+            type(error).__name__,
+            error,
+        )
         return None
 
 
 def _uses_native(vllm_config: Any, *_: Any, **__: Any) -> bool:
     native = bool(vllm_config.kv_transfer_config.get_from_extra_config("use_native", False))
     if native:
-        log.info("vcache does nothing: `use_native: true` picks vLLM's own copy of LMCache's adapter, without storage plugins")
+        log.info(
+            "vcache does nothing: `use_native: true` picks vLLM's own copy of LMCache's adapter, without storage plugins"
+        )
     return native
 
 
 def _supply_connector() -> None:
-    """Have `CreateGPUConnector` return our connector on a CPU, for which LMCache has none. (vLLM's adapter imports it on each call.)"""
+    """Have `CreateGPUConnector` return our connector on a CPU, for which LMCache has none. (vLLM's
+    adapter imports it on each call.)
+    """
     source: Any = importlib.import_module("lmcache.v1.gpu_connector")
     vllm = importlib.import_module("lmcache.utils").EngineType.VLLM
 
     def make(create: Callable[..., Any]) -> Callable[..., Any]:
-        def create_gpu_connector(config: Any, metadata: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
+        def create_gpu_connector(
+            config: Any, metadata: Any, engine: Any, *args: Any, **kwargs: Any
+        ) -> Any:
             if engine == vllm and source.torch_device_type == "cpu" and names_our_plugin(config):
                 from .. import amx
                 from .gpu_connector import VCacheGPUConnector
@@ -170,9 +198,15 @@ def _patch_scheduler(connector: Any) -> None:
 
 
 def _look_up_at_hand(client: Any) -> None:
-    """Have look-ups call the worker directly if it is the only one and runs in the scheduler's process: no socket, no other thread."""
+    """Have look-ups call the worker directly if it is the only one and runs in the scheduler's
+    process: no socket, no other thread.
+    """
     transport: Any = getattr(client, "transport", None)
-    if type(client).__name__ != "LMCacheLookupClient" or client.enable_blending or getattr(transport, "world_size", 0) != 1:
+    if (
+        type(client).__name__ != "LMCacheLookupClient"
+        or client.enable_blending
+        or getattr(transport, "world_size", 0) != 1
+    ):
         return
     builder = importlib.import_module("lmcache.v1.cache_engine").LMCacheEngineBuilder
     name = importlib.import_module("lmcache.integration.vllm.utils").ENGINE_NAME
@@ -183,11 +217,19 @@ def _look_up_at_hand(client: Any) -> None:
             if engine is None or engine.storage_manager is None or engine.metadata.role != "worker":
                 return theirs(message)
             hashes, offsets, lookup_id, configs = message
-            asked = {"hashes": hashes, "offsets": offsets, "request_configs": json.loads(configs) if configs else None}
+            asked = {
+                "hashes": hashes,
+                "offsets": offsets,
+                "request_configs": json.loads(configs) if configs else None,
+            }
             try:
                 return [engine.lookup(lookup_id=lookup_id, pin=True, **asked).to_bytes(4, "big")]
             except Exception as error:  # noqa: BLE001 - vLLM's scheduler would die of it
-                log.warning("vcache: a look-up failed, which counts as a miss (%s: %s)", type(error).__name__, error)
+                log.warning(
+                    "vcache: a look-up failed, which counts as a miss (%s: %s)",
+                    type(error).__name__,
+                    error,
+                )
                 return []
 
         return send_and_recv_all
@@ -199,12 +241,18 @@ def _look_up_at_hand(client: Any) -> None:
 
 
 def take_allocator_role() -> None:
-    """Have StorageManagers with a backend of ours allocate from it. Patched in the class, since each decides in its constructor."""
+    """Have StorageManagers with a backend of ours allocate from it. Patched in the class, since
+    each decides in its constructor.
+    """
     manager = importlib.import_module("lmcache.v1.storage_backend.storage_manager").StorageManager
 
     def make(theirs: Callable[..., Any]) -> Callable[..., Any]:
         def _get_allocator_backend(self: Any, config: Any) -> Any:
-            ours = [backend for backend in self.storage_backends.values() if getattr(backend, "is_vcache", False)]
+            ours = [
+                backend
+                for backend in self.storage_backends.values()
+                if getattr(backend, "is_vcache", False)
+            ]
             return ours[0] if ours else theirs(self, config)
 
         return _get_allocator_backend
@@ -216,21 +264,30 @@ def engine_of(metadata: Any) -> Any:
     """The LMCacheEngine that is being built with this `metadata` object; None if there is none."""
     builder = importlib.import_module("lmcache.v1.cache_engine").LMCacheEngineBuilder
     _must_have(builder, "_instances")
-    return next((engine for engine in builder._instances.values() if engine.metadata is metadata), None)
+    return next(
+        (engine for engine in builder._instances.values() if engine.metadata is metadata), None
+    )
 
 
 def install(engine: Any, backend: VCacheBackend, adapter: Any) -> Verbs:
-    """Put `backend` into its engine, and into LMCache's adapter in vLLM if there is one, in place of an earlier backend of ours.
+    """Put `backend` into its engine, and into LMCache's adapter in vLLM if there is one, in place
+    of an earlier backend of ours.
 
-    LMCache's `recreate_backend`, for whatever tier, makes a new backend of ours. It would go on allocating from the earlier one, and close
-    that only if the call was for our tier; so this does both. StepAside if LMCache's internals have changed.
-    """
+    LMCache's `recreate_backend`, for whatever tier, makes a new backend of ours. It would go on
+    allocating from the earlier one, and close that only if the call was for our tier; so this does
+    both. StepAside if LMCache's internals have changed."""
     from .gpu_connector import VCacheGPUConnector
     from .verbs import Verbs
 
     _must_have(engine, "token_database retrieve_locations is_healthy stats_monitor")
-    _must_have(engine.stats_monitor, "on_lookup_request on_lookup_finished on_retrieve_request on_retrieve_finished")
-    verbs, look_up = Verbs(engine, backend), "hashes offsets search_range lookup_id pin request_configs"
+    _must_have(
+        engine.stats_monitor,
+        "on_lookup_request on_lookup_finished on_retrieve_request on_retrieve_finished",
+    )
+    verbs, look_up = (
+        Verbs(engine, backend),
+        "hashes offsets search_range lookup_id pin request_configs",
+    )
     for name, verb, wanted in (
         ("lookup", verbs.lookup, look_up),
         ("async_lookup_and_prefetch", verbs.fetch, look_up),
@@ -247,9 +304,19 @@ def install(engine: Any, backend: VCacheBackend, adapter: Any) -> Verbs:
         engine.storage_manager.allocator_backend = backend
     if adapter is not None:
         _must_have(adapter, "_parent _block_size")
-        _replace(adapter, "start_load_kv", functools.partial(_load_under_full_graphs, adapter), "forward_context")
-        _replace(adapter, "get_block_ids_with_load_errors", functools.partial(_report_blocks, adapter, backend))
-        # Moved to a GPU, as the adapter would have it, a slot mapping waits for the forward pass. Copies are planned on the host.
+        _replace(
+            adapter,
+            "start_load_kv",
+            functools.partial(_load_under_full_graphs, adapter),
+            "forward_context",
+        )
+        _replace(
+            adapter,
+            "get_block_ids_with_load_errors",
+            functools.partial(_report_blocks, adapter, backend),
+        )
+        # Moved to a GPU, as the adapter would have it, a slot mapping waits for the forward pass.
+        # Copies are planned on the host.
         adapter.device = importlib.import_module("torch").device("cpu")
     return verbs
 
@@ -257,14 +324,16 @@ def install(engine: Any, backend: VCacheBackend, adapter: Any) -> Verbs:
 def _load_under_full_graphs(adapter: Any, theirs: Callable[..., Any]) -> Callable[..., Any]:
     """`start_load_kv` with attention metadata that is not None whenever there is something to load.
 
-    Under full CUDA graphs vLLM passes None. LMCache then loads nothing and reports nothing, and the request would be computed from
-    whatever its blocks hold. LMCache only asks whether the metadata is None.
-    """
+    Under full CUDA graphs vLLM passes None. LMCache then loads nothing and reports nothing, and the
+    request would be computed from whatever its blocks hold. LMCache only asks whether the metadata
+    is None."""
 
     def start_load_kv(forward_context: Any, **kwargs: Any) -> Any:
         if forward_context.attn_metadata is None:
             requests = getattr(adapter._parent._get_connector_metadata(), "requests", ())
-            if any(request.load_spec is not None and request.load_spec.can_load for request in requests):
+            if any(
+                request.load_spec is not None and request.load_spec.can_load for request in requests
+            ):
                 forward_context = copy.copy(forward_context)
                 forward_context.attn_metadata = {}
         return theirs(forward_context, **kwargs)
@@ -272,8 +341,12 @@ def _load_under_full_graphs(adapter: Any, theirs: Callable[..., Any]) -> Callabl
     return start_load_kv
 
 
-def _report_blocks(adapter: Any, backend: VCacheBackend, theirs: Callable[[], set[int]]) -> Callable[[], set[int]]:
-    """`get_block_ids_with_load_errors`, which vLLM calls at a step's end: wait for the loads launched in it, and add those that failed."""
+def _report_blocks(
+    adapter: Any, backend: VCacheBackend, theirs: Callable[[], set[int]]
+) -> Callable[[], set[int]]:
+    """`get_block_ids_with_load_errors`, which vLLM calls at a step's end: wait for the loads
+    launched in it, and add those that failed.
+    """
 
     def get_block_ids_with_load_errors() -> set[int]:
         return theirs() | backend.settle(adapter._block_size)

@@ -1,9 +1,10 @@
-"""Scopes: requests share cached prefixes only within one scope, which a tag in their `kv_transfer_params` names.
+"""Scopes: requests share cached prefixes only within one scope, which a tag in their
+`kv_transfer_params` names.
 
-LMCache's key contains neither vLLM's `cache_salt` nor the LoRA adapter, but it does contain a request's tags (`lmcache.tag.NAME` in
-`kv_transfer_params`). So the scheduler's hook gives every request the tag `vcache`, its scope, and the worker refuses keys without one.
-It imports neither vLLM nor LMCache.
-"""
+LMCache's key contains neither vLLM's `cache_salt` nor the LoRA adapter, but it does contain a
+request's tags (`lmcache.tag.NAME` in `kv_transfer_params`). So the scheduler's hook gives every
+request the tag `vcache`, its scope, and the worker refuses keys without one. It imports neither
+vLLM nor LMCache."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ PLAIN = "-"
 """The scope of a request with neither salt nor adapter."""
 
 REFUSED = "vcache.uncached"
-"""Set beside `SKIP_SAVE`: the request is never looked up either, however often vLLM schedules it. Users may set it, too."""
+"""Set beside `SKIP_SAVE`: the request is never looked up either, however often vLLM schedules it.
+Users may set it, too.
+"""
 
 _PARAMS = "kv_transfer_params"
 log = logging.getLogger(__name__)
@@ -36,7 +39,8 @@ _PLAIN_TYPES = (str, int, float, bool, type(None))
 
 
 def scope(salt: str | None, adapter: tuple[str, ...] | None) -> str:
-    """The scope of a request: `-`, or the hex BLAKE2b-128 of its salt and its adapter (name, path, content).
+    """The scope of a request: `-`, or the hex BLAKE2b-128 of its salt and its adapter (name, path,
+    content).
 
     LMCache joins tags into strings with `@` and `%`, which hex digits never contain.
     """
@@ -50,13 +54,19 @@ def scope(salt: str | None, adapter: tuple[str, ...] | None) -> str:
 
 
 def scoped(tags: Tags) -> bool:
-    """Whether our tag is among the tags of one of LMCache's keys. If not, the scheduler has not loaded our plugin."""
+    """Whether our tag is among the tags of one of LMCache's keys. If not, the scheduler has not
+    loaded our plugin.
+    """
     return any(name == TAG_NAME for name, _ in tags or ())
 
 
 def tags_of(configs: Mapping[str, Any] | None) -> Tags:
     """The tags that LMCache writes into the keys of a request with these `request_configs`."""
-    return tuple((name.removeprefix(TAG_PREFIX), value) for name, value in (configs or {}).items() if name.startswith(TAG_PREFIX))
+    return tuple(
+        (name.removeprefix(TAG_PREFIX), value)
+        for name, value in (configs or {}).items()
+        if name.startswith(TAG_PREFIX)
+    )
 
 
 def has_own_tag(extra_args: Mapping[str, Any] | None) -> bool:
@@ -65,15 +75,25 @@ def has_own_tag(extra_args: Mapping[str, Any] | None) -> bool:
 
 
 def tagged(extra_args: Mapping[str, Any] | None, value: str) -> dict[str, Any]:
-    """A copy of `SamplingParams.extra_args` with our tag, which overrides one that the user has set.
+    """A copy of `SamplingParams.extra_args` with our tag, which overrides one that the user has
+    set.
 
     ValueError if a tag's value is of a type that LMCache cannot hash.
     """
     params = _params(extra_args)
-    odd = [name for name, what in params.items() if name.startswith(TAG_PREFIX) and not isinstance(what, _PLAIN_TYPES)]
+    odd = [
+        name
+        for name, what in params.items()
+        if name.startswith(TAG_PREFIX) and not isinstance(what, _PLAIN_TYPES)
+    ]
     if odd:
-        raise ValueError(f"{odd[0]} in kv_transfer_params is a {type(params[odd[0]]).__name__}; a tag is text or a number")
-    return {**(extra_args or {}), _PARAMS: {TAG: value, **{name: what for name, what in params.items() if name != TAG}}}
+        raise ValueError(
+            f"{odd[0]} in kv_transfer_params is a {type(params[odd[0]]).__name__}; a tag is text or a number"
+        )
+    return {
+        **(extra_args or {}),
+        _PARAMS: {TAG: value, **{name: what for name, what in params.items() if name != TAG}},
+    }
 
 
 def is_refused(extra_args: Mapping[str, Any] | None) -> bool:
@@ -82,7 +102,9 @@ def is_refused(extra_args: Mapping[str, Any] | None) -> bool:
 
 
 def uncached(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A copy of `extra_args` that tells LMCache to store nothing of the request. All tags are removed."""
+    """A copy of `extra_args` that tells LMCache to store nothing of the request. All tags are
+    removed.
+    """
     try:
         params = _params(extra_args)
     except ValueError:
@@ -99,22 +121,29 @@ def _params(extra_args: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def give_scope(request: Any, adapters: Adapters) -> bool:
-    """Write the scope of a vLLM request into its sampling parameters. Returns whether it may be cached. Idempotent.
+    """Write the scope of a vLLM request into its sampling parameters. Returns whether it may be
+    cached. Idempotent.
 
-    Not cached: a request without sampling parameters (pooling); one with prompt embeddings (LMCache's key has only token ids); one with a
-    LoRA adapter whose weights cannot be identified (see `Adapters`), unless the user has set a tag; and one that was refused before. The
-    parameters are copied, since other requests may hold the same object.
-    """
+    Not cached: a request without sampling parameters (pooling); one with prompt embeddings
+    (LMCache's key has only token ids); one with a LoRA adapter whose weights cannot be identified
+    (see `Adapters`), unless the user has set a tag; and one that was refused before. The parameters
+    are copied, since other requests may hold the same object."""
     params = request.sampling_params
     if params is None:
         return False
     lora, extra = request.lora_request, params.extra_args
     embedded = getattr(request, "prompt_embeds", None) is not None
     content = adapters.content(lora) if lora is not None else ""
-    if is_refused(extra) or embedded or (lora is not None and not content and not has_own_tag(extra)):
+    if (
+        is_refused(extra)
+        or embedded
+        or (lora is not None and not content and not has_own_tag(extra))
+    ):
         _replace(request, uncached)
         return False
-    value = scope(request.cache_salt, None if lora is None else (lora.lora_name, lora.lora_path, content))
+    value = scope(
+        request.cache_salt, None if lora is None else (lora.lora_name, lora.lora_path, content)
+    )
     _replace(request, functools.partial(tagged, value=value))
     return True
 
@@ -127,7 +156,9 @@ def _replace(request: Any, rewrite: Callable[[Mapping[str, Any] | None], dict[st
 
 
 class Scheduler:
-    """Wraps two calls of LMCache's adapter in vLLM's scheduler, to give every request its scope. In the scheduler's thread."""
+    """Wraps two calls of LMCache's adapter in vLLM's scheduler, to give every request its scope. In
+    the scheduler's thread.
+    """
 
     def __init__(self, adapter: Any) -> None:
         self._adapter = adapter
@@ -137,8 +168,9 @@ class Scheduler:
         self._warned = False
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> int | None:
-        """As the adapter's, after the request got its tag. 0, without a look-up, if the request must not be cached, or must compute every
-        token (for prompt log probabilities, which vLLM itself handles only from about 0.30 on)."""
+        """As the adapter's, after the request got its tag. 0, without a look-up, if the request
+        must not be cached, or must compute every token (for prompt log probabilities, which vLLM
+        itself handles only from about 0.30 on)."""
         try:
             cacheable = give_scope(request, self._adapters)
         except Exception as error:  # noqa: BLE001 - vLLM's scheduler would die of it
@@ -148,7 +180,8 @@ class Scheduler:
         if wanted or self._adapter.lookup_client is None:
             found: int | None = self._look_up(request, num_computed_tokens)
             return found
-        # The adapter must have a load spec for every scheduled request (it asserts so after a preemption).
+        # The adapter must have a load spec for every scheduled request (it asserts so after a
+        # preemption).
         load_spec = importlib.import_module(type(self._adapter).__module__).LoadSpec
         self._adapter.load_specs[request.request_id] = load_spec(
             vllm_cached_tokens=num_computed_tokens, lmcache_cached_tokens=0, can_load=False
@@ -156,7 +189,9 @@ class Scheduler:
         return 0
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """As the adapter's, but saves nothing of a request without our tag (pooling requests have no place for one)."""
+        """As the adapter's, but saves nothing of a request without our tag (pooling requests have
+        no place for one).
+        """
         meta = self._build(scheduler_output)
         for request in meta.requests:
             if request.save_spec is not None and TAG not in (request.request_configs or {}):
@@ -165,7 +200,13 @@ class Scheduler:
 
     def _refuse_to_save(self, request: Any, error: Exception) -> None:
         level, self._warned = logging.DEBUG if self._warned else logging.WARNING, True
-        log.log(level, "vcache: request %s is not cached (%s: %s)", request.request_id, type(error).__name__, error)
+        log.log(
+            level,
+            "vcache: request %s is not cached (%s: %s)",
+            request.request_id,
+            type(error).__name__,
+            error,
+        )
         try:
             _replace(request, uncached)
         except Exception as again:  # noqa: BLE001 - without its tag it is not saved either

@@ -1,9 +1,9 @@
 """Reads our settings from LMCache's `extra_config`: flat keys that begin with `vcache.`.
 
-`vcache.SECTION.KEY` is one value of our own configuration (`vcache.server.socket`, `vcache.pool.segment_bytes`, ...). `vcache.config` is
-the path of a configuration file, by default the one in `VCACHE_CONFIG`; single values override it. Text is read as a number, a switch or a
-list where one is expected, since LMCache's settings may come from environment variables.
-"""
+`vcache.SECTION.KEY` is one value of our own configuration (`vcache.server.socket`,
+`vcache.pool.segment_bytes`, ...). `vcache.config` is the path of a configuration file, by default
+the one in `VCACHE_CONFIG`; single values override it. Text is read as a number, a switch or a list
+where one is expected, since LMCache's settings may come from environment variables."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ SOURCE = "LMCache's extra_config"
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The plugin's settings.
 
-    block_size: tokens of a KV block, for engines other than vLLM; 0: ask vLLM. model: a name for the weights, for instances that have the
-    same ones under different paths; empty: the serving engine's name. start_server: start a metadata server if none serves the socket.
-    """
+    block_size: tokens of a KV block, for engines other than vLLM; 0: ask vLLM. model: a name for
+    the weights, for instances that have the same ones under different paths; empty: the serving
+    engine's name. start_server: start a metadata server if none serves the socket."""
 
     config: Config
     block_size: int = 0
@@ -44,13 +44,16 @@ class _Own(msgspec.Struct, rename=lambda name: PREFIX + name):
 
 
 def read(extra_config: Mapping[str, Any], chunk_size: int) -> Settings:
-    """The settings in `extra_config`; keys that do not begin with `vcache.` are ignored. chunk_size: LMCache's, which becomes ours.
+    """The settings in `extra_config`; keys that do not begin with `vcache.` are ignored.
+    chunk_size: LMCache's, which becomes ours.
 
-    ConfigError, which names the key as it is written, if one is unknown or impossible, or sets another chunk size.
-    """
+    ConfigError, which names the key as it is written, if one is unknown or impossible, or sets
+    another chunk size."""
     given = {key: value for key, value in extra_config.items() if str(key).startswith(PREFIX)}
     if "vcache" in extra_config:
-        raise ConfigError(f"{SOURCE}: vcache: write flat keys, such as vcache.server.socket, not a mapping under vcache")
+        raise ConfigError(
+            f"{SOURCE}: vcache: write flat keys, such as vcache.server.socket, not a mapping under vcache"
+        )
     try:
         own = msgspec.convert(given, _Own, strict=False)
     except msgspec.ValidationError as error:
@@ -64,29 +67,39 @@ def read(extra_config: Mapping[str, Any], chunk_size: int) -> Settings:
     _agree(values["engine"], chunk_size, PREFIX + "engine.chunk_size" in given, own.config)
     config = _checked(values, SOURCE)
     configuration.check_socket_is_whole(config, SOURCE)
-    return Settings(config=config, block_size=own.block_size, model=own.model, start_server=own.start_server)
+    return Settings(
+        config=config, block_size=own.block_size, model=own.model, start_server=own.start_server
+    )
 
 
 def _checked(values: dict[str, Any], *source: Any) -> Config:
-    """The configuration, checked, with defaults for `connector`: LMCache's connector reads none of it, and `share: in_place` would keep
-    the pool from being lent anything."""
+    """The configuration, checked, with defaults for `connector`: LMCache's connector reads none of
+    it, and `share: in_place` would keep the pool from being lent anything."""
     configuration.from_dict(values, *source)
     return configuration.from_dict({**values, "connector": {}}, *source)
 
 
 def _put(values: dict[str, Any], key: str, value: object) -> None:
-    """Set the value that `key` names. ConfigError if `values`, which has every default, does not have it."""
+    """Set the value that `key` names. ConfigError if `values`, which has every default, does not
+    have it.
+    """
     known = list(_names(values, PREFIX))
     if key not in known:
-        near = difflib.get_close_matches(key, [*_Own.__struct_encode_fields__, *known], n=1, cutoff=0.75)
+        near = difflib.get_close_matches(
+            key, [*_Own.__struct_encode_fields__, *known], n=1, cutoff=0.75
+        )
         advice = (
-            f"did you mean {near[0]}?" if near else f"there are {', '.join(_Own.__struct_encode_fields__)} and vcache.SECTION.KEY"
+            f"did you mean {near[0]}?"
+            if near
+            else f"there are {', '.join(_Own.__struct_encode_fields__)} and vcache.SECTION.KEY"
         )
         raise ConfigError(f"{SOURCE}: {key} is no setting of vcache; {advice}")
     *path, name = key.removeprefix(PREFIX).split(".")
     for part in path:
         values = values[part]
-    values[name] = _plain(value) if isinstance(value, str) and not isinstance(values[name], str) else value
+    values[name] = (
+        _plain(value) if isinstance(value, str) and not isinstance(values[name], str) else value
+    )
 
 
 def _names(values: dict[str, Any], above: str) -> Iterator[str]:
@@ -95,7 +108,9 @@ def _names(values: dict[str, Any], above: str) -> Iterator[str]:
 
 
 def _plain(text: str) -> object:
-    """The number, switch or list that `text` stands for; any other text unchanged, for `from_dict` to judge."""
+    """The number, switch or list that `text` stands for; any other text unchanged, for `from_dict`
+    to judge.
+    """
     stripped = text.strip()
     try:
         return msgspec.json.decode(stripped.lower() if stripped in ("True", "False") else stripped)
@@ -104,9 +119,17 @@ def _plain(text: str) -> object:
 
 
 def _agree(engine: dict[str, Any], chunk_size: int, written: bool, path: str) -> None:
-    """Make LMCache's chunk size ours. ConfigError if the user has set another one; our default in a file does not count as set."""
+    """Make LMCache's chunk size ours. ConfigError if the user has set another one; our default in a
+    file does not count as set.
+    """
     ours = engine["chunk_size"]
     if ours != chunk_size and (written or ours != EngineConfig().chunk_size):
-        where = f"{SOURCE}: {PREFIX}engine.chunk_size" if written else f"{path or 'VCACHE_CONFIG'}: engine.chunk_size"
-        raise ConfigError(f"{where} is {ours} but LMCache's chunk_size is {chunk_size}, which counts: leave ours out")
+        where = (
+            f"{SOURCE}: {PREFIX}engine.chunk_size"
+            if written
+            else f"{path or 'VCACHE_CONFIG'}: engine.chunk_size"
+        )
+        raise ConfigError(
+            f"{where} is {ours} but LMCache's chunk_size is {chunk_size}, which counts: leave ours out"
+        )
     engine["chunk_size"] = chunk_size

@@ -1,4 +1,6 @@
-"""Starts the plugin: reads the settings, checks the instance, and reports why if it must not work."""
+"""Starts the plugin: reads the settings, checks the instance, and reports why if it must not
+work.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ _NOT_COUNTED = (
 
 
 class Starter:
-    """Makes a `PoolWorker` from LMCache's configuration, or says why not. In the worker's main thread."""
+    """Makes a `PoolWorker` from LMCache's configuration, or says why not. In the worker's main
+    thread.
+    """
 
     def __init__(self, config: Any, metadata: Any, backend: VCacheBackend) -> None:
         self._config, self._metadata, self._backend = config, metadata, backend
@@ -44,15 +48,19 @@ class Starter:
         self._instance: Instance | None = None
 
     def start(self) -> PoolWorker | None:
-        """Check LMCache and its settings, and install the plugin. Returns the worker if the KV caches are known already, as under vLLM;
-        else None, and `bind` makes it later. Raises StepAside, or whatever else went wrong."""
-        # First: LMCache needs an allocator even if the plugin steps aside, and may have no host tier.
+        """Check LMCache and its settings, and install the plugin. Returns the worker if the KV
+        caches are known already, as under vLLM; else None, and `bind` makes it later. Raises
+        StepAside, or whatever else went wrong."""
+        # First: LMCache needs an allocator even if the plugin steps aside, and may have no host
+        # tier.
         patches.take_allocator_role()
         _refuse(checks.version())
         self._settings = read(self._config.extra_config or {}, self._config.chunk_size)
         self._engine = patches.engine_of(self._metadata)
         if self._engine is None:
-            raise StepAside("no LMCache engine has this plugin's metadata; is this LMCache's in-process engine?")
+            raise StepAside(
+                "no LMCache engine has this plugin's metadata; is this LMCache's in-process engine?"
+            )
         self._instance = discover(self._metadata, self._settings)
         _refuse(checks.refusal(self._config, self._instance))
         _refuse(model_spec.seed(hash_seed()) if self._instance.adapter is not None else None)
@@ -65,7 +73,8 @@ class Starter:
         return self.bind(kvcaches) if kvcaches else None
 
     def bind(self, kvcaches: KVCaches) -> PoolWorker:
-        """Connect under these KV caches' namespace, lend memory, and check that bytes come back from the pool unchanged.
+        """Connect under these KV caches' namespace, lend memory, and check that bytes come back
+        from the pool unchanged.
 
         Raises StepAside or VCacheError.
         """
@@ -73,11 +82,23 @@ class Starter:
             raise StepAside("the plugin did not start")
         instance, size = self._instance, self._config.chunk_size
         kv, config = instance.describe(kvcaches, self._settings.config)
-        probe, algorithm = hash_probe(self._engine.token_database), self._config.pre_caching_hash_algorithm
+        probe, algorithm = (
+            hash_probe(self._engine.token_database),
+            self._config.pre_caching_hash_algorithm,
+        )
         layout = instance.layout(kvcaches, kv, size, probe, algorithm)
         over_budget = beside_vllm(instance.model.device_type, instance.model.gpu_memory_utilization)
-        name = served_at(data_parallel_rank(instance.vllm_config) if instance.vllm_config is not None else None)
-        session = Session(config, layout, over_budget=over_budget, rank=instance.rank, kv_device=str(kv.device), name=name)
+        name = served_at(
+            data_parallel_rank(instance.vllm_config) if instance.vllm_config is not None else None
+        )
+        session = Session(
+            config,
+            layout,
+            over_budget=over_budget,
+            rank=instance.rank,
+            kv_device=str(kv.device),
+            name=name,
+        )
         if self._settings.start_server:
             session.client.on_killed = partial(start.try_ensure, self._settings.config)
         try:
@@ -105,8 +126,12 @@ class Starter:
         return worker
 
     def say_stepped_aside(self, reason: str, error: Exception | None) -> None:
-        """Report why the plugin stepped aside: in the log, to the server, and to LMCache's engine. Never raises."""
-        log.error("vcache stepped aside: %s. vLLM serves, nothing is cached", reason, exc_info=error)
+        """Report why the plugin stepped aside: in the log, to the server, and to LMCache's engine.
+        Never raises.
+        """
+        log.error(
+            "vcache stepped aside: %s. vLLM serves, nothing is cached", reason, exc_info=error
+        )
         try:
             engine = self._engine or patches.engine_of(self._metadata)
             if engine is not None:
@@ -115,7 +140,8 @@ class Starter:
             config = self._settings.config if self._settings is not None else load()
             with Client(config.server.path, config.client, reconnect=False) as there:
                 there.report(
-                    "error", f"stepped aside in LMCache's worker {self._metadata.worker_id} (pid {os.getpid()}): {reason}"
+                    "error",
+                    f"stepped aside in LMCache's worker {self._metadata.worker_id} (pid {os.getpid()}): {reason}",
                 )
         except Exception as failure:  # noqa: BLE001 nobody is left to tell
             log.debug("the server was not told: %s", failure)

@@ -1,9 +1,10 @@
-"""Replaces the calls of LMCache's engine for a request: look-up, retrieve, and the end of a look-up.
+"""Replaces the calls of LMCache's engine for a request: look-up, retrieve, and the end of a
+look-up.
 
-LMCache computes a request's keys three times, makes an object for each chunk, and searches every tier for each: 2 ms for 32k tokens before
-the copy begins. Here a look-up is kept under its request's id, with all that the load needs. LMCache's other tiers are not asked, since
-their keys do not contain the layout of the bytes (ADR 0014).
-"""
+LMCache computes a request's keys three times, makes an object for each chunk, and searches every
+tier for each: 2 ms for 32k tokens before the copy begins. Here a look-up is kept under its
+request's id, with all that the load needs. LMCache's other tiers are not asked, since their keys do
+not contain the layout of the bytes (ADR 0014)."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST = 1024
-"""Look-ups that are remembered. Requests that are never scheduled leave theirs behind, so the oldest are dropped."""
+"""Look-ups that are remembered. Requests that are never scheduled leave theirs behind, so the
+oldest are dropped.
+"""
 READERS = 4
 """Requests whose chunks are read ahead at the same time."""
 
@@ -44,7 +47,9 @@ class Hits:
         self._lock = threading.Lock()
 
     def keep(self, request: str, hit: Hit) -> None:
-        """Keep `hit` until it is taken, in place of the request's earlier one. A hit without chunks is ended at once."""
+        """Keep `hit` until it is taken, in place of the request's earlier one. A hit without chunks
+        is ended at once.
+        """
         with self._lock:
             over = [self._kept.pop(request, None)]
             if hit.names:
@@ -71,8 +76,9 @@ class Hits:
 
 
 class Verbs:
-    """One engine's calls. Nothing of ours raises: a failure is a miss. `lookup` and `fetch` may be called in any thread, `retrieve` in the
-    worker's main thread. `theirs`: the engine's own method."""
+    """One engine's calls. Nothing of ours raises: a failure is a miss. `lookup` and `fetch` may be
+    called in any thread, `retrieve` in the worker's main thread. `theirs`: the engine's own
+    method."""
 
     def __init__(self, engine: Any, backend: VCacheBackend) -> None:
         self._engine, self._backend = engine, backend
@@ -93,16 +99,30 @@ class Verbs:
         pin: bool = False,
         request_configs: dict[str, Any] | None = None,
     ) -> int:
-        """How many leading tokens can be loaded. With `pin`, the hit is kept for `lookup_id`; without, LMCache's own method answers."""
+        """How many leading tokens can be loaded. With `pin`, the hit is kept for `lookup_id`;
+        without, LMCache's own method answers.
+        """
         worker, engine = self._backend.worker, self._engine
         if not pin or lookup_id is None or worker is None or not engine.is_healthy():
-            asked = {"tokens": tokens, "hashes": hashes, "offsets": offsets, "search_range": search_range}
+            asked = {
+                "tokens": tokens,
+                "hashes": hashes,
+                "offsets": offsets,
+                "search_range": search_range,
+            }
             return theirs(**asked, lookup_id=lookup_id, pin=pin, request_configs=request_configs)
         found = 0
-        stats = engine.stats_monitor.on_lookup_request(len(tokens) if tokens is not None else sum(offsets or ()))
+        stats = engine.stats_monitor.on_lookup_request(
+            len(tokens) if tokens is not None else sum(offsets or ())
+        )
         try:
             hashes = self._hashes(tokens) if hashes is None else hashes
-            found = self._look_up(worker, worker.promise, lookup_id, hashes, request_configs, search_range) * self._size
+            found = (
+                self._look_up(
+                    worker, worker.promise, lookup_id, hashes, request_configs, search_range
+                )
+                * self._size
+            )
         except Exception as error:  # noqa: BLE001 vLLM's scheduler would wait for an answer
             self._backend.note_failure("lookup", error)
         finally:
@@ -120,8 +140,8 @@ class Verbs:
         pin: bool = False,
         request_configs: dict[str, Any] | None = None,
     ) -> None:
-        """The look-up of `enable_async_loading`. Returns at once; LMCache's scheduler, where the request waits, gets the answer once the
-        chunks are leased or in host memory."""
+        """The look-up of `enable_async_loading`. Returns at once; LMCache's scheduler, where the
+        request waits, gets the answer once the chunks are leased or in host memory."""
         manager = self._engine.storage_manager
 
         def answer() -> None:
@@ -129,12 +149,16 @@ class Verbs:
             try:
                 if worker is not None and self._engine.is_healthy():
                     known = self._hashes(tokens) if hashes is None else hashes
-                    found = self._look_up(worker, worker.fetch_ahead, lookup_id, known, request_configs, search_range)
+                    found = self._look_up(
+                        worker, worker.fetch_ahead, lookup_id, known, request_configs, search_range
+                    )
             except Exception as error:  # noqa: BLE001 the request would wait for ever
                 self._backend.note_failure("lookup", error)
             # The server's socket belongs to this loop.
             manager.loop.call_soon_threadsafe(
-                manager.async_lookup_server.send_response_to_scheduler, lookup_id, found * self._size
+                manager.async_lookup_server.send_response_to_scheduler,
+                lookup_id,
+                found * self._size,
             )
 
         try:
@@ -158,7 +182,10 @@ class Verbs:
             worker.session.leases.release(lease)
 
     def _hashes(self, tokens: Any) -> list[int]:
-        return [known for _, _, known in self._engine.token_database.process_tokens(tokens, make_key=False)]
+        return [
+            known
+            for _, _, known in self._engine.token_database.process_tokens(tokens, make_key=False)
+        ]
 
     def _look_up(
         self,
@@ -169,28 +196,42 @@ class Verbs:
         configs: dict[str, Any] | None,
         search_range: list[str] | None = None,
     ) -> int:
-        """How many leading chunks can be loaded; keeps the hit for the request. find: asks the server."""
+        """How many leading chunks can be loaded; keeps the hit for the request. find: asks the
+        server.
+        """
         manager, names = self._engine.storage_manager, worker.names(hashes, tags_of(configs))
-        tiers = manager.get_active_storage_backends(search_range=search_range or self._engine.retrieve_locations)
+        tiers = manager.get_active_storage_backends(
+            search_range=search_range or self._engine.retrieve_locations
+        )
         hit = find(names) if names and any(tier is self._backend for _, tier in tiers) else Hit()
         self._hits.keep(request, hit)
         return len(hit.names)
 
     # ---- loads
 
-    def retrieve(self, theirs: Callable[..., Any], tokens: Any, mask: Any = None, **kwargs: Any) -> Any:
-        """Load a request's tokens. Returns a bool tensor: which are in the KV cache now, or will be (see `PoolWorker.settles`).
+    def retrieve(
+        self, theirs: Callable[..., Any], tokens: Any, mask: Any = None, **kwargs: Any
+    ) -> Any:
+        """Load a request's tokens. Returns a bool tensor: which are in the KV cache now, or will be
+        (see `PoolWorker.settles`).
 
         mask: bool tensor; leading tokens that are False are not loaded.
         """
         engine, size = self._engine, self._size
-        # Only leading tokens are False, most often none. In numpy, since torch's first operation after a pause takes up to 0.2 ms.
+        # Only leading tokens are False, most often none. In numpy, since torch's first operation
+        # after a pause takes up to 0.2 ms.
         wanted = None if mask is None else mask.numpy()
-        first = 0 if wanted is None or wanted[:1].all() else int(wanted.size - np.count_nonzero(wanted))
+        first = (
+            0 if wanted is None or wanted[:1].all() else int(wanted.size - np.count_nonzero(wanted))
+        )
         worker = self._backend.bind(kwargs["kvcaches"]) if "kvcaches" in kwargs else None
         if worker is None or first % size or not engine.is_healthy():
             return theirs(tokens, mask, **kwargs)
-        started, loaded, request = engine.stats_monitor.on_retrieve_request(len(tokens) - first), 0, kwargs.get("req_id")
+        started, loaded, request = (
+            engine.stats_monitor.on_retrieve_request(len(tokens) - first),
+            0,
+            kwargs.get("req_id"),
+        )
         try:
             loaded = self._load(worker, tokens, first // size, request, kwargs) * size
         except Exception as error:  # noqa: BLE001 LMCache would die of it
@@ -203,7 +244,14 @@ class Verbs:
         log.info("[req_id=%s] retrieved %d of %d tokens", request, loaded, len(tokens) - first)
         return torch.from_numpy(retrieved)
 
-    def _load(self, worker: PoolWorker, tokens: Any, first: int, request: str | None, kwargs: dict[str, Any]) -> int:
+    def _load(
+        self,
+        worker: PoolWorker,
+        tokens: Any,
+        first: int,
+        request: str | None,
+        kwargs: dict[str, Any],
+    ) -> int:
         """Load the chunks from number `first` on. How many are in place, or will be."""
         hit, own = self._hits.take(request), f"{request} of vcache"
         if hit is None:

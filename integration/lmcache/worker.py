@@ -1,4 +1,6 @@
-"""The plugin's work on chunks: makes their keys, leases and moves them. It may raise; its callers keep that from LMCache."""
+"""The plugin's work on chunks: makes their keys, leases and moves them. It may raise; its callers
+keep that from LMCache.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ from .scope import scoped
 log = logging.getLogger(__name__)
 
 COPY_SECONDS = 10.0
-"""How long a load waits for its next chunk, on top of the offload tier's deadline. A copy takes milliseconds."""
+"""How long a load waits for its next chunk, on top of the offload tier's deadline. A copy takes
+milliseconds.
+"""
 Slots = npt.NDArray[np.int64]
 
 
@@ -41,8 +45,8 @@ Slots = npt.NDArray[np.int64]
 class Hit:
     """What a look-up found: the keys of the leading chunks that it promises.
 
-    leases: each with the number of its first chunk. held: by number, chunks that are in host memory already.
-    """
+    leases: each with the number of its first chunk. held: by number, chunks that are in host memory
+    already."""
 
     names: list[ChunkKey] = field(default_factory=list)
     leases: list[tuple[int, Lease]] = field(default_factory=list)
@@ -51,8 +55,8 @@ class Hit:
 
 @dataclass
 class _PendingLoad:
-    """A load that was launched and not settled yet. starts: the first token of each chunk. slots: those of the request's tokens. skip:
-    tokens before this one are not written."""
+    """A load that was launched and not settled yet. starts: the first token of each chunk. slots:
+    those of the request's tokens. skip: tokens before this one are not written."""
 
     load: Load
     slots: Slots
@@ -63,12 +67,21 @@ class _PendingLoad:
 class PoolWorker:
     """One rank's chunks in the pool. Look-ups in any thread; the rest in the worker's main thread.
 
-    kvcaches: the tensors that loads fill, and that the next `note` refers to. settles: `load` only launches, and the caller asks
-    `settle`, in the same step, which blocks failed. What is queued on the current stream comes after the copy in either case.
-    """
+    kvcaches: the tensors that loads fill, and that the next `note` refers to. settles: `load` only
+    launches, and the caller asks `settle`, in the same step, which blocks failed. What is queued on
+    the current stream comes after the copy in either case."""
 
-    def __init__(self, session: Session, kvcaches: KVCaches, ranks: int, needs_scope: bool, offload: OffloadConfig) -> None:
-        """ranks: how many hold a shard of every chunk. needs_scope: do not cache requests without our tag (see `scope`)."""
+    def __init__(
+        self,
+        session: Session,
+        kvcaches: KVCaches,
+        ranks: int,
+        needs_scope: bool,
+        offload: OffloadConfig,
+    ) -> None:
+        """ranks: how many hold a shard of every chunk. needs_scope: do not cache requests without
+        our tag (see `scope`).
+        """
         self.session, self.kvcaches, self.settles = session, kvcaches, False
         self.host = Host(session, offload.staging_bytes)
         self._names = TaggedHashKeys(session.namespace, session.rank)
@@ -89,11 +102,11 @@ class PoolWorker:
         return found
 
     def promise(self, names: list[ChunkKey]) -> Hit:
-        """The leading chunks that every rank can load from the pool, with a lease on this rank's part.
+        """The leading chunks that every rank can load from the pool, with a lease on this rank's
+        part.
 
-        Chunks of the offload tier are not promised: one that does not come must be recomputed, which not every vLLM does correctly (see
-        `model_spec._recomputes`).
-        """
+        Chunks of the offload tier are not promised: one that does not come must be recomputed,
+        which not every vLLM does correctly (see `model_spec._recomputes`)."""
         asked = len(names)
         if self._ranks > 1:
             names = names[: self.session.client.lookup(of_rank(names, 0), self._ranks)]
@@ -103,9 +116,15 @@ class PoolWorker:
         return hit
 
     def fetch_ahead(self, names: list[ChunkKey]) -> Hit:
-        """The leading chunks that can be loaded: leases those in the pool, and waits until the others are read from the offload tier."""
+        """The leading chunks that can be loaded: leases those in the pool, and waits until the
+        others are read from the offload tier.
+        """
         hit, there, asked = Hit(), 0, len(names)
-        names = names[: self.session.lookup(of_rank(names, 0), self._ranks)] if self._ranks > 1 else names
+        names = (
+            names[: self.session.lookup(of_rank(names, 0), self._ranks)]
+            if self._ranks > 1
+            else names
+        )
         try:
             while there < len(names):
                 lease = self.session.leases.acquire(names[there:])
@@ -128,29 +147,44 @@ class PoolWorker:
         return hit
 
     def _count(self, asked: int, found: int) -> None:
-        """Tell the server of a look-up of so many chunks. Every rank makes it; the first one tells."""
+        """Tell the server of a look-up of so many chunks. Every rank makes it; the first one
+        tells.
+        """
         if self.session.rank == 0:
-            self.session.client.looked_up(asked * self.session.chunk_size, found * self.session.chunk_size)
+            self.session.client.looked_up(
+                asked * self.session.chunk_size, found * self.session.chunk_size
+            )
 
     def _readable(self, lease: Lease) -> int:
         """How many of the lease's leading chunks this worker can read. Maps their segments."""
         known, locations = self.session.segments(), lease.locations
-        return len(locations) if known.keys() >= {at.segment for at in locations} else len(self.session.views(locations))
+        return (
+            len(locations)
+            if known.keys() >= {at.segment for at in locations}
+            else len(self.session.views(locations))
+        )
 
     # ---- loads
 
     def load(self, hit: Hit, first: int, count: int, slots: Slots, skip: int) -> int:
-        """Load the chunks [first, count) of a look-up's `hit`. How many of them are in place and right, or will be if the worker `settles`.
+        """Load the chunks [first, count) of a look-up's `hit`. How many of them are in place and
+        right, or will be if the worker `settles`.
 
-        slots: int64, the slots of the request's tokens. skip: tokens before this one are not written. Uses the hit's lease, if it has time
-        for a copy, and its held chunks; other chunks are looked up again.
-        """
+        slots: int64, the slots of the request's tokens. skip: tokens before this one are not
+        written. Uses the hit's lease, if it has time for a copy, and its held chunks; other chunks
+        are looked up again."""
         size, names = self.session.chunk_size, hit.names[first:count]
         starts = range(first * size, count * size, size)
         places = SlotPlaces(self.session.bind(self.kvcaches), size, slots, starts, skip, whole=True)
         lease = self._part(hit, first, count)
-        held = {number - first: hit.held.pop(number) for number in range(first, count) if number in hit.held}
-        loading = _PendingLoad(Load(self.session, places, names, lease=lease, held=held), slots, starts, skip)
+        held = {
+            number - first: hit.held.pop(number)
+            for number in range(first, count)
+            if number in hit.held
+        }
+        loading = _PendingLoad(
+            Load(self.session, places, names, lease=lease, held=held), slots, starts, skip
+        )
         if not self.settles:
             return self._finished(loading)
         load, reached, until = loading.load, 0, time.monotonic() + self._patience
@@ -167,18 +201,24 @@ class PoolWorker:
         return load.reached
 
     def _part(self, hit: Hit, first: int, count: int) -> Lease | None:
-        """The hit's first lease that covers some of these chunks, cut to them. None if there is none, or it has no time for a copy."""
+        """The hit's first lease that covers some of these chunks, cut to them. None if there is
+        none, or it has no time for a copy.
+        """
         for number, lease in hit.leases:
             part = slice(max(first - number, 0), max(count - number, 0))
             if keys := lease.keys[part]:
-                if not (self.session.leases.good_for_a_copy(lease) or self.session.leases.renew(lease)):
+                if not (
+                    self.session.leases.good_for_a_copy(lease) or self.session.leases.renew(lease)
+                ):
                     return None
                 hit.leases.remove((number, lease))
                 return msgspec.structs.replace(lease, keys=keys, locations=lease.locations[part])
         return None
 
     def _finished(self, loading: _PendingLoad) -> int:
-        """Wait for a load, and store in the pool again what came from the offload tier. How many leading chunks are valid."""
+        """Wait for a load, and store in the pool again what came from the offload tier. How many
+        leading chunks are valid.
+        """
         load = loading.load
         loaded = load.run(self._patience)
         try:
@@ -189,7 +229,9 @@ class PoolWorker:
         return loaded
 
     def settle(self, block_size: int) -> set[int]:
-        """Wait for the loads that were launched. The KV blocks, of `block_size` tokens each, that they did not fill."""
+        """Wait for the loads that were launched. The KV blocks, of `block_size` tokens each, that
+        they did not fill.
+        """
         loads, self._loading = self._loading, []
         bad: set[int] = set()
         for loading in loads:
@@ -198,57 +240,74 @@ class PoolWorker:
             except Exception as error:  # noqa: BLE001 - what is not known to be right is reported to vLLM as wrong
                 loaded = self.session.miss("load", error)
             for start in loading.starts[loaded:]:
-                tokens = slice(max(start, loading.skip), max(start + self.session.chunk_size, loading.skip))
+                tokens = slice(
+                    max(start, loading.skip), max(start + self.session.chunk_size, loading.skip)
+                )
                 bad |= set((loading.slots[tokens] // block_size).tolist())
         return bad
 
     # ---- stores
 
     def note(self, objs: Sequence[MemoryObj], starts: Sequence[int], slots: Slots) -> None:
-        """Note where the chunks of a store lie, for the next `put`. starts: each one's first token. slots: of the request's tokens."""
+        """Note where the chunks of a store lie, for the next `put`. starts: each one's first token.
+        slots: of the request's tokens.
+        """
         for obj, start in zip(objs, starts, strict=True):
             if isinstance(obj, StoredObj):
                 obj.source = NotedSlots(self.kvcaches, slots, start)
 
     def put(self, keys: Sequence[CacheEngineKey], objs: Sequence[MemoryObj]) -> None:
-        """Store noted chunks, those of one `note` in one launch. Chunks that are in the pool already are not copied again.
+        """Store noted chunks, those of one `note` in one launch. Chunks that are in the pool
+        already are not copied again.
 
-        Memory objects of other allocators are skipped: their bytes may not be what vLLM's blocks hold, and no reader could tell.
-        """
+        Memory objects of other allocators are skipped: their bytes may not be what vLLM's blocks
+        hold, and no reader could tell."""
         pairs = [(key, getattr(obj, "source", None)) for key, obj in zip(keys, objs, strict=False)]
         sources = [(key, source) for key, source in pairs if source is not None]
         names = self._named([key for key, _ in sources])
         # Chunks of one `note`, which LMCache puts together, have the same `slots`.
-        for _, noted in groupby(zip(names, sources, strict=False), key=lambda one: (id(one[1][1].kvcaches), id(one[1][1].slots))):
+        for _, noted in groupby(
+            zip(names, sources, strict=False),
+            key=lambda one: (id(one[1][1].kvcaches), id(one[1][1].slots)),
+        ):
             part = list(noted)
             kvcaches, slots, _ = part[0][1][1]
             places = SlotPlaces(
-                self.session.bind(kvcaches), self.session.chunk_size, slots, [source.start for _, (_, source) in part]
+                self.session.bind(kvcaches),
+                self.session.chunk_size,
+                slots,
+                [source.start for _, (_, source) in part],
             )
             store(self.session, places, [name for name, _ in part], range(len(part)))
 
     def remove(self, keys: Sequence[CacheEngineKey], force: bool) -> int:
         """Forget chunks of this rank. Returns how many were in the pool.
 
-        force: include chunks that are leased, and, a little later, those in the offload tier. Else only evict from the pool.
-        """
+        force: include chunks that are leased, and, a little later, those in the offload tier. Else
+        only evict from the pool."""
         names = self._names.keys(keys)
         if force and self.session.tier is not None:
             self.session.tier.forget(names)
         return self.session.client.remove(names, force)
 
     def clear(self) -> int:
-        """Forget every chunk of the namespace, of all instances and ranks, offloaded ones too. Returns how many were in the pool."""
+        """Forget every chunk of the namespace, of all instances and ranks, offloaded ones too.
+        Returns how many were in the pool.
+        """
         return self.session.client.clear(self.session.namespace.prefix, reset=True)
 
     # ---- inside
 
     def _named(self, keys: Sequence[CacheEngineKey]) -> list[ChunkKey]:
-        """The keys of the chunks of one call, all of one request; none if they lack our tag and need it."""
+        """The keys of the chunks of one call, all of one request; none if they lack our tag and
+        need it.
+        """
         return self._names.keys(keys) if keys and self._mine(keys[0].tags) else []
 
     def _mine(self, tags: Tags) -> bool:
-        """Whether chunks with these tags may be cached: our tag is among them, or is not needed. Reports the first that may not."""
+        """Whether chunks with these tags may be cached: our tag is among them, or is not needed.
+        Reports the first that may not.
+        """
         if not self._needs_scope or scoped(tags):
             return True
         if not self._unscoped:

@@ -1,4 +1,6 @@
-"""Identifies LoRA adapters by their files, for both integrations: an adapter may be trained again into the folder it had before."""
+"""Identifies LoRA adapters by their files, for both integrations: an adapter may be trained again
+into the folder it had before.
+"""
 
 from __future__ import annotations
 
@@ -17,26 +19,38 @@ MOST = 8192
 
 
 class Adapters:
-    """The adapters of one instance's requests, as each was at its first request. In the scheduler's thread.
+    """The adapters of one instance's requests, as each was at its first request. In the scheduler's
+    thread.
 
-    vLLM's workers know an adapter by its number. They read its files at its first request, and again after it was evicted from memory.
-    vLLM's prefix cache knows it by name, from 0.31 on with its path. So once files change, or a number or name goes to another adapter,
-    nobody knows with which weights the KV was computed, and the adapter is not cached any more.
-    """
+    vLLM's workers know an adapter by its number. They read its files at its first request, and
+    again after it was evicted from memory. vLLM's prefix cache knows it by name, from 0.31 on with
+    its path. So once files change, or a number or name goes to another adapter, nobody knows with
+    which weights the KV was computed, and the adapter is not cached any more."""
 
     def __init__(self) -> None:
         self._first: dict[object, tuple[object, str, str] | None] = {}
-        """By number, and by vLLM's prefix cache's name: (that name, path, content); None once they have stood for more than one."""
+        """By number, and by vLLM's prefix cache's name: (that name, path, content); None once they
+        have stood for more than one.
+        """
 
     def content(self, lora_request: Any) -> str:
-        """The adapter's content as text: a digest of its files' names, sizes and times, or the commit in the hub's cache.
+        """The adapter's content as text: a digest of its files' names, sizes and times, or the
+        commit in the hub's cache.
 
-        Empty if its KV must not be shared: its files cannot be seen from here, or vLLM may confuse it with another adapter.
-        """
-        number, known_as, path = lora_request.lora_int_id, _known_as(lora_request), lora_request.lora_path
+        Empty if its KV must not be shared: its files cannot be seen from here, or vLLM may confuse
+        it with another adapter."""
+        number, known_as, path = (
+            lora_request.lora_int_id,
+            _known_as(lora_request),
+            lora_request.lora_path,
+        )
         adapter = known_as, path, _content(path)
         if not adapter[-1]:
-            log.debug("adapter %s: its files at %s cannot be read; its requests are not cached", lora_request.lora_name, path)
+            log.debug(
+                "adapter %s: its files at %s cannot be read; its requests are not cached",
+                lora_request.lora_name,
+                path,
+            )
             return ""
         before = self._first.get(number)
         if getattr(lora_request, "load_inplace", False) and before != adapter:
@@ -63,16 +77,24 @@ class Adapters:
 def _known_as(lora_request: Any) -> object:
     """What tells the adapter apart from others in vLLM's own prefix cache."""
     ask = getattr(sys.modules.get("vllm.v1.core.kv_cache_utils"), "_gen_lora_extra_hash_keys", None)
-    return tuple(ask(SimpleNamespace(lora_request=lora_request))) if ask is not None else (lora_request.lora_name,)
+    return (
+        tuple(ask(SimpleNamespace(lora_request=lora_request)))
+        if ask is not None
+        else (lora_request.lora_name,)
+    )
 
 
 def _content(path: str) -> str:
-    """The content at `path` as text, found as vLLM does: a path, or a repository with a copy in the hub's cache. Empty if there is none."""
+    """The content at `path` as text, found as vLLM does: a path, or a repository with a copy in the
+    hub's cache. Empty if there is none.
+    """
     try:
         found = located(str(Path(path).expanduser()))
         if found is None and not path.startswith(("/", "~")):
             hub: Any = sys.modules.get("huggingface_hub")
-            config = hub.try_to_load_from_cache(path, "adapter_config.json") if hub is not None else None
+            config = (
+                hub.try_to_load_from_cache(path, "adapter_config.json") if hub is not None else None
+            )
             found = located(str(Path(config).parent)) if isinstance(config, str) else None
     except (OSError, ValueError, RuntimeError):  # no such user's home; no name of a repository
         return ""

@@ -1,4 +1,6 @@
-"""The differences between vLLM's releases 0.26 to 0.33 that matter to the connector. Other modules use what all releases have."""
+"""The differences between vLLM's releases 0.26 to 0.33 that matter to the connector. Other modules
+use what all releases have.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def hash_root() -> bytes:
 
 
 def hash_seed(vllm_config: Any) -> str | None:
-    """The seed of `hash_root`; None if another process would have another one. From 0.31 on some algorithms have a fixed seed."""
+    """The seed of `hash_root`; None if another process would have another one. From 0.31 on some
+    algorithms have a fixed seed.
+    """
     resolve = getattr(kv_cache_utils, "resolve_none_hash_seed", None)
     if resolve is None:
         return config.hash_seed()
@@ -40,7 +44,9 @@ def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
 
 
 def hit_sources(tokens: Mapping[str, int], external: int) -> dict[Any, int]:
-    """`tokens` of a hit, by where they lay, under the names of vLLM 0.32 and later. The rest of the `external` tokens is "unspecified"."""
+    """`tokens` of a hit, by where they lay, under the names of vLLM 0.32 and later. The rest of the
+    `external` tokens is "unspecified".
+    """
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     named = {CacheHitSource(name): count for name, count in tokens.items() if count}
@@ -54,7 +60,8 @@ def publishes_events(vllm_config: Any) -> bool:
 
 
 def spec_kind(kv_cache_config: Any) -> str | None:
-    """The kind of the first group whose layers attend to all tokens (or of the first group), as newer vLLMs' KV events name it.
+    """The kind of the first group whose layers attend to all tokens (or of the first group), as
+    newer vLLMs' KV events name it.
 
     Without it Dynamo ignores events of a group that it does not know yet. None in older vLLMs.
     """
@@ -64,37 +71,54 @@ def spec_kind(kv_cache_config: Any) -> str | None:
     return str(find(found[0]).value) if find and found else None
 
 
-def refusal(vllm_config: Any, kv_cache_config: Any, model: model_spec.ModelSpec, settings: config.Config) -> str | None:
-    """Why this instance must not cache, in one line with what to change; None if it may. All of its processes find the same."""
+def refusal(
+    vllm_config: Any, kv_cache_config: Any, model: model_spec.ModelSpec, settings: config.Config
+) -> str | None:
+    """Why this instance must not cache, in one line with what to change; None if it may. All of its
+    processes find the same.
+    """
     size = settings.engine.chunk_size
     reason = model_spec.refusal(model, size, hash_seed(vllm_config))
     if model.sleep_mode:
         reason = reason or _sleep_refusal(vllm_config.model_config)
     try:
         if groups.read(kv_cache_config, size).states and not fails_by_request():
-            reason = reason or "layers that keep a state need asynchronous loads that may fail: take vLLM 0.30 or a later one"
+            reason = (
+                reason
+                or "layers that keep a state need asynchronous loads that may fail: take vLLM 0.30 or a later one"
+            )
     except LayoutError as error:
         return reason or str(error)
     return reason
 
 
 def _sleep_refusal(model_config: Any) -> str | None:
-    """Why an instance with sleep mode must not cache, in one line with what to change; None if it may."""
+    """Why an instance with sleep mode must not cache, in one line with what to change; None if it
+    may.
+    """
     if not hasattr(base.KVConnectorBase_V1, "unregister_kv_caches"):
         return (
             "vLLM before 0.33 frees the KV cache for its sleep while copies may still run: start vLLM without --enable-sleep-mode, "
             "or take vLLM 0.33"
         )
     backend = str(getattr(model_config, "sleep_mode_backend", "cumem"))
-    return None if backend == "cumem" else f"sleep mode's backend {backend} is not known: set --sleep-mode-backend cumem"
+    return (
+        None
+        if backend == "cumem"
+        else f"sleep mode's backend {backend} is not known: set --sleep-mode-backend cumem"
+    )
 
 
 def check_states(vllm_config: Any, kv_cache_config: Any) -> None:
-    """ConfigError if vLLM 0.26 would give wrong tokens with any connector, as it does for several groups of which some keep states.
+    """ConfigError if vLLM 0.26 would give wrong tokens with any connector, as it does for several
+    groups of which some keep states.
 
-    It takes the longest prefix that its own cache has of one group for what it has of all (its scheduler.py, `max(per_group_hits)`).
-    """
-    old = tuple(int(number) for number in vllm.__version__.split(".")[:2] if number.isdigit()) == (0, 26)
+    It takes the longest prefix that its own cache has of one group for what it has of all (its
+    scheduler.py, `max(per_group_hits)`)."""
+    old = tuple(int(number) for number in vllm.__version__.split(".")[:2] if number.isdigit()) == (
+        0,
+        26,
+    )
     if (
         old
         and groups.keep_states(kv_cache_config)
@@ -108,8 +132,8 @@ def check_states(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def read_model(vllm_config: Any, kv_cache_config: Any, name: str) -> model_spec.ModelSpec:
-    """`model_spec.read_model`, adapted to models with several groups: vLLM cannot recompute a failed synchronous load of these, since it
-    cannot tell whose the blocks are."""
+    """`model_spec.read_model`, adapted to models with several groups: vLLM cannot recompute a
+    failed synchronous load of these, since it cannot tell whose the blocks are."""
     model = model_spec.read_model(vllm_config, name)
     if not groups.several(kv_cache_config):
         return model
@@ -119,21 +143,31 @@ def read_model(vllm_config: Any, kv_cache_config: Any, name: str) -> model_spec.
         return model
     # MLA's ranks hold equal latents, but each has states of its own.
     mla = model.use_mla and not found.states
-    return msgspec.structs.replace(model, recomputes=False, use_mla=mla, extra=model.extra | {"groups": found.text})
+    return msgspec.structs.replace(
+        model, recomputes=False, use_mla=mla, extra=model.extra | {"groups": found.text}
+    )
 
 
 def writes_blocks_first(output: Any) -> bool:
-    """Whether vLLM clears or copies blocks before the step's model run. A load of this step may fill some of them."""
-    return any(getattr(output, name, None) for name in ("new_block_ids_to_zero", "kv_cache_block_copies"))
+    """Whether vLLM clears or copies blocks before the step's model run. A load of this step may
+    fill some of them.
+    """
+    return any(
+        getattr(output, name, None) for name in ("new_block_ids_to_zero", "kv_cache_block_copies")
+    )
 
 
 def fails_by_request() -> bool:
-    """Whether vLLM takes failed asynchronous loads by request, and so can recompute them with several groups: from 0.30 on."""
+    """Whether vLLM takes failed asynchronous loads by request, and so can recompute them with
+    several groups: from 0.30 on.
+    """
     return _results is not None
 
 
 def transfer_results(recving: set[str], failed: set[str]) -> Any:
-    """vLLM's (0.30 and later) object for loads that are over. recving, failed: requests; failed ones need not be in `recving`."""
+    """vLLM's (0.30 and later) object for loads that are over. recving, failed: requests; failed
+    ones need not be in `recving`.
+    """
     return _results(finished_recving=recving | failed, failed_recving=failed)
 
 

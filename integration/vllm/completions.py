@@ -1,4 +1,6 @@
-"""Which chunks each step completes, to be stored or published behind it; and which blocks it gives to requests."""
+"""Which chunks each step completes, to be stored or published behind it; and which blocks it gives
+to requests.
+"""
 
 from __future__ import annotations
 
@@ -38,41 +40,64 @@ class Completions:
         lookups: Lookups,
         leftovers: Leftovers,
     ) -> None:
-        """stores: whether the instance's role allows stores. groups: None if all layers share one block table. block, hash_block: tokens
-        of a block, and of one of vLLM's hashes. spec_kind: the KV cache's, for events."""
-        self._size, self._block, self._hash_block, self._spec_kind = config.engine.chunk_size, block, hash_block, spec_kind
+        """stores: whether the instance's role allows stores. groups: None if all layers share one
+        block table. block, hash_block: tokens of a block, and of one of vLLM's hashes. spec_kind:
+        the KV cache's, for events."""
+        self._size, self._block, self._hash_block, self._spec_kind = (
+            config.engine.chunk_size,
+            block,
+            hash_block,
+            spec_kind,
+        )
         self.place = block if groups is None else groups.place
-        """Tokens of a place, the unit in which a request's filled blocks are counted: the largest that divides the blocks of all tables. A
-        larger unit will not do: a window may have passed a part of it, which is somebody else's by then, before the rest is filled."""
+        """Tokens of a place, the unit in which a request's filled blocks are counted: the largest
+        that divides the blocks of all tables. A larger unit will not do: a window may have passed a
+        part of it, which is somebody else's by then, before the rest is filled."""
         self._per_chunk, self._hashes = self._size // block, self._size // hash_block
-        self._prompts_only, self._event_medium = config.connector.store == "prompt", config.connector.event_medium
+        self._prompts_only, self._event_medium = (
+            config.connector.store == "prompt",
+            config.connector.event_medium,
+        )
         self._stores_allowed, self._groups = stores, groups
         self._instance, self._lookups, self._publications = instance, lookups, instance.shared
         self._leftovers = leftovers
         self._unsure: AbstractSet[int] = frozenset()
         self._offered: Mapping[str, list[tuple[int, int, int]]] = {}
-        """For the step being planned, by request: the states that vLLM has in its prefix cache, as (group, block, tokens)."""
+        """For the step being planned, by request: the states that vLLM has in its prefix cache, as
+        (group, block, tokens).
+        """
 
     def plan(
-        self, output: Any, requests: Mapping[str, Tracked], meta: StepMetadata, unsure: AbstractSet[int] = frozenset()
+        self,
+        output: Any,
+        requests: Mapping[str, Tracked],
+        meta: StepMetadata,
+        unsure: AbstractSet[int] = frozenset(),
     ) -> None:
-        """Add to `meta` what the step that `output` describes stores or publishes, and which blocks get a new owner in it.
+        """Add to `meta` what the step that `output` describes stores or publishes, and which blocks
+        get a new owner in it.
 
-        unsure: blocks that are not yet known to be filled; what is computed from them is stored by a later step.
-        """
+        unsure: blocks that are not yet known to be filled; what is computed from them is stored by
+        a later step."""
         self._unsure = unsure
         scheduled, fresh = output.num_scheduled_tokens, meta.fresh
-        self._offered = getattr(getattr(output, "kv_connector_block_state", None), "boundary_state_offloads", {})
+        self._offered = getattr(
+            getattr(output, "kv_connector_block_state", None), "boundary_state_offloads", {}
+        )
         cached = output.scheduled_cached_reqs
         # Running requests first: new ones may hit what they write in this step.
-        for request_id, computed, added in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
+        for request_id, computed, added in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
             tracked = requests.get(request_id)
             if added is not None:
                 fresh += added
             if tracked is None:
                 continue
             if request_id in cached.resumed_req_ids:
-                self.own(tracked, added if added is not None else [[] for _ in tracked.rows], anew=True)
+                self.own(
+                    tracked, added if added is not None else [[] for _ in tracked.rows], anew=True
+                )
                 self._begin(tracked, computed)
             elif added is not None:
                 self.own(tracked, added, anew=False)
@@ -94,7 +119,9 @@ class Completions:
             tracked.complete_at, tracked.filled = inf, NEVER
 
     def own(self, tracked: Tracked, rows: Sequence[Sequence[int]], anew: bool) -> None:
-        """vLLM has given the request these blocks, by block table. anew: they are all that it has."""
+        """vLLM has given the request these blocks, by block table. anew: they are all that it
+        has.
+        """
         if anew:
             tracked.rows = [array(NUMBERS, row) for row in rows]
         else:
@@ -110,13 +137,17 @@ class Completions:
         tracked.complete_at = (chunks + 1) * self._size if stores else inf
 
     def expect(self, tracked: Tracked, first: int, stop: int) -> None:
-        """The request's chunks [first, stop) may be stored: remember their KV events, if anybody wants these."""
+        """The request's chunks [first, stop) may be stored: remember their KV events, if anybody
+        wants these.
+        """
         announcer, size = self._instance.announcer, self._size
         if announcer is None:
             return
         for number in range(first, stop):
             tokens = number * size, (number + 1) * size
-            event = block_stored(tracked.request, *tokens, self._hash_block, self._event_medium, self._spec_kind)
+            event = block_stored(
+                tracked.request, *tokens, self._hash_block, self._event_medium, self._spec_kind
+            )
             announcer.expect(tracked.keys[number], event)
 
     # ---- inside
@@ -132,19 +163,29 @@ class Completions:
         """The step computes tokens from number `computed` up to `reached` of the request."""
         if self._publications is not None and reached >= (tracked.filled + 1) * self.place:
             # As vLLM counts them: speculative tokens do not count.
-            places = len(tracked.rows[0]) if self._groups is None else self._groups.length(tracked.rows) // self.place
+            places = (
+                len(tracked.rows[0])
+                if self._groups is None
+                else self._groups.length(tracked.rows) // self.place
+            )
             filled = min(min(reached, tracked.request.num_tokens) // self.place, places)
             if filled > tracked.filled:
                 self._publications.fill(tracked, filled)
         # One table's blocks may be sure and another's not: ask of all.
-        sure = not tracked.outdated and (not self._unsure or all(map(self._unsure.isdisjoint, tracked.rows)))
+        sure = not tracked.outdated and (
+            not self._unsure or all(map(self._unsure.isdisjoint, tracked.rows))
+        )
         if reached >= tracked.complete_at and sure:
             self._complete(tracked, computed, reached, meta)
         if self._groups is not None and self._groups.states and sure:
             self._keep_states(tracked, self._groups, reached, meta)
 
-    def _keep_states(self, tracked: Tracked, groups: Groups, reached: int, meta: StepMetadata) -> None:
-        """Store the states that the request's layers have at chunks' ends after the step, but not the one that it was loaded with."""
+    def _keep_states(
+        self, tracked: Tracked, groups: Groups, reached: int, meta: StepMetadata
+    ) -> None:
+        """Store the states that the request's layers have at chunks' ends after the step, but not
+        the one that it was loaded with.
+        """
         request = tracked.request
         ends = groups.ended(tracked.rows, reached, self._offered.get(request.request_id, ()))
         known = request.num_prompt_tokens if self._prompts_only else request.num_tokens
@@ -158,14 +199,18 @@ class Completions:
                 and self._instance.open()
                 and self._lookups.name(tracked, chunks)
             ):
-                # A chunk is stored whole: the state's last block, repeated, fills what is left of it.
+                # A chunk is stored whole: the state's last block, repeated, fills what is left of
+                # it.
                 blocks = blocks + blocks[-1:] * (groups.parts * groups.blocks - len(blocks))
                 before = [block for row in tracked.rows for block in row] if meta.loads else []
                 keys = state_keys(tracked.keys[chunks - 1 : chunks], groups.parts)
-                meta.stores.append(StoreSpec(request.request_id, keys, blocks, tracked.keys[:chunks], before))
+                meta.stores.append(
+                    StoreSpec(request.request_id, keys, blocks, tracked.keys[:chunks], before)
+                )
 
     def _complete(self, tracked: Tracked, before: int, computed: int, meta: StepMetadata) -> None:
-        """Store or publish the chunks that are complete after the step, which computes the tokens from `before` up to `computed`.
+        """Store or publish the chunks that are complete after the step, which computes the tokens
+        from `before` up to `computed`.
 
         Speculative tokens do not count: they, and what was computed from them, may be taken back.
         """
@@ -184,14 +229,26 @@ class Completions:
         self.expect(tracked, first, ready)
         if self._publications is not None:
             loaded = ready * size <= tracked.supplied
-            meta.publications += self._publications.complete(tracked, first, ready, bool(meta.loads), loaded)
+            meta.publications += self._publications.complete(
+                tracked, first, ready, bool(meta.loads), loaded
+            )
             self.stored(tracked, ready)
             return
         keys, earlier = tracked.keys[first:ready], list[int]()
         each = self._per_chunk
-        blocks = rows[0][first * each : ready * each].tolist() if several is None else several.chunks(rows, first, ready)
+        blocks = (
+            rows[0][first * each : ready * each].tolist()
+            if several is None
+            else several.chunks(rows, first, ready)
+        )
         if meta.loads:
-            earlier = rows[0][: first * each].tolist() if several is None else [block for row in rows for block in row]
+            earlier = (
+                rows[0][: first * each].tolist()
+                if several is None
+                else [block for row in rows for block in row]
+            )
         if keys:
-            meta.stores.append(StoreSpec(request.request_id, keys, blocks, tracked.keys[:first], earlier))
+            meta.stores.append(
+                StoreSpec(request.request_id, keys, blocks, tracked.keys[:first], earlier)
+            )
         self.stored(tracked, ready)

@@ -1,8 +1,9 @@
-"""The connector class that vLLM loads. It hands each call to the scheduler's or the worker's half, and lets none raise into vLLM.
+"""The connector class that vLLM loads. It hands each call to the scheduler's or the worker's half,
+and lets none raise into vLLM.
 
-A failure is logged and counts as a miss. Two calls do raise: the constructor for bad settings (ConfigError), and
-`get_block_ids_with_load_errors` where vLLM would go on with wrong tokens (RuntimeError).
-"""
+A failure is logged and counts as a miss. Two calls do raise: the constructor for bad settings
+(ConfigError), and `get_block_ids_with_load_errors` where vLLM would go on with wrong tokens
+(RuntimeError)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,11 @@ from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole, KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server import start
@@ -29,10 +34,14 @@ log = logging.getLogger("vllm.vcache")
 
 
 class VCacheConnector(SilentConnector):
-    """One half of vcache in vLLM: the scheduler's or a worker's, by `role`. See scheduler.py and worker.py."""
+    """One half of vcache in vLLM: the scheduler's or a worker's, by `role`. See scheduler.py and
+    worker.py.
+    """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """ConfigError for settings in `kv_connector_extra_config` that are unknown or impossible."""
+        """ConfigError for settings in `kv_connector_extra_config` that are unknown or
+        impossible.
+        """
         super().__init__(vllm_config, role, kv_cache_config)
         logs.join_vllm()
         compat.check_states(vllm_config, kv_cache_config)
@@ -46,7 +55,9 @@ class VCacheConnector(SilentConnector):
             # vLLM's scheduler reads the policy after this constructor has run.
             transfer.kv_load_failure_policy = config.connector.kv_load_failure_policy
             loads, stores = transfer.is_kv_consumer, transfer.is_kv_producer
-            self._scheduler = SchedulerSide(vllm_config, kv_cache_config, config, loads, stores, self._meter)
+            self._scheduler = SchedulerSide(
+                vllm_config, kv_cache_config, config, loads, stores, self._meter
+            )
             self._silent_if(bool(self._scheduler.instance.refused))
         else:
             from vllm.distributed.parallel_state import get_pp_group, get_tp_group
@@ -78,23 +89,41 @@ class VCacheConnector(SilentConnector):
             self._scheduler.arrived(request)
 
     @answers((0, False))
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         side = self._scheduler
-        return side.matched(request, num_computed_tokens) if side is not None and not side.instance.refused else (0, False)
+        return (
+            side.matched(request, num_computed_tokens)
+            if side is not None and not side.instance.refused
+            else (0, False)
+        )
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         side = self._scheduler
-        if side is not None and num_external_tokens > 0 and not self._allocated(side, request, blocks, num_external_tokens):
+        if (
+            side is not None
+            and num_external_tokens > 0
+            and not self._allocated(side, request, blocks, num_external_tokens)
+        ):
             side.lost(request, blocks, num_external_tokens)
 
     @answers(False)
-    def _allocated(self, scheduler: SchedulerSide, request: Any, blocks: Any, external: int) -> bool:
+    def _allocated(
+        self, scheduler: SchedulerSide, request: Any, blocks: Any, external: int
+    ) -> bool:
         scheduler.allocated(request, blocks, external)
         return True
 
-    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        """Tokens of a hit by where they lay. vLLM 0.32 and later call it after `update_state_after_alloc`."""
-        found = self._hit_sources(request, num_external_tokens) if self._scheduler is not None else {}
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[Any, int]:
+        """Tokens of a hit by where they lay. vLLM 0.32 and later call it after
+        `update_state_after_alloc`.
+        """
+        found = (
+            self._hit_sources(request, num_external_tokens) if self._scheduler is not None else {}
+        )
         return compat.hit_sources(found, num_external_tokens)
 
     @answers({})
@@ -118,12 +147,21 @@ class VCacheConnector(SilentConnector):
 
     @answers(None)
     def _begin_ahead(self, side: SchedulerSide, output: Any, meta: StepMetadata) -> None:
-        if not any(load.synchronous for load in meta.loads) or side.states or compat.writes_blocks_first(output):
+        if (
+            not any(load.synchronous for load in meta.loads)
+            or side.states
+            or compat.writes_blocks_first(output)
+        ):
             return
-        # Only without another connector (MultiConnector), which may still read the blocks: vLLM's OffloadingConnector stores what a step
-        # computed just before the next one runs (`handle_preemptions`).
+        # Only without another connector (MultiConnector), which may still read the blocks: vLLM's
+        # OffloadingConnector stores what a step computed just before the next one runs
+        # (`handle_preemptions`).
         alone = get_kv_transfer_group() if has_kv_transfer_group() else None
-        if isinstance(alone, VCacheConnector) and alone._engine == self._engine and alone._worker is not None:
+        if (
+            isinstance(alone, VCacheConnector)
+            and alone._engine == self._engine
+            and alone._worker is not None
+        ):
             alone._worker.begin_ahead(meta)
 
     @answers(None)
@@ -131,7 +169,10 @@ class VCacheConnector(SilentConnector):
         scheduler.savings.scheduled(output, meta)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        if connector_output.finished_recving or getattr(connector_output, "kv_connector_worker_meta", None) is not None:
+        if (
+            connector_output.finished_recving
+            or getattr(connector_output, "kv_connector_worker_meta", None) is not None
+        ):
             self._update(connector_output)
 
     @answers(None)
@@ -139,12 +180,17 @@ class VCacheConnector(SilentConnector):
         if self._scheduler is not None:
             self._scheduler.update(connector_output)
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
     @answers((False, None))
-    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
-        # vLLM may free the blocks at once: a step that hands one out again waits for its store, on the device (`Stores.fence`).
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        # vLLM may free the blocks at once: a step that hands one out again waits for its store, on
+        # the device (`Stores.fence`).
         if self._scheduler is not None:
             self._scheduler.finished(request)
         return False, None
@@ -157,7 +203,9 @@ class VCacheConnector(SilentConnector):
 
     @answers(None)
     def get_mem_pool_context(self) -> Any:
-        """The context in which vLLM 0.31 and later allocate the KV cache, so that other processes can map it. None: an ordinary one."""
+        """The context in which vLLM 0.31 and later allocate the KV cache, so that other processes
+        can map it. None: an ordinary one.
+        """
         in_place = self._worker.in_place if self._worker is not None else None
         return in_place.exporter.context() if in_place is not None else None
 
@@ -176,23 +224,32 @@ class VCacheConnector(SilentConnector):
 
     @answers(None)
     def unregister_kv_caches(self) -> None:
-        """vLLM goes to sleep and takes the KV cache's memory away. Called by vLLM 0.33 and later."""
+        """vLLM goes to sleep and takes the KV cache's memory away. Called by vLLM 0.33 and
+        later.
+        """
         if self._worker is not None:
             self._worker.sleep()
 
     @answers(None)
     def restore_kv_caches(self) -> None:
-        """The KV cache's memory is back, empty, at the same addresses. Called by vLLM 0.33 and later."""
+        """The KV cache's memory is back, empty, at the same addresses. Called by vLLM 0.33 and
+        later.
+        """
         if self._worker is not None:
             self._worker.wake()
 
     @answers(None)
     def _say_policy(self) -> None:
-        """Warn if a connector around this one (MultiConnector) has another `kv_load_failure_policy`: this one cannot change it."""
+        """Warn if a connector around this one (MultiConnector) has another
+        `kv_load_failure_policy`: this one cannot change it.
+        """
         outermost, wanted = get_kv_transfer_group(), self._policy
         found = outermost._kv_transfer_config.kv_load_failure_policy
         if wanted and found != wanted and outermost is not self:
-            log.warning("vcache: %s", settings.other_policy(found, wanted, outermost._kv_transfer_config.kv_connector))
+            log.warning(
+                "vcache: %s",
+                settings.other_policy(found, wanted, outermost._kv_transfer_config.kv_connector),
+            )
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -222,18 +279,22 @@ class VCacheConnector(SilentConnector):
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """vLLM 0.30 and later call it in place of `get_finished`."""
         recving = self.get_finished(finished_req_ids)[1] or set()
-        return compat.transfer_results(recving, self._worker.loads.failed() if self._worker is not None else set())
+        return compat.transfer_results(
+            recving, self._worker.loads.failed() if self._worker is not None else set()
+        )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """The blocks that loads did not fill since the last call, vLLM's numbers.
 
-        RuntimeError, which ends the engine, if the step's tokens may be wrong and vLLM would not recompute them; see docs/adr/0004.
-        """
+        RuntimeError, which ends the engine, if the step's tokens may be wrong and vLLM would not
+        recompute them; see docs/adr/0004."""
         if self._worker is None:
             return set()
         invalid = self._worker.loads.invalid()
         if self._worker.loads.unsafe:
-            raise RuntimeError(f"vcache: {self._worker.loads.unsafe}, and this vLLM cannot recompute such a step")
+            raise RuntimeError(
+                f"vcache: {self._worker.loads.unsafe}, and this vLLM cannot recompute such a step"
+            )
         return invalid
 
     @answers(None)
@@ -244,7 +305,9 @@ class VCacheConnector(SilentConnector):
 
     @answers(None)
     def get_kv_connector_stats(self) -> Any:
-        """This process's counts since the last call. The scheduler's half is asked once a step's output is there."""
+        """This process's counts since the last call. The scheduler's half is asked once a step's
+        output is there.
+        """
         if self._scheduler is not None:
             self._scheduler.savings.over()
         if self._worker is not None:
@@ -257,9 +320,15 @@ class VCacheConnector(SilentConnector):
 
     @classmethod
     def build_prom_metrics(
-        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
     ) -> Any:
-        return stats.VCachePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return stats.VCachePromMetrics(
+            vllm_config, metric_types, labelnames, per_engine_labelvalues
+        )
 
     @answers(())
     def take_events(self) -> Iterable[Any]:

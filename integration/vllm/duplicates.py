@@ -1,4 +1,6 @@
-"""Frees duplicates first: chunks that were read out of another instance's KV cache lie in both, so the reader can spare its own."""
+"""Frees duplicates first: chunks that were read out of another instance's KV cache lie in both, so
+the reader can spare its own.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +26,24 @@ from .tracked import Tracked
 log = logging.getLogger("vllm.vcache")
 
 SHORT = 8
-"""Copies are kept if their request computed more than 1/SHORT as many tokens as it read: it probably belongs to a conversation, whose
-later turns vLLM could not find behind a missing block. In a simulation of the serving benchmark's prefixes this raises the hit rate from
-0.774, as measured on two H200s, to 0.808, all there is; that of its conversations stays the same."""
+"""Copies are kept if their request computed more than 1/SHORT as many tokens as it read: it
+probably belongs to a conversation, whose
+later turns vLLM could not find behind a missing block. In a simulation of the serving benchmark's
+prefixes this raises the hit rate from
+0.774, as measured on two H200s, to 0.808, all there is; that of its conversations stays the
+same."""
 
 MOST_LOOKED = 128
-"""Useless copies skipped at once, at most: thousands of them, when an owner is gone, would hold up a step for 20 ms."""
+"""Useless copies skipped at once, at most: thousands of them, when an owner is gone, would hold up
+a step for 20 ms.
+"""
 _USERS = attrgetter("ref_cnt")
 
 
 class Copy(NamedTuple):
-    """A chunk that lies here and with another instance: its blocks and their generations, here and there."""
+    """A chunk that lies here and with another instance: its blocks and their generations, here and
+    there.
+    """
 
     blocks: array[int]
     generations: array[int]
@@ -44,18 +53,30 @@ class Copy(NamedTuple):
 class Duplicates:
     """The chunks of one instance that other instances hold as well. In the scheduler's thread."""
 
-    def __init__(self, pool: Any, generations: Generations, each: int, view: Callable[[bytes], GenerationView | None]) -> None:
-        """pool: vLLM's `BlockPool`. each: blocks of a chunk. view: another instance's generations; None if it is gone."""
+    def __init__(
+        self,
+        pool: Any,
+        generations: Generations,
+        each: int,
+        view: Callable[[bytes], GenerationView | None],
+    ) -> None:
+        """pool: vLLM's `BlockPool`. each: blocks of a chunk. view: another instance's generations;
+        None if it is gone.
+        """
         self._pool, self._generations, self._each, self._view = pool, generations, each, view
         self._copies: deque[Copy] = deque()
         """The oldest first."""
         # Filled, not only allocated: or the first step to write them would wait for the memory.
         self._marked: UInt64s = np.full(generations.blocks, 0, dtype=np.uint64)
         self._next: UInt64s = np.full(generations.blocks, 0, dtype=np.uint64)
-        """By block: the generation in which it became an unused duplicate; and that in which it was put at the head of the free queue."""
+        """By block: the generation in which it became an unused duplicate; and that in which it was
+        put at the head of the free queue.
+        """
 
     def note(self, tracked: Tracked, load: LoadSpec, first: int) -> None:
-        """Note which of the request's chunks `load` reads in others' KV caches. first: the number of the load's first chunk."""
+        """Note which of the request's chunks `load` reads in others' KV caches. first: the number
+        of the load's first chunk.
+        """
         each = self._each
         tracked.copies = [
             ((first + number) * each, replica)
@@ -64,8 +85,14 @@ class Duplicates:
         ]
 
     def finished(self, tracked: Tracked, block_size: int) -> None:
-        """The request has ended: note its duplicates, unless it looks like a conversation (see SHORT). block_size: in tokens."""
-        each, row, (right,) = self._each, tracked.rows[0], tracked.generations or [array(GENERATIONS)]
+        """The request has ended: note its duplicates, unless it looks like a conversation (see
+        SHORT). block_size: in tokens.
+        """
+        each, row, (right,) = (
+            self._each,
+            tracked.rows[0],
+            tracked.generations or [array(GENERATIONS)],
+        )
         if used := row[: tracked.local // block_size]:
             self._marked[used] = self._next[used] = 0
         copies = [
@@ -78,7 +105,10 @@ class Duplicates:
             return
         # Drop outdated copies here too: if vLLM hands no blocks out, they would pile up.
         looked = 1
-        while self._copies and not (intact := self._intact(*_lie(list(islice(self._copies, looked)))))[0]:
+        while (
+            self._copies
+            and not (intact := self._intact(*_lie(list(islice(self._copies, looked)))))[0]
+        ):
             for _ in range(int(intact.argmax()) or len(intact)):
                 self._copies.popleft()
             looked = MOST_LOOKED
@@ -88,7 +118,8 @@ class Duplicates:
         self._copies.extend(reversed(copies))
 
     def give_way(self, count: int) -> None:
-        """vLLM is about to hand out `count` blocks. If some of them are cached, put duplicates before them in the free queue.
+        """vLLM is about to hand out `count` blocks. If some of them are cached, put duplicates
+        before them in the free queue.
 
         Never raises.
         """
@@ -107,11 +138,16 @@ class Duplicates:
         needed, block = min(count, queue.num_free_blocks), queue.fake_free_list_head.next_free_block
         # Reading one number from a memoryview takes half as long as from an array.
         given, now = self._next.data, counters.data
-        while needed > 0 and (block.block_hash is None or given[block.block_id] == now[block.block_id]):
+        while needed > 0 and (
+            block.block_hash is None or given[block.block_id] == now[block.block_id]
+        ):
             needed, block = needed - 1, block.next_free_block
         chosen, looks = list[Any](), min(MOST_LOOKED + needed // self._each, len(self._copies))
         while len(chosen) < needed and looks:
-            some = [self._copies.popleft() for _ in range(min(looks, -(-(needed - len(chosen)) // self._each)))]
+            some = [
+                self._copies.popleft()
+                for _ in range(min(looks, -(-(needed - len(chosen)) // self._each)))
+            ]
             looks -= len(some)
             chosen += self._taken(some)
         # Often they are at the head already, in this order.
@@ -131,25 +167,40 @@ class Duplicates:
 
     def _intact(self, blocks: UInt32s, generations: UInt64s) -> npt.NDArray[np.bool_]:
         """For each copy, whether its blocks are unchanged and unused since."""
-        same = (self._marked[blocks] == generations) & (self._generations.counters[blocks] == generations)
+        same = (self._marked[blocks] == generations) & (
+            self._generations.counters[blocks] == generations
+        )
         intact: npt.NDArray[np.bool_] = same.reshape(-1, self._each).all(axis=1)
         return intact
 
     def _taken(self, some: list[Copy]) -> list[Any]:
-        """The blocks of these copies, each copy's last block first; without copies that were or are used, or that their owner has lost."""
+        """The blocks of these copies, each copy's last block first; without copies that were or are
+        used, or that their owner has lost.
+        """
         (blocks, generations), pool, each = _lie(some), self._pool.blocks, self._each
         right = self._intact(blocks, generations)
         for owner in {one.theirs[0] for one in some}:
-            numbers, view = [number for number, one in enumerate(some) if one.theirs[0] == owner], self._view(owner)
-            theirs = ResidentChunk.unpacked(
-                owner, *(b"".join([some[number].theirs[part] for number in numbers]) for part in (1, 2))
+            numbers, view = (
+                [number for number, one in enumerate(some) if one.theirs[0] == owner],
+                self._view(owner),
             )
-            whole = view is not None and len(theirs.blocks) == len(theirs.generations) == len(numbers) * each
+            theirs = ResidentChunk.unpacked(
+                owner,
+                *(b"".join([some[number].theirs[part] for number in numbers]) for part in (1, 2)),
+            )
+            whole = (
+                view is not None
+                and len(theirs.blocks) == len(theirs.generations) == len(numbers) * each
+            )
             if view is None or not whole:
                 right[numbers] = False
             else:
-                right[numbers] &= view.right(theirs.blocks, theirs.generations).reshape(-1, each).all(axis=1)
-        taken = [pool[block] for block in blocks.reshape(-1, each)[right, ::-1].reshape(-1).tolist()]
+                right[numbers] &= (
+                    view.right(theirs.blocks, theirs.generations).reshape(-1, each).all(axis=1)
+                )
+        taken = [
+            pool[block] for block in blocks.reshape(-1, each)[right, ::-1].reshape(-1).tolist()
+        ]
         if not any(map(_USERS, taken)):
             return taken
         chunks = [taken[at : at + each] for at in range(0, len(taken), each)]
@@ -158,5 +209,8 @@ class Duplicates:
 
 def _lie(some: list[Copy]) -> tuple[UInt32s, UInt64s]:
     """The blocks of these copies, one copy after the other, and their generations."""
-    blocks, generations = b"".join([one.blocks for one in some]), b"".join([one.generations for one in some])
+    blocks, generations = (
+        b"".join([one.blocks for one in some]),
+        b"".join([one.generations for one in some]),
+    )
     return np.frombuffer(blocks, dtype=np.uint32), np.frombuffer(generations, dtype=np.uint64)

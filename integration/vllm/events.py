@@ -1,10 +1,12 @@
-"""KV events of the pool: which blocks a router may count on beside those in vLLM's own prefix cache.
+"""KV events of the pool: which blocks a router may count on beside those in vLLM's own prefix
+cache.
 
-The scheduler prepares a chunk's event when it orders the chunk's store, or a load after which it may be stored. Workers report what they
-have stored, and once every rank has, the chunk is published as `BlockStored`. With every heartbeat the server is asked which published
-chunks are still there (`Announcer.check`); those that are not, for whatever reason, are published as `BlockRemoved`. `AllBlocksCleared`
-names no medium, so it is left to vLLM, which sends it when its own prefix cache is cleared.
-"""
+The scheduler prepares a chunk's event when it orders the chunk's store, or a load after which it
+may be stored. Workers report what they have stored, and once every rank has, the chunk is published
+as `BlockStored`. With every heartbeat the server is asked which published chunks are still there
+(`Announcer.check`); those that are not, for whatever reason, are published as `BlockRemoved`.
+`AllBlocksCleared` names no medium, so it is left to vLLM, which sends it when its own prefix cache
+is cleared."""
 
 from __future__ import annotations
 
@@ -21,19 +23,25 @@ from vcache_backend.metadata_server.messages import MAX_KEYS, ChunkKey, of_rank
 LOCALITY = "LOCAL"
 """vLLM's word for memory of the publisher's own node."""
 MOST_WAITING = 4096
-"""Chunks that may wait for all ranks (some 10 KB each); beyond it the oldest are never announced, and routers do not count on them."""
+"""Chunks that may wait for all ranks (some 10 KB each); beyond it the oldest are never announced,
+and routers do not count on them.
+"""
 MOST_CHECKED = 16_384
 """Keys asked of the server with one heartbeat, 4 ms of its time."""
 
-_FIELDS = {kind: {item.name for item in msgspec.structs.fields(kind)} for kind in (BlockStored, BlockRemoved)}
+_FIELDS = {
+    kind: {item.name for item in msgspec.structs.fields(kind)}
+    for kind in (BlockStored, BlockRemoved)
+}
 
 
-def block_stored(request: Any, start: int, end: int, block_size: int, medium: str, spec_kind: str | None = None) -> BlockStored:
+def block_stored(
+    request: Any, start: int, end: int, block_size: int, medium: str, spec_kind: str | None = None
+) -> BlockStored:
     """vLLM's `BlockStored` for the tokens [start, end) of vLLM's `request`.
 
-    block_size: tokens that one of `request.block_hashes` covers. spec_kind: see `compat.spec_kind`. ValueError if the tokens are not
-    whole blocks, or not all of these have a hash.
-    """
+    block_size: tokens that one of `request.block_hashes` covers. spec_kind: see `compat.spec_kind`.
+    ValueError if the tokens are not whole blocks, or not all of these have a hash."""
     first, last = start // block_size, end // block_size
     hashes = list(request.block_hashes[first:last])
     if start % block_size or end % block_size or len(hashes) != last - first:
@@ -58,16 +66,24 @@ def block_stored(request: Any, start: int, end: int, block_size: int, medium: st
 
 
 def _published(block_hashes: Sequence[bytes]) -> list[bytes | int]:
-    """The hashes as vLLM publishes them: 64-bit numbers, or bytes if VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES is 0."""
+    """The hashes as vLLM publishes them: 64-bit numbers, or bytes if
+    VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES is 0.
+    """
     return [kv_cache_utils.maybe_convert_block_hash(block) for block in block_hashes]
 
 
-def _extra_keys(request: Any, start: int, end: int, block_size: int) -> list[tuple[Any, ...] | None]:
-    """One entry for each block, as vLLM publishes them: newer releases hash tagged values and publish them without the tags."""
+def _extra_keys(
+    request: Any, start: int, end: int, block_size: int
+) -> list[tuple[Any, ...] | None]:
+    """One entry for each block, as vLLM publishes them: newer releases hash tagged values and
+    publish them without the tags.
+    """
     keys: list[tuple[Any, ...] | None] = []
     image = 0
     for at in range(start, end, block_size):
-        found, image = kv_cache_utils.generate_block_hash_extra_keys(request, at, at + block_size, image)
+        found, image = kv_cache_utils.generate_block_hash_extra_keys(
+            request, at, at + block_size, image
+        )
         keys.append(found)
     untag = getattr(kv_cache_utils, "to_event_extra_keys", None)
     return untag(keys) if untag else keys
@@ -80,7 +96,8 @@ def _event(kind: type[Any], medium: str | None, **values: Any) -> Any:
 
 
 class Announcer:
-    """KV events for the chunks that all ranks have stored, and for those that are gone. Keys are rank 0's.
+    """KV events for the chunks that all ranks have stored, and for those that are gone. Keys are
+    rank 0's.
 
     In the scheduler's thread, except `check`.
     """
@@ -91,9 +108,13 @@ class Announcer:
         self._events: dict[ChunkKey, BlockStored] = {}
         self._reported: dict[ChunkKey, set[int]] = {}
         self._published: dict[ChunkKey, BlockRemoved] = {}
-        """The event to send once the chunk is gone; another object each time that the chunk is published."""
+        """The event to send once the chunk is gone; another object each time that the chunk is
+        published.
+        """
         self._turns = deque[ChunkKey]()
-        """Published keys, each once, the next to ask for first; without those being asked for now and those that are gone."""
+        """Published keys, each once, the next to ask for first; without those being asked for now
+        and those that are gone.
+        """
         self._gone = deque[tuple[ChunkKey, BlockRemoved]]()
         self._ready: list[KVCacheEvent] = []
 
@@ -112,10 +133,13 @@ class Announcer:
                     self._ready.append(event)
                     if key not in self._published:
                         self._turns.append(key)
-                    self._published[key] = _event(BlockRemoved, event.medium, block_hashes=event.block_hashes)
+                    self._published[key] = _event(
+                        BlockRemoved, event.medium, block_hashes=event.block_hashes
+                    )
 
     def check(self, contains: Callable[[list[ChunkKey]], list[bool]]) -> None:
-        """Ask which published chunks are still there, `MOST_CHECKED` keys in turn. In the client's background thread.
+        """Ask which published chunks are still there, `MOST_CHECKED` keys in turn. In the client's
+        background thread.
 
         contains: asks the server; what it raises goes to the caller.
         """
@@ -125,7 +149,9 @@ class Announcer:
             left -= MAX_KEYS
 
     def _check(self, most: int, contains: Callable[[list[ChunkKey]], list[bool]]) -> None:
-        """Ask for `most` keys, in one request for each rank: each has its own deadline, and missing one ends the scheduler's connection."""
+        """Ask for `most` keys, in one request for each rank: each has its own deadline, and missing
+        one ends the scheduler's connection.
+        """
         keys = [self._turns.popleft() for _ in range(most)]
         known, there = [self._published[key] for key in keys], [True] * most
         try:
@@ -133,7 +159,9 @@ class Announcer:
             there = [all(whole) for whole in zip(*parts, strict=True)]
         finally:
             self._turns.extend(key for key, found in zip(keys, there, strict=True) if found)
-        self._gone.extend((key, event) for key, event, found in zip(keys, known, there, strict=True) if not found)
+        self._gone.extend(
+            (key, event) for key, event, found in zip(keys, known, there, strict=True) if not found
+        )
 
     def take(self) -> list[KVCacheEvent]:
         """The events since the last call, in order. For vLLM's `take_events`."""

@@ -1,9 +1,10 @@
-"""Makes vLLM allocate its KV cache in memory that other instances can map; and decides whether an instance shares in place.
+"""Makes vLLM allocate its KV cache in memory that other instances can map; and decides whether an
+instance shares in place.
 
-It relies on the order of a worker's start: the connector, then the KV cache, then `register_kv_caches`, in one thread. The sources of
-vLLM 0.26 to 0.33 were read for it (`tests/outside/releases.py`). From 0.31 on vLLM asks the connector for a context around exactly that
-allocation. All of these releases have run so on a CPU except 0.33, which has no CPU build.
-"""
+It relies on the order of a worker's start: the connector, then the KV cache, then
+`register_kv_caches`, in one thread. The sources of vLLM 0.26 to 0.33 were read for it
+(`tests/outside/releases.py`). From 0.31 on vLLM asks the connector for a context around exactly
+that allocation. All of these releases have run so on a CPU except 0.33, which has no CPU build."""
 
 from __future__ import annotations
 
@@ -32,16 +33,18 @@ log = logging.getLogger("vllm.vcache")
 
 
 KNOWN = {(0, minor): minor >= 31 for minor in range(26, 34)}
-"""vLLM's releases, and whether each asks for a context (`get_mem_pool_context`). If not, all memory that the worker allocates between its
-connector's constructor and `register_kv_caches` is exportable."""
+"""vLLM's releases, and whether each asks for a context (`get_mem_pool_context`). If not, all memory
+that the worker allocates between its connector's constructor and `register_kv_caches` is
+exportable."""
 _POOL = "connector.share: pool"
 
 
 class Exporter:
-    """The memory of one worker's KV cache. Made by `begin`; all methods run in the worker's main thread, where vLLM makes its KV cache.
+    """The memory of one worker's KV cache. Made by `begin`; all methods run in the worker's main
+    thread, where vLLM makes its KV cache.
 
-    Regions and their descriptors belong to vLLM's tensors and live as long as these: the caller does not close them.
-    """
+    Regions and their descriptors belong to vLLM's tensors and live as long as these: the caller
+    does not close them."""
 
     def __init__(self, memory: Exportable | None, asks: bool, problem: str = "") -> None:
         """asks: whether vLLM will ask for the context. problem: why there is no memory."""
@@ -51,27 +54,42 @@ class Exporter:
             self._undo.enter_context(_exportable(memory, self._problems))
 
     def context(self) -> AbstractContextManager[None] | None:
-        """For `get_mem_pool_context`: the context in which vLLM makes its KV cache. None if it does not ask, or there is no such memory."""
-        return _exportable(self._memory, self._problems) if self._memory is not None and self._asks else None
+        """For `get_mem_pool_context`: the context in which vLLM makes its KV cache. None if it does
+        not ask, or there is no such memory.
+        """
+        return (
+            _exportable(self._memory, self._problems)
+            if self._memory is not None and self._asks
+            else None
+        )
 
     def regions(self, kv_caches: Mapping[str, torch.Tensor]) -> list[Region]:
-        """The exportable allocations that hold `kv_caches`, as vLLM registers them: each once, by address. Later ones are ordinary again.
+        """The exportable allocations that hold `kv_caches`, as vLLM registers them: each once, by
+        address. Later ones are ordinary again.
 
         LayoutError if a tensor lies elsewhere, SegmentError if there is no exportable memory.
         """
         self.close()
         if self._memory is None or self._problems:
-            raise SegmentError(f"vLLM's KV cache cannot be shared in place: {'; '.join(self._problems)}; or set {_POOL}")
+            raise SegmentError(
+                f"vLLM's KV cache cannot be shared in place: {'; '.join(self._problems)}; or set {_POOL}"
+            )
         found = sorted(self._memory.allocations(), key=lambda one: one.address)
-        used = {self._holder(self._memory, found, name, tensor) for name, tensor in kv_caches.items()}
+        used = {
+            self._holder(self._memory, found, name, tensor) for name, tensor in kv_caches.items()
+        }
         return [found[at] for at in sorted(used)]
 
     def close(self) -> None:
-        """Make later allocations ordinary again. Idempotent. Also called when vLLM fails to start."""
+        """Make later allocations ordinary again. Idempotent. Also called when vLLM fails to
+        start.
+        """
         self._undo.close()
 
     @staticmethod
-    def _holder(memory: Exportable, found: Sequence[Region], name: str, tensor: torch.Tensor) -> int:
+    def _holder(
+        memory: Exportable, found: Sequence[Region], name: str, tensor: torch.Tensor
+    ) -> int:
         storage = tensor.untyped_storage()
         first, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
         for at, one in enumerate(found):
@@ -86,7 +104,9 @@ class Exporter:
 
 @contextmanager
 def _exportable(memory: Exportable, problems: list[str]) -> Iterator[None]:
-    """`memory`'s context. Never raises, since vLLM enters and leaves it; failures are added to `problems`."""
+    """`memory`'s context. Never raises, since vLLM enters and leaves it; failures are added to
+    `problems`.
+    """
     undo = ExitStack()
     with _noting_failure(problems):
         undo.enter_context(memory.context())
@@ -102,12 +122,15 @@ def _noting_failure(problems: list[str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # vLLM goes on with its own memory, and `Exporter.regions` says why
-        log.exception("vcache: the KV cache lies in memory that other processes cannot map, so it is not shared in place")
+        log.exception(
+            "vcache: the KV cache lies in memory that other processes cannot map, so it is not shared in place"
+        )
         problems.append(f"{type(error).__name__}: {error}")
 
 
 def begin(device_type: str, vllm_version: str) -> Exporter:
-    """The exporter of this process. Called by the constructor of a worker's half, on its device. device_type: vLLM's, `cuda` or `cpu`.
+    """The exporter of this process. Called by the constructor of a worker's half, on its device.
+    device_type: vLLM's, `cuda` or `cpu`.
 
     Never raises: if there can be no such memory, `Exporter.regions` says why.
     """
@@ -119,12 +142,15 @@ def begin(device_type: str, vllm_version: str) -> Exporter:
     except VCacheError as error:
         return Exporter(None, asks, str(error))
     except Exception as error:
-        log.exception("vcache: the KV cache lies in memory that other processes cannot map, so it is not shared in place")
+        log.exception(
+            "vcache: the KV cache lies in memory that other processes cannot map, so it is not shared in place"
+        )
         return Exporter(None, asks, f"{type(error).__name__}: {error}")
 
 
 def refusal(vllm_config: Any, kv_cache_config: Any, model: ModelSpec) -> str | None:
-    """Why this instance's KV cache cannot be shared in place, in one line with what to change; None if it can.
+    """Why this instance's KV cache cannot be shared in place, in one line with what to change; None
+    if it can.
 
     All of its processes find the same. Callers ask `compat.refusal` first.
     """
@@ -133,7 +159,8 @@ def refusal(vllm_config: Any, kv_cache_config: Any, model: ModelSpec) -> str | N
 
 
 def decide(settings: Config, vllm_config: Any, kv_cache_config: Any, model: ModelSpec) -> Config:
-    """`settings` with `connector.share: auto` resolved: `in_place` if that is possible and the better choice, else `pool`.
+    """`settings` with `connector.share: auto` resolved: `in_place` if that is possible and the
+    better choice, else `pool`.
 
     All processes of an instance find the same.
     """
@@ -141,7 +168,10 @@ def decide(settings: Config, vllm_config: Any, kv_cache_config: Any, model: Mode
         return settings
     why = next(_refusals(vllm_config, kv_cache_config, model), None)
     if several(kv_cache_config):
-        why = why or "the model has several block tables, and a pool keeps blocks behind windows, which a KV cache does not"
+        why = (
+            why
+            or "the model has several block tables, and a pool keeps blocks behind windows, which a KV cache does not"
+        )
     elif model.tp_size * model.pp_size > 1:
         why = (
             why
@@ -153,7 +183,9 @@ def decide(settings: Config, vllm_config: Any, kv_cache_config: Any, model: Mode
 
 
 def _refusals(vllm_config: Any, kv_cache_config: Any, model: ModelSpec) -> Iterator[str]:
-    """Each reason against sharing in place, with what else than `connector.share` to change, if anything."""
+    """Each reason against sharing in place, with what else than `connector.share` to change, if
+    anything.
+    """
     import vllm
 
     groups = kv_cache_config.kv_cache_groups
@@ -177,7 +209,9 @@ def _refusals(vllm_config: Any, kv_cache_config: Any, model: ModelSpec) -> Itera
 
 
 def _kinds(spec: Any) -> Iterator[str]:
-    """The names of a group's specification types: its own, and those of its layers where it holds one for each."""
+    """The names of a group's specification types: its own, and those of its layers where it holds
+    one for each.
+    """
     yield type(spec).__name__
     for one in getattr(spec, "kv_cache_specs", {}).values():
         yield type(one).__name__
@@ -199,7 +233,9 @@ def _memory(device_type: str) -> Exportable:
         return HostExportable()
     if device_type == "cuda" and torch.cuda.is_available():
         return _gpu(torch.cuda.current_device())
-    raise SegmentError(f"a KV cache on {device_type!r} cannot be mapped by other processes, only one on a CPU or a CUDA GPU")
+    raise SegmentError(
+        f"a KV cache on {device_type!r} cannot be mapped by other processes, only one on a CPU or a CUDA GPU"
+    )
 
 
 @functools.cache

@@ -1,4 +1,5 @@
-"""Groups of layers with block tables of their own: which blocks of each a chunk holds, which a hit needs, and which are still there.
+"""Groups of layers with block tables of their own: which blocks of each a chunk holds, which a hit
+needs, and which are still there.
 
 It does not import vLLM: it only reads numbers and the names of types from vLLM's objects.
 """
@@ -21,7 +22,9 @@ Bools = npt.NDArray[np.bool_]
 NULL = 0
 """vLLM's null block, which stands in a block table where a window has passed."""
 STATES = "MambaSpec"
-"""vLLM's specification of layers that keep a state in place of tokens: Mamba, gated delta nets, short convolutions."""
+"""vLLM's specification of layers that keep a state in place of tokens: Mamba, gated delta nets,
+short convolutions.
+"""
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 _WINDOWED = "SlidingWindowSpec"
 _SIZES = "UniformTypeKVCacheSpecs"
@@ -38,9 +41,9 @@ _REASONS: Mapping[str, str] = {
 class LayerGroup(NamedTuple):
     """Layers that share a block table.
 
-    number: vLLM's. block_size: in tokens. window: how many tokens its layers attend to, the current one and extra ones that vLLM retains
-    included; 0: all. state: a digest of what its layers keep in place of tokens; empty if they keep tokens.
-    """
+    number: vLLM's. block_size: in tokens. window: how many tokens its layers attend to, the current
+    one and extra ones that vLLM retains included; 0: all. state: a digest of what its layers keep
+    in place of tokens; empty if they keep tokens."""
 
     number: int
     block_size: int
@@ -52,16 +55,19 @@ class LayerGroup(NamedTuple):
 class Groups:
     """The groups of one instance. Immutable; equal in the scheduler and in the workers.
 
-    groups: those whose layers keep tokens; first those that attend to all tokens. block: tokens, the least common multiple of all block
-    sizes. place: tokens, their greatest common divisor. size: tokens of a chunk. shares: what a chunk holds of each group. Methods take
-    `rows`, a request's block tables by vLLM's number of the group.
+    groups: those whose layers keep tokens; first those that attend to all tokens. block: tokens,
+    the least common multiple of all block sizes. place: tokens, their greatest common divisor.
+    size: tokens of a chunk. shares: what a chunk holds of each group. Methods take `rows`, a
+    request's block tables by vLLM's number of the group.
 
-    states: groups whose layers keep a state. A chunk holds nothing of them. The state after its last token, one block of each group, is
-    stored as `parts` further chunks with keys of their own, if vLLM has it (vLLM's pages are all of one size).
-    """
+    states: groups whose layers keep a state. A chunk holds nothing of them. The state after its
+    last token, one block of each group, is stored as `parts` further chunks with keys of their own,
+    if vLLM has it (vLLM's pages are all of one size)."""
 
     def __init__(self, groups: Sequence[LayerGroup], chunk_size: int) -> None:
-        """chunk_size: in tokens. LayoutError if a chunk does not consist of whole blocks of each group."""
+        """chunk_size: in tokens. LayoutError if a chunk does not consist of whole blocks of each
+        group.
+        """
         tokens = [group for group in groups if not group.state]
         self.groups = sorted(tokens, key=lambda group: (group.window > 0, group.number))
         self.states = [group for group in groups if group.state]
@@ -69,24 +75,36 @@ class Groups:
         self.block, self.place, self.size = math.lcm(*sizes), math.gcd(*sizes), chunk_size
         if chunk_size % self.block:
             fitting = -(-chunk_size // self.block) * self.block
-            raise LayoutError(f"chunk_size {chunk_size} is no multiple of {self.block} tokens: set engine.chunk_size: {fitting}")
-        self.shares = tuple(Share(group.block_size, _tail(group, chunk_size)) for group in self.groups)
+            raise LayoutError(
+                f"chunk_size {chunk_size} is no multiple of {self.block} tokens: set engine.chunk_size: {fitting}"
+            )
+        self.shares = tuple(
+            Share(group.block_size, _tail(group, chunk_size)) for group in self.groups
+        )
 
     @property
     def text(self) -> str:
         """The groups' kinds and block sizes, on which two instances must agree to share."""
         kinds = (f"window{group.window}" if group.window else "full" for group in self.groups)
-        named = [f"{kind}/{group.block_size}" for kind, group in zip(kinds, self.groups, strict=True)]
-        return " ".join(named + [f"state-{group.state}/{group.block_size}" for group in self.states])
+        named = [
+            f"{kind}/{group.block_size}" for kind, group in zip(kinds, self.groups, strict=True)
+        ]
+        return " ".join(
+            named + [f"state-{group.state}/{group.block_size}" for group in self.states]
+        )
 
     @property
     def layers(self) -> str:
-        """A digest of the layers' names, group by group, in the order in which a chunk holds them."""
+        """A digest of the layers' names, group by group, in the order in which a chunk holds
+        them.
+        """
         return digest([list(group.layers) for group in [*self.groups, *self.states]])
 
     @property
     def blocks(self) -> int:
-        """Blocks of a chunk, all groups' together. Each takes as many bytes as a block of the group with the most layers."""
+        """Blocks of a chunk, all groups' together. Each takes as many bytes as a block of the group
+        with the most layers.
+        """
         return sum((share.tail or self.size) // share.block_size for share in self.shares)
 
     @property
@@ -96,14 +114,21 @@ class Groups:
 
     @property
     def lead(self) -> int:
-        """How many of a chunk's blocks every hit over it needs: those of groups that attend to all tokens. They come first in the chunk."""
-        return sum(share.of(self.size) for group, share in zip(self.groups, self.shares, strict=True) if not group.window)
+        """How many of a chunk's blocks every hit over it needs: those of groups that attend to all
+        tokens. They come first in the chunk.
+        """
+        return sum(
+            share.of(self.size)
+            for group, share in zip(self.groups, self.shares, strict=True)
+            if not group.window
+        )
 
     def reach(self, right: Bools) -> tuple[int, int]:
-        """How many of these leading chunks a hit can have, and how many if all windows' blocks were there.
+        """How many of these leading chunks a hit can have, and how many if all windows' blocks were
+        there.
 
-        right: shape (chunks, `blocks`): which blocks are there. All chunks of a hit need their `lead`; at its end the windows are needed,
-        too. vLLM has what comes before the first chunk.
+        right: shape (chunks, `blocks`): which blocks are there. All chunks of a hit need their
+        `lead`; at its end the windows are needed, too. vLLM has what comes before the first chunk.
         """
         lacking = np.flatnonzero(~right[:, : self.lead].all(axis=1))
         most = int(lacking[0]) if len(lacking) else len(right)
@@ -127,7 +152,9 @@ class Groups:
         return needed
 
     def window(self, rows: Sequence[npt.NDArray[Any]], chunks: int) -> list[npt.NDArray[Any]]:
-        """For each group with a window, the part of its row that a hit over so many chunks needs."""
+        """For each group with a window, the part of its row that a hit over so many chunks
+        needs.
+        """
         found = []
         for group in self.groups:
             if group.window:
@@ -136,8 +163,9 @@ class Groups:
         return found
 
     def most_blocks(self, tokens: int) -> int:
-        """The most blocks that a request of so many tokens takes when it begins. For each group of states four: the loaded state's, the one
-        in which the request goes on, one for a state within the step, and a copy."""
+        """The most blocks that a request of so many tokens takes when it begins. For each group of
+        states four: the loaded state's, the one in which the request goes on, one for a state
+        within the step, and a copy."""
         return sum(-(-tokens // group.block_size) for group in self.groups) + 4 * len(self.states)
 
     def length(self, rows: Sequence[Sequence[int]]) -> int:
@@ -150,14 +178,20 @@ class Groups:
         return found
 
     def wanted(self, rows: Sequence[Sequence[int]], local: int, end: int) -> list[int]:
-        """The blocks to load for the tokens [local, end): as `chunks`, from the chunk with token `local` on; then the state's at `end`.
+        """The blocks to load for the tokens [local, end): as `chunks`, from the chunk with token
+        `local` on; then the state's at `end`.
 
-        end: a multiple of the chunk size. -1 stands for blocks before `local`, which vLLM has, and for blocks that vLLM does not want.
-        ValueError if vLLM wants a block that chunks do not hold.
-        """
+        end: a multiple of the chunk size. -1 stands for blocks before `local`, which vLLM has, and
+        for blocks that vLLM does not want. ValueError if vLLM wants a block that chunks do not
+        hold."""
         if end % self.size:
             raise ValueError(f"vLLM wants {end} tokens, which are not chunks of {self.size}")
-        first, stop, tables, lacking = local // self.size, end // self.size, list[npt.NDArray[np.int64]](), 0
+        first, stop, tables, lacking = (
+            local // self.size,
+            end // self.size,
+            list[npt.NDArray[np.int64]](),
+            0,
+        )
         for group, share in zip(self.groups, self.shares, strict=True):
             each, begin = self.size // group.block_size, local // group.block_size
             row = rows[group.number][begin : end // group.block_size]
@@ -170,11 +204,14 @@ class Groups:
             tables.append(table.reshape(-1, each)[:, -share.of(self.size) :])
             lacking += len(real) - int((tables[-1] > NULL).sum())
         if lacking:
-            raise ValueError(f"of tokens {local} to {end} vLLM wants {lacking} blocks that chunks of {self.size} do not have")
+            raise ValueError(
+                f"of tokens {local} to {end} vLLM wants {lacking} blocks that chunks of {self.size} do not have"
+            )
         state = self.state(rows, end)
         # vLLM must want the state in its last block, and none before.
         if len(state) < len(self.states) or any(
-            any(rows[group.number][local // group.block_size : end // group.block_size - 1]) for group in self.states
+            any(rows[group.number][local // group.block_size : end // group.block_size - 1])
+            for group in self.states
         ):
             raise ValueError(f"vLLM wants other states than the one at token {end}")
         found: list[int] = np.concatenate(tables, axis=1).reshape(-1).tolist()
@@ -182,33 +219,48 @@ class Groups:
 
     def state(self, rows: Sequence[Sequence[int]], end: int) -> list[int]:
         """The blocks of the state after `end` tokens, one for each group of states that has it."""
-        found = [rows[group.number][end // group.block_size - 1 : end // group.block_size] for group in self.states]
+        found = [
+            rows[group.number][end // group.block_size - 1 : end // group.block_size]
+            for group in self.states
+        ]
         return [block for row in found for block in row if block != NULL]
 
     def running(self, rows: Sequence[Sequence[int]], end: int) -> list[int]:
-        """The blocks to which vLLM has copied the state at `end`, and in which its next step goes on; padded with -1 to whole chunks.
+        """The blocks to which vLLM has copied the state at `end`, and in which its next step goes
+        on; padded with -1 to whole chunks.
 
         ValueError if there are none.
         """
-        found = [row[-1] for row in (rows[group.number][end // group.block_size :] for group in self.states) if row]
+        found = [
+            row[-1]
+            for row in (rows[group.number][end // group.block_size :] for group in self.states)
+            if row
+        ]
         if len(found) < len(self.states) or NULL in found:
             raise ValueError(f"vLLM has no block in which it goes on from token {end}")
         return found + [-1] * (self.parts * self.blocks - len(found))
 
-    def ended(self, rows: Sequence[Sequence[int]], reached: int, offered: Sequence[tuple[int, int, int]]) -> dict[int, list[int]]:
-        """The states at chunks' ends that can be stored after a step that reaches `reached` tokens: by tokens, their blocks.
+    def ended(
+        self, rows: Sequence[Sequence[int]], reached: int, offered: Sequence[tuple[int, int, int]]
+    ) -> dict[int, list[int]]:
+        """The states at chunks' ends that can be stored after a step that reaches `reached` tokens:
+        by tokens, their blocks.
 
-        These are the state that the step ends with, and those in `offered`, vLLM's own list of (group, block, tokens).
-        """
+        These are the state that the step ends with, and those in `offered`, vLLM's own list of
+        (group, block, tokens)."""
         ends = {} if reached % self.size else {reached: self.state(rows, reached)}
         for tokens in {tokens for _, _, tokens in offered if not tokens % self.size}:
             there = {group: block for group, block, end in offered if end == tokens}
             ends[tokens] = [there[group.number] for group in self.states if group.number in there]
-        return {tokens: blocks for tokens, blocks in ends.items() if len(blocks) == len(self.states)}
+        return {
+            tokens: blocks for tokens, blocks in ends.items() if len(blocks) == len(self.states)
+        }
 
-    def alive_from(self, rows: Sequence[Sequence[int]], computed: int, first: int, stop: int) -> int:
-        """The first of the chunks [first, stop) from which on all blocks are still the request's in a step that begins with `computed`
-        tokens; `stop` if there is none."""
+    def alive_from(
+        self, rows: Sequence[Sequence[int]], computed: int, first: int, stop: int
+    ) -> int:
+        """The first of the chunks [first, stop) from which on all blocks are still the request's in
+        a step that begins with `computed` tokens; `stop` if there is none."""
         dead = (self.table(rows, first, stop) == NULL).any(axis=1)
         ends = np.arange(first + 1, stop + 1) * self.size
         for group, share in zip(self.groups, self.shares, strict=True):
@@ -217,17 +269,25 @@ class Groups:
                 dead |= ends - (share.tail or self.size) < gone
         return first + int(np.flatnonzero(dead)[-1]) + 1 if dead.any() else first
 
-    def table(self, rows: Sequence[Sequence[int] | npt.NDArray[Any]], first: int, stop: int) -> npt.NDArray[np.int64]:
-        """As `chunks`, with one row for each chunk: shape (stop - first, `blocks`). `rows` may hold other numbers than blocks, too."""
+    def table(
+        self, rows: Sequence[Sequence[int] | npt.NDArray[Any]], first: int, stop: int
+    ) -> npt.NDArray[np.int64]:
+        """As `chunks`, with one row for each chunk: shape (stop - first, `blocks`). `rows` may hold
+        other numbers than blocks, too.
+        """
         found = []
         for group, share in zip(self.groups, self.shares, strict=True):
             each = self.size // group.block_size
-            row = np.array(rows[group.number][first * each : stop * each], dtype=np.int64).reshape(stop - first, each)
+            row = np.array(rows[group.number][first * each : stop * each], dtype=np.int64).reshape(
+                stop - first, each
+            )
             found.append(row[:, -share.of(self.size) :])
         return np.concatenate(found, axis=1)
 
     def _windows(self) -> Iterator[tuple[slice, int]]:
-        """For each group with a window: which of a chunk's blocks are its own, and how many blocks before a hit's end it needs."""
+        """For each group with a window: which of a chunk's blocks are its own, and how many blocks
+        before a hit's end it needs.
+        """
         start = 0
         for group, share in zip(self.groups, self.shares, strict=True):
             stop = start + share.of(self.size)
@@ -237,32 +297,46 @@ class Groups:
 
 
 def several(kv_cache_config: Any) -> bool:
-    """Whether the model needs `Groups`: it has several block tables, or a single one of a sliding window."""
+    """Whether the model needs `Groups`: it has several block tables, or a single one of a sliding
+    window.
+    """
     kinds = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
     return len(kinds) > 1 or kinds == [_WINDOWED]
 
 
 def keep_states(kv_cache_config: Any) -> bool:
     """Whether some layers keep a state."""
-    return any(type(group.kv_cache_spec).__name__ == STATES for group in kv_cache_config.kv_cache_groups)
+    return any(
+        type(group.kv_cache_spec).__name__ == STATES for group in kv_cache_config.kv_cache_groups
+    )
 
 
 def hidden(kv_cache_config: Any) -> bool:
-    """Whether only a worker sees that the model must be refused: vLLM shows the scheduler one page size where there are several."""
-    return any(type(group.kv_cache_spec).__name__ == _SIZES for group in kv_cache_config.kv_cache_groups)
+    """Whether only a worker sees that the model must be refused: vLLM shows the scheduler one page
+    size where there are several.
+    """
+    return any(
+        type(group.kv_cache_spec).__name__ == _SIZES for group in kv_cache_config.kv_cache_groups
+    )
 
 
 def read(kv_cache_config: Any, chunk_size: int) -> Groups:
-    """The groups of an instance, from vLLM's `KVCacheConfig`. LayoutError, in one line, if they cannot be cached."""
+    """The groups of an instance, from vLLM's `KVCacheConfig`. LayoutError, in one line, if they
+    cannot be cached.
+    """
     groups = kv_cache_config.kv_cache_groups
     if not groups:
         raise LayoutError("the model keeps nothing of its tokens: no setting changes that")
     for group in groups:
         reason = unknown(type(group.kv_cache_spec).__name__) or _unsteady(group.kv_cache_spec)
-        if reason is None and not (getattr(group.kv_cache_spec, "prefix_cacheable", True) and _ordinary(group)):
+        if reason is None and not (
+            getattr(group.kv_cache_spec, "prefix_cacheable", True) and _ordinary(group)
+        ):
             reason = "its blocks are no part of vLLM's own prefix cache: no setting changes that"
         if reason is not None:
-            raise LayoutError(f"{group.layer_names[0] if group.layer_names else 'a group'} and its group: {reason}")
+            raise LayoutError(
+                f"{group.layer_names[0] if group.layer_names else 'a group'} and its group: {reason}"
+            )
     found = [_group(number, group) for number, group in enumerate(groups)]
     if all(group.state for group in found):
         raise LayoutError("all layers keep a state, and none keeps tokens: no setting changes that")
@@ -275,17 +349,24 @@ def is_full(kind: str) -> bool:
 
 
 def kind(spec: Any) -> tuple[str, int]:
-    """What layers of this specification keep, and the tokens of their window: `full`, `window`, `state`, or vLLM's name for others."""
+    """What layers of this specification keep, and the tokens of their window: `full`, `window`,
+    `state`, or vLLM's name for others.
+    """
     name = type(spec).__name__
     named = "full" if is_full(name) else {_WINDOWED: "window", STATES: "state"}.get(name, name)
     return named, int(spec.sliding_window) if named == "window" else 0
 
 
 def unknown(kind: str) -> str | None:
-    """Why layers of this kind, a class of vLLM's `kv_cache_interface`, cannot be cached, and what to change; None if they can."""
+    """Why layers of this kind, a class of vLLM's `kv_cache_interface`, cannot be cached, and what
+    to change; None if they can.
+    """
     if kind in (*_FULL, _WINDOWED, STATES):
         return None
-    return _REASONS.get(kind, f"the KV cache is {kind}, whose blocks do not hold the whole prefix: no setting changes that")
+    return _REASONS.get(
+        kind,
+        f"the KV cache is {kind}, whose blocks do not hold the whole prefix: no setting changes that",
+    )
 
 
 def _unsteady(spec: Any) -> str | None:
@@ -309,7 +390,13 @@ def _group(number: int, group: Any) -> LayerGroup:
     if type(spec).__name__ == _WINDOWED:
         window = int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
     elif type(spec).__name__ == STATES:
-        state = digest([text(spec.mamba_type), [list(shape) for shape in spec.shapes], [str(dtype) for dtype in spec.dtypes]])
+        state = digest(
+            [
+                text(spec.mamba_type),
+                [list(shape) for shape in spec.shapes],
+                [str(dtype) for dtype in spec.dtypes],
+            ]
+        )
     return LayerGroup(number, int(spec.block_size), window, tuple(group.layer_names), state)
 
 

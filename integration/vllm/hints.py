@@ -1,4 +1,6 @@
-"""Keeps blocks that other instances read as if vLLM had used them itself: they go to the end of its free queue."""
+"""Keeps blocks that other instances read as if vLLM had used them itself: they go to the end of its
+free queue.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,16 @@ log = logging.getLogger("vllm.vcache")
 MOST_BLOCKS = 256
 """Blocks moved in one step, which takes a quarter of a millisecond."""
 MOST_WAITING = 16
-"""Heartbeats whose hints may wait for the next step. Chunks whose hint is dropped leave the cache earlier."""
+"""Heartbeats whose hints may wait for the next step. Chunks whose hint is dropped leave the cache
+earlier.
+"""
 
 
-def tell(courier: Courier | None, keys: list[ChunkKey], first: int, residents: Mapping[int, Replica]) -> None:
-    """Tell the owners of these chunks, in the background, that a load reads them. residents: numbered from the request's chunk `first` on.
+def tell(
+    courier: Courier | None, keys: list[ChunkKey], first: int, residents: Mapping[int, Replica]
+) -> None:
+    """Tell the owners of these chunks, in the background, that a load reads them. residents:
+    numbered from the request's chunk `first` on.
 
     The hint names the whole prefix, since the chunks are useless without those before them.
     """
@@ -35,7 +42,9 @@ def tell(courier: Courier | None, keys: list[ChunkKey], first: int, residents: M
 
 
 class Hints:
-    """Hints that an instance has received about its own blocks. `hear` may be called in any thread, the rest in the scheduler's."""
+    """Hints that an instance has received about its own blocks. `hear` may be called in any thread,
+    the rest in the scheduler's.
+    """
 
     def __init__(self, pool: Any, generations: Generations, each: int) -> None:
         """pool: vLLM's `BlockPool`. each: blocks of a chunk."""
@@ -57,15 +66,17 @@ class Hints:
         self._left = MOST_BLOCKS
 
     def apply(self) -> None:
-        """Move blocks that are unused here, and still hold what was read, to the end of vLLM's free queue. At most `MOST_BLOCKS` a step,
-        however often it is called. Never raises."""
+        """Move blocks that are unused here, and still hold what was read, to the end of vLLM's free
+        queue. At most `MOST_BLOCKS` a step, however often it is called. Never raises."""
         if not self._waiting or not self._left:
             return
         try:
             self._move(*self._waiting.popleft())
         except Exception:  # vLLM goes on with whatever order there is
             self._waiting.clear()
-            log.exception("vcache: blocks that other instances have read are not kept longer than others")
+            log.exception(
+                "vcache: blocks that other instances have read are not kept longer than others"
+            )
 
     def _move(self, blocks: UInt32s, generations: UInt64s) -> None:
         left = self._left

@@ -12,15 +12,18 @@ from .metadata import LoadSpec
 from .tracked import Tracked
 
 NAMES = {"own": "device", "peer": "p2p", "host": "host"}
-"""vLLM's names for the places of segments. Another instance's KV cache is `p2p`. The offload tier has no name, since its bytes may lie
-anywhere."""
+"""vLLM's names for the places of segments. Another instance's KV cache is `p2p`. The offload tier
+has no name, since its bytes may lie anywhere."""
 
 
-def split(instance: Introduction, tracked: Tracked, load: LoadSpec, external: int, size: int) -> dict[str, int]:
-    """The `external` tokens of a load by where they lie for the first worker, as far as that is known.
+def split(
+    instance: Introduction, tracked: Tracked, load: LoadSpec, external: int, size: int
+) -> dict[str, int]:
+    """The `external` tokens of a load by where they lie for the first worker, as far as that is
+    known.
 
-    size: tokens of a chunk. Asks the server, once, about chunks that are loaded without a lease, unless all segments lie in one place.
-    """
+    size: tokens of a chunk. Asks the server, once, about chunks that are loaded without a lease,
+    unless all segments lie in one place."""
     first, end = tracked.local // size, tracked.local + external
     tokens = Counter[str]()
     for number, name in enumerate(_names(instance, tracked, load, first, -(-end // size)), first):
@@ -29,15 +32,22 @@ def split(instance: Introduction, tracked: Tracked, load: LoadSpec, external: in
     return dict(tokens)
 
 
-def _names(instance: Introduction, tracked: Tracked, load: LoadSpec, first: int, stop: int) -> list[str]:
+def _names(
+    instance: Introduction, tracked: Tracked, load: LoadSpec, first: int, stop: int
+) -> list[str]:
     """The place of each of the chunks [first, stop); "" if it is not known."""
     answer, everywhere = tracked.answer, {NAMES[place] for place in instance.places.values()}
     if tracked.params.announced:
-        # Another instance is computing these chunks, so it is not known yet where in the pool they will lie.
+        # Another instance is computing these chunks, so it is not known yet where in the pool they
+        # will lie.
         everywhere = {"p2p"} if instance.shared is not None else everywhere
         return [everywhere.pop() if len(everywhere) == 1 else "p2p"] * (stop - first)
     names = ["p2p" if number in load.residents else "" for number in range(stop - first)]
-    pooled = [number for number, name in enumerate(names) if not name and answer is not None and first + number < answer.pooled]
+    pooled = [
+        number
+        for number, name in enumerate(names)
+        if not name and answer is not None and first + number < answer.pooled
+    ]
     if len(everywhere) == 1:
         segments, named = [""] * len(pooled), {"": everywhere.pop()}
     else:
@@ -48,8 +58,12 @@ def _names(instance: Introduction, tracked: Tracked, load: LoadSpec, first: int,
     return names
 
 
-def _segments(instance: Introduction, tracked: Tracked, load: LoadSpec, first: int, pooled: list[int]) -> list[str]:
-    """The segments of these chunks, which are numbered from the load's first one. Empty if the server does not answer."""
+def _segments(
+    instance: Introduction, tracked: Tracked, load: LoadSpec, first: int, pooled: list[int]
+) -> list[str]:
+    """The segments of these chunks, which are numbered from the load's first one. Empty if the
+    server does not answer.
+    """
     if load.lease is not None:
         return [load.lease.locations[number * load.lease.ranks].segment for number in pooled]
     if instance.client is not None and pooled:

@@ -1,4 +1,6 @@
-"""Sharing in place, the worker's half: shows its KV cache to others, maps theirs, and publishes what its steps compute."""
+"""Sharing in place, the worker's half: shows its KV cache to others, maps theirs, and publishes
+what its steps compute.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,14 @@ from .stores import Stores
 
 
 class InPlace:
-    """In the worker's main thread. neighbours: others' KV caches; None before `open`. publisher: None before `show`."""
+    """In the worker's main thread. neighbours: others' KV caches; None before `open`. publisher:
+    None before `show`.
+    """
 
     def __init__(self, exporter: Exporter, each: int, lead: int, shows: bool) -> None:
-        """each, lead: blocks of a chunk, and how many of them every reader needs. shows: whether others read this worker's KV cache; with
-        MLA all ranks hold the same, and only one shows it."""
+        """each, lead: blocks of a chunk, and how many of them every reader needs. shows: whether
+        others read this worker's KV cache; with MLA all ranks hold the same, and only one shows
+        it."""
         self.exporter, self._each, self._lead, self._shows = exporter, each, lead, shows
         self._regions: list[Region] = []
         self._measured = 0
@@ -40,7 +45,9 @@ class InPlace:
         self._shown: Shown | None = None
         self.publisher: Publisher | None = None
         self._told: list[Reads] = []
-        """What the server was last told that this worker has read. Used by the client's thread only."""
+        """What the server was last told that this worker has read. Used by the client's thread
+        only.
+        """
 
     def export(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """vLLM has made its KV cache. LayoutError or SegmentError if others cannot map it."""
@@ -66,11 +73,14 @@ class InPlace:
         self.publisher = Publisher(session.client, session.stats, instance, self._each, self._lead)
 
     def publish(self, specs: Sequence[PublicationSpec], unfilled: AbstractSet[int]) -> set[str]:
-        """Publish the chunks of the step's model run, all of which is queued, once it has computed them.
+        """Publish the chunks of the step's model run, all of which is queued, once it has computed
+        them.
 
-        Returns the requests of which nothing is published, since their chunks were computed from an `unfilled` block.
-        """
-        spoiled = {spec.request_id for spec in specs if unfilled and not unfilled.isdisjoint(_blocks(spec))}
+        Returns the requests of which nothing is published, since their chunks were computed from an
+        `unfilled` block."""
+        spoiled = {
+            spec.request_id for spec in specs if unfilled and not unfilled.isdisjoint(_blocks(spec))
+        }
         session, publisher = self._session, self.publisher
         wanted = [spec for spec in specs if spec.request_id not in spoiled]
         if session is None or publisher is None or not wanted:
@@ -78,17 +88,23 @@ class InPlace:
         written = session.copier.mark()
         for spec in wanted:
             keys = of_rank(spec.keys, session.rank)
-            publication = Publication(keys, spec.blocks, spec.generations, spec.sequence, spec.epoch)
+            publication = Publication(
+                keys, spec.blocks, spec.generations, spec.sequence, spec.epoch
+            )
             publisher.submit(publication, written, soon=not spec.loaded)
         return spoiled
 
     def save(self, spec: PublicationSpec, stores: Stores) -> None:
-        """Store in the pool those of these chunks that were published. One that loses its blocks before the copy is over is given up."""
+        """Store in the pool those of these chunks that were published. One that loses its blocks
+        before the copy is over is given up.
+        """
         session, publisher = self._session, self.publisher
         if session is None or publisher is None:
             return
         keys = of_rank(spec.keys, session.rank)
-        for known in publisher.known(Publication(keys, spec.blocks, spec.generations, spec.sequence, spec.epoch)):
+        for known in publisher.known(
+            Publication(keys, spec.blocks, spec.generations, spec.sequence, spec.epoch)
+        ):
             blocks: list[int] = np.frombuffer(known.blocks, dtype="<u4").tolist()
             stores.save(known.keys, blocks, known.epoch, partial(publisher.holds, known))
 

@@ -1,4 +1,6 @@
-"""Collects what the workers say they hold, and then opens the scheduler's connection under the namespace that follows from it."""
+"""Collects what the workers say they hold, and then opens the scheduler's connection under the
+namespace that follows from it.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +32,20 @@ from .publications import Publications
 log = logging.getLogger("vllm.vcache")
 
 INTRODUCTION_SECONDS = 10.0
-"""How long the first request waits for the workers' introductions, which come with the first step. That one runs no model."""
+"""How long the first request waits for the workers' introductions, which come with the first step.
+That one runs no model.
+"""
 
 
 class Introduction:
     """In the scheduler's thread. Nothing waits longer than one call of the client.
 
-    refused: why nothing is cached; empty if the instance caches. ranks: shards of a chunk. readable: the segments that all workers can
-    read. places: where segments lie for the first worker. mapped: the instances whose KV caches all workers can read. keys, client,
-    courier: the namespace's; None before `open`. announcer: None unless somebody wants KV events. For sharing in place, else None.
-    shared: what this instance publishes. tables: other instances' generations. pinning: keeps their blocks during synchronous loads.
-    """
+    refused: why nothing is cached; empty if the instance caches. ranks: shards of a chunk.
+    readable: the segments that all workers can read. places: where segments lie for the first
+    worker. mapped: the instances whose KV caches all workers can read. keys, client, courier: the
+    namespace's; None before `open`. announcer: None unless somebody wants KV events. For sharing in
+    place, else None. shared: what this instance publishes. tables: other instances' generations.
+    pinning: keeps their blocks during synchronous loads."""
 
     def __init__(
         self,
@@ -51,8 +56,8 @@ class Introduction:
         publications: Publications | None = None,
         name: str = "",
     ) -> None:
-        """hash_block: tokens that one of vLLM's block hashes covers. publications: None unless KV caches are shared in place. name: for the
-        server's status."""
+        """hash_block: tokens that one of vLLM's block hashes covers. publications: None unless KV
+        caches are shared in place. name: for the server's status."""
         self._config, self._model, self._hash_block = config, model, hash_block
         self._shards: dict[tuple[int, int], model_spec.ShardSpec] = {}
         self._wait_until = 0.0
@@ -90,13 +95,19 @@ class Introduction:
         return bool(self.refused) or len(self._shards) == self.workers
 
     def waits(self) -> bool:
-        """Whether requests must wait for the workers' introductions; `INTRODUCTION_SECONDS` at most, then the instance is refused."""
+        """Whether requests must wait for the workers' introductions; `INTRODUCTION_SECONDS` at
+        most, then the instance is refused.
+        """
         if self.keys is not None or self.over:
             return False
         self._wait_until = self._wait_until or monotonic() + INTRODUCTION_SECONDS
         if monotonic() > self._wait_until:
             ranks = product(range(self._model.pp_size), range(self._model.tp_size))
-            missing = "; ".join(f"pipeline rank {pp}, tensor rank {tp}" for pp, tp in ranks if (pp, tp) not in self._shards)
+            missing = "; ".join(
+                f"pipeline rank {pp}, tensor rank {tp}"
+                for pp, tp in ranks
+                if (pp, tp) not in self._shards
+            )
             self._refuse(
                 f"{len(self._shards)} of {self.workers} workers have described their KV caches within {INTRODUCTION_SECONDS:g} s; "
                 f"see the log of the others: {missing}"
@@ -104,20 +115,27 @@ class Introduction:
         return not self.refused
 
     def note(self, shards: Mapping[tuple[int, int], Shard], links: Mapping[int, Link]) -> None:
-        """Take in what workers report. shards: by (pipeline rank, tensor rank), what one holds, or why it caches nothing any more. links:
-        by worker's number, how it reaches the offload tier."""
+        """Take in what workers report. shards: by (pipeline rank, tensor rank), what one holds, or
+        why it caches nothing any more. links: by worker's number, how it reaches the offload
+        tier."""
         if shards and not self.refused:
             self._shards |= {rank: shard.spec for rank, shard in shards.items()}
             problems = sorted({shard.problem for shard in self._shards.values() if shard.problem})
             if problems:
                 self._refuse("; ".join(problems))
-            if self.offload is not None and (problems or not all(shard.offload for shard in shards.values())):
+            if self.offload is not None and (
+                problems or not all(shard.offload for shard in shards.values())
+            ):
                 self.offload.close()
                 self.offload = None
         if links and self.offload is not None:
             self.offload.note(links)
 
-    def reads(self, segments: Mapping[int, Mapping[SegmentId, Where]], mapped: Mapping[int, frozenset[bytes]]) -> None:
+    def reads(
+        self,
+        segments: Mapping[int, Mapping[SegmentId, Where]],
+        mapped: Mapping[int, frozenset[bytes]],
+    ) -> None:
         """Take in what workers can read, by worker's number; only those that report a change."""
         self._segments |= segments
         self._mapped |= mapped
@@ -128,7 +146,8 @@ class Introduction:
             self.mapped = frozenset.intersection(*self._mapped.values())
 
     def open(self) -> bool:
-        """Connect once all that the namespace depends on is known: the engine runs, and every worker has introduced itself.
+        """Connect once all that the namespace depends on is known: the engine runs, and every
+        worker has introduced itself.
 
         Returns whether chunks can be named now.
         """
@@ -140,7 +159,10 @@ class Introduction:
             )
             return False
         config, shards = self._config, [self._shards[rank] for rank in sorted(self._shards)]
-        layout = checked_layout(config, model_spec.layout(self._model, shards, config.engine.chunk_size, compat.hash_root()))
+        layout = checked_layout(
+            config,
+            model_spec.layout(self._model, shards, config.engine.chunk_size, compat.hash_root()),
+        )
         namespace = layout.namespace()
         fields = layout.fields() | {"namespace": str(namespace)}
         self.client = Client(config.server.path, config.client, layout=fields, name=self._name)
@@ -161,17 +183,30 @@ class Introduction:
             self._join()
         if trouble := self.client.trouble:
             log.warning("vcache: %s; until it answers nothing is cached", trouble)
-        log.info("vcache: namespace %s, chunks of %d tokens, %d shards", namespace, config.engine.chunk_size, self.ranks)
+        log.info(
+            "vcache: namespace %s, chunks of %d tokens, %d shards",
+            namespace,
+            config.engine.chunk_size,
+            self.ranks,
+        )
         return True
 
     def _join(self) -> None:
-        """Show the server our generations. Called on connecting, on reconnecting, and with every heartbeat until the server takes them; so
-        also in the client's background thread."""
+        """Show the server our generations. Called on connecting, on reconnecting, and with every
+        heartbeat until the server takes them; so also in the client's background thread."""
         here, client = self.shared, self.client
         if here is None or client is None or not client.connected:
             return
         try:
-            client.join(here.instance, self._prefix, here.blocks, self.ranks, here.each, here.generations.fd, here.lead)
+            client.join(
+                here.instance,
+                self._prefix,
+                here.blocks,
+                self.ranks,
+                here.each,
+                here.generations.fd,
+                here.lead,
+            )
             if here.pins is not None:
                 client.show_pins(here.instance, here.pins.fd)
         except VCacheError as error:
@@ -189,7 +224,9 @@ class Introduction:
             self._listen()
 
     def _listen(self) -> None:
-        """Ask for resets that others have made, and for chunks that they have read here. Also in the client's background thread."""
+        """Ask for resets that others have made, and for chunks that they have read here. Also in
+        the client's background thread.
+        """
         here, client = self.shared, self.client
         if here is None or client is None:
             return
@@ -205,10 +242,11 @@ class Introduction:
                 self.announcer.check(self.client.contains)
 
     def clear(self) -> bool:
-        """Reset the namespace: none of its chunks, pooled or offloaded, is found again. True too if the instance is refused.
+        """Reset the namespace: none of its chunks, pooled or offloaded, is found again. True too if
+        the instance is refused.
 
-        False if the server did not answer, or if the namespace is not known yet, before the first step.
-        """
+        False if the server did not answer, or if the namespace is not known yet, before the first
+        step."""
         if not self.open() or self.client is None:
             return bool(self.refused)
         try:

@@ -1,4 +1,6 @@
-"""Finds requests that go on with KV from before a reset, because vLLM kept it. What they compute is not stored."""
+"""Finds requests that go on with KV from before a reset, because vLLM kept it. What they compute is
+not stored.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,18 @@ from .tracked import Tracked
 class Leftovers:
     """In the scheduler's thread; only for sharing through a pool.
 
-    A reset means that the weights change, even if vLLM could not clear its own cache: running requests go on with old KV, and later ones
-    hit it there. `Tracked.outdated` marks both; it is cleared for a request that is preempted and recomputed. It costs nothing unless
-    vLLM kept blocks.
-    """
+    A reset means that the weights change, even if vLLM could not clear its own cache: running
+    requests go on with old KV, and later ones hit it there. `Tracked.outdated` marks both; it is
+    cleared for a request that is preempted and recomputed. It costs nothing unless vLLM kept
+    blocks."""
 
     def __init__(self, groups: Groups | None, block: int) -> None:
         """groups: None if all layers share one block table. block: tokens of its blocks."""
-        tables = {0: block} if groups is None else {one.number: one.block_size for one in [*groups.groups, *groups.states]}
+        tables = (
+            {0: block}
+            if groups is None
+            else {one.number: one.block_size for one in [*groups.groups, *groups.states]}
+        )
         self._sizes = [tables[number] for number in sorted(tables)]
         self._kept = False
         self._resets = 0
@@ -27,7 +33,9 @@ class Leftovers:
         """Blocks that requests got since the last reset and that hold nothing from before it."""
 
     def reset(self, pool: Any, requests: Iterable[Tracked]) -> None:
-        """The namespace is reset. pool: vLLM's `BlockPool`, which vLLM may just have reset; None if vLLM has not shown it."""
+        """The namespace is reset. pool: vLLM's `BlockPool`, which vLLM may just have reset; None if
+        vLLM has not shown it.
+        """
         self._kept = pool is None or pool.get_num_free_blocks() < pool.num_gpu_blocks - 1
         self._resets += 1
         self._right.clear()
@@ -39,14 +47,21 @@ class Leftovers:
         tracked.resets = self._resets
 
     def begin(self, tracked: Tracked, computed: int) -> None:
-        """The request begins, or resumes, with all of its blocks and `computed` tokens: decide whether it is outdated."""
+        """The request begins, or resumes, with all of its blocks and `computed` tokens: decide
+        whether it is outdated.
+        """
         if not self._kept:
             return
-        # What another connector loads, or vLLM copies out of a part of a block, may be old, whichever block it is in.
+        # What another connector loads, or vLLM copies out of a part of a block, may be old,
+        # whichever block it is in.
         local = tracked.local
         strange = computed > tracked.supplied or any(local % size for size in self._sizes)
         late = tracked.supplied > local and tracked.resets != self._resets
-        found = {block for row, size in zip(tracked.rows, self._sizes, strict=False) for block in row[: local // size]}
+        found = {
+            block
+            for row, size in zip(tracked.rows, self._sizes, strict=False)
+            for block in row[: local // size]
+        }
         tracked.outdated = strange or late or not found - {NULL} <= self._right
         self.more(tracked, tracked.rows)
 

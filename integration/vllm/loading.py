@@ -23,7 +23,9 @@ from .replicas import Replica
 
 
 class Attached(NamedTuple):
-    """What a worker's loads share, once its KV cache is known. block_size: tokens of the blocks that vLLM numbers."""
+    """What a worker's loads share, once its KV cache is known. block_size: tokens of the blocks
+    that vLLM numbers.
+    """
 
     session: Session
     kv: PagedKV
@@ -35,7 +37,9 @@ class Loading(transfer.Load):
     """The load of one request's blocks."""
 
     def __init__(self, worker: Attached, spec: LoadSpec, mark: Mark, patience: float) -> None:
-        """mark: a point in the model's stream behind all work of the blocks' earlier owners. patience: seconds, see `Lease`."""
+        """mark: a point in the model's stream behind all work of the blocks' earlier owners.
+        patience: seconds, see `Lease`.
+        """
         session, held, lease = worker.session, spec.lease, None
         keys = of_rank(spec.keys, session.rank)
         if held is not None:
@@ -48,7 +52,9 @@ class Loading(transfer.Load):
             residents = {number: one.only(rows[number]) for number, one in residents.items()}
         super().__init__(
             session,
-            BlockPlaces(worker.kv, session.chunk_size, spec.blocks, worker.block_size, spec.skip, spec.stop),
+            BlockPlaces(
+                worker.kv, session.chunk_size, spec.blocks, worker.block_size, spec.skip, spec.stop
+            ),
             keys,
             lease=lease,
             mark=mark,
@@ -60,15 +66,22 @@ class Loading(transfer.Load):
             neighbours=worker.neighbours,
         )
         self.began = time.time_ns()
-        self.spec, self._per_chunk = spec, worker.kv.blocks_in(session.chunk_size) * worker.kv.block_size // worker.block_size
+        self.spec, self._per_chunk = (
+            spec,
+            worker.kv.blocks_in(session.chunk_size) * worker.kv.block_size // worker.block_size,
+        )
         self.in_place = worker.neighbours is not None
 
     @property
     def invalid(self) -> list[int]:
-        """Once the load is over: the blocks that it should have filled and has not, vLLM's numbers. None if it was cancelled."""
+        """Once the load is over: the blocks that it should have filled and has not, vLLM's numbers.
+        None if it was cancelled.
+        """
         if not self.cause or self.cause == transfer.CANCELLED:
             return []
-        missed = self.spec.blocks[max(self.loaded * self._per_chunk, self.spec.skip) : self.spec.stop]
+        missed = self.spec.blocks[
+            max(self.loaded * self._per_chunk, self.spec.skip) : self.spec.stop
+        ]
         return [block for block in missed if block >= 0]
 
     @property

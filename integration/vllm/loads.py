@@ -1,4 +1,6 @@
-"""A worker's loads: an asynchronous one runs beside the model until it is over, a synchronous one is part of its step."""
+"""A worker's loads: an asynchronous one runs beside the model until it is over, a synchronous one
+is part of its step.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from .stores import Stores
 log = logging.getLogger("vllm.vcache")
 
 IDLE_SECONDS = 0.002
-"""How long a step without a model run waits for a load. A request that arrives meanwhile waits as long."""
+"""How long a step without a model run waits for a load. A request that arrives meanwhile waits as
+long.
+"""
 SYNCHRONOUS_SECONDS = 30.0
 """How long a step waits for a load that it needs, at most. A copy takes a thousandth of that."""
 
@@ -27,12 +31,22 @@ SYNCHRONOUS_SECONDS = 30.0
 class Loads:
     """All loads of one worker. In its main thread, in the order of vLLM's steps.
 
-    unsafe: why the tokens of the last step may be wrong in a way that vLLM would not mend; empty if they are right.
-    """
+    unsafe: why the tokens of the last step may be wrong in a way that vLLM would not mend; empty if
+    they are right."""
 
-    def __init__(self, model: ModelSpec, several: bool, report: Reporter, stores: Stores, meter: Meter) -> None:
-        """several: report failed loads by request, since with several block tables vLLM cannot tell whose the blocks are."""
-        self._model, self._several, self._report, self._stores, self._meter = model, several, report, stores, meter
+    def __init__(
+        self, model: ModelSpec, several: bool, report: Reporter, stores: Stores, meter: Meter
+    ) -> None:
+        """several: report failed loads by request, since with several block tables vLLM cannot tell
+        whose the blocks are.
+        """
+        self._model, self._several, self._report, self._stores, self._meter = (
+            model,
+            several,
+            report,
+            stores,
+            meter,
+        )
         self._asynchronous: list[Loading] = []
         self._synchronous: list[Loading] = []
         self._lost: list[LoadSpec] = []
@@ -43,16 +57,22 @@ class Loads:
     # ---- a step
 
     def expect(self, specs: Iterable[LoadSpec]) -> None:
-        """The step wants these loads. From here on each one's end is reported, whatever happens: vLLM waits for it or counts on it."""
+        """The step wants these loads. From here on each one's end is reported, whatever happens:
+        vLLM waits for it or counts on it.
+        """
         self._lost += specs
 
     def begin(self, worker: Attached, meta: StepMetadata) -> None:
-        """Begin the loads that were `expect`ed, and pass on what the step says about earlier ones: chunks found, and cancellations."""
+        """Begin the loads that were `expect`ed, and pass on what the step says about earlier ones:
+        chunks found, and cancellations.
+        """
         specs = [spec for spec in meta.loads if not spec.lost]
         mark = worker.session.copier.mark() if specs else None
         for spec in specs:
             assert mark is not None
-            loading = Loading(worker, spec, mark, 0.0 if self._model.recomputes else SYNCHRONOUS_SECONDS)
+            loading = Loading(
+                worker, spec, mark, 0.0 if self._model.recomputes else SYNCHRONOUS_SECONDS
+            )
             (self._synchronous if spec.synchronous else self._asynchronous).append(loading)
             self._lost.remove(spec)
         for loading in self._asynchronous:
@@ -69,16 +89,20 @@ class Loads:
     def follow(self) -> None:
         """Launch the step's synchronous loads, and make the model's stream wait for them."""
         for loading in self._synchronous:
-            # A load that was launched ahead needs no second look here: `settle` asks for its verdict.
+            # A load that was launched ahead needs no second look here: `settle` asks for its
+            # verdict.
             if not loading.launched:
                 loading.advance()
             loading.follow()
 
     def settle(self) -> None:
-        """Wait for the synchronous loads of the step that just ran. Launches nothing more: the model has read the blocks."""
+        """Wait for the synchronous loads of the step that just ran. Launches nothing more: the
+        model has read the blocks.
+        """
         deadline = time.monotonic() + SYNCHRONOUS_SECONDS
         while self._synchronous:
-            # The load stays in the list until its verdict is noted: if this raises in `store`, `invalid` tries again.
+            # The load stays in the list until its verdict is noted: if this raises in `store`,
+            # `invalid` tries again.
             loading = self._synchronous[0]
             loading.hold()
             while not loading.advance():
@@ -111,7 +135,8 @@ class Loads:
         return self._invalid.union(*(spec.wanted for spec in self._lost))
 
     def invalid(self) -> set[int]:
-        """Blocks that loads did not fill, since the last call, vLLM's numbers; none where failures are told by request.
+        """Blocks that loads did not fill, since the last call, vLLM's numbers; none where failures
+        are told by request.
 
         Waits for the synchronous loads.
         """
@@ -120,14 +145,18 @@ class Loads:
         return found if not self._several else set()
 
     def failed(self) -> set[str]:
-        """Requests whose asynchronous load failed since the last call; none where failures are told by block."""
+        """Requests whose asynchronous load failed since the last call; none where failures are told
+        by block.
+        """
         failed, self._failed = self._failed, set()
         return failed
 
     # ---- the end
 
     def stop(self, deadline: float) -> None:
-        """vLLM takes the KV cache's memory away: cancel the asynchronous loads, and abandon those that still run at `deadline`."""
+        """vLLM takes the KV cache's memory away: cancel the asynchronous loads, and abandon those
+        that still run at `deadline`.
+        """
         for loading in self._asynchronous:
             loading.cancel()
         for loading in self._asynchronous:
@@ -139,7 +168,9 @@ class Loads:
         self._asynchronous.clear()
 
     def close(self, deadline: float) -> None:
-        """Cancel the asynchronous loads, and let copies under way end until `deadline` (time.monotonic)."""
+        """Cancel the asynchronous loads, and let copies under way end until `deadline`
+        (time.monotonic).
+        """
         for loading in self._asynchronous:
             loading.cancel()
         while self._asynchronous and time.monotonic() < deadline:
@@ -165,7 +196,9 @@ class Loads:
         return over
 
     def _give_up(self) -> set[str]:
-        """Report the loads that never began as failed. The requests of those that are asynchronous."""
+        """Report the loads that never began as failed. The requests of those that are
+        asynchronous.
+        """
         lost, self._lost = self._lost, []
         for spec in lost:
             self._report.failed.add(spec.request_id)
@@ -200,7 +233,12 @@ class Loads:
                 self._meter.loaded(loading.stats)
             if loading.cause and loading.cause != transfer.CANCELLED:
                 tokens = len(invalid) * self._model.block_size
-                log.warning("%d tokens of request %s are computed, not loaded: %s", tokens, name, loading.failure)
+                log.warning(
+                    "%d tokens of request %s are computed, not loaded: %s",
+                    tokens,
+                    name,
+                    loading.failure,
+                )
                 self._meter.count("failures", 1, loading.failure)
                 self._meter.count("recomputed_tokens", tokens)
 
@@ -213,4 +251,6 @@ class Loads:
         stats = loading.stats
         nbytes = {tier: tokens * stats.token_bytes for tier, tokens in stats.tokens.items()}
         times = stats.metadata_seconds, stats.data_seconds
-        self._report.spans.append(LoadSpan(name, number, loading.began, now, nbytes, *times, loading.failure))
+        self._report.spans.append(
+            LoadSpan(name, number, loading.began, now, nbytes, *times, loading.failure)
+        )

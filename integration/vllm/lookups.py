@@ -1,8 +1,8 @@
-"""Look-ups and leases: which of a request's chunks the pool and the offload tier have. In the scheduler's thread.
+"""Look-ups and leases: which of a request's chunks the pool and the offload tier have. In the
+scheduler's thread.
 
-`send` asks when a request arrives, while the scheduler does other work; `find` reads that answer, or asks itself. An answer is used for
-`FRESH_SECONDS`, one with a lease for half of the lease.
-"""
+`send` asks when a request arrives, while the scheduler does other work; `find` reads that answer,
+or asks itself. An answer is used for `FRESH_SECONDS`, one with a lease for half of the lease."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ import msgspec
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.channel import Sent
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Count, Found, Leased, of_ranks
+from vcache_backend.metadata_server.messages import (
+    GRACE_SECONDS,
+    ChunkKey,
+    Count,
+    Found,
+    Leased,
+    of_ranks,
+)
 from vcache_backend.transfer.keys import adapter_digest, state_keys
 
 from .adapters import Adapters
@@ -31,21 +38,31 @@ from .tracked import NO_ANSWER, Answer, Question, Tracked
 log = logging.getLogger("vllm.vcache")
 
 AHEAD_SECONDS = 0.05
-"""How long after it was sent a question's answer is still read: chunks stored since are not in it."""
+"""How long after it was sent a question's answer is still read: chunks stored since are not in
+it.
+"""
 AGED_SECONDS = GRACE_SECONDS / 2
-"""A lease older than this is renewed before vLLM counts on it: past the grace the copy's verdict needs the server, which may be gone."""
+"""A lease older than this is renewed before vLLM counts on it: past the grace the copy's verdict
+needs the server, which may be gone.
+"""
 
 
 class Lookups:
-    """In the scheduler's thread. Nothing waits longer than one call of the client and one of the offload tier."""
+    """In the scheduler's thread. Nothing waits longer than one call of the client and one of the
+    offload tier.
+    """
 
-    def __init__(self, instance: Introduction, chunk_size: int, meter: Meter, parts: int = 0) -> None:
+    def __init__(
+        self, instance: Introduction, chunk_size: int, meter: Meter, parts: int = 0
+    ) -> None:
         """parts: chunks that one state takes; 0 if the model keeps no states."""
         self._instance, self._size, self._meter, self._parts = instance, chunk_size, meter, parts
         self._adapters = Adapters()
 
     def name(self, tracked: Tracked, whole: int) -> bool:
-        """Compute the keys of the request's first `whole` chunks. False if the request may never be cached (its adapter is unknown)."""
+        """Compute the keys of the request's first `whole` chunks. False if the request may never be
+        cached (its adapter is unknown).
+        """
         request, adapter, known = tracked.request, b"", len(tracked.keys)
         if request.lora_request is not None:
             content = self._adapters.content(request.lora_request)
@@ -58,13 +75,19 @@ class Lookups:
         return True
 
     def send(self, tracked: Tracked, stop: int, lease: bool) -> None:
-        """Ask for the chunks [0, stop), whose keys are known; `find` reads the answer. lease: take a lease on them, too."""
+        """Ask for the chunks [0, stop), whose keys are known; `find` reads the answer. lease: take
+        a lease on them, too.
+        """
         client, started = self._instance.client, perf_counter()
         if client is None or tracked.question is not None:
             return
         at, keys = monotonic(), tracked.keys[:stop]
         try:
-            sent = client.send_acquire(keys, self._instance.ranks) if lease and not self._parts else self._send(client, keys)
+            sent = (
+                client.send_acquire(keys, self._instance.ranks)
+                if lease and not self._parts
+                else self._send(client, keys)
+            )
         except VCacheError as error:
             log.debug("look-up: %s", error)
             return
@@ -72,18 +95,20 @@ class Lookups:
             tracked.question = Question(sent, stop, at, perf_counter() - started)
 
     def find(self, tracked: Tracked, first: int, whole: int, lease: bool) -> Answer:
-        """What can be loaded of the chunks [first, whole), whose keys are known. No hits if the server does not answer.
+        """What can be loaded of the chunks [first, whole), whose keys are known. No hits if the
+        server does not answer.
 
-        lease: the load may be synchronous, so lease the chunks now. If the answer has no lease all the same (a worker cannot read all
-        of them at once), the load is asynchronous.
-        """
+        lease: the load may be synchronous, so lease the chunks now. If the answer has no lease all
+        the same (a worker cannot read all of them at once), the load is asynchronous."""
         question = tracked.question
         if question is not None and question.at + AHEAD_SECONDS > monotonic():
             self._read(tracked, question)
         answer = tracked.answer
         # With states, only the look-up tells where a hit can end: the lease is taken after it.
         at_once = lease and not self._parts
-        if answer is None or not answer.counts(first, at_once or (lease and answer.lease is not None)):
+        if answer is None or not answer.counts(
+            first, at_once or (lease and answer.lease is not None)
+        ):
             self.drop(tracked)
             answer = self._ask(tracked, first, whole, at_once)
         elif not lease:
@@ -95,7 +120,9 @@ class Lookups:
         return answer
 
     def look(self, tracked: Tracked, first: int, whole: int) -> Answer:
-        """Ask now, without a lease, for chunks that another instance may still be computing. Not counted in the metrics."""
+        """Ask now, without a lease, for chunks that another instance may still be computing. Not
+        counted in the metrics.
+        """
         return self._ask(tracked, first, whole, lease=False)
 
     def gone(self, instance: bytes) -> bool:
@@ -104,9 +131,14 @@ class Lookups:
         return tables is None or tables.view(instance) is None
 
     def pin(self, tracked: Tracked, answer: Answer, first: int) -> bool:
-        """Pin the answer's chunks from `first` on for a synchronous load, so that their owners keep them. False if it cannot be: not all of
-        them lie in KV caches that the workers have mapped, or an owner has lost some."""
-        pinning, mapped, shared = self._instance.pinning, self._instance.mapped, self._instance.shared
+        """Pin the answer's chunks from `first` on for a synchronous load, so that their owners keep
+        them. False if it cannot be: not all of them lie in KV caches that the workers have mapped,
+        or an owner has lost some."""
+        pinning, mapped, shared = (
+            self._instance.pinning,
+            self._instance.mapped,
+            self._instance.shared,
+        )
         residents = answer.residents_of(first, answer.hits)
         if pinning is None or shared is None or len(residents) < answer.hits - first:
             return False
@@ -115,7 +147,9 @@ class Lookups:
         return pinning.pin(tracked.request.request_id, shared.read(residents, answer.hits - first))
 
     def unpin(self, names: AbstractSet[str]) -> None:
-        """Release the pins of these requests: their synchronous loads are over, or will not come."""
+        """Release the pins of these requests: their synchronous loads are over, or will not
+        come.
+        """
         if names and self._instance.pinning is not None:
             self._instance.pinning.release(names)
 
@@ -127,7 +161,9 @@ class Lookups:
                 self._instance.courier.release(load.lease.id)
 
     def drop(self, tracked: Tracked) -> None:
-        """End the request's lease, which no load uses, and the one that a question under way may bring. In the background."""
+        """End the request's lease, which no load uses, and the one that a question under way may
+        bring. In the background.
+        """
         question, answer, courier = tracked.question, tracked.answer, self._instance.courier
         tracked.question = None
         if courier is None:
@@ -141,7 +177,9 @@ class Lookups:
     # ---- inside
 
     def _count(self, tracked: Tracked, answer: Answer, first: int, whole: int) -> None:
-        """Count a look-up, and each of the request's tokens once: vLLM asks again while the request waits for blocks."""
+        """Count a look-up, and each of the request's tokens once: vLLM asks again while the request
+        waits for blocks.
+        """
         if not answer.counted:
             answer.counted = True
             found = max(min(answer.hits, whole) - first, 0)
@@ -151,7 +189,9 @@ class Lookups:
             self._meter.looked_up(more * self._size, more_found * self._size, answer.seconds)
             if self._instance.client is not None:
                 self._instance.client.looked_up(more * self._size, more_found * self._size)
-            log.debug("look-up %s: %d of %d chunks", tracked.request.request_id, found, whole - first)
+            log.debug(
+                "look-up %s: %d of %d chunks", tracked.request.request_id, found, whole - first
+            )
 
     def _ask(self, tracked: Tracked, first: int, whole: int, lease: bool) -> Answer:
         client, started, at = self._instance.client, perf_counter(), monotonic()
@@ -160,7 +200,9 @@ class Lookups:
             return NO_ANSWER
         keys = tracked.keys[first:whole]
         try:
-            reply = client.acquire(keys, self._instance.ranks) if lease else self._look_up(client, keys)
+            reply = (
+                client.acquire(keys, self._instance.ranks) if lease else self._look_up(client, keys)
+            )
         except VCacheError as error:
             return self._failed(error)
         return self._answered(tracked, first, whole, reply, at, started)
@@ -189,17 +231,33 @@ class Lookups:
     def _send(self, client: Client, keys: list[ChunkKey]) -> Sent[Count] | Sent[Found] | None:
         shared = self._instance.shared
         ranks = self._instance.ranks
-        return client.send_lookup(keys, ranks) if shared is None else client.send_find(keys, ranks, shared.instance)
+        return (
+            client.send_lookup(keys, ranks)
+            if shared is None
+            else client.send_find(keys, ranks, shared.instance)
+        )
 
     def _look_up(self, client: Client, keys: list[ChunkKey]) -> Found | int:
         shared = self._instance.shared
         ranks = self._instance.ranks
-        return client.lookup(keys, ranks) if shared is None else client.find(keys, ranks, shared.instance)
+        return (
+            client.lookup(keys, ranks)
+            if shared is None
+            else client.find(keys, ranks, shared.instance)
+        )
 
     def _answered(
-        self, tracked: Tracked, first: int, stop: int, reply: Found | Leased | int, at: float, started: float
+        self,
+        tracked: Tracked,
+        first: int,
+        stop: int,
+        reply: Found | Leased | int,
+        at: float,
+        started: float,
     ) -> Answer:
-        """Note the server's reply for the chunks [first, stop), extended by what the offload tier has."""
+        """Note the server's reply for the chunks [first, stop), extended by what the offload tier
+        has.
+        """
         instance, residents = self._instance, dict[int, Replica]()
         if isinstance(reply, Found):
             found, residents = self._chosen(tracked, reply, first)
@@ -208,24 +266,39 @@ class Lookups:
         if self._parts and found:
             found = self._with_state(tracked.keys[first : first + found])
         pooled = hits = first + found
-        if not self._parts and instance.offload is not None and instance.client is not None and pooled < stop:
+        if (
+            not self._parts
+            and instance.offload is not None
+            and instance.client is not None
+            and pooled < stop
+        ):
             hits = first + instance.offload.extend(instance.client, tracked.keys[first:stop], found)
-        answer = tracked.answer = Answer(first, hits, pooled, at, perf_counter() - started, residents=residents)
+        answer = tracked.answer = Answer(
+            first, hits, pooled, at, perf_counter() - started, residents=residents
+        )
         if isinstance(reply, Leased):
             # No lease covers chunks in the offload tier.
             self._lease(tracked, answer, reply, at, hits - first)
         return answer
 
     def _with_state(self, keys: list[ChunkKey]) -> int:
-        """How many of these chunks a hit may have: it must end where all ranks have stored the state, too."""
+        """How many of these chunks a hit may have: it must end where all ranks have stored the
+        state, too.
+        """
         instance, names = self._instance, state_keys(keys, self._parts)
         try:
-            there = instance.client.contains(of_ranks(names, instance.ranks)) if instance.client is not None else []
+            there = (
+                instance.client.contains(of_ranks(names, instance.ranks))
+                if instance.client is not None
+                else []
+            )
         except VCacheError as error:
             self._failed(error)
             return 0
         each = self._parts * instance.ranks
-        return next((end // each for end in range(len(there), 0, -each) if all(there[end - each : end])), 0)
+        return next(
+            (end // each for end in range(len(there), 0, -each) if all(there[end - each : end])), 0
+        )
 
     def _hold(self, tracked: Tracked, answer: Answer) -> None:
         """Take one lease on all chunks of the answer and on the state at their end, or none."""
@@ -233,7 +306,9 @@ class Lookups:
         keys += state_keys(keys[-1:], self._parts)
         try:
             if instance.client is not None:
-                self._lease(tracked, answer, instance.client.acquire(keys, instance.ranks), at, len(keys))
+                self._lease(
+                    tracked, answer, instance.client.acquire(keys, instance.ranks), at, len(keys)
+                )
         except VCacheError as error:
             self._failed(error)
 
@@ -250,16 +325,24 @@ class Lookups:
             self._failed(error)
         self.drop(tracked)
 
-    def _lease(self, tracked: Tracked, answer: Answer, reply: Leased, at: float, wanted: int) -> None:
-        """Give the answer this lease, but drop it if it covers fewer than `wanted` chunks or a segment that a worker cannot read."""
+    def _lease(
+        self, tracked: Tracked, answer: Answer, reply: Leased, at: float, wanted: int
+    ) -> None:
+        """Give the answer this lease, but drop it if it covers fewer than `wanted` chunks or a
+        segment that a worker cannot read.
+        """
         ranks, there = self._instance.ranks, {location.segment for location in reply.locations}
         if reply.lease:
-            answer.lease = HeldLease(reply.lease, reply.locations, at + reply.seconds, reply.seconds, ranks)
+            answer.lease = HeldLease(
+                reply.lease, reply.locations, at + reply.seconds, reply.seconds, ranks
+            )
             if len(reply.locations) < wanted * ranks or not there <= self._instance.readable:
                 self.drop(tracked)
 
     def _chosen(self, tracked: Tracked, reply: Found, first: int) -> tuple[int, dict[int, Replica]]:
-        """How many leading chunks can be loaded, and those read in place, by number. first: the number of the first one asked for."""
+        """How many leading chunks can be loaded, and those read in place, by number. first: the
+        number of the first one asked for.
+        """
         shared, tables = self._instance.shared, self._instance.tables
         if shared is None or tables is None:
             return 0, {}

@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 from vcache_backend.metadata_server.messages import ChunkKey, Location, SegmentId
 from vcache_backend.vram_pool.devices import Where
@@ -17,9 +20,9 @@ from .model_spec import ShardSpec
 class HeldLease(msgspec.Struct, frozen=True):
     """A lease that the scheduler takes, and ends, for all workers.
 
-    locations: all `ranks` parts of a chunk, chunk by chunk; parts of one incomplete chunk may follow. deadline: by time.monotonic, which
-    all processes of a node share; `seconds` after the lease was asked for.
-    """
+    locations: all `ranks` parts of a chunk, chunk by chunk; parts of one incomplete chunk may
+    follow. deadline: by time.monotonic, which all processes of a node share; `seconds` after the
+    lease was asked for."""
 
     id: int
     locations: list[Location]
@@ -29,14 +32,18 @@ class HeldLease(msgspec.Struct, frozen=True):
 
 
 class Link(msgspec.Struct, frozen=True):
-    """How a worker reaches the offload tier. bandwidth: bytes a second of its recent reads; None before the first."""
+    """How a worker reaches the offload tier. bandwidth: bytes a second of its recent reads; None
+    before the first.
+    """
 
     usable: bool = True
     bandwidth: float | None = None
 
 
 class _Spec(msgspec.Struct, frozen=True):
-    """Pickled as MessagePack, which takes the scheduler a tenth of pickle's time: a spec has many numbers and locations."""
+    """Pickled as MessagePack, which takes the scheduler a tenth of pickle's time: a spec has many
+    numbers and locations.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpacked, (type(self), msgspec.msgpack.encode(self))
@@ -49,15 +56,16 @@ def _unpacked(kind: type[_Spec], data: bytes) -> _Spec:
 class LoadSpec(_Spec, frozen=True, kw_only=True):
     """Blocks of one request to be filled from consecutive chunks of the pool.
 
-    keys: rank 0's. blocks: vLLM's numbers, from the first block of the first chunk on; -1: not wanted. skip, stop: fill
-    `blocks[skip:stop]`; vLLM's own cache has those before. wait_seconds: how long to wait for chunks that are not there yet; 0: all are
-    there. consume: remove the chunks once they are loaded. lease: the scheduler's, of a synchronous load. pinned: a synchronous load
-    whose chunks lie in KV caches that keep them until it is over. offload: chunks that the pool lacks may be in the offload tier.
-    promote: store in the pool again what comes from there. prefix: the keys of all earlier chunks, if `offload`. residents: by number
-    within the load, the chunks that lie in another instance's KV cache: the instance, its blocks and their generations, as published.
-    lost: the scheduler could not describe the load; load nothing and report that it failed. number: unique; workers report it when a
-    synchronous load is over.
-    """
+    keys: rank 0's. blocks: vLLM's numbers, from the first block of the first chunk on; -1: not
+    wanted. skip, stop: fill `blocks[skip:stop]`; vLLM's own cache has those before. wait_seconds:
+    how long to wait for chunks that are not there yet; 0: all are there. consume: remove the chunks
+    once they are loaded. lease: the scheduler's, of a synchronous load. pinned: a synchronous load
+    whose chunks lie in KV caches that keep them until it is over. offload: chunks that the pool
+    lacks may be in the offload tier. promote: store in the pool again what comes from there.
+    prefix: the keys of all earlier chunks, if `offload`. residents: by number within the load, the
+    chunks that lie in another instance's KV cache: the instance, its blocks and their generations,
+    as published. lost: the scheduler could not describe the load; load nothing and report that it
+    failed. number: unique; workers report it when a synchronous load is over."""
 
     request_id: str
     keys: list[ChunkKey]
@@ -89,9 +97,9 @@ class LoadSpec(_Spec, frozen=True, kw_only=True):
 class StoreSpec(_Spec, frozen=True):
     """Consecutive chunks of a request that this step completes, to be stored.
 
-    keys: rank 0's. blocks: vLLM's numbers, those of all chunks in order. prefix: the keys of all earlier chunks. before: the blocks of
-    the earlier chunks, in a step that also loads: if a load leaves one unfilled, nothing is stored.
-    """
+    keys: rank 0's. blocks: vLLM's numbers, those of all chunks in order. prefix: the keys of all
+    earlier chunks. before: the blocks of the earlier chunks, in a step that also loads: if a load
+    leaves one unfilled, nothing is stored."""
 
     request_id: str
     keys: list[ChunkKey]
@@ -101,12 +109,13 @@ class StoreSpec(_Spec, frozen=True):
 
 
 class PublicationSpec(_Spec, frozen=True):
-    """Chunks of a request that others may read out of this instance's KV cache once the step is over.
+    """Chunks of a request that others may read out of this instance's KV cache once the step is
+    over.
 
-    keys: rank 0's. blocks, generations: those of all chunks in order (vLLM's numbers), packed as in `Publish`. sequence, epoch: see
-    `Publish`. before: the blocks of the request up to the last chunk, in a step that also loads. loaded: the request loaded or hit all of
-    these chunks, so that nobody waits for them.
-    """
+    keys: rank 0's. blocks, generations: those of all chunks in order (vLLM's numbers), packed as in
+    `Publish`. sequence, epoch: see `Publish`. before: the blocks of the request up to the last
+    chunk, in a step that also loads. loaded: the request loaded or hit all of these chunks, so that
+    nobody waits for them."""
 
     request_id: str
     keys: list[ChunkKey]
@@ -122,14 +131,15 @@ class PublicationSpec(_Spec, frozen=True):
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """What the scheduler tells the workers in each step.
 
-    loads, stores, publications: those of this step. fresh: lists of blocks that get a new owner in this step. cancelled: requests that
-    ended while they were being loaded. flush: report this number when the stores of earlier steps have begun; 0: none. idle: no model
-    runs in this step. opaque: it is not known which blocks get a new owner. introduce: report what you hold. instance: the name under
-    which to show the KV cache to others, in a step that introduces; empty: do not show it. found: more `LoadSpec.residents`, by request,
-    for loads that wait for chunks; an empty entry: no more will come. victims: chunks to save in the pool before their blocks are used
-    again. meet: instances whose KV caches to map for later loads. echo: report this number as that of a load that is over with this
-    step; 0: none.
-    """
+    loads, stores, publications: those of this step. fresh: lists of blocks that get a new owner in
+    this step. cancelled: requests that ended while they were being loaded. flush: report this
+    number when the stores of earlier steps have begun; 0: none. idle: no model runs in this step.
+    opaque: it is not known which blocks get a new owner. introduce: report what you hold. instance:
+    the name under which to show the KV cache to others, in a step that introduces; empty: do not
+    show it. found: more `LoadSpec.residents`, by request, for loads that wait for chunks; an empty
+    entry: no more will come. victims: chunks to save in the pool before their blocks are used
+    again. meet: instances whose KV caches to map for later loads. echo: report this number as that
+    of a load that is over with this step; 0: none."""
 
     loads: list[LoadSpec] = field(default_factory=list)
     stores: list[StoreSpec] = field(default_factory=list)
@@ -148,7 +158,9 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 
 class _Uncached(StepMetadata):
-    """The metadata of an instance that is refused. `REFUSED` is its only object, also after unpickling in another process."""
+    """The metadata of an instance that is refused. `REFUSED` is its only object, also after
+    unpickling in another process.
+    """
 
     def __reduce__(self) -> str:
         return "REFUSED"
@@ -158,7 +170,9 @@ REFUSED = _Uncached()
 
 
 class Shard(msgspec.Struct, frozen=True):
-    """What a worker holds of a chunk, and whether it has the packages and settings to read the offload tier."""
+    """What a worker holds of a chunk, and whether it has the packages and settings to read the
+    offload tier.
+    """
 
     spec: ShardSpec
     offload: bool = False
@@ -167,9 +181,8 @@ class Shard(msgspec.Struct, frozen=True):
 class LoadSpan(NamedTuple):
     """One worker's part of a request's load that is over.
 
-    began, ended: nanoseconds of the wall clock. nbytes: by where the bytes lay. metadata_seconds, data_seconds: see `LoadStats`. failure:
-    why it failed; empty if it did not.
-    """
+    began, ended: nanoseconds of the wall clock. nbytes: by where the bytes lay. metadata_seconds,
+    data_seconds: see `LoadStats`. failure: why it failed; empty if it did not."""
 
     request_id: str
     worker: int
@@ -185,13 +198,14 @@ class LoadSpan(NamedTuple):
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """What the workers tell the scheduler after a step. It works under MultiConnector, too.
 
-    failed: requests whose loads failed, or that built on blocks of a load that failed. flushed: the step's `flush`: every store so far
-    has its reservation, so that a reset voids it. segments: by worker's number, the segments that it can read and where they lie for it,
-    if that changed or the step introduces. mapped: by worker's number, the instances whose KV caches it can read, likewise. read: the
-    numbers of the synchronous loads that are over; all workers report one in the same step. links: how workers reach the offload tier,
-    if that changed. shards: by (pipeline rank, tensor rank), what they hold, if the step asked. stored: by rank, the keys (rank 0's) of
-    what it has stored, if somebody wants KV events. spans: of every load that is over.
-    """
+    failed: requests whose loads failed, or that built on blocks of a load that failed. flushed: the
+    step's `flush`: every store so far has its reservation, so that a reset voids it. segments: by
+    worker's number, the segments that it can read and where they lie for it, if that changed or the
+    step introduces. mapped: by worker's number, the instances whose KV caches it can read,
+    likewise. read: the numbers of the synchronous loads that are over; all workers report one in
+    the same step. links: how workers reach the offload tier, if that changed. shards: by (pipeline
+    rank, tensor rank), what they hold, if the step asked. stored: by rank, the keys (rank 0's) of
+    what it has stored, if somebody wants KV events. spans: of every load that is over."""
 
     failed: set[str] = field(default_factory=set)
     flushed: int = 0
@@ -208,7 +222,8 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         if not isinstance(other, WorkerReport):
             return self
         stored = {
-            rank: self.stored.get(rank, []) + other.stored.get(rank, []) for rank in self.stored.keys() | other.stored.keys()
+            rank: self.stored.get(rank, []) + other.stored.get(rank, [])
+            for rank in self.stored.keys() | other.stored.keys()
         }
         return WorkerReport(
             self.failed | other.failed,

@@ -1,8 +1,9 @@
-"""What vLLM and our connector say of a model, as JSON: `python -m vcache_backend.integration.vllm.model_report NAME`.
+"""What vLLM and our connector say of a model, as JSON: `python -m
+vcache_backend.integration.vllm.model_report NAME`.
 
-Run by `vcache doctor --model` and `vcache plan`, in a child process, with a configuration as JSON on stdin. vLLM makes its own
-configuration, the model without weights, its KV cache specs and block tables; our connector decides as at the start of an instance.
-"""
+Run by `vcache doctor --model` and `vcache plan`, in a child process, with a configuration as JSON
+on stdin. vLLM makes its own configuration, the model without weights, its KV cache specs and block
+tables; our connector decides as at the start of an instance."""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ import torch
 import vllm
 from pydantic import ValidationError
 from vllm.config import KVTransferConfig, set_current_vllm_config
-from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
+from vllm.distributed import (
+    cleanup_dist_env_and_memory,
+    init_distributed_environment,
+    initialize_model_parallel,
+)
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -35,7 +40,9 @@ from vcache_backend.config import Config
 from . import compat, exportable, groups
 
 BLOCKS = 1 << 20
-"""Blocks of the KV cache that is described, enough for any model's longest request. How many there are changes nothing of a chunk."""
+"""Blocks of the KV cache that is described, enough for any model's longest request. How many there
+are changes nothing of a chunk.
+"""
 _TRANSFER = KVTransferConfig(
     kv_connector="VCacheConnector",
     kv_connector_module_path="vcache_backend.integration.vllm_connector",
@@ -44,10 +51,11 @@ _TRANSFER = KVTransferConfig(
 
 
 def report(name: str, settings: Config) -> dict[str, Any]:
-    """What an instance of model `name` would cache under these settings, with one worker; see `doctor.model.ModelReport` for the fields.
+    """What an instance of model `name` would cache under these settings, with one worker; see
+    `doctor.model.ModelReport` for the fields.
 
-    Loads no weights, downloads nothing and runs no code of the model's own. Raises whatever vLLM raises for a model it cannot serve.
-    """
+    Loads no weights, downloads nothing and runs no code of the model's own. Raises whatever vLLM
+    raises for a model it cannot serve."""
     arguments = EngineArgs(
         model=name,
         load_format="dummy",
@@ -86,7 +94,9 @@ def _specs(vllm_config: Any) -> Mapping[str, Any]:
             initialize_model(vllm_config)
         specs: Mapping[str, Any] = get_kv_cache_spec(vllm_config)
         if specs:
-            layouts = WorkerBase.get_supported_kv_cache_layouts(SimpleNamespace(vllm_config=vllm_config))
+            layouts = WorkerBase.get_supported_kv_cache_layouts(
+                SimpleNamespace(vllm_config=vllm_config)
+            )
             resolve_kv_cache_layout(vllm_config, [layouts], list(specs.values()))
     return specs
 
@@ -109,28 +119,42 @@ def _layers(kv_cache: Any) -> list[dict[str, Any]]:
     for group in kv_cache.kv_cache_groups:
         kind, window = groups.kind(group.kv_cache_spec)
         counted[kind, window] = counted.get((kind, window), 0) + len(group.layer_names)
-    return [{"kind": kind, "window": window, "count": count} for (kind, window), count in counted.items()]
+    return [
+        {"kind": kind, "window": window, "count": count}
+        for (kind, window), count in counted.items()
+    ]
 
 
 def _sizes(kv_cache: Any, chunk_size: int) -> dict[str, int]:
     """Bytes of a chunk, and of a state beside it, one worker's."""
-    tables = [group for group in kv_cache.kv_cache_groups if type(group.kv_cache_spec).__name__ != groups.STATES]
+    tables = [
+        group
+        for group in kv_cache.kv_cache_groups
+        if type(group.kv_cache_spec).__name__ != groups.STATES
+    ]
     block = max(len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in tables)
     if not groups.several(kv_cache):
-        return {"chunk_bytes": block * chunk_size // tables[0].kv_cache_spec.block_size, "state_bytes": 0}
+        return {
+            "chunk_bytes": block * chunk_size // tables[0].kv_cache_spec.block_size,
+            "state_bytes": 0,
+        }
     read = groups.read(kv_cache, chunk_size)
     return {"chunk_bytes": read.blocks * block, "state_bytes": read.parts * read.blocks * block}
 
 
 def main() -> None:
-    """Print the report, or `{"trouble": …}`, on stdout. Everything else that is printed goes to stderr."""
+    """Print the report, or `{"trouble": …}`, on stdout. Everything else that is printed goes to
+    stderr.
+    """
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)
         try:
             found = report(sys.argv[1], config.from_dict(json.load(sys.stdin)))
         except Exception as error:  # noqa: BLE001 - the outermost line of this process: who asked is told
             found = {
-                "trouble": error.errors()[0]["msg"] if isinstance(error, ValidationError) else f"{type(error).__name__}: {error}"
+                "trouble": error.errors()[0]["msg"]
+                if isinstance(error, ValidationError)
+                else f"{type(error).__name__}: {error}"
             }
         json.dump(found, answer)
 

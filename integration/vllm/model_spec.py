@@ -1,4 +1,5 @@
-"""Reads a serving instance from vLLM's configuration and KV tensors, for both integrations, and makes its layout.
+"""Reads a serving instance from vLLM's configuration and KV tensors, for both integrations, and
+makes its layout.
 
 It imports neither vLLM nor LMCache.
 """
@@ -25,12 +26,13 @@ from .weights import digest, extra, rope, text, weights
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A whole serving instance, as any of its processes reads it from vLLM's configuration.
 
-    dtype, kv_cache_dtype: the computation's and the cache's (`auto` resolved). layers, kv_heads, head_dim: the whole model's, without
-    draft layers. rope: canonical text. context_parallel: the product of both sizes. unnamed_inputs: images and the like are told apart
-    within one process only. new_weights: weights may change while it runs. named: the user has named the weights. block_size: tokens of
-    the blocks that vLLM hands out. gpu_memory_utilization: None if it does not apply. hash_algorithm: of vLLM's block hashes. recomputes:
-    see `_recomputes`. extra: what else the bytes depend on, by name.
-    """
+    dtype, kv_cache_dtype: the computation's and the cache's (`auto` resolved). layers, kv_heads,
+    head_dim: the whole model's, without draft layers. rope: canonical text. context_parallel: the
+    product of both sizes. unnamed_inputs: images and the like are told apart within one process
+    only. new_weights: weights may change while it runs. named: the user has named the weights.
+    block_size: tokens of the blocks that vLLM hands out. gpu_memory_utilization: None if it does
+    not apply. hash_algorithm: of vLLM's block hashes. recomputes: see `_recomputes`. extra: what
+    else the bytes depend on, by name."""
 
     model: str
     dtype: str
@@ -62,10 +64,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 class ShardSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One worker's part of every chunk.
 
-    kv_layout, dtype, layers, parts, page_bytes: see `PagedKV`. block_size: tokens of the tensors' blocks, maybe fewer than vLLM's.
-    chunk_bytes: this worker's part of a chunk. attention: the backends' names. layer_names: a digest of the names, in order. problem: why
-    this worker must not cache; then the rest may be missing.
-    """
+    kv_layout, dtype, layers, parts, page_bytes: see `PagedKV`. block_size: tokens of the tensors'
+    blocks, maybe fewer than vLLM's. chunk_bytes: this worker's part of a chunk. attention: the
+    backends' names. layer_names: a digest of the names, in order. problem: why this worker must not
+    cache; then the rest may be missing."""
 
     pp_rank: int
     tp_rank: int
@@ -82,12 +84,17 @@ class ShardSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_model(vllm_config: Any, name: str = "") -> ModelSpec:
-    """The instance that `vllm_config` describes. In the scheduler's process or a worker's, before or after the KV caches are made.
+    """The instance that `vllm_config` describes. In the scheduler's process or a worker's, before
+    or after the KV caches are made.
 
-    name: the user's name for the weights; it also replaces their revision. Reads the names, sizes and times of local weights; OSError if
-    it cannot. A model's code may change its configuration while it loads, so only the scheduler's reading goes into the layout.
-    """
-    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    name: the user's name for the weights; it also replaces their revision. Reads the names, sizes
+    and times of local weights; OSError if it cannot. A model's code may change its configuration
+    while it loads, so only the scheduler's reading goes into the layout."""
+    model, parallel, cache = (
+        vllm_config.model_config,
+        vllm_config.parallel_config,
+        vllm_config.cache_config,
+    )
     device_type = str(getattr(getattr(vllm_config, "device_config", None), "device_type", ""))
     known_as, revision = (name, "") if name else weights(model)
     return ModelSpec(
@@ -121,13 +128,17 @@ def read_model(vllm_config: Any, name: str = "") -> ModelSpec:
 
 
 def describe(
-    vllm_config: Any, kv_caches: Mapping[str, Tensor], num_blocks: int, chunk_size: int, engine_config: EngineConfig
+    vllm_config: Any,
+    kv_caches: Mapping[str, Tensor],
+    num_blocks: int,
+    chunk_size: int,
+    engine_config: EngineConfig,
 ) -> PagedKV:
     """The geometry of a worker's `kv_caches`, tensors by layer.
 
-    num_blocks: as vLLM counts them; 0: unknown. chunk_size: in tokens. engine_config: its `kv_axes` settle doubtful shapes. LayoutError
-    if `PagedKV.describe` does not recognise a tensor, if the blocks are not vLLM's, or if a chunk does not consist of whole blocks.
-    """
+    num_blocks: as vLLM counts them; 0: unknown. chunk_size: in tokens. engine_config: its `kv_axes`
+    settle doubtful shapes. LayoutError if `PagedKV.describe` does not recognise a tensor, if the
+    blocks are not vLLM's, or if a chunk does not consist of whole blocks."""
     for layer, tensor in kv_caches.items():
         if not isinstance(tensor, Tensor):
             raise LayoutError(
@@ -146,19 +157,29 @@ def describe(
 
 
 def describe_groups(
-    groups: Groups, kv_caches: Mapping[str, Any], num_blocks: int, chunk_size: int, engine_config: EngineConfig
+    groups: Groups,
+    kv_caches: Mapping[str, Any],
+    num_blocks: int,
+    chunk_size: int,
+    engine_config: EngineConfig,
 ) -> PagedKV:
     """`describe` for a model with several block tables."""
     held = [
-        {name: kv_caches[name] for name in group.layers if isinstance(kv_caches.get(name), Tensor)} for group in groups.groups
+        {name: kv_caches[name] for name in group.layers if isinstance(kv_caches.get(name), Tensor)}
+        for group in groups.groups
     ]
     sizes = [group.block_size for group in groups.groups]
     # A pipeline stage may have no layer of a group; its blocks are split as the other groups' are.
-    split = max(size // tensor_block_size(size, layers, num_blocks) for size, layers in zip(sizes, held, strict=True))
+    split = max(
+        size // tensor_block_size(size, layers, num_blocks)
+        for size, layers in zip(sizes, held, strict=True)
+    )
     shares = [share._replace(block_size=share.block_size // split) for share in groups.shares]
     found = list(zip(held, shares, strict=True))
     kv = PagedKV.describe_groups(
-        found, axes=engine_config.kv_axes or axes(dict(chain(*map(dict.items, held))), shares[0].block_size)
+        found,
+        axes=engine_config.kv_axes
+        or axes(dict(chain(*map(dict.items, held))), shares[0].block_size),
     )
     if num_blocks and kv.num_blocks != num_blocks * split:
         raise LayoutError(
@@ -167,7 +188,11 @@ def describe_groups(
         )
     # vLLM before 0.32 passes the tensors of a state, later releases its pages.
     states = [
-        {name: [one] if isinstance(one := kv_caches[name], Tensor) else list(one) for name in group.layers if name in kv_caches}
+        {
+            name: [one] if isinstance(one := kv_caches[name], Tensor) else list(one)
+            for name in group.layers
+            if name in kv_caches
+        }
         for group in groups.states
     ]
     kv = kv.with_states(states, split)
@@ -176,9 +201,15 @@ def describe_groups(
 
 
 def read_shard(
-    vllm_config: Any, kv_caches: Mapping[str, Tensor], kv: PagedKV, chunk_size: int, pp_rank: int, tp_rank: int
+    vllm_config: Any,
+    kv_caches: Mapping[str, Tensor],
+    kv: PagedKV,
+    chunk_size: int,
+    pp_rank: int,
+    tp_rank: int,
 ) -> ShardSpec:
-    """The shard of the worker whose `kv_caches` are described by `kv`, for its scheduler. In that worker, after the model is loaded.
+    """The shard of the worker whose `kv_caches` are described by `kv`, for its scheduler. In that
+    worker, after the model is loaded.
 
     chunk_size: in tokens. LayoutError if a chunk does not consist of whole blocks.
     """
@@ -197,12 +228,15 @@ def read_shard(
     )
 
 
-def layout(model: ModelSpec, shards: Sequence[ShardSpec], chunk_size: int, hash_root: bytes) -> Layout:
-    """The layout on which two instances must agree to share, given the shards of all workers, in any order.
+def layout(
+    model: ModelSpec, shards: Sequence[ShardSpec], chunk_size: int, hash_root: bytes
+) -> Layout:
+    """The layout on which two instances must agree to share, given the shards of all workers, in
+    any order.
 
-    Its own fields are the first rank's, so a worker can make a layout that fits its KV caches from its shard alone; with several workers
-    that layout's namespace is not the instance's. hash_root: vLLM's NONE_HASH, which follows from its seed. LayoutError without a shard.
-    """
+    Its own fields are the first rank's, so a worker can make a layout that fits its KV caches from
+    its shard alone; with several workers that layout's namespace is not the instance's. hash_root:
+    vLLM's NONE_HASH, which follows from its seed. LayoutError without a shard."""
     if not shards:
         raise LayoutError("no worker has described its KV caches")
     ordered = sorted(shards, key=lambda shard: (shard.pp_rank, shard.tp_rank))
@@ -242,7 +276,8 @@ def layout(model: ModelSpec, shards: Sequence[ShardSpec], chunk_size: int, hash_
 
 
 def refusal(model: ModelSpec, chunk_size: int, hash_seed: str | None) -> str | None:
-    """The first reason why nothing may be cached, in one line with what to change; None if there is none.
+    """The first reason why nothing may be cached, in one line with what to change; None if there is
+    none.
 
     hash_seed: see `config.hash_seed`."""
     return next((reason for reason in _reasons(model, chunk_size, hash_seed) if reason), None)
@@ -260,7 +295,9 @@ def _reasons(model: ModelSpec, chunk_size: int, hash_seed: str | None) -> Iterat
 
 
 def misfits(instance: ModelSpec) -> Iterator[str]:
-    """Why nothing of this instance may be cached by either integration, each with what to change."""
+    """Why nothing of this instance may be cached by either integration, each with what to
+    change.
+    """
     if instance.context_parallel > 1:
         yield "context parallelism splits the tokens of a block among workers: set both context parallel sizes to 1"
     if instance.dynamic_kv_scales:
@@ -277,7 +314,9 @@ def misfits(instance: ModelSpec) -> Iterator[str]:
 
 
 def chunk_misfit(chunk_size: int, block_size: int, setting: str) -> str | None:
-    """Why a chunk of so many tokens does not consist of whole blocks, and what to set `setting` to; None if it does."""
+    """Why a chunk of so many tokens does not consist of whole blocks, and what to set `setting` to;
+    None if it does.
+    """
     if block_size > 0 and not chunk_size % block_size:
         return None
     fitting = -(-chunk_size // max(block_size, 1)) * block_size
@@ -285,7 +324,9 @@ def chunk_misfit(chunk_size: int, block_size: int, setting: str) -> str | None:
 
 
 def seed(hash_seed: str | None) -> str | None:
-    """Why instances cannot agree on hashes, given `PYTHONHASHSEED` (see `config.hash_seed`); None if they can."""
+    """Why instances cannot agree on hashes, given `PYTHONHASHSEED` (see `config.hash_seed`); None
+    if they can.
+    """
     if hash_seed and hash_seed != "random":
         return None
     return (
@@ -298,7 +339,9 @@ def seed(hash_seed: str | None) -> str | None:
 
 
 def tensor_block_size(configured: int, kv_caches: Mapping[str, Any] | None, num_blocks: int) -> int:
-    """Tokens of the tensors' blocks: the attention kernel may use smaller blocks than vLLM hands out. Slots are numbered alike in both."""
+    """Tokens of the tensors' blocks: the attention kernel may use smaller blocks than vLLM hands
+    out. Slots are numbered alike in both.
+    """
     tensor: Any = next(iter(kv_caches.values()), None) if kv_caches else None
     # Blocks are the first axis, or the second behind a pair of K and V.
     sizes = list(tensor.shape[:2]) if num_blocks and hasattr(tensor, "shape") else []
@@ -309,7 +352,9 @@ def tensor_block_size(configured: int, kv_caches: Mapping[str, Any] | None, num_
 
 
 def axes(kv_caches: Mapping[str, Any], block_size: int) -> str | None:
-    """The axes of vLLM's tensors (see `PagedKV.describe`) if as many heads as tokens in a block make the shapes ambiguous; else None."""
+    """The axes of vLLM's tensors (see `PagedKV.describe`) if as many heads as tokens in a block
+    make the shapes ambiguous; else None.
+    """
     shape = tuple(next(iter(kv_caches.values())).shape) if kv_caches else ()
     if len(shape) == 4 and shape[1] == shape[2] == block_size:
         return "block head token dim"
@@ -319,12 +364,21 @@ def axes(kv_caches: Mapping[str, Any], block_size: int) -> str | None:
 
 
 def attention(vllm_config: Any, kv_caches: Mapping[str, Any] | None) -> str:
-    """The names of the caching layers' attention backends, which arrange K, V and heads within a block. Known in workers only."""
-    layers = getattr(getattr(vllm_config, "compilation_config", None), "static_forward_context", None) or {}
+    """The names of the caching layers' attention backends, which arrange K, V and heads within a
+    block. Known in workers only.
+    """
+    layers = (
+        getattr(getattr(vllm_config, "compilation_config", None), "static_forward_context", None)
+        or {}
+    )
     used: list[Any] = [
-        getattr(layer, "attn_backend", None) for name, layer in layers.items() if not kv_caches or name in kv_caches
+        getattr(layer, "attn_backend", None)
+        for name, layer in layers.items()
+        if not kv_caches or name in kv_caches
     ]
-    return ",".join(sorted({str(backend.get_name()) for backend in used if hasattr(backend, "get_name")}))
+    return ",".join(
+        sorted({str(backend.get_name()) for backend in used if hasattr(backend, "get_name")})
+    )
 
 
 def layer_names(kv_caches: Mapping[str, Any] | None) -> str:
@@ -341,13 +395,15 @@ def plain(dtype: object) -> str:
 
 
 def _recomputes(vllm_config: Any) -> bool:
-    """Whether vLLM recomputes tokens correctly after a load failed in the very step that counted on it.
+    """Whether vLLM recomputes tokens correctly after a load failed in the very step that counted on
+    it.
 
-    Its V2 model runner does not take the failed tokens back, and with asynchronous scheduling the next step is already under way: both
-    silently give wrong tokens (vLLM issue #49250).
-    """
+    Its V2 model runner does not take the failed tokens back, and with asynchronous scheduling the
+    next step is already under way: both silently give wrong tokens (vLLM issue #49250)."""
     second = bool(getattr(vllm_config, "use_v2_model_runner", True))
-    return not second and not getattr(getattr(vllm_config, "scheduler_config", None), "async_scheduling", False)
+    return not second and not getattr(
+        getattr(vllm_config, "scheduler_config", None), "async_scheduling", False
+    )
 
 
 def _cache_dtype(name: object, model_dtype: object) -> str:
@@ -357,13 +413,19 @@ def _cache_dtype(name: object, model_dtype: object) -> str:
 
 
 def _unnamed_inputs(model: Any, cache: Any) -> bool:
-    """Whether vLLM numbers images anew in every process, as it does if neither of its own caches has to tell them apart."""
+    """Whether vLLM numbers images anew in every process, as it does if neither of its own caches
+    has to tell them apart.
+    """
     multimodal = getattr(model, "multimodal_config", None)
-    return multimodal is not None and not (multimodal.mm_processor_cache_gb or cache.enable_prefix_caching)
+    return multimodal is not None and not (
+        multimodal.mm_processor_cache_gb or cache.enable_prefix_caching
+    )
 
 
 def _utilization(cache: Any, device_type: str) -> float | None:
-    """vLLM's `gpu_memory_utilization`; None on a CPU, or if `kv_cache_memory_bytes` decides instead."""
+    """vLLM's `gpu_memory_utilization`; None on a CPU, or if `kv_cache_memory_bytes` decides
+    instead.
+    """
     if device_type == "cpu" or getattr(cache, "kv_cache_memory_bytes", None):
         return None
     share = getattr(cache, "gpu_memory_utilization", None)

@@ -18,7 +18,8 @@ log = logging.getLogger("vllm.vcache")
 
 
 class OffloadLookup:
-    """Looks up chunks in the offload tier. In the scheduler's thread; nothing waits longer than `offload.lookup_seconds`.
+    """Looks up chunks in the offload tier. In the scheduler's thread; nothing waits longer than
+    `offload.lookup_seconds`.
 
     If the tier is out of reach, for the scheduler or for one of the workers, there are no hits.
     """
@@ -32,10 +33,14 @@ class OffloadLookup:
     @property
     def usable(self) -> bool:
         tier = self._tier
-        return tier is not None and tier.usable and all(link.usable for link in self._links.values())
+        return (
+            tier is not None and tier.usable and all(link.usable for link in self._links.values())
+        )
 
     def extend(self, client: Client, keys: Sequence[ChunkKey], found: int) -> int:
-        """How many leading chunks can be loaded, given that the pool has the first `found` and not the next one."""
+        """How many leading chunks can be loaded, given that the pool has the first `found` and not
+        the next one.
+        """
         if self._tier is None or found >= len(keys) or not self.usable:
             return found
         try:

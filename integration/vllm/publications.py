@@ -1,4 +1,6 @@
-"""Sharing in place, the scheduler's half: the generations of this instance's blocks, and which chunks are published in them."""
+"""Sharing in place, the scheduler's half: the generations of this instance's blocks, and which
+chunks are published in them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from vcache_backend.metadata_server.messages import INSTANCE_BYTES, MAX_PUBLISHED, ChunkKey, Found, Heard, InstanceId
+from vcache_backend.metadata_server.messages import (
+    INSTANCE_BYTES,
+    MAX_PUBLISHED,
+    ChunkKey,
+    Found,
+    Heard,
+    InstanceId,
+)
 from vcache_backend.resident import pins
 from vcache_backend.resident.generations import Generations, GenerationView
 from vcache_backend.resident.tables import Tables
@@ -29,13 +38,15 @@ Lies = tuple[Sequence[int], Sequence[int]]
 class Publications:
     """In the scheduler's thread, except `hear`.
 
-    instance: a random name for this start of this engine. each: vLLM's blocks of a chunk. sequence: the next publication's; a reset voids
-    all lower ones. epoch: that of all that is published. heard: the namespace's epoch by the server's latest word. hints: None until vLLM
-    has shown its pool.
-    """
+    instance: a random name for this start of this engine. each: vLLM's blocks of a chunk. sequence:
+    the next publication's; a reset voids all lower ones. epoch: that of all that is published.
+    heard: the namespace's epoch by the server's latest word. hints: None until vLLM has shown its
+    pool."""
 
     def __init__(self, blocks: int, each: int) -> None:
-        """blocks: those of vLLM's pool. each: vLLM's blocks of a chunk. SegmentError if there is no memory for the table."""
+        """blocks: those of vLLM's pool. each: vLLM's blocks of a chunk. SegmentError if there is no
+        memory for the table.
+        """
         self.instance = InstanceId(secrets.token_bytes(INSTANCE_BYTES))
         self.blocks, self.each, self.sequence = blocks, each, 1
         self.lead = each
@@ -45,13 +56,19 @@ class Publications:
         self.epoch = self.heard = 0
         self.generations = Generations(self.instance, blocks)
         self.pins = pins.Pins(self.generations) if pins.possible() else None
-        """The blocks that readers ask this instance not to hand out; None if this machine cannot have pins."""
+        """The blocks that readers ask this instance not to hand out; None if this machine cannot
+        have pins.
+        """
         self.retract: Callable[[int], None] = lambda sequence: None
         """Called on a reset: publications with a lower sequence are void."""
         self._told: dict[ChunkKey, Lies] = {}
-        """Where each chunk was published last, which is where others look for it: its blocks and their generations."""
+        """Where each chunk was published last, which is where others look for it: its blocks and
+        their generations.
+        """
         self._filling = array(NUMBERS)
-        """Blocks that the step being planned fills, and that the table does not show as filled yet."""
+        """Blocks that the step being planned fills, and that the table does not show as filled
+        yet.
+        """
         self._pool: ResidentPool | None = None
         self.hints: Hints | None = None
         self.duplicates: Duplicates | None = None
@@ -61,15 +78,25 @@ class Publications:
 
     @property
     def watches(self) -> bool:
-        """Whether vLLM has shown its block pool. Without it, it is not known what the blocks hold."""
+        """Whether vLLM has shown its block pool. Without it, it is not known what the blocks
+        hold.
+        """
         return self._pool is not None
 
     def watch(self, pool: Any) -> None:
-        """vLLM shows its `BlockPool`, before the first request. ValueError if its number of blocks is not the KV cache's."""
+        """vLLM shows its `BlockPool`, before the first request. ValueError if its number of blocks
+        is not the KV cache's.
+        """
         if pool.num_gpu_blocks != self.blocks:
-            raise ValueError(f"vLLM's pool has {pool.num_gpu_blocks} blocks, its KV cache {self.blocks}")
-        self.duplicates = Duplicates(pool, self.generations, self.each, lambda instance: self.view(instance))
-        self._pool = ResidentPool(pool, self.generations, self._reset, self.pins, self.duplicates.give_way)
+            raise ValueError(
+                f"vLLM's pool has {pool.num_gpu_blocks} blocks, its KV cache {self.blocks}"
+            )
+        self.duplicates = Duplicates(
+            pool, self.generations, self.each, lambda instance: self.view(instance)
+        )
+        self._pool = ResidentPool(
+            pool, self.generations, self._reset, self.pins, self.duplicates.give_way
+        )
         self.hints = Hints(pool, self.generations, self.each)
 
     def reset(self) -> None:
@@ -86,8 +113,8 @@ class Publications:
     def learn(self) -> bool:
         """Act on what was heard; True if the namespace was reset.
 
-        After a reset others no longer find what this instance computed before it, though vLLM's own cache may still hit it.
-        """
+        After a reset others no longer find what this instance computed before it, though vLLM's own
+        cache may still hit it."""
         if self.hints is not None:
             self.hints.apply()
         heard = self.heard
@@ -97,12 +124,15 @@ class Publications:
         self.epoch = heard
         return True
 
-    def choose(self, tracked: Tracked, found: Found, tables: Tables, first: int) -> tuple[int, dict[int, Replica]]:
+    def choose(
+        self, tracked: Tracked, found: Found, tables: Tables, first: int
+    ) -> tuple[int, dict[int, Replica]]:
         """See `replicas.choose`. first: the number of the first chunk that was asked for."""
         return choose(found, tables, self.each)
 
     def read(self, residents: Mapping[int, Replica], chunks: int) -> list[ResidentChunk]:
-        """The blocks that a load of so many chunks reads, one entry for each owner or for each chunk.
+        """The blocks that a load of so many chunks reads, one entry for each owner or for each
+        chunk.
 
         residents: by number, from the load's first chunk on.
         """
@@ -114,26 +144,36 @@ class Publications:
         return [ResidentChunk.unpacked(owner, *map(b"".join, both)) for owner, both in lies.items()]
 
     def loads(self, tracked: Tracked, first: int) -> None:
-        """A load will fill the request's places from number `first` on; the request has all its blocks."""
+        """A load will fill the request's places from number `first` on; the request has all its
+        blocks.
+        """
         if self._pool is not None:
             tracked.loaded, tracked.resets = first, self._pool.resets
 
     def begin(self, tracked: Tracked, computed: int) -> None:
         """The step being planned is the first with these blocks of the request.
 
-        computed: how many places hold its tokens already, from a hit in vLLM's cache or a load. vLLM's cache may also name blocks that no
-        step has filled: these stay void, and nothing behind them is published.
-        """
+        computed: how many places hold its tokens already, from a hit in vLLM's cache or a load.
+        vLLM's cache may also name blocks that no step has filled: these stay void, and nothing
+        behind them is published."""
         if self._pool is None:
             return
         loaded, tracked.loaded = tracked.loaded, NEVER
         late = loaded < NEVER and tracked.resets != self._pool.resets
-        tracked.resets, tracked.evicted, tracked.filled = self._pool.resets, self._pool.evicted, min(loaded, computed)
+        tracked.resets, tracked.evicted, tracked.filled = (
+            self._pool.resets,
+            self._pool.evicted,
+            min(loaded, computed),
+        )
         self._fill()
         tracked.generations = [array(GENERATIONS) for _ in tracked.rows]
         if tracked.filled:
-            for generations, row, each in zip(tracked.generations, tracked.rows, self._places, strict=True):
-                generations.frombytes(self.generations.counters[row[: tracked.filled // each]].tobytes())
+            for generations, row, each in zip(
+                tracked.generations, tracked.rows, self._places, strict=True
+            ):
+                generations.frombytes(
+                    self.generations.counters[row[: tracked.filled // each]].tobytes()
+                )
         if late or (tracked.filled and not self._right(tracked)):
             tracked.filled = NEVER
 
@@ -142,7 +182,9 @@ class Publications:
         if self._pool is None or not self._counts(tracked):
             return
         coming = array(GENERATIONS, [self.generations.coming])
-        for row, generations, each in zip(tracked.rows, tracked.generations, self._places, strict=True):
+        for row, generations, each in zip(
+            tracked.rows, tracked.generations, self._places, strict=True
+        ):
             filled = row[tracked.filled // each : places // each]
             generations += coming * len(filled)
             self._filling += filled
@@ -155,27 +197,49 @@ class Publications:
             self._pool.planned()
             self.hints.planned()
 
-    def complete(self, tracked: Tracked, first: int, ready: int, loads: bool, loaded: bool) -> list[PublicationSpec]:
-        """What to publish of the request's chunks [first, ready) once the step that completes them is over.
+    def complete(
+        self, tracked: Tracked, first: int, ready: int, loads: bool, loaded: bool
+    ) -> list[PublicationSpec]:
+        """What to publish of the request's chunks [first, ready) once the step that completes them
+        is over.
 
-        Leaves out chunks that were published already, and those behind a block that was handed out or voided since the request got it.
-        loads: the step loads, too. loaded: the request loaded or hit all of these chunks.
-        """
+        Leaves out chunks that were published already, and those behind a block that was handed out
+        or voided since the request got it. loads: the step loads, too. loaded: the request loaded
+        or hit all of these chunks."""
         if self._pool is None or self._pool.broken:
             return []
         self._counts(tracked)
-        (row,), (generations,), each, made = tracked.rows, tracked.generations, self.each, list[PublicationSpec]()
+        (row,), (generations,), each, made = (
+            tracked.rows,
+            tracked.generations,
+            self.each,
+            list[PublicationSpec](),
+        )
         stop = min(ready, len(generations) // each)
-        lies = [(row[at : at + each], generations[at : at + each]) for at in range(first * each, stop * each, each)]
+        lies = [
+            (row[at : at + each], generations[at : at + each])
+            for at in range(first * each, stop * each, each)
+        ]
         fresh = self._fresh(tracked, enumerate(lies, first))
         before = row[: stop * each].tolist() if loads else []
         for some in (fresh[at : at + MAX_PUBLISHED] for at in range(0, len(fresh), MAX_PUBLISHED)):
             blocks, stand = (b"".join(part) for part in zip(*(one for _, one in some), strict=True))
-            made.append(self._spec(tracked, [tracked.keys[chunk] for chunk, _ in some], blocks, stand, before, loaded))
+            made.append(
+                self._spec(
+                    tracked,
+                    [tracked.keys[chunk] for chunk, _ in some],
+                    blocks,
+                    stand,
+                    before,
+                    loaded,
+                )
+            )
         return made
 
     def forget(self, tracked: Tracked, first: int) -> None:
-        """Forget what was published of the request, of which vLLM recomputes the places from number `first` on: publish it all again."""
+        """Forget what was published of the request, of which vLLM recomputes the places from number
+        `first` on: publish it all again.
+        """
         for key in tracked.keys:
             self._told.pop(key, None)
         if first < tracked.filled < NEVER:
@@ -193,7 +257,9 @@ class Publications:
     # ---- inside
 
     def _fresh(self, tracked: Tracked, lies: Iterable[tuple[int, Lies]]) -> list[tuple[int, Lies]]:
-        """Those of the request's chunks, by number, that are not published at this place yet. They count as published from now on."""
+        """Those of the request's chunks, by number, that are not published at this place yet. They
+        count as published from now on.
+        """
         fresh = [(chunk, one) for chunk, one in lies if self._told.get(tracked.keys[chunk]) != one]
         if len(self._told) > self.blocks:
             # Most of these chunks are gone. The others are published again when they are hit.
@@ -207,7 +273,9 @@ class Publications:
             self._filling = array(NUMBERS)
 
     def _counts(self, tracked: Tracked) -> bool:
-        """Whether what the request computes now can be published: not after a reset, nor behind a block that was evicted."""
+        """Whether what the request computes now can be published: not after a reset, nor behind a
+        block that was evicted.
+        """
         assert self._pool is not None
         if tracked.resets != self._pool.resets:
             tracked.generations, tracked.filled = [array(GENERATIONS) for _ in tracked.rows], NEVER
@@ -219,7 +287,9 @@ class Publications:
         return tracked.filled < NEVER
 
     def _right(self, tracked: Tracked) -> bool:
-        """Whether the request's known blocks still hold what it builds on. Forgets the first one that does not, and those behind it."""
+        """Whether the request's known blocks still hold what it builds on. Forgets the first one
+        that does not, and those behind it.
+        """
         (row,), (generations,) = tracked.rows, tracked.generations
         there = np.array(generations)
         lost = (self.generations.counters[row[: len(there)]] != there) | (there & np.uint64(1) == 1)
@@ -229,11 +299,19 @@ class Publications:
         return True
 
     def _spec(
-        self, tracked: Tracked, keys: list[ChunkKey], blocks: bytes, generations: bytes, before: list[int], loaded: bool
+        self,
+        tracked: Tracked,
+        keys: list[ChunkKey],
+        blocks: bytes,
+        generations: bytes,
+        before: list[int],
+        loaded: bool,
     ) -> PublicationSpec:
         self.sequence += 1
         name, sequence = tracked.request.request_id, self.sequence - 1
-        return PublicationSpec(name, keys, blocks, generations, sequence, before, self.epoch, loaded)
+        return PublicationSpec(
+            name, keys, blocks, generations, sequence, before, self.epoch, loaded
+        )
 
     def _void_all(self) -> None:
         (self.generations if self._pool is None else self._pool).void_all()

@@ -1,4 +1,6 @@
-"""Chooses which chunks to read out of other instances' KV caches: checks the server's answer against their tables of generations."""
+"""Chooses which chunks to read out of other instances' KV caches: checks the server's answer
+against their tables of generations.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,17 @@ from vcache_backend.resident.tables import Tables
 from .groups import Groups
 
 Replica = tuple[bytes, bytes, bytes]
-"""A chunk in an instance's KV cache: the instance, its blocks (uint32) and their generations (uint64), packed as in the protocol."""
+"""A chunk in an instance's KV cache: the instance, its blocks (uint32) and their generations
+(uint64), packed as in the protocol.
+"""
 
 
 def choose(found: Found, tables: Tables, each: int) -> tuple[int, dict[int, Replica]]:
-    """How many leading chunks can be loaded, and those of them that are read in place, by number. each: blocks of a chunk.
+    """How many leading chunks can be loaded, and those of them that are read in place, by number.
+    each: blocks of a chunk.
 
-    Takes the first of a chunk's replicas, in the server's order, that is still as it was published; the pool's copy only without one.
-    """
+    Takes the first of a chunk's replicas, in the server's order, that is still as it was published;
+    the pool's copy only without one."""
     chosen: dict[int, Replica] = {}
     chunk = 0
     while chunk < len(found.residents):
@@ -28,7 +33,10 @@ def choose(found: Found, tables: Tables, each: int) -> tuple[int, dict[int, Repl
         if chunk == len(found.residents):
             break
         if not run:
-            other = next((one for one in found.residents[chunk][1:] if _holds(found, tables, each, [one])), None)
+            other = next(
+                (one for one in found.residents[chunk][1:] if _holds(found, tables, each, [one])),
+                None,
+            )
             if other is not None:
                 chosen[chunk] = _replica(found, other)
             elif not found.pooled[chunk]:
@@ -37,24 +45,33 @@ def choose(found: Found, tables: Tables, each: int) -> tuple[int, dict[int, Repl
     return chunk, chosen
 
 
-def choose_with_windows(found: Found, tables: Tables, groups: Groups) -> tuple[int, int, dict[int, Replica]]:
-    """How many leading chunks can be loaded, how many could be if others had kept the windows, and those read in place, by number.
+def choose_with_windows(
+    found: Found, tables: Tables, groups: Groups
+) -> tuple[int, int, dict[int, Replica]]:
+    """How many leading chunks can be loaded, how many could be if others had kept the windows, and
+    those read in place, by number.
 
-    Takes the replica with the most of a chunk's blocks, if it has those that every hit needs; if the pool has the chunk, only a replica
-    with all of its blocks.
-    """
+    Takes the replica with the most of a chunk's blocks, if it has those that every hit needs; if
+    the pool has the chunk, only a replica with all of its blocks."""
     count, each = len(found.residents), groups.blocks
     right = np.zeros((count, each), dtype=np.bool_)
     right[np.frombuffer(found.pooled, dtype=np.bool_)[:count]] = True
     most, chosen = [each - 0.5 if pooled else 0.0 for pooled in found.pooled], dict[int, Replica]()
     for owner, instance in enumerate(found.instances):
-        ones = [(chunk, one) for chunk, here in enumerate(found.residents) for one in here if one.instance == owner]
+        ones = [
+            (chunk, one)
+            for chunk, here in enumerate(found.residents)
+            for one in here
+            if one.instance == owner
+        ]
         view = tables.view(instance) if ones else None
         blocks = np.frombuffer(b"".join([one.blocks for _, one in ones]), dtype="<u4")
         generations = np.frombuffer(b"".join([one.generations for _, one in ones]), dtype="<u8")
         if view is None or not len(blocks) == len(generations) == len(ones) * each:
             continue
-        for (chunk, one), row in zip(ones, view.right(blocks, generations).reshape(-1, each), strict=True):
+        for (chunk, one), row in zip(
+            ones, view.right(blocks, generations).reshape(-1, each), strict=True
+        ):
             if row[: groups.lead].all() and (has := int(row.sum())) > most[chunk]:
                 right[chunk], most[chunk], chosen[chunk] = row, has, _replica(found, one)
     hits, reached = groups.reach(right)
@@ -73,7 +90,9 @@ def _leading(found: Found, tables: Tables, each: int, first: int) -> int:
 
 
 def _holds(found: Found, tables: Tables, each: int, ones: list[Resident]) -> int:
-    """How many of these replicas, all in one instance, are still as they were published, up to the first that is not."""
+    """How many of these replicas, all in one instance, are still as they were published, up to the
+    first that is not.
+    """
     view = tables.view(found.instances[ones[0].instance])
     if view is None:
         return 0

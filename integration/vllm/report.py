@@ -20,11 +20,13 @@ MOST_STORED = 4096
 class Reporter:
     """In the worker's main thread. number: this worker's among all.
 
-    failed, read, spans, flushed: see `WorkerReport`; each entry is sent once. introduce: the next report says what this worker holds.
-    """
+    failed, read, spans, flushed: see `WorkerReport`; each entry is sent once. introduce: the next
+    report says what this worker holds."""
 
     def __init__(self, place: tuple[int, int], number: int, rank: int, events: bool) -> None:
-        """place: pipeline and tensor rank. rank: that of this worker's part of a chunk. events: whether somebody wants KV events."""
+        """place: pipeline and tensor rank. rank: that of this worker's part of a chunk. events:
+        whether somebody wants KV events.
+        """
         self._place, self.number, self._rank, self._events = place, number, rank, events
         self._session: Session | None = None
         self.refuse("it was given no KV caches")
@@ -37,7 +39,9 @@ class Reporter:
         self._mapped: frozenset[bytes] = frozenset()
 
     def open(self, session: Session, shard: Shard, neighbours: Neighbours | None = None) -> None:
-        """The worker has joined the pool. neighbours: the KV caches that it reads in place; None if it shares through the pool."""
+        """The worker has joined the pool. neighbours: the KV caches that it reads in place; None if
+        it shares through the pool.
+        """
         self._session, self._shard, self._neighbours = session, shard, neighbours
         self._segments = self._readable()
         if self._events:
@@ -46,13 +50,19 @@ class Reporter:
     def refuse(self, reason: str) -> None:
         """The worker caches nothing, and the next report says so."""
         self.introduce = True
-        self._shard = Shard(ShardSpec(pp_rank=self._place[0], tp_rank=self._place[1], problem=reason))
+        self._shard = Shard(
+            ShardSpec(pp_rank=self._place[0], tp_rank=self._place[1], problem=reason)
+        )
 
     def take(self) -> WorkerReport | None:
         """The report since the last call; None if there is nothing to say."""
         segments, link, introduce = self._readable(), self._reached(), self.introduce
         mapped = self._neighbours.mapped if self._neighbours is not None else self._mapped
-        new_segments, new_link, new_mapped = introduce or segments != self._segments, link != self._link, mapped != self._mapped
+        new_segments, new_link, new_mapped = (
+            introduce or segments != self._segments,
+            link != self._link,
+            mapped != self._mapped,
+        )
         told = self.failed or self.read or self.spans or self.flushed or self._stored
         if not (told or new_segments or new_link or new_mapped):
             return None
@@ -69,7 +79,13 @@ class Reporter:
             self.spans,
         )
         self.read, self.spans = set(), []
-        self.failed, self.flushed, self._segments, self._link, self._mapped = set(), 0, segments, link, mapped
+        self.failed, self.flushed, self._segments, self._link, self._mapped = (
+            set(),
+            0,
+            segments,
+            link,
+            mapped,
+        )
         self.introduce = False
         return report
 
@@ -85,11 +101,15 @@ class Reporter:
             return self._segments
 
     def _reached(self) -> Link:
-        """How this worker reaches the offload tier; the last report's value if the change is not noticeable."""
+        """How this worker reaches the offload tier; the last report's value if the change is not
+        noticeable.
+        """
         tier = self._session.tier if self._session is not None else None
         if tier is None:
             return self._link
         usable, rate = tier.usable, tier.bandwidth
         known = self._link.bandwidth
-        same = rate == known or (rate is not None and known is not None and abs(rate - known) < NOTICEABLE * known)
+        same = rate == known or (
+            rate is not None and known is not None and abs(rate - known) < NOTICEABLE * known
+        )
         return self._link if same and usable == self._link.usable else Link(usable, rate)

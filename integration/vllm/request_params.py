@@ -11,8 +11,9 @@ NAME = "vcache"
 
 
 class RequestParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """load, store: whether the request may load chunks, and share its own. announced: another instance computes this prompt now: wait for
-    its chunks, up to `wait_seconds` (None: `connector.wait_seconds`). consume_once: remove chunks once they are loaded (None:
+    """load, store: whether the request may load chunks, and share its own. announced: another
+    instance computes this prompt now: wait for its chunks, up to `wait_seconds` (None:
+    `connector.wait_seconds`). consume_once: remove chunks once they are loaded (None:
     `connector.consume_once`)."""
 
     load: bool = True
@@ -27,7 +28,9 @@ DEFAULT = RequestParams()
 
 
 def read(params: Mapping[str, Any] | None) -> RequestParams:
-    """The settings in a request's `kv_transfer_params`. ValueError, which names the key, if one is unknown or impossible."""
+    """The settings in a request's `kv_transfer_params`. ValueError, which names the key, if one is
+    unknown or impossible.
+    """
     found = (params or {}).get(NAME)
     if found is None:
         return DEFAULT

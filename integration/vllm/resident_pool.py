@@ -1,4 +1,6 @@
-"""Watches vLLM's block pool, so that a block's generation changes before the block may be written again or its bytes change meaning."""
+"""Watches vLLM's block pool, so that a block's generation changes before the block may be written
+again or its bytes change meaning.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,19 @@ WAIT_SECONDS = 0.001
 """How long a step waits if all free blocks are pinned."""
 _SLICE_SECONDS = 0.0001
 NUMBERS, GENERATIONS = "I", "Q"
-"""Type codes of `array` for blocks' numbers and for generations. Slicing an array copies bytes; slicing a list touches every number."""
+"""Type codes of `array` for blocks' numbers and for generations. Slicing an array copies bytes;
+slicing a list touches every number.
+"""
 
 
 class ResidentPool:
     """Replaces methods of vLLM's `BlockPool` to count generations. In the scheduler's thread.
 
-    vLLM's own results and exceptions come through unchanged. If our part fails, the whole table is given up first, so that nobody reads
-    a block whose next owner was not counted. broken: whether that has happened. resets: how often all blocks were voided. evicted: how
-    often vLLM has evicted blocks. kept: how many pinned blocks were spared when they came up. forced: how many pinned blocks were handed
-    out all the same.
-    """
+    vLLM's own results and exceptions come through unchanged. If our part fails, the whole table is
+    given up first, so that nobody reads a block whose next owner was not counted. broken: whether
+    that has happened. resets: how often all blocks were voided. evicted: how often vLLM has evicted
+    blocks. kept: how many pinned blocks were spared when they came up. forced: how many pinned
+    blocks were handed out all the same."""
 
     def __init__(
         self,
@@ -40,16 +44,29 @@ class ResidentPool:
         pins: Pins | None = None,
         give_way: Callable[[int], None] = lambda count: None,
     ) -> None:
-        """pool: vLLM's `BlockPool`, before it has handed out a block. on_reset: called when the prefix cache is to be reset, even if vLLM
-        then declines. pins: those on the same blocks; None: honour none. give_way: called before so many blocks are handed out, to put
-        others first; must not raise."""
+        """pool: vLLM's `BlockPool`, before it has handed out a block. on_reset: called when the
+        prefix cache is to be reset, even if vLLM then declines. pins: those on the same blocks;
+        None: honour none. give_way: called before so many blocks are handed out, to put others
+        first; must not raise."""
         self._give_way = give_way
-        self.broken, self.resets, self.evicted, self.kept, self.forced, self._pins = False, 0, 0, 0, 0, pins
-        # All of them, the null block included: none holds a request's bytes until it is handed out and written.
+        self.broken, self.resets, self.evicted, self.kept, self.forced, self._pins = (
+            False,
+            0,
+            0,
+            0,
+            0,
+            pins,
+        )
+        # All of them, the null block included: none holds a request's bytes until it is handed out
+        # and written.
         generations.void_all()
         self._generations, self._on_reset = generations, on_reset
         self._queue: Any = pool.free_block_queue if pins is not None else None
-        self._get, self._evict, self._reset = pool.get_new_blocks, pool.evict_blocks, pool.reset_prefix_cache
+        self._get, self._evict, self._reset = (
+            pool.get_new_blocks,
+            pool.evict_blocks,
+            pool.reset_prefix_cache,
+        )
         pool.get_new_blocks, pool.evict_blocks = self._get_new_blocks, self._evict_blocks
         pool.reset_prefix_cache = self._reset_prefix_cache
         if pins is not None:
@@ -62,7 +79,9 @@ class ResidentPool:
             self._generations.show_free(self._queue.num_free_blocks)
 
     def void_all(self) -> None:
-        """Void all generations: the bytes stay, but mean something else. Waits until no reader's step counts on a pin any more."""
+        """Void all generations: the bytes stay, but mean something else. Waits until no reader's
+        step counts on a pin any more.
+        """
         self.resets += 1
         with self._pins.none() if self._pins is not None else nullcontext():
             self._generations.void_all()
@@ -89,7 +108,9 @@ class ResidentPool:
             self._generations.show_free(self._queue.num_free_blocks)
 
     def _make_way(self, count: int) -> None:
-        """See to it that none of the next `count` blocks is pinned, or gets pinned before `resume`. If vLLM has fewer, nothing changes."""
+        """See to it that none of the next `count` blocks is pinned, or gets pinned before `resume`.
+        If vLLM has fewer, nothing changes.
+        """
         assert self._pins is not None
         if not self._pins.halt():
             return
@@ -98,18 +119,29 @@ class ResidentPool:
             self._around(blocks)
 
     def _around(self, blocks: list[Any]) -> None:
-        """Move the pinned ones of these blocks, the first in vLLM's free queue, to its end, as if they had just been used.
+        """Move the pinned ones of these blocks, the first in vLLM's free queue, to its end, as if
+        they had just been used.
 
-        If too few blocks are unpinned, it waits up to `WAIT_SECONDS`, and then lets pinned ones be handed out.
-        """
+        If too few blocks are unpinned, it waits up to `WAIT_SECONDS`, and then lets pinned ones be
+        handed out."""
         assert self._pins is not None
-        count, queue, moved, until = len(blocks), self._queue, set[int](), time.monotonic() + WAIT_SECONDS
-        while (pinned := self._pins.on(numbers := _numbers(blocks))) is not None and pinned[:count].any():
+        count, queue, moved, until = (
+            len(blocks),
+            self._queue,
+            set[int](),
+            time.monotonic() + WAIT_SECONDS,
+        )
+        while (pinned := self._pins.on(numbers := _numbers(blocks))) is not None and pinned[
+            :count
+        ].any():
             if not moved.isdisjoint(numbers[:count][pinned[:count]].tolist()):
                 if time.monotonic() > until:
                     self.forced += (forced := int(pinned[:count].sum()))
                     self._pins.rest()
-                    log.warning("vcache: vLLM uses %d blocks again while other instances read them: no others are free", forced)
+                    log.warning(
+                        "vcache: vLLM uses %d blocks again while other instances read them: no others are free",
+                        forced,
+                    )
                     break
                 time.sleep(_SLICE_SECONDS)
             moved.update(numbers[pinned].tolist())
@@ -129,7 +161,8 @@ class ResidentPool:
         return blocks
 
     def _evict_blocks(self, block_ids: Any) -> Any:
-        """Void blocks that vLLM evicts. After a failed load it recomputes into the same blocks without allocating them anew.
+        """Void blocks that vLLM evicts. After a failed load it recomputes into the same blocks
+        without allocating them anew.
 
         Pins need no check: blocks of a failed load were never published.
         """
@@ -143,7 +176,9 @@ class ResidentPool:
         return freed
 
     def _reset_prefix_cache(self) -> Any:
-        """Void all blocks even if vLLM answers that it cannot reset now: its caller changes the weights all the same."""
+        """Void all blocks even if vLLM answers that it cannot reset now: its caller changes the
+        weights all the same.
+        """
         self._surely(self.void_all)
         self._surely(self._on_reset)
         return self._reset()

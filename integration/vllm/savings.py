@@ -1,4 +1,6 @@
-"""Estimates how many seconds of prefill this instance's hits have saved. docs/operations.md says what the estimate leaves out."""
+"""Estimates how many seconds of prefill this instance's hits have saved. docs/operations.md says
+what the estimate leaves out.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,15 @@ from .introduction import Introduction
 from .metadata import LoadSpan, StepMetadata
 
 LEAST_TOKENS = 1024
-"""A step is measured if it computes at least so many tokens of new prompts: with fewer, its time hardly depends on their number."""
+"""A step is measured if it computes at least so many tokens of new prompts: with fewer, its time
+hardly depends on their number.
+"""
 SHARE = 0.9
 """And if these are at least this share of all its tokens."""
 KEPT, ENOUGH = 48, 3
-"""The median is taken over the latest KEPT measured steps, once there are ENOUGH: the first ones may compile kernels."""
+"""The median is taken over the latest KEPT measured steps, once there are ENOUGH: the first ones
+may compile kernels.
+"""
 MOST_STEPS, MOST_LOADS = 64, 4096
 """Steps and loads under way that are remembered."""
 
@@ -24,16 +30,18 @@ MOST_STEPS, MOST_LOADS = 64, 4096
 class Savings:
     """In the scheduler's thread.
 
-    A load that succeeded at all workers has saved the time in which its tokens would have been computed, less its own time. A token's
-    time is the median over steps of new prompts of which no cache had anything. A step's time begins when it is scheduled or, with
-    asynchronous scheduling, when the step before it is over.
-    """
+    A load that succeeded at all workers has saved the time in which its tokens would have been
+    computed, less its own time. A token's time is the median over steps of new prompts of which no
+    cache had anything. A step's time begins when it is scheduled or, with asynchronous scheduling,
+    when the step before it is over."""
 
     def __init__(self, instance: Introduction) -> None:
         """instance: its client tells the server."""
         self._instance = instance
         self._steps: deque[tuple[float, int]] = deque(maxlen=MOST_STEPS)
-        """Steps under way: when each was scheduled (time.monotonic), and its tokens; 0 if it is not measured."""
+        """Steps under way: when each was scheduled (time.monotonic), and its tokens; 0 if it is not
+        measured.
+        """
         self._over = 0.0
         self._measured: deque[float] = deque(maxlen=KEPT)
         self._loads: dict[str, tuple[int, list[float]]] = {}

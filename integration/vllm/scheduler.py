@@ -1,4 +1,6 @@
-"""The half of the connector in vLLM's scheduler: what each step loads and stores. It never touches KV."""
+"""The half of the connector in vLLM's scheduler: what each step loads and stores. It never touches
+KV.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,16 @@ import msgspec
 from vcache_backend.config import Config
 
 from ..served_at import data_parallel_rank, served_at
-from . import compat, exportable, group_publications, groups, hints, hit_sources, request_params, traces
+from . import (
+    compat,
+    exportable,
+    group_publications,
+    groups,
+    hints,
+    hit_sources,
+    request_params,
+    traces,
+)
 from .awaited import Awaited
 from .completions import Completions
 from .events import Announcer
@@ -48,14 +59,28 @@ _KEEPS_NOTHING = (
 
 
 class SchedulerSide:
-    """Answers vLLM's scheduler, in that one's thread. Nothing here waits longer than one call of the client and one of the offload tier."""
+    """Answers vLLM's scheduler, in that one's thread. Nothing here waits longer than one call of
+    the client and one of the offload tier.
+    """
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, config: Config, loads: bool, stores: bool, meter: Meter) -> None:
+    def __init__(
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        config: Config,
+        loads: bool,
+        stores: bool,
+        meter: Meter,
+    ) -> None:
         """loads, stores: what the instance's role allows."""
         model = compat.read_model(vllm_config, kv_cache_config, config.connector.model)
         config = exportable.decide(config, vllm_config, kv_cache_config, model)
         self._settings, self._size = config.connector, config.engine.chunk_size
-        self._loads_allowed, self._stores_allowed, self._least = loads, stores, config.connector.min_hit_tokens
+        self._loads_allowed, self._stores_allowed, self._least = (
+            loads,
+            stores,
+            config.connector.min_hit_tokens,
+        )
         self._block = model.block_size
         self._per_chunk = self._size // self._block
         in_place = config.connector.share == "in_place"
@@ -68,7 +93,9 @@ class SchedulerSide:
         """None if all layers attend to all tokens and share one block table."""
         self._parts = self._groups.parts if self._groups is not None else 0
         self.states = self._parts > 0
-        """Whether layers keep states (Mamba): vLLM copies these between blocks before a model run, over what was loaded by then."""
+        """Whether layers keep states (Mamba): vLLM copies these between blocks before a model run,
+        over what was loaded by then.
+        """
         below = most_tokens(vllm_config, config, model, several)
         self._asynchronous = self._groups is None or compat.fails_by_request()
         if not self._asynchronous and not below and not refused:
@@ -79,16 +106,24 @@ class SchedulerSide:
         self.publications: Publications | None = None
         """What is shared in place; None with `connector.share: pool`."""
         self.victims: Victims | None = None
-        """Saves chunks in the pool before they leave the KV cache; None unless a pool stands beside KV caches shared in place."""
+        """Saves chunks in the pool before they leave the KV cache; None unless a pool stands beside
+        KV caches shared in place.
+        """
         if in_place and not refused:
             refused = exportable.refusal(vllm_config, kv_cache_config, model)
             if not refused:
-                refused = self._share_in_place(config, kv_cache_config, vllm_config.scheduler_config.max_num_batched_tokens)
+                refused = self._share_in_place(
+                    config, kv_cache_config, vllm_config.scheduler_config.max_num_batched_tokens
+                )
         name = served_at(data_parallel_rank(vllm_config))
-        self.instance = Introduction(config, model, self._hash_block, refused, self.publications, name)
+        self.instance = Introduction(
+            config, model, self._hash_block, refused, self.publications, name
+        )
         self.lookups = Lookups(self.instance, self._size, meter, self._parts)
         self._synchronous = SynchronousLoads(below, model.recomputes, self._size, self.instance)
-        self._specs = LoadSpecs(config, stores, self._groups, self._block, self._parts, self.instance)
+        self._specs = LoadSpecs(
+            config, stores, self._groups, self._block, self._parts, self.instance
+        )
         self._awaited = Awaited(self.lookups)
         self._leftovers = Leftovers(self._groups, self._block)
         self._resets = Resets(self.instance, self._drop_answers, self._outdate)
@@ -97,7 +132,15 @@ class SchedulerSide:
             self.instance.announcer = Announcer(self.instance.ranks)
         kind = compat.spec_kind(kv_cache_config)
         self._completions = Completions(
-            config, stores, self._groups, self._block, self._hash_block, kind, self.instance, self.lookups, self._leftovers
+            config,
+            stores,
+            self._groups,
+            self._block,
+            self._hash_block,
+            kind,
+            self.instance,
+            self.lookups,
+            self._leftovers,
         )
         self._spans = traces.begin(vllm_config, self.instance.workers)
         self.savings = Savings(self.instance)
@@ -123,7 +166,9 @@ class SchedulerSide:
             self.victims.watch(pool)
 
     def arrived(self, request: Any) -> None:
-        """A new request: ask the server for its chunks now, so that the answer is here when vLLM schedules it."""
+        """A new request: ask the server for its chunks now, so that the answer is here when vLLM
+        schedules it.
+        """
         if self.instance.keys is None and not self.instance.open():
             return
         tracked, whole = self._track(request), len(request.block_hashes) // self._hashes
@@ -131,13 +176,22 @@ class SchedulerSide:
         if self._groups is not None:
             whole = tokens // self._size
         lacking = tokens - self._least
-        if lacking < 0 or not tracked.loads or self._resets.clearing or tracked.params.announced or self._has(request, lacking):
+        if (
+            lacking < 0
+            or not tracked.loads
+            or self._resets.clearing
+            or tracked.params.announced
+            or self._has(request, lacking)
+        ):
             return
         if self.lookups.name(tracked, whole):
-            self.lookups.send(tracked, whole, self._synchronous.leases_ahead(tracked, tokens, self._requests))
+            self.lookups.send(
+                tracked, whole, self._synchronous.leases_ahead(tracked, tokens, self._requests)
+            )
 
     def matched(self, request: Any, local: int) -> tuple[int | None, bool]:
-        """How many tokens can be loaded after the first `local`, which vLLM has itself, and whether that load is asynchronous.
+        """How many tokens can be loaded after the first `local`, which vLLM has itself, and whether
+        that load is asynchronous.
 
         None in place of a number: ask again in the next step.
         """
@@ -181,15 +235,30 @@ class SchedulerSide:
 
     def hit_sources(self, request: Any, external: int) -> dict[str, int]:
         """The tokens of the request's last load, by where they lay: see `hit_sources.split`."""
-        load = next((load for load in reversed(self._loads) if load.request_id == request.request_id and not load.lost), None)
+        load = next(
+            (
+                load
+                for load in reversed(self._loads)
+                if load.request_id == request.request_id and not load.lost
+            ),
+            None,
+        )
         return (
-            {} if load is None else hit_sources.split(self.instance, self._requests[load.request_id], load, external, self._size)
+            {}
+            if load is None
+            else hit_sources.split(
+                self.instance, self._requests[load.request_id], load, external, self._size
+            )
         )
 
     def lost(self, request: Any, blocks: Any, external: int) -> None:
-        """`allocated` raised, but vLLM counts on the load: have the workers report that it failed."""
+        """`allocated` raised, but vLLM counts on the load: have the workers report that it
+        failed.
+        """
         tracked, number = self._requests.get(request.request_id), self._unconfirmed.number()
-        self._loads.append(self._specs.lost(request.request_id, tracked, blocks.get_block_ids(), external, number))
+        self._loads.append(
+            self._specs.lost(request.request_id, tracked, blocks.get_block_ids(), external, number)
+        )
 
     def begin(self, output: Any) -> StepMetadata:
         """The metadata of the step that `output` describes, with the loads that begin in it."""
@@ -204,10 +273,14 @@ class SchedulerSide:
         name = self.publications.instance if introduce and self.publications is not None else b""
         unmet, self._unmet = self._unmet, set()
         flush = self._resets.flushes()
-        return StepMetadata(loads, [], fresh, cancelled, flush, idle, False, introduce, name, meet=unmet)
+        return StepMetadata(
+            loads, [], fresh, cancelled, flush, idle, False, introduce, name, meet=unmet
+        )
 
     def add_stores(self, output: Any, meta: StepMetadata) -> None:
-        """Add to `meta` what the step stores, which blocks get a new owner, and chunks found since for loads that wait."""
+        """Add to `meta` what the step stores, which blocks get a new owner, and chunks found since
+        for loads that wait.
+        """
         self._resets.learn()
         meta.found = {} if self._resets.clearing else self._awaited.found(meta.idle)
         meta.echo = self._unconfirmed.others(output, self._requests)
@@ -219,7 +292,9 @@ class SchedulerSide:
             self.victims.plan(meta)
 
     def stop_stores(self, meta: StepMetadata) -> None:
-        """`add_stores` raised: store nothing more of the present requests, since their blocks are no longer known."""
+        """`add_stores` raised: store nothing more of the present requests, since their blocks are
+        no longer known.
+        """
         meta.stores, meta.publications, meta.victims, meta.opaque = [], [], None, True
         if self.publications is not None:
             self.publications.planned()
@@ -263,8 +338,12 @@ class SchedulerSide:
     # ---- inside
 
     def _share_in_place(self, config: Config, kv_cache_config: Any, step_tokens: int) -> str | None:
-        """Set up sharing in place, with or without a pool beside it. None, or why it cannot be. step_tokens: the most of one step."""
-        self.publications, refused = group_publications.begin(kv_cache_config, self._per_chunk, self._groups)
+        """Set up sharing in place, with or without a pool beside it. None, or why it cannot be.
+        step_tokens: the most of one step.
+        """
+        self.publications, refused = group_publications.begin(
+            kv_cache_config, self._per_chunk, self._groups
+        )
         if self.publications is not None and config.pool.lent and self._groups is not None:
             log.warning(_KEEPS_NOTHING, config.pool.lent)
         elif self.publications is not None and config.pool.lent:
@@ -283,24 +362,35 @@ class SchedulerSide:
                 self._completions.stored(tracked, 0)
 
     def _has(self, request: Any, token: int) -> bool:
-        """Whether vLLM's own prefix cache has the block with this token, and so all blocks before it."""
+        """Whether vLLM's own prefix cache has the block with this token, and so all blocks before
+        it.
+        """
         if self.prefix_cache is None or self._hash_block != self._block or self._groups is not None:
             return False
-        return bool(self.prefix_cache.get_cached_block(request.block_hashes[token // self._block], [0]))
+        return bool(
+            self.prefix_cache.get_cached_block(request.block_hashes[token // self._block], [0])
+        )
 
     def _track(self, request: Any) -> Tracked:
         tracked = self._requests.get(request.request_id)
         if tracked is not None and tracked.request is request:
             return tracked
-        asked = self._asked(request) if request.kv_transfer_params is not None else request_params.DEFAULT
-        # vLLM has no log probabilities for prompt tokens that it did not compute, but does not keep connectors from hitting.
+        asked = (
+            self._asked(request)
+            if request.kv_transfer_params is not None
+            else request_params.DEFAULT
+        )
+        # vLLM has no log probabilities for prompt tokens that it did not compute, but does not keep
+        # connectors from hitting.
         rated = getattr(request.sampling_params, "prompt_logprobs", None) is not None
         computes = rated or getattr(request, "skip_reading_prefix_cache", False)
         if asked.announced and self._groups is not None and self.publications is not None:
             # A window's blocks may be gone before they are read, so nothing is waited for.
             asked = msgspec.structs.replace(asked, announced=False)
         consumes = self._settings.consume_once if asked.consume_once is None else asked.consume_once
-        tracked = Tracked(request, asked, self._loads_allowed and asked.load and not computes, consumes)
+        tracked = Tracked(
+            request, asked, self._loads_allowed and asked.load and not computes, consumes
+        )
         tracked.rows = [array(NUMBERS) for _ in range(self._tables)]
         self._requests[request.request_id] = tracked
         self._completions.stored(tracked, 0)
@@ -314,26 +404,41 @@ class SchedulerSide:
             return request_params.NOTHING
 
     def _matched(self, tracked: Tracked, local: int) -> tuple[int | None, bool]:
-        """Tokens after the first `local` that can be loaded, and whether that load is synchronous. None: ask again."""
-        if not tracked.loads or self._resets.clearing or local % self._block or not self.instance.open():
+        """Tokens after the first `local` that can be loaded, and whether that load is synchronous.
+        None: ask again.
+        """
+        if (
+            not tracked.loads
+            or self._resets.clearing
+            or local % self._block
+            or not self.instance.open()
+        ):
             return 0, False
         request, size, least = tracked.request, self._size, self._least
         most, whole = self._most(request), len(request.block_hashes) // self._hashes
         if self._groups is not None:
-            # With windows a hit's last blocks depend on where it ends, so ask for no more than may be loaded.
+            # With windows a hit's last blocks depend on where it ends, so ask for no more than may
+            # be loaded.
             whole = min(whole, most // size)
         tokens = min(whole * size, most) - local
         if tokens < least or not self.lookups.name(tracked, whole):
             return 0, False
         if tracked.params.announced:
             return (tokens if self._asynchronous else 0), False
-        fits, in_place = self._synchronous.fits(tracked, tokens, self._requests), self.publications is not None
+        fits, in_place = (
+            self._synchronous.fits(tracked, tokens, self._requests),
+            self.publications is not None,
+        )
         fits = fits and self._has_room(request)
         answer = self.lookups.find(tracked, local // size, whole, fits and not in_place)
         external = min(answer.hits * size, most) - local
         if external < least:
             return 0, False
-        synchronous = self.lookups.pin(tracked, answer, local // size) if fits and in_place else answer.lease is not None
+        synchronous = (
+            self.lookups.pin(tracked, answer, local // size)
+            if fits and in_place
+            else answer.lease is not None
+        )
         if not synchronous and not self._asynchronous:
             # Have the workers map these KV caches, for the next request.
             self._unmet.update(replica[0] for replica in answer.residents.values())
@@ -341,17 +446,22 @@ class SchedulerSide:
         return external, synchronous
 
     def _has_room(self, request: Any) -> bool:
-        """Whether vLLM has all blocks that a synchronous load may take. With states vLLM reckons one block too few, and its scheduler
-        raises if that one is missing (seen in 0.32)."""
+        """Whether vLLM has all blocks that a synchronous load may take. With states vLLM reckons
+        one block too few, and its scheduler raises if that one is missing (seen in 0.32)."""
         if self._groups is None or not self.states:
             return True
         pool = self.prefix_cache
-        return pool is not None and bool(pool.get_num_free_blocks() >= self._groups.most_blocks(request.num_tokens))
+        return pool is not None and bool(
+            pool.get_num_free_blocks() >= self._groups.most_blocks(request.num_tokens)
+        )
 
     def _stands(self, tracked: Tracked, load: LoadSpec, rows: Any, first: int) -> None:
-        """Note which chunks need no store because a load brings them. first: number of the load's first chunk."""
+        """Note which chunks need no store because a load brings them. first: number of the load's
+        first chunk.
+        """
         end, stop = tracked.supplied // self._size, -(-tracked.supplied // self._size)
-        # Chunks loaded from the pool are stored already, unless they were consumed. From the offload tier only whole chunks are promoted.
+        # Chunks loaded from the pool are stored already, unless they were consumed. From the
+        # offload tier only whole chunks are promoted.
         partial = load.promote and tracked.answer is not None and tracked.answer.offloaded
         if self.publications is None:
             self._completions.stored(tracked, max(tracked.stored, end if partial else stop))
@@ -368,13 +478,16 @@ class SchedulerSide:
             self._completions.expect(tracked, first, end)
 
     def _most(self, request: Any) -> int:
-        """Tokens that may be loaded: whole blocks, without the one that holds the last token, which vLLM computes in any case."""
+        """Tokens that may be loaded: whole blocks, without the one that holds the last token, which
+        vLLM computes in any case.
+        """
         # With several groups whole chunks: a chunk holds what a hit needs that ends with it.
         whole = self._block if self._groups is None else self._size
         return int(request.num_tokens - 1) // whole * whole
 
     def _note(self, report: WorkerReport, invalid: AbstractSet[int]) -> None:
-        # Including requests that ended while their step ran: vLLM's prefix cache still has the blocks that they should have filled.
+        # Including requests that ended while their step ran: vLLM's prefix cache still has the
+        # blocks that they should have filled.
         known, lost = self._unconfirmed.over(report.read, invalid)
         known |= self._requests
         for tracked in (known[request_id] for request_id in report.failed & known.keys()):
@@ -383,7 +496,9 @@ class SchedulerSide:
             tracked.loads = False
             if self.publications is None:
                 # With several groups vLLM recomputes from the start.
-                self._completions.stored(tracked, tracked.local // self._size if self._groups is None else 0)
+                self._completions.stored(
+                    tracked, tracked.local // self._size if self._groups is None else 0
+                )
             else:
                 self._completions.stored(tracked, 0)
                 self.publications.forget(tracked, tracked.local // self._completions.place)
@@ -396,24 +511,28 @@ class SchedulerSide:
         self._resets.note(report)
 
     def _builds_on_load(self, request: Any, local: int) -> bool:
-        """Whether vLLM's prefix cache would let this request build on blocks that another request's load fills in this step.
+        """Whether vLLM's prefix cache would let this request build on blocks that another request's
+        load fills in this step.
 
-        If that load fails, vLLM recomputes the blocks for the first request only and goes on with the second one, even if the first has
-        ended by then or not come that far.
-        """
+        If that load fails, vLLM recomputes the blocks for the first request only and goes on with
+        the second one, even if the first has ended by then or not come that far."""
         first = [
-            self._requests[load.request_id] for load in self._loads if load.synchronous and load.request_id in self._requests
+            self._requests[load.request_id]
+            for load in self._loads
+            if load.synchronous and load.request_id in self._requests
         ]
         return any(
-            local > one.local and request.block_hashes[at := one.local // self._block] == one.request.block_hashes[at]
+            local > one.local
+            and request.block_hashes[at := one.local // self._block] == one.request.block_hashes[at]
             for one in first
         )
 
     def _evict(self, lost: set[int], requests: Iterable[Tracked]) -> None:
-        """Take blocks that a synchronous load did not fill, and those computed behind them, out of vLLM's prefix cache.
+        """Take blocks that a synchronous load did not fill, and those computed behind them, out of
+        vLLM's prefix cache.
 
-        vLLM recomputes them, unless their request ends or is preempted first. It does not cache them again for the same request
-        (`num_cached_block`), so the next request with this prompt computes them once more.
-        """
+        vLLM recomputes them, unless their request ends or is preempted first. It does not cache
+        them again for the same request (`num_cached_block`), so the next request with this prompt
+        computes them once more."""
         behind = [dropwhile(lambda block: block not in lost, one.rows[0]) for one in requests]
         self.prefix_cache.evict_blocks(lost.union(*behind))

@@ -1,4 +1,6 @@
-"""Reads our settings from `kv_connector_extra_config`: the path of a file, sections written in place, or both."""
+"""Reads our settings from `kv_connector_extra_config`: the path of a file, sections written in
+place, or both.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ SOURCE = "kv_connector_extra_config"
 
 
 def other_policy(found: str, wanted: str, connector: str) -> str:
-    """A warning that `connector`, which ours is part of, has another `kv_load_failure_policy` than `connector.kv_load_failure_policy`."""
+    """A warning that `connector`, which ours is part of, has another `kv_load_failure_policy` than
+    `connector.kv_load_failure_policy`.
+    """
     then = "fails, too" if found == "fail" else "is computed"
     return (
         f'a request whose load fails {then}: put "kv_load_failure_policy":"{wanted}" beside "kv_connector":"{connector}" in '
@@ -22,10 +26,11 @@ def other_policy(found: str, wanted: str, connector: str) -> str:
 
 
 def read(extra_config: Mapping[str, Any]) -> Config:
-    """The configuration: sections such as `server` or `pool`, whose keys override those of the file that `config` names.
+    """The configuration: sections such as `server` or `pool`, whose keys override those of the file
+    that `config` names.
 
-    Without `config` the file is the one in `VCACHE_CONFIG`. ConfigError, which names the key, if one is unknown or impossible.
-    """
+    Without `config` the file is the one in `VCACHE_CONFIG`. ConfigError, which names the key, if
+    one is unknown or impossible."""
     path = extra_config.get("config")
     if path is not None and not isinstance(path, str):
         raise ConfigError(f"{SOURCE}: config: Expected the path of a YAML file, got {path!r}")

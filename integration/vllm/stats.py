@@ -1,8 +1,9 @@
-"""The connector's metrics: counts and times of a step, on their way to vLLM's log and to Prometheus.
+"""The connector's metrics: counts and times of a step, on their way to vLLM's log and to
+Prometheus.
 
-Both halves of the connector count into a `Meter`. vLLM takes its stats once a step, adds up those of the workers and the scheduler, and
-sends `data` to the front end by MessagePack, where it is logged (`reduce`) and added to Prometheus (`VCachePromMetrics`).
-"""
+Both halves of the connector count into a `Meter`. vLLM takes its stats once a step, adds up those
+of the workers and the scheduler, and sends `data` to the front end by MessagePack, where it is
+logged (`reduce`) and added to Prometheus (`VCachePromMetrics`)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from prometheus_client import Counter, Histogram
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 
 from vcache_backend.transfer.load_stats import LoadStats
 
@@ -25,11 +29,15 @@ FAILURES = (
 NOT_STORED = ("exists", "busy", "full", "no_slot", "backlog", "late", "changed", OTHER)
 NOT_OFFLOADED = ("backlog", "down", "gone", "full", "failed", "codec", OTHER)
 TIERS = ("own", "peer", "host", "resident", "store")
-"""Where a loaded chunk lay: this worker's GPU, another GPU of the node, host memory, another instance's KV cache, the offload tier."""
+"""Where a loaded chunk lay: this worker's GPU, another GPU of the node, host memory, another
+instance's KV cache, the offload tier.
+"""
 
 
 class _Counter(NamedTuple):
-    """A counter, and the values of its label. Any other value counts as the last one, so that the number of series is bounded."""
+    """A counter, and the values of its label. Any other value counts as the last one, so that the
+    number of series is bounded.
+    """
 
     documentation: str
     label: str = ""
@@ -37,29 +45,59 @@ class _Counter(NamedTuple):
 
 
 COUNTERS = {
-    "lookup_asked_tokens": _Counter("Prompt tokens that look-ups asked the pool, other instances and the offload tier for."),
+    "lookup_asked_tokens": _Counter(
+        "Prompt tokens that look-ups asked the pool, other instances and the offload tier for."
+    ),
     "lookup_hit_tokens": _Counter("Prompt tokens that look-ups promised."),
     "loaded_tokens": _Counter("Tokens loaded, by where they lay.", "tier", TIERS),
     "loaded_bytes": _Counter("Bytes loaded by all workers, by where they lay.", "tier", TIERS),
     "stored_tokens": _Counter("Tokens stored."),
     "stored_bytes": _Counter("Bytes stored by all workers."),
-    "published_chunks": _Counter("Chunks published for others to read in this instance's KV cache, counted by worker."),
-    "load_time_seconds": _Counter("Time of loads, summed over workers.", "part", ("metadata", "data")),
-    "store_time_seconds": _Counter("Time of stores, summed over workers.", "part", ("metadata", "data")),
+    "published_chunks": _Counter(
+        "Chunks published for others to read in this instance's KV cache, counted by worker."
+    ),
+    "load_time_seconds": _Counter(
+        "Time of loads, summed over workers.", "part", ("metadata", "data")
+    ),
+    "store_time_seconds": _Counter(
+        "Time of stores, summed over workers.", "part", ("metadata", "data")
+    ),
     "failures": _Counter("Loads, stores and look-ups that failed.", "cause", FAILURES),
     "recomputed_tokens": _Counter("Promised tokens that were computed after all."),
-    "not_stored_chunks": _Counter("Chunks that were not stored; `exists` and `busy` are no failures.", "cause", NOT_STORED),
+    "not_stored_chunks": _Counter(
+        "Chunks that were not stored; `exists` and `busy` are no failures.", "cause", NOT_STORED
+    ),
     "offload_written_chunks": _Counter("Chunks written to the offload tier, counted by worker."),
     "offload_written_bytes": _Counter("Bytes written to the offload tier, encoded."),
     "offload_dropped_chunks": _Counter(
-        "Chunks that should have been written to the offload tier and were not.", "cause", NOT_OFFLOADED
+        "Chunks that should have been written to the offload tier and were not.",
+        "cause",
+        NOT_OFFLOADED,
     ),
 }
 HISTOGRAMS = {
     "load_seconds": "Time of one worker's load, metadata and data.",
     "lookup_seconds": "Time of one look-up in the scheduler.",
 }
-BUCKETS = [0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0]
+BUCKETS = [
+    0.00005,
+    0.0001,
+    0.00025,
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+]
 MOST_OBSERVED = 4096
 """Observations of one histogram that are kept until somebody takes them."""
 
@@ -68,9 +106,8 @@ MOST_OBSERVED = 4096
 class VCacheStats(KVConnectorStats):  # type: ignore[misc]
     """Counts and times of one interval. One thread at a time.
 
-    `data`: `{"counters": {name: {label value: number}}, "histograms": {name: [seconds]}}`, without zeros. The label value is "" for a
-    counter without a label.
-    """
+    `data`: `{"counters": {name: {label value: number}}, "histograms": {name: [seconds]}}`, without
+    zeros. The label value is "" for a counter without a label."""
 
     data: dict[str, Any] = field(default_factory=dict)
 
@@ -92,7 +129,9 @@ class VCacheStats(KVConnectorStats):  # type: ignore[misc]
         kept.extend(seconds[: max(MOST_OBSERVED - len(kept), 0)])
 
     def aggregate(self, other: KVConnectorStats) -> VCacheStats:
-        """Add `other`, another worker's or step's, to this one, and return this one. `other` stays as it is and shares nothing."""
+        """Add `other`, another worker's or step's, to this one, and return this one. `other` stays
+        as it is and shares nothing.
+        """
         for name, series in other.data.get("counters", {}).items():
             for label, amount in series.items():
                 self.count(name, amount, label)
@@ -102,7 +141,9 @@ class VCacheStats(KVConnectorStats):  # type: ignore[misc]
 
     def reduce(self) -> dict[str, int | float]:
         """The values for vLLM's log line. Loads and failures are summed over workers."""
-        sums = {name: sum(series.values()) for name, series in self.data.get("counters", {}).items()}
+        sums = {
+            name: sum(series.values()) for name, series in self.data.get("counters", {}).items()
+        }
         loads = self.data.get("histograms", {}).get("load_seconds", [])
         return {
             "Hit tokens": int(sums.get("lookup_hit_tokens", 0)),
@@ -116,11 +157,14 @@ class VCacheStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class Meter:
-    """Counts what happens between two calls of `take`. Any thread, except `looked_up`, which runs in the thread that takes."""
+    """Counts what happens between two calls of `take`. Any thread, except `looked_up`, which runs
+    in the thread that takes.
+    """
 
     def __init__(self, counts_tokens: bool = True) -> None:
-        """`counts_tokens`: False for every worker but one. Each loads and stores its share of the same tokens, so that bytes,
-        times, failures and chunks add up over workers and tokens do not."""
+        """`counts_tokens`: False for every worker but one. Each loads and stores its share of the
+        same tokens, so that bytes, times, failures and chunks add up over workers and tokens do
+        not."""
         self._counts_tokens = counts_tokens
         self._lock = threading.Lock()
         self._stats: VCacheStats | None = None
@@ -134,14 +178,20 @@ class Meter:
         with self._lock:
             taken, self._stats = self._stats, None
         if self._lookups:
-            counters = {"lookup_asked_tokens": {"": self._asked}} | ({"lookup_hit_tokens": {"": self._hit}} if self._hit else {})
-            looked_up = VCacheStats(data={"counters": counters, "histograms": {"lookup_seconds": self._lookups}})
+            counters = {"lookup_asked_tokens": {"": self._asked}} | (
+                {"lookup_hit_tokens": {"": self._hit}} if self._hit else {}
+            )
+            looked_up = VCacheStats(
+                data={"counters": counters, "histograms": {"lookup_seconds": self._lookups}}
+            )
             taken = looked_up if taken is None else taken.aggregate(looked_up)
             self._asked, self._hit, self._lookups = 0, 0, []
         return None if taken is None or taken.is_empty() else taken
 
     def looked_up(self, asked: int, hit: int, seconds: float) -> None:
-        """Count a look-up: tokens asked for and found, and seconds. Without the lock, since every request pays for it."""
+        """Count a look-up: tokens asked for and found, and seconds. Without the lock, since every
+        request pays for it.
+        """
         self._asked += asked
         self._hit += hit
         if len(self._lookups) < MOST_OBSERVED:
@@ -182,9 +232,8 @@ class Meter:
 class VCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     """The metrics `vllm:vcache_*`, one set of series for each engine. In the front end's process.
 
-    All series exist from the start, at 0. The constructor's arguments are vLLM's: `metric_types` maps prometheus_client's classes to
-    those to use (Ray has its own).
-    """
+    All series exist from the start, at 0. The constructor's arguments are vLLM's: `metric_types`
+    maps prometheus_client's classes to those to use (Ray has its own)."""
 
     def __init__(
         self,
@@ -198,19 +247,28 @@ class VCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._histograms: dict[tuple[int, str], Any] = {}
         for name, (documentation, label, values) in COUNTERS.items():
             labels = [*labelnames, *([label] if label else [])]
-            family = metric_types[Counter](name=f"vllm:vcache_{name}", documentation=documentation, labelnames=labels)
+            family = metric_types[Counter](
+                name=f"vllm:vcache_{name}", documentation=documentation, labelnames=labels
+            )
             for engine, given in per_engine_labelvalues.items():
                 for value in values:
-                    self._counters[engine, name, value] = family.labels(*given, *([value] if label else []))
+                    self._counters[engine, name, value] = family.labels(
+                        *given, *([value] if label else [])
+                    )
         for name, documentation in HISTOGRAMS.items():
             family = metric_types[Histogram](
-                name=f"vllm:vcache_{name}", documentation=documentation, labelnames=labelnames, buckets=BUCKETS
+                name=f"vllm:vcache_{name}",
+                documentation=documentation,
+                labelnames=labelnames,
+                buckets=BUCKETS,
             )
             for engine, given in per_engine_labelvalues.items():
                 self._histograms[engine, name] = family.labels(*given)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add one interval's `VCacheStats.data`. Unknown names and engines, for example a newer worker's, are ignored."""
+        """Add one interval's `VCacheStats.data`. Unknown names and engines, for example a newer
+        worker's, are ignored.
+        """
         for name, series in transfer_stats_data.get("counters", {}).items():
             for label, amount in series.items():
                 if (engine_idx, name, label) in self._counters:
@@ -222,5 +280,7 @@ class VCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
 
 def build_stats(data: Mapping[str, Any] | None) -> VCacheStats:
-    """Stats from `data` of another process. A copy: vLLM passes one `data` to several loggers, and each adds to its own stats."""
+    """Stats from `data` of another process. A copy: vLLM passes one `data` to several loggers, and
+    each adds to its own stats.
+    """
     return VCacheStats().aggregate(VCacheStats(data=dict(data or {})))

@@ -1,4 +1,6 @@
-"""Launches a worker's stores, and makes steps wait that would overwrite blocks which stores still read."""
+"""Launches a worker's stores, and makes steps wait that would overwrite blocks which stores still
+read.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ log = logging.getLogger("vllm.vcache")
 
 
 class _Gather(NamedTuple):
-    """A store under way. blocks: those it reads, vLLM's numbers. seconds: what launching it took."""
+    """A store under way. blocks: those it reads, vLLM's numbers. seconds: what launching it
+    took.
+    """
 
     copy: Completion
     blocks: frozenset[int]
@@ -38,8 +42,8 @@ class Stores:
     """In the worker's main thread. Only `fence` may raise."""
 
     def __init__(self, meter: Meter, at_once: bool = False) -> None:
-        """at_once: make the model's stream wait for every store at once. Needed for models with states: vLLM clears and copies blocks of a
-        step before it tells us of the step."""
+        """at_once: make the model's stream wait for every store at once. Needed for models with
+        states: vLLM clears and copies blocks of a step before it tells us of the step."""
         self._meter, self._at_once = meter, at_once
         self._session: Session | None = None
         self._kv: PagedKV | None = None
@@ -49,11 +53,15 @@ class Stores:
         self._updates = 0
 
     def open(self, session: Session, kv: PagedKV, block_size: int) -> None:
-        """The KV cache is known. block_size: tokens of vLLM's blocks, each of which may be several blocks of the tensors."""
+        """The KV cache is known. block_size: tokens of vLLM's blocks, each of which may be several
+        blocks of the tensors.
+        """
         self._session, self._kv, self._block_size = session, kv, block_size
 
     def fence(self, meta: StepMetadata) -> None:
-        """Make this step's work wait, on the device, for stores that still read a block which gets a new owner in it."""
+        """Make this step's work wait, on the device, for stores that still read a block which gets
+        a new owner in it.
+        """
         if not self._under_way or self._session is None:
             return
         self._under_way = [gather for gather in self._under_way if not self._over(gather)]
@@ -64,10 +72,14 @@ class Stores:
     def start(self, stores: Sequence[StoreSpec], unfilled: AbstractSet[int]) -> set[str]:
         """Store the chunks that the step's model run, all of which is queued, completes.
 
-        Returns the requests of which nothing is stored, since their chunks were computed from an `unfilled` block, their own or another
-        request's: vLLM lets requests share blocks before they are filled.
-        """
-        spoiled = {spec.request_id for spec in stores if unfilled and not unfilled.isdisjoint(spec.before + spec.blocks)}
+        Returns the requests of which nothing is stored, since their chunks were computed from an
+        `unfilled` block, their own or another request's: vLLM lets requests share blocks before
+        they are filled."""
+        spoiled = {
+            spec.request_id
+            for spec in stores
+            if unfilled and not unfilled.isdisjoint(spec.before + spec.blocks)
+        }
         for spec in stores:
             session, kv = self._session, self._kv
             if spec.request_id in spoiled or session is None or kv is None:
@@ -84,16 +96,21 @@ class Stores:
             return
         kv = load.places.kv
         each = kv.blocks_in(session.chunk_size) * kv.block_size // self._block_size
-        blocks = [block for chunk in chunks for block in spec.blocks[chunk * each : (chunk + 1) * each]]
+        blocks = [
+            block for chunk in chunks for block in spec.blocks[chunk * each : (chunk + 1) * each]
+        ]
         if unfilled.isdisjoint(blocks):
             prefix = of_rank(spec.prefix, session.rank)
             self._store(session, load.places, load.keys, chunks, prefix, blocks, load.epoch)
 
-    def save(self, keys: list[ChunkKey], blocks: list[int], epoch: int, holds: Callable[[], bool]) -> None:
-        """Store chunks out of `blocks`, all of theirs in order, that are not held by any request and may be handed out at any time.
+    def save(
+        self, keys: list[ChunkKey], blocks: list[int], epoch: int, holds: Callable[[], bool]
+    ) -> None:
+        """Store chunks out of `blocks`, all of theirs in order, that are not held by any request
+        and may be handed out at any time.
 
-        epoch: that of the chunks. holds: asked when the copy is over; False, if a block was handed out meanwhile, drops the chunks.
-        """
+        epoch: that of the chunks. holds: asked when the copy is over; False, if a block was handed
+        out meanwhile, drops the chunks."""
         session, kv = self._session, self._kv
         if session is not None and kv is not None:
             places = BlockPlaces(kv, session.chunk_size, blocks, self._block_size)
@@ -105,14 +122,22 @@ class Stores:
             return
         stats = self._session.stats
         self._updates = stats.updates
-        offload, written = stats.counted("offload_"), stats.counted("bytes_").get("offload_written", 0)
-        counts = {("not_stored_chunks", cause): count for cause, count in stats.not_stored().items()}
+        offload, written = (
+            stats.counted("offload_"),
+            stats.counted("bytes_").get("offload_written", 0),
+        )
+        counts = {
+            ("not_stored_chunks", cause): count for cause, count in stats.not_stored().items()
+        }
         counts |= {
             ("offload_dropped_chunks", name.removeprefix("dropped_")): count
             for name, count in offload.items()
             if name.startswith("dropped_")
         }
-        counts |= {("offload_written_chunks", ""): offload.get("written", 0), ("offload_written_bytes", ""): written}
+        counts |= {
+            ("offload_written_chunks", ""): offload.get("written", 0),
+            ("offload_written_bytes", ""): written,
+        }
         if counts != self._counted:
             for (counter, label), count in counts.items():
                 self._meter.count(counter, count - self._counted.get((counter, label), 0), label)
@@ -131,22 +156,41 @@ class Stores:
         fetched_in: int | None = None,
         holds: Callable[[], bool] | None = None,
     ) -> None:
-        """Store chunks out of `blocks`, vLLM's numbers. `fence` orders later owners of these behind the copy. See `save` for `holds`."""
+        """Store chunks out of `blocks`, vLLM's numbers. `fence` orders later owners of these behind
+        the copy. See `save` for `holds`.
+        """
         started = perf_counter()
         try:
-            pending = store(session, places, keys, chunks, prefix, beside=True, fetched_in=fetched_in, holds=holds)
+            pending = store(
+                session,
+                places,
+                keys,
+                chunks,
+                prefix,
+                beside=True,
+                fetched_in=fetched_in,
+                holds=holds,
+            )
         except Exception as error:  # noqa: BLE001 - a store that fails is a store that did not happen
-            session.miss("store" if fetched_in is None else "promote" if holds is None else "save", error)
+            session.miss(
+                "store" if fetched_in is None else "promote" if holds is None else "save", error
+            )
             self._meter.count("failures", 1, "store")
             return
         if pending is not None:
             seconds = perf_counter() - started
             if self._at_once:
                 session.copier.fence(pending.completion)
-            self._under_way.append(_Gather(pending.completion, frozenset(blocks), pending.tokens, pending.nbytes, seconds))
+            self._under_way.append(
+                _Gather(
+                    pending.completion, frozenset(blocks), pending.tokens, pending.nbytes, seconds
+                )
+            )
 
     def _over(self, gather: _Gather) -> bool:
-        """Whether the store has read its blocks. One that failed reads nothing, and is not committed."""
+        """Whether the store has read its blocks. One that failed reads nothing, and is not
+        committed.
+        """
         try:
             if not gather.copy.done():
                 return False

@@ -1,7 +1,8 @@
-"""OpenTelemetry spans of look-ups and loads, as children of vLLM's request spans, if vLLM's tracing is on.
+"""OpenTelemetry spans of look-ups and loads, as children of vLLM's request spans, if vLLM's tracing
+is on.
 
-The scheduler's half makes all spans, the workers' ones from the times that they report: only the engine's process needs an exporter.
-"""
+The scheduler's half makes all spans, the workers' ones from the times that they report: only the
+engine's process needs an exporter."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ MOST_LOADS = 1024
 
 def wanted(vllm_config: Any) -> bool:
     """Whether vLLM traces."""
-    return bool(getattr(getattr(vllm_config, "observability_config", None), "otlp_traces_endpoint", None))
+    return bool(
+        getattr(getattr(vllm_config, "observability_config", None), "otlp_traces_endpoint", None)
+    )
 
 
 def begin(vllm_config: Any, workers: int) -> Spans | None:
@@ -31,8 +34,9 @@ def begin(vllm_config: Any, workers: int) -> Spans | None:
 
 
 class Spans:
-    """One span `vcache.lookup` for each request. One `vcache.load` for each load, from the reservation of its blocks until the last worker
-    is done, with one `vcache.load.worker` for each worker within it. In the scheduler's thread. Never raises."""
+    """One span `vcache.lookup` for each request. One `vcache.load` for each load, from the
+    reservation of its blocks until the last worker is done, with one `vcache.load.worker` for each
+    worker within it. In the scheduler's thread. Never raises."""
 
     def __init__(self, workers: int) -> None:
         """ImportError without OpenTelemetry."""
@@ -51,14 +55,21 @@ class Spans:
         """By request: the span, and when each worker was done (nanoseconds of the wall clock)."""
 
     def looked_up(self, tracked: Tracked, local: int, found: int) -> None:
-        """A look-up has found so many tokens after the first `local`. Only a request's first one makes a span."""
+        """A look-up has found so many tokens after the first `local`. Only a request's first one
+        makes a span.
+        """
         name = tracked.request.request_id
         if name in self._known:
             return
         self._known.add(name)
         with suppress(Exception):
             seconds = tracked.answer.seconds if tracked.answer is not None else 0.0
-            span = self._span("vcache.lookup", tracked, {"vcache.local_tokens": local, "vcache.found_tokens": found}, seconds)
+            span = self._span(
+                "vcache.lookup",
+                tracked,
+                {"vcache.local_tokens": local, "vcache.found_tokens": found},
+                seconds,
+            )
             span.end()
 
     def loading(self, tracked: Tracked, tokens: int, synchronous: bool) -> None:
@@ -79,7 +90,10 @@ class Spans:
                 ended.append(one.ended)
                 with suppress(Exception):
                     self._tracer.start_span(
-                        "vcache.load.worker", self._within(span), attributes=_said(one), start_time=one.began
+                        "vcache.load.worker",
+                        self._within(span),
+                        attributes=_said(one),
+                        start_time=one.began,
                     ).end(one.ended)
                 if len(ended) == self._workers:
                     self._end(one.request_id)
@@ -97,11 +111,15 @@ class Spans:
     def _span(self, what: str, tracked: Tracked, said: dict[str, Any], seconds: float = 0.0) -> Any:
         context = self._context(tracked.request.trace_headers or {})
         said = {"gen_ai.request.id": tracked.request.request_id} | said
-        return self._tracer.start_span(what, context, attributes=said, start_time=time.time_ns() - int(seconds * 1e9))
+        return self._tracer.start_span(
+            what, context, attributes=said, start_time=time.time_ns() - int(seconds * 1e9)
+        )
 
 
 class _Names:
-    """The SDK's id generator, but from the system's random numbers: vLLM seeds Python's alike in every instance."""
+    """The SDK's id generator, but from the system's random numbers: vLLM seeds Python's alike in
+    every instance.
+    """
 
     def generate_span_id(self) -> int:
         return secrets.randbelow((1 << 64) - 1) + 1
@@ -114,7 +132,14 @@ class _Names:
 
 
 def _said(one: LoadSpan) -> dict[str, Any]:
-    said = {"gen_ai.request.id": one.request_id, "vcache.worker": one.worker, "vcache.bytes": sum(one.nbytes.values())}
+    said = {
+        "gen_ai.request.id": one.request_id,
+        "vcache.worker": one.worker,
+        "vcache.bytes": sum(one.nbytes.values()),
+    }
     said |= {f"vcache.bytes.{where}": nbytes for where, nbytes in one.nbytes.items()}
-    said |= {"vcache.metadata_seconds": one.metadata_seconds, "vcache.data_seconds": one.data_seconds}
+    said |= {
+        "vcache.metadata_seconds": one.metadata_seconds,
+        "vcache.data_seconds": one.data_seconds,
+    }
     return said | ({"vcache.failure": one.failure} if one.failure else {})

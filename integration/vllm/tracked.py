@@ -1,4 +1,6 @@
-"""What the scheduler's half knows of one request: what it wants, what can be loaded of it, what its steps have filled."""
+"""What the scheduler's half knows of one request: what it wants, what can be loaded of it, what its
+steps have filled.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,9 @@ FRESH_SECONDS = 0.5
 class Answer(msgspec.Struct):
     """What can be loaded of a request as of `at` (time.monotonic): the chunks [first, hits).
 
-    pooled: chunks before this number are in the pool or in KV caches, the others in the offload tier. lease: on the pool's chunks.
-    residents: by number, the chunks that lie in others' KV caches. seconds: spent on asking. counted: whether the metrics have it.
-    """
+    pooled: chunks before this number are in the pool or in KV caches, the others in the offload
+    tier. lease: on the pool's chunks. residents: by number, the chunks that lie in others' KV
+    caches. seconds: spent on asking. counted: whether the metrics have it."""
 
     first: int
     hits: int
@@ -44,13 +46,16 @@ class Answer(msgspec.Struct):
         return self.hits > self.pooled
 
     def counts(self, first: int, lease: bool) -> bool:
-        """Whether the answer can still be used for the chunks from `first` on. lease: the load needs a lease."""
+        """Whether the answer can still be used for the chunks from `first` on. lease: the load
+        needs a lease.
+        """
         if self.first > first or self.hits < first:
             return False
         now = monotonic()
         if lease and self.lease is not None:
             return self.pooled > first and self.lease.deadline - now > self.lease.seconds / 2
-        # A synchronous load needs a lease. Without hits there is nothing to lease, and with offloaded chunks the load is asynchronous.
+        # A synchronous load needs a lease. Without hits there is nothing to lease, and with
+        # offloaded chunks the load is asynchronous.
         useless = lease and self.hits > first and not self.offloaded
         return not useless and self.at + FRESH_SECONDS > now
 
@@ -59,18 +64,26 @@ class Answer(msgspec.Struct):
         lease = self.lease
         if lease is None or first == self.first:
             return lease
-        return msgspec.structs.replace(lease, locations=lease.locations[(first - self.first) * lease.ranks :])
+        return msgspec.structs.replace(
+            lease, locations=lease.locations[(first - self.first) * lease.ranks :]
+        )
 
     def residents_of(self, first: int, stop: int) -> dict[int, Replica]:
         """Those of the chunks [first, stop), numbered from the first one of them."""
-        return {chunk - first: replica for chunk, replica in self.residents.items() if first <= chunk < stop}
+        return {
+            chunk - first: replica
+            for chunk, replica in self.residents.items()
+            if first <= chunk < stop
+        }
 
 
 NO_ANSWER = Answer(0, 0, 0, -inf, 0.0, counted=True)
 
 
 class Question(msgspec.Struct):
-    """A question sent ahead for the chunks [0, stop), at the time `at` (time.monotonic). seconds: what sending took."""
+    """A question sent ahead for the chunks [0, stop), at the time `at` (time.monotonic). seconds:
+    what sending took.
+    """
 
     sent: Sent[Count] | Sent[Leased] | Sent[Found]
     stop: int
@@ -81,19 +94,22 @@ class Question(msgspec.Struct):
 class Tracked(msgspec.Struct):
     """One request of vLLM's.
 
-    loads: whether it may load anything. consumes: remove what it has loaded. local: its tokens in vLLM's own cache when it was matched.
-    supplied: those and the tokens that we load. stored: chunks from its start that are stored, published or on their way. complete_at:
-    the number of computed tokens that completes one more chunk; infinite if it stores nothing more. loading: an asynchronous load is
-    under way. pinned: the chunks that it loads are pinned, so that the load can be synchronous. junction: others' prompts share so many
-    chunks with it, but have lost the windows' blocks there. outdated: see `Leftovers`. asked, promised: its chunks that the metrics count
-    as looked up, and as found.
+    loads: whether it may load anything. consumes: remove what it has loaded. local: its tokens in
+    vLLM's own cache when it was matched. supplied: those and the tokens that we load. stored:
+    chunks from its start that are stored, published or on their way. complete_at: the number of
+    computed tokens that completes one more chunk; infinite if it stores nothing more. loading: an
+    asynchronous load is under way. pinned: the chunks that it loads are pinned, so that the load
+    can be synchronous. junction: others' prompts share so many chunks with it, but have lost the
+    windows' blocks there. outdated: see `Leftovers`. asked, promised: its chunks that the metrics
+    count as looked up, and as found.
 
-    For sharing in place. rows: its blocks, by block table. generations: by block table, the generations in which its leading blocks hold
-    what it has computed or found. filled: how many places (`Completions.place`) its steps have filled; `NEVER`: publish nothing of what
-    it computes now. loaded: the first place that a load fills, until a step runs. resets, evicted: the counters of `ResidentPool` when
-    `generations` were right; with a pool, `resets` is that of `Leftovers` when the load began. copies: the chunks that it reads in others'
-    KV caches, each with the position of its first block.
-    """
+    For sharing in place. rows: its blocks, by block table. generations: by block table, the
+    generations in which its leading blocks hold what it has computed or found. filled: how many
+    places (`Completions.place`) its steps have filled; `NEVER`: publish nothing of what it computes
+    now. loaded: the first place that a load fills, until a step runs. resets, evicted: the counters
+    of `ResidentPool` when `generations` were right; with a pool, `resets` is that of `Leftovers`
+    when the load began. copies: the chunks that it reads in others' KV caches, each with the
+    position of its first block."""
 
     request: Any
     params: RequestParams

@@ -1,4 +1,6 @@
-"""Steps whose loads the scheduler does not yet know to be right. What was computed from them is stored only once it does."""
+"""Steps whose loads the scheduler does not yet know to be right. What was computed from them is
+stored only once it does.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from .tracked import Tracked
 
 
 class Unconfirmed:
-    """Synchronous loads of ours, and steps in which another connector may load, until all workers report that they are over.
+    """Synchronous loads of ours, and steps in which another connector may load, until all workers
+    report that they are over.
 
     In the scheduler's thread.
     """
@@ -32,16 +35,26 @@ class Unconfirmed:
 
     def begin(self, loads: Iterable[LoadSpec], requests: Mapping[str, Tracked]) -> None:
         """The step being planned has these loads."""
-        self._reading |= {load.number: (load, requests.get(load.request_id)) for load in loads if load.synchronous}
+        self._reading |= {
+            load.number: (load, requests.get(load.request_id)) for load in loads if load.synchronous
+        }
 
     def others(self, output: Any, requests: Mapping[str, Tracked]) -> int:
-        """A number for the step that `output` describes, if a request begins in it with more tokens than vLLM's own cache and we supply:
-        another connector's load may be part of the step, and fail, and vLLM then recomputes what the step would store. Else 0."""
+        """A number for the step that `output` describes, if a request begins in it with more tokens
+        than vLLM's own cache and we supply: another connector's load may be part of the step, and
+        fail, and vLLM then recomputes what the step would store. Else 0."""
         cached, found = output.scheduled_cached_reqs, set[int]()
-        begin = [(new.req_id, new.num_computed_tokens, new.block_ids) for new in output.scheduled_new_reqs]
+        begin = [
+            (new.req_id, new.num_computed_tokens, new.block_ids)
+            for new in output.scheduled_new_reqs
+        ]
         if cached.resumed_req_ids:
-            rows = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
-            begin += [one for one in rows if one[0] in cached.resumed_req_ids and one[2] is not None]
+            rows = zip(
+                cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+            )
+            begin += [
+                one for one in rows if one[0] in cached.resumed_req_ids and one[2] is not None
+            ]
         for request_id, computed, rows in begin:
             tracked = requests.get(request_id)
             if tracked is not None and computed > tracked.supplied:
@@ -52,20 +65,27 @@ class Unconfirmed:
         return number
 
     def blocks(self, several: bool, workers: int) -> set[int]:
-        """Blocks that may not have been filled. With several workers those of our loads too: one does not know of a failure at another.
+        """Blocks that may not have been filled. With several workers those of our loads too: one
+        does not know of a failure at another.
 
         several: there are several block tables, where the null block stands for no block.
         """
-        found = {block for load, _ in self._reading.values() for block in load.blocks} if workers > 1 else set[int]()
+        found = (
+            {block for load, _ in self._reading.values() for block in load.blocks}
+            if workers > 1
+            else set[int]()
+        )
         found.update(*self._foreign.values())
         return found - {NULL} if several else found
 
-    def over(self, numbers: Iterable[int], invalid: AbstractSet[int]) -> tuple[dict[str, Tracked], set[int]]:
+    def over(
+        self, numbers: Iterable[int], invalid: AbstractSet[int]
+    ) -> tuple[dict[str, Tracked], set[int]]:
         """All workers report these numbers as over: release what was kept for the loads.
 
-        Returns the requests whose loads they were, by name, and the blocks of steps in which another connector's load failed, as
-        `invalid`, vLLM's list of blocks that are not filled, says.
-        """
+        Returns the requests whose loads they were, by name, and the blocks of steps in which
+        another connector's load failed, as `invalid`, vLLM's list of blocks that are not filled,
+        says."""
         ended, lost = [], set[int]()
         for number in numbers:
             if not (foreign := self._foreign.pop(number, set())).isdisjoint(invalid):

@@ -14,8 +14,9 @@ from .metadata import PublicationSpec, StepMetadata
 from .publications import Publications
 
 AHEAD_STEPS = 3
-"""How many steps' worth of blocks at the head of vLLM's free queue are looked at. A step's saves are copied behind it, when the next step
-is already planned, and with asynchronous scheduling the one after it, too: they are in time only for blocks that later steps take."""
+"""How many steps' worth of blocks at the head of vLLM's free queue are looked at. A step's saves
+are copied behind it, when the next step is already planned, and with asynchronous scheduling the
+one after it, too: they are in time only for blocks that later steps take."""
 MOST_AHEAD = 8192
 """The most blocks that are looked at, however large steps are."""
 MOST_SAVED = 256
@@ -23,10 +24,11 @@ MOST_SAVED = 256
 
 
 class Victims:
-    """In the scheduler's thread. Each step saves published chunks at the head of vLLM's free queue: see `plan`.
+    """In the scheduler's thread. Each step saves published chunks at the head of vLLM's free queue:
+    see `plan`.
 
-    The queue is looked at again only once a fifth of the blocks seen may be gone, and costs next to nothing in between.
-    """
+    The queue is looked at again only once a fifth of the blocks seen may be gone, and costs next to
+    nothing in between."""
 
     def __init__(self, publications: Publications, step_blocks: int) -> None:
         """step_blocks: the most blocks that one step fills."""
@@ -39,10 +41,12 @@ class Victims:
         """By a chunk's first block: all of its blocks."""
         self._first: npt.NDArray[np.intp] = np.zeros(count, dtype=np.intp)
         self._published: npt.NDArray[np.uint64] = np.zeros(count, dtype=np.uint64)
-        """By block: the first block of its chunk (`_first`), and the generation in which it was published."""
+        """By block: the first block of its chunk (`_first`), and the generation in which it was
+        published.
+        """
         self._saved: npt.NDArray[np.uint64] = np.zeros(count, dtype=np.uint64)
-        """By a chunk's first block: the generation in which it was saved; 0 once one of its blocks was handed out or hit since. (Block 0 is
-        vLLM's null block, and no chunk's.)"""
+        """By a chunk's first block: the generation in which it was saved; 0 once one of its blocks
+        was handed out or hit since. (Block 0 is vLLM's null block, and no chunk's.)"""
         self._left = 0
         """How many of the blocks that were looked at are at least still in the queue."""
 
@@ -51,10 +55,11 @@ class Victims:
         self._pool = pool
 
     def plan(self, meta: StepMetadata) -> None:
-        """Have the step being planned, which has got all its blocks, save chunks that a later step may overwrite.
+        """Have the step being planned, which has got all its blocks, save chunks that a later step
+        may overwrite.
 
-        Each chunk is saved once, and again after it was used again, since the pool may have lost it by then.
-        """
+        Each chunk is saved once, and again after it was used again, since the pool may have lost it
+        by then."""
         if self._pool is None:
             return
         self._note(meta)
@@ -69,7 +74,9 @@ class Victims:
         self._saved[self._first[fresh]] = 0
         for spec in meta.publications:
             rows = np.frombuffer(spec.blocks, dtype="<u4").reshape(-1, self._each)
-            self._published[rows] = np.frombuffer(spec.generations, dtype="<u8").reshape(-1, self._each)
+            self._published[rows] = np.frombuffer(spec.generations, dtype="<u8").reshape(
+                -1, self._each
+            )
             self._first[rows], self._rows[rows[:, 0]] = rows[:, :1], rows
             self._keys.update(zip(rows[:, 0].tolist(), spec.keys, strict=True))
 
@@ -81,7 +88,9 @@ class Victims:
         order = np.argsort(at)
         first, at = first[order], held[at[order]]
         rows = self._rows[first]
-        whole = ((self._first[rows] == first[:, None]) & (self._published[rows] == now[rows])).all(axis=1)
+        whole = ((self._first[rows] == first[:, None]) & (self._published[rows] == now[rows])).all(
+            axis=1
+        )
         first, at = first[whole], at[whole]
         new = np.flatnonzero(self._saved[first] != now[first])
         if len(new) > MOST_SAVED:
@@ -95,7 +104,9 @@ class Victims:
             keys = [self._keys[one] for one in chosen.tolist()]
             lies = rows.astype("<u4").tobytes(), now[rows].astype("<u8").tobytes()
             # Blocks whose generation is valid belong to the present epoch, as far as is known here.
-            meta.victims = PublicationSpec("", keys, *lies, sequence=0, epoch=self._publications.epoch)
+            meta.victims = PublicationSpec(
+                "", keys, *lies, sequence=0, epoch=self._publications.epoch
+            )
 
     def _head(self) -> npt.NDArray[np.intp]:
         """The next blocks that vLLM will hand out, in order."""

@@ -1,9 +1,10 @@
-"""Identifies the weights that vLLM loads, and the settings that change what they compute, as text that is equal in every process.
+"""Identifies the weights that vLLM loads, and the settings that change what they compute, as text
+that is equal in every process.
 
-Weights have a name and a revision. From the Hugging Face hub: the repository and its commit, whether vLLM names the repository or a folder
-of the hub's cache. Local files: the real path, and a digest of the files' names, sizes and times, since the pool outlives weights that are
-overwritten in place. So equal copies under two paths do not share, unless the user gives them one name.
-"""
+Weights have a name and a revision. From the Hugging Face hub: the repository and its commit,
+whether vLLM names the repository or a folder of the hub's cache. Local files: the real path, and a
+digest of the files' names, sizes and times, since the pool outlives weights that are overwritten in
+place. So equal copies under two paths do not share, unless the user gives them one name."""
 
 from __future__ import annotations
 
@@ -19,15 +20,26 @@ from typing import Any
 
 _SNAPSHOT = re.compile(r"models--(?P<repository>[^/]+)/snapshots/(?P<commit>[0-9a-f]{7,64})(?:/|$)")
 _VOLATILE = ("transformers_version",)
-"""Keys of a Hugging Face configuration that say nothing about the model, besides those that begin with `_`."""
-_ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "rope_local_base_freq")
+"""Keys of a Hugging Face configuration that say nothing about the model, besides those that begin
+with `_`.
+"""
+_ROPE = (
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "partial_rotary_factor",
+    "rope_local_base_freq",
+)
 _NO_DRAFT_KV = (None, "ngram", "ngram_gpu", "suffix")
 """Speculative methods without a model of their own, and so without layers in the KV cache."""
 
 
 def weights(model: Any) -> tuple[str, str]:
-    """(name, revision) of what vLLM's `ModelConfig` loads; see the module's docstring. OSError if its folder cannot be read."""
-    # Weights in object storage: vLLM pulls the small files into a folder of its own and keeps the address here.
+    """(name, revision) of what vLLM's `ModelConfig` loads; see the module's docstring. OSError if
+    its folder cannot be read.
+    """
+    # Weights in object storage: vLLM pulls the small files into a folder of its own and keeps the
+    # address here.
     name = str(getattr(model, "model_weights", "") or model.model)
     found = located(name)
     if found is not None:
@@ -37,7 +49,9 @@ def weights(model: Any) -> tuple[str, str]:
 
 
 def located(name: str) -> tuple[str, str] | None:
-    """(name, revision) of the weights at a path; see the module's docstring. None if nothing is there, OSError if it cannot be read."""
+    """(name, revision) of the weights at a path; see the module's docstring. None if nothing is
+    there, OSError if it cannot be read.
+    """
     snapshot = _SNAPSHOT.search(name)
     if snapshot:
         return snapshot["repository"].replace("--", "/", 1), snapshot["commit"]
@@ -46,8 +60,14 @@ def located(name: str) -> tuple[str, str] | None:
 
 
 def _files_digest(path: Path) -> str:
-    """`files-` and a digest of the names, sizes and times of the files at `path`, without hidden ones and subfolders."""
-    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file() and file.name[0] != ".")
+    """`files-` and a digest of the names, sizes and times of the files at `path`, without hidden
+    ones and subfolders.
+    """
+    files = (
+        [path]
+        if path.is_file()
+        else sorted(file for file in path.iterdir() if file.is_file() and file.name[0] != ".")
+    )
     found = blake2b(digest_size=8, person=b"vcache-model-1")
     for file in files:
         there = file.stat()
@@ -56,14 +76,18 @@ def _files_digest(path: Path) -> str:
 
 
 def extra(vllm_config: Any) -> dict[str, str]:
-    """Settings that change a block's bytes, or what is computed into it, and have no field of their own in `Layout`."""
+    """Settings that change a block's bytes, or what is computed into it, and have no field of their
+    own in `Layout`.
+    """
     cache, model = vllm_config.cache_config, vllm_config.model_config
     found = {
         "engine": f"vllm {'.'.join(str(getattr(sys.modules.get('vllm'), '__version__', '')).split('.')[:2])}",
         "model_config": digest(_model_config(model)),
         "quantization_config": digest(_plain(getattr(model, "quantization_config", None))),
         "weights": _loaded(getattr(vllm_config, "load_config", None)),
-        "kv_skip_layers": ",".join(map(str, getattr(cache, "kv_cache_dtype_skip_layers", ()) or ())),
+        "kv_skip_layers": ",".join(
+            map(str, getattr(cache, "kv_cache_dtype_skip_layers", ()) or ())
+        ),
         "sliding_window": "off" if getattr(model, "disable_sliding_window", False) else "",
         "multimodal": digest(_seen_as(getattr(model, "multimodal_config", None))),
         "draft": _draft(getattr(vllm_config, "speculative_config", None)),
@@ -74,28 +98,55 @@ def extra(vllm_config: Any) -> dict[str, str]:
 
 
 def _seen_as(multimodal: Any) -> dict[str, Any]:
-    """Settings of an instance that change what it makes of an image. vLLM's hash of the image covers its content and the request's own."""
-    names = ("media_io_kwargs", "mm_processor_kwargs", "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path", "video_pruning_rate")
+    """Settings of an instance that change what it makes of an image. vLLM's hash of the image
+    covers its content and the request's own.
+    """
+    names = (
+        "media_io_kwargs",
+        "mm_processor_kwargs",
+        "mm_encoder_attn_dtype",
+        "mm_encoder_fp8_scale_path",
+        "video_pruning_rate",
+    )
     found = {name: getattr(multimodal, name, None) for name in names}
-    found["video_pruning_method"] = found["video_pruning_rate"] and getattr(multimodal, "video_pruning_method", None)
+    found["video_pruning_method"] = found["video_pruning_rate"] and getattr(
+        multimodal, "video_pruning_method", None
+    )
     return {name: _plain(value) for name, value in found.items() if value}
 
 
 def _longest(model: Any) -> str:
-    """`max_model_len` if it changes how vLLM rotates all positions (LongRoPE) or scales queries (Llama 4); else empty."""
-    matters = "longrope" in rope(model) or str(getattr(model.hf_config, "model_type", "")).startswith("llama4")
+    """`max_model_len` if it changes how vLLM rotates all positions (LongRoPE) or scales queries
+    (Llama 4); else empty.
+    """
+    matters = "longrope" in rope(model) or str(
+        getattr(model.hf_config, "model_type", "")
+    ).startswith("llama4")
     return str(model.max_model_len) if matters else ""
 
 
 def _adapted(lora: Any, dtype: str) -> dict[str, Any]:
-    """Settings that change what an instance applies of a LoRA adapter, without defaults. dtype: the model's, the adapters' default."""
-    found = {name: getattr(lora, name, None) for name in ("target_modules", "enable_tower_connector_lora")}
-    found["dtype"] = set_ if (set_ := text(getattr(lora, "lora_dtype", "auto"))) not in ("auto", dtype) else None
-    return {name: sorted(value) if isinstance(value, list) else value for name, value in found.items() if value}
+    """Settings that change what an instance applies of a LoRA adapter, without defaults. dtype: the
+    model's, the adapters' default.
+    """
+    found = {
+        name: getattr(lora, name, None)
+        for name in ("target_modules", "enable_tower_connector_lora")
+    }
+    found["dtype"] = (
+        set_ if (set_ := text(getattr(lora, "lora_dtype", "auto"))) not in ("auto", dtype) else None
+    )
+    return {
+        name: sorted(value) if isinstance(value, list) else value
+        for name, value in found.items()
+        if value
+    }
 
 
 def _loaded(load: Any) -> str:
-    """What is loaded in place of the model's own weights: `dummy`, or a digest of a tensorizer's settings; else empty."""
+    """What is loaded in place of the model's own weights: `dummy`, or a digest of a tensorizer's
+    settings; else empty.
+    """
     kind = text(getattr(load, "load_format", ""))
     if kind == "tensorizer":
         return digest(_plain(getattr(load, "model_loader_extra_config", None)))
@@ -114,11 +165,17 @@ def rope(model: Any) -> str:
     """The rotary embedding of a `ModelConfig`, as canonical JSON; empty for a model without one."""
     config = getattr(model, "hf_text_config", None)
     found = {name: getattr(config, name, None) for name in _ROPE}
-    return _canonical({name: value for name, value in found.items() if value is not None}) if any(found.values()) else ""
+    return (
+        _canonical({name: value for name, value in found.items() if value is not None})
+        if any(found.values())
+        else ""
+    )
 
 
 def _model_config(model: Any) -> Any:
-    """The Hugging Face configuration, without keys that differ between equal instances (`_VOLATILE`, and those with `_`)."""
+    """The Hugging Face configuration, without keys that differ between equal instances
+    (`_VOLATILE`, and those with `_`).
+    """
     hf_config: Any = getattr(model, "hf_config", None)
     return _plain(hf_config.to_dict()) if hasattr(hf_config, "to_dict") else None
 
@@ -128,7 +185,11 @@ def _plain(values: Any) -> Any:
     if dataclasses.is_dataclass(values) and not isinstance(values, type):
         values = dataclasses.asdict(values)
     if isinstance(values, Mapping):
-        kept = {str(name): value for name, value in values.items() if not str(name).startswith("_") and name not in _VOLATILE}
+        kept = {
+            str(name): value
+            for name, value in values.items()
+            if not str(name).startswith("_") and name not in _VOLATILE
+        }
         return {name: _plain(value) for name, value in kept.items()}
     if isinstance(values, set | frozenset):
         return sorted(str(value) for value in values)
@@ -137,12 +198,23 @@ def _plain(values: Any) -> Any:
 
 def _canonical(values: Any) -> str:
     # The type's name only: an object's repr may hold its address, which differs between processes.
-    return json.dumps(values, sort_keys=True, separators=(",", ":"), default=lambda value: type(value).__qualname__)
+    return json.dumps(
+        values,
+        sort_keys=True,
+        separators=(",", ":"),
+        default=lambda value: type(value).__qualname__,
+    )
 
 
 def digest(values: Any) -> str:
-    """16 hexadecimal digits, equal for equal plain values in every process; empty for an empty value."""
-    return blake2b(_canonical(values).encode(), digest_size=8, person=b"vcache-model-1").hexdigest() if values else ""
+    """16 hexadecimal digits, equal for equal plain values in every process; empty for an empty
+    value.
+    """
+    return (
+        blake2b(_canonical(values).encode(), digest_size=8, person=b"vcache-model-1").hexdigest()
+        if values
+        else ""
+    )
 
 
 def text(named: Any) -> str:

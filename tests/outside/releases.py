@@ -1,8 +1,8 @@
-"""Whether each release of vLLM in `exportable.KNOWN` makes its KV cache as it says there, and tells its connector of every block that is
-handed out: read in its source archive.
+"""Whether each release of vLLM in `exportable.KNOWN` makes its KV cache as it says there, and tells
+its connector of every block that is handed out: read in its source archive.
 
-Fetches the archives from the package index, keeps the files that are looked at in .venv/outside, and imports nothing of them.
-"""
+Fetches the archives from the package index, keeps the files that are looked at in .venv/outside,
+and imports nothing of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ def fetch(version: str) -> Path:
         archive, partial = download("vllm", version), PLACE / f".{name}-sources"
         wanted = {f"{name}/vllm/{path}" for path in FILES}
         with tarfile.open(archive) as tar:
-            tar.extractall(partial, [member for member in tar.getmembers() if member.name in wanted], filter="data")
+            tar.extractall(
+                partial,
+                [member for member in tar.getmembers() if member.name in wanted],
+                filter="data",
+            )
         archive.unlink()
         partial.rename(folder)
     return folder / name / "vllm"

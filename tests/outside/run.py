@@ -1,10 +1,10 @@
 """`make outside`: what vLLM's and LMCache's own tests say of our connector and our storage plugin.
 
-Fetches the source archives of the versions that requirements/vllm-cpu.txt pins (from the package index, nothing is built), unpacks
-their tests into .venv/outside, and runs them with vcache in the place of a connector or a storage backend of theirs: `vllm_ours.py` and
-`lmcache_ours.py` say which. Counted are the tests in which ours took part. What fails for a known reason is in `expected.toml`: another
-failure, or one of these that passes, is an error.
-"""
+Fetches the source archives of the versions that requirements/vllm-cpu.txt pins (from the package
+index, nothing is built), unpacks their tests into .venv/outside, and runs them with vcache in the
+place of a connector or a storage backend of theirs: `vllm_ours.py` and `lmcache_ours.py` say which.
+Counted are the tests in which ours took part. What fails for a known reason is in `expected.toml`:
+another failure, or one of these that passes, is an error."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ MINUTES = 20
 
 
 class Suite(NamedTuple):
-    """pinned: the requirement that says which version. conftests: the folder below which theirs are read. paths: of tests. without:
-    those of `paths` that say nothing new of us, as pytest's -k has it."""
+    """pinned: the requirement that says which version. conftests: the folder below which theirs are
+    read. paths: of tests. without: those of `paths` that say nothing new of us, as pytest's -k has
+    it."""
 
     name: str
     pinned: str
@@ -55,8 +56,18 @@ SUITES = [
                         "invalid_blocks_correctness",
                         "kv_load_failure_recovery",
                     ),
-                    *("remote_decode_lifecycle", "remote_prefill_lifecycle", "kv_connector_lifecycle", "multi_connector"),
-                    *("scheduler_kv_connector_override", "hma_auto_config", "config", "handshake_pp_aggregation"),
+                    *(
+                        "remote_decode_lifecycle",
+                        "remote_prefill_lifecycle",
+                        "kv_connector_lifecycle",
+                        "multi_connector",
+                    ),
+                    *(
+                        "scheduler_kv_connector_override",
+                        "hma_auto_config",
+                        "config",
+                        "handshake_pp_aggregation",
+                    ),
                 )
             ),
             "tests/v1/core/test_scheduler.py",
@@ -112,7 +123,9 @@ def fetch(suite: Suite) -> Path:
 
 
 def download(name: str, version: str) -> Path:
-    """The archive, by pip's own finder and with its settings. `pip download` would build it to read its metadata."""
+    """The archive, by pip's own finder and with its settings. `pip download` would build it to read
+    its metadata.
+    """
     from pip._internal.commands import create_command
     from pip._internal.network.download import Downloader
     from pip._vendor.packaging.specifiers import SpecifierSet
@@ -133,7 +146,18 @@ def install_helpers() -> Path:
     """What only their conftests import, beside .venv's packages and not among them."""
     site = PLACE / "site"
     if not site.is_dir():
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), "-r", str(HELPERS)]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--target",
+            str(site),
+            "-r",
+            str(HELPERS),
+        ]
         subprocess.run(command, check=True)
     return site
 
@@ -146,8 +170,30 @@ def run(suite: Suite, folder: Path, site: Path, more: list[str]) -> dict[str, Ou
     results = folder / "results.json"
     results.unlink(missing_ok=True)
     command = [
-        *(sys.executable, "-m", "pytest", "-p", f"{suite.name}_ours", "-p", "no:cacheprovider", "-n0", "-q", "--tb=short"),
-        *("-c", os.devnull, "--rootdir", ".", "--confcutdir", suite.conftests, "-W", "ignore", "--timeout", "120"),
+        *(
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            f"{suite.name}_ours",
+            "-p",
+            "no:cacheprovider",
+            "-n0",
+            "-q",
+            "--tb=short",
+        ),
+        *(
+            "-c",
+            os.devnull,
+            "--rootdir",
+            ".",
+            "--confcutdir",
+            suite.conftests,
+            "-W",
+            "ignore",
+            "--timeout",
+            "120",
+        ),
         *(["-k", f"not ({suite.without})"] if suite.without else []),
         *suite.paths,
         *more,
@@ -166,11 +212,19 @@ def run(suite: Suite, folder: Path, site: Path, more: list[str]) -> dict[str, Ou
     print(f"outside: {suite.name}'s tests; their output: {log}", file=sys.stderr)
     with log.open("wb") as out:
         ended = subprocess.run(
-            command, cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT, timeout=60 * MINUTES, check=False
+            command,
+            cwd=folder,
+            env=environment,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            timeout=60 * MINUTES,
+            check=False,
         )
     # 0: all passed, 1: some failed.
     if ended.returncode not in (0, 1) or not results.exists():
-        raise SystemExit(f"outside: pytest ended with {ended.returncode}:\n{log.read_text()[-3000:]}")
+        raise SystemExit(
+            f"outside: pytest ended with {ended.returncode}:\n{log.read_text()[-3000:]}"
+        )
     said = json.loads(results.read_text())
     return {name.removeprefix("tests/v1/"): Outcome(*outcome) for name, outcome in said.items()}
 
@@ -178,7 +232,9 @@ def run(suite: Suite, folder: Path, site: Path, more: list[str]) -> dict[str, Ou
 def expected(suite: Suite) -> dict[str, str]:
     """Why a test fails, by its name."""
     listed = tomllib.loads((HERE / "expected.toml").read_text())[suite.name]
-    return {f"{group['file']}::{name}": group["because"] for group in listed for name in group["tests"]}
+    return {
+        f"{group['file']}::{name}": group["because"] for group in listed for name in group["tests"]
+    }
 
 
 def judge(outcomes: dict[str, Outcome], reasons: dict[str, str]) -> tuple[Counter[str], list[str]]:
@@ -191,15 +247,21 @@ def judge(outcomes: dict[str, Outcome], reasons: dict[str, str]) -> tuple[Counte
         elif kind == "failed":
             surprises.append(f"failed: {name}\n    {said}")
         elif name in reasons:
-            surprises.append(f"expected to fail, but it was {outcome}{'' if ours else ' without us'}: {name}")
+            surprises.append(
+                f"expected to fail, but it was {outcome}{'' if ours else ' without us'}: {name}"
+            )
             kind = "passed, against expectation"
         kinds[kind] += 1
-    surprises += [f"expected to fail, but not there: {name}" for name in reasons.keys() - outcomes.keys()]
+    surprises += [
+        f"expected to fail, but not there: {name}" for name in reasons.keys() - outcomes.keys()
+    ]
     return kinds, surprises
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="make outside", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="make outside", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--only", choices=[suite.name for suite in SUITES], help="one suite")
     parser.add_argument("pytest", nargs="*", help="more for pytest, after --")
     arguments = parser.parse_args()
@@ -212,12 +274,22 @@ def main() -> int:
             rows.append((folder.name, kinds))
             surprises += [f"{suite.name}: {line}" for line in these]
     print("\n".join(surprises))
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=TOP, capture_output=True, text=True, check=False)
-    print(f"\nvcache {commit.stdout.strip() or 'of no commit'} in others' tests: those in which it took part\n")
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=TOP,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    print(
+        f"\nvcache {commit.stdout.strip() or 'of no commit'} in others' tests: those in which it took part\n"
+    )
     print(f"{'suite':20}{'passed':>8}{'expected failures':>20}{'surprises':>12}{'skipped':>10}")
     for name, kinds in rows:
         wrong = kinds["failed"] + kinds["passed, against expectation"]
-        print(f"{name:20}{kinds['passed']:>8}{kinds['expected']:>20}{wrong:>12}{kinds['skipped']:>10}")
+        print(
+            f"{name:20}{kinds['passed']:>8}{kinds['expected']:>20}{wrong:>12}{kinds['skipped']:>10}"
+        )
     return 1 if surprises else 0
 
 

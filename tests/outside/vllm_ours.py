@@ -1,10 +1,10 @@
 """vLLM's own tests of connectors, with VCacheConnector where they take one of vLLM's.
 
-The connectors that its tests name without meaning them are `NixlConnector` (the default of their helper) and `ExampleConnector`; whoever
-asks the factory for one of these gets ours, with settings for a pool of its own. Nothing else of vLLM is changed. What a worker would
-say it holds is made up, so that ours looks for chunks in a pool; it has none. The model is the configuration of `facebook/opt-125m`,
-which lies where the tests run: no weights are needed.
-"""
+The connectors that its tests name without meaning them are `NixlConnector` (the default of their
+helper) and `ExampleConnector`; whoever asks the factory for one of these gets ours, with settings
+for a pool of its own. Nothing else of vLLM is changed. What a worker would say it holds is made up,
+so that ours looks for chunks in a pool; it has none. The model is the configuration of
+`facebook/opt-125m`, which lies where the tests run: no weights are needed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ours import SOCKET, pytest_configure, pytest_runtest_logreport, pytest_runtest_protocol, pytest_unconfigure, took_part
+from ours import (
+    SOCKET,
+    pytest_configure,
+    pytest_runtest_logreport,
+    pytest_runtest_protocol,
+    pytest_unconfigure,
+    took_part,
+)
 
-__all__ = ["pytest_configure", "pytest_runtest_logreport", "pytest_runtest_protocol", "pytest_unconfigure"]
+__all__ = [
+    "pytest_configure",
+    "pytest_runtest_logreport",
+    "pytest_runtest_protocol",
+    "pytest_unconfigure",
+]
 
 STAND_IN_FOR = ("NixlConnector", "ExampleConnector")
 BLOCK = 16
@@ -71,7 +83,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             took_part()
             super().__init__(*arguments)
             if self._scheduler is not None:
-                # There is no worker in these tests to say what it holds; without one nothing would be looked for.
+                # There is no worker in these tests to say what it holds; without one nothing would
+                # be looked for.
                 self._scheduler.instance.note({(0, 0): Shard(ShardSpec(**WORKER))}, {})
 
     read = settings.read

@@ -1,4 +1,6 @@
-"""`vcache demo`: a real metadata server and two real workers. Each retrieves what the other stored, and every byte is checked."""
+"""`vcache demo`: a real metadata server and two real workers. Each retrieves what the other stored,
+and every byte is checked.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ NEXT = "Next: `vcache doctor`, then connect vLLM: docs/vllm.md or docs/lmcache.m
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """The result: the fields of `--json`. chunk_bytes: of one chunk, all layers. control: the faults that the check found after one byte
-    was changed on purpose; empty if it found none."""
+    """The result: the fields of `--json`. chunk_bytes: of one chunk, all layers. control: the
+    faults that the check found after one byte was changed on purpose; empty if it found none."""
 
     ok: bool
     devices: list[str]
@@ -41,11 +43,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run(config: Config, as_json: bool = False) -> int:
-    """Run the demo and print its result. Returns the exit code: 0 if every byte was right and the changed one was found, else 1.
+    """Run the demo and print its result. Returns the exit code: 0 if every byte was right and the
+    changed one was found, else 1.
 
-    Uses only `engine.chunk_size` and `pool.max_ctas` of `config`. Leaves no process and no file behind, even on Ctrl-C. Raises
-    VCacheError if it cannot run.
-    """
+    Uses only `engine.chunk_size` and `pool.max_ctas` of `config`. Leaves no process and no file
+    behind, even on Ctrl-C. Raises VCacheError if it cannot run."""
     devices = choose_devices()
     print(f"starting a metadata server, and workers on {' and '.join(devices)}", file=sys.stderr)
     summary = play(config, devices)
@@ -57,7 +59,9 @@ def run(config: Config, as_json: bool = False) -> int:
 
 
 def choose_devices() -> list[str]:
-    """The devices of the two workers: two GPUs that can read each other's memory, else host memory twice."""
+    """The devices of the two workers: two GPUs that can read each other's memory, else host memory
+    twice.
+    """
     try:
         found = [gpu for gpu in gpus() if gpu.shares_memory] if torch.cuda.is_available() else []
     except SegmentError:
@@ -70,14 +74,17 @@ def choose_devices() -> list[str]:
 
 
 def play(config: Config, devices: list[str]) -> Summary:
-    """Have each worker store half of the prompts and the other one retrieve them. Then change one byte in the pool: the check must find it.
+    """Have each worker store half of the prompts and the other one retrieve them. Then change one
+    byte in the pool: the check must find it.
 
-    Raises ConfigError if a chunk is not a whole number of blocks, and VCacheError if a process fails.
-    """
+    Raises ConfigError if a chunk is not a whole number of blocks, and VCacheError if a process
+    fails."""
     shape = GPU_SHAPE if devices[0].startswith("cuda") else HOST_SHAPE
     size = config.engine.chunk_size
     if size % shape.block_size:
-        raise ConfigError(f"engine.chunk_size: {size} is not a multiple of the demo's block size, {shape.block_size}")
+        raise ConfigError(
+            f"engine.chunk_size: {size} is not a multiple of the demo's block size, {shape.block_size}"
+        )
     problems, chunks, wrong, seconds = list[str](), 0, 0, 0.0
     with workers(config, devices, shape, PROMPTS * CHUNKS * size * shape.token_bytes) as both:
         for prompt in range(PROMPTS):
@@ -90,7 +97,9 @@ def play(config: Config, devices: list[str]) -> Summary:
         both[0].ask("damage", 0)
         control = both[1].ask("retrieve", 0).faults
     if [(fault.kind, fault.nbytes) for fault in control] != [("wrong", 1)]:
-        problems.append(f"control: one byte was changed in the pool; the check found {'; '.join(map(str, control)) or 'nothing'}")
+        problems.append(
+            f"control: one byte was changed in the pool; the check found {'; '.join(map(str, control)) or 'nothing'}"
+        )
     if chunks != PROMPTS * CHUNKS:
         problems.append(f"{chunks} chunks were retrieved of {PROMPTS * CHUNKS}")
     nbytes = chunks * size * shape.token_bytes
@@ -113,10 +122,15 @@ def render(summary: Summary) -> RenderableType:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     checked = f"{summary.chunks_retrieved} chunks, {ByteSize(summary.bytes_checked).about}, {summary.gb_per_s:.2f} GB/s"
     table.add_row("workers", " and ".join(summary.devices))
-    table.add_row("stored", f"{summary.chunks_stored} chunks of {ByteSize(summary.chunk_bytes).about}")
+    table.add_row(
+        "stored", f"{summary.chunks_stored} chunks of {ByteSize(summary.chunk_bytes).about}"
+    )
     table.add_row("retrieved by the other worker", checked)
     table.add_row("wrong bytes", f"{summary.wrong_bytes:,} of {summary.bytes_checked:,}")
-    table.add_row("one byte changed on purpose", f"found: {summary.control}" if summary.control else "NOT FOUND")
+    table.add_row(
+        "one byte changed on purpose",
+        f"found: {summary.control}" if summary.control else "NOT FOUND",
+    )
     problems = [Text(problem, style="red") for problem in summary.problems]
     verdict = [Text("Every byte is right, and a wrong one is found.", style="green")]
     return Group(table, *(problems or verdict), NEXT)

@@ -1,8 +1,9 @@
-"""The bytes of the demo's KV caches. They depend on token prefix, layer and position only, so any worker can check them.
+"""The bytes of the demo's KV caches. They depend on token prefix, layer and position only, so any
+worker can check them.
 
-Each block of a prompt has a 64-bit digest of all tokens up to its end. Its bytes in a layer are the first words of a SplitMix64 stream
-with the seed mix(digest + layer · odd constant). A wrong prefix, layer or position gives other bytes.
-"""
+Each block of a prompt has a 64-bit digest of all tokens up to its end. Its bytes in a layer are the
+first words of a SplitMix64 stream with the seed mix(digest + layer · odd constant). A wrong prefix,
+layer or position gives other bytes."""
 
 from __future__ import annotations
 
@@ -35,24 +36,34 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 def block_digests(tokens: np.ndarray, block_size: int) -> np.ndarray:
-    """One int64 for each block, the last one possibly partial: a chained BLAKE2b of all tokens up to the block's end."""
+    """One int64 for each block, the last one possibly partial: a chained BLAKE2b of all tokens up
+    to the block's end.
+    """
     raw = tokens.astype("<i8").tobytes()
     step, digest, digests = block_size * 8, b"", []
     for start in range(0, len(raw), step):
-        digest = blake2b(digest + raw[start : start + step], digest_size=WORD_BYTES, person=b"vcache-demo").digest()
+        digest = blake2b(
+            digest + raw[start : start + step], digest_size=WORD_BYTES, person=b"vcache-demo"
+        ).digest()
         digests.append(digest)
     return np.frombuffer(b"".join(digests), dtype="<i8").copy()
 
 
 def content(digests: torch.Tensor, layer: int, row_words: int) -> torch.Tensor:
-    """The content of the blocks with these digests in one layer: words (2, blocks, row_words), K first, on the digests' device."""
+    """The content of the blocks with these digests in one layer: words (2, blocks, row_words), K
+    first, on the digests' device.
+    """
     seeds = mix(digests + _signed(layer * 0xD1342543DE82EF95))
-    counter = torch.arange(1, 2 * row_words + 1, dtype=torch.int64, device=digests.device) * _signed(0x9E3779B97F4A7C15)
+    counter = torch.arange(
+        1, 2 * row_words + 1, dtype=torch.int64, device=digests.device
+    ) * _signed(0x9E3779B97F4A7C15)
     return mix(seeds.view(1, -1, 1) + counter.view(2, 1, row_words))
 
 
 def poison(worker: int) -> int:
-    """The word that fills blocks without KV. Each worker has its own, so that poison copied from another one is found."""
+    """The word that fills blocks without KV. Each worker has its own, so that poison copied from
+    another one is found.
+    """
     return int(mix(torch.tensor([~worker]))[0])
 
 

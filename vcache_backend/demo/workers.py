@@ -1,4 +1,6 @@
-"""The demo's processes: a metadata server, and workers, each with a paged KV cache and an engine but no model."""
+"""The demo's processes: a metadata server, and workers, each with a paged KV cache and an engine
+but no model.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,14 @@ import msgspec
 import numpy as np
 import torch
 
-from vcache_backend.config import ByteSize, ClientConfig, Config, EngineConfig, PoolConfig, ServerConfig
+from vcache_backend.config import (
+    ByteSize,
+    ClientConfig,
+    Config,
+    EngineConfig,
+    PoolConfig,
+    ServerConfig,
+)
 from vcache_backend.demo.cache import Fault, PagedCache
 from vcache_backend.demo.content import Shape, block_digests
 from vcache_backend.engine import VCacheEngine
@@ -35,10 +44,14 @@ from vcache_backend.vram_pool.segment import map_segment
 CHUNKS = 8
 """Whole chunks of each prompt. A few tokens follow them."""
 SECONDS = 60.0
-"""The most that an answer may take. The first one includes importing torch, perhaps on a busy core."""
+"""The most that an answer may take. The first one includes importing torch, perhaps on a busy
+core.
+"""
 KILL_SECONDS = 10.0
 LONGEST_FOLDER = 70
-"""Characters. If the path of the folder for temporary files has as many, /tmp is used: a socket's path has at most 107 bytes."""
+"""Characters. If the path of the folder for temporary files has as many, /tmp is used: a socket's
+path has at most 107 bytes.
+"""
 
 _spawn = multiprocessing.get_context("spawn")
 
@@ -48,7 +61,9 @@ class DemoError(VCacheError):
 
 
 class Done(msgspec.Struct, frozen=True):
-    """A worker's answer. After `retrieve`: leading chunks retrieved, the seconds that took, and what the check found."""
+    """A worker's answer. After `retrieve`: leading chunks retrieved, the seconds that took, and
+    what the check found.
+    """
 
     chunks: int = 0
     seconds: float = 0.0
@@ -56,13 +71,19 @@ class Done(msgspec.Struct, frozen=True):
 
 
 @contextmanager
-def workers(config: Config, devices: list[str], shape: Shape, segment_bytes: int) -> Iterator[list[DemoWorker]]:
-    """Start a metadata server and a worker on each device, and yield the workers when they are ready. All end with the block.
+def workers(
+    config: Config, devices: list[str], shape: Shape, segment_bytes: int
+) -> Iterator[list[DemoWorker]]:
+    """Start a metadata server and a worker on each device, and yield the workers when they are
+    ready. All end with the block.
 
     segment_bytes: what each worker lends to the pool. Raises DemoError.
     """
     roomy = tempfile.gettempdir() if len(tempfile.gettempdir()) < LONGEST_FOLDER else "/tmp"
-    with tempfile.TemporaryDirectory(prefix="vcache-demo-", dir=roomy) as folder, ExitStack() as undo:
+    with (
+        tempfile.TemporaryDirectory(prefix="vcache-demo-", dir=roomy) as folder,
+        ExitStack() as undo,
+    ):
         common = Config(
             server=ServerConfig(socket=str(Path(folder) / "vcache.sock")),
             client=ClientConfig(connect_seconds=5.0, request_seconds=10.0, control_seconds=30.0),
@@ -72,11 +93,15 @@ def workers(config: Config, devices: list[str], shape: Shape, segment_bytes: int
         deadline = time.monotonic() + SECONDS
         while not common.server.path.exists():
             if not server.is_alive() or time.monotonic() > deadline:
-                raise DemoError(f"the metadata server does not answer (exit code {server.exitcode})")
+                raise DemoError(
+                    f"the metadata server does not answer (exit code {server.exitcode})"
+                )
             time.sleep(0.02)
         started = []
         for number, device in enumerate(devices):
-            pool = PoolConfig(device=device, segment_bytes=ByteSize(segment_bytes), max_ctas=config.pool.max_ctas)
+            pool = PoolConfig(
+                device=device, segment_bytes=ByteSize(segment_bytes), max_ctas=config.pool.max_ctas
+            )
             ours, theirs = _spawn.Pipe()
             with theirs:
                 own = msgspec.structs.replace(common, pool=pool)
@@ -89,7 +114,9 @@ def workers(config: Config, devices: list[str], shape: Shape, segment_bytes: int
 
 @contextmanager
 def _process(target: Callable[..., None], *arguments: Any) -> Iterator[BaseProcess]:
-    """Run `target` in a child that ends with the block. Ctrl-C reaches this process only; during the start it is raised afterwards."""
+    """Run `target` in a child that ends with the block. Ctrl-C reaches this process only; during
+    the start it is raised afterwards.
+    """
     process = _spawn.Process(target=target, args=arguments, daemon=True)
     resource_tracker.ensure_running()  # now, since starting it later would unblock the signal
     came = list[int]()
@@ -118,13 +145,17 @@ class DemoWorker:
         self.name, self._pipe, self._process = name, pipe, process
 
     def ask(self, verb: Literal["store", "retrieve", "damage"], prompt: int) -> Done:
-        """Have it store, retrieve or damage prompt number `prompt`. Returns its answer. Raises DemoError: it failed, ended, or is late."""
+        """Have it store, retrieve or damage prompt number `prompt`. Returns its answer. Raises
+        DemoError: it failed, ended, or is late.
+        """
         with suppress(OSError):  # if it has ended, its last answer may still say why
             self._pipe.send((verb, prompt))
         return self.answer()
 
     def answer(self) -> Done:
-        """Wait for its next answer. The first one says that its engine runs and its segment is in the pool. Raises DemoError."""
+        """Wait for its next answer. The first one says that its engine runs and its segment is in
+        the pool. Raises DemoError.
+        """
         if not self._pipe.poll(SECONDS):
             raise DemoError(f"{self.name} gave no answer in {SECONDS:g} s")
         try:
@@ -141,7 +172,9 @@ class DemoWorker:
 
 
 def _serve(config: Config, parent: int) -> None:
-    """Run the metadata server. It gets SIGTERM if the demo's process is killed (PR_SET_PDEATHSIG)."""
+    """Run the metadata server. It gets SIGTERM if the demo's process is killed
+    (PR_SET_PDEATHSIG).
+    """
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     if os.getppid() == parent:
@@ -149,7 +182,9 @@ def _serve(config: Config, parent: int) -> None:
 
 
 def _work(pipe: Connection, number: int, config: Config, shape: Shape) -> None:
-    """Run a worker: answer until the pipe ends, or until an exception, whose traceback is the last answer."""
+    """Run a worker: answer until the pipe ends, or until an exception, whose traceback is the last
+    answer.
+    """
     torch.set_num_threads(1)
     try:
         cache = _DemoCache(number, config, shape)
@@ -165,24 +200,38 @@ def _work(pipe: Connection, number: int, config: Config, shape: Shape) -> None:
 
 
 class _DemoCache:
-    """A worker's KV cache and engine. `store`, `retrieve` and `damage` take what `prompt` returns."""
+    """A worker's KV cache and engine. `store`, `retrieve` and `damage` take what `prompt`
+    returns.
+    """
 
     def __init__(self, number: int, config: Config, shape: Shape) -> None:
         self.number, self.config, self.chunk_size = number, config, config.engine.chunk_size
         self.tokens = CHUNKS * self.chunk_size + shape.block_size // 2
-        self.device = torch.device(config.pool.device if config.pool.device.startswith("cuda") else "cpu")
+        self.device = torch.device(
+            config.pool.device if config.pool.device.startswith("cuda") else "cpu"
+        )
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.kv = PagedCache(shape, 2 * self.tokens // shape.block_size, self.device, number)
-        layout = Layout.of(self.kv.kvcaches, shape.block_size, model="vcache-demo", chunk_size=self.chunk_size)
+        layout = Layout.of(
+            self.kv.kvcaches, shape.block_size, model="vcache-demo", chunk_size=self.chunk_size
+        )
         self.engine = VCacheEngine(config, layout)
 
     def prompt(self, number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """A prompt's tokens, the digests of its blocks, and their places. Workers differ in the places alone."""
+        """A prompt's tokens, the digests of its blocks, and their places. Workers differ in the
+        places alone.
+        """
         tokens = np.random.default_rng(number).integers(0, 128_000, self.tokens)
         digests = block_digests(tokens, self.kv.shape.block_size)
-        places = np.random.default_rng([number, self.number]).permutation(self.kv.blocks)[: len(digests)]
-        return torch.from_numpy(tokens), torch.from_numpy(digests).to(self.device), torch.from_numpy(places).to(self.device)
+        places = np.random.default_rng([number, self.number]).permutation(self.kv.blocks)[
+            : len(digests)
+        ]
+        return (
+            torch.from_numpy(tokens),
+            torch.from_numpy(digests).to(self.device),
+            torch.from_numpy(places).to(self.device),
+        )
 
     def store(self, tokens: torch.Tensor, digests: torch.Tensor, places: torch.Tensor) -> Done:
         """Write the prompt's KV, as a model would, store it, and poison its blocks again."""
@@ -194,7 +243,9 @@ class _DemoCache:
         return Done()
 
     def retrieve(self, tokens: torch.Tensor, digests: torch.Tensor, places: torch.Tensor) -> Done:
-        """Look the prompt up, retrieve it into poisoned blocks, and check every byte of the whole cache."""
+        """Look the prompt up, retrieve it into poisoned blocks, and check every byte of the whole
+        cache.
+        """
         found, slots = self.engine.lookup(tokens), self.kv.slots(places, len(tokens))
         self._synchronize()
         started = time.perf_counter()
@@ -203,7 +254,9 @@ class _DemoCache:
         seconds, came = time.perf_counter() - started, int(mask.sum())
         failures = self.engine.get_stats()["failures"]
         if came != found or not mask[:came].all() or failures:
-            raise DemoError(f"lookup promised {found} tokens, retrieve brought {came}; failures: {failures or 'none'}")
+            raise DemoError(
+                f"lookup promised {found} tokens, retrieve brought {came}; failures: {failures or 'none'}"
+            )
         faults = self.kv.faults(places, digests, came // self.kv.shape.block_size)
         self.kv.forget(places)
         return Done(came // self.chunk_size, seconds, faults)
@@ -211,11 +264,15 @@ class _DemoCache:
     def damage(self, tokens: torch.Tensor, digests: torch.Tensor, places: torch.Tensor) -> Done:
         """Invert one byte in the pool, in the middle of the prompt's first chunk."""
         reader = resolve(self.config.pool.device)
-        with Client(self.config.server.path, self.config.client, reader.name, reader.medium, reconnect=False) as client:
+        with Client(
+            self.config.server.path, self.config.client, reader.name, reader.medium, reconnect=False
+        ) as client:
             leased = client.acquire(self.engine.keys(tokens)[:1])
             info, fd = client.open_segment(leased.locations[0].segment)
             with os.fdopen(fd), map_segment(info, fd, reader) as mapped:
-                mapped.tensor(leased.locations[0].offset + leased.locations[0].length // 2, 1).bitwise_not_()
+                mapped.tensor(
+                    leased.locations[0].offset + leased.locations[0].length // 2, 1
+                ).bitwise_not_()
             client.release(leased.lease)
         return Done()
 

@@ -1,8 +1,8 @@
 """`vcache doctor`: finds what is wrong with this machine for vcache, and says what to do about it.
 
-It changes nothing for longer than a moment: a CUDA context on each GPU, to ask for free memory; a MiB of locked host memory, if GPUs read
-the pool there; one small object in the offload tier. It imports neither LMCache nor vLLM, and torch only for that host memory.
-"""
+It changes nothing for longer than a moment: a CUDA context on each GPU, to ask for free memory; a
+MiB of locked host memory, if GPUs read the pool there; one small object in the offload tier. It
+imports neither LMCache nor vLLM, and torch only for that host memory."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from vcache_backend.doctor.system import check_hash_seed, check_kernel, check_li
 
 
 def diagnose(config: Config, model: str = "") -> list[Finding]:
-    """All findings, in the order of the checks; with `model`, those about this model only. Never raises.
+    """All findings, in the order of the checks; with `model`, those about this model only. Never
+    raises.
 
-    Takes seconds; up to a minute if an offload tier hangs; with `model` some 20 s, since vLLM is asked about it.
-    """
+    Takes seconds; up to a minute if an offload tier hangs; with `model` some 20 s, since vLLM is
+    asked about it."""
     if model:
         return _made(partial(check_model, model), "model", config)
     checks: list[Callable[[Config], Iterator[Finding]]] = [
@@ -40,11 +41,22 @@ def diagnose(config: Config, model: str = "") -> list[Finding]:
         check_hash_seed,
         check_limits,
     ]
-    return [found for check in checks for found in _made(check, check.__name__.removeprefix("check_").replace("_", " "), config)]
+    return [
+        found
+        for check in checks
+        for found in _made(check, check.__name__.removeprefix("check_").replace("_", " "), config)
+    ]
 
 
 def _made(check: Callable[[Config], Iterator[Finding]], name: str, config: Config) -> list[Finding]:
     try:
         return list(check(config))
     except Exception as error:  # noqa: BLE001 - the outermost loop: the other checks go on
-        return [Finding(name, "fail", f"the check itself failed: {error!r}", "report this as a bug of vcache")]
+        return [
+            Finding(
+                name,
+                "fail",
+                f"the check itself failed: {error!r}",
+                "report this as a bug of vcache",
+            )
+        ]

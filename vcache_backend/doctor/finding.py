@@ -8,7 +8,9 @@ import msgspec
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """What one check found. detail: what is the case. advice: what to do; empty if there is nothing to do."""
+    """What one check found. detail: what is the case. advice: what to do; empty if there is nothing
+    to do.
+    """
 
     check: str
     status: Literal["ok", "warn", "fail"]

@@ -1,4 +1,6 @@
-"""Checks the driver, the GPUs, how they reach each other, and whether this worker's segment fits on its device."""
+"""Checks the driver, the GPUs, how they reach each other, and whether this worker's segment fits on
+its device.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ def check_gpus(config: Config) -> Iterator[Finding]:
         if isinstance(error, DriverError) and error.code == "CUDA_ERROR_NO_DEVICE":
             yield from _sees_none()
             return
-        yield Finding("gpus", "fail", f"there is an NVIDIA driver, but its GPUs cannot be used: {error}", "see nvidia-smi")
+        yield Finding(
+            "gpus",
+            "fail",
+            f"there is an NVIDIA driver, but its GPUs cannot be used: {error}",
+            "see nvidia-smi",
+        )
         return
     yield Finding("driver", "ok", f"NVIDIA {_kernel_module()}, CUDA {'.'.join(map(str, version))}")
     if not gpus:
@@ -47,7 +54,9 @@ def _one_gpu(gpu: Gpu) -> Finding:
     if gpu.shares_memory:
         return Finding(f"gpu {gpu.ordinal}", "ok", detail)
     what = f"{detail}; no virtual memory management with POSIX fds"
-    return Finding(f"gpu {gpu.ordinal}", "fail", what, "it cannot hold segments: set pool.device: host")
+    return Finding(
+        f"gpu {gpu.ordinal}", "fail", what, "it cannot hold segments: set pool.device: host"
+    )
 
 
 def _torch_build(gpus: list[Gpu]) -> Iterator[Finding]:
@@ -56,7 +65,12 @@ def _torch_build(gpus: list[Gpu]) -> Iterator[Finding]:
     except metadata.PackageNotFoundError:
         return
     if gpus and version.endswith("+cpu"):
-        yield Finding("torch build", "fail", f"torch {version} has no CUDA", "install torch from the CUDA index")
+        yield Finding(
+            "torch build",
+            "fail",
+            f"torch {version} has no CUDA",
+            "install torch from the CUDA index",
+        )
 
 
 def _pairs(gpus: list[Gpu]) -> Iterator[Finding]:
@@ -67,7 +81,12 @@ def _pairs(gpus: list[Gpu]) -> Iterator[Finding]:
             if link == "nvlink":
                 yield Finding(check, "ok", "NVLink")
             elif link == "pcie":
-                yield Finding(check, "warn", "PCIe, no NVLink", "hits on this peer will be several times slower")
+                yield Finding(
+                    check,
+                    "warn",
+                    "PCIe, no NVLink",
+                    "hits on this peer will be several times slower",
+                )
             else:
                 advice = "they cannot share hits; see `nvidia-smi topo -p2p r`, and IOMMU and ACS settings"
                 yield Finding(check, "fail", f"no peer access from {gpu.uuid} to {peer}", advice)
@@ -104,14 +123,24 @@ def check_memory(config: Config) -> Iterator[Finding]:
         yield _gpu_budget(gpu, wanted)
         return
     if config.pool.device not in ("auto", "host") and not config.pool.device.startswith("host:"):
-        yield Finding("memory", "fail", f"pool.device: {config.pool.device} is not here", "set pool.device: auto or host")
+        yield Finding(
+            "memory",
+            "fail",
+            f"pool.device: {config.pool.device} is not here",
+            "set pool.device: auto or host",
+        )
         return
     available = devices.host_available()
     detail = f"pool.segment_bytes {wanted}, {ByteSize(available).about} of host memory available"
     if wanted <= available:
         yield Finding("memory", "ok", detail)
     else:
-        yield Finding("memory", "fail", detail, f"set pool.segment_bytes to {ByteSize(available // 2).about} or less")
+        yield Finding(
+            "memory",
+            "fail",
+            detail,
+            f"set pool.segment_bytes to {ByteSize(available // 2).about} or less",
+        )
     if has_nvidia() and config.pool.device.startswith("host"):
         yield from _locked_memory(config.pool.device)
 
@@ -127,14 +156,20 @@ def _locked_memory(spec: str) -> Iterator[Finding]:
         with segment.create(device, 1 << 20) as owned:
             segment.map_segment(owned.info, owned.fd, device).close()
     except (VCacheError, ImportError) as error:
-        advice = "KV caches on GPUs have no pool here: set pool.device: auto, or pool.segment_bytes: 0"
+        advice = (
+            "KV caches on GPUs have no pool here: set pool.device: auto, or pool.segment_bytes: 0"
+        )
         yield Finding(check, "fail", f"pool.device: {spec}: {error}", advice)
         return
-    yield Finding(check, "ok", f"pool.device: {spec}: the driver locks host memory for KV caches on GPUs")
+    yield Finding(
+        check, "ok", f"pool.device: {spec}: the driver locks host memory for KV caches on GPUs"
+    )
 
 
 def _pool_gpu(spec: str) -> Gpu | None:
-    """The GPU that `pool.device` names; None if it is not here. `auto` and `cuda` are taken for the first one, without asking torch."""
+    """The GPU that `pool.device` names; None if it is not here. `auto` and `cuda` are taken for the
+    first one, without asking torch.
+    """
     if not has_nvidia():
         return None
     try:
@@ -142,7 +177,9 @@ def _pool_gpu(spec: str) -> Gpu | None:
     except SegmentError:
         return None
     wanted = "cuda:0" if spec in ("auto", "cuda") else spec
-    return next((gpu for gpu in here if wanted.lower() in (f"cuda:{gpu.ordinal}", gpu.uuid.lower())), None)
+    return next(
+        (gpu for gpu in here if wanted.lower() in (f"cuda:{gpu.ordinal}", gpu.uuid.lower())), None
+    )
 
 
 def _gpu_budget(gpu: Gpu, wanted: ByteSize) -> Finding:
@@ -151,7 +188,12 @@ def _gpu_budget(gpu: Gpu, wanted: ByteSize) -> Finding:
     detail = f"pool.segment_bytes {wanted}, {ByteSize(gpu.free_bytes).about} of {ByteSize(gpu.total_bytes).about} free"
     if not most:
         half = memory_budget.most_segment(gpu.total_bytes, memory_budget.MAX_SHARE / 2).about
-        return Finding(check, "fail", f"{detail}: nothing is left for vLLM", f"set pool.segment_bytes to {half} or less")
+        return Finding(
+            check,
+            "fail",
+            f"{detail}: nothing is left for vLLM",
+            f"set pool.segment_bytes to {half} or less",
+        )
     vllm = f"start vLLM with gpu_memory_utilization <= {most:.2f}"
     if wanted > gpu.free_bytes:
         advice = f"set pool.segment_bytes lower, unless the pool's segment is there already (`vcache segment list`); {vllm}"

@@ -1,4 +1,6 @@
-"""Checks whether the vLLM that is installed here can share its KV cache in place, without starting it."""
+"""Checks whether the vLLM that is installed here can share its KV cache in place, without starting
+it.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,20 @@ from vcache_backend.metadata_server.messages import INSTANCE_BYTES
 from vcache_backend.vram_pool import devices
 
 _POOL, _BASE = "v1/core/block_pool.py", "distributed/kv_transfer/kv_connector/v1/base.py"
-_HOOKS = {_POOL: ("get_new_blocks", "evict_blocks", "reset_prefix_cache"), _BASE: ("bind_gpu_block_pool", "register_kv_caches")}
-"""Functions of vLLM that our connector wraps or implements, by file. A patched vLLM may lack them."""
+_HOOKS = {
+    _POOL: ("get_new_blocks", "evict_blocks", "reset_prefix_cache"),
+    _BASE: ("bind_gpu_block_pool", "register_kv_caches"),
+}
+"""Functions of vLLM that our connector wraps or implements, by file. A patched vLLM may lack
+them.
+"""
 _WAY_OUT = "set connector.share: pool"
 
 
 def check_in_place(config: Config) -> Iterator[Finding]:
-    """One finding: that it can, or the first reason why not. A failure only if nothing would be cached with this configuration."""
+    """One finding: that it can, or the first reason why not. A failure only if nothing would be
+    cached with this configuration.
+    """
     share = config.connector.share
     name, version = packages.installed(packages.VLLM.name, *packages.VLLM.builds)
     if not version:
@@ -31,21 +40,36 @@ def check_in_place(config: Config) -> Iterator[Finding]:
         return
     for reason, advice, pools in islice(_reasons(version), 1):
         if share == "in_place" or (share == "auto" and not pools):
-            yield Finding("in place", "fail", f"{name} {version} caches nothing: {reason}", f"{advice}, or {_WAY_OUT}")
+            yield Finding(
+                "in place",
+                "fail",
+                f"{name} {version} caches nothing: {reason}",
+                f"{advice}, or {_WAY_OUT}",
+            )
         else:
-            yield Finding("in place", "ok", f"not possible here, so KV goes through a pool: {reason}", advice)
+            yield Finding(
+                "in place", "ok", f"not possible here, so KV goes through a pool: {reason}", advice
+            )
         return
     detail = f"{name} {version} can share its KV cache in place, with prefix caching on and sleep mode off"
     if share == "pool":
         detail += "; these settings ask for a pool"
-    yield Finding("in place", "ok", detail, "connector.share: in_place does it" if share == "pool" else "")
+    yield Finding(
+        "in place", "ok", detail, "connector.share: in_place does it" if share == "pool" else ""
+    )
 
 
 def _reasons(version: str) -> Iterator[tuple[str, str, bool]]:
-    """For each obstacle: what it is, what to change, and whether `connector.share: auto` then takes a pool."""
+    """For each obstacle: what it is, what to change, and whether `connector.share: auto` then takes
+    a pool.
+    """
     known = packages.VLLM
     if not known.low <= packages.numbers(version) < known.high:
-        yield f"vcache does not know how vLLM {version} makes its KV cache", f"install vllm{known.wanted}", True
+        yield (
+            f"vcache does not know how vLLM {version} makes its KV cache",
+            f"install vllm{known.wanted}",
+            True,
+        )
     for missing in _missing_hooks():
         yield f"this vLLM has no {missing}", f"install an unchanged vllm{known.wanted}", False
     # Imports numpy, which vLLM brings.
@@ -78,9 +102,17 @@ def _gpu_reasons() -> Iterator[tuple[str, str, bool]]:
         return
     for gpu in here:
         if not gpu.shares_memory:
-            yield f"gpu {gpu.ordinal} has no virtual memory management with POSIX fds", "use another GPU", False
+            yield (
+                f"gpu {gpu.ordinal} has no virtual memory management with POSIX fds",
+                "use another GPU",
+                False,
+            )
         if "none" in gpu.links.values():
-            yield f"gpu {gpu.ordinal} does not reach the memory of every other GPU", "see `nvidia-smi topo -p2p r`", False
+            yield (
+                f"gpu {gpu.ordinal} does not reach the memory of every other GPU",
+                "see `nvidia-smi topo -p2p r`",
+                False,
+            )
     if settings.expandable_segments():
         yield (
             "expandable_segments does not work with the allocator of a shared KV cache (pytorch issue 147851)",

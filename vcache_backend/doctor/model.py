@@ -1,8 +1,8 @@
-"""`vcache doctor --model`: whether vLLM's connector caches a model, and how many tokens a pool holds.
+"""`vcache doctor --model`: whether vLLM's connector caches a model, and how many tokens a pool
+holds.
 
-The vLLM that is installed here is asked, in a child process: see `integration.vllm.model_report`. No weights are needed, nothing is
-downloaded, and no code of the model runs.
-"""
+The vLLM that is installed here is asked, in a child process: see `integration.vllm.model_report`.
+No weights are needed, nothing is downloaded, and no code of the model runs."""
 
 from __future__ import annotations
 
@@ -23,17 +23,32 @@ GIB = 1 << 30
 ASK_SECONDS = 300.0
 MAX_TROUBLE_CHARS = 500
 _ASKING = [sys.executable, "-P", "-m", "vcache_backend.integration.vllm.model_report"]
-_QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "PYTHONHASHSEED": "0"}
-"""For the child. That `PYTHONHASHSEED` is not set is a finding of its own, and says nothing about a model."""
-_KINDS = {"full": "of full attention", "window": "with a window of {:,} tokens", "state": "with a state"}
+_QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "PYTHONHASHSEED": "0",
+}
+"""For the child. That `PYTHONHASHSEED` is not set is a finding of its own, and says nothing about a
+model.
+"""
+_KINDS = {
+    "full": "of full attention",
+    "window": "with a window of {:,} tokens",
+    "state": "with a state",
+}
 
 
 class UnknownModel(Exception):
-    """vLLM could not be asked, or does not know the model. The message says why and, after `; `, what would help."""
+    """vLLM could not be asked, or does not know the model. The message says why and, after `; `,
+    what would help.
+    """
 
 
 class Layers(msgspec.Struct, frozen=True):
-    """`count` layers of one kind: `full`, `window`, `state`, or vLLM's name for another one. window: its tokens."""
+    """`count` layers of one kind: `full`, `window`, `state`, or vLLM's name for another one.
+    window: its tokens.
+    """
 
     kind: str
     window: int
@@ -43,9 +58,9 @@ class Layers(msgspec.Struct, frozen=True):
 class ModelReport(msgspec.Struct, frozen=True):
     """What vLLM and our connector say of a model, with one worker.
 
-    vllm: its version. dtype: of the KV cache. in_place: whether instances share in place with these settings. refused: why nothing is
-    cached, with what to change; empty if it is. chunk_bytes, state_bytes: of a chunk, and of a state beside it; 0 if refused.
-    """
+    vllm: its version. dtype: of the KV cache. in_place: whether instances share in place with these
+    settings. refused: why nothing is cached, with what to change; empty if it is. chunk_bytes,
+    state_bytes: of a chunk, and of a state beside it; 0 if refused."""
 
     vllm: str
     architecture: str
@@ -57,14 +72,21 @@ class ModelReport(msgspec.Struct, frozen=True):
     state_bytes: int = 0
 
     def __str__(self) -> str:
-        layers = ", ".join(f"{one.count} layers {_KINDS.get(one.kind, one.kind).format(one.window)}" for one in self.layers)
+        layers = ", ".join(
+            f"{one.count} layers {_KINDS.get(one.kind, one.kind).format(one.window)}"
+            for one in self.layers
+        )
         return f"{printable(self.architecture)}: {layers or 'no KV cache'}"
 
 
 def ask(name: str, config: Config) -> ModelReport:
-    """Ask vLLM about a model, which takes some 20 s. name: as `vllm serve` takes it. Raises UnknownModel."""
+    """Ask vLLM about a model, which takes some 20 s. name: as `vllm serve` takes it. Raises
+    UnknownModel.
+    """
     if find_spec("vllm") is None:
-        raise UnknownModel("vLLM is not installed here, and only vLLM knows its models; run this in vLLM's environment")
+        raise UnknownModel(
+            "vLLM is not installed here, and only vLLM knows its models; run this in vLLM's environment"
+        )
     try:
         asked = subprocess.run(
             [*_ASKING, name],
@@ -75,9 +97,13 @@ def ask(name: str, config: Config) -> ModelReport:
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise UnknownModel(f"vLLM did not answer within {ASK_SECONDS:g} s; start vLLM with it and see its log") from error
+        raise UnknownModel(
+            f"vLLM did not answer within {ASK_SECONDS:g} s; start vLLM with it and see its log"
+        ) from error
     except (OSError, ValueError) as error:
-        raise UnknownModel(f"vLLM could not be asked: {error}; start vLLM with it and see its log") from error
+        raise UnknownModel(
+            f"vLLM could not be asked: {error}; start vLLM with it and see its log"
+        ) from error
     try:
         answer = msgspec.json.decode(asked.stdout)
         if "trouble" in answer:
@@ -85,12 +111,18 @@ def ask(name: str, config: Config) -> ModelReport:
             raise UnknownModel(f"vLLM cannot serve it here: {why}; start vLLM and see its log")
         return msgspec.convert(answer, ModelReport)
     except (msgspec.DecodeError, TypeError) as error:
-        last = (asked.stderr.decode(errors="replace").strip().splitlines() or ["it printed nothing"])[-1]
-        raise UnknownModel(f"vLLM ended with code {asked.returncode}: {printable(last)}; start vLLM and see its log") from error
+        last = (
+            asked.stderr.decode(errors="replace").strip().splitlines() or ["it printed nothing"]
+        )[-1]
+        raise UnknownModel(
+            f"vLLM ended with code {asked.returncode}: {printable(last)}; start vLLM and see its log"
+        ) from error
 
 
 def check_model(name: str, config: Config) -> Iterator[Finding]:
-    """Say whether a model is cached, how large its chunks are, and what a pool holds of it. name: as `vllm serve` takes it."""
+    """Say whether a model is cached, how large its chunks are, and what a pool holds of it. name:
+    as `vllm serve` takes it.
+    """
     try:
         model = ask(name, config)
     except UnknownModel as error:
@@ -113,15 +145,19 @@ def cached(name: str, model: ModelReport) -> Finding:
     known = f"{printable(name)}, vLLM {model.vllm}, {model}"
     if model.refused:
         return Finding("model", "fail", f"{known}: nothing of it is cached: {model.refused}")
-    return Finding("model", "ok", f"{known}: shared {'in place' if model.in_place else 'through a pool'}")
+    return Finding(
+        "model", "ok", f"{known}: shared {'in place' if model.in_place else 'through a pool'}"
+    )
 
 
 def chunks(model: ModelReport, size: int) -> Finding:
     """How large a chunk of `size` tokens is."""
-    state = f"; a state beside it takes {ByteSize(model.state_bytes).about}" if model.state_bytes else ""
-    detail = (
-        f"{model.chunk_bytes // size:,} B a token in {model.dtype}, {ByteSize(model.chunk_bytes).about} a chunk of {size} tokens"
+    state = (
+        f"; a state beside it takes {ByteSize(model.state_bytes).about}"
+        if model.state_bytes
+        else ""
     )
+    detail = f"{model.chunk_bytes // size:,} B a token in {model.dtype}, {ByteSize(model.chunk_bytes).about} a chunk of {size} tokens"
     return Finding("chunks", "ok", f"{detail}, all ranks together{state}")
 
 
@@ -130,4 +166,8 @@ def pool(model: ModelReport, config: Config) -> Finding:
     size, lent = config.engine.chunk_size, config.pool.lent
     detail = f"1 GiB of pool holds {GIB // model.chunk_bytes:,} chunks, {GIB // model.chunk_bytes * size:,} tokens"
     held = lent // model.chunk_bytes * size
-    return Finding("pool", "ok", f"{detail}; pool.segment_bytes: {lent} holds {held:,} tokens a worker and rank")
+    return Finding(
+        "pool",
+        "ok",
+        f"{detail}; pool.segment_bytes: {lent} holds {held:,} tokens a worker and rank",
+    )

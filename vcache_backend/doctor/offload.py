@@ -1,4 +1,5 @@
-"""Checks the offload tier: whether its settings fit this machine, and whether the Mooncake store's library, master and providers work.
+"""Checks the offload tier: whether its settings fit this machine, and whether the Mooncake store's
+library, master and providers work.
 
 The store is asked through an offload process, as workers do, since the library may hang or crash.
 """
@@ -35,9 +36,15 @@ def check_offload(config: Config) -> Iterator[Finding]:
     """Check the settings and the store; one finding if the tier is off."""
     tier = config.offload
     if tier.policy == "off":
-        yield Finding("offload", "ok", "off: what leaves the pool is computed again (offload.policy)")
+        yield Finding(
+            "offload", "ok", "off: what leaves the pool is computed again (offload.policy)"
+        )
         return
-    yield Finding("offload", "ok", f"{tier.policy} to Mooncake at {tier.mooncake.master}, {tier.mooncake.protocol}")
+    yield Finding(
+        "offload",
+        "ok",
+        f"{tier.policy} to Mooncake at {tier.mooncake.master}, {tier.mooncake.protocol}",
+    )
     yield _staging(tier, config.engine.chunk_size)
     if tier.mooncake.protocol == "rdma":
         yield _locked_memory(tier)
@@ -45,27 +52,40 @@ def check_offload(config: Config) -> Iterator[Finding]:
 
 
 def _staging(tier: OffloadConfig, chunk_tokens: int) -> Finding:
-    """Check `offload.staging_bytes`: it must fit host memory. The model is not known, so it should hold `LEAST_CHUNKS` of most models."""
+    """Check `offload.staging_bytes`: it must fit host memory. The model is not known, so it should
+    hold `LEAST_CHUNKS` of most models.
+    """
     token = ByteSize(tier.staging_bytes // LEAST_CHUNKS // chunk_tokens)
-    detail = (
-        f"{tier.staging_bytes}: room for {LEAST_CHUNKS} chunks of {chunk_tokens} tokens if a token's KV is at most {token.about}"
-    )
+    detail = f"{tier.staging_bytes}: room for {LEAST_CHUNKS} chunks of {chunk_tokens} tokens if a token's KV is at most {token.about}"
     available = host_available()
     if tier.staging_bytes > available:
         advice = f"set offload.staging_bytes to {ByteSize(available // 4).about} or less"
-        return Finding("offload staging", "fail", f"{detail}; {ByteSize(available).about} of host memory available", advice)
+        return Finding(
+            "offload staging",
+            "fail",
+            f"{detail}; {ByteSize(available).about} of host memory available",
+            advice,
+        )
     if token < SMALL_TOKEN:
         enough = ByteSize(2 * SMALL_TOKEN * chunk_tokens * LEAST_CHUNKS)
         advice = f"set offload.staging_bytes to {enough.about}"
-        return Finding("offload staging", "warn", f"{detail}; that of most models is larger", advice)
+        return Finding(
+            "offload staging", "warn", f"{detail}; that of most models is larger", advice
+        )
     return Finding("offload staging", "ok", detail)
 
 
 def _locked_memory(tier: OffloadConfig) -> Finding:
-    """Check the limit of locked memory. RDMA's registration of the staging memory counts against it; what CUDA pins does not."""
+    """Check the limit of locked memory. RDMA's registration of the staging memory counts against
+    it; what CUDA pins does not.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY or soft >= tier.staging_bytes:
-        return Finding("locked memory", "ok", "unlimited" if soft == resource.RLIM_INFINITY else f"limit {ByteSize(soft).about}")
+        return Finding(
+            "locked memory",
+            "ok",
+            "unlimited" if soft == resource.RLIM_INFINITY else f"limit {ByteSize(soft).about}",
+        )
     detail = f"limit {ByteSize(soft).about}, and RDMA must lock offload.staging_bytes, {tier.staging_bytes}"
     bound = "none" if hard == resource.RLIM_INFINITY else ByteSize(hard).about
     advice = f"ulimit -l unlimited (the hard limit: {bound}; docker: --ulimit memlock=-1), or LimitMEMLOCK=infinity in the unit"
@@ -76,7 +96,9 @@ def _locked_memory(tier: OffloadConfig) -> Finding:
 
 
 def check_store(config: Config) -> Iterator[Finding]:
-    """Put one small object into the store, read it and remove it. Nothing if the library is not installed."""
+    """Put one small object into the store, read it and remove it. Nothing if the library is not
+    installed.
+    """
     if not packages.installed(packages.MOONCAKE.name, *packages.MOONCAKE.builds)[1]:
         return  # check_packages says so
     fd = os.memfd_create("vcache-doctor", os.MFD_CLOEXEC)
@@ -109,7 +131,9 @@ def _master(process: OffloadProcess, master: str, fd: int) -> Iterator[Finding]:
     try:
         process.call("open", seconds=SECONDS)
     except StoreDown as error:
-        advice = f"start mooncake_master there, or set offload.mooncake.master; {START} on this machine"
+        advice = (
+            f"start mooncake_master there, or set offload.mooncake.master; {START} on this machine"
+        )
         if isinstance(error, StoreLost) or not process.alive or "timed out" in str(error):
             advice = "see whether that is the rpc_port of a mooncake_master, and not its metrics_port, whether it hangs, and the firewall"
         yield Finding(MASTER, "fail", f"{master}: {error}", advice)
@@ -119,8 +143,14 @@ def _master(process: OffloadProcess, master: str, fd: int) -> Iterator[Finding]:
 
 
 def _provider(process: OffloadProcess, fd: int) -> Finding:
-    """Whether an object comes back as it was. fd: the memory that it passes through, 2 * `NBYTES`."""
-    names, content, step = [f"vcache1/doctor-{secrets.token_hex(8)}"], secrets.token_bytes(NBYTES), "put"
+    """Whether an object comes back as it was. fd: the memory that it passes through, 2 *
+    `NBYTES`.
+    """
+    names, content, step = (
+        [f"vcache1/doctor-{secrets.token_hex(8)}"],
+        secrets.token_bytes(NBYTES),
+        "put",
+    )
     try:
         with mmap.mmap(fd, 2 * NBYTES) as memory:
             memory[:NBYTES] = content
@@ -129,7 +159,12 @@ def _provider(process: OffloadProcess, fd: int) -> Finding:
             written, step = time.monotonic(), "get"
             if outcome == FULL:
                 advice = f"start a provider ({START}), or a larger one; what was read in the last seconds is not evicted"
-                return Finding(PROVIDER, "fail", "no room for 1 MiB: no provider lends memory, or all of it is in use", advice)
+                return Finding(
+                    PROVIDER,
+                    "fail",
+                    "no room for 1 MiB: no provider lends memory, or all of it is in use",
+                    advice,
+                )
             if outcome != STORED:
                 return _broken(f"put of 1 MiB: {outcome}")
             (nbytes,) = process.call("get", names, [(NBYTES, NBYTES)], seconds=SECONDS)
@@ -139,9 +174,14 @@ def _provider(process: OffloadProcess, fd: int) -> Finding:
         return _broken(f"{step} of 1 MiB: {error}")
     if nbytes != NBYTES or came != content:
         return _broken(
-            f"get of 1 MiB: {nbytes:,} of {NBYTES:,} bytes came back" + ("" if nbytes != NBYTES else ", but others than were put")
+            f"get of 1 MiB: {nbytes:,} of {NBYTES:,} bytes came back"
+            + ("" if nbytes != NBYTES else ", but others than were put")
         )
-    return Finding(PROVIDER, "ok", f"1 MiB put in {1e3 * (written - start):.3g} ms, read in {1e3 * (read - written):.3g} ms")
+    return Finding(
+        PROVIDER,
+        "ok",
+        f"1 MiB put in {1e3 * (written - start):.3g} ms, read in {1e3 * (read - written):.3g} ms",
+    )
 
 
 def _broken(detail: str) -> Finding:

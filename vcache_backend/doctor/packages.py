@@ -18,14 +18,16 @@ Version = tuple[int, ...]
 
 
 def numbers(text: str) -> Version:
-    """The leading numbers of a version: (2, 13, 0) of "2.13.0+cpu", (6, 18, 44) of "6.18.44-generic"."""
+    """The leading numbers of a version: (2, 13, 0) of "2.13.0+cpu", (6, 18, 44) of
+    "6.18.44-generic".
+    """
     found = re.match(r"\d+(\.\d+)*", text)
     return tuple(int(part) for part in found[0].split(".")) if found else ()
 
 
 class _Package(msgspec.Struct, frozen=True):
-    """A distribution and its supported versions: at least `low`, below `high`. role: what needs it. builds: other distributions of the
-    same modules."""
+    """A distribution and its supported versions: at least `low`, below `high`. role: what needs it.
+    builds: other distributions of the same modules."""
 
     name: str
     low: Version
@@ -59,27 +61,52 @@ PACKAGES = (
 
 
 def check_packages(config: Config) -> Iterator[Finding]:
-    """Compare the installed versions, read from metadata without an import, with the supported ones."""
-    here = {"engine": True, "gpu": gpus.has_nvidia(), "tier": config.offload.policy != "off", "optional": False}
+    """Compare the installed versions, read from metadata without an import, with the supported
+    ones.
+    """
+    here = {
+        "engine": True,
+        "gpu": gpus.has_nvidia(),
+        "tier": config.offload.policy != "off",
+        "optional": False,
+    }
     for package in PACKAGES:
         name, version = installed(package.name, *package.builds)
         advice = f"pip install '{name}{package.wanted}'"
         if not version and package.role == "engine":
-            yield Finding(name, "ok", "not installed: the server and the commands do without; KV needs the extra `engine`")
+            yield Finding(
+                name,
+                "ok",
+                "not installed: the server and the commands do without; KV needs the extra `engine`",
+            )
         elif not version and not here[package.role]:
             yield Finding(name, "ok", "not installed (only needed where it is used)")
         elif not version:
             other = f"; without CUDA: {package.builds[0]}" if package.builds else ""
-            yield Finding(name, "fail", "not installed, and needed with this machine and configuration", advice + other)
+            yield Finding(
+                name,
+                "fail",
+                "not installed, and needed with this machine and configuration",
+                advice + other,
+            )
         elif package.low <= numbers(version) < package.high:
-            yield Finding(package.name, "ok", version if name == package.name else f"{version} ({name})")
+            yield Finding(
+                package.name, "ok", version if name == package.name else f"{version} ({name})"
+            )
         else:
             status: Literal["warn", "fail"] = "fail" if here[package.role] else "warn"
-            yield Finding(package.name, status, f"{version} is not one of the supported versions, {package.wanted}", advice)
+            yield Finding(
+                package.name,
+                status,
+                f"{version} is not one of the supported versions, {package.wanted}",
+                advice,
+            )
 
 
 def installed(*names: str) -> tuple[str, str]:
-    """The first of these distributions that is installed, and its version; if none is, the first name and ""."""
+    """The first of these distributions that is installed, and its version; if none is, the first
+    name and "".
+    """
     for name in names:
         with suppress(metadata.PackageNotFoundError):
             return name, metadata.version(name)

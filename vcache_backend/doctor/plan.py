@@ -15,12 +15,14 @@ LEAST_UTILIZATION = 0.5
 """If less of a GPU is left for vLLM, the plan warns."""
 
 
-def plan(name: str, config: Config, gpus: int, tokens: int = 0, gpu_bytes: int = 0) -> Iterator[Finding]:
-    """What each of `gpus` GPUs must lend for a pool of so many `tokens`; 0: how many tokens a pool holds as it is configured.
+def plan(
+    name: str, config: Config, gpus: int, tokens: int = 0, gpu_bytes: int = 0
+) -> Iterator[Finding]:
+    """What each of `gpus` GPUs must lend for a pool of so many `tokens`; 0: how many tokens a pool
+    holds as it is configured.
 
-    gpu_bytes: the memory of one GPU, for a finding about what is left for vLLM; 0: none. If the model is not cached, the only finding is
-    why.
-    """
+    gpu_bytes: the memory of one GPU, for a finding about what is left for vLLM; 0: none. If the
+    model is not cached, the only finding is why."""
     try:
         model = models.ask(name, config)
     except models.UnknownModel as error:
@@ -37,7 +39,12 @@ def plan(name: str, config: Config, gpus: int, tokens: int = 0, gpu_bytes: int =
     held = segment // chunk * gpus
     detail = f"{gpus} GPUs that lend {segment} each hold {held:,} chunks, {held * size:,} tokens"
     if segment and not held:
-        yield Finding("pool", "fail", detail, f"a chunk takes {ByteSize(chunk)}: set pool.segment_bytes to that or more")
+        yield Finding(
+            "pool",
+            "fail",
+            detail,
+            f"a chunk takes {ByteSize(chunk)}: set pool.segment_bytes to that or more",
+        )
         return
     yield Finding("pool", "ok", detail, f"pool.segment_bytes: {segment}")
     if gpu_bytes:

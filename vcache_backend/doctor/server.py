@@ -1,4 +1,6 @@
-"""Checks the metadata server: its socket, whether it answers, and what it knows of the instances."""
+"""Checks the metadata server: its socket, whether it answers, and what it knows of the
+instances.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ REPORT_SECONDS = 3600.0
 
 
 def check_socket(config: Config) -> Iterator[Finding]:
-    """Check that the socket's folder exists, belongs to this user or another trusted one, and is closed to others."""
+    """Check that the socket's folder exists, belongs to this user or another trusted one, and is
+    closed to others.
+    """
     path = config.server.path
     if len(os.fsencode(path)) > MAX_SOCKET_PATH:
         detail = f"{path} is longer than the {MAX_SOCKET_PATH} bytes a socket's path may have"
@@ -29,32 +33,53 @@ def check_socket(config: Config) -> Iterator[Finding]:
         return
     named, path = config.client.server_uid, whole(path)
     try:
-        fault, folder = folder_fault(path, {os.getuid(), 0} | ({named} if named is not None else set())), path.parent.lstat()
+        fault, folder = (
+            folder_fault(path, {os.getuid(), 0} | ({named} if named is not None else set())),
+            path.parent.lstat(),
+        )
     except FileNotFoundError:
-        yield Finding("socket", "warn", f"{path.parent} does not exist yet", "`vcache serve` makes it")
+        yield Finding(
+            "socket", "warn", f"{path.parent} does not exist yet", "`vcache serve` makes it"
+        )
         return
     except OSError as error:
-        yield Finding("socket", "fail", f"{path.parent}: {error}", "set server.socket to a folder of this user")
+        yield Finding(
+            "socket",
+            "fail",
+            f"{path.parent}: {error}",
+            "set server.socket to a folder of this user",
+        )
         return
     mode = stat.S_IMODE(folder.st_mode)
     detail = f"{path} (folder of uid {folder.st_uid}, mode {mode:04o})"
     if fault:
         yield Finding("socket", "fail", f"{detail}: {fault}", "see docs/operations.md")
     elif mode & 0o077 and not (config.server.allow_uids or config.server.allow_gids):
-        yield Finding("socket", "warn", f"{detail}: other users can reach it", f"chmod 700 {path.parent}")
+        yield Finding(
+            "socket", "warn", f"{detail}: other users can reach it", f"chmod 700 {path.parent}"
+        )
     else:
         yield Finding("socket", "ok", detail)
 
 
 def check_server(config: Config) -> Iterator[Finding]:
-    """Check that the server answers, within `SERVER_SECONDS` each for connecting and statistics. Then what these say: instances that do
-    not share, memory of ended instances that is still mapped, reports."""
-    within = ClientConfig(connect_seconds=SERVER_SECONDS, request_seconds=SERVER_SECONDS, server_uid=config.client.server_uid)
+    """Check that the server answers, within `SERVER_SECONDS` each for connecting and statistics.
+    Then what these say: instances that do not share, memory of ended instances that is still
+    mapped, reports."""
+    within = ClientConfig(
+        connect_seconds=SERVER_SECONDS,
+        request_seconds=SERVER_SECONDS,
+        server_uid=config.client.server_uid,
+    )
     with Client(config.server.path, within, reconnect=False) as client:
         if not client.connected:
-            # An absent server may only have to be started: a warning. One that is there and does not answer is a failure.
+            # An absent server may only have to be started: a warning. One that is there and does
+            # not answer is a failure.
             absent = client.trouble.startswith("no metadata server at")
-            detail, advice = client.trouble, "see its log; `kill -CONT` it, or restart it with this version"
+            detail, advice = (
+                client.trouble,
+                "see its log; `kill -CONT` it, or restart it with this version",
+            )
             if absent or "is no socket" in detail:
                 detail, _, advice = detail.rpartition("; ")
             yield Finding("server", "warn" if absent else "fail", detail, advice)
@@ -62,9 +87,18 @@ def check_server(config: Config) -> Iterator[Finding]:
         try:
             stats = client.stats()
         except VCacheError as error:
-            yield Finding("server", "fail", f"it accepts connections, but did not answer `stats`: {error}", "see its log")
+            yield Finding(
+                "server",
+                "fail",
+                f"it accepts connections, but did not answer `stats`: {error}",
+                "see its log",
+            )
             return
-    yield Finding("server", "ok", f"{whole(config.server.path)} answers, protocol {PROTOCOL_VERSION}, epoch {stats.epoch}")
+    yield Finding(
+        "server",
+        "ok",
+        f"{whole(config.server.path)} answers, protocol {PROTOCOL_VERSION}, epoch {stats.epoch}",
+    )
     for mismatch in stats.mismatches:
         values = "; ".join(f"{value} ({', '.join(who)})" for value, who in mismatch.values)
         advice = mismatch.advice or "give all instances the same settings if they should share"
@@ -78,23 +112,41 @@ def check_server(config: Config) -> Iterator[Finding]:
             if one.stopped
             else "nothing: it unmaps it when its copies are over; if not, check again"
         )
-        yield Finding(f"memory of {one.device}", "warn", f"{detail}{', which is stopped' * one.stopped}", advice)
+        yield Finding(
+            f"memory of {one.device}",
+            "warn",
+            f"{detail}{', which is stopped' * one.stopped}",
+            advice,
+        )
     since = time.time() - REPORT_SECONDS
-    yield from (_reported(report, here) for report in reversed(stats.reports) if report.level != "info" and report.time >= since)
+    yield from (
+        _reported(report, here)
+        for report in reversed(stats.reports)
+        if report.level != "info" and report.time >= since
+    )
 
 
 def _reported(report: Reported, here: bool) -> Finding:
-    """The finding of a report: a failure if it is an error and its process still runs, else a warning. here: whether the server's pids are
-    valid in this process."""
+    """The finding of a report: a failure if it is an error and its process still runs, else a
+    warning. here: whether the server's pids are valid in this process."""
     check = f"report of pid {report.pid}" if report.pid else "report"
     when = time.strftime("%H:%M:%S", time.localtime(report.time))
     if here and report.pid and not _there_since(report.pid, report.time):
-        return Finding(check, "warn", f"{when}, {report.text}", "that process has ended: nothing to do if its successor works")
+        return Finding(
+            check,
+            "warn",
+            f"{when}, {report.text}",
+            "that process has ended: nothing to do if its successor works",
+        )
     advice = "correct that and restart the instance; its log says more"
-    return Finding(check, "fail" if report.level == "error" else "warn", f"{when}, {report.text}", advice)
+    return Finding(
+        check, "fail" if report.level == "error" else "warn", f"{when}, {report.text}", advice
+    )
 
 
 def _there_since(pid: int, when: float) -> bool:
-    """Whether process `pid` runs and began before `when`, in seconds since the epoch; else the pid was given to another process."""
+    """Whether process `pid` runs and began before `when`, in seconds since the epoch; else the pid
+    was given to another process.
+    """
     began = started(pid) / os.sysconf("SC_CLK_TCK")
     return 0 < began <= time.clock_gettime(time.CLOCK_BOOTTIME) - (time.time() - when) + 1

@@ -26,10 +26,14 @@ def check_python(config: Config) -> Iterator[Finding]:
 
 
 def check_kernel(config: Config) -> Iterator[Finding]:
-    """Check Linux's version, and two system calls: segments need memfd_create, and noticing dead clients pidfd_open."""
+    """Check Linux's version, and two system calls: segments need memfd_create, and noticing dead
+    clients pidfd_open.
+    """
     release = platform.release()
     if sys.platform != "linux" or numbers(release) < (5, 4):
-        yield Finding("kernel", "fail", f"{platform.system()} {release}", "vcache needs Linux 5.4 or later")
+        yield Finding(
+            "kernel", "fail", f"{platform.system()} {release}", "vcache needs Linux 5.4 or later"
+        )
         return
     missing = []
     for name, attempt in {"memfd_create": _memfd, "pidfd_open": _pidfd}.items():
@@ -53,7 +57,9 @@ def _pidfd() -> int:
 
 
 def check_hash_seed(config: Config) -> Iterator[Finding]:
-    """Check `PYTHONHASHSEED`. Without it processes with vLLM before 0.31, or with LMCache's `builtin`, never name a prefix alike."""
+    """Check `PYTHONHASHSEED`. Without it processes with vLLM before 0.31, or with LMCache's
+    `builtin`, never name a prefix alike.
+    """
     seed = _start_environment().get("PYTHONHASHSEED", "")
     if seed and seed != "random":
         yield Finding("PYTHONHASHSEED", "ok", f"{seed}: give every instance the same")
@@ -79,8 +85,15 @@ def _start_environment() -> dict[str, str]:
 def check_limits(config: Config) -> Iterator[Finding]:
     """Check the limit of open files, which a server with `server.max_clients` clients needs."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= min(ENOUGH_FDS, 2 * config.server.max_clients + 64):
+    if soft == resource.RLIM_INFINITY or soft >= min(
+        ENOUGH_FDS, 2 * config.server.max_clients + 64
+    ):
         yield Finding("open files", "ok", f"limit {soft}")
     else:
         advice = f"ulimit -n {ENOUGH_FDS} (the hard limit is {hard}), or LimitNOFILE in the unit"
-        yield Finding("open files", "warn", f"limit {soft}, server.max_clients {config.server.max_clients}", advice)
+        yield Finding(
+            "open files",
+            "warn",
+            f"limit {soft}, server.max_clients {config.server.max_clients}",
+            advice,
+        )

@@ -1,1 +1,3 @@
-"""The metadata server: directory, allocator, leases, fds, journal. No torch, no CUDA; no data passes through it."""
+"""The metadata server: directory, allocator, leases, fds, journal. No torch, no CUDA; no data
+passes through it.
+"""

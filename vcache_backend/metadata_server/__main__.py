@@ -1,4 +1,6 @@
-"""`python -m vcache_backend.metadata_server [--config FILE] [--socket PATH]`: the server without the CLI's dependencies."""
+"""`python -m vcache_backend.metadata_server [--config FILE] [--socket PATH]`: the server without
+the CLI's dependencies.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,12 @@ from vcache_backend.metadata_server.server import serve
 
 def main() -> int:
     """Serve until SIGTERM; 1 with one line on stderr if that is impossible."""
-    parser = argparse.ArgumentParser(prog="python -m vcache_backend.metadata_server", description=__doc__)
-    parser.add_argument("--config", help="YAML configuration file (default: $VCACHE_CONFIG, else the defaults)")
+    parser = argparse.ArgumentParser(
+        prog="python -m vcache_backend.metadata_server", description=__doc__
+    )
+    parser.add_argument(
+        "--config", help="YAML configuration file (default: $VCACHE_CONFIG, else the defaults)"
+    )
     parser.add_argument("--socket", help="path of the Unix socket (overrides server.socket)")
     parser.add_argument("--log", type=Path, help="a log of bounded size in place of stderr")
     arguments = parser.parse_args()

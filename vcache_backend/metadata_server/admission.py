@@ -22,14 +22,18 @@ from vcache_backend.metadata_server.shares import Shares
 log = logging.getLogger(__name__)
 
 SPARE_DESCRIPTORS = 64
-"""Descriptors kept for sockets, journals and /proc. Connections, their pidfds and segments get a third each of the rest."""
+"""Descriptors kept for sockets, journals and /proc. Connections, their pidfds and segments get a
+third each of the rest.
+"""
 OF_PROCESS, OF_USER, LEAST = 8, 1 / 4, 4
-"""How many times the connections of a process, and those of a user, must be free beside them, and how many a process may have in any case.
-A worker of vLLM has three at most."""
+"""How many times the connections of a process, and those of a user, must be free beside them, and
+how many a process may have in any case. A worker of vLLM has three at most."""
 
 
 class Admission:
-    """The listening socket in the server's loop. When descriptors run out nobody is accepted until `listen_again`."""
+    """The listening socket in the server's loop. When descriptors run out nobody is accepted until
+    `listen_again`.
+    """
 
     def __init__(self, config: ServerConfig, endpoint: Endpoint, epoll: select.epoll) -> None:
         limit = processes.raise_descriptor_limit()
@@ -79,22 +83,32 @@ class Admission:
     def _refusal(self, connection: Connection, gids: set[int]) -> str:
         uid, pid = connection.caller
         if uid not in self._uids and self._gids.isdisjoint(gids):
-            allowed = (
-                "its own user and root; add the uid to server.allow_uids, or a group of it to server.allow_gids, to let it in"
-            )
+            allowed = "its own user and root; add the uid to server.allow_uids, or a group of it to server.allow_gids, to let it in"
             return f"uid {uid} may not use the server of uid {os.getuid()}, which serves {allowed}"
-        what = "its limit of descriptors (ulimit -n)" if self._few_descriptors else "server.max_clients"
+        what = (
+            "its limit of descriptors (ulimit -n)"
+            if self._few_descriptors
+            else "server.max_clients"
+        )
         if self._places.taken >= self._max_clients:
             return f"{self._max_clients} clients are connected; raise {what}"
         if not self._places.room(pid or None, connection.user):
-            whose = f"pid {pid} or its user (uid {uid})" if pid else f"uid {uid} in other pid namespaces"
+            whose = (
+                f"pid {pid} or its user (uid {uid})"
+                if pid
+                else f"uid {uid} in other pid namespaces"
+            )
             return f"{whose} has so many connections that the rest is kept for others: close some, or raise {what}"
         return ""
 
     def _pause(self, error: OSError) -> None:
-        """Descriptors or memory are exhausted: stop listening. Who connects meanwhile waits, at no cost."""
+        """Descriptors or memory are exhausted: stop listening. Who connects meanwhile waits, at no
+        cost.
+        """
         if not self._paused:
-            log.warning("no new client can connect for now: %s; %d are connected", error, self._places.taken)
+            log.warning(
+                "no new client can connect for now: %s; %d are connected", error, self._places.taken
+            )
         self._paused = str(error)
         self._listens = False
         self._epoll.unregister(self._listener)
@@ -105,26 +119,47 @@ class Admission:
             self._listens = True
             self._epoll.register(self._listener, select.EPOLLIN)
 
-    def greet(self, connection: Connection, request: m.AnyRequest, service: Service, watch: Watch, witness: Witness) -> None:
-        """Answer a connection's first request: a hello, with its pidfd and the witness that the client holds. ProtocolError if it is
-        another one."""
+    def greet(
+        self,
+        connection: Connection,
+        request: m.AnyRequest,
+        service: Service,
+        watch: Watch,
+        witness: Witness,
+    ) -> None:
+        """Answer a connection's first request: a hello, with its pidfd and the witness that the
+        client holds. ProtocolError if it is another one."""
         if not isinstance(request, m.Hello):
             raise ProtocolError(f"the first message is {type(request).__name__}, not hello")
         if request.version != m.PROTOCOL_VERSION:
             theirs, ours = request.version, m.PROTOCOL_VERSION
-            raise ProtocolError(f"the client speaks protocol {theirs}, this server {ours}; install the same vcache-backend")
+            raise ProtocolError(
+                f"the client speaks protocol {theirs}, this server {ours}; install the same vcache-backend"
+            )
         process = processes.identity(connection.caller.pid, request.token)
         watch.joined(process, _take_pidfd(connection))
         for fd in connection.fds:
             service.predecessor.hear(fd)
         connection.close_fds()
         connection.client = Peer(
-            connection.number, process, request.device, request.medium, uid=connection.caller.uid, name=request.name
+            connection.number,
+            process,
+            request.device,
+            request.medium,
+            uid=connection.caller.uid,
+            name=request.name,
         )
         mismatches = service.layouts.add(connection.client, request.layout)
         if mismatches:
-            log.warning("pid %d: %s; %d such instances", connection.caller.pid, mismatches[0], len(mismatches))
-        connection.queue(m.Welcome(m.PROTOCOL_VERSION, service.epoch, *self._times, mismatches), witness)
+            log.warning(
+                "pid %d: %s; %d such instances",
+                connection.caller.pid,
+                mismatches[0],
+                len(mismatches),
+            )
+        connection.queue(
+            m.Welcome(m.PROTOCOL_VERSION, service.epoch, *self._times, mismatches), witness
+        )
 
 
 def _take_pidfd(connection: Connection) -> int | None:

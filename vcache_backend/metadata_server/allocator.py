@@ -1,8 +1,9 @@
-"""Allocates slots within one segment: best fit over exact hole sizes; freed slots merge with their neighbours at once.
+"""Allocates slots within one segment: best fit over exact hole sizes; freed slots merge with their
+neighbours at once.
 
-Pure arithmetic over offsets. With chunks of one size the segment packs without gaps, except for a tail smaller than a chunk. With several
-sizes best fit keeps each size in the holes that fit it, and `Contents` evicts neighbours when no hole is large enough.
-"""
+Pure arithmetic over offsets. With chunks of one size the segment packs without gaps, except for a
+tail smaller than a chunk. With several sizes best fit keeps each size in the holes that fit it, and
+`Contents` evicts neighbours when no hole is large enough."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 
 ALIGNMENT = 256
-"""Slots start and end on this many bytes: 16-byte vector accesses stay aligned, and 256 is CUDA's allocation alignment."""
+"""Slots start and end on this many bytes: 16-byte vector accesses stay aligned, and 256 is CUDA's
+allocation alignment.
+"""
 
 
 def padded(nbytes: int) -> int:
@@ -19,10 +22,14 @@ def padded(nbytes: int) -> int:
 
 
 class Extents:
-    """The holes of one segment of `nbytes` bytes. A call costs a binary search among the distinct hole sizes."""
+    """The holes of one segment of `nbytes` bytes. A call costs a binary search among the distinct
+    hole sizes.
+    """
 
     def __init__(self, nbytes: int, taken: Iterable[tuple[int, int]] = ()) -> None:
-        """taken: (start, size) of the slots in use, as a journal has them. ValueError if they overlap or lie outside."""
+        """taken: (start, size) of the slots in use, as a journal has them. ValueError if they
+        overlap or lie outside.
+        """
         self.free = 0
         self._end_of: dict[int, int] = {}
         self._start_of: dict[int, int] = {}
@@ -32,7 +39,9 @@ class Extents:
         at = 0
         for start, size in sorted(taken):
             if start < at or start + size > end:
-                raise ValueError(f"slot [{start}, {start + size}) overlaps another one or leaves the segment of {nbytes} B")
+                raise ValueError(
+                    f"slot [{start}, {start + size}) overlaps another one or leaves the segment of {nbytes} B"
+                )
             self._add(at, start)
             at = start + size
         self._add(at, end)
@@ -43,7 +52,9 @@ class Extents:
         return self._sizes[-1] if self._sizes else 0
 
     def take(self, size: int) -> int | None:
-        """Take a slot of `size` bytes (a multiple of ALIGNMENT) from the tightest hole. Returns its offset; None if no hole fits."""
+        """Take a slot of `size` bytes (a multiple of ALIGNMENT) from the tightest hole. Returns its
+        offset; None if no hole fits.
+        """
         at = bisect_left(self._sizes, size)
         if at == len(self._sizes):
             return None
@@ -68,7 +79,9 @@ class Extents:
         self._add(start, end)
 
     def cut(self, end: int, to: int) -> int:
-        """Remove the hole that ends at `end`, but nothing of it before `to`. Returns the new end; `end` if there is no hole."""
+        """Remove the hole that ends at `end`, but nothing of it before `to`. Returns the new end;
+        `end` if there is no hole.
+        """
         start = self.hole_before(end)
         if start < end:
             self._remove(start, end)

@@ -1,4 +1,6 @@
-"""Work that is too much for one turn of the server's loop: begun at once, continued in later turns. Pure."""
+"""Work that is too much for one turn of the server's loop: begun at once, continued in later turns.
+Pure.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A connection to the metadata server that is made again when lost: calls with deadlines, a circuit breaker, a background thread."""
+"""A connection to the metadata server that is made again when lost: calls with deadlines, a circuit
+breaker, a background thread.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ from typing import Any, Generic, Self, TypeVar
 import msgspec
 
 from vcache_backend.config import ClientConfig, whole
-from vcache_backend.errors import ProtocolError, Refused, ServerTimeout, ServerUnavailable, VCacheError
+from vcache_backend.errors import (
+    ProtocolError,
+    Refused,
+    ServerTimeout,
+    ServerUnavailable,
+    VCacheError,
+)
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
 from vcache_backend.metadata_server.link import ServerLink, Unwelcome
@@ -25,7 +33,9 @@ from vcache_backend.metadata_server.link import ServerLink, Unwelcome
 log = logging.getLogger(__name__)
 
 KILLED_SECONDS = 3.0
-"""How long a server that was killed stays away before it is started again. Whoever else looks after it has that long."""
+"""How long a server that was killed stays away before it is started again. Whoever else looks after
+it has that long.
+"""
 LONGEST_KILLED_SECONDS = 300.0
 """The longest such wait. It doubles with each start, until one has lasted so long."""
 
@@ -36,11 +46,12 @@ T = TypeVar("T")
 class Sent(Generic[R]):
     """A request whose answer is still to be read, by `answer` or by the next call on the channel.
 
-    The next call reads and discards an answer that nobody has fetched. Fetch that of a lease, or the lease is held until it ends.
-    `received`: where fds that come with the answer are put.
-    """
+    The next call reads and discards an answer that nobody has fetched. Fetch that of a lease, or
+    the lease is held until it ends. `received`: where fds that come with the answer are put."""
 
-    def __init__(self, channel: Channel, request: m.Request, kind: type[R], received: list[int] | None = None) -> None:
+    def __init__(
+        self, channel: Channel, request: m.Request, kind: type[R], received: list[int] | None = None
+    ) -> None:
         self.request, self.kind, self.received, self._channel = request, kind, received, channel
         self.reply: m.AnyReply | None = None
         self.lost = ""
@@ -62,10 +73,14 @@ class Sent(Generic[R]):
 
 
 class Channel(ABC):
-    """The current connection, whichever it is. Any thread may call any method; requests go one after the other."""
+    """The current connection, whichever it is. Any thread may call any method; requests go one
+    after the other.
+    """
 
     def __init__(self, path: Path, config: ClientConfig, hello: m.Hello, reconnect: bool) -> None:
-        """Try to connect once, within `connect_seconds`. An absent server is no error here; `require` makes it one."""
+        """Try to connect once, within `connect_seconds`. An absent server is no error here;
+        `require` makes it one.
+        """
         self._path, self._config, self._hello = path, config, hello
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -75,9 +90,14 @@ class Channel(ABC):
         self._down = f"never connected to {path}"
         self._complained = ""
         self.on_killed: Callable[[], None] = lambda: None
-        """Called in the background thread once a server was killed and has stayed away: to start another one. One that was stopped has
-        removed its socket, and is not missed."""
-        self._killed, self._start_at, self._started, self._patience = False, 0.0, 0.0, KILLED_SECONDS
+        """Called in the background thread once a server was killed and has stayed away: to start
+        another one. One that was stopped has removed its socket, and is not missed."""
+        self._killed, self._start_at, self._started, self._patience = (
+            False,
+            0.0,
+            0.0,
+            KILLED_SECONDS,
+        )
         self._wake = threading.Event()
         self._stop = threading.Event()
         self.epoch = 0
@@ -90,20 +110,31 @@ class Channel(ABC):
 
     @abstractmethod
     def _come_back(self) -> None:
-        """Called after connecting, also for the first time: tell the server what it must know. Background thread, or constructor."""
+        """Called after connecting, also for the first time: tell the server what it must know.
+        Background thread, or constructor.
+        """
 
     @abstractmethod
     def _beat(self) -> None:
-        """Called every `heartbeat_seconds`, and after a connection was lost. Background thread; a VCacheError that it raises is logged."""
+        """Called every `heartbeat_seconds`, and after a connection was lost. Background thread; a
+        VCacheError that it raises is logged.
+        """
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
-        """Close the connection and end the background thread; calls under way end as ServerUnavailable. Idempotent."""
+        """Close the connection and end the background thread; calls under way end as
+        ServerUnavailable. Idempotent.
+        """
         self._stop.set()
         self._wake.set()
         link, forked = self._link, os.getpid() != self._pid
@@ -144,7 +175,9 @@ class Channel(ABC):
         fd: int | None = None,
         received: list[int] | None = None,
     ) -> R:
-        """Send a request and wait up to `seconds` for the answer. `fd` goes along; fds that come back are put into `received`."""
+        """Send a request and wait up to `seconds` for the answer. `fd` goes along; fds that come
+        back are put into `received`.
+        """
         data, sent = wire.encode(request), Sent(self, request, kind, received)
 
         def exchange(link: ServerLink, deadline: float) -> None:
@@ -161,7 +194,9 @@ class Channel(ABC):
         try:
             reply = self._call(request, kind, received=fds)
             if len(fds) != 1:
-                raise ProtocolError(f"{type(request).__name__}: {len(fds)} fds came along; exactly 1 was due")
+                raise ProtocolError(
+                    f"{type(request).__name__}: {len(fds)} fds came along; exactly 1 was due"
+                )
         except VCacheError:
             wire.close_fds(fds)
             raise
@@ -181,7 +216,9 @@ class Channel(ABC):
     def _collect(self, sent: Sent[Any]) -> None:
         """Wait until the answer is there, or can no longer come."""
         try:
-            self._alone(sent.request, lambda link, deadline: self._read_unread(link, deadline, sent))
+            self._alone(
+                sent.request, lambda link, deadline: self._read_unread(link, deadline, sent)
+            )
         except ServerUnavailable:
             if sent.reply is None:
                 raise
@@ -192,13 +229,25 @@ class Channel(ABC):
             sent = self._unread[0]
             reply = link.read(deadline, sent.received)
             if not isinstance(reply, sent.kind | m.Error):
-                raise ProtocolError(f"{type(sent.request).__name__} was answered with {type(reply).__name__}")
+                raise ProtocolError(
+                    f"{type(sent.request).__name__} was answered with {type(reply).__name__}"
+                )
             self._unread.popleft().reply = reply
             if isinstance(reply, m.Error) and reply.fatal:
-                self._drop(link, f"the metadata server at {self._path} closed the connection: {reply.message}")
+                self._drop(
+                    link,
+                    f"the metadata server at {self._path} closed the connection: {reply.message}",
+                )
 
-    def _alone(self, request: m.Request, work: Callable[[ServerLink, float], T], seconds: float | None = None) -> T:
-        """Run a step on the current connection while nobody else uses it, by a deadline. The connection ends if the step fails."""
+    def _alone(
+        self,
+        request: m.Request,
+        work: Callable[[ServerLink, float], T],
+        seconds: float | None = None,
+    ) -> T:
+        """Run a step on the current connection while nobody else uses it, by a deadline. The
+        connection ends if the step fails.
+        """
         seconds = self._config.request_seconds if seconds is None else seconds
         deadline = time.perf_counter() + seconds
         self.require()
@@ -217,7 +266,8 @@ class Channel(ABC):
                 self._drop(link, f"connection to the metadata server at {self._path} lost: {error}")
                 raise ServerUnavailable(self._down) from error
             except BaseException:
-                # A signal handler raised: the answer is still to come, and must not be taken for the next call's.
+                # A signal handler raised: the answer is still to come, and must not be taken for
+                # the next call's.
                 self._drop(link, f"a call to the metadata server at {self._path} was interrupted")
                 raise
         finally:
@@ -231,7 +281,9 @@ class Channel(ABC):
     # ---- connection
 
     def _try_connect(self) -> bool:
-        """Connect and say hello, within `connect_seconds`. Other threads see the connection only after the server's welcome."""
+        """Connect and say hello, within `connect_seconds`. Other threads see the connection only
+        after the server's welcome.
+        """
         deadline = time.perf_counter() + self._config.connect_seconds
         link = ServerLink(self._config.server_uid)
         received: list[int] = []
@@ -249,7 +301,9 @@ class Channel(ABC):
         return True
 
     def _keep_witness(self, fds: list[int]) -> None:
-        """Keep the witness of the server that has just welcomed this client, in place of its predecessor's."""
+        """Keep the witness of the server that has just welcomed this client, in place of its
+        predecessor's.
+        """
         wire.close_fds(([] if self._witness is None else [self._witness]) + fds[1:])
         self._witness = fds[0] if fds else None
 
@@ -260,7 +314,9 @@ class Channel(ABC):
             case ConnectionRefusedError() if not self._path.is_socket():
                 return f"{at} is no socket; set server.socket to that of a metadata server"
             case FileNotFoundError() | ConnectionRefusedError() | NotADirectoryError():
-                return f"no metadata server at {at}: {error.strerror}; start one with `vcache serve`"
+                return (
+                    f"no metadata server at {at}: {error.strerror}; start one with `vcache serve`"
+                )
             case OSError(errno=errno.EPROTOTYPE):
                 return f"the metadata server at {at} is of another version; install the same vcache-backend"
             case TimeoutError() | BlockingIOError():
@@ -283,7 +339,9 @@ class Channel(ABC):
         self._complained = ""
 
     def _drop(self, link: ServerLink, reason: str) -> None:
-        """Open the breaker: close the socket, keep the reason, wake the background thread. Under the lock."""
+        """Open the breaker: close the socket, keep the reason, wake the background thread. Under
+        the lock.
+        """
         link.close()
         if self._link is link:
             self._link, self._down = None, reason
@@ -293,7 +351,9 @@ class Channel(ABC):
             self._wake.set()
 
     def _keep(self) -> None:
-        """The background thread: heartbeats while connected, reconnection with growing pauses while not."""
+        """The background thread: heartbeats while connected, reconnection with growing pauses while
+        not.
+        """
         pause = self._config.retry_seconds
         while not self._stop.is_set():
             if self._link is not None:
@@ -311,7 +371,9 @@ class Channel(ABC):
                 self._start_again()
 
     def _start_again(self) -> None:
-        """Call `on_killed` if the server was killed, and has stayed away for `_patience` seconds since that was first seen."""
+        """Call `on_killed` if the server was killed, and has stayed away for `_patience` seconds
+        since that was first seen.
+        """
         now = time.monotonic()
         if not self._killed:
             self._start_at = 0.0

@@ -15,7 +15,9 @@ _EMPTY: Space = {}
 
 
 class Chunks:
-    """Chunk entries by key. What is taken out here is no longer found, though it may still occupy a slot."""
+    """Chunk entries by key. What is taken out here is no longer found, though it may still occupy a
+    slot.
+    """
 
     def __init__(self) -> None:
         self._spaces: dict[bytes, Space] = {}
@@ -50,7 +52,9 @@ class Chunks:
         return found
 
     def among(self, keys: list[ChunkKey]) -> Space:
-        """A table with those of these keys that are there, and perhaps others of their namespace. To be read before the next change."""
+        """A table with those of these keys that are there, and perhaps others of their namespace.
+        To be read before the next change.
+        """
         if not self._count or not keys:
             return _EMPTY
         namespace = min(keys)[:NAMESPACE_BYTES]
@@ -88,7 +92,9 @@ class Chunks:
         return gone
 
     def clear(self, namespace: bytes) -> list[Space]:
-        """Take out a namespace, or all of them with b"". The tables are the caller's from now on."""
+        """Take out a namespace, or all of them with b"". The tables are the caller's from now
+        on.
+        """
         taken = [space] if (space := self._spaces.pop(namespace, None)) else []
         if not namespace:
             taken, self._spaces = list(self._spaces.values()), {}

@@ -24,11 +24,12 @@ log = logging.getLogger(__name__)
 class Client(ResidentCalls):
     """A connection to the metadata server that is made again whenever it is lost.
 
-    Any thread may call any method; requests go one after the other. Every call returns or raises within its deadline
-    (`client.request_seconds`; control calls: `client.control_seconds`): ServerTimeout after the deadline, ServerUnavailable at once while
-    there is no connection (the breaker is open), Refused if the server said no. After a failure a background thread connects again, and
-    registers the segments in `offer` again. A lost connection ends its reservations at once, and its leases after their grace. In a forked
-    child every call raises ServerUnavailable.
+    Any thread may call any method; requests go one after the other. Every call returns or raises
+    within its deadline (`client.request_seconds`; control calls: `client.control_seconds`):
+    ServerTimeout after the deadline, ServerUnavailable at once while there is no connection (the
+    breaker is open), Refused if the server said no. After a failure a background thread connects
+    again, and registers the segments in `offer` again. A lost connection ends its reservations at
+    once, and its leases after their grace. In a forked child every call raises ServerUnavailable.
     """
 
     def __init__(
@@ -41,14 +42,15 @@ class Client(ResidentCalls):
         reconnect: bool = True,
         name: str = "",
     ) -> None:
-        """Try to connect once, within `connect_seconds`. An absent server is no error here; `require` makes it one.
+        """Try to connect once, within `connect_seconds`. An absent server is no error here;
+        `require` makes it one.
 
         layout, name: of the instance, for the hello.
         """
         self.on_segments: Callable[[list[m.SegmentInfo]], None] = lambda segments: None
         self.on_return: list[Callable[[], None]] = []
-        """Called whenever there is a connection again, after segments were offered: to show what goes with a connection. Background
-        thread; they may call, and what they raise is logged."""
+        """Called whenever there is a connection again, after segments were offered: to show what
+        goes with a connection. Background thread; they may call, and what they raise is logged."""
         self.on_beat: list[Callable[[], None]] = []
         """Called every `heartbeat_seconds`, as those are."""
         self._offers: dict[m.SegmentId, tuple[m.SegmentInfo, int]] = {}
@@ -57,12 +59,19 @@ class Client(ResidentCalls):
         self._asked = self._found = 0
         self._telling = threading.Lock()
         token = secrets.randbits(m.TOKEN_BITS)
-        super().__init__(path, config, m.Hello(m.PROTOCOL_VERSION, device, medium, layout or {}, token, name), reconnect)
+        super().__init__(
+            path,
+            config,
+            m.Hello(m.PROTOCOL_VERSION, device, medium, layout or {}, token, name),
+            reconnect,
+        )
 
     # ---- chunks
 
     def lookup(self, keys: list[m.ChunkKey], ranks: int = 1) -> int:
-        """Count the leading chunks that all ranks have. Sends several requests for more than `MAX_LOOKED_UP` keys times ranks."""
+        """Count the leading chunks that all ranks have. Sends several requests for more than
+        `MAX_LOOKED_UP` keys times ranks.
+        """
         most = max(1, min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks))
         found = 0
         for reply in self._in_parts(keys, lambda part: m.Lookup(part, ranks), m.Count, most):
@@ -75,21 +84,33 @@ class Client(ResidentCalls):
         return self.present(keys).present
 
     def present(self, keys: list[m.ChunkKey]) -> m.Present:
-        """`contains`, with the epoch in which the offload tier is to be asked for the other chunks."""
+        """`contains`, with the epoch in which the offload tier is to be asked for the other
+        chunks.
+        """
         replies = list(self._in_parts(keys, m.Contains, m.Present))
-        return msgspec.structs.replace(replies[0], present=[there for reply in replies for there in reply.present])
+        return msgspec.structs.replace(
+            replies[0], present=[there for reply in replies for there in reply.present]
+        )
 
     def segments_of(self, keys: list[m.ChunkKey]) -> list[str]:
-        """The segment of each key's chunk; "" if it is not in the pool. [] from an older server, which does not know."""
-        return [id_ for reply in self._in_parts(keys, lambda part: m.Contains(part, True), m.Present) for id_ in reply.segments]
+        """The segment of each key's chunk; "" if it is not in the pool. [] from an older server,
+        which does not know.
+        """
+        return [
+            id_
+            for reply in self._in_parts(keys, lambda part: m.Contains(part, True), m.Present)
+            for id_ in reply.segments
+        ]
 
     def acquire(self, keys: list[m.ChunkKey], ranks: int = 1) -> m.Leased:
-        """Lease the leading run, of at most `MAX_KEYS` chunks. ranks: parts of each chunk (keys are of rank 0); locations come chunk by
-        chunk, and some parts of one more chunk may follow."""
+        """Lease the leading run, of at most `MAX_KEYS` chunks. ranks: parts of each chunk (keys are
+        of rank 0); locations come chunk by chunk, and some parts of one more chunk may follow."""
         return self._call(_acquire(keys, ranks), m.Leased)
 
     def send_lookup(self, keys: list[m.ChunkKey], ranks: int = 1) -> Sent[m.Count] | None:
-        """Send `lookup` without waiting for the answer; None if one request cannot hold so many keys."""
+        """Send `lookup` without waiting for the answer; None if one request cannot hold so many
+        keys.
+        """
         most = min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks)
         return self._send(m.Lookup(keys, ranks), m.Count) if len(keys) <= most else None
 
@@ -104,15 +125,21 @@ class Client(ResidentCalls):
         return self._call(m.Release(lease), m.Verdict).held
 
     def reserve(self, keys: list[m.ChunkKey], nbytes: int) -> m.Reserved:
-        """Reserve a slot for each key: a slot or a refusal each; FULL for the keys behind the first `MAX_SLOTS` that get one."""
+        """Reserve a slot for each key: a slot or a refusal each; FULL for the keys behind the first
+        `MAX_SLOTS` that get one.
+        """
         reserved = self._call(m.Reserve(keys[: m.MAX_KEYS], nbytes), m.Reserved)
         rest = len(keys) - m.MAX_KEYS
         if rest <= 0:
             return reserved
-        return msgspec.structs.replace(reserved, slots=reserved.slots + [int(m.Refusal.FULL)] * rest)
+        return msgspec.structs.replace(
+            reserved, slots=reserved.slots + [int(m.Refusal.FULL)] * rest
+        )
 
     def commit(self, reservation: int, prefix: list[m.ChunkKey] | None = None) -> int:
-        """Publish a reservation. Only the last `MAX_KEYS` of `prefix` become more recent than its chunks."""
+        """Publish a reservation. Only the last `MAX_KEYS` of `prefix` become more recent than its
+        chunks.
+        """
         return self._call(m.Commit(reservation, (prefix or [])[-m.MAX_KEYS :]), m.Count).count
 
     def abort(self, reservation: int) -> int:
@@ -122,16 +149,23 @@ class Client(ResidentCalls):
         return sum(reply.count for reply in self._in_parts(keys, m.Touch, m.Count, last_first=True))
 
     def remove(self, keys: list[m.ChunkKey], force: bool = True) -> int:
-        return sum(reply.count for reply in self._in_parts(keys, lambda part: m.Remove(part, force), m.Count))
+        return sum(
+            reply.count
+            for reply in self._in_parts(keys, lambda part: m.Remove(part, force), m.Count)
+        )
 
     def clear(self, namespace: bytes = b"", reset: bool = False) -> int:
-        """Forget the chunks of a namespace. Returns how many. reset: forget what was offloaded of it, too."""
+        """Forget the chunks of a namespace. Returns how many. reset: forget what was offloaded of
+        it, too.
+        """
         return self._call(m.Clear(namespace, reset), m.Count, self._config.control_seconds).count
 
     # ---- segments and the server
 
     def lend(self, nbytes: int) -> m.Lendable:
-        """Ask how much of `nbytes`, which the pool is to have on this client's device, this client is to allocate now."""
+        """Ask how much of `nbytes`, which the pool is to have on this client's device, this client
+        is to allocate now.
+        """
         return self._call(m.Lend(nbytes), m.Lendable)
 
     def add_segment(self, info: m.SegmentInfo, fd: int, claim: int = 0) -> None:
@@ -142,8 +176,9 @@ class Client(ResidentCalls):
         return self._call(request, m.Added, self._config.control_seconds, fd)
 
     def offer(self, info: m.SegmentInfo, fd: int, claim: int = 0) -> None:
-        """`add_segment` now, and after every reconnection until `withdraw`, or until a server refuses its memory. `fd` stays the
-        caller's, and must stay open until then. If this raises, nothing is registered again, though the server may have the segment."""
+        """`add_segment` now, and after every reconnection until `withdraw`, or until a server
+        refuses its memory. `fd` stays the caller's, and must stay open until then. If this raises,
+        nothing is registered again, though the server may have the segment."""
         self.remember(info, fd)
         try:
             self.add_segment(info, fd, claim)
@@ -165,7 +200,9 @@ class Client(ResidentCalls):
         return opened.segment, fd
 
     def avoid(self, id_: m.SegmentId) -> None:
-        """Say that this process cannot map the segment: it gets no slot there, also after a reconnection."""
+        """Say that this process cannot map the segment: it gets no slot there, also after a
+        reconnection.
+        """
         self._avoided.add(id_)
         self._call(m.Unusable(id_), m.Count)
 
@@ -174,12 +211,17 @@ class Client(ResidentCalls):
         return self._call(m.DropSegment(id_, keep), m.Dropped, self._config.control_seconds)
 
     def resize_segment(self, id_: m.SegmentId, nbytes: int, keep: bool = False) -> m.SegmentInfo:
-        """Take back what a host segment has beyond `nbytes`. Returns its size by now: the rest is freed step by step, as `given_back`
-        shows. keep: chunks there stay for a while, to be moved."""
-        return self._call(m.ResizeSegment(id_, nbytes, keep), m.Opened, self._config.control_seconds).segment
+        """Take back what a host segment has beyond `nbytes`. Returns its size by now: the rest is
+        freed step by step, as `given_back` shows. keep: chunks there stay for a while, to be
+        moved."""
+        return self._call(
+            m.ResizeSegment(id_, nbytes, keep), m.Opened, self._config.control_seconds
+        ).segment
 
     def move(self, id_: m.SegmentId) -> m.Moves:
-        """The next chunks to copy out of a segment that is resized or dropped; the copies are then to be committed."""
+        """The next chunks to copy out of a segment that is resized or dropped; the copies are then
+        to be committed.
+        """
         return self._call(m.Move(id_), m.Moves, self._config.control_seconds)
 
     def list_segments(self) -> list[m.SegmentInfo]:
@@ -197,14 +239,18 @@ class Client(ResidentCalls):
             raise
 
     def looked_up(self, asked: int, found: int) -> None:
-        """Note prompt tokens that were looked up, and those found, for the server's statistics; they go with the next heartbeat, as those
-        of `saves` do."""
+        """Note prompt tokens that were looked up, and those found, for the server's statistics;
+        they go with the next heartbeat, as those of `saves` do."""
         with self._telling:
-            self._asked, self._found = min(self._asked + asked, m.MAX_TOKENS), min(self._found + found, m.MAX_TOKENS)
+            self._asked, self._found = (
+                min(self._asked + asked, m.MAX_TOKENS),
+                min(self._found + found, m.MAX_TOKENS),
+            )
 
     def saves(self, seconds: float) -> None:
-        """Note seconds of prefill that hits have saved, for the server's statistics; they go with the next heartbeat, to this server or
-        the next one. They count twice if the answer comes too late."""
+        """Note seconds of prefill that hits have saved, for the server's statistics; they go with
+        the next heartbeat, to this server or the next one. They count twice if the answer comes too
+        late."""
         with self._telling:
             self._saved = min((self._saved or 0.0) + seconds, m.MAX_SAVED_SECONDS)
 
@@ -212,7 +258,8 @@ class Client(ResidentCalls):
         return self._call(m.Stats(), m.ServerStats)
 
     def report(self, level: m.Level, text: str) -> bool:
-        """Tell the node's operator one line, cut at `MAX_REPORT_CHARS`. False if this connection has said it before.
+        """Tell the node's operator one line, cut at `MAX_REPORT_CHARS`. False if this connection
+        has said it before.
 
         A control call. Refused by a server too old to know it, and if `text` is empty.
         """
@@ -229,17 +276,23 @@ class Client(ResidentCalls):
         most: int = m.MAX_KEYS,
         last_first: bool = False,
     ) -> Iterator[R]:
-        """The replies to requests of at most `most` keys each, nearly always one, by one common deadline."""
+        """The replies to requests of at most `most` keys each, nearly always one, by one common
+        deadline.
+        """
         deadline = time.perf_counter() + self._config.request_seconds
         starts = range(0, max(len(keys), 1), most)
         for start in reversed(starts) if last_first else starts:
-            seconds = deadline - time.perf_counter() if len(starts) > 1 else self._config.request_seconds
+            seconds = (
+                deadline - time.perf_counter() if len(starts) > 1 else self._config.request_seconds
+            )
             yield self._call(request(keys[start : start + most]), kind, seconds)
 
     def _come_back(self) -> None:
         for info, fd in list(self._offers.values()):
             try:
-                added = self._add_segment(m.AddSegment(info.id, info.device, info.medium, info.nbytes, again=True), fd)
+                added = self._add_segment(
+                    m.AddSegment(info.id, info.device, info.medium, info.nbytes, again=True), fd
+                )
             except VCacheError as error:
                 log.warning("segment %s could not be offered again: %s", info.id, error)
                 continue
@@ -247,7 +300,10 @@ class Client(ResidentCalls):
                 log.info("segment %s offered again: %d chunks are back", info.id, added.chunks)
             else:
                 self.withdraw(info.id)
-                log.warning("segment %s is not taken again: the server does not know what lies in it", info.id)
+                log.warning(
+                    "segment %s is not taken again: the server does not know what lies in it",
+                    info.id,
+                )
         for id_ in list(self._avoided):
             with suppress(VCacheError):
                 self.avoid(id_)

@@ -53,7 +53,9 @@ def caused_by(caller: Caller) -> Iterator[None]:
 
 
 class _Bucket(msgspec.Struct):
-    """The lines that are still `left`, as of the time `at`, and how many were left out since the last one."""
+    """The lines that are still `left`, as of the time `at`, and how many were left out since the
+    last one.
+    """
 
     limit: Limit
     left: float
@@ -61,11 +63,15 @@ class _Bucket(msgspec.Struct):
     left_out: int = 0
 
     def refill(self, now: float) -> None:
-        self.left, self.at = min(self.limit.lines, self.left + (now - self.at) / self.limit.seconds), now
+        self.left, self.at = (
+            min(self.limit.lines, self.left + (now - self.at) / self.limit.seconds),
+            now,
+        )
 
 
 class ClientLines(logging.Filter):
-    """Leaves out what is more than the limit of the process or of its user, whatever it was. To be added to the log's handler.
+    """Leaves out what is more than the limit of the process or of its user, whatever it was. To be
+    added to the log's handler.
 
     A client that connects again is the same client.
     """
@@ -79,19 +85,28 @@ class ClientLines(logging.Filter):
         """Whether the line is written; it then says how many before it were not."""
         if (caller := CALLER.get()) is None:
             return True
-        user, process = self._bucket(Caller(caller.uid, 0), OF_USER), self._bucket(caller, OF_PROCESS)
+        user, process = (
+            self._bucket(Caller(caller.uid, 0), OF_USER),
+            self._bucket(caller, OF_PROCESS),
+        )
         if min(user.left, process.left) < 1:
             process.left_out += 1
             return False
         for bucket in {id(user): user, id(process): process}.values():
             bucket.left -= 1
-        line, out, process.left_out = printable(record.getMessage(), MAX_LINE_CHARS), process.left_out, 0
+        line, out, process.left_out = (
+            printable(record.getMessage(), MAX_LINE_CHARS),
+            process.left_out,
+            0,
+        )
         more = f" (lines of this client left out before this one: {out:,})" if out else ""
         record.msg, record.args = line + more, None
         return True
 
     def tell(self) -> None:
-        """Say how many lines of clients were left out that have caused none since. To be called now and then."""
+        """Say how many lines of clients were left out that have caused none since. To be called now
+        and then.
+        """
         now = self._now()
         for caller, bucket in list(self._buckets.items()):
             bucket.refill(now)
@@ -113,6 +128,11 @@ class ClientLines(logging.Filter):
 
 
 def printable(text: str, most: int = MAX_SHOWN_CHARS) -> str:
-    """`text` for a terminal or a log: cut to `most` characters, without anything that a terminal would act on."""
+    """`text` for a terminal or a log: cut to `most` characters, without anything that a terminal
+    would act on.
+    """
     short = text if len(text) <= most else f"{text[: most - 3]}..."
-    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in short)
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in short
+    )

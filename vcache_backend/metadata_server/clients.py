@@ -1,4 +1,6 @@
-"""The connections of one server, from the bytes that arrive to those that leave. No client holds up another one."""
+"""The connections of one server, from the bytes that arrive to those that leave. No client holds up
+another one.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,18 @@ FOLLOWED = (m.Lookup, m.Find, m.Acquire, m.Reserve)
 
 
 class Clients:
-    """All connections. Called from the server's loop, which should not sleep before `spin_until` (monotonic clock)."""
+    """All connections. Called from the server's loop, which should not sleep before `spin_until`
+    (monotonic clock).
+    """
 
     def __init__(
-        self, admission: Admission, epoll: select.epoll, service: Service, watch: Watch, witness: Witness, spin_seconds: float
+        self,
+        admission: Admission,
+        epoll: select.epoll,
+        service: Service,
+        watch: Watch,
+        witness: Witness,
+        spin_seconds: float,
     ) -> None:
         self.spin_until = 0.0
         self._admission, self._epoll, self._service = admission, epoll, service
@@ -75,7 +85,9 @@ class Clients:
             self._concerned[served] = None
 
     def send(self) -> None:
-        """Send what can leave now, then listen to connections whose requests are answered and whose answers have left."""
+        """Send what can leave now, then listen to connections whose requests are answered and whose
+        answers have left.
+        """
         concerned, self._concerned = self._concerned, {}
         for connection in concerned:
             if connection.closed:
@@ -130,7 +142,10 @@ class Clients:
         except OSError:
             self._disconnect(connection)
         except Exception:
-            log.exception("a request of pid %d could not be answered; its connection is closed", connection.caller.pid)
+            log.exception(
+                "a request of pid %d could not be answered; its connection is closed",
+                connection.caller.pid,
+            )
             self._disconnect(connection)
         finally:
             CALLER.reset(caused)
@@ -153,7 +168,9 @@ class Clients:
         except msgspec.ValidationError as error:
             self._directory.counters["protocol_errors"] += 1
             if connection.client is None:
-                raise ProtocolError(f"the first message is no hello of protocol {m.PROTOCOL_VERSION}: {error}") from error
+                raise ProtocolError(
+                    f"the first message is no hello of protocol {m.PROTOCOL_VERSION}: {error}"
+                ) from error
             connection.close_fds()
             connection.queue(m.Error(str(error)))
             return

@@ -10,8 +10,8 @@ from queue import SimpleQueue
 class Closer:
     """A thread that closes fds for the server's loop.
 
-    Closing the last fd of a piece of memory frees it, which takes a quarter of a second a GiB of host memory.
-    """
+    Closing the last fd of a piece of memory frees it, which takes a quarter of a second a GiB of
+    host memory."""
 
     def __init__(self) -> None:
         self._fds: SimpleQueue[int] = SimpleQueue()

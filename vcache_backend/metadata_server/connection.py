@@ -1,4 +1,6 @@
-"""A client's connection as the server has it, the order in which requests are answered, and the fds that leave with answers."""
+"""A client's connection as the server has it, the order in which requests are answered, and the fds
+that leave with answers.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ from vcache_backend.seals import FUTURE_WRITE, lacking
 log = logging.getLogger(__name__)
 
 FREED_AT_ONCE, FREEING_STEPS = 2 << 20, 256
-"""Bytes freed at once, a large page or more, and the steps that this counts for: a turn of the loop frees about 4 MiB, in 1 ms."""
+"""Bytes freed at once, a large page or more, and the steps that this counts for: a turn of the loop
+frees about 4 MiB, in 1 ms.
+"""
 
 
 class Holder(Protocol):
@@ -38,7 +42,9 @@ class Holder(Protocol):
 
 
 class Descriptor:
-    """An open file, closed soon after its last user lets go of it: the table it is in, or an answer that is yet to be sent."""
+    """An open file, closed soon after its last user lets go of it: the table it is in, or an answer
+    that is yet to be sent.
+    """
 
     def __init__(self, fd: int) -> None:
         """Take over `fd`."""
@@ -50,7 +56,9 @@ class Descriptor:
 
 
 class Connection:
-    """One client's socket, and the requests and answers on their way. caller: its pid as seen in this pid namespace, or 0."""
+    """One client's socket, and the requests and answers on their way. caller: its pid as seen in
+    this pid namespace, or 0.
+    """
 
     def __init__(self, sock: socket.socket, number: int, caller: Caller) -> None:
         self.sock = sock
@@ -69,7 +77,9 @@ class Connection:
 
     @property
     def wanted(self) -> int:
-        """The events that epoll should report: the next request only once the last one is answered and its answer has left."""
+        """The events that epoll should report: the next request only once the last one is answered
+        and its answer has left.
+        """
         if self.unsent:
             return select.EPOLLOUT
         return 0 if self.queued else select.EPOLLIN
@@ -83,7 +93,9 @@ class Connection:
         self.unsent.append((data, held, reply.reservation if isinstance(reply, m.Reserved) else 0))
 
     def untold(self) -> list[int]:
-        """Reservations whose answers have not left. No client knows of them, so none writes their slots."""
+        """Reservations whose answers have not left. No client knows of them, so none writes their
+        slots.
+        """
         return [reservation for _, _, reservation in self.unsent if reservation]
 
     def flush(self) -> None:
@@ -91,13 +103,17 @@ class Connection:
         while self.unsent:
             data, held, _ = self.unsent[0]
             try:
-                self.sock.send(data) if held is None else socket.send_fds(self.sock, [data], [held.fd])
+                self.sock.send(data) if held is None else socket.send_fds(
+                    self.sock, [data], [held.fd]
+                )
             except BlockingIOError:
                 return
             self.unsent.popleft()
 
     def close_fds(self) -> None:
-        """Close, in the background, fds that came with a request and were not kept: each may hold the last of much memory."""
+        """Close, in the background, fds that came with a request and were not kept: each may hold
+        the last of much memory.
+        """
         if self.fds:
             closer.start()
         while self.fds:
@@ -110,11 +126,11 @@ class Connection:
 
 
 class Turns:
-    """Connections with a request, in order of the work done for them lately, the least first (start-time fair queueing).
+    """Connections with a request, in order of the work done for them lately, the least first
+    (start-time fair queueing).
 
-    A connection is charged for the time that its requests take. One that was quiet starts level with those being served, so it waits for
-    one request of each, however many they sent.
-    """
+    A connection is charged for the time that its requests take. One that was quiet starts level
+    with those being served, so it waits for one request of each, however many they sent."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Connection]] = []
@@ -140,7 +156,9 @@ class Turns:
 
 
 class Longest:
-    """The longest turn of the loop since the server's start, in microseconds of the clock and of the processor."""
+    """The longest turn of the loop since the server's start, in microseconds of the clock and of
+    the processor.
+    """
 
     def __init__(self) -> None:
         self._wall = self._cpu = 0.0
@@ -157,11 +175,16 @@ class Longest:
 
     def told(self) -> dict[str, int]:
         """The figures as counters."""
-        return {"longest_turn_us": round(self._wall * 1e6), "longest_turn_cpu_us": round(self._cpu * 1e6)}
+        return {
+            "longest_turn_us": round(self._wall * 1e6),
+            "longest_turn_cpu_us": round(self._cpu * 1e6),
+        }
 
 
 def free_pages(memory: Holder, start: int, end: int) -> Iterator[None]:
-    """Return the pages of a memfd between these bytes to the system, a few a step. Whoever has it mapped then reads zeros there."""
+    """Return the pages of a memfd between these bytes to the system, a few a step. Whoever has it
+    mapped then reads zeros there.
+    """
     start, at = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, 0
     try:
         with mmap.mmap(memory.fd, max(end - start, 1), offset=start) as pages:
@@ -171,20 +194,31 @@ def free_pages(memory: Holder, start: int, end: int) -> Iterator[None]:
                 at += size
                 yield from repeat(None, FREEING_STEPS)
     except (OSError, ValueError) as error:
-        log.warning("%s B taken back from a segment cannot be freed before the segment is dropped: %s", f"{end - start:,}", error)
+        log.warning(
+            "%s B taken back from a segment cannot be freed before the segment is dropped: %s",
+            f"{end - start:,}",
+            error,
+        )
 
 
 def unmappable(medium: m.Medium, nbytes: int, fd: int, to_write: bool = True) -> str:
-    """Why workers could not map `nbytes` of `fd`, or would be killed for using it; empty if nothing found here speaks against it.
+    """Why workers could not map `nbytes` of `fd`, or would be killed for using it; empty if nothing
+    found here speaks against it.
 
-    Only the driver knows whether GPU memory is what it is said to be. A worker that cannot map it says so (`Unusable`).
-    """
+    Only the driver knows whether GPU memory is what it is said to be. A worker that cannot map it
+    says so (`Unusable`)."""
     status, flags = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GETFL)
-    if flags & os.O_PATH or flags & os.O_ACCMODE not in ((os.O_RDWR,) if to_write else (os.O_RDWR, os.O_RDONLY)):
+    if flags & os.O_PATH or flags & os.O_ACCMODE not in (
+        (os.O_RDWR,) if to_write else (os.O_RDWR, os.O_RDONLY)
+    ):
         return f"the fd is not open for reading{' and writing' if to_write else ''}, as workers need it"
     if medium == "cuda":
         # The driver exports memory as an open file of its own device, /dev/nvidiactl.
-        return "" if stat.S_ISCHR(status.st_mode) else "the fd is a file, a memfd or a socket, no memory of a GPU"
+        return (
+            ""
+            if stat.S_ISCHR(status.st_mode)
+            else "the fd is a file, a memfd or a socket, no memory of a GPU"
+        )
     if reason := lacking(fd):
         return reason
     seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)

@@ -1,8 +1,7 @@
 """What lies in the pool: chunks, the slots they occupy, and how room is made for others. Pure.
 
-A chunk is live (found by its key), resting (in a segment from before a restart that is not back yet), or cleared (no longer found, its slot
-still to be freed).
-"""
+A chunk is live (found by its key), resting (in a segment from before a restart that is not back
+yet), or cleared (no longer found, its slot still to be freed)."""
 
 from __future__ import annotations
 
@@ -20,7 +19,9 @@ from vcache_backend.metadata_server.records import Cleared, Gone, JournalState, 
 
 
 class Contents:
-    """Chunks and slots. `records`: changes that the journal must hold before anybody is told of them."""
+    """Chunks and slots. `records`: changes that the journal must hold before anybody is told of
+    them.
+    """
 
     def __init__(self) -> None:
         self.live, self.resting = Chunks(), Chunks()
@@ -35,7 +36,9 @@ class Contents:
         return [entry for entry in map(self.live.among(wanted).get, wanted) if entry is not None]
 
     def use(self, entries: list[Entry]) -> None:
-        """Make chunks that nobody reads recent, the first one the most: the end of a prefix is evicted before its beginning."""
+        """Make chunks that nobody reads recent, the first one the most: the end of a prefix is
+        evicted before its beginning.
+        """
         for use, entry in enumerate(reversed(entries), self._uses):
             if entry.newer is not None:
                 order = entry.segment.order
@@ -44,16 +47,23 @@ class Contents:
         self._uses += len(entries)
 
     def lying(self, keys: list[ChunkKey], locations: list[Location]) -> Iterator[Live]:
-        """A record of those chunks that still lie at these locations, live or resting; nothing if there are none."""
+        """A record of those chunks that still lie at these locations, live or resting; nothing if
+        there are none.
+        """
         pairs = zip(keys, locations, strict=True)
-        found = [(k, at) for k, at in pairs if (e := self.live.get(k) or self.resting.get(k)) is not None and e.location == at]
+        found = [
+            (k, at)
+            for k, at in pairs
+            if (e := self.live.get(k) or self.resting.get(k)) is not None and e.location == at
+        ]
         if found:
             yield Live([key for key, _ in found], [location for _, location in found])
 
     # ---- chunks come
 
     def restore(self, state: JournalState) -> dict[int, list[Entry]]:
-        """Restore an earlier server's segments, absent, and their chunks, resting; the least recently used ones come back first.
+        """Restore an earlier server's segments, absent, and their chunks, resting; the least
+        recently used ones come back first.
 
         Returns the slots that were being written, by reservation.
         """
@@ -69,12 +79,17 @@ class Contents:
         for entry in reversed(entries):
             entry.segment.returning.append(entry)
         self._uses = len(entries)
-        written = {number: self.occupy(held.keys, held.locations, number) for number, held in state.held.items()}
+        written = {
+            number: self.occupy(held.keys, held.locations, number)
+            for number, held in state.held.items()
+        }
         for segment in self.placement.segments.values():
             segment.find_holes()
         return written
 
-    def occupy(self, keys: list[ChunkKey], locations: list[Location], reservation: int) -> list[Entry]:
+    def occupy(
+        self, keys: list[ChunkKey], locations: list[Location], reservation: int
+    ) -> list[Entry]:
         """Mark slots that `room` returned as being written."""
         segments, entries = self.placement.segments, []
         length = size = 0
@@ -111,7 +126,9 @@ class Contents:
         return len(entries) - len(draining)
 
     def bring_back(self, segment: Segment, pending: Callable[[ChunkKey], bool]) -> Steps:
-        """Make the chunks of a segment live that has been offered again, but for those removed or being stored anew meanwhile."""
+        """Make the chunks of a segment live that has been offered again, but for those removed or
+        being stored anew meanwhile.
+        """
         while segment.returning and segment.state == "live":
             entry = segment.returning.pop()
             if self.resting.holds(entry):
@@ -122,19 +139,26 @@ class Contents:
                     self.live.put([entry])
             yield
 
-    def room(self, nbytes: int, peer: Peer, wanted: int, allowed: int, before: float = inf) -> list[Location]:
-        """Find slots for `wanted` chunks, or for as many as there is room for: in holes, then by evicting chunks last used `before`.
+    def room(
+        self, nbytes: int, peer: Peer, wanted: int, allowed: int, before: float = inf
+    ) -> list[Location]:
+        """Find slots for `wanted` chunks, or for as many as there is room for: in holes, then by
+        evicting chunks last used `before`.
 
         allowed: by how many the number of chunks may grow.
         """
         left, slots = MAX_SEARCH, list[Location]()
         while True:
-            while (most := min(allowed, wanted - len(slots))) > 0 and (free := self.placement.take(nbytes, peer, most)):
+            while (most := min(allowed, wanted - len(slots))) > 0 and (
+                free := self.placement.take(nbytes, peer, most)
+            ):
                 allowed -= len(free)
                 slots += free
             if len(slots) == wanted or left <= 0:
                 return slots
-            victims, equal, looked = self.placement.victims(nbytes, wanted - len(slots), peer, left, before)
+            victims, equal, looked = self.placement.victims(
+                nbytes, wanted - len(slots), peer, left, before
+            )
             if not victims:
                 return slots
             left -= looked
@@ -149,7 +173,9 @@ class Contents:
     # ---- chunks are read
 
     def hold(self, entries: Iterable[Entry]) -> None:
-        """Count a reader for each of these chunks, so that they are not evicted. Each must occur only once."""
+        """Count a reader for each of these chunks, so that they are not evicted. Each must occur
+        only once.
+        """
         for entry in entries:
             if not entry.leases:
                 segment = entry.segment
@@ -158,7 +184,9 @@ class Contents:
             entry.leases += 1
 
     def let_go(self, entries: list[Entry]) -> None:
-        """End one reader of each chunk. Those without any left become recent, the first one the most; removed ones free their slots."""
+        """End one reader of each chunk. Those without any left become recent, the first one the
+        most; removed ones free their slots.
+        """
         for use, entry in enumerate(reversed(entries), self._uses):
             entry.leases -= 1
             if not entry.leases:
@@ -175,7 +203,9 @@ class Contents:
     # ---- chunks go
 
     def forget(self, entries: list[Entry]) -> None:
-        """Remove chunks, be they live, resting or cleared. The slot of one that somebody reads is freed when its last reader ends."""
+        """Remove chunks, be they live, resting or cleared. The slot of one that somebody reads is
+        freed when its last reader ends.
+        """
         gone = self.live.drop(entries) + self.resting.drop(entries)
         for entry in entries:
             if entry.leases:
@@ -187,7 +217,9 @@ class Contents:
             self.records.append(Gone(gone))
 
     def clear(self, namespace: bytes) -> tuple[int, Steps]:
-        """Remove all chunks of a namespace, of all with b"". Returns how many were live, and the steps that free their slots."""
+        """Remove all chunks of a namespace, of all with b"". Returns how many were live, and the
+        steps that free their slots.
+        """
         live, resting = self.live.clear(namespace), self.resting.clear(namespace)
         if live or resting:
             self.records.append(Cleared(namespace))
@@ -196,7 +228,9 @@ class Contents:
         return chunks, self._drain([*live, *resting])
 
     def empty(self, segment: Segment) -> Steps:
-        """Forget the chunks of a segment one a step, or mark them for `move` if they are to be kept."""
+        """Forget the chunks of a segment one a step, or mark them for `move` if they are to be
+        kept.
+        """
         while segment.occupants:
             offset, entry = segment.occupants.popitem()
             segment.staying[offset] = entry
@@ -210,7 +244,9 @@ class Contents:
             yield from self._leave(segment)
 
     def shorten(self, segment: Segment) -> Steps:
-        """Forget, or mark for `move`, the chunks beyond a segment's limit, and take away the holes there."""
+        """Forget, or mark for `move`, the chunks beyond a segment's limit, and take away the holes
+        there.
+        """
         while segment.end > segment.limit and segment.state == "live":
             entry = segment.shorten(segment.limit)
             if entry is not None and not entry.reservation and not entry.doomed:
@@ -229,11 +265,15 @@ class Contents:
             yield
 
     def better(self, entry: Entry, peer: Peer) -> list[Location]:
-        """A slot to which a chunk can move: a hole, or one whose chunk was used less recently. Empty if there is none."""
+        """A slot to which a chunk can move: a hole, or one whose chunk was used less recently.
+        Empty if there is none.
+        """
         return self.room(entry.location.length, peer, 1, 1, before=entry.use)
 
     def _drain(self, spaces: list[Space]) -> Steps:
-        """Free the slots of cleared chunks, one a step, unless they were evicted meanwhile or only wait for their leases to end."""
+        """Free the slots of cleared chunks, one a step, unless they were evicted meanwhile or only
+        wait for their leases to end.
+        """
         for space in spaces:
             while space:
                 _, entry = space.popitem()

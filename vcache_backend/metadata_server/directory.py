@@ -1,9 +1,9 @@
 """The directory: where each chunk lies, who writes it and who reads it. A pure state machine.
 
-It has no socket, thread or file: it takes a clock, returns replies, and leaves in `records` what the journal must hold before the replies
-may leave. It keeps three rules: nobody sees a chunk before its commit (1); a leased slot is not reused before its lease ends (2); a
-reserved slot is freed only once its writer says so or the writer's process has ended (3).
-"""
+It has no socket, thread or file: it takes a clock, returns replies, and leaves in `records` what
+the journal must hold before the replies may leave. It keeps three rules: nobody sees a chunk before
+its commit (1); a leased slot is not reused before its lease ends (2); a reserved slot is freed only
+once its writer says so or the writer's process has ended (3)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _ENOUGH = f"one request reserves at most {m.MAX_SLOTS:,} slots; reserve the othe
 
 
 class Directory(SegmentDirectory):
-    """The state behind every request about chunks and segments. Called from the server's loop only; `now` is a monotonic clock in seconds.
+    """The state behind every request about chunks and segments. Called from the server's loop only;
+    `now` is a monotonic clock in seconds.
 
-    Each call takes a bounded time. Of `add_segment`, `clear`, `drop_segment` and `disconnect`, `go_on` does in later turns of the loop what
-    is too much for one.
+    Each call takes a bounded time. Of `add_segment`, `clear`, `drop_segment` and `disconnect`,
+    `go_on` does in later turns of the loop what is too much for one.
 
-    The ids of leases and reservations count up from `first_id`, far from those of earlier lives of the server. Generations count up from
-    the newest one that `restore` brings.
-    """
+    The ids of leases and reservations count up from `first_id`, far from those of earlier lives of
+    the server. Generations count up from the newest one that `restore` brings."""
 
     def __init__(self, limits: ServerConfig, now: Callable[[], float], first_id: int = 1) -> None:
         super().__init__(limits, now, first_id)
@@ -51,14 +51,18 @@ class Directory(SegmentDirectory):
     # ---- reading
 
     def lookup(self, keys: list[m.ChunkKey], ranks: int = 1) -> int:
-        """Count the leading chunks that all ranks have. At most `MAX_LOOKED_UP` keys times ranks."""
+        """Count the leading chunks that all ranks have. At most `MAX_LOOKED_UP` keys times
+        ranks.
+        """
         found = self.contents.live.leading_of_all(keys, ranks)
         self.counters["lookup_chunks"] += len(keys)
         self.counters["lookup_hits"] += found
         return found
 
     def find(self, request: m.Find) -> m.Found:
-        """Find which leading chunks are in the pool, for all ranks, or resident in another instance's KV cache."""
+        """Find which leading chunks are in the pool, for all ranks, or resident in another
+        instance's KV cache.
+        """
         found = self.residents.find(request, self.contents.live)
         self.counters["lookup_chunks"] += len(request.keys)
         self.counters["lookup_hits"] += len(found.pooled)
@@ -75,8 +79,14 @@ class Directory(SegmentDirectory):
         return [entry.segment.id if (entry := there.get(key)) is not None else "" for key in keys]
 
     def acquire(self, client: Peer, keys: list[m.ChunkKey]) -> m.Leased:
-        """Lease the leading run. When the lease ends its chunks become recent, the first one the most."""
-        entries = list[Entry]() if self.leases.full(client.id, len(keys)) else self.contents.live.leading(keys)
+        """Lease the leading run. When the lease ends its chunks become recent, the first one the
+        most.
+        """
+        entries = (
+            list[Entry]()
+            if self.leases.full(client.id, len(keys))
+            else self.contents.live.leading(keys)
+        )
         self.counters["acquire_chunks"] += len(keys)
         self.counters["acquire_hits"] += len(entries)
         if not entries:
@@ -103,10 +113,11 @@ class Directory(SegmentDirectory):
     # ---- writing
 
     def reserve(self, client: Peer, keys: list[m.ChunkKey], nbytes: int) -> m.Reserved:
-        """Reserve a slot of `nbytes` for each key: on the client's device, else on peers with room, else by eviction.
+        """Reserve a slot of `nbytes` for each key: on the client's device, else on peers with room,
+        else by eviction.
 
-        A key whose chunk is stored already, or is being written, gets a refusal instead, as do keys beyond the first `MAX_SLOTS` new ones.
-        """
+        A key whose chunk is stored already, or is being written, gets a refusal instead, as do keys
+        beyond the first `MAX_SLOTS` new ones."""
         if reason := self._not_now(client):
             return m.Reserved(0, 0.0, [int(m.Refusal.FULL)] * len(keys), reason)
         reservation, live = next(self._ids), self.contents.live
@@ -115,7 +126,9 @@ class Directory(SegmentDirectory):
         there, busy = live.among(keys), self.reservations.among(keys)
         wanted = [key for key in dict.fromkeys(keys) if key not in there and key not in busy]
         some = [] if refusal is not None else wanted[: m.MAX_SLOTS]
-        locations = self.contents.room(nbytes, client, len(some), self._limits.max_chunks - self.contents.placement.occupied())
+        locations = self.contents.room(
+            nbytes, client, len(some), self._limits.max_chunks - self.contents.placement.occupied()
+        )
         if refusal is None and len(locations) < len(wanted):
             refusal = m.Refusal.FULL
             reason = _full(nbytes, client.medium) if len(locations) < len(some) else _ENOUGH
@@ -123,7 +136,9 @@ class Directory(SegmentDirectory):
             self.counters[f"refused_{refusal.name.lower()}"] += len(wanted) - len(locations)
         stored, slots = some[: len(locations)], list[m.Location | int](locations)
         if len(stored) < len(keys):
-            slots = _answers(keys, dict(zip(stored, locations, strict=True)), live.among(keys), busy, refusal)
+            slots = _answers(
+                keys, dict(zip(stored, locations, strict=True)), live.among(keys), busy, refusal
+            )
         if not stored:
             return m.Reserved(0, 0.0, slots, reason)
         self._open(client, reservation, stored, locations)
@@ -136,7 +151,12 @@ class Directory(SegmentDirectory):
         0 if the reservation is void. Its slots are then freed, since its writer has finished.
         """
         open_, holds = self.reservations.get(reservation), self.contents.live.holds
-        if open_ is None or open_.client != client.id or self._now() > open_.deadline or not all(map(holds, open_.sources)):
+        if (
+            open_ is None
+            or open_.client != client.id
+            or self._now() > open_.deadline
+            or not all(map(holds, open_.sources))
+        ):
             self.abort(client, reservation)
             return 0
         self.reservations.close(reservation)
@@ -149,20 +169,29 @@ class Directory(SegmentDirectory):
         return visible
 
     def abort(self, client: Peer, reservation: int) -> int:
-        """Free the slots of a reservation of this process, none of whose copies runs any more. Returns how many."""
+        """Free the slots of a reservation of this process, none of whose copies runs any more.
+        Returns how many.
+        """
         open_ = self.reservations.get(reservation)
         if open_ is None or open_.process != client.process:
             return 0
         return self._give_back(reservation)
 
     def remove(self, keys: list[m.ChunkKey], force: bool = True) -> int:
-        """Forget chunks. Returns how many there were. The slot of a leased chunk is freed when its last lease ends.
+        """Forget chunks. Returns how many there were. The slot of a leased chunk is freed when its
+        last lease ends.
 
-        Without `force`, leased chunks stay, and so do those of segments that are not back since a restart.
-        """
+        Without `force`, leased chunks stay, and so do those of segments that are not back since a
+        restart."""
         there = self.contents.there(keys)
         if force:
-            self.contents.forget([entry for key in dict.fromkeys(keys) if (entry := self.contents.resting.get(key)) is not None])
+            self.contents.forget(
+                [
+                    entry
+                    for key in dict.fromkeys(keys)
+                    if (entry := self.contents.resting.get(key)) is not None
+                ]
+            )
         else:
             self.leases.expire(self._now())
             there = [entry for entry in there if not entry.leases]
@@ -171,10 +200,11 @@ class Directory(SegmentDirectory):
         return len(there)
 
     def clear(self, namespace: bytes, reset: bool = False) -> int:
-        """Forget all chunks of a namespace, resident ones included; of all namespaces with b"". Returns how many there were.
+        """Forget all chunks of a namespace, resident ones included; of all namespaces with b"".
+        Returns how many there were.
 
-        Their slots are freed now or in later turns. Reservations of the namespace become void. reset: raise the namespace's epoch, too.
-        """
+        Their slots are freed now or in later turns. Reservations of the namespace become void.
+        reset: raise the namespace's epoch, too."""
         self.reservations.void(self.reservations.of_namespace(namespace))
         residents = self.residents.clear(namespace)
         if reset:
@@ -184,7 +214,9 @@ class Directory(SegmentDirectory):
         return chunks + residents
 
     def raise_epoch(self, namespace: bytes) -> None:
-        """Make everything void that was offloaded, or computed in a KV cache, of a namespace so far; of all with b""."""
+        """Make everything void that was offloaded, or computed in a KV cache, of a namespace so
+        far; of all with b"".
+        """
         self.residents.clear(namespace)
         self.epochs.advance(namespace)
         self.records.append(records.EpochTable(self.epochs.all()))
@@ -192,13 +224,17 @@ class Directory(SegmentDirectory):
     # ---- clients and time
 
     def disconnect(self, client: Peer) -> None:
-        """The connection is closed: its leases end after `GRACE_SECONDS`, its reservations are void and their slots quarantined."""
+        """The connection is closed: its leases end after `GRACE_SECONDS`, its reservations are void
+        and their slots quarantined.
+        """
         self.backlog.later(self.leases.drop_client(client.id, self._now))
         self._claims.drop_client(client.id)
         self.reservations.void(self.reservations.of_client(client.id))
 
     def process_gone(self, process: records.ProcessId) -> None:
-        """The process has ended and writes nothing any more: free the slots of its void reservations now or in later turns."""
+        """The process has ended and writes nothing any more: free the slots of its void
+        reservations now or in later turns.
+        """
         self.backlog.begin(self._free_slots_of(process))
 
     def tick(self) -> None:
@@ -217,7 +253,9 @@ class Directory(SegmentDirectory):
     # ---- journal
 
     def restore(self, state: records.JournalState) -> None:
-        """Take over an earlier server's state. Segments are absent until offered again and their chunks rest; reservations are void."""
+        """Take over an earlier server's state. Segments are absent until offered again and their
+        chunks rest; reservations are void.
+        """
         self.epochs.restore(state.epochs)
         for number, entries in self.contents.restore(state).items():
             self.reservations.restore(number, state.held[number].process, entries)
@@ -228,8 +266,8 @@ class Directory(SegmentDirectory):
     def still(self, record: records.Record) -> Iterator[records.Record]:
         """The parts of an old journal's record that still hold, for a new, shorter journal.
 
-        The new journal also gets every change from the turn on in which its first record was written.
-        """
+        The new journal also gets every change from the turn on in which its first record was
+        written."""
         match record:
             case records.Counted():  # the first
                 yield records.Counted(next(self.contents.placement.generations))
@@ -237,7 +275,12 @@ class Directory(SegmentDirectory):
                 yield from map(added, self.segments.values())
             case records.Held(reservation=number):
                 if (held := self.reservations.get(number)) is not None:
-                    yield records.Held(number, held.process, [e.key for e in held.entries], [e.location for e in held.entries])
+                    yield records.Held(
+                        number,
+                        held.process,
+                        [e.key for e in held.entries],
+                        [e.location for e in held.entries],
+                    )
                 else:
                     yield from self.contents.lying(record.keys[::-1], record.locations[::-1])
             case records.Live(keys=keys, locations=locations):
@@ -247,12 +290,17 @@ class Directory(SegmentDirectory):
 
     def _refusal(self, client: Peer, nbytes: int) -> tuple[m.Refusal | None, str]:
         """Why no chunk of this size can ever get a slot at present; (None, "") if it can."""
-        largest = max((segment.end for segment in self.contents.placement.usable(client)), default=-1)
+        largest = max(
+            (segment.end for segment in self.contents.placement.usable(client)), default=-1
+        )
         if largest < 0:
             return m.Refusal.NO_SEGMENT, self._no_segment(client)
         if nbytes > largest:
             have = f"the largest {client.medium} segment has {largest:,} B"
-            return m.Refusal.TOO_LARGE, f"a chunk needs {nbytes:,} B but {have}; set pool.segment_bytes >= {nbytes}"
+            return (
+                m.Refusal.TOO_LARGE,
+                f"a chunk needs {nbytes:,} B but {have}; set pool.segment_bytes >= {nbytes}",
+            )
         return None, ""
 
     def _no_segment(self, client: Peer) -> str:
@@ -260,7 +308,11 @@ class Directory(SegmentDirectory):
         placement, medium = self.contents.placement, client.medium
         unusable = any(segment.medium == medium for segment in placement.in_state("live"))
         absent = sum(segment.medium == medium for segment in placement.in_state("absent"))
-        what = f"this worker can map no {medium} segment that is there" if unusable else f"no {medium} segment is registered"
+        what = (
+            f"this worker can map no {medium} segment that is there"
+            if unusable
+            else f"no {medium} segment is registered"
+        )
         if absent:
             what += f", and {absent} of before the server's restart, unless somebody has them mapped, are gone"
         return f"{what}; start a worker with pool.segment_bytes > 0 or `vcache segment add`"
@@ -292,7 +344,9 @@ def _answers(
     busy: set[m.ChunkKey],
     refusal: m.Refusal | None,
 ) -> list[m.Location | int]:
-    """For each key its slot, or the reason for none: FULL also if its chunk was evicted to make room for others of this request."""
+    """For each key its slot, or the reason for none: FULL also if its chunk was evicted to make
+    room for others of this request.
+    """
     slots: list[m.Location | int] = []
     for key in keys:
         if (location := given.pop(key, None)) is not None:
@@ -301,7 +355,15 @@ def _answers(
         elif key in there:
             slots.append(int(m.Refusal.EXISTS))
         else:
-            slots.append(int(m.Refusal.BUSY if key in busy else m.Refusal.FULL if refusal is None else refusal))
+            slots.append(
+                int(
+                    m.Refusal.BUSY
+                    if key in busy
+                    else m.Refusal.FULL
+                    if refusal is None
+                    else refusal
+                )
+            )
     return slots
 
 

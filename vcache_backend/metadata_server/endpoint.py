@@ -1,4 +1,6 @@
-"""Where a server listens: the socket's folder and the files beside it, who may connect, and whether the path still leads to it."""
+"""Where a server listens: the socket's folder and the files beside it, who may connect, and whether
+the path still leads to it.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,23 @@ from types import TracebackType
 from vcache_backend.errors import ConfigError
 
 FRESH_SECONDS = 3600.0
-"""How often the files are touched, since cleaners of /tmp remove what nobody has touched for days."""
+"""How often the files are touched, since cleaners of /tmp remove what nobody has touched for
+days.
+"""
 LISTENS_SECONDS = 1.0
 """How long connecting to an existing socket may take. The kernel accepts or refuses at once."""
 
 
 def beside(path: Path, suffix: str) -> Path:
-    """The path of a socket's lock, journal or log: the socket's whole name and `suffix`, so that no two sockets share one."""
+    """The path of a socket's lock, journal or log: the socket's whole name and `suffix`, so that no
+    two sockets share one.
+    """
     return path.with_name(path.name + suffix)
 
 
 def folder_fault(path: Path, trusted: Collection[int]) -> str:
-    """Why others could put a socket or a file of theirs at `path`, and what to do; empty if only `trusted` uids can.
+    """Why others could put a socket or a file of theirs at `path`, and what to do; empty if only
+    `trusted` uids can.
 
     OSError if there is no such folder.
     """
@@ -40,16 +47,18 @@ def folder_fault(path: Path, trusted: Collection[int]) -> str:
     if status.st_mode & 0o022:
         shared = status.st_mode & stat.S_ISVTX  # such as /tmp, which is meant to be so
         mend = other if shared else f"`chmod go-w {folder}`, or {other}, or remove {folder}"
-        return f"{folder} (mode {stat.S_IMODE(status.st_mode):04o}) can be written by others; {mend}"
+        return (
+            f"{folder} (mode {stat.S_IMODE(status.st_mode):04o}) can be written by others; {mend}"
+        )
     return ""
 
 
 class Endpoint:
-    """A listening socket, and its lock, which keeps a second server away. ConfigError if it cannot be made.
+    """A listening socket, and its lock, which keeps a second server away. ConfigError if it cannot
+    be made.
 
-    Only this user can reach it, or the members of one group. With other users or several groups everybody can connect, and `Admission`
-    checks who it is.
-    """
+    Only this user can reach it, or the members of one group. With other users or several groups
+    everybody can connect, and `Admission` checks who it is."""
 
     def __init__(self, path: Path, uids: Sequence[int] = (), gids: Sequence[int] = ()) -> None:
         """uids, gids: users and groups who may connect, besides this user and root."""
@@ -63,7 +72,9 @@ class Endpoint:
                 self._make_folder()
                 self._lock(undo)
                 self._make_way()
-                self.listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                self.listener = undo.enter_context(
+                    socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                )
                 self._bind(undo)
             except OSError as error:
                 raise ConfigError(f"server.socket: cannot use {path}: {error}") from error
@@ -73,7 +84,12 @@ class Endpoint:
     def __enter__(self) -> Endpoint:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._undo.close()
 
     def lost(self) -> str:
@@ -123,7 +139,9 @@ class Endpoint:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ConfigError(f"server.socket: another server already serves {self._path}") from error
+            raise ConfigError(
+                f"server.socket: another server already serves {self._path}"
+            ) from error
         mine = _namespaces()
         self.same_pids = os.pread(lock, 2 * len(mine), 0) == mine
         os.ftruncate(lock, 0)
@@ -136,7 +154,9 @@ class Endpoint:
         except FileNotFoundError:
             return
         if not stat.S_ISSOCK(mode):
-            raise ConfigError(f"server.socket: {self._path} is there and is no socket; it stays: remove it, or name another path")
+            raise ConfigError(
+                f"server.socket: {self._path} is there and is no socket; it stays: remove it, or name another path"
+            )
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller:
             caller.settimeout(LISTENS_SECONDS)
             try:
@@ -146,7 +166,9 @@ class Endpoint:
                 return
             except (BlockingIOError, TimeoutError):
                 pass  # so many wait for it already
-        raise ConfigError(f"server.socket: another server already serves {self._path}, though nobody holds its lock")
+        raise ConfigError(
+            f"server.socket: another server already serves {self._path}, though nobody holds its lock"
+        )
 
     def _bind(self, undo: ExitStack) -> None:
         umask = os.umask(0o177)
@@ -168,7 +190,9 @@ class Endpoint:
 
 
 def same_pids(path: Path) -> bool:
-    """Whether a pid means the same process to this process and to the server at `path`. False if that is unknown."""
+    """Whether a pid means the same process to this process and to the server at `path`. False if
+    that is unknown.
+    """
     try:
         return beside(path, ".lock").read_bytes() == _namespaces()
     except OSError:
@@ -176,7 +200,9 @@ def same_pids(path: Path) -> bool:
 
 
 def _namespaces() -> bytes:
-    """Names what this process's pids and start times refer to: its pid and time namespaces, and the boot."""
+    """Names what this process's pids and start times refer to: its pid and time namespaces, and the
+    boot.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     here = [os.readlink("/proc/self/ns/pid")]
     with suppress(FileNotFoundError):  # Linux before 5.6

@@ -12,11 +12,12 @@ _RANDOM_BITS = 40
 
 
 class Epochs:
-    """The epoch of each namespace. A reset raises it, and nothing that was offloaded in an earlier one is found any more.
+    """The epoch of each namespace. A reset raises it, and nothing that was offloaded in an earlier
+    one is found any more.
 
-    It is 0 until the first reset, so that nodes that were never reset share what they offload. After that it is a count and 40 random bits:
-    it grows, and no other node, whose instances may have other weights by then, has the same one.
-    """
+    It is 0 until the first reset, so that nodes that were never reset share what they offload.
+    After that it is a count and 40 random bits: it grows, and no other node, whose instances may
+    have other weights by then, has the same one."""
 
     def __init__(self) -> None:
         self._others = 0
@@ -24,11 +25,17 @@ class Epochs:
 
     def of(self, keys: list[ChunkKey]) -> int:
         """The epoch of these keys' namespace, which must be the same for all."""
-        return self._of.get(keys[0][:NAMESPACE_BYTES], self._others) if self._of and keys else self._others
+        return (
+            self._of.get(keys[0][:NAMESPACE_BYTES], self._others)
+            if self._of and keys
+            else self._others
+        )
 
     def advance(self, namespace: bytes) -> None:
         """Raise the epoch of a namespace, or of all with b""."""
-        if len(namespace) < NAMESPACE_BYTES or (namespace not in self._of and len(self._of) == MAX_EPOCHS):
+        if len(namespace) < NAMESPACE_BYTES or (
+            namespace not in self._of and len(self._of) == MAX_EPOCHS
+        ):
             self._others, self._of = _next(max([self._others, *self._of.values()])), {}
         else:
             self._of[namespace] = _next(self._of.get(namespace, self._others))

@@ -1,8 +1,8 @@
-"""The instances that share their KV caches in place: what each of their processes has shown, and its fds.
+"""The instances that share their KV caches in place: what each of their processes has shown, and
+its fds.
 
-What a process has shown ends with its connection, at once, and nothing in the instance is found until it is shown again. An instance is
-gone when none of its processes is left.
-"""
+What a process has shown ends with its connection, at once, and nothing in the instance is found
+until it is shown again. An instance is gone when none of its processes is left."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ from vcache_backend.metadata_server.records import ProcessId
 from vcache_backend.metadata_server.refuse import Refuse
 from vcache_backend.metadata_server.residents import Residents
 from vcache_backend.metadata_server.shares import room
-from vcache_backend.metadata_server.shown import KnownInstance, ShownCache, ShownTable, no_table, only
+from vcache_backend.metadata_server.shown import (
+    KnownInstance,
+    ShownCache,
+    ShownTable,
+    no_table,
+    only,
+)
 from vcache_backend.seals import lacking
 
 log = logging.getLogger(__name__)
@@ -29,42 +35,67 @@ MAX_INSTANCES = 64
 MAX_OF_PROCESS = 16
 """The most instances of which one process is part."""
 SHARE_OF_PROCESS, SHARE_OF_USER, LEAST = 4, 1 / 4, 2
-"""How many times the instances of which a process is part, and those of a user, must be free beside them, and how many a
-process may have in any case."""
+"""How many times the instances of which a process is part, and those of a user, must be free beside
+them, and how many a process may have in any case."""
 MAX_PARTS = 8
 """The most parts of instances (a scheduler's or a rank's) that one connection shows."""
 MAX_READERS = 4096
-"""The most readers that are remembered, one for each connection and instance; beyond it the oldest is forgotten."""
+"""The most readers that are remembered, one for each connection and instance; beyond it the oldest
+is forgotten.
+"""
 
 
 def liveness(peers: Sequence[Peer]) -> dict[str, Any]:
     """`InstanceStats.silent` and `.stopped` of an instance with these connections."""
-    halted = (process.pid for process in dict.fromkeys(peer.process for peer in peers) if processes.stopped(process))
+    halted = (
+        process.pid
+        for process in dict.fromkeys(peer.process for peer in peers)
+        if processes.stopped(process)
+    )
     heard = min((peer.heard for peer in peers), default=0.0)
     return {"silent": round(max(0.0, time.monotonic() - heard), 1), "stopped": next(halted, 0)}
 
 
 class Instances:
-    """All instances. Called from the server's loop. Raises Refuse if something cannot be granted."""
+    """All instances. Called from the server's loop. Raises Refuse if something cannot be
+    granted.
+    """
 
-    def __init__(self, residents: Residents, spare: Callable[[], int], pidfd: Callable[[ProcessId], int | None]) -> None:
-        """spare: how many more fds may be kept here. pidfd: makes a new pidfd of a process, or None."""
+    def __init__(
+        self,
+        residents: Residents,
+        spare: Callable[[], int],
+        pidfd: Callable[[ProcessId], int | None],
+    ) -> None:
+        """spare: how many more fds may be kept here. pidfd: makes a new pidfd of a process, or
+        None.
+        """
         self._residents, self._spare, self._pidfd = residents, spare, pidfd
         self._of: dict[m.InstanceId, KnownInstance] = {}
         self._parts: dict[int, set[tuple[m.InstanceId, int]]] = {}
         """What each connection shows."""
         self._readers: dict[tuple[m.InstanceId, int], tuple[Peer, str]] = {}
-        """Who has opened regions of an instance and not said that they are unmapped, and on which device they lie."""
+        """Who has opened regions of an instance and not said that they are unmapped, and on which
+        device they lie.
+        """
 
     @property
     def descriptors(self) -> int:
         """The number of fds kept."""
-        tables = [known.table for known in self._of.values() if known.table is not None and known.table.peer is not None]
+        tables = [
+            known.table
+            for known in self._of.values()
+            if known.table is not None and known.table.peer is not None
+        ]
         shown = len(tables) + sum(table.pins is not None for table in tables)
-        return shown + sum(len(cache.regions) for known in self._of.values() for cache in known.caches.values())
+        return shown + sum(
+            len(cache.regions) for known in self._of.values() for cache in known.caches.values()
+        )
 
     def processes(self) -> set[ProcessId]:
-        """The processes whose end ends what they have shown, whoever else holds their connection."""
+        """The processes whose end ends what they have shown, whoever else holds their
+        connection.
+        """
         return set().union(*(known.processes() for known in self._of.values()))
 
     # ---- shown
@@ -74,7 +105,9 @@ class Instances:
         if reason := no_table(only(fds), request.blocks):
             raise Refuse(reason)
         if lacking_bytes := self._residents.lacks(client, request):
-            raise Refuse(f"{request.blocks:,} blocks need {lacking_bytes:,} B more than this process may hold in the server now")
+            raise Refuse(
+                f"{request.blocks:,} blocks need {lacking_bytes:,} B more than this process may hold in the server now"
+            )
         known = self._enter(client, request.instance, m.SCHEDULER)
         before = known.table
         known.table = shown = ShownTable(client, request, Descriptor(fds.pop()))
@@ -103,7 +136,9 @@ class Instances:
             raise Refuse(reason)
         shown = ShownCache(client, shape)
         if shown.nbytes > self._residents.room(client):
-            raise Refuse(f"its description takes {shown.nbytes:,} B, more than this process may hold in the server now")
+            raise Refuse(
+                f"its description takes {shown.nbytes:,} B, more than this process may hold in the server now"
+            )
         known = self._enter(client, instance, rank)
         before = known.caches.get(rank)
         known.caches[rank] = shown
@@ -123,7 +158,9 @@ class Instances:
         cache = self._of[instance].caches[rank]
         if number >= len(cache.shape.regions):
             raise Refuse(f"its cache has {len(cache.shape.regions)} regions")
-        if reason := unmappable(cache.shape.medium, cache.shape.regions[number], only(fds), to_write=False):
+        if reason := unmappable(
+            cache.shape.medium, cache.shape.regions[number], only(fds), to_write=False
+        ):
             raise Refuse(reason)
         self._make_sure_of_room()
         cache.regions[number] = Descriptor(fds.pop())
@@ -143,7 +180,9 @@ class Instances:
             return m.Count(0)
         rank = int.from_bytes(keys[0][-m.RANK_BYTES :], "big")
         if not self.owns(client, instance, rank):
-            raise Refuse(f"publish {instance.hex()}: this connection has shown no cache of its rank {rank}")
+            raise Refuse(
+                f"publish {instance.hex()}: this connection has shown no cache of its rank {rank}"
+            )
         return m.Count(self._residents.publish(rank, request))
 
     def retract(self, client: Peer, request: m.Retract) -> m.Count:
@@ -153,7 +192,9 @@ class Instances:
             return m.Count(0)
         table = self._of[instance].table
         ranks = table.request.ranks if table is not None else 0
-        if not any(one == instance and rank < ranks for one, rank in self._parts.get(client.id, ())):
+        if not any(
+            one == instance and rank < ranks for one, rank in self._parts.get(client.id, ())
+        ):
             raise Refuse(f"retract {instance.hex()}: this connection is no part of it")
         return m.Count(self._residents.retract(instance, request.sequence))
 
@@ -184,8 +225,12 @@ class Instances:
         """The description of one worker's KV cache."""
         return m.Cache(self._cache(instance, rank).shape)
 
-    def open_region(self, client: Peer, instance: m.InstanceId, rank: int, number: int) -> tuple[m.Count, Descriptor]:
-        """One region of one worker's KV cache. The connection is a reader until `close_instance`, or until it closes."""
+    def open_region(
+        self, client: Peer, instance: m.InstanceId, rank: int, number: int
+    ) -> tuple[m.Count, Descriptor]:
+        """One region of one worker's KV cache. The connection is a reader until `close_instance`,
+        or until it closes.
+        """
         cache = self._cache(instance, rank)
         if number not in cache.regions:
             raise Refuse(f"there are {len(cache.regions)} regions, none has that number")
@@ -213,7 +258,9 @@ class Instances:
     # ---- gone
 
     def disconnect(self, client: Peer, ended: bool = False) -> None:
-        """The connection is closed, which ends what it showed. A stopped process keeps its connections. ended: the process has."""
+        """The connection is closed, which ends what it showed. A stopped process keeps its
+        connections. ended: the process has.
+        """
         for reader in [reader for reader in self._readers if reader[1] == client.id]:
             del self._readers[reader]
         for instance, rank in self._parts.pop(client.id, ()):
@@ -221,13 +268,22 @@ class Instances:
             part = known.table if rank == m.SCHEDULER else known.caches[rank]
             assert part is not None
             part.gone()
-            why = "its process has ended" if ended or processes.ending(client.process) else "its connection is closed"
+            why = (
+                "its process has ended"
+                if ended or processes.ending(client.process)
+                else "its connection is closed"
+            )
             _say(client, instance, rank, f"leaves: {why}")
             self._changed(instance)
 
     def process_gone(self, process: ProcessId) -> None:
         """The process has ended, though a child of it may hold its connection open."""
-        peers = {part.peer.id: part.peer for known in self._of.values() for _, part in known.parts() if part.peer is not None}
+        peers = {
+            part.peer.id: part.peer
+            for known in self._of.values()
+            for _, part in known.parts()
+            if part.peer is not None
+        }
         for peer in peers.values():
             if peer.process == process:
                 self.disconnect(peer, ended=True)
@@ -242,7 +298,11 @@ class Instances:
 
     def still_mapped(self) -> list[m.StillMapped]:
         """The first of those who still hold memory of instances that are gone."""
-        gone = [(instance, *reader) for (instance, _), reader in self._readers.items() if instance not in self._of]
+        gone = [
+            (instance, *reader)
+            for (instance, _), reader in self._readers.items()
+            if instance not in self._of
+        ]
         return [
             m.StillMapped(instance.hex(), device, peer.process.pid, processes.stopped(peer.process))
             for instance, peer, device in gone[:MAX_INSTANCES]
@@ -267,23 +327,41 @@ class Instances:
         )
 
     def _enter(self, client: Peer, instance: m.InstanceId, rank: int) -> KnownInstance:
-        """The instance of which this connection becomes a part, in place of an earlier connection of the same process."""
+        """The instance of which this connection becomes a part, in place of an earlier connection
+        of the same process.
+        """
         known = self._of.get(instance)
-        part = None if known is None else known.table if rank == m.SCHEDULER else known.caches.get(rank)
+        part = (
+            None
+            if known is None
+            else known.table
+            if rank == m.SCHEDULER
+            else known.caches.get(rank)
+        )
         if part is not None and part.peer is not None and part.process != client.process:
-            raise Refuse(f"pid {part.process.pid} is this part of it already; an id names one start of one instance")
+            raise Refuse(
+                f"pid {part.process.pid} is this part of it already; an id names one start of one instance"
+            )
         if not self.owns(client, instance, rank):
             mine = self._parts.setdefault(client.id, set())
             if len(mine) >= MAX_PARTS:
-                raise Refuse(f"this connection shows {len(mine)} parts of instances already; connect once more for others")
+                raise Refuse(
+                    f"this connection shows {len(mine)} parts of instances already; connect once more for others"
+                )
             its = [id_ for id_, one in self._of.items() if client.process in one.processes()]
             if instance not in its and len(its) >= MAX_OF_PROCESS:
-                raise Refuse(f"pid {client.process.pid} is part of {len(its)} instances already, the most for one process")
+                raise Refuse(
+                    f"pid {client.process.pid} is part of {len(its)} instances already, the most for one process"
+                )
             if known is None and len(self._of) >= MAX_INSTANCES:
-                raise Refuse(f"{len(self._of)} instances share in place already, the most for one server")
+                raise Refuse(
+                    f"{len(self._of)} instances share in place already, the most for one server"
+                )
             if known is None and not self._leaves_room(client, len(its)):
                 kept = f"so that {MAX_INSTANCES - len(self._of)} are left for others"
-                raise Refuse(f"pid {client.process.pid} is part of {len(its)} instances, its user of more, {kept}")
+                raise Refuse(
+                    f"pid {client.process.pid} is part of {len(its)} instances, its user of more, {kept}"
+                )
         if rank == m.SCHEDULER and (part is None or part.peer is None):
             self._make_sure_of_room()
         if known is None:
@@ -299,13 +377,21 @@ class Instances:
     def _leaves_room(self, client: Peer, its: int) -> bool:
         """Whether one more instance of this client leaves some for others."""
         ours = sum(
-            any(part.peer is not None and part.peer.user == client.user for _, part in one.parts()) for one in self._of.values()
+            any(part.peer is not None and part.peer.user == client.user for _, part in one.parts())
+            for one in self._of.values()
         )
-        return room(MAX_INSTANCES - len(self._of), (its, SHARE_OF_PROCESS), (ours, SHARE_OF_USER), LEAST) > 0
+        return (
+            room(
+                MAX_INSTANCES - len(self._of), (its, SHARE_OF_PROCESS), (ours, SHARE_OF_USER), LEAST
+            )
+            > 0
+        )
 
     def _make_sure_of_room(self) -> None:
         if self._spare() <= 0:
-            raise Refuse(f"{self.descriptors} fds of instances are kept, more would leave none for clients; raise ulimit -n")
+            raise Refuse(
+                f"{self.descriptors} fds of instances are kept, more would leave none for clients; raise ulimit -n"
+            )
 
     def _whole(self, instance: m.InstanceId) -> KnownInstance:
         known = self._of.get(instance)
@@ -337,4 +423,11 @@ def _say(client: Peer, instance: m.InstanceId, rank: int, what: str) -> None:
     """Log what becomes of one part of an instance."""
     part = "scheduler" if rank == m.SCHEDULER else f"rank {rank}"
     with caused_by(client.caller):
-        log.info("instance %s: %s (pid %d on %s) %s", instance.hex()[:8], part, client.process.pid, client.device, what)
+        log.info(
+            "instance %s: %s (pid %d on %s) %s",
+            instance.hex()[:8],
+            part,
+            client.process.pid,
+            client.device,
+            what,
+        )

@@ -1,13 +1,15 @@
-"""The journal: what a restarted server must know, appended to a file beside the socket before any answer that depends on it leaves.
+"""The journal: what a restarted server must know, appended to a file beside the socket before any
+answer that depends on it leaves.
 
-It is written with `write(2)` and never synced, since it has to outlive the server process, not the machine (the VRAM does not either).
-Compaction copies what still holds into a new file, a slice at a time, while records go to both files, so no request waits for it.
+It is written with `write(2)` and never synced, since it has to outlive the server process, not the
+machine (the VRAM does not either). Compaction copies what still holds into a new file, a slice at a
+time, while records go to both files, so no request waits for it.
 
-The file is a header (`_HEADER`: magic, format, epoch, the writer's pid and start time; then their CRC-32) and frames. A frame is a record's
-length, a CRC-32, the frame's number and the record as MessagePack. Numbers grow through a server's life, compactions included; each CRC
-covers the number and record of its frame, and everything before. A file cannot tell that it was cut, or is an older copy of itself: the
-server's `Witness` does.
-"""
+The file is a header (`_HEADER`: magic, format, epoch, the writer's pid and start time; then their
+CRC-32) and frames. A frame is a record's length, a CRC-32, the frame's number and the record as
+MessagePack. Numbers grow through a server's life, compactions included; each CRC covers the number
+and record of its frame, and everything before. A file cannot tell that it was cut, or is an older
+copy of itself: the server's `Witness` does."""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ HEADER_BYTES = _HEADER.size + _CRC.size
 FRAME_BYTES = _FRAME.size
 """Bytes of each frame before its record."""
 NEVER = (1 << 64) - 1
-"""The witness's count where the journal proves nothing: the server keeps none, could not go on with it, or has a successor."""
+"""The witness's count where the journal proves nothing: the server keeps none, could not go on with
+it, or has a successor.
+"""
 _CELLS = struct.Struct("=QQ")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
@@ -52,7 +56,9 @@ class Damaged(Exception):
 
 
 def writer(path: Path) -> ProcessId | None:
-    """The process that wrote the journal; None without a journal, or without a whole header. OSError if it cannot be read."""
+    """The process that wrote the journal; None without a journal, or without a whole header.
+    OSError if it cannot be read.
+    """
     try:
         with _open(path) as file:
             return _header(file.read(HEADER_BYTES))[1]
@@ -61,11 +67,11 @@ def writer(path: Path) -> ProcessId | None:
 
 
 def read(path: Path) -> JournalState:
-    """Replay a journal; without a file, an empty state. A cut last frame is left out, and so is all from a damaged length on.
+    """Replay a journal; without a file, an empty state. A cut last frame is left out, and so is all
+    from a damaged length on.
 
-    If an answer rested on it, the witness disproves the journal. Damaged if anything else is not as it was written, OSError if the file
-    cannot be read.
-    """
+    If an answer rested on it, the witness disproves the journal. Damaged if anything else is not as
+    it was written, OSError if the file cannot be read."""
     state = JournalState()
     try:
         file = _open(path)
@@ -79,7 +85,9 @@ def read(path: Path) -> JournalState:
             try:
                 state.apply(record)
             except ValueError as error:
-                raise Damaged(f"the record at byte {at:,} of {size:,} cannot be applied: {error}") from error
+                raise Damaged(
+                    f"the record at byte {at:,} of {size:,} cannot be applied: {error}"
+                ) from error
     try:
         state.check()
     except ValueError as error:
@@ -88,7 +96,9 @@ def read(path: Path) -> JournalState:
 
 
 def _frames(file: BinaryIO, header: bytes, size: int) -> Iterator[tuple[int, int, Record]]:
-    """(offset, number, record) of each whole frame behind the header, up to `size` bytes. Damaged where one is not as it was written."""
+    """(offset, number, record) of each whole frame behind the header, up to `size` bytes. Damaged
+    where one is not as it was written.
+    """
     decoder = msgspec.msgpack.Decoder(Record)
     at, last, chain = HEADER_BYTES, 0, crc32(header[: _HEADER.size])
     while at + FRAME_BYTES <= size:
@@ -99,16 +109,22 @@ def _frames(file: BinaryIO, header: bytes, size: int) -> Iterator[tuple[int, int
         body = file.read(length)
         chain = crc32(body, crc32(frame[8:], chain))
         if chain != crc or number <= last:
-            raise Damaged(f"the frame at byte {at:,} of {size:,} is not what was written (after frame {last})")
+            raise Damaged(
+                f"the frame at byte {at:,} of {size:,} is not what was written (after frame {last})"
+            )
         try:
             record = decoder.decode(body)
         except msgspec.DecodeError as error:
-            raise Damaged(f"the record at byte {at:,} of {size:,} cannot be decoded: {error}") from error
+            raise Damaged(
+                f"the record at byte {at:,} of {size:,} cannot be decoded: {error}"
+            ) from error
         yield at, number, record
         at, last = at + FRAME_BYTES + length, number
     if at < size:
         log.warning(
-            "journal: %s of %s B at its end are no whole record and are left out: it was cut, or damaged", size - at, size
+            "journal: %s of %s B at its end are no whole record and are left out: it was cut, or damaged",
+            size - at,
+            size,
         )
 
 
@@ -116,7 +132,9 @@ def _open(path: Path) -> BinaryIO:
     """Open the file for reading. Follows no symbolic link, and takes no file of another user."""
     flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with ExitStack() as undo:
-        file = undo.enter_context(open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags)))
+        file = undo.enter_context(
+            open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags))
+        )
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise OSError("it is no regular file; move it away")
@@ -128,7 +146,10 @@ def _open(path: Path) -> BinaryIO:
 
 def _header(data: bytes) -> tuple[int, ProcessId]:
     """(epoch, writer) from a file's header."""
-    if len(data) < HEADER_BYTES or crc32(data[: _HEADER.size]) != _CRC.unpack_from(data, _HEADER.size)[0]:
+    if (
+        len(data) < HEADER_BYTES
+        or crc32(data[: _HEADER.size]) != _CRC.unpack_from(data, _HEADER.size)[0]
+    ):
         raise Damaged(f"its first {HEADER_BYTES} bytes are no header of format {FORMAT}")
     magic, format_, epoch, pid, started = _HEADER.unpack_from(data)
     if (magic, format_) != (_MAGIC, FORMAT):
@@ -137,7 +158,9 @@ def _header(data: bytes) -> tuple[int, ProcessId]:
 
 
 class Journal:
-    """The open files, owned by the server's loop, which gets OSErrors (a full disk) and goes on without a journal."""
+    """The open files, owned by the server's loop, which gets OSErrors (a full disk) and goes on
+    without a journal.
+    """
 
     def __init__(self, path: Path, epoch: int, process: ProcessId) -> None:
         self.frame = 0
@@ -153,7 +176,9 @@ class Journal:
         self._file = _File(self._fresh, self._header)
 
     def start(self, state: Iterable[Record]) -> None:
-        """Write the state that the server starts from, then put this file in the old one's place."""
+        """Write the state that the server starts from, then put this file in the old one's
+        place.
+        """
         for record in state:
             self._write([record], self._file)
         self._base = self._file.size
@@ -166,8 +191,8 @@ class Journal:
         self.frame = self._numbered
 
     def compact(self, still: Callable[[Record], Iterable[Record]]) -> None:
-        """Do one slice of compaction, if one is due or under way: read records of the file again, and write what is `still` true to the
-        next one.
+        """Do one slice of compaction, if one is due or under way: read records of the file again,
+        and write what is `still` true to the next one.
 
         Called between requests. Damaged if somebody has changed the file.
         """
@@ -192,7 +217,9 @@ class Journal:
         self._base = self._file.size
 
     def abandon(self) -> None:
-        """Close the files and remove them if possible. Those that stay prove nothing once the witness says so."""
+        """Close the files and remove them if possible. Those that stay prove nothing once the
+        witness says so.
+        """
         self.close()
         for path in (self._path, self._fresh):
             with suppress(OSError):
@@ -219,7 +246,11 @@ class _File:
 
     def __init__(self, path: Path, header: bytes) -> None:
         path.unlink(missing_ok=True)
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._fd = os.open(
+            path,
+            os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_APPEND | os.O_CLOEXEC,
+            0o600,
+        )
         self._chain = crc32(header[: _HEADER.size])
         self.size = 0
         self._put(header)
@@ -255,12 +286,13 @@ class _File:
 
 
 class Witness:
-    """How far a server's journal has come, kept where it outlives the server and no damage to the file can reach it.
+    """How far a server's journal has come, kept where it outlives the server and no damage to the
+    file can reach it.
 
-    A memfd with two numbers: the server's epoch, and the last journal frame that an answer may rest on. Every client holds the witness of
-    the server it is connected to and hands it to the next one. So a restarted server knows whether the journal it found is its
-    predecessor's whole last word, or was cut, given up, or replaced by a copy.
-    """
+    A memfd with two numbers: the server's epoch, and the last journal frame that an answer may rest
+    on. Every client holds the witness of the server it is connected to and hands it to the next
+    one. So a restarted server knows whether the journal it found is its predecessor's whole last
+    word, or was cut, given up, or replaced by a copy."""
 
     def __init__(self, epoch: int) -> None:
         """`fd` is for clients; it stays this object's."""
@@ -271,7 +303,9 @@ class Witness:
         self._cells[0], self._cells[1] = epoch, NEVER
 
     def reached(self, frame: int) -> None:
-        """The journal holds everything up to `frame`. One aligned 8-byte store: after a kill it is the old number or the new one."""
+        """The journal holds everything up to `frame`. One aligned 8-byte store: after a kill it is
+        the old number or the new one.
+        """
         self._cells[1] = frame
 
     def close(self) -> None:
@@ -287,5 +321,7 @@ def read_witness(fd: int) -> tuple[int, int]:
 
 
 def end_witness(fd: int) -> None:
-    """Make a witness prove nothing more: its memory belongs to this server's life now, and an old copy of the journal may be put back."""
+    """Make a witness prove nothing more: its memory belongs to this server's life now, and an old
+    copy of the journal may be put back.
+    """
     os.pwrite(fd, NEVER.to_bytes(8, "little"), 8)

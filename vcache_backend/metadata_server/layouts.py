@@ -1,4 +1,6 @@
-"""What an operator should know about connected instances: which do not share and why, and what they report. Pure."""
+"""What an operator should know about connected instances: which do not share and why, and what they
+report. Pure.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,17 @@ MAX_REPORTS = 64
 MAX_LINE_CHARS = 600
 _APART = ("namespace", "pp_rank")
 """Fields that differ only because others do, or between the stages of one instance."""
-_SEED = "start all instances with the same PYTHONHASHSEED (0 for example), and the same hash algorithm"
+_SEED = (
+    "start all instances with the same PYTHONHASHSEED (0 for example), and the same hash algorithm"
+)
 ADVICE = {"extra.hash_probe": _SEED, "extra.hash_root": _SEED}
 """What to set, for fields whose names do not say so."""
 
 
 class Layouts:
-    """The layouts of the connected instances, from their hellos. Clients without a model are tools."""
+    """The layouts of the connected instances, from their hellos. Clients without a model are
+    tools.
+    """
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[Peer, dict[str, str]]] = {}
@@ -41,14 +47,20 @@ class Layouts:
         """All clients, each with the pid of its process's parent."""
         self._mismatches: list[m.Mismatch] | None = []
         self.hits: dict[str, list[int]] = {}
-        """By namespace, tokens that instances have looked up and tokens found, since the server's start."""
+        """By namespace, tokens that instances have looked up and tokens found, since the server's
+        start.
+        """
         self.saved: dict[str, float] = {}
-        """By namespace, seconds of prefill saved since the server's start, as far as instances have estimated them."""
+        """By namespace, seconds of prefill saved since the server's start, as far as instances have
+        estimated them.
+        """
         self._counted: dict[int, tuple[str, list[int]]] = {}
         """By client: its namespace, and where to count."""
 
     def add(self, client: Peer, layout: dict[str, str]) -> list[str]:
-        """Add an instance. Returns a line for each other namespace of the same model, with which it cannot share."""
+        """Add an instance. Returns a line for each other namespace of the same model, with which it
+        cannot share.
+        """
         self._connected[client.id] = client, processes.parent(client.process)
         layout = {name: _short(value) for name, value in layout.items()}
         others: dict[str, tuple[Peer, dict[str, str]]] = {}
@@ -56,7 +68,10 @@ class Layouts:
             if layout.get("model") and other["model"] == layout["model"]:
                 others.setdefault(other.get("namespace", ""), (who, other))
         others.pop(layout.get("namespace", ""), None)
-        differences = [(who, other, _differing(layout, other)) for who, other in list(others.values())[:MAX_LINES]]
+        differences = [
+            (who, other, _differing(layout, other))
+            for who, other in list(others.values())[:MAX_LINES]
+        ]
         if layout.get("model"):
             self._of[client.id] = client, layout
             self._mismatches = None
@@ -64,7 +79,9 @@ class Layouts:
         return [_line(layout, who, other, fields) for who, other, fields in differences if fields]
 
     def looked_up(self, client: int, asked: int, found: int) -> None:
-        """Count tokens that an instance has looked up, and those found, some of which it may have looked up earlier."""
+        """Count tokens that an instance has looked up, and those found, some of which it may have
+        looked up earlier.
+        """
         if client in self._counted:
             _, totals = self._counted[client]
             totals[0] += asked
@@ -89,9 +106,13 @@ class Layouts:
             self._counted[client.id] = name, totals
 
     def forget_gone(self, stores: Callable[[bytes], bool]) -> None:
-        """Forget what namespaces have counted of which no client is connected and nothing is stored. stores: whether something is."""
+        """Forget what namespaces have counted of which no client is connected and nothing is
+        stored. stores: whether something is.
+        """
         connected = {name for name, *_ in self._counted.values()}
-        for name in [name for name in self.hits if name not in connected and not stores(_prefix(name))]:
+        for name in [
+            name for name in self.hits if name not in connected and not stores(_prefix(name))
+        ]:
             del self.hits[name]
             self.saved.pop(name, None)
 
@@ -105,8 +126,8 @@ class Layouts:
     def through_pool(self, in_place: Container[ProcessId]) -> list[m.InstanceStats]:
         """The instances that share through the pool: all but those with a process of `in_place`.
 
-        Children of an instance's process that have told no layout are its workers. Processes with one parent and one name are one instance.
-        """
+        Children of an instance's process that have told no layout are its workers. Processes with
+        one parent and one name are one instance."""
         children: dict[int, list[Peer]] = {}
         for id_, (peer, parent) in self._connected.items():
             if id_ not in self._of:
@@ -137,7 +158,10 @@ class Layouts:
     def namespaces(self) -> dict[str, str]:
         """Each namespace, with its model."""
         named = {layout.get("namespace", ""): layout["model"] for _, layout in self._of.values()}
-        return {printable(name): printable(model) for name, model in list(named.items())[:MAX_NAMESPACES]}
+        return {
+            printable(name): printable(model)
+            for name, model in list(named.items())[:MAX_NAMESPACES]
+        }
 
     def mismatches(self) -> list[m.Mismatch]:
         """The fields in which connected instances of one model differ now."""
@@ -146,7 +170,9 @@ class Layouts:
         return self._mismatches
 
     def _compare(self) -> list[m.Mismatch]:
-        """Compare `MAX_COMPARED` namespaces: a client that connects under very many names costs the others a millisecond at most."""
+        """Compare `MAX_COMPARED` namespaces: a client that connects under very many names costs the
+        others a millisecond at most.
+        """
         of_model: dict[str, dict[str, tuple[dict[str, str], list[Peer]]]] = {}
         for client, layout in self._of.values():
             groups = of_model.setdefault(layout["model"], {})
@@ -168,13 +194,20 @@ def _mismatches(model: str, groups: list[tuple[dict[str, str], list[Peer]]]) -> 
         for layout, clients in groups:
             who.setdefault(layout.get(name, ""), []).extend(clients[:MAX_INSTANCES])
         if len(who) > 1 and len(found) < MAX_MISMATCHES:
-            values = [(printable(value), [_who(client) for client in clients[:MAX_INSTANCES]]) for value, clients in who.items()]
-            found.append(m.Mismatch(printable(model), printable(name), values, ADVICE.get(name, "")))
+            values = [
+                (printable(value), [_who(client) for client in clients[:MAX_INSTANCES]])
+                for value, clients in who.items()
+            ]
+            found.append(
+                m.Mismatch(printable(model), printable(name), values, ADVICE.get(name, ""))
+            )
     return found
 
 
 def _prefix(name: str) -> bytes:
-    """The first bytes of a namespace's keys, as its name says; b"" if that is no namespace's name."""
+    """The first bytes of a namespace's keys, as its name says; b"" if that is no namespace's
+    name.
+    """
     try:
         return bytes.fromhex(name)
     except ValueError:
@@ -182,14 +215,20 @@ def _prefix(name: str) -> bytes:
 
 
 def _short(text: str) -> str:
-    """A short form of `text` that is equal for equal texts: as long as a person reads, then a digest."""
+    """A short form of `text` that is equal for equal texts: as long as a person reads, then a
+    digest.
+    """
     if len(text) <= MAX_SHOWN_CHARS:
         return text
     return text[:MAX_SHOWN_CHARS] + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _differing(layout: dict[str, str], other: dict[str, str]) -> list[str]:
-    return sorted(name for name in layout.keys() | other.keys() if name not in _APART and layout.get(name) != other.get(name))
+    return sorted(
+        name
+        for name in layout.keys() | other.keys()
+        if name not in _APART and layout.get(name) != other.get(name)
+    )
 
 
 def _line(layout: dict[str, str], who: Peer, other: dict[str, str], fields: list[str]) -> str:
@@ -200,16 +239,22 @@ def _line(layout: dict[str, str], who: Peer, other: dict[str, str], fields: list
     ]
     advice = dict.fromkeys(ADVICE[name] for name in fields if name in ADVICE)
     whose = f"another instance of {printable(layout['model'])!r} ({_who(who)})"
-    return "; ".join([f"{whose} does not share its chunks with this one: {differ[0]}", *advice, *differ[1:]])[:MAX_LINE_CHARS]
+    return "; ".join(
+        [f"{whose} does not share its chunks with this one: {differ[0]}", *advice, *differ[1:]]
+    )[:MAX_LINE_CHARS]
 
 
 def _who(client: Peer) -> str:
-    return f"pid {client.process.pid} on {client.device}" if client.process.pid else f"another pid namespace, {client.device}"
+    return (
+        f"pid {client.process.pid} on {client.device}"
+        if client.process.pid
+        else f"another pid namespace, {client.device}"
+    )
 
 
 class Reports:
-    """The newest reports, `MAX_REPORTS` at most: beyond that, the oldest of whoever has the most goes. A text is kept once a connection,
-    with the time of its last report."""
+    """The newest reports, `MAX_REPORTS` at most: beyond that, the oldest of whoever has the most
+    goes. A text is kept once a connection, with the time of its last report."""
 
     def __init__(self, wall_clock: Callable[[], float]) -> None:
         self._now = wall_clock

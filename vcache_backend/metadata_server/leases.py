@@ -19,8 +19,8 @@ AT_ONCE = 2048
 
 
 class Grant(msgspec.Struct, gc=False):
-    """One reader's hold on some chunks until `deadline`, in seconds of the server's monotonic clock. `client`: None once its connection is
-    closed."""
+    """One reader's hold on some chunks until `deadline`, in seconds of the server's monotonic
+    clock. `client`: None once its connection is closed."""
 
     client: int | None
     deadline: float
@@ -45,9 +45,14 @@ class Leases:
         return len(self._leases) + len(self._orphans)
 
     def full(self, client: int, more: int = 1) -> bool:
-        """Whether the client has as many leases as it may have, or would have too many chunks with `more`."""
+        """Whether the client has as many leases as it may have, or would have too many chunks with
+        `more`.
+        """
         leases = len(self._of_client.get(client, ()))
-        return leases >= MAX_LEASES_PER_CLIENT or self._leased_by[client] + more > MAX_LEASED_PER_CLIENT
+        return (
+            leases >= MAX_LEASES_PER_CLIENT
+            or self._leased_by[client] + more > MAX_LEASED_PER_CLIENT
+        )
 
     def grant(self, lease: int, client: int, entries: list[Entry], now: float) -> None:
         """Add a lease of `entries`, each there once and held already."""
@@ -56,7 +61,9 @@ class Leases:
         self._leased_by[client] += len(entries)
 
     def renew(self, lease: int, now: float) -> bool:
-        """Extend a lease that has not ended to its full time, whoever asks: one process may read under another's lease."""
+        """Extend a lease that has not ended to its full time, whoever asks: one process may read
+        under another's lease.
+        """
         held = self._holding(lease, now)
         if held is None:
             return False
@@ -88,7 +95,9 @@ class Leases:
                 self._holding(lease, now)
 
     def drop_client(self, client: int, now: Callable[[], float]) -> Steps:
-        """A client is gone: its leases hold for another `GRACE_SECONDS`, as promised when granted, unless somebody renews them."""
+        """A client is gone: its leases hold for another `GRACE_SECONDS`, as promised when granted,
+        unless somebody renews them.
+        """
         leases = self._of_client.pop(client, {})
         self._leased_by.pop(client, None)
         return self._orphan(leases, now)

@@ -21,7 +21,9 @@ class Unwelcome(ConnectionError):
 
 
 class ServerLink:
-    """One connected socket. Not thread-safe: its client's lock guards it. Deadlines are times of `time.perf_counter`."""
+    """One connected socket. Not thread-safe: its client's lock guards it. Deadlines are times of
+    `time.perf_counter`.
+    """
 
     def __init__(self, server_uid: int | None = None) -> None:
         self._trusted = {os.getuid(), 0} | ({server_uid} if server_uid is not None else set())
@@ -35,12 +37,14 @@ class ServerLink:
         self._either.register(self._socket, select.POLLIN | select.POLLOUT)
         self._spin = processes.spin(0.0002, 0.001)
 
-    def open(self, path: Path, hello: m.Hello, deadline: float, witness: int | None, received: list[int]) -> m.Welcome:
-        """Connect, say hello and wait for the welcome. Unwelcome: another user serves there, or could, or the server refuses; OSError.
+    def open(
+        self, path: Path, hello: m.Hello, deadline: float, witness: int | None, received: list[int]
+    ) -> m.Welcome:
+        """Connect, say hello and wait for the welcome. Unwelcome: another user serves there, or
+        could, or the server refuses; OSError.
 
-        Sends nothing before it knows whose server it is. witness: of the server before, to be shown to this one, whose own is put into
-        `received`.
-        """
+        Sends nothing before it knows whose server it is. witness: of the server before, to be shown
+        to this one, whose own is put into `received`."""
         if fault := folder_fault(path, self._trusted):
             raise Unwelcome(f"{fault}, or name its user in client.server_uid if that is meant")
         self._socket.settimeout(max(deadline - time.perf_counter(), 1e-4))
@@ -53,11 +57,19 @@ class ServerLink:
             )
         reply = self._introduce(hello, deadline, witness, received)
         if not isinstance(reply, m.Welcome):
-            raise Unwelcome(reply.message if isinstance(reply, m.Error) else f"it answered a hello with {type(reply).__name__}")
+            raise Unwelcome(
+                reply.message
+                if isinstance(reply, m.Error)
+                else f"it answered a hello with {type(reply).__name__}"
+            )
         return reply
 
-    def _introduce(self, hello: m.Hello, deadline: float, witness: int | None, received: list[int]) -> m.AnyReply:
-        """Say hello, with a pidfd of this process, by which the server sees it end, whichever pid namespace it is in."""
+    def _introduce(
+        self, hello: m.Hello, deadline: float, witness: int | None, received: list[int]
+    ) -> m.AnyReply:
+        """Say hello, with a pidfd of this process, by which the server sees it end, whichever pid
+        namespace it is in.
+        """
         pidfd = processes.own_pidfd()
         try:
             fds = [fd for fd in (pidfd, witness) if fd is not None]
@@ -93,8 +105,8 @@ class ServerLink:
         self._socket.close()
 
     def send(self, data: bytes, deadline: float, fds: Sequence[int] = ()) -> None:
-        """Send one request, whose reply is still to be `read`. Reads answers meanwhile, since a server whose answers nobody reads reads
-        nothing either."""
+        """Send one request, whose reply is still to be `read`. Reads answers meanwhile, since a
+        server whose answers nobody reads reads nothing either."""
         # If it closed the connection, the last it said may be there to be read, and says why.
         with suppress(BrokenPipeError, ConnectionResetError):
             while True:
@@ -113,7 +125,9 @@ class ServerLink:
         return bool(message)
 
     def _receive(self, deadline: float) -> tuple[memoryview, list[int]]:
-        """Read once. Polls at first without sleeping, since an answer mostly arrives before a sleeping thread would wake."""
+        """Read once. Polls at first without sleeping, since an answer mostly arrives before a
+        sleeping thread would wake.
+        """
         spin_until = time.perf_counter() + self._spin
         while not self._incoming.poll(0) and time.perf_counter() < spin_until:
             os.sched_yield()

@@ -1,9 +1,9 @@
 """The protocol: every message that crosses the socket, and nothing else.
 
-A message is one packet of a Unix socket (SOCK_SEQPACKET): a MessagePack array whose first element is the message's name, `["lookup", [key,
-...], ranks]`. The server answers a connection's requests in their order, each with the reply type that its docstring names after the arrow,
-or with `Error`. Fds travel as SCM_RIGHTS with their message.
-"""
+A message is one packet of a Unix socket (SOCK_SEQPACKET): a MessagePack array whose first element
+is the message's name, `["lookup", [key, ...], ranks]`. The server answers a connection's requests
+in their order, each with the reply type that its docstring names after the arrow, or with `Error`.
+Fds travel as SCM_RIGHTS with their message."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ import msgspec
 
 PROTOCOL_VERSION = 8
 MAX_MESSAGE_BYTES = 200_000
-"""Linux sends a packet of this size with a socket's ordinary buffer. A client that sends a larger one is disconnected."""
+"""Linux sends a packet of this size with a socket's ordinary buffer. A client that sends a larger
+one is disconnected.
+"""
 MAX_KEYS = 2048
-"""The most keys in one request. The server refuses a request with more, and the connection stays usable."""
+"""The most keys in one request. The server refuses a request with more, and the connection stays
+usable.
+"""
 MAX_LOOKED_UP = 16_384
 """The most keys times ranks of one look-up; more are refused in the same way."""
 MAX_SLOTS = 1024
@@ -41,10 +45,14 @@ MAX_RANKS = 64
 """The most workers of an instance."""
 NUMBER_BYTES = 4
 GENERATION_BYTES = 8
-"""Bytes of a block's number and of its generation in messages that pack many of them, little-endian."""
+"""Bytes of a block's number and of its generation in messages that pack many of them,
+little-endian.
+"""
 
 ChunkKey = NewType("ChunkKey", bytes)
-"""Namespace (8 bytes), prefix-chained token hash (16), rank (2, big-endian). See `vcache_backend.transfer.keys`."""
+"""Namespace (8 bytes), prefix-chained token hash (16), rank (2, big-endian). See
+`vcache_backend.transfer.keys`.
+"""
 SegmentId = NewType("SegmentId", str)
 InstanceId = NewType("InstanceId", bytes)
 """Names one start of one EngineCore: 16 random bytes."""
@@ -68,7 +76,9 @@ _INVISIBLE = (
     r"\u2028-\u202e\u2060-\u2064\u2066-\u206f\ufeff\ufff9-\ufffb\U000110bd\U000110cd\U00013430-\U0001343f"
     r"\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0001\U000e0020-\U000e007f"
 )
-"""Control and format characters, such as those that turn the direction of writing, and separators of lines: Unicode's Cc, Cf, Zl, Zp."""
+"""Control and format characters, such as those that turn the direction of writing, and separators
+of lines: Unicode's Cc, Cf, Zl, Zp.
+"""
 _PRINTABLE = rf"\A[^{_INVISIBLE}]*\Z"
 Text = Annotated[str, msgspec.Meta(max_length=256, pattern=_PRINTABLE)]
 MAX_FIELDS = 64
@@ -81,8 +91,9 @@ MAX_TOKENS = 1 << 48
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 MAX_SAVED_SECONDS = 1e9
 GRACE_SECONDS = 0.25
-"""How long a lease holds in any case after it was granted or renewed, unless it was given for less: even if its holder's connection is
-lost, or the server dies and starts again. A copy that ends within it needs no further proof."""
+"""How long a lease holds in any case after it was granted or renewed, unless it was given for less:
+even if its holder's connection is lost, or the server dies and starts again. A copy that ends
+within it needs no further proof."""
 Level = Literal["info", "warn", "error"]
 
 
@@ -103,7 +114,9 @@ def of_ranks(keys: Sequence[ChunkKey], ranks: int) -> list[ChunkKey]:
 
 
 class Refusal(IntEnum):
-    """Why a key got no slot. The first two are no failures: the chunk is stored, or being stored."""
+    """Why a key got no slot. The first two are no failures: the chunk is stored, or being
+    stored.
+    """
 
     EXISTS = 0
     BUSY = 1
@@ -113,7 +126,9 @@ class Refusal(IntEnum):
 
 
 class Location(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where one chunk lies: `length` bytes at byte `offset` of `segment`. `generation` changes whenever the slot is reused."""
+    """Where one chunk lies: `length` bytes at byte `offset` of `segment`. `generation` changes
+    whenever the slot is reused.
+    """
 
     segment: SegmentId
     offset: int
@@ -122,8 +137,8 @@ class Location(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
-    """One segment as the server knows it. `device`: a GPU UUID, `host` or `host:NAME`. Sizes in bytes. `given_back`: the bytes at its end
-    that hold no chunk, and no memory, any more."""
+    """One segment as the server knows it. `device`: a GPU UUID, `host` or `host:NAME`. Sizes in
+    bytes. `given_back`: the bytes at its end that hold no chunk, and no memory, any more."""
 
     id: SegmentId
     device: str
@@ -140,8 +155,8 @@ class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reported(msgspec.Struct, frozen=True, array_like=True):
-    """A `Report` as the server keeps it. `time`: seconds since the Unix epoch. `pid`: 0 if the client is in another pid namespace.
-    `device`: from the connection's hello."""
+    """A `Report` as the server keeps it. `time`: seconds since the Unix epoch. `pid`: 0 if the
+    client is in another pid namespace. `device`: from the connection's hello."""
 
     time: float
     level: Level
@@ -151,8 +166,9 @@ class Reported(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Mismatch(msgspec.Struct, frozen=True, array_like=True):
-    """A field in which connected instances of one model differ, so that they do not share. `values`: each value and the instances that have
-    it. `advice`: what to do, where the field's name does not say so."""
+    """A field in which connected instances of one model differ, so that they do not share.
+    `values`: each value and the instances that have it. `advice`: what to do, where the field's
+    name does not say so."""
 
     model: str
     field: str
@@ -163,10 +179,10 @@ class Mismatch(msgspec.Struct, frozen=True, array_like=True):
 class CacheShape(msgspec.Struct, frozen=True, array_like=True):
     """What a reader must know of one worker's paged KV cache. Sizes in bytes.
 
-    `layout`: the order of bytes in a page; only caches with the same one read each other. `num_blocks`, `block_size` (tokens): of the
-    tensors. `stride`: from block to block, the same in all planes. `planes`: for each layer and part, layer-major, the region it lies in
-    and where in it block 0 begins. `regions`: how much of each region's fd may be mapped.
-    """
+    `layout`: the order of bytes in a page; only caches with the same one read each other.
+    `num_blocks`, `block_size` (tokens): of the tensors. `stride`: from block to block, the same in
+    all planes. `planes`: for each layer and part, layer-major, the region it lies in and where in
+    it block 0 begins. `regions`: how much of each region's fd may be mapped."""
 
     device: Text
     medium: Medium
@@ -178,7 +194,12 @@ class CacheShape(msgspec.Struct, frozen=True, array_like=True):
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
     stride: Bytes
     planes: Annotated[
-        list[tuple[Annotated[int, msgspec.Meta(ge=0, lt=MAX_REGIONS)], Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]]],
+        list[
+            tuple[
+                Annotated[int, msgspec.Meta(ge=0, lt=MAX_REGIONS)],
+                Annotated[int, msgspec.Meta(ge=0, le=1 << 48)],
+            ]
+        ],
         msgspec.Meta(max_length=MAX_PLANES),
     ]
     regions: Annotated[list[Bytes], msgspec.Meta(min_length=1, max_length=MAX_REGIONS)]
@@ -200,13 +221,14 @@ class CacheShape(msgspec.Struct, frozen=True, array_like=True):
 
 
 class InstanceStats(msgspec.Struct, frozen=True, array_like=True):
-    """One instance as the server knows it. `id`: in hex; empty if it shares through the pool only. `device`: of its first worker. `pid`: of
-    its scheduler, 0 if absent or not visible.
+    """One instance as the server knows it. `id`: in hex; empty if it shares through the pool only.
+    `device`: of its first worker. `pid`: of its scheduler, 0 if absent or not visible.
 
-    `resident`: chunks that others find in it, once `missing` is empty. `regions`: fds of its workers' KV caches. `missing`: the first part
-    that is not shown; while there is one, nothing is found in the instance. `name`: from its hello. `namespace`: in hex. `silent`: seconds
-    since the server last heard of one of its processes. `stopped`: the pid of a process of it that is stopped; 0 if none is.
-    """
+    `resident`: chunks that others find in it, once `missing` is empty. `regions`: fds of its
+    workers' KV caches. `missing`: the first part that is not shown; while there is one, nothing is
+    found in the instance. `name`: from its hello. `namespace`: in hex. `silent`: seconds since the
+    server last heard of one of its processes. `stopped`: the pid of a process of it that is
+    stopped; 0 if none is."""
 
     id: str
     device: str
@@ -223,8 +245,9 @@ class InstanceStats(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StillMapped(msgspec.Struct, frozen=True, array_like=True):
-    """A process that has not said that it unmapped the KV cache of `instance` (in hex), which has ended: that memory of `device` is not
-    free. `pid`: 0 if it is not visible. `stopped`: whether it is stopped, and so cannot say so."""
+    """A process that has not said that it unmapped the KV cache of `instance` (in hex), which has
+    ended: that memory of `device` is not free. `pid`: 0 if it is not visible. `stopped`: whether it
+    is stopped, and so cannot say so."""
 
     instance: str
     device: str
@@ -233,8 +256,8 @@ class StillMapped(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reads(msgspec.Struct, frozen=True, array_like=True):
-    """What one client has read out of the KV cache of `instance` since it started: bytes that counted, and chunks that the verdict refused
-    because their owner had reused the blocks."""
+    """What one client has read out of the KV cache of `instance` since it started: bytes that
+    counted, and chunks that the verdict refused because their owner had reused the blocks."""
 
     instance: Named
     nbytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
@@ -242,8 +265,9 @@ class Reads(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReadStats(msgspec.Struct, frozen=True, array_like=True):
-    """The `Reads` of a connected client: process `pid`, 0 if it is not visible, with its device. `instance`: in hex. `reader`: the instance
-    that the client is part of, in hex; empty if it shows none."""
+    """The `Reads` of a connected client: process `pid`, 0 if it is not visible, with its device.
+    `instance`: in hex. `reader`: the instance that the client is part of, in hex; empty if it shows
+    none."""
 
     pid: int
     device: str
@@ -263,10 +287,11 @@ class Request(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Hello(Request, frozen=True, tag="hello"):
     """The first message of a connection → `Welcome`, or `Error` and the connection closes.
 
-    Fds, either of which may be missing: a pidfd of the client, and the witness of the server that it was connected to before. `layout`: the
-    instance's layout as text, field by field (see `transfer.layout.Layout`); empty for tools. `token`: a number that the client keeps, by
-    which the server recognises it where it cannot see its pid. `name`: what people know the instance by, such as its port, `:8000`.
-    """
+    Fds, either of which may be missing: a pidfd of the client, and the witness of the server that
+    it was connected to before. `layout`: the instance's layout as text, field by field (see
+    `transfer.layout.Layout`); empty for tools. `token`: a number that the client keeps, by which
+    the server recognises it where it cannot see its pid. `name`: what people know the instance by,
+    such as its port, `:8000`."""
 
     version: int
     device: Text
@@ -279,9 +304,9 @@ class Hello(Request, frozen=True, tag="hello"):
 class AddSegment(Request, frozen=True, tag="add_segment"):
     """Register a segment, whose fd comes along → `Added`.
 
-    `claim`: of the `Lendable` under which it was made; refused if that has ended. 0: add it unconditionally. `again`: it was offered before
-    on an earlier connection, and is taken only if the server knows what lies in it.
-    """
+    `claim`: of the `Lendable` under which it was made; refused if that has ended. 0: add it
+    unconditionally. `again`: it was offered before on an earlier connection, and is taken only if
+    the server knows what lies in it."""
 
     id: Annotated[SegmentId, msgspec.Meta(pattern=SEGMENT_ID)]
     device: Text
@@ -292,7 +317,9 @@ class AddSegment(Request, frozen=True, tag="add_segment"):
 
 
 class Lend(Request, frozen=True, tag="lend"):
-    """How much of its device's memory may this client allocate now, if the pool is to have `nbytes` there in all? → `Lendable`."""
+    """How much of its device's memory may this client allocate now, if the pool is to have `nbytes`
+    there in all? → `Lendable`.
+    """
 
     nbytes: Bytes
 
@@ -304,25 +331,28 @@ class OpenSegment(Request, frozen=True, tag="open_segment"):
 
 
 class Unusable(Request, frozen=True, tag="unusable"):
-    """This client cannot map a segment: give its reservations no slot there → `Count` of segments it avoids."""
+    """This client cannot map a segment: give its reservations no slot there → `Count` of segments
+    it avoids.
+    """
 
     id: Annotated[SegmentId, msgspec.Meta(max_length=64)]
 
 
 class DropSegment(Request, frozen=True, tag="drop_segment"):
-    """Forget a segment's chunks; it is gone once its last lease and reservation end → `Dropped`. `keep`: keep the chunks until this is sent
-    again without it, or nobody has sent `Move` for a while."""
+    """Forget a segment's chunks; it is gone once its last lease and reservation end → `Dropped`.
+    `keep`: keep the chunks until this is sent again without it, or nobody has sent `Move` for a
+    while."""
 
     id: SegmentId
     keep: bool = False
 
 
 class ResizeSegment(Request, frozen=True, tag="resize_segment"):
-    """Leave the first `nbytes` of a host segment to the pool and forget the chunks beyond → `Opened`, without an fd: its size by now.
+    """Leave the first `nbytes` of a host segment to the pool and forget the chunks beyond →
+    `Opened`, without an fd: its size by now.
 
-    The memory is freed when the last lease and reservation there end. `keep`: keep those chunks until this is sent again without it, or
-    nobody has sent `Move` for a while.
-    """
+    The memory is freed when the last lease and reservation there end. `keep`: keep those chunks
+    until this is sent again without it, or nobody has sent `Move` for a while."""
 
     id: SegmentId
     nbytes: Bytes
@@ -330,15 +360,16 @@ class ResizeSegment(Request, frozen=True, tag="resize_segment"):
 
 
 class Move(Request, frozen=True, tag="move"):
-    """Reserve new slots for some of the chunks that a resize or a drop keeps → `Moves`. A chunk is forgotten instead if only chunks used
-    later could make room for it."""
+    """Reserve new slots for some of the chunks that a resize or a drop keeps → `Moves`. A chunk is
+    forgotten instead if only chunks used later could make room for it."""
 
     id: SegmentId
 
 
 class ListSegments(Request, frozen=True, tag="list_segments"):
-    """→ `Segments`. `saved`: seconds of prefill, by its own estimate, that hits have saved this client's instance since the last such
-    message; None: unknown. `asked`, `found`: prompt tokens that the instance has looked up since, and that were there, each once."""
+    """→ `Segments`. `saved`: seconds of prefill, by its own estimate, that hits have saved this
+    client's instance since the last such message; None: unknown. `asked`, `found`: prompt tokens
+    that the instance has looked up since, and that were there, each once."""
 
     saved: Annotated[float, msgspec.Meta(ge=0, le=MAX_SAVED_SECONDS)] | None = None
     asked: Tokens = 0
@@ -346,17 +377,20 @@ class ListSegments(Request, frozen=True, tag="list_segments"):
 
 
 class Reserve(Request, frozen=True, tag="reserve"):
-    """Ask for a slot of `nbytes` for each key, in prefix order → `Reserved`. On the client's device, else on peers, else by eviction."""
+    """Ask for a slot of `nbytes` for each key, in prefix order → `Reserved`. On the client's
+    device, else on peers, else by eviction.
+    """
 
     keys: Keys
     nbytes: Bytes
 
 
 class Commit(Request, frozen=True, tag="commit"):
-    """The copies of this reservation are complete: publish them → `Count` of chunks now visible (0: it was void).
+    """The copies of this reservation are complete: publish them → `Count` of chunks now visible (0:
+    it was void).
 
-    `prefix`: the chunks before these, stored already. They become more recent than these, so that the end of a prefix is evicted first.
-    """
+    `prefix`: the chunks before these, stored already. They become more recent than these, so that
+    the end of a prefix is evicted first."""
 
     reservation: int
     prefix: Keys = []
@@ -369,7 +403,9 @@ class Abort(Request, frozen=True, tag="abort"):
 
 
 class Lookup(Request, frozen=True, tag="lookup"):
-    """How many leading chunks do all `ranks` ranks have (keys of rank 0)? Without a lease → `Count`."""
+    """How many leading chunks do all `ranks` ranks have (keys of rank 0)? Without a lease →
+    `Count`.
+    """
 
     keys: Keys
     ranks: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
@@ -382,42 +418,53 @@ class Acquire(Request, frozen=True, tag="acquire"):
 
 
 class Renew(Request, frozen=True, tag="renew"):
-    """Extend a lease that has not ended to its full time → `Verdict` (False: it had ended, acquire again)."""
+    """Extend a lease that has not ended to its full time → `Verdict` (False: it had ended, acquire
+    again).
+    """
 
     lease: int
 
 
 class Release(Request, frozen=True, tag="release"):
-    """End a lease → `Verdict`: did it hold until now? If False, whatever was read under it is void."""
+    """End a lease → `Verdict`: did it hold until now? If False, whatever was read under it is
+    void.
+    """
 
     lease: int
 
 
 class Contains(Request, frozen=True, tag="contains"):
-    """→ `Present`, one answer a key; no lease, no effect on recency. `where`: say in which segment, too."""
+    """→ `Present`, one answer a key; no lease, no effect on recency. `where`: say in which segment,
+    too.
+    """
 
     keys: Keys
     where: bool = False
 
 
 class Touch(Request, frozen=True, tag="touch"):
-    """Make chunks recent (keys in prefix order; the first ends up the most recent) → `Count` of those in the pool."""
+    """Make chunks recent (keys in prefix order; the first ends up the most recent) → `Count` of
+    those in the pool.
+    """
 
     keys: Keys
 
 
 class Remove(Request, frozen=True, tag="remove"):
-    """Forget chunks; the slot of a leased one is freed when its leases end → `Count` removed. Without `force` leased chunks stay."""
+    """Forget chunks; the slot of a leased one is freed when its leases end → `Count` removed.
+    Without `force` leased chunks stay.
+    """
 
     keys: Keys
     force: bool = True
 
 
 class Clear(Request, frozen=True, tag="clear"):
-    """Forget every chunk of one namespace (8 bytes), or of all with b"", those being written included → `Count` of those that were visible.
+    """Forget every chunk of one namespace (8 bytes), or of all with b"", those being written
+    included → `Count` of those that were visible.
 
-    `reset`: the weights have changed, or may have: raise the epoch, too, so that nothing offloaded before is found again.
-    """
+    `reset`: the weights have changed, or may have: raise the epoch, too, so that nothing offloaded
+    before is found again."""
 
     namespace: Annotated[bytes, msgspec.Meta(max_length=NAMESPACE_BYTES)] = b""
     reset: bool = False
@@ -426,12 +473,14 @@ class Clear(Request, frozen=True, tag="clear"):
 class Join(Request, frozen=True, tag="join"):
     """An instance's scheduler shows its generation table, whose fd comes along → `Count` (1).
 
-    `blocks`: how many vLLM has, the length of the table. `each`: blocks of a chunk. `lead`: how many of these, the first ones, readers
-    always need (0: all); the others come and go, and readers check them themselves. Refused while another process is its scheduler.
-    """
+    `blocks`: how many vLLM has, the length of the table. `each`: blocks of a chunk. `lead`: how
+    many of these, the first ones, readers always need (0: all); the others come and go, and readers
+    check them themselves. Refused while another process is its scheduler."""
 
     instance: Named
-    namespace: Annotated[bytes, msgspec.Meta(min_length=NAMESPACE_BYTES, max_length=NAMESPACE_BYTES)]
+    namespace: Annotated[
+        bytes, msgspec.Meta(min_length=NAMESPACE_BYTES, max_length=NAMESPACE_BYTES)
+    ]
     blocks: Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCKS)]
     ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
     each: Annotated[int, msgspec.Meta(ge=1, le=MAX_EACH)]
@@ -439,7 +488,8 @@ class Join(Request, frozen=True, tag="join"):
 
 
 class ShowCache(Request, frozen=True, tag="show_cache"):
-    """A worker of an instance describes its KV cache, before or after its scheduler joined → `Count` of regions to show now.
+    """A worker of an instance describes its KV cache, before or after its scheduler joined →
+    `Count` of regions to show now.
 
     Refused while another process is this rank. What this rank showed before is void.
     """
@@ -450,7 +500,9 @@ class ShowCache(Request, frozen=True, tag="show_cache"):
 
 
 class ShowRegion(Request, frozen=True, tag="show_region"):
-    """Show a region of the cache that this connection described; its fd comes along → `Count` of regions still missing."""
+    """Show a region of the cache that this connection described; its fd comes along → `Count` of
+    regions still missing.
+    """
 
     instance: Named
     rank: Rank
@@ -458,19 +510,25 @@ class ShowRegion(Request, frozen=True, tag="show_region"):
 
 
 class OpenInstance(Request, frozen=True, tag="open_instance"):
-    """→ `Joined`, with the fd of the generation table. Refused, like all `Open…` below, unless all of the instance is shown."""
+    """→ `Joined`, with the fd of the generation table. Refused, like all `Open…` below, unless all
+    of the instance is shown.
+    """
 
     instance: Named
 
 
 class ShowPins(Request, frozen=True, tag="show_pins"):
-    """The scheduler that has joined shows the memory in which readers pin its blocks, whose fd comes along → `Count` (1)."""
+    """The scheduler that has joined shows the memory in which readers pin its blocks, whose fd
+    comes along → `Count` (1).
+    """
 
     instance: Named
 
 
 class OpenPins(Request, frozen=True, tag="open_pins"):
-    """→ `Count` (of its blocks), with the fd of that memory. Also refused if the instance takes no pins."""
+    """→ `Count` (of its blocks), with the fd of that memory. Also refused if the instance takes no
+    pins.
+    """
 
     instance: Named
 
@@ -491,29 +549,35 @@ class OpenRegion(Request, frozen=True, tag="open_region"):
 
 
 class CloseInstance(Request, frozen=True, tag="close_instance"):
-    """This connection's process no longer maps any region of the instance → `Count` (1, or 0 if it had opened none)."""
+    """This connection's process no longer maps any region of the instance → `Count` (1, or 0 if it
+    had opened none).
+    """
 
     instance: Named
 
 
 class OpenProcess(Request, frozen=True, tag="open_process"):
-    """→ `Count` (the pid, 0 if it is not visible), with a pidfd of the process of this rank; -1: of the scheduler."""
+    """→ `Count` (the pid, 0 if it is not visible), with a pidfd of the process of this rank; -1: of
+    the scheduler.
+    """
 
     instance: Named
     rank: Annotated[int, msgspec.Meta(ge=-1, lt=MAX_RANKS)]
 
 
 class Publish(Request, frozen=True, tag="publish"):
-    """The step that wrote these chunks is over, and they can be read where they lie → `Count` of chunks taken.
+    """The step that wrote these chunks is over, and they can be read where they lie → `Count` of
+    chunks taken.
 
-    0: the instance has not joined, or `sequence` or `epoch` is old. Only on the connection that showed this rank's cache. `keys`: of one
-    rank. `blocks`, `generations`: uint32 and uint64, little-endian, `each` of them a key. `epoch`: the one in which all of it was computed,
-    as far as the scheduler had heard.
+    0: the instance has not joined, or `sequence` or `epoch` is old. Only on the connection that
+    showed this rank's cache. `keys`: of one rank. `blocks`, `generations`: uint32 and uint64,
+    little-endian, `each` of them a key. `epoch`: the one in which all of it was computed, as far as
+    the scheduler had heard.
 
-    A chunk replaces what the instance published under its key, or with one of its blocks in the `lead`, with no higher `sequence`. With
-    several ranks it is found once all have published the same. It is not taken if its lead names a block twice. A block behind the lead
-    that does not exist is number 0, of generation 0.
-    """
+    A chunk replaces what the instance published under its key, or with one of its blocks in the
+    `lead`, with no higher `sequence`. With several ranks it is found once all have published the
+    same. It is not taken if its lead names a block twice. A block behind the lead that does not
+    exist is number 0, of generation 0."""
 
     instance: Named
     sequence: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -524,36 +588,42 @@ class Publish(Request, frozen=True, tag="publish"):
 
 
 class Retract(Request, frozen=True, tag="retract"):
-    """Void what the instance published, or will publish, with a lower sequence → `Count` of chunks dropped. From any of its parts."""
+    """Void what the instance published, or will publish, with a lower sequence → `Count` of chunks
+    dropped. From any of its parts.
+    """
 
     instance: Named
     sequence: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Hint(Request, frozen=True, tag="hint"):
-    """A load reads chunks in `instance`. keys: the prefix up to the last of them, of rank 0 → `Count` of those that others find there. Its
-    scheduler hears of it, and keeps them as if they had been used there."""
+    """A load reads chunks in `instance`. keys: the prefix up to the last of them, of rank 0 →
+    `Count` of those that others find there. Its scheduler hears of it, and keeps them as if they
+    had been used there."""
 
     instance: Named
     keys: Keys
 
 
 class Listen(Request, frozen=True, tag="listen"):
-    """What is new for an instance's scheduler, on the connection with which it joined? → `Heard`."""
+    """What is new for an instance's scheduler, on the connection with which it joined? →
+    `Heard`.
+    """
 
     instance: Named
 
 
 class ShowReads(Request, frozen=True, tag="show_reads"):
-    """What this client has read out of others' KV caches so far, for the statistics → `Count` of the rows. `instance`: that it is part of;
-    b"" if it is part of none."""
+    """What this client has read out of others' KV caches so far, for the statistics → `Count` of
+    the rows. `instance`: that it is part of; b"" if it is part of none."""
 
     reads: Annotated[list[Reads], msgspec.Meta(max_length=MAX_OWNERS)]
     instance: Annotated[InstanceId, msgspec.Meta(max_length=INSTANCE_BYTES)] = InstanceId(b"")
 
 
 class Find(Request, frozen=True, tag="find"):
-    """Which leading chunks are in the pool, for all `ranks` ranks, or resident in an instance (keys of rank 0)? → `Found`.
+    """Which leading chunks are in the pool, for all `ranks` ranks, or resident in an instance (keys
+    of rank 0)? → `Found`.
 
     `instance`: the asker, whose own chunks are left out; b"" if it is none.
     """
@@ -568,8 +638,8 @@ class Stats(Request, frozen=True, tag="stats"):
 
 
 class Report(Request, frozen=True, tag="report"):
-    """A line for the node's operator, such as why an instance caches nothing → `Count`: 1, or 0 if this connection's text is kept already.
-    The server logs it and keeps the newest ones."""
+    """A line for the node's operator, such as why an instance caches nothing → `Count`: 1, or 0 if
+    this connection's text is kept already. The server logs it and keeps the newest ones."""
 
     level: Level
     text: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_REPORT_CHARS)]
@@ -583,8 +653,9 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Welcome(Reply, frozen=True, tag="welcome"):
-    """`epoch`: another one at every start of the server, whose witness comes along as an fd (see `journal.Witness`). `mismatches`: for each
-    other namespace of the model, a line that says why the client cannot share with it."""
+    """`epoch`: another one at every start of the server, whose witness comes along as an fd (see
+    `journal.Witness`). `mismatches`: for each other namespace of the model, a line that says why
+    the client cannot share with it."""
 
     version: int
     epoch: int
@@ -601,16 +672,18 @@ class Error(Reply, frozen=True, tag="error"):
 
 
 class Added(Reply, frozen=True, tag="added"):
-    """`chunks`: how many chunks from an earlier life of the server the segment brings back. `taken`: False if it was offered again and its
-    memory cannot be used any more, since the server does not know it and an earlier writer may still write there. Lend a fresh one."""
+    """`chunks`: how many chunks from an earlier life of the server the segment brings back.
+    `taken`: False if it was offered again and its memory cannot be used any more, since the server
+    does not know it and an earlier writer may still write there. Lend a fresh one."""
 
     chunks: int
     taken: bool = True
 
 
 class Lendable(Reply, frozen=True, tag="lendable"):
-    """`nbytes`: to be allocated and added as one segment, within `CLAIM_SECONDS`, on this connection. 0: the pool has them, others are
-    about to allocate them, or they may be offered again after a restart; ask again later."""
+    """`nbytes`: to be allocated and added as one segment, within `CLAIM_SECONDS`, on this
+    connection. 0: the pool has them, others are about to allocate them, or they may be offered
+    again after a restart; ask again later."""
 
     claim: int
     nbytes: int
@@ -623,8 +696,9 @@ class Opened(Reply, frozen=True, tag="opened"):
 
 
 class Moves(Reply, frozen=True, tag="moves"):
-    """From where to where a client is to copy chunks, and then to commit the reservation. From then on they lie there, unless one of them
-    is gone: then none of them has moved. `left`: chunks not looked at yet, or being moved."""
+    """From where to where a client is to copy chunks, and then to commit the reservation. From then
+    on they lie there, unless one of them is gone: then none of them has moved. `left`: chunks not
+    looked at yet, or being moved."""
 
     reservation: int
     pairs: list[tuple[Location, Location]]
@@ -632,7 +706,9 @@ class Moves(Reply, frozen=True, tag="moves"):
 
 
 class Dropped(Reply, frozen=True, tag="dropped"):
-    """`gone`: False while its chunks are being forgotten, or leases or reservations still hold it."""
+    """`gone`: False while its chunks are being forgotten, or leases or reservations still hold
+    it.
+    """
 
     chunks: int
     gone: bool
@@ -643,8 +719,9 @@ class Segments(Reply, frozen=True, tag="segments"):
 
 
 class Reserved(Reply, frozen=True, tag="reserved"):
-    """A location or a `Refusal` for each key. `reservation`: 0 if nothing was reserved. `seconds`: how long it may stay uncommitted.
-    `reason`: explains a FULL, TOO_LARGE or NO_SEGMENT. `epoch`: of the keys' namespace."""
+    """A location or a `Refusal` for each key. `reservation`: 0 if nothing was reserved. `seconds`:
+    how long it may stay uncommitted. `reason`: explains a FULL, TOO_LARGE or NO_SEGMENT. `epoch`:
+    of the keys' namespace."""
 
     reservation: int
     seconds: float
@@ -654,8 +731,9 @@ class Reserved(Reply, frozen=True, tag="reserved"):
 
 
 class Leased(Reply, frozen=True, tag="leased"):
-    """Locations of the leading keys that are there. `lease`: 0 if there are none. `seconds`: how long it holds from the grant; clients
-    count from when they sent the request. `epoch`: of the keys' namespace."""
+    """Locations of the leading keys that are there. `lease`: 0 if there are none. `seconds`: how
+    long it holds from the grant; clients count from when they sent the request. `epoch`: of the
+    keys' namespace."""
 
     lease: int
     seconds: float
@@ -676,7 +754,9 @@ class Cache(Reply, frozen=True, tag="cache"):
 
 
 class Resident(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A chunk in an instance's KV cache. `instance`: its index in `Found.instances`. `blocks`, `generations`: as published."""
+    """A chunk in an instance's KV cache. `instance`: its index in `Found.instances`. `blocks`,
+    `generations`: as published.
+    """
 
     instance: int
     blocks: bytes
@@ -684,9 +764,10 @@ class Resident(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Found(Reply, frozen=True, tag="found"):
-    """For each leading chunk that is somewhere, whether it is in the pool (a byte, 0 or 1), and where it is resident: at most
-    `MAX_REPLICAS` places, first the instance that has the chunk before, too. `epoch`: of the keys' namespace. `cut`: the answer has reached
-    its bound; ask again for the keys beyond."""
+    """For each leading chunk that is somewhere, whether it is in the pool (a byte, 0 or 1), and
+    where it is resident: at most `MAX_REPLICAS` places, first the instance that has the chunk
+    before, too. `epoch`: of the keys' namespace. `cut`: the answer has reached its bound; ask again
+    for the keys beyond."""
 
     pooled: bytes
     instances: list[InstanceId]
@@ -696,8 +777,9 @@ class Found(Reply, frozen=True, tag="found"):
 
 
 class Heard(Reply, frozen=True, tag="heard"):
-    """`epoch`: of the instance's namespace. `blocks`, `generations`: of whole chunks, as published, that others have read there since the
-    last `Listen`; the one that should stay longest comes last."""
+    """`epoch`: of the instance's namespace. `blocks`, `generations`: of whole chunks, as published,
+    that others have read there since the last `Listen`; the one that should stay longest comes
+    last."""
 
     epoch: int
     blocks: bytes = b""
@@ -713,7 +795,9 @@ class Verdict(Reply, frozen=True, tag="verdict"):
 
 
 class Present(Reply, frozen=True, tag="present"):
-    """`epoch`: of the keys' namespace. `segments`: one a key, if asked for; "" if the chunk is not in the pool."""
+    """`epoch`: of the keys' namespace. `segments`: one a key, if asked for; "" if the chunk is not
+    in the pool.
+    """
 
     present: list[bool]
     epoch: int = 0
@@ -721,7 +805,9 @@ class Present(Reply, frozen=True, tag="present"):
 
 
 class Latency(msgspec.Struct, frozen=True, array_like=True):
-    """The time of one kind of request inside the server, in microseconds. `total_us`: of all of them."""
+    """The time of one kind of request inside the server, in microseconds. `total_us`: of all of
+    them.
+    """
 
     count: int
     p50_us: float
@@ -730,13 +816,13 @@ class Latency(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ServerStats(Reply, frozen=True, tag="server_stats"):
-    """Counters since the server's start. `lookup_*`: chunks asked for and found. `latency`: by request name. `reports`: the newest, oldest
-    first.
+    """Counters since the server's start. `lookup_*`: chunks asked for and found. `latency`: by
+    request name. `reports`: the newest, oldest first.
 
-    `quarantined_slots`: slots that wait until their writer, by its pid, ends or answers for them. `hits`: by namespace, prompt tokens that
-    instances looked up, as they say, and those found: each token once a request, in the pool, in KV caches and below. `saved`: by
-    namespace, seconds of prefill that hits have saved, where an instance has made an estimate.
-    """
+    `quarantined_slots`: slots that wait until their writer, by its pid, ends or answers for them.
+    `hits`: by namespace, prompt tokens that instances looked up, as they say, and those found: each
+    token once a request, in the pool, in KV caches and below. `saved`: by namespace, seconds of
+    prefill that hits have saved, where an instance has made an estimate."""
 
     epoch: int
     uptime_seconds: float
@@ -760,13 +846,48 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
     saved: dict[str, float] = {}
 
 
-_OfSegments = AddSegment | Lend | OpenSegment | Unusable | DropSegment | ResizeSegment | Move | ListSegments
-_OfChunks = Reserve | Commit | Abort | Lookup | Acquire | Renew | Release | Contains | Touch | Remove | Clear
+_OfSegments = (
+    AddSegment | Lend | OpenSegment | Unusable | DropSegment | ResizeSegment | Move | ListSegments
+)
+_OfChunks = (
+    Reserve
+    | Commit
+    | Abort
+    | Lookup
+    | Acquire
+    | Renew
+    | Release
+    | Contains
+    | Touch
+    | Remove
+    | Clear
+)
 OfInstances = (
-    Join | ShowPins | ShowCache | ShowRegion | OpenInstance | OpenPins | OpenCache | OpenRegion | CloseInstance | OpenProcess
+    Join
+    | ShowPins
+    | ShowCache
+    | ShowRegion
+    | OpenInstance
+    | OpenPins
+    | OpenCache
+    | OpenRegion
+    | CloseInstance
+    | OpenProcess
 )
 OfResidents = Publish | Retract | Hint | Listen | Find | ShowReads
 OfOthers = Hello | _OfSegments | OfInstances | OfResidents | Stats | Report
 AnyRequest = _OfChunks | OfOthers
 _OfOneThing = Count | Verdict | Present | Added | Lendable | Opened | Moves | Dropped
-AnyReply = Welcome | Error | _OfOneThing | Segments | Reserved | Leased | Joined | Cache | Heard | Found | ServerStats
+AnyReply = (
+    Welcome
+    | Error
+    | _OfOneThing
+    | Segments
+    | Reserved
+    | Leased
+    | Joined
+    | Cache
+    | Heard
+    | Found
+    | ServerStats
+)

@@ -1,4 +1,6 @@
-"""The process that serves the server's statistics over HTTP (`server.metrics`). It starts and ends with the server."""
+"""The process that serves the server's statistics over HTTP (`server.metrics`). It starts and ends
+with the server.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ AGAIN_SECONDS, MOST_SECONDS = 5.0, 600.0
 
 
 class MonitorProcess:
-    """Starts the process again, `AGAIN_SECONDS` later, whenever it ends. The server goes on without it.
+    """Starts the process again, `AGAIN_SECONDS` later, whenever it ends. The server goes on without
+    it.
 
     While it ends soon after its start the wait doubles each time, up to `MOST_SECONDS`.
     """
@@ -25,8 +28,19 @@ class MonitorProcess:
     def __init__(self, config: ServerConfig) -> None:
         # `-P`: the current folder is nobody's package here.
         self._command = [sys.executable, "-P", "-m", "vcache_backend.monitor", "--until-eof"]
-        self._command += ["--socket", str(config.path), "--listen", config.metrics, "--pid", str(os.getpid())]
-        self._command += ["--log-format", config.log_format, f"--hosts={','.join(config.metrics_hosts)}"]
+        self._command += [
+            "--socket",
+            str(config.path),
+            "--listen",
+            config.metrics,
+            "--pid",
+            str(os.getpid()),
+        ]
+        self._command += [
+            "--log-format",
+            config.log_format,
+            f"--hosts={','.join(config.metrics_hosts)}",
+        ]
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -58,7 +72,10 @@ class MonitorProcess:
                 assert self._process.stdin is not None
                 self._process.stdin.close()
                 if not self._closing.is_set():
-                    log.error("server.metrics: their process ended with status %d and is started again", status)
+                    log.error(
+                        "server.metrics: their process ended with status %d and is started again",
+                        status,
+                    )
             if time.monotonic() > began + pause:
                 pause = AGAIN_SECONDS
             self._closing.wait(pause)

@@ -19,10 +19,11 @@ Copy = Callable[[Sequence[tuple[Location, Location]]], None]
 
 
 def move(client: Client, id_: SegmentId, deadline: float, copy: Copy) -> int:
-    """Copy what a resize or a drop keeps to where the server says, until nothing is left or `deadline` (monotonic).
+    """Copy what a resize or a drop keeps to where the server says, until nothing is left or
+    `deadline` (monotonic).
 
-    Returns how many chunks moved. A chunk stays where it was until the server knows that its copy is complete.
-    """
+    Returns how many chunks moved. A chunk stays where it was until the server knows that its copy
+    is complete."""
     moved = 0
     while time.monotonic() < deadline:
         moves = client.move(id_)
@@ -48,7 +49,10 @@ def in_host_memory(client: Client) -> Copy:
             for old, new in pairs:
                 done = 0
                 while done < old.length:
-                    files, at = (fds[old.segment], fds[new.segment]), (old.offset + done, new.offset + done)
+                    files, at = (
+                        (fds[old.segment], fds[new.segment]),
+                        (old.offset + done, new.offset + done),
+                    )
                     done += os.copy_file_range(*files, old.length - done, *at)
 
     return copy

@@ -1,4 +1,6 @@
-"""Where chunks lie: the node's segments, what occupies their slots and when it was last used, and which slots make room."""
+"""Where chunks lie: the node's segments, what occupies their slots and when it was last used, and
+which slots make room.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +16,36 @@ import msgspec
 from vcache_backend.metadata_server import shares
 from vcache_backend.metadata_server.allocator import ALIGNMENT, Extents, padded
 from vcache_backend.metadata_server.client_lines import Caller
-from vcache_backend.metadata_server.messages import ChunkKey, Location, Medium, SegmentId, SegmentInfo, SegmentState
+from vcache_backend.metadata_server.messages import (
+    ChunkKey,
+    Location,
+    Medium,
+    SegmentId,
+    SegmentInfo,
+    SegmentState,
+)
 from vcache_backend.metadata_server.records import ProcessId
 
 MAX_WINDOW_ATTEMPTS = 64
-"""How many chunks, least recently used first, are tried as the start of a run to evict among chunks of other sizes."""
+"""How many chunks, least recently used first, are tried as the start of a run to evict among chunks
+of other sizes.
+"""
 MAX_SEARCH = 2048
-"""The most chunks in a run to evict, and that one request evicts: a few milliseconds of the server's time."""
+"""The most chunks in a run to evict, and that one request evicts: a few milliseconds of the
+server's time.
+"""
 SAME_SEGMENT = 64
-"""How many slots of one request come from a segment before the one with the most room is looked for again."""
+"""How many slots of one request come from a segment before the one with the most room is looked for
+again.
+"""
 
 
 class Entry(msgspec.Struct, gc=False, eq=False):
-    """One occupied slot of `size` bytes. `reservation`: 0 once its chunk is committed. `doomed`: the chunk was removed while leased.
+    """One occupied slot of `size` bytes. `reservation`: 0 once its chunk is committed. `doomed`:
+    the chunk was removed while leased.
 
-    `use` grows with every use. `older` and `newer`: its neighbours in the order of its segment, None if it is not in there.
-    """
+    `use` grows with every use. `older` and `newer`: its neighbours in the order of its segment,
+    None if it is not in there."""
 
     key: ChunkKey
     location: Location
@@ -49,13 +65,16 @@ class Entry(msgspec.Struct, gc=False, eq=False):
 
 
 class Order:
-    """The chunks of a segment that may be evicted (committed, and read by nobody), the least recently used first.
+    """The chunks of a segment that may be evicted (committed, and read by nobody), the least
+    recently used first.
 
-    A ring through the entries themselves: a table, however fast, would at times be rebuilt for all of them.
-    """
+    A ring through the entries themselves: a table, however fast, would at times be rebuilt for all
+    of them."""
 
     def __init__(self) -> None:
-        self._ends = Entry(ChunkKey(b""), Location(SegmentId(""), 0, 0, 0), cast("Segment", None), 0)
+        self._ends = Entry(
+            ChunkKey(b""), Location(SegmentId(""), 0, 0, 0), cast("Segment", None), 0
+        )
         self._ends.older = self._ends.newer = self._ends
 
     def __iter__(self) -> Iterator[Entry]:
@@ -88,8 +107,9 @@ class Order:
 
 
 class Peer(msgspec.Struct):
-    """One connection of a client: its number, the process behind it and that one's user, the device it prefers, the segments it cannot use,
-    the name from its hello, and when (monotonic clock) its last message came."""
+    """One connection of a client: its number, the process behind it and that one's user, the device
+    it prefers, the segments it cannot use, the name from its hello, and when (monotonic clock) its
+    last message came."""
 
     id: int
     process: ProcessId
@@ -112,13 +132,19 @@ class Peer(msgspec.Struct):
 
 
 class Segment:
-    """One segment: its holes, its occupants by offset (and by where they end), and how many of these are reserved and leased.
+    """One segment: its holes, its occupants by offset (and by where they end), and how many of
+    these are reserved and leased.
 
-    `state`: live; absent, from before a restart, until its fd is offered again; or draining, until nobody reads or writes there any more.
-    """
+    `state`: live; absent, from before a restart, until its fd is offered again; or draining, until
+    nobody reads or writes there any more."""
 
     def __init__(self, info: SegmentInfo) -> None:
-        self.id, self.device, self.medium, self.nbytes = info.id, info.device, info.medium, info.nbytes
+        self.id, self.device, self.medium, self.nbytes = (
+            info.id,
+            info.device,
+            info.medium,
+            info.nbytes,
+        )
         self.state: SegmentState = info.state
         self.end = self.limit = info.nbytes // ALIGNMENT * ALIGNMENT
         """Chunks lie before `end`, which is lowered to `limit` when memory is taken back."""
@@ -130,12 +156,16 @@ class Segment:
         self.occupants: dict[int, Entry] = {}
         self.ending: dict[int, Entry] = {}
         self.staying: dict[int, Entry] = {}
-        """Occupants of a draining segment, or beyond a new end, that are removed once nobody uses them."""
+        """Occupants of a draining segment, or beyond a new end, that are removed once nobody uses
+        them.
+        """
         self.leaving: dict[int, Entry] = {}
         """Those of them that are to be moved, until `keeps_until` (0: none any more)."""
         self.keeps_until = 0.0
         self.returning: list[Entry] = []
-        """Chunks that an absent segment will bring back, unless removed meanwhile; the least recently used last."""
+        """Chunks that an absent segment will bring back, unless removed meanwhile; the least
+        recently used last.
+        """
         self.reserved = self.leased = self.evictions = 0
 
     def info(self) -> SegmentInfo:
@@ -160,8 +190,12 @@ class Segment:
         return self.ending.get(entry.end) is entry
 
     def find_holes(self) -> None:
-        """Find the holes anew, after slots were occupied without taking them from holes. ValueError if slots overlap."""
-        self.extents = Extents(self.nbytes, [(at, entry.size) for at, entry in self.occupants.items()])
+        """Find the holes anew, after slots were occupied without taking them from holes. ValueError
+        if slots overlap.
+        """
+        self.extents = Extents(
+            self.nbytes, [(at, entry.size) for at, entry in self.occupants.items()]
+        )
 
     def free(self, entry: Entry) -> None:
         """Make a slot a hole, unless it lies beyond `end`, since nobody has it any more."""
@@ -178,7 +212,9 @@ class Segment:
             self.outside -= entry.size
 
     def shorten(self, end: int) -> Entry | None:
-        """Cut the hole at the segment's end, down to `end` at most. Without a hole there, return the occupant, still to be forgotten."""
+        """Cut the hole at the segment's end, down to `end` at most. Without a hole there, return
+        the occupant, still to be forgotten.
+        """
         if (cut := self.extents.cut(self.end, end)) < self.end:
             self.end = cut
             return None
@@ -189,7 +225,9 @@ class Segment:
         return entry
 
     def let_go(self) -> None:
-        """Unlink a segment that has left the pool: it and its entries refer to each other, and the garbage collector is off."""
+        """Unlink a segment that has left the pool: it and its entries refer to each other, and the
+        garbage collector is off.
+        """
         for table in (self.occupants, self.staying, self.leaving, self.ending):
             table.clear()
         self.order.clear()
@@ -197,7 +235,8 @@ class Segment:
         self.end = 0
 
     def window(self, first: Entry, size: int, most: int, before: float) -> tuple[list[Entry], bool]:
-        """A run of at most `most` occupants used `before`, with `first`, and whether it, with the holes around it, spans `size` bytes.
+        """A run of at most `most` occupants used `before`, with `first`, and whether it, with the
+        holes around it, spans `size` bytes.
 
         It grows towards the end of the segment as far as it can, then towards the start.
         """
@@ -226,8 +265,8 @@ class Placement:
         self.generations = count(1)
 
     def take(self, nbytes: int, peer: Peer, most: int) -> list[Location]:
-        """Take up to `most` free slots for a peer: on its device first, then where there is the most room. Empty if no hole is large
-        enough."""
+        """Take up to `most` free slots for a peer: on its device first, then where there is the
+        most room. Empty if no hole is large enough."""
         size = padded(nbytes)
         best: Segment | None = None
         for segment in self.usable(peer):
@@ -247,16 +286,23 @@ class Placement:
         return locations
 
     def reuse(self, entries: list[Entry], nbytes: int) -> list[Location]:
-        """The slots of evicted chunks of the same padded size, without a detour through the holes. To be occupied at once."""
-        return [Location(e.location.segment, e.location.offset, nbytes, next(self.generations)) for e in entries]
+        """The slots of evicted chunks of the same padded size, without a detour through the holes.
+        To be occupied at once.
+        """
+        return [
+            Location(e.location.segment, e.location.offset, nbytes, next(self.generations))
+            for e in entries
+        ]
 
-    def victims(self, nbytes: int, most: int, peer: Peer, left: int, before: float) -> tuple[list[Entry], bool, int]:
+    def victims(
+        self, nbytes: int, most: int, peer: Peer, left: int, before: float
+    ) -> tuple[list[Entry], bool, int]:
         """Choose chunks of a peer's medium, used `before`, to evict for slots of `nbytes`.
 
-        Returns them, whether each of them leaves such a slot, and how many chunks were looked at, about `left` at most. They are up to
-        `most` of the least recently used ones if those have that size. If the first one has another size, they are a run around it that
-        leaves one slot. None if none can go, or too many would have to.
-        """
+        Returns them, whether each of them leaves such a slot, and how many chunks were looked at,
+        about `left` at most. They are up to `most` of the least recently used ones if those have
+        that size. If the first one has another size, they are a run around it that leaves one slot.
+        None if none can go, or too many would have to."""
         size, attempts, looked = padded(nbytes), 0, 0
         equal: list[Entry] = []
         orders = [segment.order for segment in self.usable(peer) if size <= segment.end]
@@ -279,12 +325,20 @@ class Placement:
     def usable(self, peer: Peer) -> Iterator[Segment]:
         """The segments in which a peer may store."""
         for segment in self.segments.values():
-            if segment.medium == peer.medium and segment.state == "live" and segment.id not in peer.avoids:
+            if (
+                segment.medium == peer.medium
+                and segment.state == "live"
+                and segment.id not in peer.avoids
+            ):
                 yield segment
 
     def occupied(self) -> int:
-        """The number of slots in use, be their chunks live, being written, or gone and still read or in quarantine."""
-        return sum(len(segment.ending) for segment in self.segments.values() if segment.state != "absent")
+        """The number of slots in use, be their chunks live, being written, or gone and still read
+        or in quarantine.
+        """
+        return sum(
+            len(segment.ending) for segment in self.segments.values() if segment.state != "absent"
+        )
 
     def in_state(self, state: SegmentState) -> list[Segment]:
         """The segments in a state."""

@@ -21,15 +21,17 @@ from vcache_backend.metadata_server.records import ProcessId
 log = logging.getLogger(__name__)
 
 SPIN_CORES = 2
-"""With fewer cores, spinning takes the core from the very process that is waited for. (Measured on 2 cores: a look-up takes 24 µs at the
-median with spinning, 108 µs without.)"""
+"""With fewer cores, spinning takes the core from the very process that is waited for. (Measured on
+2 cores: a look-up takes 24 µs at the median with spinning, 108 µs without.)"""
 MANY_CORES = 16
-"""With this many cores, one of them is worth the time by which a look-up takes longer if the server sleeps. (Measured on a virtual machine
-of 32 cores with two H200s: 0.3 ms against 0.02.)"""
+"""With this many cores, one of them is worth the time by which a look-up takes longer if the server
+sleeps. (Measured on a virtual machine of 32 cores with two H200s: 0.3 ms against 0.02.)"""
 
 
 def spin(few: float, many: float) -> float:
-    """How long to poll for the next message before sleeping: `few` seconds, `many` with many cores, 0 with too few."""
+    """How long to poll for the next message before sleeping: `few` seconds, `many` with many cores,
+    0 with too few.
+    """
     cores = len(os.sched_getaffinity(0))
     return 0.0 if cores < SPIN_CORES else many if cores >= MANY_CORES else few
 
@@ -42,14 +44,20 @@ _GROUPS_BYTES = 1024
 
 
 def peer(sock: socket.socket) -> tuple[int, int]:
-    """(pid, uid) of the process that connected. pid 0: it is in a pid namespace that is not visible here."""
-    pid, uid, _gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    """(pid, uid) of the process that connected. pid 0: it is in a pid namespace that is not visible
+    here.
+    """
+    pid, uid, _gid = struct.unpack(
+        "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    )
     return pid, uid
 
 
 def groups(sock: socket.socket) -> set[int]:
     """The groups of the process that connected: its own and its supplementary ones (Linux 4.13)."""
-    _, _, gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    _, _, gid = struct.unpack(
+        "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    )
     try:
         more = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS_BYTES)
     except OSError:
@@ -58,7 +66,9 @@ def groups(sock: socket.socket) -> set[int]:
 
 
 def started(pid: int) -> int:
-    """When process `pid` began, in ticks since boot; 0 if it is gone or hidden. OSError if that cannot be read now."""
+    """When process `pid` began, in ticks since boot; 0 if it is gone or hidden. OSError if that
+    cannot be read now.
+    """
     try:
         status = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -78,7 +88,9 @@ def parent(process: ProcessId) -> int:
 
 
 def _said(process: ProcessId) -> list[bytes]:
-    """What the system says of it, from its state on (see `man proc_pid_stat`); empty if that is unknown."""
+    """What the system says of it, from its state on (see `man proc_pid_stat`); empty if that is
+    unknown.
+    """
     try:
         said = Path(f"/proc/{process.pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -87,19 +99,27 @@ def _said(process: ProcessId) -> list[bytes]:
 
 
 def ending(process: ProcessId) -> bool:
-    """Whether it has ended, or is about to: its sockets are closed before that can be waited for. False if that is unknown."""
+    """Whether it has ended, or is about to: its sockets are closed before that can be waited for.
+    False if that is unknown.
+    """
     try:
         said = Path(f"/proc/{process.pid}/stat").read_bytes().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return process.pid != 0 and process.started != 0
     except OSError:
         return False
-    return int(said[19]) != process.started or said[0] in (b"Z", b"X") or bool(int(said[6]) & _EXITING)
+    return (
+        int(said[19]) != process.started or said[0] in (b"Z", b"X") or bool(int(said[6]) & _EXITING)
+    )
 
 
 def identity(pid: int, token: int = 0) -> ProcessId:
-    """Identify process `pid` for good. One that is not visible here (pid 0) is identified by the token it sent, or by a fresh one."""
-    return ProcessId(pid, started(pid)) if pid else ProcessId(0, token or secrets.randbits(TOKEN_BITS))
+    """Identify process `pid` for good. One that is not visible here (pid 0) is identified by the
+    token it sent, or by a fresh one.
+    """
+    return (
+        ProcessId(pid, started(pid)) if pid else ProcessId(0, token or secrets.randbits(TOKEN_BITS))
+    )
 
 
 def lives(process: ProcessId) -> bool:
@@ -120,8 +140,8 @@ def lives(process: ProcessId) -> bool:
 def open_pidfd(process: ProcessId) -> int | None:
     """A pidfd, which becomes readable when the process ends; None if it has ended already.
 
-    OSError if that is unknown: the process is not visible, or descriptors are exhausted. It then counts as running.
-    """
+    OSError if that is unknown: the process is not visible, or descriptors are exhausted. It then
+    counts as running."""
     try:
         pidfd = os.pidfd_open(process.pid)
     except ProcessLookupError:
@@ -138,7 +158,9 @@ def open_pidfd(process: ProcessId) -> int | None:
 
 
 def is_pidfd(fd: int, pid: int) -> bool:
-    """Whether `fd` is a pidfd, of process `pid` as far as that is known (pid 0: not visible; -1: ended by now)."""
+    """Whether `fd` is a pidfd, of process `pid` as far as that is known (pid 0: not visible; -1:
+    ended by now).
+    """
     for line in Path(f"/proc/self/fdinfo/{fd}").read_bytes().splitlines():
         if line.startswith(b"Pid:"):
             return pid == 0 or int(line.split()[1]) in (pid, -1)
@@ -146,7 +168,9 @@ def is_pidfd(fd: int, pid: int) -> bool:
 
 
 def own_pidfd() -> int | None:
-    """A pidfd of this process, for a server that may be in another pid namespace; None if the system has none."""
+    """A pidfd of this process, for a server that may be in another pid namespace; None if the
+    system has none.
+    """
     try:
         return os.pidfd_open(os.getpid())
     except OSError:
@@ -169,7 +193,9 @@ class _Process(msgspec.Struct):
 
 
 class Watch:
-    """pidfds of the connected processes and of those whose end is awaited. The latter are in `epoll`."""
+    """pidfds of the connected processes and of those whose end is awaited. The latter are in
+    `epoll`.
+    """
 
     def __init__(self, epoll: select.epoll) -> None:
         self._epoll = epoll
@@ -178,7 +204,9 @@ class Watch:
         self._unseen: set[ProcessId] = set()
 
     def cannot_see(self, unseen: set[ProcessId]) -> None:
-        """These pids are of another pid namespace, so nothing here tells whether the processes have ended."""
+        """These pids are of another pid namespace, so nothing here tells whether the processes have
+        ended.
+        """
         self._unseen = unseen
 
     def __contains__(self, fd: int) -> bool:
@@ -195,8 +223,8 @@ class Watch:
             os.close(pidfd)
 
     def pidfd(self, process: ProcessId) -> int | None:
-        """A new pidfd of a connected process, the caller's; None if it has ended, or sent none and is not visible. OSError: descriptors are
-        exhausted."""
+        """A new pidfd of a connected process, the caller's; None if it has ended, or sent none and
+        is not visible. OSError: descriptors are exhausted."""
         known = self._processes.get(process)
         if known is not None and known.pidfd is not None:
             return os.dup(known.pidfd)
@@ -207,8 +235,12 @@ class Watch:
         self._processes[process].connections -= 1
 
     def wait_for(self, wanted: set[ProcessId]) -> list[ProcessId]:
-        """Wait for the end of these processes. Returns those that have ended already. Others that are not connected are forgotten."""
-        for process in [p for p, known in self._processes.items() if not known.connections and p not in wanted]:
+        """Wait for the end of these processes. Returns those that have ended already. Others that
+        are not connected are forgotten.
+        """
+        for process in [
+            p for p, known in self._processes.items() if not known.connections and p not in wanted
+        ]:
             self._forget(process)
         gone = []
         for process in wanted:

@@ -21,17 +21,28 @@ class ReadsTold:
 
     def note(self, client: Peer, instance: m.InstanceId, reads: list[m.Reads]) -> m.Count:
         """Replace what this client, of `instance`, said before."""
-        self._of[client.id] = sorted(((read, client, instance) for read in reads), key=_order, reverse=True)
+        self._of[client.id] = sorted(
+            ((read, client, instance) for read in reads), key=_order, reverse=True
+        )
         return m.Count(len(reads))
 
     def disconnect(self, client: Peer) -> None:
         self._of.pop(client.id, None)
 
     def stats(self) -> list[m.ReadStats]:
-        """The rows for the statistics, those with the most bytes first. Looks at no more than these, and at one more of each client."""
+        """The rows for the statistics, those with the most bytes first. Looks at no more than
+        these, and at one more of each client.
+        """
         most = islice(merge(*self._of.values(), key=_order, reverse=True), MAX_LISTED)
         return [
-            m.ReadStats(who.process.pid, who.device, read.instance.hex(), read.nbytes, read.refused, instance.hex())
+            m.ReadStats(
+                who.process.pid,
+                who.device,
+                read.instance.hex(),
+                read.nbytes,
+                read.refused,
+                instance.hex(),
+            )
             for read, who, instance in most
         ]
 

@@ -8,15 +8,22 @@ from itertools import chain, islice, pairwise
 import msgspec
 
 from vcache_backend.metadata_server.allocator import ALIGNMENT, padded
-from vcache_backend.metadata_server.messages import KEY_BYTES, NAMESPACE_BYTES, ChunkKey, Location, Medium, SegmentId
+from vcache_backend.metadata_server.messages import (
+    KEY_BYTES,
+    NAMESPACE_BYTES,
+    ChunkKey,
+    Location,
+    Medium,
+    SegmentId,
+)
 
 SLICE = 2048
 """Chunks in one record of a snapshot: about a millisecond of the server's time."""
 
 
 class ProcessId(msgspec.Struct, frozen=True, array_like=True):
-    """Identifies a process although pids are reused: its pid and start time in ticks since boot (field 22 of /proc/PID/stat). In another
-    pid namespace: 0 and a random number."""
+    """Identifies a process although pids are reused: its pid and start time in ticks since boot
+    (field 22 of /proc/PID/stat). In another pid namespace: 0 and a random number."""
 
     pid: int
     started: int
@@ -57,7 +64,9 @@ class Returned(msgspec.Struct, frozen=True, array_like=True, tag="R", gc=False):
 
 
 class Live(msgspec.Struct, frozen=True, array_like=True, tag="L", gc=False):
-    """Committed chunks, the least recently used first: what remains of reservations when a journal is rewritten."""
+    """Committed chunks, the least recently used first: what remains of reservations when a journal
+    is rewritten.
+    """
 
     keys: list[ChunkKey]
     locations: list[Location]
@@ -87,15 +96,26 @@ class EpochTable(msgspec.Struct, frozen=True, array_like=True, tag="E"):
     epochs: dict[bytes, int]
 
 
-Record = SegmentAdded | SegmentGone | Held | Published | Returned | Live | Gone | Cleared | Counted | EpochTable
+Record = (
+    SegmentAdded
+    | SegmentGone
+    | Held
+    | Published
+    | Returned
+    | Live
+    | Gone
+    | Cleared
+    | Counted
+    | EpochTable
+)
 
 
 class JournalState(msgspec.Struct):
-    """What a journal describes: segments, committed chunks with their locations, the least recently used first, and reservations neither
-    committed nor returned.
+    """What a journal describes: segments, committed chunks with their locations, the least recently
+    used first, and reservations neither committed nor returned.
 
-    Also the server's `epoch` (0 without a journal), the number of the last frame, and the newest generation.
-    """
+    Also the server's `epoch` (0 without a journal), the number of the last frame, and the newest
+    generation."""
 
     epoch: int = 0
     frame: int = 0
@@ -105,7 +125,9 @@ class JournalState(msgspec.Struct):
     held: dict[int, Held] = {}
     epochs: dict[bytes, int] = {}
     spaces: dict[bytes, set[ChunkKey]] | None = None
-    """The keys of each namespace, some of them gone since. Built by the first `Cleared`, which would go through all chunks otherwise."""
+    """The keys of each namespace, some of them gone since. Built by the first `Cleared`, which
+    would go through all chunks otherwise.
+    """
 
     def apply(self, record: Record) -> None:
         """Apply the next record. ValueError if its keys and locations differ in number."""
@@ -114,11 +136,19 @@ class JournalState(msgspec.Struct):
                 self.segments[id] = record
             case SegmentGone(id=id):
                 self.segments.pop(id, None)
-                self.chunks = {key: location for key, location in self.chunks.items() if location.segment != id}
-                self.held = {number: kept for number, held in self.held.items() if (kept := _without(held, id)) is not None}
+                self.chunks = {
+                    key: location for key, location in self.chunks.items() if location.segment != id
+                }
+                self.held = {
+                    number: kept
+                    for number, held in self.held.items()
+                    if (kept := _without(held, id)) is not None
+                }
             case Held(reservation=reservation):
                 self.held[reservation] = record
-                self.generation = max([self.generation, *(location.generation for location in record.locations)])
+                self.generation = max(
+                    [self.generation, *(location.generation for location in record.locations)]
+                )
             case Published(reservation=reservation):
                 held = self.held.pop(reservation, None)
                 if held:
@@ -168,22 +198,38 @@ class JournalState(msgspec.Struct):
             yield Live([key for key, _ in piece], [location for _, location in piece])
 
     def check(self) -> None:
-        """ValueError unless this can be the state of a pool: known segments, slots inside them that do not overlap, well-formed keys."""
+        """ValueError unless this can be the state of a pool: known segments, slots inside them that
+        do not overlap, well-formed keys.
+        """
         taken: dict[SegmentId, list[tuple[int, int]]] = {id_: [] for id_ in self.segments}
         written = (zip(held.keys, held.locations, strict=True) for held in self.held.values())
         for key, location in chain(self.chunks.items(), *written):
             start = location.offset
-            if len(key) != KEY_BYTES or location.length < 1 or start < 0 or start % ALIGNMENT or location.segment not in taken:
+            if (
+                len(key) != KEY_BYTES
+                or location.length < 1
+                or start < 0
+                or start % ALIGNMENT
+                or location.segment not in taken
+            ):
                 raise ValueError(f"chunk {key.hex()} at {location} cannot be")
             taken[location.segment].append((start, start + padded(location.length)))
         for id_, slots in taken.items():
             slots.sort()
-            for (start, end), (after, _) in pairwise([*slots, (self.segments[id_].nbytes // ALIGNMENT * ALIGNMENT, 0)]):
+            for (start, end), (after, _) in pairwise(
+                [*slots, (self.segments[id_].nbytes // ALIGNMENT * ALIGNMENT, 0)]
+            ):
                 if end > after:
                     raise ValueError(f"slot [{start}, {end}) of segment {id_} ends behind {after}")
 
 
 def _without(held: Held, segment: SegmentId) -> Held | None:
     """A reservation without its slots in a segment that is gone; None if none are left."""
-    pairs = [(k, at) for k, at in zip(held.keys, held.locations, strict=True) if at.segment != segment]
-    return Held(held.reservation, held.process, [k for k, _ in pairs], [at for _, at in pairs]) if pairs else None
+    pairs = [
+        (k, at) for k, at in zip(held.keys, held.locations, strict=True) if at.segment != segment
+    ]
+    return (
+        Held(held.reservation, held.process, [k for k, _ in pairs], [at for _, at in pairs])
+        if pairs
+        else None
+    )

@@ -1,10 +1,11 @@
-"""Reservations: slots being written, who may still commit them, and which wait until their writer has surely finished. Pure.
+"""Reservations: slots being written, who may still commit them, and which wait until their writer
+has surely finished. Pure.
 
-Claims, too: a worker asks before it allocates memory for the pool, since memory allocated and then refused is wasted, and on a GPU may be
-too much.
+Claims, too: a worker asks before it allocates memory for the pool, since memory allocated and then
+refused is wasted, and on a GPU may be too much.
 
-A hostile client can make many reservations, so a client, a process and the clock each find theirs without going through all.
-"""
+A hostile client can make many reservations, so a client, a process and the clock each find theirs
+without going through all."""
 
 from __future__ import annotations
 
@@ -28,12 +29,12 @@ ROUNDING_BYTES = 64 << 20
 
 
 class Reservation(msgspec.Struct, gc=False):
-    """Slots that one client writes. `client` is None once they can no longer be committed: after `deadline`, a lost connection, a clear or
-    a restart of the server.
+    """Slots that one client writes. `client` is None once they can no longer be committed: after
+    `deadline`, a lost connection, a clear or a restart of the server.
 
-    They then wait in quarantine until the writer answers for them or its process ends, however long that takes. `sources`: the old places
-    of chunks that the reservation moves, until it is committed.
-    """
+    They then wait in quarantine until the writer answers for them or its process ends, however long
+    that takes. `sources`: the old places of chunks that the reservation moves, until it is
+    committed."""
 
     client: int | None
     process: ProcessId
@@ -49,7 +50,9 @@ class Reservations:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._open: dict[int, Reservation] = {}
-        """Those that can be committed, in order of their deadlines, since all have the same time."""
+        """Those that can be committed, in order of their deadlines, since all have the same
+        time.
+        """
         self._void: dict[int, Reservation] = {}
         self._of_client: dict[int, dict[int, None]] = {}
         self._of_writer: dict[ProcessId, dict[int, None]] = {}
@@ -81,7 +84,11 @@ class Reservations:
 
     def of_namespace(self, namespace: bytes) -> list[int]:
         """The open reservations with a chunk of the namespace; all open ones with b""."""
-        return [id_ for id_, open_ in self._open.items() if not namespace or namespace in open_.namespaces]
+        return [
+            id_
+            for id_, open_ in self._open.items()
+            if not namespace or namespace in open_.namespaces
+        ]
 
     def of_writer(self, process: ProcessId) -> list[int]:
         """The void reservations of a process."""
@@ -89,15 +96,28 @@ class Reservations:
 
     def overdue(self, now: float) -> list[int]:
         """Open reservations whose time is over, `MAX_OVERDUE` at most."""
-        return [id_ for id_, _ in takewhile(lambda pair: now > pair[1].deadline, islice(self._open.items(), MAX_OVERDUE))]
+        return [
+            id_
+            for id_, _ in takewhile(
+                lambda pair: now > pair[1].deadline, islice(self._open.items(), MAX_OVERDUE)
+            )
+        ]
 
     def open(
-        self, id_: int, client: int, process: ProcessId, entries: list[Entry], now: float, sources: Iterable[Entry] = ()
+        self,
+        id_: int,
+        client: int,
+        process: ProcessId,
+        entries: list[Entry],
+        now: float,
+        sources: Iterable[Entry] = (),
     ) -> None:
         """Begin a reservation: its slots are being written, and may be committed for `seconds`."""
         self._pending.update((entry.key, id_) for entry in entries)
         namespaces = frozenset({entry.key[:NAMESPACE_BYTES] for entry in entries})
-        self._open[id_] = Reservation(client, process, now + self.seconds, entries, namespaces, list(sources))
+        self._open[id_] = Reservation(
+            client, process, now + self.seconds, entries, namespaces, list(sources)
+        )
         self._of_client.setdefault(client, {})[id_] = None
 
     def restore(self, id_: int, process: ProcessId, entries: list[Entry]) -> None:
@@ -111,7 +131,9 @@ class Reservations:
         return reservation
 
     def void(self, ids: Iterable[int]) -> None:
-        """End these reservations: they can no longer be committed, others may store their keys, and their slots stay in quarantine."""
+        """End these reservations: they can no longer be committed, others may store their keys, and
+        their slots stay in quarantine.
+        """
         for id_ in ids:
             reservation = self._shut(id_)
             reservation.client = None
@@ -122,14 +144,18 @@ class Reservations:
         return entry.reservation in self._void
 
     def let_go(self, entries: list[Entry]) -> None:
-        """Drop quarantined slots that leave the pool with their memory: nobody needs to answer for them any more."""
+        """Drop quarantined slots that leave the pool with their memory: nobody needs to answer for
+        them any more.
+        """
         gone: dict[int, list[Entry]] = {}
         for entry in entries:
             gone.setdefault(entry.reservation, []).append(entry)
         for id_, those in gone.items():
             known = {id(entry) for entry in those}
             self._forget_keys(id_, those)
-            self._void[id_].entries = [entry for entry in self._void[id_].entries if id(entry) not in known]
+            self._void[id_].entries = [
+                entry for entry in self._void[id_].entries if id(entry) not in known
+            ]
             if not self._void[id_].entries:
                 self._leave(id_)
 
@@ -178,7 +204,9 @@ class Reservations:
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """`client` may allocate so many bytes of `device` for the pool, `until` then on the server's monotonic clock."""
+    """`client` may allocate so many bytes of `device` for the pool, `until` then on the server's
+    monotonic clock.
+    """
 
     id: int
     device: str
@@ -193,16 +221,24 @@ class Claims:
         self._of_client: dict[int, Claim] = {}
 
     def grant(self, id_: int, client: int, device: str, missing: int, now: float) -> int:
-        """Grant the client those of the `missing` bytes of a device that no other claim covers; an earlier claim of it ends."""
+        """Grant the client those of the `missing` bytes of a device that no other claim covers; an
+        earlier claim of it ends.
+        """
         self.drop_client(client)
-        others = sum(claim.nbytes for claim in self._of_client.values() if claim.device == device and now <= claim.until)
+        others = sum(
+            claim.nbytes
+            for claim in self._of_client.values()
+            if claim.device == device and now <= claim.until
+        )
         nbytes = max(missing - others, 0)
         if nbytes:
             self._of_client[client] = Claim(id_, device, nbytes, now + CLAIM_SECONDS)
         return nbytes
 
     def redeem(self, id_: int, client: int, device: str, nbytes: int, now: float) -> bool:
-        """End a claim of the client, which has allocated so many bytes under it. False if it has none any more or they are too many."""
+        """End a claim of the client, which has allocated so many bytes under it. False if it has
+        none any more or they are too many.
+        """
         claim = self._of_client.pop(client, None)
         if claim is None or (claim.id, claim.device) != (id_, device):
             return False

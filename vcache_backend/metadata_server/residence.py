@@ -1,4 +1,6 @@
-"""What one instance has published of its KV cache, and which of it others have read lately. Pure."""
+"""What one instance has published of its KV cache, and which of it others have read lately.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,24 @@ from vcache_backend.metadata_server.placement import Peer
 from vcache_backend.metadata_server.refuse import Refuse
 
 RETRACT_LOOKS = 4096
-"""How many of the newest publications a retraction looks through for those that stay. Older ones go in any case, each a miss."""
+"""How many of the newest publications a retraction looks through for those that stay. Older ones go
+in any case, each a miss.
+"""
 CHUNK_BYTES, BLOCK_BYTES = 320, 136
-"""What the server's memory holds of each chunk besides numbers and generations, and for each block of an instance: its entry among the
-holders, and room in both tables, which do not shrink with what is in them."""
+"""What the server's memory holds of each chunk besides numbers and generations, and for each block
+of an instance: its entry among the holders, and room in both tables, which do not shrink with what
+is in them."""
 MAX_HINTS = 2048
-"""The most chunks kept between two heartbeats of an instance; beyond that, those read longest ago are dropped."""
+"""The most chunks kept between two heartbeats of an instance; beyond that, those read longest ago
+are dropped.
+"""
 _FIRST_RANK = bytes(m.RANK_BYTES)
 
 
 class PublishedChunk(msgspec.Struct, gc=False, eq=False):
-    """One chunk in one instance's KV cache. `key`: of rank 0. `agreed`: a bit for each rank that has published the same."""
+    """One chunk in one instance's KV cache. `key`: of rank 0. `agreed`: a bit for each rank that
+    has published the same.
+    """
 
     key: m.ChunkKey
     blocks: bytes
@@ -37,12 +46,19 @@ Table = dict[m.ChunkKey, PublishedChunk]
 
 
 class Residence:
-    """What one instance has published. Each block is in the lead of at most one chunk, so its blocks bound the number of chunks."""
+    """What one instance has published. Each block is in the lead of at most one chunk, so its
+    blocks bound the number of chunks.
+    """
 
     def __init__(self, owner: Peer, join: m.Join) -> None:
         """owner: who has joined."""
         self.owner, self.shape = owner, shape(join)
-        self.namespace, self.blocks, self.ranks, self.each = join.namespace, join.blocks, join.ranks, join.each
+        self.namespace, self.blocks, self.ranks, self.each = (
+            join.namespace,
+            join.blocks,
+            join.ranks,
+            join.each,
+        )
         self._lead = join.lead or join.each
         self.whole = False
         """Whether every part of the instance is shown; until then nothing of it is found."""
@@ -50,14 +66,18 @@ class Residence:
         self.awaited: Table = {}
         """Chunks that only some of the ranks have published."""
         self.holders: list[PublishedChunk | None] = [None] * self.blocks
-        """The publication whose lead each block is in. One that is in neither table any more counts for nothing."""
+        """The publication whose lead each block is in. One that is in neither table any more counts
+        for nothing.
+        """
         self.recency = Recency()
         self.chunk_bytes = CHUNK_BYTES + self.each * (m.NUMBER_BYTES + m.GENERATION_BYTES)
         self.closed = False
         self.charged = 0
         """The bytes that its owner was charged for."""
         self._kept = 0
-        """The chunks in memory: those in the tables, and void ones that `forget` has not reached yet."""
+        """The chunks in memory: those in the tables, and void ones that `forget` has not reached
+        yet.
+        """
         self._all_ranks = (1 << self.ranks) - 1
         self._floor = 0
 
@@ -71,8 +91,8 @@ class Residence:
         return kept if self.closed and not kept else kept + self.blocks * BLOCK_BYTES
 
     def publish(self, rank: int, request: m.Publish, most: int) -> int:
-        """Take chunks that a rank publishes. Returns how many were taken. Its chunks become `most` more at most; then only those are
-        taken that replace others."""
+        """Take chunks that a rank publishes. Returns how many were taken. Its chunks become `most`
+        more at most; then only those are taken that replace others."""
         each, sequence = self.each, request.sequence
         numbers = self._numbers(rank, request)
         if sequence < self._floor:
@@ -81,10 +101,14 @@ class Residence:
         for at, key in enumerate(request.keys):
             part = slice(at * each, (at + 1) * each)
             blocks = request.blocks[part.start * m.NUMBER_BYTES : part.stop * m.NUMBER_BYTES]
-            generations = request.generations[part.start * m.GENERATION_BYTES : part.stop * m.GENERATION_BYTES]
+            generations = request.generations[
+                part.start * m.GENERATION_BYTES : part.stop * m.GENERATION_BYTES
+            ]
             first = m.ChunkKey(key[: -m.RANK_BYTES] + _FIRST_RANK) if rank else key
             full = len(self) >= limit
-            taken += self._take(PublishedChunk(first, blocks, generations, sequence, 1 << rank), numbers[part], full)
+            taken += self._take(
+                PublishedChunk(first, blocks, generations, sequence, 1 << rank), numbers[part], full
+            )
         return taken
 
     def retract(self, sequence: int) -> tuple[Table, Table]:
@@ -101,7 +125,9 @@ class Residence:
         return tables
 
     def forget(self, tables: tuple[Table, ...]) -> Steps:
-        """Remove void publications from memory. A publication takes more steps the more blocks it has."""
+        """Remove void publications from memory. A publication takes more steps the more blocks it
+        has.
+        """
         for table in tables:
             while table:
                 self._vacate(table.popitem()[1])
@@ -111,15 +137,24 @@ class Residence:
     # ---- inside
 
     def _numbers(self, rank: int, request: m.Publish) -> tuple[int, ...]:
-        """The numbers of a publication's blocks. Refuse: lengths, keys or numbers that cannot be those of this instance."""
+        """The numbers of a publication's blocks. Refuse: lengths, keys or numbers that cannot be
+        those of this instance.
+        """
         due, namespace = len(request.keys) * self.each, self.namespace
-        if (len(request.blocks), len(request.generations)) != (due * m.NUMBER_BYTES, due * m.GENERATION_BYTES):
+        if (len(request.blocks), len(request.generations)) != (
+            due * m.NUMBER_BYTES,
+            due * m.GENERATION_BYTES,
+        ):
             what = f"{len(request.keys)} keys of {self.each} blocks, but {len(request.blocks):,} B of numbers"
             size = f"{m.NUMBER_BYTES} and {m.GENERATION_BYTES} B a block"
-            raise Refuse(f"publish: {what} and {len(request.generations):,} B of generations; {size} are due")
+            raise Refuse(
+                f"publish: {what} and {len(request.generations):,} B of generations; {size} are due"
+            )
         suffix = rank.to_bytes(m.RANK_BYTES, "big")
         if not all(key.startswith(namespace) and key.endswith(suffix) for key in request.keys):
-            raise Refuse(f"publish: keys of other namespaces or ranks than {namespace.hex()} and {rank}")
+            raise Refuse(
+                f"publish: keys of other namespaces or ranks than {namespace.hex()} and {rank}"
+            )
         if rank >= self.ranks:
             raise Refuse(f"publish: rank {rank} of an instance that joined with {self.ranks}")
         numbers = struct.unpack(f"<{due}I", request.blocks)
@@ -128,17 +163,25 @@ class Residence:
         return numbers
 
     def _take(self, new: PublishedChunk, numbers: tuple[int, ...], full: bool) -> bool:
-        """Take one chunk, unless a newer publication has its key or, in its lead, one of its blocks, or its own lead has a block twice.
-        full: unless it replaces none, too."""
+        """Take one chunk, unless a newer publication has its key or, in its lead, one of its
+        blocks, or its own lead has a block twice. full: unless it replaces none, too."""
         found, awaited, holders = self.found, self.awaited, self.holders
         key, lead = new.key, numbers[: self._lead]
         old = found.get(key) or awaited.get(key)
         if old is not None and old.blocks == new.blocks and old.generations == new.generations:
             return self._agree(old, new)
-        rivals = {holder for block in numbers if (holder := holders[block]) is not None and self._has(holder)}
+        rivals = {
+            holder
+            for block in numbers
+            if (holder := holders[block]) is not None and self._has(holder)
+        }
         if old is not None:
             rivals.add(old)
-        if any(rival.sequence > new.sequence for rival in rivals) or len(set(lead)) < len(lead) or (full and not rivals):
+        if (
+            any(rival.sequence > new.sequence for rival in rivals)
+            or len(set(lead)) < len(lead)
+            or (full and not rivals)
+        ):
             return False
         self._kept += 1 - len(rivals)
         for rival in rivals:
@@ -150,7 +193,9 @@ class Residence:
         return True
 
     def _agree(self, old: PublishedChunk, new: PublishedChunk) -> bool:
-        """A rank publishes what the instance has published already, by this rank or by another one."""
+        """A rank publishes what the instance has published already, by this rank or by another
+        one.
+        """
         if self.found.get(old.key) is old:
             old.sequence = max(old.sequence, new.sequence)
             return True
@@ -179,7 +224,9 @@ def shape(join: m.Join) -> m.Join:
 
 
 def _split(table: Table, sequence: int) -> tuple[Table, Table]:
-    """Those chunks of a table whose sequence is no lower, and the others. The table becomes one of the two."""
+    """Those chunks of a table whose sequence is no lower, and the others. The table becomes one of
+    the two.
+    """
     newest = list(islice(reversed(table.values()), RETRACT_LOOKS))
     kept = {one.key: one for one in reversed(newest) if one.sequence >= sequence}
     if len(table) > 2 * RETRACT_LOOKS:
@@ -193,16 +240,19 @@ def _split(table: Table, sequence: int) -> tuple[Table, Table]:
 
 
 class Recency:
-    """Which chunks of an instance others have read lately, for its scheduler to hear, since vLLM does not see those reads.
+    """Which chunks of an instance others have read lately, for its scheduler to hear, since vLLM
+    does not see those reads.
 
-    Each chunk is there once. The one that should stay longest comes last: of a prefix, its first chunk.
-    """
+    Each chunk is there once. The one that should stay longest comes last: of a prefix, its first
+    chunk."""
 
     def __init__(self) -> None:
         self._keys: dict[m.ChunkKey, None] = {}
 
     def note(self, keys: list[m.ChunkKey], there: Container[m.ChunkKey]) -> int:
-        """Note reads of these chunks, in prefix order. Returns how many of them are `there`, and noted."""
+        """Note reads of these chunks, in prefix order. Returns how many of them are `there`, and
+        noted.
+        """
         before, noted = self._keys, [key for key in reversed(keys) if key in there]
         for key in noted:
             before.pop(key, None)

@@ -23,18 +23,35 @@ class ResidentCalls(Channel, ABC):
 
     # ---- an owner's
 
-    def join(self, instance: bytes, namespace: bytes, blocks: int, ranks: int, each: int, fd: int, lead: int = 0) -> None:
-        """Show an instance's generation table, `fd`, as its scheduler, on this connection. To be repeated after a reconnection."""
+    def join(
+        self,
+        instance: bytes,
+        namespace: bytes,
+        blocks: int,
+        ranks: int,
+        each: int,
+        fd: int,
+        lead: int = 0,
+    ) -> None:
+        """Show an instance's generation table, `fd`, as its scheduler, on this connection. To be
+        repeated after a reconnection.
+        """
         request = m.Join(m.InstanceId(instance), namespace, blocks, ranks, each, lead)
         self._call(request, m.Count, self._config.control_seconds, fd)
 
     def show_pins(self, instance: bytes, fd: int) -> None:
-        """Show the memory in which the blocks of the scheduler that joined are pinned. To be repeated after each `join`."""
+        """Show the memory in which the blocks of the scheduler that joined are pinned. To be
+        repeated after each `join`.
+        """
         self._call(m.ShowPins(m.InstanceId(instance)), m.Count, self._config.control_seconds, fd)
 
     def show_cache(self, instance: bytes, rank: int, shape: m.CacheShape) -> int:
-        """Describe a worker's KV cache. Returns how many regions are now to be shown. To be repeated after a reconnection."""
-        return self._call(m.ShowCache(m.InstanceId(instance), rank, shape), m.Count, self._config.control_seconds).count
+        """Describe a worker's KV cache. Returns how many regions are now to be shown. To be
+        repeated after a reconnection.
+        """
+        return self._call(
+            m.ShowCache(m.InstanceId(instance), rank, shape), m.Count, self._config.control_seconds
+        ).count
 
     def show_region(self, instance: bytes, rank: int, number: int, fd: int) -> int:
         """Show one region of a worker's cache. Returns how many are still missing."""
@@ -42,9 +59,17 @@ class ResidentCalls(Channel, ABC):
         return self._call(request, m.Count, self._config.control_seconds, fd).count
 
     def publish(
-        self, instance: bytes, sequence: int, keys: list[m.ChunkKey], blocks: bytes, generations: bytes, epoch: int = 0
+        self,
+        instance: bytes,
+        sequence: int,
+        keys: list[m.ChunkKey],
+        blocks: bytes,
+        generations: bytes,
+        epoch: int = 0,
     ) -> int:
-        """Publish chunks of one rank, to be read where they lie. Returns how many were taken. Sends several requests for many."""
+        """Publish chunks of one rank, to be read where they lie. Returns how many were taken. Sends
+        several requests for many.
+        """
         taken, most = 0, _most(len(keys), blocks)
         deadline = time.perf_counter() + self._config.request_seconds
         whole = m.Publish(m.InstanceId(instance), sequence, keys, blocks, generations, epoch)
@@ -54,7 +79,9 @@ class ResidentCalls(Channel, ABC):
         return taken
 
     def retract(self, instance: bytes, sequence: int) -> int:
-        """Void what the instance publishes with a lower sequence. Returns how many chunks it had published so."""
+        """Void what the instance publishes with a lower sequence. Returns how many chunks it had
+        published so.
+        """
         return self._call(m.Retract(m.InstanceId(instance), sequence), m.Count).count
 
     def listen(self, instance: bytes) -> m.Heard:
@@ -64,28 +91,48 @@ class ResidentCalls(Channel, ABC):
     # ---- a reader's
 
     def hint(self, instance: bytes, keys: list[m.ChunkKey]) -> int:
-        """Say that a load reads this prefix in `instance`, which should keep it. Returns how many of its chunks are found there."""
+        """Say that a load reads this prefix in `instance`, which should keep it. Returns how many
+        of its chunks are found there.
+        """
         return self._call(m.Hint(m.InstanceId(instance), keys[: m.MAX_KEYS]), m.Count).count
 
     def find(self, keys: list[m.ChunkKey], ranks: int = 1, instance: bytes = b"") -> m.Found:
-        """Find where the leading chunks lie, in the pool or in instances other than `instance`. Sends several requests for many."""
+        """Find where the leading chunks lie, in the pool or in instances other than `instance`.
+        Sends several requests for many.
+        """
         deadline = time.perf_counter() + self._config.request_seconds
         most = max(1, min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks))
         found = m.Found(b"", [], [])
         while True:
             part = keys[len(found.pooled) :][:most]
-            more = self._call(m.Find(part, ranks, m.InstanceId(instance)), m.Found, deadline - time.perf_counter())
+            more = self._call(
+                m.Find(part, ranks, m.InstanceId(instance)), m.Found, deadline - time.perf_counter()
+            )
             found = _joined(found, more) if found.pooled else more
-            if len(found.pooled) == len(keys) or not more.pooled or (len(more.pooled) < len(part) and not more.cut):
+            if (
+                len(found.pooled) == len(keys)
+                or not more.pooled
+                or (len(more.pooled) < len(part) and not more.cut)
+            ):
                 return msgspec.structs.replace(found, cut=False) if found.cut else found
 
-    def send_find(self, keys: list[m.ChunkKey], ranks: int = 1, instance: bytes = b"") -> Sent[m.Found] | None:
-        """Send `find` without waiting for the answer, which may be `cut`. None if one request cannot hold so many keys."""
+    def send_find(
+        self, keys: list[m.ChunkKey], ranks: int = 1, instance: bytes = b""
+    ) -> Sent[m.Found] | None:
+        """Send `find` without waiting for the answer, which may be `cut`. None if one request
+        cannot hold so many keys.
+        """
         most = min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks)
-        return self._send(m.Find(keys, ranks, m.InstanceId(instance)), m.Found) if len(keys) <= most else None
+        return (
+            self._send(m.Find(keys, ranks, m.InstanceId(instance)), m.Found)
+            if len(keys) <= most
+            else None
+        )
 
     def show_reads(self, reads: list[m.Reads], instance: bytes = b"") -> None:
-        """Tell, for the statistics, what this process of `instance` has read out of others' KV caches so far: `MAX_OWNERS` rows at most."""
+        """Tell, for the statistics, what this process of `instance` has read out of others' KV
+        caches so far: `MAX_OWNERS` rows at most.
+        """
         self._call(m.ShowReads(reads, m.InstanceId(instance)), m.Count)
 
     def open_instance(self, instance: bytes) -> tuple[m.Joined, int]:
@@ -116,12 +163,21 @@ class ResidentCalls(Channel, ABC):
 def _most(keys: int, blocks: bytes) -> int:
     """How many of these chunks fit into one publication."""
     each = len(blocks) // m.NUMBER_BYTES // max(1, keys)
-    return max(1, min(m.MAX_PUBLISHED, _PUBLISHED_BYTES // (_KEY_BYTES + each * (m.NUMBER_BYTES + m.GENERATION_BYTES))))
+    return max(
+        1,
+        min(
+            m.MAX_PUBLISHED,
+            _PUBLISHED_BYTES // (_KEY_BYTES + each * (m.NUMBER_BYTES + m.GENERATION_BYTES)),
+        ),
+    )
 
 
 def _part(whole: m.Publish, start: int, stop: int) -> m.Publish:
     """The chunks [start, stop) of a publication."""
-    numbers, counts = len(whole.blocks) // len(whole.keys), len(whole.generations) // len(whole.keys)
+    numbers, counts = (
+        len(whole.blocks) // len(whole.keys),
+        len(whole.generations) // len(whole.keys),
+    )
     return msgspec.structs.replace(
         whole,
         keys=whole.keys[start:stop],
@@ -134,5 +190,10 @@ def _joined(first: m.Found, then: m.Found) -> m.Found:
     """One answer of two, the second of which is about the keys after those of the first."""
     instances = list(dict.fromkeys([*first.instances, *then.instances]))
     place = [instances.index(instance) for instance in then.instances]
-    moved = [[msgspec.structs.replace(one, instance=place[one.instance]) for one in here] for here in then.residents]
-    return m.Found(first.pooled + then.pooled, instances, first.residents + moved, then.epoch, then.cut)
+    moved = [
+        [msgspec.structs.replace(one, instance=place[one.instance]) for one in here]
+        for here in then.residents
+    ]
+    return m.Found(
+        first.pooled + then.pooled, instances, first.residents + moved, then.epoch, then.cut
+    )

@@ -22,16 +22,26 @@ class ResidentService:
         self.directory, self.instances = directory, instances
         self.reads = ReadsTold()
 
-    def shown(self, client: Peer, request: m.OfInstances, fds: list[int]) -> tuple[m.Reply, Descriptor | None]:
+    def shown(
+        self, client: Peer, request: m.OfInstances, fds: list[int]
+    ) -> tuple[m.Reply, Descriptor | None]:
         """What an instance shows of itself, and what of that is opened. A refusal says of what."""
         try:
             return self._shown(client, request, fds)
         except Refuse as refusal:
             named = {"rank": "rank", "number": "region"}.items()
-            of = "".join(f", {word} {getattr(request, name)}" for name, word in named if hasattr(request, name))
-            raise Refuse(f"{request.__struct_config__.tag} {request.instance.hex()}{of}: {refusal}") from refusal
+            of = "".join(
+                f", {word} {getattr(request, name)}"
+                for name, word in named
+                if hasattr(request, name)
+            )
+            raise Refuse(
+                f"{request.__struct_config__.tag} {request.instance.hex()}{of}: {refusal}"
+            ) from refusal
 
-    def _shown(self, client: Peer, request: m.OfInstances, fds: list[int]) -> tuple[m.Reply, Descriptor | None]:
+    def _shown(
+        self, client: Peer, request: m.OfInstances, fds: list[int]
+    ) -> tuple[m.Reply, Descriptor | None]:
         instances = self.instances
         match request:
             case m.Join():
@@ -86,6 +96,8 @@ class ResidentService:
     def _find(self, request: m.Find) -> m.Reply:
         keys, ranks = request.keys, request.ranks
         if len(keys) * ranks > m.MAX_LOOKED_UP:
-            raise Refuse(f"find: {len(keys):,} keys of {ranks:,} ranks; at most {m.MAX_LOOKED_UP:,} keys times ranks at once")
+            raise Refuse(
+                f"find: {len(keys):,} keys of {ranks:,} ranks; at most {m.MAX_LOOKED_UP:,} keys times ranks at once"
+            )
         found, epoch = self.directory.find(request), self.directory.epochs.of(keys)
         return msgspec.structs.replace(found, epoch=epoch) if epoch else found

@@ -1,7 +1,8 @@
-"""Which chunks lie in which instances' own KV caches, as the instances have published them. A pure state machine: no socket, no fd.
+"""Which chunks lie in which instances' own KV caches, as the instances have published them. A pure
+state machine: no socket, no fd.
 
-Nothing here is a promise, since an instance may reuse a block at any time. Its generation table tells a reader, before and after a read.
-"""
+Nothing here is a promise, since an instance may reuse a block at any time. Its generation table
+tells a reader, before and after a read."""
 
 from __future__ import annotations
 
@@ -15,11 +16,19 @@ from vcache_backend.metadata_server.backlog import Backlog, Steps
 from vcache_backend.metadata_server.chunks import Chunks
 from vcache_backend.metadata_server.messages import of_rank
 from vcache_backend.metadata_server.placement import Peer
-from vcache_backend.metadata_server.residence import BLOCK_BYTES, PublishedChunk, Residence, Table, shape
+from vcache_backend.metadata_server.residence import (
+    BLOCK_BYTES,
+    PublishedChunk,
+    Residence,
+    Table,
+    shape,
+)
 from vcache_backend.metadata_server.shares import Shares
 
 MAX_BYTES = 1 << 30
-"""About the most memory of the server that all instances take together. The process of one scheduler has at most half of it."""
+"""About the most memory of the server that all instances take together. The process of one
+scheduler has at most half of it.
+"""
 MAX_CELLS = 16_384
 """The most keys times instances in one look-up; the keys beyond are left for the next one."""
 FOUND_BYTES = m.MAX_MESSAGE_BYTES - 8192
@@ -33,13 +42,17 @@ Column = list[PublishedChunk | None]
 
 
 class Residents:
-    """What all instances have published. `max_chunks`: the most chunks of all instances together."""
+    """What all instances have published. `max_chunks`: the most chunks of all instances
+    together.
+    """
 
     def __init__(self, backlog: Backlog, counters: Counter[str], max_chunks: int) -> None:
         self._backlog, self._counters, self._max_chunks = backlog, counters, max_chunks
         self._of: dict[m.InstanceId, Residence] = {}
         self.shares = Shares(MAX_BYTES, process=1, user=1 / 4)
-        """The bytes that each scheduler's process holds with its instances, and each worker's with what it shows of its cache."""
+        """The bytes that each scheduler's process holds with its instances, and each worker's with
+        what it shows of its cache.
+        """
 
     def count(self, instance: m.InstanceId) -> int:
         """The number of chunks that are found in an instance, once all of it is shown."""
@@ -86,18 +99,24 @@ class Residents:
             self._settle(residence)
 
     def publish(self, rank: int, request: m.Publish) -> int:
-        """Publish chunks of an instance. Returns how many were taken; 0 if it has not joined. Refuse: impossible lengths or numbers."""
+        """Publish chunks of an instance. Returns how many were taken; 0 if it has not joined.
+        Refuse: impossible lengths or numbers.
+        """
         residence = self._of.get(request.instance)
         if residence is None:
             return 0
         room = self._max_chunks - sum(map(len, self._of.values()))
-        taken = residence.publish(rank, request, max(0, min(room, self.room(residence.owner) // residence.chunk_bytes)))
+        taken = residence.publish(
+            rank, request, max(0, min(room, self.room(residence.owner) // residence.chunk_bytes))
+        )
         self._settle(residence)
         self._counters["published"] += taken
         return taken
 
     def retract(self, instance: m.InstanceId, sequence: int) -> int:
-        """Void what an instance publishes with a lower sequence. Returns how many chunks it had published so."""
+        """Void what an instance publishes with a lower sequence. Returns how many chunks it had
+        published so.
+        """
         residence = self._of.get(instance)
         if residence is None:
             return 0
@@ -116,7 +135,9 @@ class Residents:
         return dropped
 
     def _forget(self, residence: Residence, tables: tuple[Table, Table]) -> None:
-        """Remove void chunks from memory in later turns. Their owner is charged for them until then."""
+        """Remove void chunks from memory in later turns. Their owner is charged for them until
+        then.
+        """
         if any(tables):  # else anybody could add to the backlog faster than it is done
             self._backlog.later(self._forgetting(residence, tables))
 
@@ -135,7 +156,9 @@ class Residents:
     # ---- what others read
 
     def hint(self, instance: m.InstanceId, keys: list[m.ChunkKey]) -> int:
-        """Note that the prefix of these chunks is read in an instance. Returns how many of them are found there."""
+        """Note that the prefix of these chunks is read in an instance. Returns how many of them are
+        found there.
+        """
         residence = self._of.get(instance)
         noted = residence.recency.note(keys, residence.found) if residence is not None else 0
         self._counters["hints"] += noted
@@ -144,30 +167,48 @@ class Residents:
     def heard(self, instance: m.InstanceId, epoch: int) -> m.Heard:
         """What an instance's scheduler has yet to hear, with as many hints as the message holds."""
         residence = self._of[instance]
-        keys = residence.recency.take(FOUND_BYTES // (residence.each * (m.NUMBER_BYTES + m.GENERATION_BYTES)))
+        keys = residence.recency.take(
+            FOUND_BYTES // (residence.each * (m.NUMBER_BYTES + m.GENERATION_BYTES))
+        )
         read = [one for key in keys if (one := residence.found.get(key)) is not None]
-        return m.Heard(epoch, b"".join(one.blocks for one in read), b"".join(one.generations for one in read))
+        return m.Heard(
+            epoch, b"".join(one.blocks for one in read), b"".join(one.generations for one in read)
+        )
 
     # ---- look-up
 
     def find(self, request: m.Find, pooled: Chunks) -> m.Found:
-        """Find which leading chunks are in the pool for all ranks, or resident in an instance other than the asker."""
+        """Find which leading chunks are in the pool for all ranks, or resident in an instance other
+        than the asker.
+        """
         others = self._others(request)
         keys = request.keys[: MAX_CELLS // max(1, len(others))]
-        columns = {instance: column for instance, found in others if (column := _column(found, keys))}
+        columns = {
+            instance: column for instance, found in others if (column := _column(found, keys))
+        }
         if columns:
             each = max(self._of[instance].each for instance in columns)
             found = _assemble(_present(keys, request.ranks, pooled), columns, each)
         else:
             chunks = pooled.leading_of_all(keys, request.ranks)
             found = m.Found(b"\1" * chunks, [], [[]] * chunks)
-        return msgspec.structs.replace(found, cut=True) if len(found.pooled) == len(keys) < len(request.keys) else found
+        return (
+            msgspec.structs.replace(found, cut=True)
+            if len(found.pooled) == len(keys) < len(request.keys)
+            else found
+        )
 
-    def _others(self, request: m.Find) -> list[tuple[m.InstanceId, dict[m.ChunkKey, PublishedChunk]]]:
+    def _others(
+        self, request: m.Find
+    ) -> list[tuple[m.InstanceId, dict[m.ChunkKey, PublishedChunk]]]:
         """What is found in each instance that may have some of the keys, in random order."""
         if not self._of or not request.keys:
             return []
-        namespace, ranks, asker = request.keys[0][: m.NAMESPACE_BYTES], request.ranks, request.instance
+        namespace, ranks, asker = (
+            request.keys[0][: m.NAMESPACE_BYTES],
+            request.ranks,
+            request.instance,
+        )
         others = [
             (instance, residence.found)
             for instance, residence in self._of.items()
@@ -191,12 +232,16 @@ def _present(keys: list[m.ChunkKey], ranks: int, pooled: Chunks) -> list[bool]:
         if not any(there):
             break
         its = of_rank(keys, rank)
-        there = [a and b for a, b in zip(there, map(pooled.among(its).__contains__, its), strict=True)]
+        there = [
+            a and b for a, b in zip(there, map(pooled.among(its).__contains__, its), strict=True)
+        ]
     return there
 
 
 def _assemble(there: list[bool], columns: dict[m.InstanceId, Column], each: int) -> m.Found:
-    """Build the answer, up to the first chunk that is nowhere or that no longer fits the message. `each`: the most blocks of a chunk."""
+    """Build the answer, up to the first chunk that is nowhere or that no longer fits the message.
+    `each`: the most blocks of a chunk.
+    """
     residents: list[list[m.Resident]] = []
     left, last = FOUND_BYTES // (_RESIDENT_BYTES + each * (m.NUMBER_BYTES + m.GENERATION_BYTES)), 0
     for pooled, row in zip(there, zip(*columns.values(), strict=True), strict=True):
@@ -213,7 +258,9 @@ def _assemble(there: list[bool], columns: dict[m.InstanceId, Column], each: int)
 
 
 def _places(row: tuple[PublishedChunk | None, ...], last: int) -> list[m.Resident]:
-    """Where one chunk is resident, `MAX_REPLICAS` places at most: `last` first, if it is among them."""
+    """Where one chunk is resident, `MAX_REPLICAS` places at most: `last` first, if it is among
+    them.
+    """
     one = row[last]
     here = [m.Resident(last, one.blocks, one.generations)] if one is not None else []
     for at, one in enumerate(row) if len(row) > 1 else ():

@@ -1,4 +1,6 @@
-"""The pool's segments in the directory: lending, adding, restoring after a restart, resizing and dropping."""
+"""The pool's segments in the directory: lending, adding, restoring after a restart, resizing and
+dropping.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,16 @@ from vcache_backend.metadata_server.allocator import ALIGNMENT
 from vcache_backend.metadata_server.backlog import Backlog, Steps
 from vcache_backend.metadata_server.contents import Contents
 from vcache_backend.metadata_server.placement import Entry, Peer, Segment
-from vcache_backend.metadata_server.reservations import MAX_RESERVATIONS_PER_CLIENT, Claims, Reservations
+from vcache_backend.metadata_server.reservations import (
+    MAX_RESERVATIONS_PER_CLIENT,
+    Claims,
+    Reservations,
+)
 
 MAX_AVOIDED = 1024
-"""At this length a client's list of segments that it cannot map is cleared of those that no longer exist."""
+"""At this length a client's list of segments that it cannot map is cleared of those that no longer
+exist.
+"""
 MAX_MOVED = 16
 KEEP_SECONDS = 10.0
 """MAX_MOVED: the most chunks in one `move`. KEEP_SECONDS: how long chunks wait for the next one."""
@@ -38,17 +46,25 @@ class SegmentDirectory:
         self._claims = Claims()
         self._reserves_from = 0.0
         self.shortened: list[Segment] = []
-        """Segments that have given back more memory: what lies beyond their `end` is to be freed."""
+        """Segments that have given back more memory: what lies beyond their `end` is to be
+        freed.
+        """
 
     def lend(self, client: Peer, nbytes: int) -> m.Lendable:
-        """Grant the client what its device lacks of `nbytes`, less what other clients are about to allocate."""
-        there = sum(segment.nbytes for segment in self.segments.values() if segment.device == client.device)
+        """Grant the client what its device lacks of `nbytes`, less what other clients are about to
+        allocate.
+        """
+        there = sum(
+            segment.nbytes for segment in self.segments.values() if segment.device == client.device
+        )
         claim = next(self._ids)
         lendable = self._claims.grant(claim, client.id, client.device, nbytes - there, self._now())
         return m.Lendable(claim if lendable else 0, lendable)
 
     def redeem(self, client: Peer, claim: int, device: str, nbytes: int) -> bool:
-        """End a claim, since its segment has been made. False if the claim has expired or the segment is larger than granted."""
+        """End a claim, since its segment has been made. False if the claim has expired or the
+        segment is larger than granted.
+        """
         return self._claims.redeem(claim, client.id, device, nbytes, self._now())
 
     def add_segment(self, info: m.SegmentInfo) -> int:
@@ -68,11 +84,11 @@ class SegmentDirectory:
         return chunks
 
     def resize_segment(self, id_: m.SegmentId, nbytes: int, keep: bool = False) -> None:
-        """Reduce a segment to `nbytes` for good. Chunks beyond are forgotten, now or in later turns; keep: once they could `move`.
+        """Reduce a segment to `nbytes` for good. Chunks beyond are forgotten, now or in later
+        turns; keep: once they could `move`.
 
-        When nobody reads or writes there the segment is added to `shortened`. Quarantined writers are not waited for: what they write is
-        void.
-        """
+        When nobody reads or writes there the segment is added to `shortened`. Quarantined writers
+        are not waited for: what they write is void."""
         segment = self.segments[id_]
         segment.keeps_until = self._now() + KEEP_SECONDS if keep else 0.0
         segment.limit = min(segment.limit, nbytes // ALIGNMENT * ALIGNMENT)
@@ -80,7 +96,8 @@ class SegmentDirectory:
         self.backlog.begin(self._shorten(segment))
 
     def move(self, client: Peer, id_: m.SegmentId) -> m.Moves:
-        """Reserve new slots for a few chunks that a resize or a drop keeps, in holes or in place of chunks used less recently.
+        """Reserve new slots for a few chunks that a resize or a drop keeps, in holes or in place of
+        chunks used less recently.
 
         The reservation can no longer be committed once one of these chunks has left its old place.
         """
@@ -89,7 +106,8 @@ class SegmentDirectory:
             return m.Moves(0, [], 0)
         segment.keeps_until = self._now() + KEEP_SECONDS
         if segment.occupants if segment.state == "draining" else segment.end > segment.limit:
-            return m.Moves(0, [], 1)  # not all of it was looked at yet; holes behind a new end would be taken, else
+            # not all of it was looked at yet; holes behind a new end would be taken, else
+            return m.Moves(0, [], 1)
         near = msgspec.structs.replace(client, device=segment.device, medium=segment.medium)
         pairs: list[tuple[Entry, m.Location]] = []
         for entry in list(islice(segment.leaving.values(), MAX_MOVED)):
@@ -104,17 +122,18 @@ class SegmentDirectory:
             return m.Moves(0, [], left)
         pairs.sort(key=lambda pair: -pair[0].use)  # as `commit` makes them recent
         sources = [entry for entry, _ in pairs]
-        self._open(client, reservation, [entry.key for entry in sources], [to for _, to in pairs], sources)
+        self._open(
+            client, reservation, [entry.key for entry in sources], [to for _, to in pairs], sources
+        )
         self.counters["moved"] += len(pairs)
         return m.Moves(reservation, [(entry.location, to) for entry, to in pairs], left)
 
     def drop_segment(self, id_: m.SegmentId, keep: bool = False) -> int:
-        """Store no new chunks in a segment and forget its own, now or in later turns; keep: once they could `move`. Returns how many it
-        has.
+        """Store no new chunks in a segment and forget its own, now or in later turns; keep: once
+        they could `move`. Returns how many it has.
 
-        The segment is removed once it is empty and nobody reads or writes there. Slots in quarantine are not waited for: their writer keeps
-        the memory to itself.
-        """
+        The segment is removed once it is empty and nobody reads or writes there. Slots in
+        quarantine are not waited for: their writer keeps the memory to itself."""
         segment = self.segments[id_]
         chunks, kept = segment.info().chunks, segment.keeps_until
         segment.keeps_until = self._now() + KEEP_SECONDS if keep else 0.0
@@ -124,7 +143,9 @@ class SegmentDirectory:
         return chunks
 
     def avoid(self, client: Peer, id_: m.SegmentId) -> int:
-        """Give this client no slot in a segment that it cannot map, even if the segment is offered again. Returns how many it avoids."""
+        """Give this client no slot in a segment that it cannot map, even if the segment is offered
+        again. Returns how many it avoids.
+        """
         if len(client.avoids) >= MAX_AVOIDED:
             client.avoids.intersection_update(self.segments)
         client.avoids.add(id_)
@@ -135,12 +156,16 @@ class SegmentDirectory:
         return [segment.id for segment in self.contents.placement.in_state("absent")]
 
     def forget_absent(self, ids: Iterable[m.SegmentId]) -> int:
-        """Stop waiting for absent segments. Returns how many chunks are lost. Their memory stays unused: somebody may write there."""
+        """Stop waiting for absent segments. Returns how many chunks are lost. Their memory stays
+        unused: somebody may write there.
+        """
         lost = 0
         for id_ in ids:
             segment = self.segments.pop(id_)
             lost += len(self.contents.resting.drop(segment.returning))
-            self.reservations.let_go([entry for entry in segment.occupants.values() if entry.reservation])
+            self.reservations.let_go(
+                [entry for entry in segment.occupants.values() if entry.reservation]
+            )
             segment.let_go()
             self.records.append(records.SegmentGone(id_))
         return lost
@@ -152,24 +177,37 @@ class SegmentDirectory:
     # ---- inside
 
     def _open(
-        self, client: Peer, reservation: int, keys: list[m.ChunkKey], locations: list[m.Location], sources: Iterable[Entry] = ()
+        self,
+        client: Peer,
+        reservation: int,
+        keys: list[m.ChunkKey],
+        locations: list[m.Location],
+        sources: Iterable[Entry] = (),
     ) -> None:
         """Open a reservation: from now on the client may write these slots."""
         entries = self.contents.occupy(keys, locations, reservation)
-        self.reservations.open(reservation, client.id, client.process, entries, self._now(), sources)
+        self.reservations.open(
+            reservation, client.id, client.process, entries, self._now(), sources
+        )
         self.records.append(records.Held(reservation, client.process, keys, locations))
 
     def _not_now(self, client: Peer) -> str:
         """Why nothing can be reserved for this client at present; empty if something can."""
         if self.reservations.full(client.id):
             return f"{MAX_RESERVATIONS_PER_CLIENT} reservations of this client are open; commit or abort some"
-        return "the server has just started again; try later" if self._now() < self._reserves_from else ""
+        return (
+            "the server has just started again; try later"
+            if self._now() < self._reserves_from
+            else ""
+        )
 
     def _tick_segments(self, now: float) -> None:
         for segment in list(self.segments.values()):
             if 0 < segment.keeps_until < now:  # who was to move them does not
                 segment.keeps_until = 0.0
-                self.backlog.begin(self._empty(segment) if segment.state == "draining" else self._shorten(segment))
+                self.backlog.begin(
+                    self._empty(segment) if segment.state == "draining" else self._shorten(segment)
+                )
             if segment.state == "draining":
                 self._close(segment)
             self._let_end_go(segment)
@@ -195,16 +233,26 @@ class SegmentDirectory:
         self._let_end_go(segment)
 
     def _let_end_go(self, segment: Segment) -> None:
-        """Give back the memory beyond a segment's limit if nobody but quarantined writers uses it any more."""
+        """Give back the memory beyond a segment's limit if nobody but quarantined writers uses it
+        any more.
+        """
         rest = segment.nbytes - segment.end
-        if segment.limit < segment.end or rest - segment.given_back < ALIGNMENT or segment.state != "live":
+        if (
+            segment.limit < segment.end
+            or rest - segment.given_back < ALIGNMENT
+            or segment.state != "live"
+        ):
             return
         # Readers may count on the leases of an earlier server.
-        if self._now() >= self._reserves_from and all(map(self.reservations.quarantined, segment.staying.values())):
+        if self._now() >= self._reserves_from and all(
+            map(self.reservations.quarantined, segment.staying.values())
+        ):
             segment.given_back = rest
             self.shortened.append(segment)
 
 
 def added(segment: Segment) -> records.SegmentAdded:
     whole = segment.limit == segment.nbytes // ALIGNMENT * ALIGNMENT
-    return records.SegmentAdded(segment.id, segment.device, segment.medium, segment.nbytes, None if whole else segment.limit)
+    return records.SegmentAdded(
+        segment.id, segment.device, segment.medium, segment.nbytes, None if whole else segment.limit
+    )

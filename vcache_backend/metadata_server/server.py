@@ -1,8 +1,8 @@
-"""The server process: one thread, with one epoll loop over its socket, its connections and the processes it waits for.
+"""The server process: one thread, with one epoll loop over its socket, its connections and the
+processes it waits for.
 
-In each turn the loop reads and answers requests, writes the journal, and then sends the answers. So whatever an answer promises has been
-written before it leaves.
-"""
+In each turn the loop reads and answers requests, writes the journal, and then sends the answers. So
+whatever an answer promises has been written before it leaves."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ class Server:
         self.lines = ClientLines()
         """For the handlers of the log."""
         with ExitStack() as undo:
-            self._endpoint = undo.enter_context(Endpoint(config.path, config.allow_uids, config.allow_gids))
+            self._endpoint = undo.enter_context(
+                Endpoint(config.path, config.allow_uids, config.allow_gids)
+            )
             self._epoll = undo.enter_context(select.epoll())
             self._watch = processes.Watch(self._epoll)
             undo.callback(self._watch.close)
@@ -59,7 +61,11 @@ class Server:
 
     def _take_over(self, undo: ExitStack) -> None:
         """Take over what the server before left, and begin this one's journal and witness."""
-        config, epoch, path = self._config, 1 + secrets.randbits(62), beside(self._config.path, ".journal")
+        config, epoch, path = (
+            self._config,
+            1 + secrets.randbits(62),
+            beside(self._config.path, ".journal"),
+        )
         admission = Admission(config, self._endpoint, self._epoll)
         state = succession.inherit(path, config.journal)
         self._directory = Directory(config, time.monotonic, succession.first_id(state.held))
@@ -67,15 +73,22 @@ class Server:
         self._legacy = Legacy(path, config.journal, epoch, self._directory, state)
         undo.callback(self._legacy.close)
         predecessor = Predecessor(self._directory, state, epoch)
-        self._service = Service(self._directory, epoch, predecessor, admission.max_segments, self._watch.pidfd)
+        self._service = Service(
+            self._directory, epoch, predecessor, admission.max_segments, self._watch.pidfd
+        )
         undo.callback(self._service.close)
         few, many = (0.005, 1.0) if config.spin_seconds is None else 2 * (config.spin_seconds,)
         spin_seconds = processes.spin(few, many)
-        self._clients = Clients(admission, self._epoll, self._service, self._watch, self._legacy.witness, spin_seconds)
+        self._clients = Clients(
+            admission, self._epoll, self._service, self._watch, self._legacy.witness, spin_seconds
+        )
         undo.callback(self._clients.close)
         if state.segments:
             waiting = f"{len(state.chunks)} chunks in {len(state.segments)} segments are back once their workers offer them again"
-            log.warning("journal: %s; segments of `vcache segment add` that nobody has mapped are lost: add them again", waiting)
+            log.warning(
+                "journal: %s; segments of `vcache segment add` that nobody has mapped are lost: add them again",
+                waiting,
+            )
         if not self._endpoint.same_pids:
             self._watch.cannot_see(self._directory.reservations.processes())
         self._recover_until = time.monotonic() + config.recover_seconds
@@ -96,9 +109,13 @@ class Server:
         while not self._stopping:
             now = time.monotonic()
             more = clients.waiting or directory.backlog
-            events = self._epoll.poll(0.0 if more or now < clients.spin_until else max(0.0, next_tick - now), EVENTS_A_TURN)
+            events = self._epoll.poll(
+                0.0 if more or now < clients.spin_until else max(0.0, next_tick - now),
+                EVENTS_A_TURN,
+            )
             if not (events or more or now >= next_tick):
-                os.sched_yield()  # spinning, or woken for nothing: whoever else wants this core goes first
+                # spinning, or woken for nothing: whoever else wants this core goes first
+                os.sched_yield()
                 continue
             longest.begin()
             for fd, mask in events:
@@ -119,18 +136,24 @@ class Server:
         self._stopping = True
 
     def hang_up(self) -> None:
-        """Note a SIGHUP, which asks many servers to read their configuration again. Called from a signal handler."""
+        """Note a SIGHUP, which asks many servers to read their configuration again. Called from a
+        signal handler.
+        """
         self._hung_up = True
 
     def _check_path(self) -> None:
-        """Stop if another server has the path, since it may have this server's segments: send no further answer. Also after a SIGSTOP."""
+        """Stop if another server has the path, since it may have this server's segments: send no
+        further answer. Also after a SIGSTOP.
+        """
         now = time.monotonic()
         if now < self._looked + PATH_SECONDS:
             return
         self._looked = now
         if reason := self._endpoint.lost():
             what = f"{self._config.path} does not lead to this server any more ({reason})"
-            raise ConfigError(f"server.socket: {what}; it stops, since two servers must not use the same segments")
+            raise ConfigError(
+                f"server.socket: {what}; it stops, since two servers must not use the same segments"
+            )
 
     def _tick(self) -> None:
         if self._hung_up:
@@ -145,9 +168,18 @@ class Server:
         self._clients.tick()
         self.lines.tell()
         absent = self._directory.absent_segments()
-        if absent and time.monotonic() > self._recover_until and (lost := self._directory.forget_absent(absent)):
+        if (
+            absent
+            and time.monotonic() > self._recover_until
+            and (lost := self._directory.forget_absent(absent))
+        ):
             seconds = self._config.recover_seconds
-            log.warning("%d segments were not offered again within %g s; %d chunks are lost", len(absent), seconds, lost)
+            log.warning(
+                "%d segments were not offered again within %g s; %d chunks are lost",
+                len(absent),
+                seconds,
+                lost,
+            )
 
     def _busy(self) -> bool:
         directory = self._directory
@@ -155,17 +187,21 @@ class Server:
         return bool(len(directory.leases) or sum(directory.reservations.counts()) or draining)
 
     def _watch_processes(self) -> None:
-        """Watch the processes whose end frees slots or KV caches. Handle those that have ended already."""
-        for process in self._watch.wait_for(self._directory.reservations.processes() | self._service.instances.processes()):
+        """Watch the processes whose end frees slots or KV caches. Handle those that have ended
+        already.
+        """
+        for process in self._watch.wait_for(
+            self._directory.reservations.processes() | self._service.instances.processes()
+        ):
             self._service.process_gone(process)
 
 
 def serve(config: ServerConfig) -> None:
-    """Run the server in this process until SIGTERM or SIGINT. ConfigError if the socket cannot be used.
+    """Run the server in this process until SIGTERM or SIGINT. ConfigError if the socket cannot be
+    used.
 
-    The garbage collector is off: the directory unlinks its cycles itself, and a collection over millions of chunks would stop the loop for
-    a noticeable time.
-    """
+    The garbage collector is off: the directory unlinks its cycles itself, and a collection over
+    millions of chunks would stop the loop for a noticeable time."""
     server = Server(config)
     for handler in logging.getLogger().handlers:
         handler.addFilter(server.lines)

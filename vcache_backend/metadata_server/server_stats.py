@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from vcache_backend.metadata_server.service import Service
 
 _MOST_TOKENS = 1 << 62
-"""A bound that a message can hold. Only a client that lies about the size of its chunks reaches it."""
+"""A bound that a message can hold. Only a client that lies about the size of its chunks reaches
+it.
+"""
 
 
 def server_stats(service: Service) -> m.ServerStats:
@@ -23,7 +25,11 @@ def server_stats(service: Service) -> m.ServerStats:
     layouts.forget_gone(directory.stores)
     open_, quarantined = directory.reservations.counts()
     instances = service.instances.stats() + layouts.through_pool(service.instances.processes())
-    counters = dict(directory.counters) | {"expired_leases": directory.leases.expired} | service.longest.told()
+    counters = (
+        dict(directory.counters)
+        | {"expired_leases": directory.leases.expired}
+        | service.longest.told()
+    )
     stats = m.ServerStats(
         epoch=service.epoch,
         uptime_seconds=time.monotonic() - service.started,
@@ -33,7 +39,10 @@ def server_stats(service: Service) -> m.ServerStats:
         reservations=open_,
         quarantined=quarantined,
         counters=counters,
-        latency={n: m.Latency(h.count, h.percentile(0.5), h.percentile(0.99), h.total_us) for n, h in service.latency.items()},
+        latency={
+            n: m.Latency(h.count, h.percentile(0.5), h.percentile(0.99), h.total_us)
+            for n, h in service.latency.items()
+        },
         segments=directory.segment_infos(),
         namespaces=layouts.namespaces(),
         rss_bytes=_rss_bytes(),
@@ -43,28 +52,46 @@ def server_stats(service: Service) -> m.ServerStats:
         instances=instances,
         still_mapped=service.instances.still_mapped(),
         reads=service.of_instances.reads.stats(),
-        hits={name: (min(asked, _MOST_TOKENS), min(found, _MOST_TOKENS)) for name, (asked, found) in layouts.hits.items()},
+        hits={
+            name: (min(asked, _MOST_TOKENS), min(found, _MOST_TOKENS))
+            for name, (asked, found) in layouts.hits.items()
+        },
         saved=dict(layouts.saved),
     )
     return fitting(stats)
 
 
 def fitting(stats: m.ServerStats) -> m.ServerStats:
-    """Cut `stats` to the size of a message: halve what clients reported, then who shares in place, as often as it takes."""
+    """Cut `stats` to the size of a message: halve what clients reported, then who shares in place,
+    as often as it takes.
+    """
     while len(msgspec.msgpack.encode(stats)) > m.MAX_MESSAGE_BYTES:
-        if stats.reports or stats.mismatches or stats.namespaces or stats.reads or stats.hits or stats.saved:
+        if (
+            stats.reports
+            or stats.mismatches
+            or stats.namespaces
+            or stats.reads
+            or stats.hits
+            or stats.saved
+        ):
             stats = _less_told(stats)
         elif stats.instances or stats.still_mapped:
             some, kept = stats.instances, stats.still_mapped
-            stats = msgspec.structs.replace(stats, instances=some[: len(some) // 2], still_mapped=kept[: len(kept) // 2])
+            stats = msgspec.structs.replace(
+                stats, instances=some[: len(some) // 2], still_mapped=kept[: len(kept) // 2]
+            )
         else:
             break
     return stats
 
 
 def _less_told(stats: m.ServerStats) -> m.ServerStats:
-    """Half of what clients reported: the newest reports, namespaces and savings, the first mismatches and the largest reads."""
-    namespaces, hits, saved = (list(one.items()) for one in (stats.namespaces, stats.hits, stats.saved))
+    """Half of what clients reported: the newest reports, namespaces and savings, the first
+    mismatches and the largest reads.
+    """
+    namespaces, hits, saved = (
+        list(one.items()) for one in (stats.namespaces, stats.hits, stats.saved)
+    )
     return msgspec.structs.replace(
         stats,
         reports=stats.reports[(len(stats.reports) + 1) // 2 :],
@@ -77,7 +104,9 @@ def _less_told(stats: m.ServerStats) -> m.ServerStats:
 
 
 def _rss_bytes() -> int:
-    """This process's resident memory. 0 if descriptors are exhausted, which is when somebody looks."""
+    """This process's resident memory. 0 if descriptors are exhausted, which is when somebody
+    looks.
+    """
     try:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * resource.getpagesize()

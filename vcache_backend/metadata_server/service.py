@@ -1,4 +1,6 @@
-"""From requests to replies: the directory's operations, the fds of segments and the namespaces in use. No sockets, no loop."""
+"""From requests to replies: the directory's operations, the fds of segments and the namespaces in
+use. No sockets, no loop.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,22 @@ from vcache_backend.metadata_server.succession import Predecessor
 log = logging.getLogger(__name__)
 
 MAX_LISTED_BYTES = 3 * m.MAX_MESSAGE_BYTES // 4
-"""Bytes for the list of segments in one message, about a thousand of them; the rest is for what comes with it."""
+"""Bytes for the list of segments in one message, about a thousand of them; the rest is for what
+comes with it.
+"""
 _LISTED_BYTES = 100
 """The most bytes of a segment in that list, besides its id and its device."""
-_LOG_LEVELS: dict[m.Level, int] = {"info": logging.INFO, "warn": logging.WARNING, "error": logging.ERROR}
+_LOG_LEVELS: dict[m.Level, int] = {
+    "info": logging.INFO,
+    "warn": logging.WARNING,
+    "error": logging.ERROR,
+}
 
 
 class Service:
-    """Answers requests, in the server's one thread. Owns the segments' fds from their registration until they are dropped."""
+    """Answers requests, in the server's one thread. Owns the segments' fds from their registration
+    until they are dropped.
+    """
 
     def __init__(
         self,
@@ -45,8 +55,9 @@ class Service:
         max_segments: int = 1024,
         pidfd: Callable[[ProcessId], int | None] = processes.open_pidfd,
     ) -> None:
-        """predecessor: of the server that the directory was restored from. max_segments: the most fds to keep, of segments and of
-        instances' tables and regions. pidfd: makes a new pidfd of a connected process, or None."""
+        """predecessor: of the server that the directory was restored from. max_segments: the most
+        fds to keep, of segments and of instances' tables and regions. pidfd: makes a new pidfd of a
+        connected process, or None."""
         self.max_segments = max_segments
         self.instances = Instances(directory.residents, self._spare, pidfd)
         self.of_instances = ResidentService(directory, self.instances)
@@ -57,13 +68,18 @@ class Service:
         self.latency: dict[str, Histogram] = {}
         self.fds: dict[m.SegmentId, Descriptor] = {}
         self._freeing: dict[Descriptor, int] = {}
-        """Memory whose end is being freed, and up to how many bytes. The journal must know of them first."""
+        """Memory whose end is being freed, and up to how many bytes. The journal must know of them
+        first.
+        """
         self.reports = Reports(time.time)
         self.longest = Longest()
         self.started = time.monotonic()
 
-    def answer(self, client: Peer, request: m.AnyRequest, fds: list[int]) -> tuple[m.Reply, Descriptor | None]:
-        """Answer a request. Returns the reply and the fd that goes with it, if any, to be kept until the reply is sent.
+    def answer(
+        self, client: Peer, request: m.AnyRequest, fds: list[int]
+    ) -> tuple[m.Reply, Descriptor | None]:
+        """Answer a request. Returns the reply and the fd that goes with it, if any, to be kept
+        until the reply is sent.
 
         fds: came with the request. One that is kept is taken out of the list.
         """
@@ -79,7 +95,9 @@ class Service:
         histogram.add((time.perf_counter() - started) * 1e6)
         return reply, fd
 
-    def _answer(self, client: Peer, request: m.AnyRequest, fds: list[int]) -> tuple[m.Reply, Descriptor | None]:
+    def _answer(
+        self, client: Peer, request: m.AnyRequest, fds: list[int]
+    ) -> tuple[m.Reply, Descriptor | None]:
         directory = self.directory
         match request:
             case m.Lookup(keys, ranks):
@@ -89,7 +107,9 @@ class Service:
             case m.Release(lease):
                 return m.Verdict(directory.release(lease)), None
             case m.Reserve(keys, nbytes):
-                return _in_epoch(directory.reserve(client, keys, nbytes), directory.epochs.of(keys)), None
+                return _in_epoch(
+                    directory.reserve(client, keys, nbytes), directory.epochs.of(keys)
+                ), None
             case m.Commit(reservation, prefix):
                 return m.Count(directory.commit(client, reservation, prefix)), None
             case m.Abort(reservation):
@@ -98,7 +118,9 @@ class Service:
                 return m.Verdict(directory.renew(lease)), None
             case m.Contains(keys, where):
                 segments = directory.segments_of(keys) if where else []
-                return m.Present(directory.contains(keys), directory.epochs.of(keys), segments), None
+                return m.Present(
+                    directory.contains(keys), directory.epochs.of(keys), segments
+                ), None
             case m.Touch(keys):
                 return m.Count(directory.touch(keys)), None
             case m.Remove(keys, force):
@@ -108,7 +130,9 @@ class Service:
             case _:
                 return self._answer_other(client, request, fds)
 
-    def _answer_other(self, client: Peer, request: m.OfOthers, fds: list[int]) -> tuple[m.Reply, Descriptor | None]:
+    def _answer_other(
+        self, client: Peer, request: m.OfOthers, fds: list[int]
+    ) -> tuple[m.Reply, Descriptor | None]:
         """Answer requests that are rarer, or not about chunks in the pool."""
         directory = self.directory
         if isinstance(request, m.OfResidents):
@@ -156,7 +180,9 @@ class Service:
             del self.fds[id_]
 
     def _free_end(self, nbytes: int, memory: Descriptor) -> Steps:
-        """Free what a segment has given back, and what it gives back meanwhile: one mapping at a time, however often it is resized."""
+        """Free what a segment has given back, and what it gives back meanwhile: one mapping at a
+        time, however often it is resized.
+        """
         freed = 0
         while freed < self._freeing[memory]:
             end, freed = nbytes - freed, self._freeing[memory]
@@ -185,28 +211,47 @@ class Service:
 
     def _add_segment(self, client: Peer, request: m.AddSegment, fds: list[int]) -> m.Added:
         if len(fds) != 1:
-            raise Refuse(f"add_segment {request.id}: {len(fds)} fds came along; exactly 1 is needed")
+            raise Refuse(
+                f"add_segment {request.id}: {len(fds)} fds came along; exactly 1 is needed"
+            )
         known = self.directory.segments.get(request.id)
-        if known and (known.device, known.medium, known.nbytes) != (request.device, request.medium, request.nbytes):
+        if known and (known.device, known.medium, known.nbytes) != (
+            request.device,
+            request.medium,
+            request.nbytes,
+        ):
             was = f"{known.nbytes:,} B of {known.medium} on {known.device}"
-            raise Refuse(f"segment {request.id} is {was}, not {request.nbytes:,} B of {request.medium} on {request.device}")
+            raise Refuse(
+                f"segment {request.id} is {was}, not {request.nbytes:,} B of {request.medium} on {request.device}"
+            )
         if known and known.state != "absent":
             return m.Added(0)
         if request.again and not (known and self.predecessor.proven):
             return self._decline(request.id, known is not None)
         if known and not request.again:
-            raise Refuse(f"segment {request.id} is known from before a restart: offer it again, or make one with another id")
+            raise Refuse(
+                f"segment {request.id} is known from before a restart: offer it again, or make one with another id"
+            )
         if reason := unmappable(request.medium, request.nbytes, fds[0]):
             raise Refuse(f"segment {request.id}: {reason}")
         if self._spare() <= 0:
             there = f"{len(self.fds)} segments are there"
             if kept := self.instances.descriptors:
                 there += f" and {kept} fds of instances"
-            raise Refuse(f"segment {request.id}: {there}, more would leave no descriptors for clients")
-        listed = sum(_LISTED_BYTES + len(id_) + len(s.device.encode()) for id_, s in self.directory.segments.items())
+            raise Refuse(
+                f"segment {request.id}: {there}, more would leave no descriptors for clients"
+            )
+        listed = sum(
+            _LISTED_BYTES + len(id_) + len(s.device.encode())
+            for id_, s in self.directory.segments.items()
+        )
         if listed > MAX_LISTED_BYTES:
-            raise Refuse(f"segment {request.id}: {len(self.directory.segments)} segments are there, no message could list more")
-        if request.claim and not self.directory.redeem(client, request.claim, request.device, request.nbytes):
+            raise Refuse(
+                f"segment {request.id}: {len(self.directory.segments)} segments are there, no message could list more"
+            )
+        if request.claim and not self.directory.redeem(
+            client, request.claim, request.device, request.nbytes
+        ):
             raise Refuse(
                 f"segment {request.id}: its claim on {request.device} has ended, or is on less; ask again what may be lent"
             )
@@ -215,23 +260,35 @@ class Service:
         return m.Added(self.directory.add_segment(info))
 
     def _decline(self, id_: m.SegmentId, known: bool) -> m.Added:
-        """Refuse memory from before a restart that nothing proves to be as the journal says: an earlier writer may still write there."""
+        """Refuse memory from before a restart that nothing proves to be as the journal says: an
+        earlier writer may still write there.
+        """
         lost = self.directory.forget_absent([id_] if known else [])
-        why = "no journal knows it" if not known else f"no witness proves the journal; {lost} chunks are lost"
+        why = (
+            "no journal knows it"
+            if not known
+            else f"no witness proves the journal; {lost} chunks are lost"
+        )
         log.warning(
-            "segment %s is not taken again: %s. A worker lends fresh memory; what `vcache segment add` lent, add again", id_, why
+            "segment %s is not taken again: %s. A worker lends fresh memory; what `vcache segment add` lent, add again",
+            id_,
+            why,
         )
         return m.Added(0, taken=False)
 
     def _open_segment(self, id_: m.SegmentId) -> tuple[m.Reply, Descriptor]:
         segment = self.directory.segments.get(id_)
         if segment is None:
-            raise Refuse(f"segment {id_} is not here: it was dropped, or nobody offered it since the server's restart")
+            raise Refuse(
+                f"segment {id_} is not here: it was dropped, or nobody offered it since the server's restart"
+            )
         return m.Opened(segment.info()), self.fds[id_]
 
     def _lookup(self, keys: list[m.ChunkKey], ranks: int) -> m.Count:
         if len(keys) * ranks > m.MAX_LOOKED_UP:
-            raise Refuse(f"lookup: {len(keys):,} keys of {ranks:,} ranks; at most {m.MAX_LOOKED_UP:,} keys times ranks at once")
+            raise Refuse(
+                f"lookup: {len(keys):,} keys of {ranks:,} ranks; at most {m.MAX_LOOKED_UP:,} keys times ranks at once"
+            )
         return m.Count(self.directory.lookup(keys, ranks))
 
     def _clear(self, namespace: bytes, reset: bool) -> m.Count:
@@ -252,11 +309,17 @@ class Service:
         segment = self.directory.segments.get(id_)
         if segment is None or segment.state != "live":
             state = "not here" if segment is None else segment.state
-            raise Refuse(f"segment {id_} is {state}; `vcache segment list` shows those that are live")
+            raise Refuse(
+                f"segment {id_} is {state}; `vcache segment list` shows those that are live"
+            )
         if segment.medium != "host":
-            raise Refuse(f"segment {id_} is one allocation on a GPU, which is freed as a whole: drop it, and lend a smaller one")
+            raise Refuse(
+                f"segment {id_} is one allocation on a GPU, which is freed as a whole: drop it, and lend a smaller one"
+            )
         if nbytes // ALIGNMENT * ALIGNMENT > segment.limit:
-            raise Refuse(f"segment {id_} has {segment.limit:,} B, fewer than {nbytes:,}; to lend more, use `vcache segment add`")
+            raise Refuse(
+                f"segment {id_} has {segment.limit:,} B, fewer than {nbytes:,}; to lend more, use `vcache segment add`"
+            )
         self.directory.resize_segment(id_, nbytes, request.keep)
         self.collect_dropped()
         return m.Opened(segment.info())
@@ -264,7 +327,13 @@ class Service:
     def _report(self, client: Peer, level: m.Level, text: str) -> m.Count:
         reported = self.reports.add(client, level, text)
         if reported is not None:
-            log.log(_LOG_LEVELS[level], "pid %d on %s reports: %s", reported.pid, reported.device, reported.text)
+            log.log(
+                _LOG_LEVELS[level],
+                "pid %d on %s reports: %s",
+                reported.pid,
+                reported.device,
+                reported.text,
+            )
         return m.Count(int(reported is not None))
 
 

@@ -7,18 +7,19 @@ from collections.abc import Hashable
 
 
 def room(free: int, process: tuple[int, float], user: tuple[int, float], least: int = 0) -> int:
-    """How much more a process may take of what is `free`. process, user: what it and its user hold, and how many times that must still be
-    free afterwards. A process may have `least` as long as anything is free.
+    """How much more a process may take of what is `free`. process, user: what it and its user hold,
+    and how many times that must still be free afterwards. A process may have `least` as long as
+    anything is free.
 
-    So whatever some hold, others find something: of N, k processes with `times` 1 have at most N / (k + 1) each.
-    """
+    So whatever some hold, others find something: of N, k processes with `times` 1 have at most N /
+    (k + 1) each."""
     shares = [(free - times * held) / (1 + times) for held, times in (process, user)]
     return max(0, int(min(free, max(min(shares), least - process[0]))))
 
 
 def user(uid: int, pid: int) -> int:
-    """Whose share a process counts to: its user's. Processes that are not visible here (pid 0) cannot be told apart, and are together
-    another user."""
+    """Whose share a process counts to: its user's. Processes that are not visible here (pid 0)
+    cannot be told apart, and are together another user."""
     return uid if pid else -1 - uid
 
 

@@ -1,4 +1,6 @@
-"""One instance as its processes have shown it: a scheduler's generation table, workers' KV caches, and which of it can be trusted."""
+"""One instance as its processes have shown it: a scheduler's generation table, workers' KV caches,
+and which of it can be trusted.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class ShownTable:
         self.memory = status.st_dev, status.st_ino
 
     def gone(self) -> None:
-        """Its connection is closed. The description is kept, since the same process may connect again."""
+        """Its connection is closed. The description is kept, since the same process may connect
+        again.
+        """
         self.peer = self.table = self.pins = None
 
 
@@ -39,12 +43,16 @@ class ShownCache:
     def __init__(self, peer: Peer, shape: m.CacheShape) -> None:
         self.peer: Peer | None = peer
         self.owner, self.process, self.shape = peer, peer.process, shape
-        self.nbytes = CACHE_BYTES + PLANE_BYTES * len(shape.planes) + REGION_BYTES * len(shape.regions)
+        self.nbytes = (
+            CACHE_BYTES + PLANE_BYTES * len(shape.planes) + REGION_BYTES * len(shape.regions)
+        )
         """About how many bytes of the server's memory its description takes."""
         self.regions: dict[int, Descriptor] = {}
 
     def gone(self) -> None:
-        """Its connection is closed: close its fds. The description is kept, since the same process may connect again."""
+        """Its connection is closed: close its fds. The description is kept, since the same process
+        may connect again.
+        """
         self.peer = None
         self.regions = {}
 
@@ -85,14 +93,18 @@ class KnownInstance:
 
 
 def only(fds: list[int]) -> int:
-    """The one fd that came with a message. Whoever keeps it takes it out of the list. Refuse unless there is exactly one."""
+    """The one fd that came with a message. Whoever keeps it takes it out of the list. Refuse unless
+    there is exactly one.
+    """
     if len(fds) != 1:
         raise Refuse(f"{len(fds)} fds came along; exactly 1 is needed")
     return fds[0]
 
 
 def no_table(fd: int, blocks: int) -> str:
-    """Why readers could not trust `fd` to be a table of fixed size that only its owner changes; empty if they can."""
+    """Why readers could not trust `fd` to be a table of fixed size that only its owner changes;
+    empty if they can.
+    """
     if fcntl.fcntl(fd, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_PATH) not in (os.O_RDONLY, os.O_RDWR):
         return "the fd is not open for reading"
     if reason := lacking(fd, RESIZING | FUTURE_WRITE):

@@ -1,8 +1,9 @@
-"""Starts a metadata server, for workers that are configured to, unless one serves already. It outlives them, as the pool does.
+"""Starts a metadata server, for workers that are configured to, unless one serves already. It
+outlives them, as the pool does.
 
-Workers that start at the same time agree by a lock on who starts it. The server has its own session, parent and log, so that neither a
-signal to the worker's group nor a parent that ends all its children reaches it.
-"""
+Workers that start at the same time agree by a lock on who starts it. The server has its own
+session, parent and log, so that neither a signal to the worker's group nor a parent that ends all
+its children reaches it."""
 
 from __future__ import annotations
 
@@ -27,21 +28,27 @@ from vcache_backend.metadata_server.endpoint import beside, folder_fault
 log = logging.getLogger(__name__)
 
 SECONDS = 30.0
-"""How long a new server may take to answer: its interpreter and a long journal take time on a busy machine."""
+"""How long a new server may take to answer: its interpreter and a long journal take time on a busy
+machine.
+"""
 _PAUSE_SECONDS = 0.05
 _EXITED_SECONDS = 1.0
-"""How long, after our server has ended, another one that was started by hand at the same moment may take to answer."""
+"""How long, after our server has ended, another one that was started by hand at the same moment may
+take to answer.
+"""
 _ASKING_SECONDS = 1.0
 _DETACH = "import subprocess as s, sys; print(s.Popen(sys.argv[1:], stdin=0, stdout=2, start_new_session=True).pid)"
-"""Run by a process whose end leaves the server to init. Its stdin becomes the server's, its stderr the server's log."""
+"""Run by a process whose end leaves the server to init. Its stdin becomes the server's, its stderr
+the server's log.
+"""
 
 
 def ensure(config: Config, seconds: float = SECONDS) -> str:
-    """Return once a server answers at `config.server.path`: the one that was there, or a new one that outlives this process.
+    """Return once a server answers at `config.server.path`: the one that was there, or a new one
+    that outlives this process.
 
-    The answer says which. ConfigError if there cannot be one; ServerUnavailable, with the end of the new server's log, if none answers
-    within `seconds`.
-    """
+    The answer says which. ConfigError if there cannot be one; ServerUnavailable, with the end of
+    the new server's log, if none answers within `seconds`."""
     path, deadline = config.server.path.absolute(), time.monotonic() + seconds
     trusted = config.client.server_uid
     there = f"the metadata server at {path} is there already"
@@ -54,11 +61,15 @@ def ensure(config: Config, seconds: float = SECONDS) -> str:
         with _alone(beside(path, ".start"), deadline):
             return _start(config, path, deadline) if _silence(path, trusted) else there
     except OSError as error:
-        raise ConfigError(f"server.socket: no metadata server can be started at {path}: {error}") from error
+        raise ConfigError(
+            f"server.socket: no metadata server can be started at {path}: {error}"
+        ) from error
 
 
 def try_ensure(config: Config) -> None:
-    """`ensure` for an integration, which serves without a server, too: every look-up is then a miss. Logs the outcome."""
+    """`ensure` for an integration, which serves without a server, too: every look-up is then a
+    miss. Logs the outcome.
+    """
     try:
         log.warning("vcache: %s", ensure(config))
     except Exception as error:  # noqa: BLE001 - nothing of ours raises into who serves
@@ -81,7 +92,9 @@ def _start(config: Config, path: Path, deadline: float) -> str:
 
 
 def _silence(path: Path, trusted: int | None) -> str:
-    """Why nobody answers at `path`; empty if a server does, of this user, of root or of the trusted user."""
+    """Why nobody answers at `path`; empty if a server does, of this user, of root or of the trusted
+    user.
+    """
     asking = ClientConfig(connect_seconds=_ASKING_SECONDS, server_uid=trusted)
     with Client(path, asking, reconnect=False) as client:
         try:
@@ -93,7 +106,9 @@ def _silence(path: Path, trusted: int | None) -> str:
 
 @contextmanager
 def _alone(path: Path, deadline: float) -> Iterator[None]:
-    """Hold the lock that lets one process at a time start a server; ServerUnavailable at the deadline. It ends with its process."""
+    """Hold the lock that lets one process at a time start a server; ServerUnavailable at the
+    deadline. It ends with its process.
+    """
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         while True:
@@ -102,7 +117,9 @@ def _alone(path: Path, deadline: float) -> Iterator[None]:
                 break
             except BlockingIOError as error:
                 if time.monotonic() > deadline:
-                    raise ServerUnavailable(f"another process holds {path} and has not started one yet") from error
+                    raise ServerUnavailable(
+                        f"another process holds {path} and has not started one yet"
+                    ) from error
                 time.sleep(_PAUSE_SECONDS)
         yield
     finally:
@@ -111,7 +128,16 @@ def _alone(path: Path, deadline: float) -> Iterator[None]:
 
 def _spawn(config: Config, path: Path, log: Path) -> int:
     """Start a detached server, which reads its configuration from stdin. Returns its pid."""
-    command = [sys.executable, "-P", "-m", "vcache_backend.metadata_server", "--config", "/dev/stdin", "--socket", str(path)]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "vcache_backend.metadata_server",
+        "--config",
+        "/dev/stdin",
+        "--socket",
+        str(path),
+    ]
     command += ["--log", str(log)]
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
     with open(os.open(log, flags, 0o600), "ab") as out:

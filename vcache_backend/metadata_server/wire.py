@@ -1,4 +1,6 @@
-"""Messages on a Unix socket of type SOCK_SEQPACKET, which keeps their boundaries. Each is one MessagePack array; fds come with it."""
+"""Messages on a Unix socket of type SOCK_SEQPACKET, which keeps their boundaries. Each is one
+MessagePack array; fds come with it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ from array import array
 import msgspec
 
 from vcache_backend.errors import ProtocolError
-from vcache_backend.metadata_server.messages import MAX_MESSAGE_BYTES, AnyReply, AnyRequest, Reply, Request
+from vcache_backend.metadata_server.messages import (
+    MAX_MESSAGE_BYTES,
+    AnyReply,
+    AnyRequest,
+    Reply,
+    Request,
+)
 
 MAX_FDS = 4
 """The most fds accepted with one message. The kernel closes the others."""
@@ -25,26 +33,35 @@ def encode(message: Request | Reply) -> bytes:
     data = _encoder.encode(message)
     if len(data) > MAX_MESSAGE_BYTES:
         kind = type(message).__name__
-        raise ProtocolError(f"{kind} of {len(data):,} B exceeds the limit of {MAX_MESSAGE_BYTES:,} B a message")
+        raise ProtocolError(
+            f"{kind} of {len(data):,} B exceeds the limit of {MAX_MESSAGE_BYTES:,} B a message"
+        )
     return data
 
 
 class Receiver:
-    """Reads from many sockets into one buffer, so that a read allocates nothing. One thread at a time."""
+    """Reads from many sockets into one buffer, so that a read allocates nothing. One thread at a
+    time.
+    """
 
     def __init__(self) -> None:
         self._buffer = bytearray(MAX_MESSAGE_BYTES)
         self._view = memoryview(self._buffer)
 
     def receive(self, sock: socket.socket) -> tuple[memoryview, list[int]]:
-        """Read the next message, valid until the next call, and its fds (close-on-exec, the caller's to close).
+        """Read the next message, valid until the next call, and its fds (close-on-exec, the
+        caller's to close).
 
-        Empty at the end of the connection; no message is empty. OSError from recvmsg; ProtocolError if the message is too long.
-        """
+        Empty at the end of the connection; no message is empty. OSError from recvmsg; ProtocolError
+        if the message is too long."""
         try:
-            size, ancillary, flags, _address = sock.recvmsg_into([self._buffer], _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
+            size, ancillary, flags, _address = sock.recvmsg_into(
+                [self._buffer], _FD_SPACE, socket.MSG_CMSG_CLOEXEC
+            )
         except ConnectionResetError:  # told once, before the last that the peer said
-            size, ancillary, flags, _address = sock.recvmsg_into([self._buffer], _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
+            size, ancillary, flags, _address = sock.recvmsg_into(
+                [self._buffer], _FD_SPACE, socket.MSG_CMSG_CLOEXEC
+            )
         if not ancillary and not flags & socket.MSG_TRUNC:
             return self._view[:size], []
         fds = array("i")

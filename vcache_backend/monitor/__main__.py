@@ -1,7 +1,8 @@
-"""Show a metadata server's metrics over HTTP: `python -m vcache_backend.monitor --socket PATH --listen HOST:PORT`.
+"""Show a metadata server's metrics over HTTP: `python -m vcache_backend.monitor --socket PATH
+--listen HOST:PORT`.
 
-The server starts it if `server.metrics` is set, with `--until-eof`: it then ends when its standard input ends, and so with the server.
-"""
+The server starts it if `server.metrics` is set, with `--until-eof`: it then ends when its standard
+input ends, and so with the server."""
 
 from __future__ import annotations
 
@@ -27,13 +28,21 @@ log = logging.getLogger("vcache_backend.monitor")
 
 
 def main() -> int:
-    """Serve until Ctrl-C, or with `--until-eof` until standard input ends. Returns the exit code: 1 if it cannot listen."""
+    """Serve until Ctrl-C, or with `--until-eof` until standard input ends. Returns the exit code: 1
+    if it cannot listen.
+    """
     parser = argparse.ArgumentParser(prog="python -m vcache_backend.monitor", description=__doc__)
     parser.add_argument("--socket", required=True, type=Path, help="the metadata server's socket")
     parser.add_argument("--listen", required=True, help="HOST:PORT")
-    parser.add_argument("--hosts", default="", help="names by which it may be reached, with commas between them")
-    parser.add_argument("--pid", type=int, default=0, help="the server's process, for its descriptors")
-    parser.add_argument("--every", type=float, default=EVERY_SECONDS, help="seconds between questions")
+    parser.add_argument(
+        "--hosts", default="", help="names by which it may be reached, with commas between them"
+    )
+    parser.add_argument(
+        "--pid", type=int, default=0, help="the server's process, for its descriptors"
+    )
+    parser.add_argument(
+        "--every", type=float, default=EVERY_SECONDS, help="seconds between questions"
+    )
     parser.add_argument("--until-eof", action="store_true")
     parser.add_argument("--log-format", choices=get_args(log_format.LogFormat), default="text")
     arguments = parser.parse_args()
@@ -44,7 +53,12 @@ def main() -> int:
     registry = CollectorRegistry()
     registry.register(ServerMetrics(samples, arguments.socket, arguments.pid))
     try:
-        web = Web(*split_address(arguments.listen, "--listen"), samples, registry, arguments.hosts.split(","))
+        web = Web(
+            *split_address(arguments.listen, "--listen"),
+            samples,
+            registry,
+            arguments.hosts.split(","),
+        )
     except (OSError, ValueError) as error:
         log.error("server.metrics: cannot listen at %s: %s", arguments.listen, error)
         return 1

@@ -60,15 +60,21 @@ Row = tuple[Sequence[str], float]
 
 
 class ServerMetrics(Collector):
-    """Makes all metrics, at each scrape, in the thread of its HTTP request. path: the server's socket. pid: the server's; 0 if unknown."""
+    """Makes all metrics, at each scrape, in the thread of its HTTP request. path: the server's
+    socket. pid: the server's; 0 if unknown.
+    """
 
     def __init__(self, samples: Samples, path: Path, pid: int) -> None:
         self._samples, self._journal, self._pid = samples, beside(path, ".journal"), pid
         self._models: dict[str, str] = {}
-        """The model of each namespace that has hits. Kept when its last instance goes: another label would begin another series."""
+        """The model of each namespace that has hits. Kept when its last instance goes: another
+        label would begin another series.
+        """
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics. Only `vcache_server_up` if the last question was not answered: older values may be wrong by now."""
+        """The metrics. Only `vcache_server_up` if the last question was not answered: older values
+        may be wrong by now.
+        """
         stats = None if self._samples.problem else self._samples.stats
         yield _gauge(
             "server_up",
@@ -81,9 +87,13 @@ class ServerMetrics(Collector):
         yield from _files(self._pid, self._journal)
         if (rate := self._samples.hit_rate()) is not None:
             yield _gauge(
-                "server_hit_ratio_1m", "Tokens found over tokens looked up, in the last minute. Not there if none was.", rate
+                "server_hit_ratio_1m",
+                "Tokens found over tokens looked up, in the last minute. Not there if none was.",
+                rate,
             )
-        self._models = {name: stats.namespaces.get(name) or self._models.get(name, "") for name in stats.hits}
+        self._models = {
+            name: stats.namespaces.get(name) or self._models.get(name, "") for name in stats.hits
+        }
         yield from _hits(stats, self._samples, self._models)
         yield from _requests(stats)
         yield from _segments(stats.segments)
@@ -93,7 +103,9 @@ class ServerMetrics(Collector):
 def _whole(stats: ServerStats) -> Iterator[Metric]:
     for name, what in _GAUGES.items():
         yield _gauge(f"server_{name}", what, getattr(stats, name))
-    yield _gauge("server_memory_bytes", "Resident memory of the server, without the pool's.", stats.rss_bytes)
+    yield _gauge(
+        "server_memory_bytes", "Resident memory of the server, without the pool's.", stats.rss_bytes
+    )
     what = "Slots out of use until their writer ends or answers. If they stay, a process hangs; `vcache status` has its pid."
     yield _gauge("server_quarantined_slots", what, sum(stats.quarantined_slots.values()))
     what = "Fields in which connected instances of one model differ, so that they do not share. Above 0, `vcache status` says what to do."
@@ -102,18 +114,28 @@ def _whole(stats: ServerStats) -> Iterator[Metric]:
     levels = Counter(one.level for one in stats.reports if one.time >= since)
     what = "What clients reported in the last 10 minutes, of the newest ones. If one is an error, read it in `vcache status`."
     yield _family(
-        GaugeMetricFamily, "server_reports_10m", what, ("level",), [((level,), levels[level]) for level in get_args(Level)]
+        GaugeMetricFamily,
+        "server_reports_10m",
+        what,
+        ("level",),
+        [((level,), levels[level]) for level in get_args(Level)],
     )
     for name, what in _LONGEST.items():
         yield _gauge(f"server_{name}_seconds", what, stats.counters.get(f"{name}_us", 0) / 1e6)
-    told = {name: total for name, total in stats.counters.items() if not name.startswith("longest_")}
+    told = {
+        name: total for name, total in stats.counters.items() if not name.startswith("longest_")
+    }
     for name, total in (dict.fromkeys(_COUNTERS, 0) | told).items():
-        what = _COUNTERS.get(name, f"{name.replace('_', ' ').capitalize()}, since the server's start.")
+        what = _COUNTERS.get(
+            name, f"{name.replace('_', ' ').capitalize()}, since the server's start."
+        )
         yield _counter(f"server_{name.removesuffix('_total')}", what, total)
 
 
 def _files(pid: int, journal: Path) -> Iterator[Metric]:
-    """What the system knows of the server: fds, their limit, size of the journal. What cannot be read is left out."""
+    """What the system knows of the server: fds, their limit, size of the journal. What cannot be
+    read is left out.
+    """
     with suppress(OSError, ValueError):
         yield _gauge(
             "server_open_fds",
@@ -122,7 +144,11 @@ def _files(pid: int, journal: Path) -> Iterator[Metric]:
         )
         limits = Path(f"/proc/{pid}/limits").read_text().splitlines()
         (most,) = [line.split()[3] for line in limits if line.startswith("Max open files")]
-        yield _gauge("server_max_fds", "File descriptors that the server may have open.", float(most.replace("unlimited", "inf")))
+        yield _gauge(
+            "server_max_fds",
+            "File descriptors that the server may have open.",
+            float(most.replace("unlimited", "inf")),
+        )
     with suppress(OSError):
         yield _gauge("server_journal_bytes", "Size of the journal on disk.", journal.stat().st_size)
 
@@ -133,14 +159,24 @@ def _hits(stats: ServerStats, samples: Samples, models: Mapping[str, str]) -> It
     def rows(values: Iterable[tuple[str, float]]) -> list[Row]:
         return [((name, models.get(name, "")), value) for name, value in values]
 
-    for number, (name, what) in enumerate((("asked", "asked for"), ("found", "asked for and found"))):
+    for number, (name, what) in enumerate(
+        (("asked", "asked for"), ("found", "asked for and found"))
+    ):
         totals = rows((name, float(counts[number])) for name, counts in stats.hits.items())
-        yield _family(CounterMetricFamily, f"namespace_{name}_tokens", f"Prompt tokens that instances {what}.", labels, totals)
+        yield _family(
+            CounterMetricFamily,
+            f"namespace_{name}_tokens",
+            f"Prompt tokens that instances {what}.",
+            labels,
+            totals,
+        )
     what = "Seconds of prefill that hits have saved, as vLLM's instances estimate."
     saved = rows((name, seconds) for name, seconds in stats.saved.items())
     yield _family(CounterMetricFamily, "namespace_saved_prefill_seconds", what, labels, saved)
     rates = rows((name, found / asked) for name, (asked, found) in samples.hits().items())
-    what = "Prompt tokens found over those asked for, in the last minute. Not there if nobody asked."
+    what = (
+        "Prompt tokens found over those asked for, in the last minute. Not there if nobody asked."
+    )
     yield _family(GaugeMetricFamily, "namespace_hit_ratio_1m", what, labels, rates)
 
 
@@ -160,11 +196,15 @@ def _segments(segments: Sequence[SegmentInfo]) -> Iterator[Metric]:
     def rows(field: str) -> list[Row]:
         return [((one.id, one.device, one.medium), float(getattr(one, field))) for one in segments]
 
-    sizes = [((one.id, one.device, one.medium), float(one.nbytes - one.given_back)) for one in segments]
+    sizes = [
+        ((one.id, one.device, one.medium), float(one.nbytes - one.given_back)) for one in segments
+    ]
     yield _family(GaugeMetricFamily, "segment_bytes", "Size of a segment.", _SEGMENT, sizes)
     what = "Bytes of a segment that hold chunks. A full one is a good one: chunks that were used least make room."
     yield _family(GaugeMetricFamily, "segment_used_bytes", what, _SEGMENT, rows("used"))
-    yield _family(GaugeMetricFamily, "segment_chunks", "Chunks in a segment.", _SEGMENT, rows("chunks"))
+    yield _family(
+        GaugeMetricFamily, "segment_chunks", "Chunks in a segment.", _SEGMENT, rows("chunks")
+    )
     what = "Chunks of a segment that are being read, and cannot make room."
     yield _family(GaugeMetricFamily, "segment_leased", what, _SEGMENT, rows("leased"))
     what = "Slots of a segment that are being written, or are in quarantine."
@@ -179,7 +219,9 @@ def _segments(segments: Sequence[SegmentInfo]) -> Iterator[Metric]:
 def _in_place(stats: ServerStats) -> Iterator[Metric]:
     every = [((one.id, one.device, str(one.pid)), one) for one in stats.instances]
     what = "1 if a process of an instance is stopped, or nothing was heard of it for 10 s. Continue it, or end it."
-    stopped = [(labels, float(bool(one.stopped) or one.silent > SILENT_SECONDS)) for labels, one in every]
+    stopped = [
+        (labels, float(bool(one.stopped) or one.silent > SILENT_SECONDS)) for labels, one in every
+    ]
     yield _family(GaugeMetricFamily, "instance_stopped", what, _INSTANCE, stopped)
     shown = [(labels, one) for labels, one in every if one.id]
     what = "Chunks that others find in an instance's KV cache."
@@ -190,8 +232,16 @@ def _in_place(stats: ServerStats) -> Iterator[Metric]:
     yield _family(GaugeMetricFamily, "instance_shared", what, _INSTANCE, shared)
     readers = [((str(one.pid), one.device, one.instance), one) for one in stats.reads]
     nbytes = [(labels, float(one.nbytes)) for labels, one in readers]
-    yield _family(CounterMetricFamily, "read_bytes", "Bytes that a process read out of an instance's KV cache.", _READER, nbytes)
-    what = "Chunks that their owner used again while a process read them. They are computed instead."
+    yield _family(
+        CounterMetricFamily,
+        "read_bytes",
+        "Bytes that a process read out of an instance's KV cache.",
+        _READER,
+        nbytes,
+    )
+    what = (
+        "Chunks that their owner used again while a process read them. They are computed instead."
+    )
     refused = [(labels, float(one.refused)) for labels, one in readers]
     yield _family(CounterMetricFamily, "read_refused_chunks", what, _READER, refused)
     what = "1 for a process that keeps the memory of an instance that has ended. If it stays, that process hangs: end it."
@@ -208,9 +258,15 @@ def _counter(name: str, what: str, value: float) -> Metric:
 
 
 def _family(
-    kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, what: str, labels: Sequence[str], rows: Iterable[Row]
+    kind: type[GaugeMetricFamily | CounterMetricFamily],
+    name: str,
+    what: str,
+    labels: Sequence[str],
+    rows: Iterable[Row],
 ) -> Metric:
-    """A metric with labels. Rows with equal labels are added up: processes whose pids are not visible cannot be told apart."""
+    """A metric with labels. Rows with equal labels are added up: processes whose pids are not
+    visible cannot be told apart.
+    """
     made = kind(f"vcache_{name}", what, labels=labels)
     totals: dict[tuple[str, ...], float] = {}
     for values, value in rows:

@@ -23,9 +23,9 @@ MINUTE_SECONDS = 60.0
 class Point(NamedTuple):
     """What is kept of one answer. Counts are since the server's start.
 
-    at: monotonic seconds. asked, found: prompt tokens that all instances looked up, and those that were there. hits: see `ServerStats`.
-    saved: seconds of prefill; None if no instance has made an estimate.
-    """
+    at: monotonic seconds. asked, found: prompt tokens that all instances looked up, and those that
+    were there. hits: see `ServerStats`. saved: seconds of prefill; None if no instance has made an
+    estimate."""
 
     at: float
     epoch: int
@@ -36,11 +36,11 @@ class Point(NamedTuple):
 
 
 class Samples:
-    """The server's answers. Asks in a background thread, from construction to `close`; all methods may be called in any thread.
+    """The server's answers. Asks in a background thread, from construction to `close`; all methods
+    may be called in any thread.
 
-    path: the server's socket. stats: the last answer; None before the first. problem: why the last question was not answered; empty if it
-    was.
-    """
+    path: the server's socket. stats: the last answer; None before the first. problem: why the last
+    question was not answered; empty if it was."""
 
     def __init__(self, path: Path, every: float = EVERY_SECONDS) -> None:
         self.path, self._every = path, every
@@ -63,7 +63,9 @@ class Samples:
         return self.late_seconds < 3 * (self._every + ANSWER_SECONDS)
 
     def points(self) -> list[Point]:
-        """The points that are kept, oldest first: the last hour's if every question was answered."""
+        """The points that are kept, oldest first: the last hour's if every question was
+        answered.
+        """
         return list(self._points)
 
     def hit_rate(self) -> float | None:
@@ -75,16 +77,23 @@ class Samples:
         return (last.found - first.found) / asked if asked > 0 else None
 
     def hits(self) -> dict[str, tuple[int, int]]:
-        """By namespace, prompt tokens asked for in the last minute, and found. Namespaces without any are left out."""
+        """By namespace, prompt tokens asked for in the last minute, and found. Namespaces without
+        any are left out.
+        """
         if (ends := self._last(MINUTE_SECONDS)) is None:
             return {}
         first, last = ends
         before = {name: first.hits.get(name, (0, 0)) for name in last.hits}
-        since = {name: (asked - before[name][0], found - before[name][1]) for name, (asked, found) in last.hits.items()}
+        since = {
+            name: (asked - before[name][0], found - before[name][1])
+            for name, (asked, found) in last.hits.items()
+        }
         return {name: counts for name, counts in since.items() if counts[0] > 0}
 
     def saved(self) -> float | None:
-        """Seconds of prefill that hits have saved in the last hour; None if no instance has made an estimate."""
+        """Seconds of prefill that hits have saved in the last hour; None if no instance has made an
+        estimate.
+        """
         if (ends := self._last(KEPT_SECONDS)) is None or ends[1].saved is None:
             return None
         return max(ends[1].saved - (ends[0].saved or 0.0), 0.0)
@@ -95,12 +104,16 @@ class Samples:
         self._thread.join(self._every + 2 * ANSWER_SECONDS)
 
     def _last(self, seconds: float) -> tuple[Point, Point] | None:
-        """The first and the last point of the last `seconds`, not before the server's last start; None without a point."""
+        """The first and the last point of the last `seconds`, not before the server's last start;
+        None without a point.
+        """
         points = self.points()
         if not points:
             return None
         last = points[-1]
-        return next(point for point in points if point.at >= last.at - seconds and point.epoch == last.epoch), last
+        return next(
+            point for point in points if point.at >= last.at - seconds and point.epoch == last.epoch
+        ), last
 
     def _run(self) -> None:
         with Client(self.path, ClientConfig(request_seconds=ANSWER_SECONDS)) as client:

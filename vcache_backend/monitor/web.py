@@ -1,10 +1,11 @@
 """The monitor's HTTP server: metrics, health, statistics as JSON, and a page.
 
-It reads HTTP with h11, a small package in pure Python that vLLM's own server needs anyway. Servers made for applications would bring
-more packages and lack what this one needs: when all places are taken, the oldest connection makes room for the newest. Whoever sends
-no request, or does not read the answer, grows old; a scraper or a probe is answered as soon as it has asked. A connection gets one
-answer. One thread serves all of them, and what is costly to make is made at most once a second, however many ask for it.
-"""
+It reads HTTP with h11, a small package in pure Python that vLLM's own server needs anyway. Servers
+made for applications would bring more packages and lack what this one needs: when all places are
+taken, the oldest connection makes room for the newest. Whoever sends no request, or does not read
+the answer, grows old; a scraper or a probe is answered as soon as it has asked. A connection gets
+one answer. One thread serves all of them, and what is costly to make is made at most once a second,
+however many ask for it."""
 
 from __future__ import annotations
 
@@ -31,11 +32,15 @@ from vcache_backend.status import summary, trouble
 
 MOST_AT_ONCE = 256
 BACKLOG = 64
-"""Connections that are accepted at a time. Far fewer than `MOST_AT_ONCE`, or a burst could push out who has just asked."""
+"""Connections that are accepted at a time. Far fewer than `MOST_AT_ONCE`, or a burst could push out
+who has just asked.
+"""
 ANSWER_SECONDS = 10.0
 """The most seconds that a connection may take, from its start to the last byte of its answer."""
 PIECE_BYTES = 64 << 10
-"""An answer is sent in such pieces, so that one that nobody reads does not lie in memory for each connection."""
+"""An answer is sent in such pieces, so that one that nobody reads does not lie in memory for each
+connection.
+"""
 SAME_SECONDS = 1.0
 """For so long the same metrics and statistics are sent to all who ask."""
 _TEXT = "text/plain; charset=utf-8"
@@ -50,26 +55,44 @@ class _Response(NamedTuple):
 
 
 class Web:
-    """Listens from construction on; raises OSError if it cannot. Answers while `serve` runs, in its thread."""
+    """Listens from construction on; raises OSError if it cannot. Answers while `serve` runs, in its
+    thread.
+    """
 
-    def __init__(self, host: str, port: int, samples: Samples, registry: CollectorRegistry, hosts: Sequence[str] = ()) -> None:
-        """hosts: names by which it may be reached, besides `host`, `localhost` and the machine's own."""
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        samples: Samples,
+        registry: CollectorRegistry,
+        hosts: Sequence[str] = (),
+    ) -> None:
+        """hosts: names by which it may be reached, besides `host`, `localhost` and the machine's
+        own.
+        """
         self._samples, self._registry = samples, registry
         self._page = files("vcache_backend.monitor").joinpath("page.html").read_bytes()
         self._policy = _policy(self._page)
-        self._names = {name.lower().removesuffix(".") for name in ("localhost", socket.gethostname(), host, *hosts)}
+        self._names = {
+            name.lower().removesuffix(".")
+            for name in ("localhost", socket.gethostname(), host, *hosts)
+        }
         self._made: dict[str, tuple[float, _Response]] = {}
         """By path, the last costly answer, and when it was made."""
         self.served: dict[asyncio.Task[Any], None] = {}
-        """The connections that wait for a request, or for their client to read the answer, oldest first."""
+        """The connections that wait for a request, or for their client to read the answer, oldest
+        first.
+        """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=":" in host)
+        self._socket = socket.create_server(
+            (host, port), family=family, backlog=BACKLOG, dualstack_ipv6=":" in host
+        )
         host, port = self._socket.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def is_named(self, host: str) -> bool:
-        """Whether a `Host` header has one of our names, or an IP address. Other names are refused: a foreign page whose name resolves to us
-        (DNS rebinding) could read our answers."""
+        """Whether a `Host` header has one of our names, or an IP address. Other names are refused:
+        a foreign page whose name resolves to us (DNS rebinding) could read our answers."""
         try:
             name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
             return name in self._names or ip_address(name) is not None
@@ -93,13 +116,15 @@ class Web:
             del self.served[oldest]
             oldest.cancel()
         try:
-            # The client went away or was too slow, or makes room. An asyncio of 3.11 would log each cancelled connection.
+            # The client went away or was too slow, or makes room. An asyncio of 3.11 would log each
+            # cancelled connection.
             with suppress(OSError, asyncio.CancelledError):
                 async with asyncio.timeout(ANSWER_SECONDS):
                     await self._converse(reader, writer)
         finally:
             self.served.pop(task, None)
-            writer.transport.abort()  # what was written lies in the kernel by now, which still sends it
+            # what was written lies in the kernel by now, which still sends it
+            writer.transport.abort()
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Read one request, and answer it."""
@@ -120,17 +145,29 @@ class Web:
             ("Content-Security-Policy", self._policy),
             ("Connection", "close"),
         ]
-        head = http.send(h11.Response(status_code=answer.status, reason=answer.status.phrase, headers=headers)) or b""
+        head = (
+            http.send(
+                h11.Response(
+                    status_code=answer.status, reason=answer.status.phrase, headers=headers
+                )
+            )
+            or b""
+        )
         body = b"" if method == b"HEAD" else answer.body
         writer.transport.set_write_buffer_limits(0)  # `drain` then waits until the kernel has all
-        for piece in (head, *(body[at : at + PIECE_BYTES] for at in range(0, len(body), PIECE_BYTES))):
+        for piece in (
+            head,
+            *(body[at : at + PIECE_BYTES] for at in range(0, len(body), PIECE_BYTES)),
+        ):
             writer.write(piece)
             await writer.drain()
 
     def _answer(self, request: h11.Request) -> _Response:
         host = dict(request.headers).get(b"host", b"").decode("latin-1")
         if request.method not in (b"GET", b"HEAD"):
-            return _Response(HTTPStatus.METHOD_NOT_ALLOWED, _TEXT, b"only GET and HEAD are answered\n")
+            return _Response(
+                HTTPStatus.METHOD_NOT_ALLOWED, _TEXT, b"only GET and HEAD are answered\n"
+            )
         if host and not self.is_named(host):
             said = f"{host[:256]!r} is no name of this server's; add it to server.metrics_hosts, or ask by its address\n"
             return _Response(HTTPStatus.MISDIRECTED_REQUEST, _TEXT, said.encode())
@@ -138,12 +175,18 @@ class Web:
         if path == "/":
             return _Response(HTTPStatus.OK, "text/html; charset=utf-8", self._page)
         if path == "/metrics":
-            return self._lately(path, lambda: _Response(HTTPStatus.OK, _METRICS, generate_latest(self._registry)))
+            return self._lately(
+                path, lambda: _Response(HTTPStatus.OK, _METRICS, generate_latest(self._registry))
+            )
         if path == "/stats.json":
             return self._lately(path, self._stats)
         if path in ("/healthz", "/readyz"):
             return self._health(path)
-        return _Response(HTTPStatus.NOT_FOUND, _TEXT, b"here are /, /metrics, /stats.json, /healthz and /readyz\n")
+        return _Response(
+            HTTPStatus.NOT_FOUND,
+            _TEXT,
+            b"here are /, /metrics, /stats.json, /healthz and /readyz\n",
+        )
 
     def _lately(self, path: str, make: Callable[[], _Response]) -> _Response:
         """The answer of the last second, or a new one."""
@@ -161,8 +204,12 @@ class Web:
             "problem": samples.problem,
             "late_seconds": samples.late_seconds,
             "stats": summary(samples.stats) if samples.stats is not None else None,
-            "troubles": [trouble(one) for one in samples.stats.instances] if samples.stats is not None else [],
-            "points": [(point.at, point.epoch, point.asked, point.found) for point in samples.points()],
+            "troubles": [trouble(one) for one in samples.stats.instances]
+            if samples.stats is not None
+            else [],
+            "points": [
+                (point.at, point.epoch, point.asked, point.found) for point in samples.points()
+            ],
             "hit_rate_1m": samples.hit_rate(),
             "hits_1m": samples.hits(),
             "saved_1h": samples.saved(),
@@ -170,18 +217,37 @@ class Web:
         return _Response(HTTPStatus.OK, "application/json", json.dumps(told).encode())
 
     def _health(self, path: str) -> _Response:
-        """`/healthz` is for `Samples.healthy`, `/readyz` for whether the last question was answered."""
+        """`/healthz` is for `Samples.healthy`, `/readyz` for whether the last question was
+        answered.
+        """
         samples = self._samples
         well = samples.healthy if path == "/healthz" else not samples.problem
-        said = "ok" if well else samples.problem or f"the metadata server has not answered for {samples.late_seconds:.0f} s"
-        return _Response(HTTPStatus.OK if well else HTTPStatus.SERVICE_UNAVAILABLE, _TEXT, f"{said}\n".encode())
+        said = (
+            "ok"
+            if well
+            else samples.problem
+            or f"the metadata server has not answered for {samples.late_seconds:.0f} s"
+        )
+        return _Response(
+            HTTPStatus.OK if well else HTTPStatus.SERVICE_UNAVAILABLE, _TEXT, f"{said}\n".encode()
+        )
 
 
 def _policy(page: bytes) -> str:
-    """The Content-Security-Policy: only the page's own script and style, by their hashes, and requests to this server."""
+    """The Content-Security-Policy: only the page's own script and style, by their hashes, and
+    requests to this server.
+    """
     allowed = []
     for name in (b"script", b"style"):
         (inside,) = re.findall(b"<" + name + b">(.*?)</" + name + b">", page, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(inside).digest()).decode()
         allowed.append(f"{name.decode()}-src 'sha256-{digest}'")
-    return "; ".join(["default-src 'none'", "connect-src 'self'", "img-src data:", *allowed, "frame-ancestors 'none'"])
+    return "; ".join(
+        [
+            "default-src 'none'",
+            "connect-src 'self'",
+            "img-src data:",
+            *allowed,
+            "frame-ancestors 'none'",
+        ]
+    )

@@ -1,4 +1,6 @@
-"""Decides when to leave a failing store alone, and when to try it again. Pure: it is given the time, and owns no thread."""
+"""Decides when to leave a failing store alone, and when to try it again. Pure: it is given the
+time, and owns no thread.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,26 @@ from collections.abc import Callable
 
 
 class Breaker:
-    """Open at first, with a trial due, and again after `failures` failures in a row. The next trials come after `retry_seconds`, doubling
-    up to `retry_max_seconds`. A trial that succeeds closes it.
+    """Open at first, with a trial due, and again after `failures` failures in a row. The next
+    trials come after `retry_seconds`, doubling up to `retry_max_seconds`. A trial that succeeds
+    closes it.
 
     Any thread. `now`: a monotonic clock in seconds.
     """
 
-    def __init__(self, failures: int, retry_seconds: float, retry_max_seconds: float, now: Callable[[], float]) -> None:
-        self._failures, self._retry, self._retry_max, self._now = failures, retry_seconds, retry_max_seconds, now
+    def __init__(
+        self,
+        failures: int,
+        retry_seconds: float,
+        retry_max_seconds: float,
+        now: Callable[[], float],
+    ) -> None:
+        self._failures, self._retry, self._retry_max, self._now = (
+            failures,
+            retry_seconds,
+            retry_max_seconds,
+            now,
+        )
         self._lock = threading.Lock()
         self._in_a_row = 0
         self._pause, self._due = retry_seconds, now()
@@ -23,7 +37,9 @@ class Breaker:
         """How often failures have opened it."""
 
     def succeeded(self) -> None:
-        """Note a call that succeeded. A call that began before the breaker opened does not close it; only a trial does."""
+        """Note a call that succeeded. A call that began before the breaker opened does not close
+        it; only a trial does.
+        """
         with self._lock:
             if not self.is_open:
                 self._in_a_row = 0

@@ -1,4 +1,6 @@
-"""Starts the offload process (process.py), asks it with a deadline, and kills it if it hangs. The verbs are in verbs.py."""
+"""Starts the offload process (process.py), asks it with a deadline, and kills it if it hangs. The
+verbs are in verbs.py.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +35,22 @@ ERRORS: dict[str, type[VCacheError]] = {"ConfigError": ConfigError, "StoreLost":
 
 
 class OffloadProcess:
-    """One offload process, from its start to its end. Any thread, but only of the process that started it.
+    """One offload process, from its start to its end. Any thread, but only of the process that
+    started it.
 
-    Once a call has returned or raised, nothing writes into its memory any more: a call that takes too long is ended by killing the process.
-    """
+    Once a call has returned or raised, nothing writes into its memory any more: a call that takes
+    too long is ended by killing the process."""
 
     def __init__(self, config: MooncakeConfig, memory: int = -1) -> None:
-        """Start the process and have it load the library. memory: a memfd with all buffers that calls name; it may get its size later,
-        before the first such call. Raises ConfigError if the library does not load, StoreDown."""
+        """Start the process and have it load the library. memory: a memfd with all buffers that
+        calls name; it may get its size later, before the first such call. Raises ConfigError if the
+        library does not load, StoreDown."""
         self._connection, theirs = Pipe()
         with theirs:
-            fds, settings = [theirs.fileno(), *([memory] if memory >= 0 else [])], msgspec.json.encode(config)
+            fds, settings = (
+                [theirs.fileno(), *([memory] if memory >= 0 else [])],
+                msgspec.json.encode(config),
+            )
             arguments = [str(theirs.fileno()), str(os.getpid()), str(memory), settings.decode()]
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "vcache_backend.offload.process", *arguments],
@@ -62,7 +69,9 @@ class OffloadProcess:
         self._over = self._leaving = False
         self._last_words: deque[str] = deque(maxlen=LAST_WORDS)
         works = (self._send, self._log, self._listen)
-        self._sender, self._logger, listener = (threading.Thread(target=work, daemon=True) for work in works)
+        self._sender, self._logger, listener = (
+            threading.Thread(target=work, daemon=True) for work in works
+        )
         for thread in (self._sender, self._logger, listener):
             thread.start()
         try:
@@ -92,11 +101,15 @@ class OffloadProcess:
         return call
 
     def call(self, verb: str, *arguments: Any, seconds: float) -> Any:
-        """Send a call and wait for its answer. Raises StoreDown; after `seconds` the process is killed, which ends its other calls, too."""
+        """Send a call and wait for its answer. Raises StoreDown; after `seconds` the process is
+        killed, which ends its other calls, too.
+        """
         return self._wait(self.ask(verb, *arguments), verb, seconds)
 
     def kill(self) -> None:
-        """Kill the process and wait for its end; then nothing but this process uses the memory. Calls under way fail. Idempotent."""
+        """Kill the process and wait for its end; then nothing but this process uses the memory.
+        Calls under way fail. Idempotent.
+        """
         self._leaving = True
         self._process.kill()
         self._process.wait()
@@ -106,12 +119,16 @@ class OffloadProcess:
             return call.result(seconds)
         except TimeoutError:
             self.kill()
-            raise StoreDown(f"{verb}: no answer in {seconds:g} s; the offload process was killed") from None
+            raise StoreDown(
+                f"{verb}: no answer in {seconds:g} s; the offload process was killed"
+            ) from None
 
     # ---- its three threads
 
     def _send(self) -> None:
-        """Send what is queued, in a thread of its own: a process that stops reading holds up no caller."""
+        """Send what is queued, in a thread of its own: a process that stops reading holds up no
+        caller.
+        """
         with suppress(OSError):
             while (message := self._outbox.get()) is not None:
                 self._connection.send_bytes(message)
@@ -156,7 +173,9 @@ class OffloadProcess:
 
 
 def remove_under(config: MooncakeConfig, start: str) -> int:
-    """Remove all objects whose names begin with a prefix, in a process of its own. Returns how many. Raises ConfigError, StoreDown."""
+    """Remove all objects whose names begin with a prefix, in a process of its own. Returns how
+    many. Raises ConfigError, StoreDown.
+    """
     process = OffloadProcess(config)
     try:
         process.call("open", seconds=OPEN_SECONDS)

@@ -1,11 +1,13 @@
-"""How the bytes of a chunk are written in the offload tier: as they are (raw), or one byte a number, which loses precision.
+"""How the bytes of a chunk are written in the offload tier: as they are (raw), or one byte a
+number, which loses precision.
 
-Payload of int8 and fp8: the scales, bfloat16, one for each `head_dim` consecutive numbers (one head of a token), then the bytes. A number
-x is written as x / scale, where the vector's largest is at most 127 (int8) or 448 (fp8), and read as byte * scale. Zeros stay zeros.
-Scales are rounded up to bfloat16 before they divide, so that rounding them adds nothing but a grid up to 0.8 % coarser.
+Payload of int8 and fp8: the scales, bfloat16, one for each `head_dim` consecutive numbers (one head
+of a token), then the bytes. A number x is written as x / scale, where the vector's largest is at
+most 127 (int8) or 448 (fp8), and read as byte * scale. Zeros stay zeros. Scales are rounded up to
+bfloat16 before they divide, so that rounding them adds nothing but a grid up to 0.8 % coarser.
 
-Chunks are encoded and decoded where they are: 89 to 123 GB/s on an H200, some 60 times less on a CPU core. See docs/mooncake.md.
-"""
+Chunks are encoded and decoded where they are: 89 to 123 GB/s on an H200, some 60 times less on a
+CPU core. See docs/mooncake.md."""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32"
 SCALE_BYTES: Final = 2
 LEAST_SCALE: Final = torch.finfo(torch.bfloat16).tiny
 PIECE_NUMBERS: Final = 1 << 20
-"""At a time on a CPU, where what lies between stays in the cache then; on a GPU so many times GPU_PIECES, which bounds its memory."""
+"""At a time on a CPU, where what lies between stays in the cache then; on a GPU so many times
+GPU_PIECES, which bounds its memory.
+"""
 GPU_PIECES: Final = 8
 
 
@@ -32,33 +36,45 @@ class CodecError(VCacheError):
 
 
 class Codec:
-    """Encodes and decodes chunks as int8 or fp8. Any number of threads. Tensors are contiguous, 1-D, uint8, and all on one device. Work is
-    queued on the current stream; `encode` waits for it."""
+    """Encodes and decodes chunks as int8 or fp8. Any number of threads. Tensors are contiguous,
+    1-D, uint8, and all on one device. Work is queued on the current stream; `encode` waits for
+    it."""
 
     def __init__(self, name: str, dtype: str, head_dim: int) -> None:
-        """dtype: torch's name of the numbers' type. Raises CodecError where that is no 16- or 32-bit number."""
+        """dtype: torch's name of the numbers' type. Raises CodecError where that is no 16- or
+        32-bit number.
+        """
         if dtype not in DTYPES:
-            raise CodecError(f"codec {name} is for {', '.join(DTYPES)}; this KV is {dtype}, use raw")
+            raise CodecError(
+                f"codec {name} is for {', '.join(DTYPES)}; this KV is {dtype}, use raw"
+            )
         if head_dim < 1:
             raise CodecError(f"codec {name} needs a head_dim, got {head_dim}")
         self.name, self._dtype, self._head_dim = name, DTYPES[dtype], head_dim
         self.id, self._code, self._largest = KINDS[name]
 
     def payload_bytes(self, chunk_bytes: int) -> int:
-        """The size of the payload of a chunk of `nbytes` bytes. Raises CodecError if no chunk has that size."""
+        """The size of the payload of a chunk of `nbytes` bytes. Raises CodecError if no chunk has
+        that size.
+        """
         vector = self._dtype.itemsize * self._head_dim
         if chunk_bytes <= 0 or chunk_bytes % vector:
             size = f"{self._head_dim} x {self._dtype.itemsize} B"
-            raise CodecError(f"{chunk_bytes:,} B are no whole vectors of {size}, as {self.name} needs")
+            raise CodecError(
+                f"{chunk_bytes:,} B are no whole vectors of {size}, as {self.name} needs"
+            )
         return chunk_bytes // vector * (SCALE_BYTES + self._head_dim)
 
     def encode(self, chunk: torch.Tensor, payload: torch.Tensor) -> None:
-        """Fill `payload`. Raises CodecError for KV with inf or NaN, and leaves `payload` undefined then."""
+        """Fill `payload`. Raises CodecError for KV with inf or NaN, and leaves `payload` undefined
+        then.
+        """
         finite = torch.ones((), dtype=torch.bool, device=chunk.device)
         for numbers, scales, codes in self._pieces(chunk, payload):
             largest = numbers.abs().amax(1).float()
             finite &= largest.isfinite().all()
-            # By a tensor: a GPU multiplies by the reciprocal of a number, which is another quotient than a CPU's.
+            # By a tensor: a GPU multiplies by the reciprocal of a number, which is another quotient
+            # than a CPU's.
             share = largest / torch.full((), self._largest, device=chunk.device)
             scales.copy_(_rounded_up(share.clamp_min_(LEAST_SCALE)))
             scaled = numbers / scales.float()[:, None]
@@ -73,11 +89,16 @@ class Codec:
             read = codes.float() if self.name == "int8" else _from_fp8(codes)
             numbers.copy_(read.mul_(scales.float()[:, None]).clamp_(limits.min, limits.max))
 
-    def _pieces(self, chunk: torch.Tensor, payload: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def _pieces(
+        self, chunk: torch.Tensor, payload: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Views of the numbers, scales and codes, some vectors at a time."""
         numbers = chunk.view(self._dtype).view(-1, self._head_dim)
         split = SCALE_BYTES * len(numbers)
-        scales, codes = payload[:split].view(torch.bfloat16), payload[split:].view(self._code).view(len(numbers), self._head_dim)
+        scales, codes = (
+            payload[:split].view(torch.bfloat16),
+            payload[split:].view(self._code).view(len(numbers), self._head_dim),
+        )
         step = max(1, PIECE_NUMBERS * (GPU_PIECES if chunk.is_cuda else 1) // self._head_dim)
         for start in range(0, len(numbers), step):
             part = slice(start, start + step)
@@ -95,7 +116,8 @@ def _rounded_up(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _from_fp8(codes: torch.Tensor) -> torch.Tensor:
-    """The bits in their places of a float16, whose exponent has 8 more of bias: torch's own conversion takes 10 times as long on a CPU.
-    The two codes of NaN, which are never written, become 480."""
+    """The bits in their places of a float16, whose exponent has 8 more of bias: torch's own
+    conversion takes 10 times as long on a CPU. The two codes of NaN, which are never written,
+    become 480."""
     bits = codes.view(torch.int8).to(torch.int16)
     return (((bits & 0x7F) << 7) | (bits & -0x8000)).view(torch.float16).float().mul_(256.0)

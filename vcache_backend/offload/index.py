@@ -1,4 +1,6 @@
-"""Looks chunks up in the store: in one batch, not again for a while if absent, and not at all if loading is slower than computing."""
+"""Looks chunks up in the store: in one batch, not again for a while if absent, and not at all if
+loading is slower than computing.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,13 @@ MOST_ABSENT = 1 << 16
 
 
 class Recent:
-    """A set whose members leave it `seconds` after they were added, and the oldest when there are more than `bound`. Any thread."""
+    """A set whose members leave it `seconds` after they were added, and the oldest when there are
+    more than `bound`. Any thread.
+    """
 
-    def __init__(self, seconds: float, bound: int, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, seconds: float, bound: int, now: Callable[[], float] = time.monotonic
+    ) -> None:
         self._seconds, self._bound, self._now = seconds, bound, now
         self._until: OrderedDict[ChunkKey, float] = OrderedDict()
         self._lock = threading.Lock()
@@ -53,9 +59,8 @@ class Recent:
 class Index:
     """Look-ups of the offload tier's chunks. Any thread.
 
-    bandwidth: bytes of KV a second over recent loads; None before the first. A scheduler, whose workers load, sets it. epoch: the
-    namespace's, as the server last said.
-    """
+    bandwidth: bytes of KV a second over recent loads; None before the first. A scheduler, whose
+    workers load, sets it. epoch: the namespace's, as the server last said."""
 
     def __init__(self, config: OffloadConfig, store: Store, on_gpu: bool) -> None:
         """on_gpu: whether the KV caches are on a GPU."""
@@ -71,13 +76,17 @@ class Index:
         return self._store.usable
 
     def note_epoch(self, epoch: int) -> None:
-        """Note the namespace's epoch, as the server said it. A new epoch forgets what was absent in the old one."""
+        """Note the namespace's epoch, as the server said it. A new epoch forgets what was absent in
+        the old one.
+        """
         if epoch != self.epoch:
             self.epoch = epoch
             self._absent.clear()
 
     def may_have(self, key: ChunkKey) -> bool:
-        """Whether asking is worth it: the store is usable, and the chunk was not found absent a short while ago."""
+        """Whether asking is worth it: the store is usable, and the chunk was not found absent a
+        short while ago.
+        """
         return self.usable and key not in self._absent
 
     def measured(self, nbytes: int, seconds: float) -> None:
@@ -87,7 +96,9 @@ class Index:
             self.bandwidth = rate if self.bandwidth is None else 0.5 * self.bandwidth + 0.5 * rate
 
     def too_slow(self) -> bool:
-        """Whether computing is faster than loading, as far as is known. False once every `retry_max_seconds`, to measure again."""
+        """Whether computing is faster than loading, as far as is known. False once every
+        `retry_max_seconds`, to measure again.
+        """
         if not self._least or self.bandwidth is None or self.bandwidth >= self._least:
             return False
         now = time.monotonic()
@@ -97,7 +108,9 @@ class Index:
         return False
 
     def lookup(self, keys: Sequence[ChunkKey], epoch: int) -> int:
-        """Count the leading chunks that the store has, within `lookup_seconds`. epoch: from the server's answer to the same look-up."""
+        """Count the leading chunks that the store has, within `lookup_seconds`. epoch: from the
+        server's answer to the same look-up.
+        """
         self.note_epoch(epoch)
         asked = self._absent.first(keys)
         found = self._store.lookup([objects.name(key, epoch) for key in keys[:asked]])
@@ -106,8 +119,9 @@ class Index:
         return found or 0
 
     def extend(self, client: Client, keys: Sequence[ChunkKey], ranks: int, found: int) -> int:
-        """How many leading chunks can be loaded by all `ranks` ranks (keys of rank 0), given that the pool has the first `found` and not
-        the next one. Those after it may lie here or there. Raises VCacheError if the pool does not answer."""
+        """How many leading chunks can be loaded by all `ranks` ranks (keys of rank 0), given that
+        the pool has the first `found` and not the next one. Those after it may lie here or there.
+        Raises VCacheError if the pool does not answer."""
         rest = keys[found:]
         if not rest or not self.may_have(rest[0]) or self.too_slow():
             return found

@@ -1,9 +1,11 @@
-"""The format of an object in the store: a header that says whose bytes these are, then the chunk's bytes as a codec wrote them.
+"""The format of an object in the store: a header that says whose bytes these are, then the chunk's
+bytes as a codec wrote them.
 
-The header has 128 bytes, little-endian: magic `VCKV`, format version, codec, decoded and encoded length, xxh3-64 of the payload, chunk
-key, fingerprint, and at the end xxh3-64 of all of that. Stores are shared, lose power and are written by other versions, so an object
-counts only if each bit of its header is what this version would write now. xxh3 finds damage but not forgery: the store must be trusted.
-"""
+The header has 128 bytes, little-endian: magic `VCKV`, format version, codec, decoded and encoded
+length, xxh3-64 of the payload, chunk key, fingerprint, and at the end xxh3-64 of all of that.
+Stores are shared, lose power and are written by other versions, so an object counts only if each
+bit of its header is what this version would write now. xxh3 finds damage but not forgery: the store
+must be trusted."""
 
 from __future__ import annotations
 
@@ -38,41 +40,51 @@ class BadObject(VCacheError):
 
 
 def name(key: ChunkKey, epoch: int = 0) -> str:
-    """The name of the object of a chunk that was stored in `epoch`. The key holds its namespace and rank.
+    """The name of the object of a chunk that was stored in `epoch`. The key holds its namespace and
+    rank.
 
-    A reset raises the epoch: what a process that missed the reset writes afterwards has a name that nobody asks for any more.
-    """
+    A reset raises the epoch: what a process that missed the reset writes afterwards has a name that
+    nobody asks for any more."""
     return f"{start(key[:NAMESPACE_BYTES])}.{epoch:x}/{key[NAMESPACE_BYTES:].hex()}"
 
 
 def start(namespace: bytes) -> str:
-    """The prefix of the names of all objects of a namespace, in every epoch; b"" gives that of all namespaces."""
+    """The prefix of the names of all objects of a namespace, in every epoch; b"" gives that of all
+    namespaces.
+    """
     return NAME_PREFIX + namespace.hex()
 
 
 def digest(data: Buffer | bytes) -> int:
-    """xxh3-64, computed without the GIL: 41 GB/s on the development machine for 32 MiB in the cache. ConfigError if xxhash is missing."""
+    """xxh3-64, computed without the GIL: 41 GB/s on the development machine for 32 MiB in the
+    cache. ConfigError if xxhash is missing.
+    """
     try:
         from xxhash import xxh3_64_intdigest
     except ImportError as cause:
-        raise ConfigError("the offload tier needs xxhash: pip install 'vcache-backend[mooncake]'") from cause
+        raise ConfigError(
+            "the offload tier needs xxhash: pip install 'vcache-backend[mooncake]'"
+        ) from cause
     value: int = xxh3_64_intdigest(data if isinstance(data, bytes) else data.data)
     return value
 
 
 def copy_and_hash(target: Buffer, source: Buffer) -> int:
-    """Copy `source` into `target`, of the same length, and return the digest of the copy, for `seal`.
+    """Copy `source` into `target`, of the same length, and return the digest of the copy, for
+    `seal`.
 
-    Each half is one call without the GIL. In pieces that stay in the L2 cache it is 12 % faster if no other thread runs Python, and 50
-    times slower if one does, since each piece waits 5 ms for the GIL: measured on 32 MiB.
-    """
+    Each half is one call without the GIL. In pieces that stay in the L2 cache it is 12 % faster if
+    no other thread runs Python, and 50 times slower if one does, since each piece waits 5 ms for
+    the GIL: measured on 32 MiB."""
     np.copyto(target, source)
     return digest(target)
 
 
 @dataclass(frozen=True)
 class Format:
-    """The format of one namespace's objects. payload_bytes: the size of a chunk of `chunk_bytes` bytes as the codec `codec` writes it."""
+    """The format of one namespace's objects. payload_bytes: the size of a chunk of `chunk_bytes`
+    bytes as the codec `codec` writes it.
+    """
 
     fingerprint: bytes
     codec_id: int
@@ -83,28 +95,36 @@ class Format:
     def object_bytes(self) -> int:
         return HEADER_BYTES + self.payload_bytes
 
-    def seal(self, buffer: Buffer, key: ChunkKey, epoch: int, payload_digest: int | None = None) -> None:
-        """Write the header of the payload at `buffer[HEADER_BYTES:]`. payload_digest: the payload's, if known; otherwise it is read
-        once more."""
+    def seal(
+        self, buffer: Buffer, key: ChunkKey, epoch: int, payload_digest: int | None = None
+    ) -> None:
+        """Write the header of the payload at `buffer[HEADER_BYTES:]`. payload_digest: the
+        payload's, if known; otherwise it is read once more."""
         if payload_digest is None:
             payload_digest = digest(buffer[HEADER_BYTES : self.object_bytes])
         buffer[:HEADER_BYTES] = np.frombuffer(self._header(key, epoch, payload_digest), np.uint8)
 
     def check(self, buffer: Buffer, got_bytes: int, key: ChunkKey, epoch: int) -> None:
-        """Raise BadObject unless the first `got_bytes` bytes are exactly this object. Reads the payload once, and nothing beyond
-        `got_bytes`."""
+        """Raise BadObject unless the first `got_bytes` bytes are exactly this object. Reads the
+        payload once, and nothing beyond `got_bytes`."""
         if got_bytes != self.object_bytes:
             raise BadObject(f"object of {key.hex()} has {got_bytes:,} B, not {self.object_bytes:,}")
         header = buffer[:HEADER_BYTES].tobytes()
         (stored,) = _DIGEST.unpack_from(header, _PAYLOAD_DIGEST_AT)
         if header != self._header(key, epoch, stored):
-            raise BadObject(f"object of {key.hex()}: damaged, or another chunk's, model's, codec's or version's: {header.hex()}")
+            raise BadObject(
+                f"object of {key.hex()}: damaged, or another chunk's, model's, codec's or version's: {header.hex()}"
+            )
         if digest(buffer[HEADER_BYTES:got_bytes]) != stored:
-            raise BadObject(f"object of {key.hex()}: the checksum of its {self.payload_bytes:,} B does not match")
+            raise BadObject(
+                f"object of {key.hex()}: the checksum of its {self.payload_bytes:,} B does not match"
+            )
 
     def _header(self, key: ChunkKey, epoch: int, payload_digest: int) -> bytes:
         sizes = self.chunk_bytes, self.payload_bytes
-        fields = _FIELDS.pack(MAGIC, VERSION, self.codec_id, *sizes, payload_digest, key, self._in_epoch(epoch))
+        fields = _FIELDS.pack(
+            MAGIC, VERSION, self.codec_id, *sizes, payload_digest, key, self._in_epoch(epoch)
+        )
         return fields + _DIGEST.pack(digest(fields))
 
     def _in_epoch(self, epoch: int) -> bytes:
@@ -112,4 +132,6 @@ class Format:
         if not epoch:
             return self.fingerprint
         number = epoch.to_bytes(8, "big")
-        return blake2b(number, key=self.fingerprint, digest_size=FINGERPRINT_BYTES, person=b"vcache-epoch-1").digest()
+        return blake2b(
+            number, key=self.fingerprint, digest_size=FINGERPRINT_BYTES, person=b"vcache-epoch-1"
+        ).digest()

@@ -1,11 +1,12 @@
-"""The offload process, `python -m vcache_backend.offload.process FD PARENT MEMORY SETTINGS`. Started by client.py. It alone loads Mooncake.
+"""The offload process, `python -m vcache_backend.offload.process FD PARENT MEMORY SETTINGS`.
+Started by client.py. It alone loads Mooncake.
 
-The library may hang, crash or hold the GIL; here it does so apart from the process that computes tokens. A caller that has waited too
-long kills this process, which ends all its calls.
+The library may hang, crash or hold the GIL; here it does so apart from the process that computes
+tokens. A caller that has waited too long kills this process, which ends all its calls.
 
-A message is MessagePack in a frame of multiprocessing's: `[number, verb, arguments]` from the parent, `[number, error, answer]` back,
-in any order. Number 0 answers whether the library loads. Calls read and write the parent's memory. The process ends with its parent.
-"""
+A message is MessagePack in a frame of multiprocessing's: `[number, verb, arguments]` from the
+parent, `[number, error, answer]` back, in any order. Number 0 answers whether the library loads.
+Calls read and write the parent's memory. The process ends with its parent."""
 
 from __future__ import annotations
 
@@ -31,12 +32,15 @@ THREADS = 16
 PARENT_SECONDS = 1.0
 """How often it looks whether the parent is still there."""
 NICENESS = 10
-"""How much more than the rest the threads that wait for a transfer step back. On two cores 512 MiB came 15 % faster; at 19 a load waited
+"""How much more than the rest the threads that wait for a transfer step back. On two cores 512 MiB
+came 15 % faster; at 19 a load waited
 0.3 s where others computed."""
 
 
 class OffloadService:
-    """Runs the calls of one parent. Look-ups, transfers and removals have threads of their own and do not wait for each other."""
+    """Runs the calls of one parent. Look-ups, transfers and removals have threads of their own and
+    do not wait for each other.
+    """
 
     def __init__(self, connection: Connection, load: Callable[[], Mooncake]) -> None:
         self._connection, self._sending = connection, threading.Lock()
@@ -57,12 +61,16 @@ class OffloadService:
         """Serve until the parent is gone."""
         while self._store is not None:
             number, verb, arguments = msgspec.msgpack.decode(self._connection.recv_bytes())
-            self._threads[verb].submit(self._answer, number, verb, getattr(self._store, verb), arguments)
+            self._threads[verb].submit(
+                self._answer, number, verb, getattr(self._store, verb), arguments
+            )
 
     def _load(self, load: Callable[[], Mooncake]) -> None:
         self._store = load()
 
-    def _answer(self, number: int, verb: str, call: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    def _answer(
+        self, number: int, verb: str, call: Callable[..., Any], arguments: Sequence[Any]
+    ) -> None:
         error, answer = None, None
         try:
             answer = call(*arguments)
@@ -78,15 +86,16 @@ class OffloadService:
 
 
 def _step_back() -> None:
-    """The library's transfers are moved by threads of its own, while the one that called spins, a core full, until they are through
-    (0.3.13: 100 % of the time, measured). Where there are not cores enough it takes the core that moves the bytes, or computes."""
+    """The library's transfers are moved by threads of its own, while the one that called spins, a
+    core full, until they are through (0.3.13: 100 % of the time, measured). Where there are not
+    cores enough it takes the core that moves the bytes, or computes."""
     # Of this thread alone: that is what Linux does.
     os.nice(NICENESS)
 
 
 def _end_with(parent: int) -> None:
-    """In a thread: end when the parent has, be it before this began, though a process that it forked may still hold the other end of the
-    socket."""
+    """In a thread: end when the parent has, be it before this began, though a process that it
+    forked may still hold the other end of the socket."""
     while os.getppid() == parent:
         time.sleep(PARENT_SECONDS)
     os._exit(0)

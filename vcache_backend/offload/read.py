@@ -1,4 +1,6 @@
-"""Reads chunks from the store: threads fetch batches, and hand the chunks over in order as they arrive."""
+"""Reads chunks from the store: threads fetch batches, and hand the chunks over in order as they
+arrive.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,18 @@ from vcache_backend.transfer.stats import EngineStats
 log = logging.getLogger(__name__)
 
 BATCH_BYTES = 128 << 20
-"""Bytes of one call of the store's: enough that its fixed costs do not count, few enough that the copy of what came goes on beside."""
+"""Bytes of one call of the store's: enough that its fixed costs do not count, few enough that the
+copy of what came goes on beside.
+"""
 BATCH_MOST = 16
 BUFFER_SECONDS = 10.0
-"""How long a thread waits for buffers, which come back as the chunks in them are copied: in vLLM once a step. The load that wants them
-looks at the clock itself."""
+"""How long a thread waits for buffers, which come back as the chunks in them are copied: in vLLM
+once a step. The load that wants them looks at the clock itself."""
 CHECKERS = 4
-"""Threads at most that hash what came, beside the calls; one for each four cores. One hashes 10 GB/s on an H200's host, where 4 GB/s came
-over loopback. On two cores, which the transfer fills, a second one made reading slower (0.72 of the library's speed instead of 0.80,
-medians of six runs)."""
+"""Threads at most that hash what came, beside the calls; one for each four cores. One hashes 10
+GB/s on an H200's host, where 4 GB/s came over loopback. On two cores, which the transfer fills, a
+second one made reading slower (0.72 of the library's speed instead of 0.80, medians of six
+runs)."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +56,8 @@ class Bound:
 
 
 class Staged(NamedTuple):
-    """One chunk that has arrived. epoch: the one it was stored in. payload: 1-D uint8 on the host, the chunk's bytes or, with a codec, what
-    decodes to them; valid until `give_back`."""
+    """One chunk that has arrived. epoch: the one it was stored in. payload: 1-D uint8 on the host,
+    the chunk's bytes or, with a codec, what decodes to them; valid until `give_back`."""
 
     epoch: int
     payload: torch.Tensor
@@ -70,19 +75,27 @@ class Staged(NamedTuple):
 class Reader:
     """All reads of one worker. now: a monotonic clock in seconds."""
 
-    def __init__(self, bound: Bound, ring: Ring, config: OffloadConfig, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        bound: Bound,
+        ring: Ring,
+        config: OffloadConfig,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.bound, self.ring, self.seconds, self.now = bound, ring, config.get_seconds, now
         self.batch = max(1, min(batch_chunks(bound.format.chunk_bytes), ring.count // 4))
         self.calls = Workers("vcache-offload-read", config.readers)
-        self.checks = Workers("vcache-offload-check", max(1, min(CHECKERS, len(os.sched_getaffinity(0)) // 4)))
+        self.checks = Workers(
+            "vcache-offload-check", max(1, min(CHECKERS, len(os.sched_getaffinity(0)) // 4))
+        )
 
     def fetch(self, keys: Sequence[ChunkKey], epoch: int) -> Fetch:
         """Begin to read chunks that were stored in `epoch`."""
         return Fetch(self, keys, epoch)
 
     def try_again(self, name: str) -> None:
-        """Read once more what was late, to find out whether the store can be trusted again. Absence counts as an answer. Raises
-        StoreDown."""
+        """Read once more what was late, to find out whether the store can be trusted again. Absence
+        counts as an answer. Raises StoreDown."""
         buffers = self.ring.take(1, 0.1)
         if not buffers:
             raise StoreDown("all staging buffers wait for calls of the store's")
@@ -100,9 +113,8 @@ class Reader:
 class Fetch:
     """The chunks of one request on their way from the store.
 
-    `ready` never waits; `wait` waits for the next chunk. One thread uses a fetch, and gives every `Staged` back. It ends with the first
-    chunk that is absent, damaged or late.
-    """
+    `ready` never waits; `wait` waits for the next chunk. One thread uses a fetch, and gives every
+    `Staged` back. It ends with the first chunk that is absent, damaged or late."""
 
     def __init__(self, reader: Reader, keys: Sequence[ChunkKey], epoch: int) -> None:
         self.keys, self.epoch = list(keys), epoch
@@ -127,7 +139,11 @@ class Fetch:
         self._look_at_clock()
         with self._arrived:
             count = 0
-            while count < most and self._given + count < self._end and self._given + count in self._staged:
+            while (
+                count < most
+                and self._given + count < self._end
+                and self._given + count in self._staged
+            ):
                 count += 1
             chunks = [self._staged.pop(index) for index in range(self._given, self._given + count)]
             self._given += count
@@ -135,9 +151,13 @@ class Fetch:
         return chunks
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to `seconds` until `ready` has something or the fetch is over. False if neither."""
+        """Wait up to `seconds` until `ready` has something or the fetch is over. False if
+        neither.
+        """
         with self._arrived:
-            return self._arrived.wait_for(lambda: self._given in self._staged or self._given >= self._end, seconds)
+            return self._arrived.wait_for(
+                lambda: self._given in self._staged or self._given >= self._end, seconds
+            )
 
     @property
     def over(self) -> bool:
@@ -156,8 +176,9 @@ class Fetch:
     # ---- inside
 
     def _look_at_clock(self) -> None:
-        """End the fetch if it has waited too long. It counts as a failure of the store only if the store's call took most of that time,
-        and not the wait for a thread or for buffers behind other loads."""
+        """End the fetch if it has waited too long. It counts as a failure of the store only if the
+        store's call took most of that time, and not the wait for a thread or for buffers behind
+        other loads."""
         reader, now = self._reader, self._reader.now()
         if self._given >= self._end or now - self._moved < reader.seconds:
             return
@@ -166,10 +187,14 @@ class Fetch:
                 self._moved = now
                 return
             name = objects.name(self.keys[self._given], self.epoch)
-            (called,) = (self._called.get(part.start, now) for part in self._parts if self._given in part)
+            (called,) = (
+                self._called.get(part.start, now) for part in self._parts if self._given in part
+            )
         if now - called > reader.seconds / 2:
             self._bound.stats.count(offload_late=1)
-            self._bound.store.failed("get", f"nothing came in {reader.seconds:g} s", lambda: reader.try_again(name))
+            self._bound.store.failed(
+                "get", f"nothing came in {reader.seconds:g} s", lambda: reader.try_again(name)
+            )
         self._stop(self._given, "timeout")
 
     def _stop(self, at: int, cause: str) -> None:
@@ -177,12 +202,16 @@ class Fetch:
         with self._arrived:
             if at < self._end:
                 self._end, self.cause = at, cause
-            dropped = [self._staged.pop(index) for index in list(self._staged) if index >= self._end]
+            dropped = [
+                self._staged.pop(index) for index in list(self._staged) if index >= self._end
+            ]
             self._arrived.notify_all()
         self.give_back(dropped)
 
     def _read(self, part: range) -> None:
-        """In a reader thread: make one call to the store. A checker thread looks at the result, so that the next call begins at once."""
+        """In a reader thread: make one call to the store. A checker thread looks at the result, so
+        that the next call begins at once.
+        """
         reader, keys = self._reader, self.keys[part.start : part.stop]
         if part.start >= self._end:
             return
@@ -195,7 +224,9 @@ class Fetch:
             return
         with self._arrived:
             self._called[part.start] = reader.now()
-        got = self._bound.store.get([objects.name(key, self.epoch) for key in keys], [buffer.place for buffer in buffers])
+        got = self._bound.store.get(
+            [objects.name(key, self.epoch) for key in keys], [buffer.place for buffer in buffers]
+        )
         for index, buffer, nbytes in zip(part, buffers, got, strict=True):
             reader.checks.submit(partial(self._look_at, index, buffer, nbytes))
 
@@ -212,7 +243,9 @@ class Fetch:
         if not came:
             self._reader.ring.give([buffer])
         elif came == len(self.keys):
-            self._bound.index.measured(came * self._bound.format.chunk_bytes, self._moved - self._started - self._waited)
+            self._bound.index.measured(
+                came * self._bound.format.chunk_bytes, self._moved - self._started - self._waited
+            )
 
     def _is_right(self, index: int, buffer: Buffer, nbytes: int) -> bool:
         bound, key = self._bound, self.keys[index]
@@ -225,7 +258,9 @@ class Fetch:
             bound.format.check(buffer.memory.numpy(), nbytes, key, self.epoch)
         except BadObject as error:
             if bound.stats.failed("offload_bad") == 1:
-                log.error("an object of the store is not what it should be, and is removed: %s", error)
+                log.error(
+                    "an object of the store is not what it should be, and is removed: %s", error
+                )
             bound.store.forget([objects.name(key, self.epoch)])
             bound.index.absent([key])
             self._stop(index, "bad")
@@ -239,8 +274,8 @@ def batch_chunks(chunk_bytes: int) -> int:
 
 
 def parts(count: int, most: int) -> list[range]:
-    """How many of `count` chunks each call reads: `most`, but half as many in the first, so that concurrent calls do not end together,
-    and in the last, whose check nothing hides."""
+    """How many of `count` chunks each call reads: `most`, but half as many in the first, so that
+    concurrent calls do not end together, and in the last, whose check nothing hides."""
     half, made, at = max(1, most // 2), list[range](), 0
     while at < count:
         left = count - at

@@ -1,8 +1,8 @@
 """Buffers of one size in host memory, which chunks pass through on their way to and from the store.
 
-Whoever takes a buffer owns it until it gives it back. A buffer that a call to the store may still read or write is given back only when
-that call has returned; until then the ring has one buffer less.
-"""
+Whoever takes a buffer owns it until it gives it back. A buffer that a call to the store may still
+read or write is given back only when that call has returned; until then the ring has one buffer
+less."""
 
 # torch.cuda's runtime bindings have no types.
 # mypy: allow-untyped-calls
@@ -34,7 +34,9 @@ class Staging:
     """`count` buffers of `nbytes` bytes each, in a memfd whose size is set here."""
 
     def __init__(self, fd: int, nbytes: int, count: int, pinned: bool) -> None:
-        """pinned: lock the pages, for copies from and to a GPU. Raises RuntimeError or OSError if there is too little memory."""
+        """pinned: lock the pages, for copies from and to a GPU. Raises RuntimeError or OSError if
+        there is too little memory.
+        """
         stride = -(-nbytes // ALIGNMENT) * ALIGNMENT
         os.ftruncate(fd, stride * count)
         self._whole = torch.frombuffer(mmap.mmap(fd, stride * count), dtype=torch.uint8)
@@ -43,10 +45,15 @@ class Staging:
         if pinned:
             _cuda("cudaHostRegister", self._whole.data_ptr(), stride * count, 0)
         self._pinned = pinned
-        self.buffers = [Buffer((at, nbytes), self._whole[at : at + nbytes]) for at in range(0, stride * count, stride)]
+        self.buffers = [
+            Buffer((at, nbytes), self._whole[at : at + nbytes])
+            for at in range(0, stride * count, stride)
+        ]
 
     def close(self) -> None:
-        """Unlock the pages, after the last copy. The memory goes with the last tensor over it. Idempotent."""
+        """Unlock the pages, after the last copy. The memory goes with the last tensor over it.
+        Idempotent.
+        """
         pinned, self._pinned = self._pinned, False
         if pinned:
             _cuda("cudaHostUnregister", self._whole.data_ptr())

@@ -1,4 +1,6 @@
-"""The store behind a breaker: its process is started, watched and replaced in the background, and asked with a deadline."""
+"""The store behind a breaker: its process is started, watched and replaced in the background, and
+asked with a deadline.
+"""
 
 from __future__ import annotations
 
@@ -29,25 +31,33 @@ MOST_REMOVALS = 64
 
 
 class Store:
-    """The tier's only way to its objects. Any thread; in a forked child the store is always empty. No failure of the store raises.
+    """The tier's only way to its objects. Any thread; in a forked child the store is always empty.
+    No failure of the store raises.
 
-    `usable` returns at once. It turns False when the breaker opens or the process ends, and True again when the background thread has
-    opened the store and got an answer.
-    """
+    `usable` returns at once. It turns False when the breaker opens or the process ends, and True
+    again when the background thread has opened the store and got an answer."""
 
     def __init__(self, config: OffloadConfig, stats: EngineStats) -> None:
         self._config, self._stats = config, stats
         self._pid = os.getpid()
         self.memory = os.memfd_create("vcache-staging", os.MFD_CLOEXEC)
-        """What objects are put from and got into. Whoever wants to do that gives it its size. Open until `close`."""
-        self.breaker = Breaker(config.failures, config.retry_seconds, config.longest_pause, time.monotonic)
+        """What objects are put from and got into. Whoever wants to do that gives it its size. Open
+        until `close`.
+        """
+        self.breaker = Breaker(
+            config.failures, config.retry_seconds, config.longest_pause, time.monotonic
+        )
         self._process: OffloadProcess | None = None
         self._started = 0
         self._late: Future[Any] | None = None
         self._removals = 0
         self._suspect: Callable[[], None] | None = None
         self._said = ""
-        self._tried, self._wake, self._stop = threading.Event(), threading.Event(), threading.Event()
+        self._tried, self._wake, self._stop = (
+            threading.Event(),
+            threading.Event(),
+            threading.Event(),
+        )
         self._keeper = threading.Thread(target=self._keep, name="vcache-offload", daemon=True)
         self._keeper.start()
 
@@ -62,7 +72,9 @@ class Store:
     # ---- calls
 
     def lookup(self, names: Sequence[str]) -> int | None:
-        """Count the leading objects that are there, within `lookup_seconds`; None if unknown. A late answer counts as a failure."""
+        """Count the leading objects that are there, within `lookup_seconds`; None if unknown. A
+        late answer counts as a failure.
+        """
         process = self._usable_process()
         if not names or process is None:
             return None
@@ -89,8 +101,9 @@ class Store:
         return self._call("exist", names) or [False] * len(names)
 
     def get(self, names: Sequence[str], places: Sequence[Place]) -> list[int]:
-        """Read objects into their places, which may be larger: the bytes of each, 0 if it is not there, -1 if unknown. Takes
-        `call_seconds` at most; after that nothing writes into its memory."""
+        """Read objects into their places, which may be larger: the bytes of each, 0 if it is not
+        there, -1 if unknown. Takes `call_seconds` at most; after that nothing writes into its
+        memory."""
         return self._call("get", names, places) or [-1] * len(names)
 
     def put(self, names: Sequence[str], places: Sequence[Place]) -> list[str]:
@@ -103,14 +116,18 @@ class Store:
             self._process.call("get", [name], [place], seconds=self._config.call_seconds)
 
     def forget(self, names: Sequence[str]) -> None:
-        """Remove objects in the background. Look-ups neither wait for it nor learn of its failure."""
+        """Remove objects in the background. Look-ups neither wait for it nor learn of its
+        failure.
+        """
         process = self._usable_process()
         if process is not None and self._removals < MOST_REMOVALS:
             self._removals += 1
             process.ask("remove", names).add_done_callback(self._removed)
 
     def failed(self, what: str, why: str, again: Callable[[], None] | None = None) -> None:
-        """Note a call that failed or was late. again: a call to repeat before the store is trusted again; it raises StoreDown."""
+        """Note a call that failed or was late. again: a call to repeat before the store is trusted
+        again; it raises StoreDown.
+        """
         self._stats.failed(f"offload_{what}")
         if again is not None:
             self._suspect = again
@@ -127,7 +144,12 @@ class Store:
 
     def _usable_process(self) -> OffloadProcess | None:
         process = self._process
-        usable = process is not None and process.alive and not self.breaker.is_open and os.getpid() == self._pid
+        usable = (
+            process is not None
+            and process.alive
+            and not self.breaker.is_open
+            and os.getpid() == self._pid
+        )
         return process if usable else None
 
     def _call(self, verb: str, *arguments: Any) -> Any:
@@ -165,7 +187,9 @@ class Store:
             self.memory = -1
 
     def _keep(self) -> None:
-        """The background thread: start the process, open the store, and try it while the breaker is open."""
+        """The background thread: start the process, open the store, and try it while the breaker is
+        open.
+        """
         while not self._stop.is_set():
             if self._process is not None and not self._process.alive:
                 self.breaker.lost()
@@ -186,7 +210,10 @@ class Store:
                 self._process = OffloadProcess(self._config.mooncake, self.memory)
                 self._started += 1
             if settings := self._process.call("open", seconds=OPEN_SECONDS):
-                log.info("Mooncake: %s", " ".join(f"{name}={value}" for name, value in settings.items() if value))
+                log.info(
+                    "Mooncake: %s",
+                    " ".join(f"{name}={value}" for name, value in settings.items() if value),
+                )
             self._process.call("exist", [PROBE], seconds=self._config.call_seconds)
             if self._suspect is not None:
                 self._suspect()

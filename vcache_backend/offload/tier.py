@@ -1,4 +1,6 @@
-"""The offload tier of one process: look-ups, and, once it is bound to KV caches, reads and background writes of their chunks."""
+"""The offload tier of one process: look-ups, and, once it is bound to KV caches, reads and
+background writes of their chunks.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ log = logging.getLogger(__name__)
 MOST_BUFFERS = 256
 """Of one direction; more would not be faster."""
 START_SECONDS = 3.0
-"""How long the start of vLLM may wait for the offload process: it takes half a second, and its first request may need it."""
+"""How long the start of vLLM may wait for the offload process: it takes half a second, and its
+first request may need it.
+"""
 CLOSE_SECONDS = 3.0
 Views = Callable[[Sequence[Location]], list[SlotView]]
 
@@ -35,13 +39,14 @@ Views = Callable[[Sequence[Location]], list[SlotView]]
 class OffloadTier(Index):
     """What one process uses of the offload tier.
 
-    Look-ups in any thread; `bind` and `fetch` in the worker's thread; `offer` in any. Only the tier's own threads, callers of
-    `Fetch.wait`, and look-ups, for `lookup_seconds`, wait for the store. No failure of the store raises.
-    """
+    Look-ups in any thread; `bind` and `fetch` in the worker's thread; `offer` in any. Only the
+    tier's own threads, callers of `Fetch.wait`, and look-ups, for `lookup_seconds`, wait for the
+    store. No failure of the store raises."""
 
     def __init__(self, config: OffloadConfig, stats: EngineStats, on_gpu: bool) -> None:
-        """Open the tier for look-ups. on_gpu: whether the KV caches are on a GPU. Returns once it is known whether the store can be
-        reached, or after START_SECONDS; the background thread goes on trying."""
+        """Open the tier for look-ups. on_gpu: whether the KV caches are on a GPU. Returns once it
+        is known whether the store can be reached, or after START_SECONDS; the background thread
+        goes on trying."""
         super().__init__(config, Store(config, stats), on_gpu)
         self._settings, self._stats = config, stats
         self._bound: Bound | None = None
@@ -51,28 +56,45 @@ class OffloadTier(Index):
         self.promotes = config.promote
         self._store.wait(START_SECONDS)
 
-    def bind(self, config: Config, layout: Layout, device: Device, chunk_bytes: int, views: Views) -> None:
-        """Make the buffers for the chunks of this process's KV caches, once. In the worker's thread. views: the addresses of slots.
+    def bind(
+        self, config: Config, layout: Layout, device: Device, chunk_bytes: int, views: Views
+    ) -> None:
+        """Make the buffers for the chunks of this process's KV caches, once. In the worker's
+        thread. views: the addresses of slots.
 
-        Raises ConfigError if there is too little memory for them, CodecError if the codec does not fit such KV.
-        """
+        Raises ConfigError if there is too little memory for them, CodecError if the codec does not
+        fit such KV."""
         if self._bound is not None:
             there = self._bound.format.chunk_bytes
             if there != chunk_bytes:
-                raise ConfigError(f"chunks of {chunk_bytes:,} B; the offload tier was made ready for chunks of {there:,} B")
+                raise ConfigError(
+                    f"chunks of {chunk_bytes:,} B; the offload tier was made ready for chunks of {there:,} B"
+                )
             return
-        settings, codec = self._settings, codecs.make(self._settings.codec, layout.dtype, layout.head_dim)
+        settings, codec = (
+            self._settings,
+            codecs.make(self._settings.codec, layout.dtype, layout.head_dim),
+        )
         payload = chunk_bytes if codec is None else codec.payload_bytes(chunk_bytes)
-        form = Format(layout.namespace().fingerprint, codec.id if codec else codecs.RAW_ID, chunk_bytes, payload)
+        form = Format(
+            layout.namespace().fingerprint,
+            codec.id if codec else codecs.RAW_ID,
+            chunk_bytes,
+            payload,
+        )
         size = form.object_bytes
         count = min(settings.staging_bytes // size, 2 * MOST_BUFFERS)
         if count < 4:
             need = f"offload.staging_bytes must be at least {4 * size:,}, four chunks of {size:,} B each"
             raise ConfigError(f"{need}; it is {int(settings.staging_bytes):,}")
         try:
-            self._staging = Staging(self._store.memory, size, count, pinned=device.ordinal is not None)
+            self._staging = Staging(
+                self._store.memory, size, count, pinned=device.ordinal is not None
+            )
         except (RuntimeError, OSError) as error:
-            raise ConfigError(f"no {count * size:,} B of host memory for offload.staging_bytes: {error}") from error
+            raise ConfigError(
+                f"no {count * size:,} B of host memory for offload.staging_bytes: {error}"
+            ) from error
         self._bound = Bound(self._store, self, self._stats, form, codec)
         # What writing has no use for is for reading.
         writers, buffers = min(settings.writers + 1, count // 2), self._staging.buffers
@@ -105,7 +127,9 @@ class OffloadTier(Index):
     # ---- the rest
 
     def flush(self, seconds: float) -> bool:
-        """Wait until all offered chunks are written or dropped. False if that takes more than `seconds`."""
+        """Wait until all offered chunks are written or dropped. False if that takes more than
+        `seconds`.
+        """
         return self._writer is None or self._writer.flush(seconds)
 
     def snapshot(self) -> dict[str, Any]:

@@ -1,13 +1,14 @@
-"""Mooncake's verbs, and what its return codes mean here. Only the offload process (process.py) imports the library.
+"""Mooncake's verbs, and what its return codes mean here. Only the offload process (process.py)
+imports the library.
 
-The library holds the GIL while it connects (4.4 s without a master, measured), may take half a minute for one call, and crashes if it
-is used before its set-up or after its end.
+The library holds the GIL while it connects (4.4 s without a master, measured), may take half a
+minute for one call, and crashes if it is used before its set-up or after its end.
 
-Return codes. The master did not answer (-900): StoreLost, since each further call would take 4 s to say the same. It was late (-901):
-StoreDown. A transfer failed (-800), as after a provider's death, which the master notices 10 s later: that object is absent; StoreDown
-if no object of its batch could be read. No room (-200): FULL, which Mooncake also says of an object larger than its largest segment. Any
-other negative code: that object is absent, or was not stored.
-"""
+Return codes. The master did not answer (-900): StoreLost, since each further call would take 4 s to
+say the same. It was late (-901): StoreDown. A transfer failed (-800), as after a provider's death,
+which the master notices 10 s later: that object is absent; StoreDown if no object of its batch
+could be read. No room (-200): FULL, which Mooncake also says of an object larger than its largest
+segment. Any other negative code: that object is absent, or was not stored."""
 
 from __future__ import annotations
 
@@ -26,15 +27,18 @@ from vcache_backend.config import MooncakeConfig, mooncake_environment
 from vcache_backend.errors import ConfigError, VCacheError
 
 STORED, FULL, FAILED = "stored", "full", "failed"
-"""What becomes of an object that is put. FULL: again later may do. FAILED: its bytes did not arrive, or nobody knows; the store shows no
-half written object under its name. STORED is no proof: the store says it for half a minute of an object whose put was cut short."""
+"""What becomes of an object that is put. FULL: again later may do. FAILED: its bytes did not
+arrive, or nobody knows; the store shows no half written object under its name. STORED is no proof:
+the store says it for half a minute of an object whose put was cut short."""
 NO_ROOM, TRANSFER_FAILED, RPC_FAILED, RPC_TIMED_OUT = -200, -800, -900, -901
 Place = tuple[int, int]
 """First byte in the shared memory, bytes."""
 
 
 class StoreDown(VCacheError):
-    """The store, or the way to it, failed; nothing is known about the objects. Counts against the breaker."""
+    """The store, or the way to it, failed; nothing is known about the objects. Counts against the
+    breaker.
+    """
 
 
 class StoreLost(StoreDown):
@@ -42,14 +46,15 @@ class StoreLost(StoreDown):
 
 
 class Mooncake:
-    """The verbs. Objects go by name, and the first writer wins; callers check the contents (objects.py). Any thread.
+    """The verbs. Objects go by name, and the first writer wins; callers check the contents
+    (objects.py). Any thread.
 
-    Calls block for as long as the library does. All raise StoreDown. No call reaches the library before `open`.
-    """
+    Calls block for as long as the library does. All raise StoreDown. No call reaches the library
+    before `open`."""
 
     def __init__(self, config: MooncakeConfig, memory: int) -> None:
-        """Load the library. memory: a memfd that objects are put from and read into; it may get its size later. Raises ConfigError with
-        what to install."""
+        """Load the library. memory: a memfd that objects are put from and read into; it may get its
+        size later. Raises ConfigError with what to install."""
         self._config, self._fd = config, memory
         mooncake_environment(config)
         self._library = _load_library()
@@ -61,15 +66,16 @@ class Mooncake:
         self._is_open = False
 
     def open(self) -> dict[str, str]:
-        """Connect. Returns the settings in force, for people; empty if it is open already. Takes 30 ms, or `rpc_seconds` if no master
-        answers."""
+        """Connect. Returns the settings in force, for people; empty if it is open already. Takes 30
+        ms, or `rpc_seconds` if no master answers."""
         if self._is_open:
             return {}
         config = self._config
         _check_master(config.master, config.rpc_seconds)
         hostname = config.hostname or _way_out(config.master)
         environment = mooncake_environment(msgspec.structs.replace(config, hostname=hostname))
-        # `setup` ignores what it does not know. Memory is lent by providers, which outlive us, and no scratch memory is needed.
+        # `setup` ignores what it does not know. Memory is lent by providers, which outlive us, and
+        # no scratch memory is needed.
         settings = {
             "local_hostname": hostname,
             "metadata_server": config.metadata,
@@ -90,9 +96,13 @@ class Mooncake:
         return settings | environment
 
     def exist(self, names: Sequence[str]) -> list[bool]:
-        """Which objects are there. Takes no lease if the library can (0.3.14), since a lease keeps an object from eviction for 10 s."""
+        """Which objects are there. Takes no lease if the library can (0.3.14), since a lease keeps
+        an object from eviction for 10 s.
+        """
         raw = self._opened()
-        codes = _checked("look-up", getattr(raw, "batch_probe_key", raw.batch_is_exist)(self._full(names)))
+        codes = _checked(
+            "look-up", getattr(raw, "batch_probe_key", raw.batch_is_exist)(self._full(names))
+        )
         return [code == 1 for code in codes]
 
     def put(self, names: Sequence[str], places: Sequence[Place]) -> list[str]:
@@ -100,21 +110,34 @@ class Mooncake:
         config = self._library.ReplicateConfig()
         config.replica_num = self._config.replicas
         raw, sizes = self._opened(), [nbytes for _, nbytes in places]
-        codes = _checked("put", raw.batch_put_from(self._full(names), self._addresses(places), sizes, config))
+        codes = _checked(
+            "put", raw.batch_put_from(self._full(names), self._addresses(places), sizes, config)
+        )
         return [STORED if code == 0 else FULL if code == NO_ROOM else FAILED for code in codes]
 
     def get(self, names: Sequence[str], places: Sequence[Place]) -> list[int]:
-        """Read objects in one batched call: the bytes of each, 0 if it is absent or could not be read. A place may be larger."""
+        """Read objects in one batched call: the bytes of each, 0 if it is absent or could not be
+        read. A place may be larger.
+        """
         raw, sizes = self._opened(), [nbytes for _, nbytes in places]
-        return [max(0, code) for code in _checked("get", raw.batch_get_into(self._full(names), self._addresses(places), sizes))]
+        return [
+            max(0, code)
+            for code in _checked(
+                "get", raw.batch_get_into(self._full(names), self._addresses(places), sizes)
+            )
+        ]
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove objects, even while they are being read."""
         _checked("remove", self._opened().batch_remove(self._full(names), True))
 
     def remove_under(self, start: str) -> int:
-        """Remove all objects whose names begin with `start`, whoever wrote them, even while they are being read. Returns how many."""
-        (code,) = _checked("remove", [self._opened().remove_by_regex("^" + re.escape(self._prefix + start), True)])
+        """Remove all objects whose names begin with `start`, whoever wrote them, even while they
+        are being read. Returns how many.
+        """
+        (code,) = _checked(
+            "remove", [self._opened().remove_by_regex("^" + re.escape(self._prefix + start), True)]
+        )
         if code < 0:
             raise StoreDown(f"objects under {start!r} could not be removed ({code})")
         return code
@@ -128,17 +151,23 @@ class Mooncake:
         return [self._prefix + name for name in names]
 
     def _addresses(self, places: Sequence[Place]) -> list[int]:
-        """Addresses of places in this process. Maps the memory once it has a size. Raises StoreDown for a place outside it."""
+        """Addresses of places in this process. Maps the memory once it has a size. Raises StoreDown
+        for a place outside it.
+        """
         with self._lock:
             size = os.fstat(self._fd).st_size if self._fd >= 0 else 0
             if self._memory is None and size:
                 # Populated, so that no page is missing in the middle of a transfer.
                 self._memory = mmap.mmap(self._fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-                if self._config.protocol == "rdma" and self._raw.register_buffer(self._base(), size):
+                if self._config.protocol == "rdma" and self._raw.register_buffer(
+                    self._base(), size
+                ):
                     raise StoreLost(f"{size:,} B of memory could not be registered")
         for start, nbytes in places:
             if self._memory is None or not 0 <= start <= start + nbytes <= len(self._memory):
-                raise StoreDown(f"bytes {start:,} to {start + nbytes:,} are not in the shared memory")
+                raise StoreDown(
+                    f"bytes {start:,} to {start + nbytes:,} are not in the shared memory"
+                )
         return [self._base() + start for start, _ in places]
 
     def _base(self) -> int:
@@ -152,7 +181,9 @@ def _checked(what: str, codes: list[int]) -> list[int]:
     if RPC_TIMED_OUT in codes:
         raise StoreDown(f"{what}: no answer from the master in time ({RPC_TIMED_OUT})")
     if TRANSFER_FAILED in codes and all(code < 0 for code in codes):
-        raise StoreDown(f"{what}: none of {len(codes)} objects could be transferred ({TRANSFER_FAILED})")
+        raise StoreDown(
+            f"{what}: none of {len(codes)} objects could be transferred ({TRANSFER_FAILED})"
+        )
     return codes
 
 
@@ -160,15 +191,22 @@ def _load_library() -> Any:
     try:
         from mooncake import store
     except ImportError as error:
-        if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "mooncake":
-            raise ConfigError("the offload tier needs Mooncake's client: pip install vcache-backend[mooncake]") from error
+        if (
+            isinstance(error, ModuleNotFoundError)
+            and (error.name or "").split(".")[0] == "mooncake"
+        ):
+            raise ConfigError(
+                "the offload tier needs Mooncake's client: pip install vcache-backend[mooncake]"
+            ) from error
         hint = " (apt install libibverbs1)" if "libibverbs" in str(error) else ""
         raise ConfigError(f"Mooncake's client does not load: {error}{hint}") from error
     return store
 
 
 def _check_master(master: str, seconds: float) -> None:
-    """Raise StoreDown unless something answers at HOST:PORT. It is sent what is no request of Mooncake's: a live master hangs up."""
+    """Raise StoreDown unless something answers at HOST:PORT. It is sent what is no request of
+    Mooncake's: a live master hangs up.
+    """
     host, _, port = master.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), seconds) as probe:
@@ -183,7 +221,9 @@ def _check_master(master: str, seconds: float) -> None:
 def _way_out(master: str) -> str:
     """The address of this host from which packets to `master` leave. Raises OSError."""
     host, _, port = master.rpartition(":")
-    family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    family, kind, _, _, address = socket.getaddrinfo(
+        host.strip("[]"), int(port), type=socket.SOCK_DGRAM
+    )[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])

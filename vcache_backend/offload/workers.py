@@ -1,4 +1,6 @@
-"""Threads for calls that take long: the caller does not wait, and a call that hangs holds up nobody outside its threads."""
+"""Threads for calls that take long: the caller does not wait, and a call that hangs holds up nobody
+outside its threads.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,16 @@ log = logging.getLogger(__name__)
 
 
 class Workers:
-    """`count` threads that make calls in order. They are daemons, unlike an executor's: the process can end while one hangs."""
+    """`count` threads that make calls in order. They are daemons, unlike an executor's: the process
+    can end while one hangs.
+    """
 
     def __init__(self, name: str, count: int) -> None:
         self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._threads = [threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True) for number in range(count)]
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True)
+            for number in range(count)
+        ]
         for thread in self._threads:
             thread.start()
 

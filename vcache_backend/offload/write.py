@@ -1,4 +1,6 @@
-"""Writes chunks to the store in threads of its own: from pool slot to staging buffer to object. No request waits for it."""
+"""Writes chunks to the store in threads of its own: from pool slot to staging buffer to object. No
+request waits for it.
+"""
 
 # torch.cuda's streams and events have no types.
 # mypy: allow-untyped-calls
@@ -29,13 +31,15 @@ from vcache_backend.vram_pool.slots import SlotView
 log = logging.getLogger(__name__)
 
 FIRST_PART = 4
-"""While nothing is being written, a batch is so many times smaller, so that writing begins early."""
+"""While nothing is being written, a batch is so many times smaller, so that writing begins
+early.
+"""
 POLL_SECONDS = 0.05
 """How often a store or a server that is down is looked at again."""
 ATTEMPTS = 6
 RETRY_SECONDS = 0.05
-"""What was not stored is tried again after about so long, doubling: a full store evicts in the background, and a provider or a process
-that died is replaced."""
+"""What was not stored is tried again after about so long, doubling: a full store evicts in the
+background, and a provider or a process that died is replaced."""
 DROPPED = ("backlog", "down", "gone", "full", "failed", "codec")
 """Why a chunk was not written."""
 Sealed = list[tuple[str, Place]]
@@ -43,8 +47,9 @@ Sealed = list[tuple[str, Place]]
 
 
 class Writer:
-    """Writes the chunks it is offered. Each thread takes some chunks, copies them out of the pool and puts them into the store. One
-    thread copies at a time, and `writers` threads put, so that copies go on beside the store's calls."""
+    """Writes the chunks it is offered. Each thread takes some chunks, copies them out of the pool
+    and puts them into the store. One thread copies at a time, and `writers` threads put, so that
+    copies go on beside the store's calls."""
 
     def __init__(
         self,
@@ -55,8 +60,9 @@ class Writer:
         views: Callable[[Sequence[Location]], list[SlotView]],
         ordinal: int | None,
     ) -> None:
-        """shares: the buffers of each thread. client: the writer's own, since requests must not wait for it; `close` closes it. views:
-        the addresses of pool slots. ordinal: of the GPU that copies, if any."""
+        """shares: the buffers of each thread. client: the writer's own, since requests must not
+        wait for it; `close` closes it. views: the addresses of pool slots. ordinal: of the GPU that
+        copies, if any."""
         self._bound, self._most = bound, config.queue_chunks
         self._client, self._views, self._ordinal = client, views, ordinal
         self._waiting: deque[ChunkKey] = deque()
@@ -68,14 +74,21 @@ class Writer:
         self._stop = threading.Event()
         self._stream: torch.cuda.Stream | None = None
         self._threads = [
-            threading.Thread(target=self._run, args=(buffers,), name=f"vcache-offload-write-{number}", daemon=True)
+            threading.Thread(
+                target=self._run,
+                args=(buffers,),
+                name=f"vcache-offload-write-{number}",
+                daemon=True,
+            )
             for number, buffers in enumerate(shares)
         ]
         for thread in self._threads:
             thread.start()
 
     def offer(self, keys: Sequence[ChunkKey]) -> None:
-        """Write chunks that are in the pool, in the background. Never blocks: what is too much is dropped and counted."""
+        """Write chunks that are in the pool, in the background. Never blocks: what is too much is
+        dropped and counted.
+        """
         with self._changed:
             room = max(self._most - len(self._waiting), 0)
             self._waiting += keys[:room]
@@ -83,12 +96,16 @@ class Writer:
         self._dropped("backlog", len(keys) - room)
 
     def flush(self, seconds: float) -> bool:
-        """Wait until everything offered so far is written or dropped. False if that takes more than `seconds`."""
+        """Wait until everything offered so far is written or dropped. False if that takes more than
+        `seconds`.
+        """
         with self._changed:
             return self._changed.wait_for(lambda: not (self._waiting or self._busy), seconds)
 
     def close(self, seconds: float) -> None:
-        """Drop what is queued, and let the writes under way end, for `seconds` at most. Idempotent."""
+        """Drop what is queued, and let the writes under way end, for `seconds` at most.
+        Idempotent.
+        """
         with self._changed:
             self._stop.set()
             waiting, self._waiting = len(self._waiting), deque()
@@ -112,7 +129,8 @@ class Writer:
                 log.debug("writing to the store: %s", error)
                 self._bound.stats.failed("offload_server")
                 self._stop.wait(POLL_SECONDS)
-            except Exception:  # the thread's last line of defence: a chunk that is not written is a miss later
+            # the thread's last line of defence: a chunk that is not written is a miss later
+            except Exception:
                 log.exception("writing to the offload tier failed")
                 self._bound.stats.failed("offload_write_error")
             finally:
@@ -121,20 +139,23 @@ class Writer:
                     self._changed.notify_all()
 
     def _take(self, most: int) -> list[ChunkKey]:
-        """Take some queued chunks, once the store is usable and no other thread copies: chunks may stay in the pool for longer than a
-        master takes to come back. None after `close`."""
+        """Take some queued chunks, once the store is usable and no other thread copies: chunks may
+        stay in the pool for longer than a master takes to come back. None after `close`."""
         with self._changed:
             while not self._stop.is_set():
                 if self._waiting and not self._copying and self._bound.store.usable:
-                    count = min(len(self._waiting), most if self._busy else max(most // FIRST_PART, 1))
+                    count = min(
+                        len(self._waiting), most if self._busy else max(most // FIRST_PART, 1)
+                    )
                     self._copying, self._busy = True, self._busy + 1
                     return [self._waiting.popleft() for _ in range(count)]
                 self._changed.wait(POLL_SECONDS if self._waiting else None)
         return []
 
     def _copy_out(self, keys: list[ChunkKey], buffers: Sequence[Buffer]) -> Sealed:
-        """Those that the pool still has, and the store has not: it has what was read from there and is in the pool again, and what others
-        wrote. What comes after one that the pool has not waits again."""
+        """Those that the pool still has, and the store has not: it has what was read from there and
+        is in the pool again, and what others wrote. What comes after one that the pool has not
+        waits again."""
         later = keys
         try:
             epoch = self._client.present(keys).epoch
@@ -160,14 +181,18 @@ class Writer:
                 self._waiting.extendleft(reversed(later))
                 self._changed.notify_all()
 
-    def _sealed(self, keys: Sequence[ChunkKey], leased: Leased, buffers: Sequence[Buffer]) -> Sealed:
+    def _sealed(
+        self, keys: Sequence[ChunkKey], leased: Leased, buffers: Sequence[Buffer]
+    ) -> Sealed:
         """Turn leased chunks into objects in buffers. What cannot be copied is dropped."""
         bound, sealed = self._bound, Sealed()
         views = self._views(leased.locations)
         self._dropped("gone", len(keys) - len(views))
         for key, view, buffer in zip(keys, views, buffers, strict=False):
             try:
-                digest = self._copy(view.tensor[: bound.format.chunk_bytes], buffer.memory[HEADER_BYTES:])
+                digest = self._copy(
+                    view.tensor[: bound.format.chunk_bytes], buffer.memory[HEADER_BYTES:]
+                )
                 bound.format.seal(buffer.memory.numpy(), key, leased.epoch, digest)
                 sealed.append((objects.name(key, leased.epoch), buffer.place))
             except (CodecError, RuntimeError) as error:
@@ -177,7 +202,9 @@ class Writer:
         return sealed
 
     def _copy(self, chunk: torch.Tensor, payload: torch.Tensor) -> int | None:
-        """Encode a chunk where it lies, and wait until it is in host memory. Returns its digest, if known."""
+        """Encode a chunk where it lies, and wait until it is in host memory. Returns its digest, if
+        known.
+        """
         codec = self._bound.codec
         if chunk.device.type != "cuda":
             if codec is None:
@@ -190,7 +217,9 @@ class Writer:
             with torch.cuda.stream(self._stream):
                 encoded = chunk
                 if codec is not None:
-                    encoded = torch.empty(len(payload), dtype=torch.uint8, device=f"cuda:{self._ordinal}")
+                    encoded = torch.empty(
+                        len(payload), dtype=torch.uint8, device=f"cuda:{self._ordinal}"
+                    )
                     codec.encode(chunk.to(encoded.device, non_blocking=True), encoded)
                 payload.copy_(encoded, non_blocking=True)
             self._stream.synchronize()
@@ -199,10 +228,14 @@ class Writer:
     def _put(self, sealed: Sealed) -> None:
         stats, object_bytes, put = self._bound.stats, self._bound.format.object_bytes, list[str]()
         for attempt in range(ATTEMPTS if sealed else 0):
-            if attempt and self._stop.wait(RETRY_SECONDS * 2 ** (attempt - 1) * random.uniform(0.75, 1.25)):
+            if attempt and self._stop.wait(
+                RETRY_SECONDS * 2 ** (attempt - 1) * random.uniform(0.75, 1.25)
+            ):
                 break
             with stats.timed("offload_put"):
-                put = self._bound.store.put([name for name, _ in sealed], [place for _, place in sealed])
+                put = self._bound.store.put(
+                    [name for name, _ in sealed], [place for _, place in sealed]
+                )
             stored = put.count(STORED)
             stats.count(offload_written=stored, bytes_offload_written=stored * object_bytes)
             sealed = [one for one, outcome in zip(sealed, put, strict=True) if outcome != STORED]

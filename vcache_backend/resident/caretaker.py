@@ -13,8 +13,8 @@ from typing import Generic, Protocol, TypeVar
 log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 0.25
-"""How long after its owner's end new copies out of its memory may still begin. A step may count on copies that it has not launched yet, and
-they must not fail."""
+"""How long after its owner's end new copies out of its memory may still begin. A step may count on
+copies that it has not launched yet, and they must not fail."""
 LOOK_SECONDS = 0.5
 """How often to check whether a living owner has given its memory up."""
 
@@ -32,7 +32,9 @@ class Borrowed(Protocol):
         ...
 
     def unmap(self) -> bool:
-        """Unmap it; False, and nothing happens, while a copy is under way. Called after `forbid`; may wait for the device."""
+        """Unmap it; False, and nothing happens, while a copy is under way. Called after `forbid`;
+        may wait for the device.
+        """
         ...
 
 
@@ -40,11 +42,11 @@ B = TypeVar("B", bound=Borrowed)
 
 
 class Caretaker(Generic[B]):
-    """A thread that waits for the ends of owners' processes, and unmaps their memory once no copy reads it. Any thread.
+    """A thread that waits for the ends of owners' processes, and unmaps their memory once no copy
+    reads it. Any thread.
 
-    on_end: called in that thread for each memory that is forbidden, before it is unmapped: its owner has ended or given it up, or `close`
-    was called.
-    """
+    on_end: called in that thread for each memory that is forbidden, before it is unmapped: its
+    owner has ended or given it up, or `close` was called."""
 
     def __init__(self, on_end: Callable[[B], None]) -> None:
         self._on_end = on_end
@@ -60,8 +62,8 @@ class Caretaker(Generic[B]):
         self._thread.start()
 
     def admit(self, borrowed: B, pidfds: list[int]) -> bool:
-        """Watch these processes for `borrowed`, and own the pidfds from now on. False after `close`; then, and after an OSError, both stay
-        the caller's."""
+        """Watch these processes for `borrowed`, and own the pidfds from now on. False after
+        `close`; then, and after an OSError, both stay the caller's."""
         with self._lock, ExitStack() as undo:
             if self._closing:
                 return False
@@ -75,7 +77,9 @@ class Caretaker(Generic[B]):
         return True
 
     def discard(self, borrowed: B) -> None:
-        """Unmap what was never admitted and nobody reads: in the thread, or in this one if the thread has ended."""
+        """Unmap what was never admitted and nobody reads: in the thread, or in this one if the
+        thread has ended.
+        """
         borrowed.forbid()
         with self._lock:
             running = self._bell is not None
@@ -98,14 +102,18 @@ class Caretaker(Generic[B]):
         return self._closing
 
     def close(self, seconds: float) -> None:
-        """Forbid all memory, unmap each once its last copy is over, and end the thread. Waits at most `seconds`. Idempotent."""
+        """Forbid all memory, unmap each once its last copy is over, and end the thread. Waits at
+        most `seconds`. Idempotent.
+        """
         with self._lock:
             self._closing = True
         self._hurry.set()
         self.wake()
         self._thread.join(seconds)
         if self._thread.is_alive():
-            log.warning("KV caches of other instances stay mapped until the copies out of them are over")
+            log.warning(
+                "KV caches of other instances stay mapped until the copies out of them are over"
+            )
 
     # ---- the thread
 
@@ -114,7 +122,9 @@ class Caretaker(Generic[B]):
             while self._pidfds or self._going or not self._closing:
                 self._turn()
         except Exception:  # the thread's last line of defence
-            log.exception("KV caches of other instances are not read any more: their ends would not be noticed")
+            log.exception(
+                "KV caches of other instances are not read any more: their ends would not be noticed"
+            )
         finally:
             with self._lock:
                 self._closing = True

@@ -1,4 +1,6 @@
-"""Describes a worker's KV cache to others, and hands its exported memory to the server, which passes it on."""
+"""Describes a worker's KV cache to others, and hands its exported memory to the server, which
+passes it on.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,8 @@ log = logging.getLogger(__name__)
 def cache_shape(kv: PagedKV, regions: Sequence[Region], device: Device) -> CacheShape:
     """What a reader must know of `kv`, whose pages lie in `regions` on `device`.
 
-    Raises LayoutError: `kv` is on another kind of device, pages lie outside of the regions or across two of them, planes have different
-    strides, or there are too many planes or regions.
-    """
+    Raises LayoutError: `kv` is on another kind of device, pages lie outside of the regions or
+    across two of them, planes have different strides, or there are too many planes or regions."""
     if (kv.device.type == "cuda") != (device.medium == "cuda"):
         raise LayoutError(
             f"the KV cache lies on {kv.device}, the pool on {device.name}; shared in place they must not differ: set pool.device: auto"
@@ -41,7 +42,9 @@ def cache_shape(kv: PagedKV, regions: Sequence[Region], device: Device) -> Cache
                 f"{len(regions)} exported allocations: it was allocated elsewhere and cannot be read in place"
             )
     if len(strides) != 1:
-        raise LayoutError(f"the layers' blocks are {sorted(strides)} B apart; shared in place they must all be equally far apart")
+        raise LayoutError(
+            f"the layers' blocks are {sorted(strides)} B apart; shared in place they must all be equally far apart"
+        )
     if len(planes) > MAX_PLANES or len(regions) > MAX_REGIONS:
         raise LayoutError(
             f"the KV cache has {len(planes)} planes in {len(regions)} allocations; at most {MAX_PLANES} in {MAX_REGIONS} are shared"
@@ -62,18 +65,32 @@ def cache_shape(kv: PagedKV, regions: Sequence[Region], device: Device) -> Cache
 
 
 def check_shape(shape: CacheShape, blocks: int, kv: PagedKV, device: Device) -> None:
-    """Raise LayoutError unless a cache of this shape, with `blocks` blocks of vLLM, can be read into `kv` on `device` page by page.
+    """Raise LayoutError unless a cache of this shape, with `blocks` blocks of vLLM, can be read
+    into `kv` on `device` page by page.
 
     The shape may come from a peer. If it passes, all of its pages lie inside of its regions.
     """
-    theirs = shape.layout, shape.page_bytes, shape.parts, shape.layers, shape.block_size, shape.medium
+    theirs = (
+        shape.layout,
+        shape.page_bytes,
+        shape.parts,
+        shape.layers,
+        shape.block_size,
+        shape.medium,
+    )
     ours = kv.name, kv.page_bytes, kv.parts, kv.layers, kv.block_size, device.medium
     if theirs != ours:
         names = "layout", "bytes a page", "parts", "layers", "block size", "medium"
-        wrong = [f"{name} {a}, here {b}" for name, a, b in zip(names, theirs, ours, strict=True) if a != b]
+        wrong = [
+            f"{name} {a}, here {b}"
+            for name, a, b in zip(names, theirs, ours, strict=True)
+            if a != b
+        ]
         raise LayoutError("its KV cache has " + "; ".join(wrong))
     if blocks < 1 or shape.num_blocks < 1 or shape.num_blocks % blocks:
-        raise LayoutError(f"its KV cache has {shape.num_blocks:,} blocks, which is no multiple of its {blocks:,} generations")
+        raise LayoutError(
+            f"its KV cache has {shape.num_blocks:,} blocks, which is no multiple of its {blocks:,} generations"
+        )
     if len(shape.planes) != len(kv.planes):
         raise LayoutError(f"its KV cache has {len(shape.planes)} planes, here {len(kv.planes)}")
     if reason := shape.misfit():
@@ -83,12 +100,18 @@ def check_shape(shape: CacheShape, blocks: int, kv: PagedKV, device: Device) -> 
 class Shown:
     """Shows this worker's KV cache to others through the server, until `close`.
 
-    It is shown at once, in the caller's thread, and after every reconnection, in the client's. The regions' fds stay the caller's, and
-    must be open until `close`. trouble: why the server does not have it now; empty if it does. Each new reason is logged, and every
-    heartbeat tries again.
-    """
+    It is shown at once, in the caller's thread, and after every reconnection, in the client's. The
+    regions' fds stay the caller's, and must be open until `close`. trouble: why the server does not
+    have it now; empty if it does. Each new reason is logged, and every heartbeat tries again."""
 
-    def __init__(self, client: Client, instance: bytes, rank: int, shape: CacheShape, regions: Sequence[Region]) -> None:
+    def __init__(
+        self,
+        client: Client,
+        instance: bytes,
+        rank: int,
+        shape: CacheShape,
+        regions: Sequence[Region],
+    ) -> None:
         self._client, self._instance, self._rank = client, instance, rank
         self._shape, self._regions = shape, tuple(regions)
         self._lock = threading.Lock()
@@ -98,7 +121,9 @@ class Shown:
         self._show()
 
     def close(self) -> None:
-        """Show nothing from now on. What the server has goes with this client's connection. Idempotent."""
+        """Show nothing from now on. What the server has goes with this client's connection.
+        Idempotent.
+        """
         with self._lock:
             if not self._closed:
                 self._closed = True

@@ -1,16 +1,18 @@
-"""Generation tables: a counter for each block of a KV cache tells what it holds. Its owner writes them, all others only read.
+"""Generation tables: a counter for each block of a KV cache tells what it holds. Its owner writes
+them, all others only read.
 
-A counter changes before its block may be written again. So a reader that finds the published number after its copy has copied what that
-number stood for. Published numbers are even, and each is used once, for all blocks that are filled together. An odd number means that the
-block holds nothing that may be read; it equals no published number.
+A counter changes before its block may be written again. So a reader that finds the published number
+after its copy has copied what that number stood for. Published numbers are even, and each is used
+once, for all blocks that are filled together. An odd number means that the block holds nothing that
+may be read; it equals no published number.
 
-A table is one memfd: a page with the header (`_HEADER`), then the counters, 64 bits each, little-endian and aligned, so that none is ever
-read in halves. It is sealed: its size cannot change, and nobody but the owner, who mapped it before, can write it.
+A table is one memfd: a page with the header (`_HEADER`), then the counters, 64 bits each,
+little-endian and aligned, so that none is ever read in halves. It is sealed: its size cannot
+change, and nobody but the owner, who mapped it before, can write it.
 
-There are no fences here. The owner stores the counter before it has the block written, and the reader loads the block before the counter.
-x86-64 keeps stores in order, and loads, too (TSO), and no compiler moves numpy's accesses across a call. On other machines both classes
-refuse.
-"""
+There are no fences here. The owner stores the counter before it has the block written, and the
+reader loads the block before the counter. x86-64 keeps stores in order, and loads, too (TSO), and
+no compiler moves numpy's accesses across a call. On other machines both classes refuse."""
 
 from __future__ import annotations
 
@@ -34,8 +36,8 @@ MAGIC = b"vcache-g"
 VERSION = 2
 MACHINE = "x86_64"
 _HEADER = struct.Struct(f"<8sII{INSTANCE_BYTES}sQQQ")
-"""Magic, version, 1 once the owner gave the table up, instance, number of blocks, the `clock()` by which the owner honours pins (0: it
-honours none), and how many blocks the owner can hand out."""
+"""Magic, version, 1 once the owner gave the table up, instance, number of blocks, the `clock()` by
+which the owner honours pins (0: it honours none), and how many blocks the owner can hand out."""
 _DEAD_AT, _CLOCK_AT, _FREE_AT = 12, 40, 48
 VOID = np.uint64(1)
 """The counter of a block that holds nothing that may be read."""
@@ -48,14 +50,16 @@ Blocks = Sequence[int] | npt.NDArray[np.intp] | npt.NDArray[np.uint32]
 
 
 class Generations:
-    """The owner's table. In the scheduler's thread; `give_up` in any. fd: for others to map; stays this object's.
+    """The owner's table. In the scheduler's thread; `give_up` in any. fd: for others to map; stays
+    this object's.
 
-    counters: the present numbers, one for each of `blocks` blocks. All start at 2, and 0 is never published. coming: the number that the
-    blocks filled next will get.
-    """
+    counters: the present numbers, one for each of `blocks` blocks. All start at 2, and 0 is never
+    published. coming: the number that the blocks filled next will get."""
 
     def __init__(self, instance: bytes, blocks: int) -> None:
-        """Raises SegmentError if there is no memory or descriptor for it, or the machine does not order stores."""
+        """Raises SegmentError if there is no memory or descriptor for it, or the machine does not
+        order stores.
+        """
         _check_machine()
         if len(instance) != INSTANCE_BYTES or not 0 < blocks <= MAX_BLOCKS:
             raise SegmentError(
@@ -63,7 +67,10 @@ class Generations:
                 f"not {len(instance)} and {blocks:,}"
             )
         self.instance, self.blocks = instance, blocks
-        with raising_as({OSError: SegmentError}, f"generation table of {blocks:,} blocks"), ExitStack() as undo:
+        with (
+            raising_as({OSError: SegmentError}, f"generation table of {blocks:,} blocks"),
+            ExitStack() as undo,
+        ):
             self.fd = os.memfd_create("vcache-generations", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             undo.callback(os.close, self.fd)
             os.ftruncate(self.fd, _size(blocks))
@@ -71,12 +78,15 @@ class Generations:
             undo.callback(self._release)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
             self._undo = undo.pop_all()
-        self.counters: UInt64s = np.frombuffer(self._memory, dtype="<u8", offset=mmap.PAGESIZE, count=blocks)
+        self.counters: UInt64s = np.frombuffer(
+            self._memory, dtype="<u8", offset=mmap.PAGESIZE, count=blocks
+        )
         self.counters[:], self.coming = 2, 4
         _HEADER.pack_into(self._memory, 0, MAGIC, VERSION, 0, instance, blocks, 0, 0)
 
     def void(self, blocks: Blocks | int) -> None:
-        """Mark blocks as holding nothing that may be read until they are `filled`. From now on they may be written.
+        """Mark blocks as holding nothing that may be read until they are `filled`. From now on they
+        may be written.
 
         Raises IndexError, and changes nothing, if the cache does not have one of them.
         """
@@ -92,21 +102,29 @@ class Generations:
             struct.pack_into("<Q", self._memory, _FREE_AT, blocks)
 
     def filled(self, blocks: Blocks) -> None:
-        """Give these blocks, all of them void, the next even number, which stands for what is being written into them."""
+        """Give these blocks, all of them void, the next even number, which stands for what is being
+        written into them.
+        """
         self.counters[blocks] = self.coming
         self.coming += 2
 
     def void_all(self) -> None:
-        """Mark all blocks as holding nothing that may be read until they are handed out and filled again."""
+        """Mark all blocks as holding nothing that may be read until they are handed out and filled
+        again.
+        """
         self.counters |= np.uint64(1)
 
     def give_up(self) -> None:
-        """Declare the table dead for good: readers believe nothing in it any more. Any thread. Never raises."""
+        """Declare the table dead for good: readers believe nothing in it any more. Any thread.
+        Never raises.
+        """
         with suppress(ValueError, TypeError):  # closed, which gave it up
             struct.pack_into("<I", self._memory, _DEAD_AT, 1)
 
     def close(self) -> None:
-        """Give the table up, and release its memory. Those who have it mapped see that it is dead. Idempotent."""
+        """Give the table up, and release its memory. Those who have it mapped see that it is dead.
+        Idempotent.
+        """
         self.give_up()
         self._undo.close()
 
@@ -122,17 +140,20 @@ class GenerationView:
 
     def __init__(self, memory: mmap.mmap, instance: bytes, blocks: int) -> None:
         self.instance, self.blocks = instance, blocks
-        self.counters: UInt64s = np.frombuffer(memory, dtype="<u8", offset=mmap.PAGESIZE, count=blocks)
+        self.counters: UInt64s = np.frombuffer(
+            memory, dtype="<u8", offset=mmap.PAGESIZE, count=blocks
+        )
         self._dead: UInt32s = np.frombuffer(memory, dtype="<u4", offset=_DEAD_AT, count=1)
         self._clock: UInt64s = np.frombuffer(memory, dtype="<u8", offset=_CLOCK_AT, count=1)
         self._free: UInt64s = np.frombuffer(memory, dtype="<u8", offset=_FREE_AT, count=1)
 
     @classmethod
     def open(cls, fd: int, instance: bytes, blocks: int) -> GenerationView:
-        """Map the table behind `fd`, which stays the caller's. It must be `instance`'s, of `blocks` blocks, and sealed.
+        """Map the table behind `fd`, which stays the caller's. It must be `instance`'s, of `blocks`
+        blocks, and sealed.
 
-        Raises SegmentError otherwise. What could kill this process when touched is refused before it is mapped.
-        """
+        Raises SegmentError otherwise. What could kill this process when touched is refused before
+        it is mapped."""
         _check_machine()
         with raising_as({OSError: SegmentError}, "generation table"):
             _check(fd, blocks)
@@ -159,7 +180,9 @@ class GenerationView:
         return int(self._free[0])
 
     def leading(self, blocks: UInt32s, generations: UInt64s, each: int) -> int:
-        """How many leading chunks, of `each` blocks each, still hold what `generations` stand for: see `right`."""
+        """How many leading chunks, of `each` blocks each, still hold what `generations` stand for:
+        see `right`.
+        """
         count = min(len(blocks), len(generations)) // each
         same = self.right(blocks[: count * each], generations[: count * each])
         if same.all():
@@ -172,36 +195,49 @@ class GenerationView:
         None of a dead table, and no block that is void or that the cache does not have.
         """
         now = self.counters.take(blocks, mode="clip")
-        same: npt.NDArray[np.bool_] = (now == generations) & (generations & np.uint64(1) == 0) & (blocks < self.blocks)
-        # Read after the counters: an owner that cannot keep its counters gives the table up before it hands out a block.
+        same: npt.NDArray[np.bool_] = (
+            (now == generations) & (generations & np.uint64(1) == 0) & (blocks < self.blocks)
+        )
+        # Read after the counters: an owner that cannot keep its counters gives the table up before
+        # it hands out a block.
         return np.zeros_like(same) if self.dead else same
 
     def pinned(self, blocks: UInt32s, generations: UInt64s) -> bool:
-        """Whether the owner will honour a pin that was just written for these blocks of its cache, and they have these `generations`.
+        """Whether the owner will honour a pin that was just written for these blocks of its cache,
+        and they have these `generations`.
 
         It must honour pins by this process's clock.
         """
-        # In this order: blocks handed out while the owner honoured no pins were void before it honoured them again.
+        # In this order: blocks handed out while the owner honoured no pins were void before it
+        # honoured them again.
         honoured = int(self._clock[0]) == clock()
-        same = bool((self.counters[blocks] == generations).all() and not (generations & np.uint64(1)).any())
+        same = bool(
+            (self.counters[blocks] == generations).all() and not (generations & np.uint64(1)).any()
+        )
         return honoured and same and not self.dead
 
 
 @cache
 def clock() -> int:
-    """A number for this process's time namespace (its inode): processes with the same number have the same `time.monotonic`."""
+    """A number for this process's time namespace (its inode): processes with the same number have
+    the same `time.monotonic`.
+    """
     with suppress(OSError):
         return os.stat("/proc/self/ns/time").st_ino
     return 1
 
 
 def _check(fd: int, blocks: int) -> None:
-    """Refuse a table that could shrink under a mapping or be written by others, or has the wrong size. Raises SegmentError, OSError."""
+    """Refuse a table that could shrink under a mapping or be written by others, or has the wrong
+    size. Raises SegmentError, OSError.
+    """
     if reason := lacking(fd, SEALS):
         raise SegmentError(f"generation table: {reason}")
     nbytes = os.fstat(fd).st_size
     if not 0 < blocks <= MAX_BLOCKS or nbytes != _size(blocks):
-        raise SegmentError(f"generation table: fd {fd} holds {nbytes:,} B, but one of {blocks:,} blocks has {_size(blocks):,}")
+        raise SegmentError(
+            f"generation table: fd {fd} holds {nbytes:,} B, but one of {blocks:,} blocks has {_size(blocks):,}"
+        )
 
 
 def _check_machine() -> None:

@@ -1,9 +1,9 @@
 """Maps KV caches of other instances into this process, for as long as their owners live.
 
-When an owner dies its memory must become free soon, or its restart fails. But unmapping memory that a copy still reads would kill this
-process's CUDA context. So copies are counted: each is announced before its launch (`enter`) and once it is over (`leave`). An owner's
-end forbids new copies, and a thread unmaps once the last one has left.
-"""
+When an owner dies its memory must become free soon, or its restart fails. But unmapping memory that
+a copy still reads would kill this process's CUDA context. So copies are counted: each is announced
+before its launch (`enter`) and once it is over (`leave`). An owner's end forbids new copies, and a
+thread unmaps once the last one has left."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ from vcache_backend.vram_pool.paged import Int64s, PagedKV
 log = logging.getLogger(__name__)
 
 OPEN_SECONDS = 2.0
-"""The most time for the requests to the server about one new instance, of which there are some tens."""
+"""The most time for the requests to the server about one new instance, of which there are some
+tens.
+"""
 CLOSE_SECONDS = 5.0
 """How long `Neighbours.close` waits for copies under way."""
 
@@ -41,9 +43,9 @@ CLOSE_SECONDS = 5.0
 class Neighbour:
     """The KV cache of one rank of another instance. Any thread.
 
-    bases: the address of each plane's block 0 in this process; to be read only, and only between `enter` and `leave`.
-    each: vLLM's blocks in a chunk. split: the tensors' blocks in a block of vLLM. Generations are of vLLM's blocks.
-    """
+    bases: the address of each plane's block 0 in this process; to be read only, and only between
+    `enter` and `leave`. each: vLLM's blocks in a chunk. split: the tensors' blocks in a block of
+    vLLM. Generations are of vLLM's blocks."""
 
     def __init__(
         self,
@@ -63,13 +65,17 @@ class Neighbour:
         self._mapped: list[mmap.mmap | torch.Tensor] = []
 
     def enter(self) -> bool:
-        """Announce a copy out of it: it stays mapped until `leave`. False if its owner has ended; then launch none."""
+        """Announce a copy out of it: it stays mapped until `leave`. False if its owner has ended;
+        then launch none.
+        """
         with self._lock:
             self._launches += not self._forbidden
             return not self._forbidden
 
     def leave(self) -> None:
-        """Say that a copy is over and its generations were checked. Once for each `enter` that was True. Never waits for the device."""
+        """Say that a copy is over and its generations were checked. Once for each `enter` that was
+        True. Never waits for the device.
+        """
         with self._lock:
             self._launches -= 1
             last = self._forbidden and not self._launches
@@ -90,7 +96,9 @@ class Neighbour:
     def begin(self) -> None:
         """Work out `bases`, once all regions are mapped."""
         addresses = [_address(held) for held in self._mapped]
-        self.bases = np.array([addresses[region] + offset for region, offset in self.shape.planes], dtype=np.int64)
+        self.bases = np.array(
+            [addresses[region] + offset for region, offset in self.shape.planes], dtype=np.int64
+        )
         self.bases.flags.writeable = False
 
     @property
@@ -111,10 +119,11 @@ class Neighbour:
 
 
 class Neighbours:
-    """The KV caches that a worker on `device` can read into its own, `kv`. Any thread; no method raises.
+    """The KV caches that a worker on `device` can read into its own, `kv`. Any thread; no method
+    raises.
 
-    rank: this worker's, and that of the workers it reads from. A thread waits for the ends of the owners' processes.
-    """
+    rank: this worker's, and that of the workers it reads from. A thread waits for the ends of the
+    owners' processes."""
 
     def __init__(self, client: Client, device: Device, kv: PagedKV, rank: int) -> None:
         self._client, self._device, self._kv, self._rank = client, device, kv, rank
@@ -127,7 +136,8 @@ class Neighbours:
         """Runs requests to the server that neither a step nor an owner's end may wait for."""
 
     def expects(self, instance: bytes) -> bool:
-        """Whether the KV cache of `instance` is being mapped, in another thread. The first call for an instance starts that.
+        """Whether the KV cache of `instance` is being mapped, in another thread. The first call for
+        an instance starts that.
 
         It takes some seconds at most, and then `get` answers at once.
         """
@@ -143,12 +153,13 @@ class Neighbours:
         return False
 
     def get(self, instance: bytes) -> Neighbour | None:
-        """The KV cache of `instance`; None while it cannot be read, and for good once its owner has ended.
+        """The KV cache of `instance`; None while it cannot be read, and for good once its owner has
+        ended.
 
-        If it is not mapped, and `expects` was not called, it is mapped in the caller's thread: some tens of requests to the server, then
-        some 10 ms for 40 GiB of a GPU. A KV cache that cannot be read here is logged once and not tried again. If this process ran short
-        of something, or the server failed, it is tried again after a while (`tables.pause`).
-        """
+        If it is not mapped, and `expects` was not called, it is mapped in the caller's thread: some
+        tens of requests to the server, then some 10 ms for 40 GiB of a GPU. A KV cache that cannot
+        be read here is logged once and not tried again. If this process ran short of something, or
+        the server failed, it is tried again after a while (`tables.pause`)."""
         known = self._here.get(instance)
         if known is not None:
             return known
@@ -167,7 +178,9 @@ class Neighbours:
         return frozenset(self._here)
 
     def close(self) -> None:
-        """Unmap all KV caches, each once its last copy is over. Waits at most `CLOSE_SECONDS`. Idempotent."""
+        """Unmap all KV caches, each once its last copy is over. Waits at most `CLOSE_SECONDS`.
+        Idempotent.
+        """
         self._caretaker.close(CLOSE_SECONDS)
         self._aside.shutdown(wait=False)
 
@@ -176,7 +189,8 @@ class Neighbours:
     def _map_new(self, instance: bytes) -> None:
         try:
             self.get(instance)
-        except Exception:  # the thread's last line of defence; a load waits until it is no longer in `_coming`
+        # the thread's last line of defence; a load waits until it is no longer in `_coming`
+        except Exception:
             self._refused.add(instance)
             log.exception("the KV cache of instance %s is not read in place", instance.hex())
         finally:
@@ -202,7 +216,13 @@ class Neighbours:
                 return None
             undo.pop_all()
         ms, nbytes = (time.perf_counter() - started) * 1e3, sum(shape.regions)
-        log.info("mapped the KV cache of instance %s: %s B on %s, in %.1f ms", instance.hex(), f"{nbytes:,}", shape.device, ms)
+        log.info(
+            "mapped the KV cache of instance %s: %s B on %s, in %.1f ms",
+            instance.hex(),
+            f"{nbytes:,}",
+            shape.device,
+            ms,
+        )
         return neighbour
 
     def _map(self, neighbour: Neighbour, started: float) -> None:
@@ -217,7 +237,9 @@ class Neighbours:
         neighbour.begin()
 
     def _forget(self, neighbour: Neighbour) -> None:
-        """Undo `_open`. What is mapped already is unmapped in the caretaker's thread, since a step may be waiting for this one."""
+        """Undo `_open`. What is mapped already is unmapped in the caretaker's thread, since a step
+        may be waiting for this one.
+        """
         self._here.pop(neighbour.instance, None)
         self._caretaker.discard(neighbour)
 
@@ -226,10 +248,15 @@ class Neighbours:
         self._refused.add(neighbour.instance)
         self._here.pop(neighbour.instance, None)
         if not self._caretaker.closed:
-            log.info("instance %s has ended or given its KV cache up: it is unmapped here", neighbour.instance.hex())
+            log.info(
+                "instance %s has ended or given its KV cache up: it is unmapped here",
+                neighbour.instance.hex(),
+            )
 
     def _tell(self, instance: bytes) -> None:
-        """Tell the server that it is unmapped here, so that this process is not suspected of holding an ended owner's memory."""
+        """Tell the server that it is unmapped here, so that this process is not suspected of
+        holding an ended owner's memory.
+        """
         with suppress(RuntimeError):  # closed: the connection's end tells the server as much
             self._aside.submit(self._told, instance)
 
@@ -237,13 +264,21 @@ class Neighbours:
         try:
             self._client.close_instance(instance)
         except VCacheError as error:
-            log.debug("the server was not told that instance %s is unmapped: %s", instance.hex(), error)
+            log.debug(
+                "the server was not told that instance %s is unmapped: %s", instance.hex(), error
+            )
 
 
 def _in_time(started: float) -> None:
     if time.perf_counter() - started > OPEN_SECONDS:
-        raise ServerTimeout(f"the metadata server takes more than {OPEN_SECONDS:g} s to hand over a KV cache")
+        raise ServerTimeout(
+            f"the metadata server takes more than {OPEN_SECONDS:g} s to hand over a KV cache"
+        )
 
 
 def _address(held: mmap.mmap | torch.Tensor) -> int:
-    return held.data_ptr() if isinstance(held, torch.Tensor) else int(np.frombuffer(held, dtype=np.uint8).ctypes.data)
+    return (
+        held.data_ptr()
+        if isinstance(held, torch.Tensor)
+        else int(np.frombuffer(held, dtype=np.uint8).ctypes.data)
+    )

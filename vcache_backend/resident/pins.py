@@ -1,15 +1,19 @@
-"""Pins: a reader asks an owner not to hand out blocks for a moment, so that a step can count on reading them in place.
+"""Pins: a reader asks an owner not to hand out blocks for a moment, so that a step can count on
+reading them in place.
 
-A pin is a time, written by a reader into memory of the owner: the owner does not hand out the block before then. Nobody waits for anybody,
-nothing has to be taken back, and a reader that dies or stops holds nothing for longer than `HOLD_SECONDS`.
+A pin is a time, written by a reader into memory of the owner: the owner does not hand out the block
+before then. Nobody waits for anybody, nothing has to be taken back, and a reader that dies or stops
+holds nothing for longer than `HOLD_SECONDS`.
 
-Both sides write first and then look. Before the owner hands blocks out it says that it honours no pins, looks for pins, makes the blocks
-void, and honours pins again. The reader writes its pins and then looks: first whether pins are honoured, then whether all generations
-are as published. A processor may execute a load before an earlier store, and then neither would see the other. `barrier`, which only the
-reader calls, makes that impossible:
+Both sides write first and then look. Before the owner hands blocks out it says that it honours no
+pins, looks for pins, makes the blocks void, and honours pins again. The reader writes its pins and
+then looks: first whether pins are honoured, then whether all generations are as published. A
+processor may execute a load before an earlier store, and then neither would see the other.
+`barrier`, which only the reader calls, makes that impossible:
 
 - If the owner looks for pins after the reader's barrier, it sees them.
-- If it looked before, it had said that it honours none. After the barrier the reader sees either that, or that pins are honoured again;
+- If it looked before, it had said that it honours none. After the barrier the reader sees either
+  that, or that pins are honoured again;
   in that case the blocks handed out are void.
 
 Each reader writes a row of its own, since Python has no atomic update of a number in shared memory.
@@ -42,27 +46,38 @@ from vcache_backend.seals import RESIZING, lacking
 log = logging.getLogger(__name__)
 
 HOLD_SECONDS = 0.25
-"""How long a pin holds: ten times what the largest copy takes. The owner ignores pins that end later than that: no reader writes them."""
+"""How long a pin holds: ten times what the largest copy takes. The owner ignores pins that end
+later than that: no reader writes them.
+"""
 LATE_SECONDS = 0.05
-"""The most time that `Pinning.pin` may take. After more, for example if the process was stopped, it counts on nothing."""
+"""The most time that `Pinning.pin` may take. After more, for example if the process was stopped, it
+counts on nothing.
+"""
 ROWS = 64
 """The most readers of one owner that can pin. Rows that are not written to take no memory."""
 SHARE = 8
-"""A reader pins at most 1/8 of the blocks that an owner can hand out, so that the owner has others."""
+"""A reader pins at most 1/8 of the blocks that an owner can hand out, so that the owner has
+others.
+"""
 _HOLD, _LATE, _SKEW = int(HOLD_SECONDS * 1e9), int(LATE_SECONDS * 1e9), 1_000_000
 _SYSCALL, _REGISTER, _EXPEDITED = 324, 4, 2
-"""membarrier(2) on x86-64: its number, and the commands `REGISTER_GLOBAL_EXPEDITED` and `GLOBAL_EXPEDITED`. It takes a microsecond."""
+"""membarrier(2) on x86-64: its number, and the commands `REGISTER_GLOBAL_EXPEDITED` and
+`GLOBAL_EXPEDITED`. It takes a microsecond.
+"""
 
 
 def barrier(command: int = _EXPEDITED) -> bool:
-    """A full memory barrier between this thread and the threads of all processes that have called `possible`: afterwards each sees what
-    the others wrote before. False if the kernel does not have it."""
+    """A full memory barrier between this thread and the threads of all processes that have called
+    `possible`: afterwards each sees what the others wrote before. False if the kernel does not have
+    it."""
     return bool(_libc().syscall(_SYSCALL, command, 0, 0) == 0)
 
 
 @cache
 def _libc() -> ctypes.PyDLL:
-    """libc, called with the interpreter's lock held: `CDLL` would release it, and wait for it afterwards."""
+    """libc, called with the interpreter's lock held: `CDLL` would release it, and wait for it
+    afterwards.
+    """
     return ctypes.PyDLL(None)
 
 
@@ -75,8 +90,9 @@ def possible() -> bool:
 
 
 class _Board:
-    """One owner's pins, mapped: for each of `ROWS` readers the end of its last pin, and from the next page on its row, with the end of its
-    pin on each block. All are nanoseconds of `time.monotonic_ns`."""
+    """One owner's pins, mapped: for each of `ROWS` readers the end of its last pin, and from the
+    next page on its row, with the end of its pin on each block. All are nanoseconds of
+    `time.monotonic_ns`."""
 
     def __init__(self, fd: int, blocks: int) -> None:
         self.blocks, self._memory = blocks, mmap.mmap(fd, size(blocks))
@@ -91,10 +107,13 @@ class _Row:
     """One reader's row of a board. It is locked for as long as this object or its process lives."""
 
     def __init__(self, fd: int, blocks: int) -> None:
-        """Raises SegmentError if `fd` is no board for `blocks` blocks, or others have all rows; OSError."""
+        """Raises SegmentError if `fd` is no board for `blocks` blocks, or others have all rows;
+        OSError.
+        """
         if reason := misfit(fd, blocks):
             raise SegmentError(reason)
-        # Opened anew, since everybody who was given this fd shares its open file, and so its locks. The mapping keeps the new one open.
+        # Opened anew, since everybody who was given this fd shares its open file, and so its locks.
+        # The mapping keeps the new one open.
         own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
             self.number = next((row for row in range(ROWS) if _locked(own, row)), -1)
@@ -103,14 +122,20 @@ class _Row:
             self._board = _Board(own, blocks)
         finally:
             os.close(own)
-        self.blocks, self._until, self._last = blocks, self._board.until[self.number], self._board.last
+        self.blocks, self._until, self._last = (
+            blocks,
+            self._board.until[self.number],
+            self._board.last,
+        )
 
     def write(self, blocks: UInt32s, until: int) -> None:
         self._until[blocks] = until
         self._last[self.number] = until
 
     def clear(self, blocks: UInt32s, until: int, last: int) -> None:
-        """Remove the pins of these blocks that end at `until`. last: the end of the reader's last pin that remains."""
+        """Remove the pins of these blocks that end at `until`. last: the end of the reader's last
+        pin that remains.
+        """
         self._until[blocks[self._until[blocks] == until]] = 0
         self._last[self.number] = last
 
@@ -118,7 +143,11 @@ class _Row:
 def _locked(fd: int, row: int) -> bool:
     """Lock a row for this open file; False if another has it."""
     try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhxxxxqqixxxx", fcntl.F_WRLCK, os.SEEK_SET, row, 1, 0))
+        fcntl.fcntl(
+            fd,
+            fcntl.F_OFD_SETLK,
+            struct.pack("hhxxxxqqixxxx", fcntl.F_WRLCK, os.SEEK_SET, row, 1, 0),
+        )
     except (BlockingIOError, PermissionError):
         return False
     return True
@@ -128,7 +157,9 @@ class Pins:
     """An owner's side of pins. In its scheduler's thread. fd: for readers; stays this object's."""
 
     def __init__(self, generations: Generations) -> None:
-        """Raises SegmentError if there is no memory or descriptor for it. Of no use unless `possible()`."""
+        """Raises SegmentError if there is no memory or descriptor for it. Of no use unless
+        `possible()`.
+        """
         self._generations, self._rests = generations, 0
         with raising_as({OSError: SegmentError}, "pins"):
             self.fd = os.memfd_create("vcache-pins", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -142,7 +173,9 @@ class Pins:
         generations.honours_pins(True)
 
     def halt(self) -> bool:
-        """Honour no new pins until `resume`. Returns whether somebody may count on a pin already."""
+        """Honour no new pins until `resume`. Returns whether somebody may count on a pin
+        already.
+        """
         self._generations.honours_pins(False)
         return not self._rests and max(self._board.ends) > time.monotonic_ns()
 
@@ -158,23 +191,31 @@ class Pins:
         now, last = time.monotonic_ns(), self._board.last
         # Reads only these blocks' words, in the rows of readers with pins: a row may be long.
         until = self._board.until[np.flatnonzero(last > now)[:, None], blocks]
-        pinned: npt.NDArray[np.bool_] = np.asarray(((until > now) & (until <= now + _HOLD + _SKEW)).any(axis=0))
+        pinned: npt.NDArray[np.bool_] = np.asarray(
+            ((until > now) & (until <= now + _HOLD + _SKEW)).any(axis=0)
+        )
         return pinned if pinned.any() else None
 
     def rest(self) -> None:
-        """Honour and look for no pins for `HOLD_SECONDS`. Called when all free blocks are pinned."""
+        """Honour and look for no pins for `HOLD_SECONDS`. Called when all free blocks are
+        pinned.
+        """
         self._rests = time.monotonic_ns() + _HOLD
 
     @contextmanager
     def none(self) -> Iterator[None]:
-        """A context in which nobody counts on a pin. First waits until the present pins are over, at most `HOLD_SECONDS`."""
+        """A context in which nobody counts on a pin. First waits until the present pins are over,
+        at most `HOLD_SECONDS`.
+        """
         self._settle()
         yield
         self._rests = 0
         self.resume()
 
     def close(self) -> None:
-        """Honour no more pins. Waits until the present ones are over, at most `HOLD_SECONDS`. Call it once."""
+        """Honour no more pins. Waits until the present ones are over, at most `HOLD_SECONDS`. Call
+        it once.
+        """
         self._settle()
         os.close(self.fd)
 
@@ -196,22 +237,33 @@ class Pinning:
         """Pins: (end in ns, request's name, owner, blocks)."""
 
     def pin(self, name: str, chunks: Iterable[tuple[bytes, UInt32s, UInt64s]]) -> bool:
-        """Pin all blocks of these chunks: (owner, blocks, published generations) each. name: for `release`.
+        """Pin all blocks of these chunks: (owner, blocks, published generations) each. name: for
+        `release`.
 
-        True if none of them will be handed out for `HOLD_SECONDS`, or until `release`; False if that is not certain: then this call
-        leaves nothing pinned. Takes some microseconds, and a request to the server for each new owner. Never raises.
-        """
+        True if none of them will be handed out for `HOLD_SECONDS`, or until `release`; False if
+        that is not certain: then this call leaves nothing pinned. Takes some microseconds, and a
+        request to the server for each new owner. Never raises."""
         of: dict[bytes, list[tuple[UInt32s, UInt64s]]] = {}
         for instance, blocks, generations in chunks:
             of.setdefault(instance, []).append((blocks, generations))
-        wanted = {instance: (*map(np.concatenate, zip(*its, strict=True)),) for instance, its in of.items()}
+        wanted = {
+            instance: (*map(np.concatenate, zip(*its, strict=True)),)
+            for instance, its in of.items()
+        }
         rows = {instance: self._row(instance) for instance in wanted}
         began = time.monotonic_ns()
         self._held = [held for held in self._held if held[0] > began]
         for instance, (blocks, _) in wanted.items():
             row, view = rows[instance], self._tables.view(instance)
-            mine = sum(len(its) for _, _, whose, its in self._held if whose == instance) + len(blocks)
-            if row is None or view is None or mine * SHARE > view.free or int(blocks.max()) >= row.blocks:
+            mine = sum(len(its) for _, _, whose, its in self._held if whose == instance) + len(
+                blocks
+            )
+            if (
+                row is None
+                or view is None
+                or mine * SHARE > view.free
+                or int(blocks.max()) >= row.blocks
+            ):
                 return False
         until = began + _HOLD
         for instance, (blocks, _) in wanted.items():
@@ -220,14 +272,19 @@ class Pinning:
             row.write(blocks, until)
             self._held.append((until, name, instance, blocks))
         views = {instance: self._tables.view(instance) for instance in wanted} if barrier() else {}
-        sure = all((view := views.get(instance)) is not None and view.pinned(*wanted[instance]) for instance in wanted)
+        sure = all(
+            (view := views.get(instance)) is not None and view.pinned(*wanted[instance])
+            for instance in wanted
+        )
         if sure and time.monotonic_ns() - began < _LATE:
             return True
         self.release([name])
         return False
 
     def release(self, names: Iterable[str]) -> None:
-        """Remove the pins under these names. Blocks that are pinned under another name, too, stay pinned."""
+        """Remove the pins under these names. Blocks that are pinned under another name, too, stay
+        pinned.
+        """
         over = set(names)
         ended = [held for held in self._held if held[1] in over]
         self._held = [held for held in self._held if held[1] not in over]
@@ -270,4 +327,8 @@ def misfit(fd: int, blocks: int) -> str:
     if reason := lacking(fd):
         return reason
     nbytes = os.fstat(fd).st_size
-    return "" if nbytes == size(blocks) else f"the memfd has {nbytes:,} B, but pins of {blocks:,} blocks take {size(blocks):,}"
+    return (
+        ""
+        if nbytes == size(blocks)
+        else f"the memfd has {nbytes:,} B, but pins of {blocks:,} blocks take {size(blocks):,}"
+    )

@@ -1,4 +1,6 @@
-"""Opens generation tables of other instances, each once, and remembers instances that cannot be read."""
+"""Opens generation tables of other instances, each once, and remembers instances that cannot be
+read.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,18 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS = 1.0
 SLOW_SECONDS = 5.0
 SHORT_SECONDS = 30.0
-"""The seconds until an instance that could not be opened is tried again: if the server failed; if it did not answer in time, for which a
-step may have waited; if this process ran short of something, which is logged each time."""
+"""The seconds until an instance that could not be opened is tried again: if the server failed; if
+it did not answer in time, for which a step may have waited; if this process ran short of something,
+which is logged each time."""
 _SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EAGAIN} | {
     f"CUDA_ERROR_{code}" for code in ("OUT_OF_MEMORY", "OPERATING_SYSTEM")
 }
-"""Errors that are due to the present state of this process or machine, not to the instance. (`OPERATING_SYSTEM` is the driver's code for
-everything that the kernel refuses it.)"""
+"""Errors that are due to the present state of this process or machine, not to the instance.
+(`OPERATING_SYSTEM` is the driver's code for everything that the kernel refuses it.)"""
 MAX_REFUSED = 4096
-"""The most instances remembered as unusable; beyond it the oldest are forgotten. Each start of an owner is a new instance."""
+"""The most instances remembered as unusable; beyond it the oldest are forgotten. Each start of an
+owner is a new instance.
+"""
 
 
 class Refusals:
@@ -43,7 +48,9 @@ class Refusals:
         return time.monotonic() < self._until.get(instance, 0.0)
 
     def add(self, instance: bytes, seconds: float = float("inf")) -> None:
-        """Refuse `instance` for so many seconds; by default for good, as no later instance has the same name."""
+        """Refuse `instance` for so many seconds; by default for good, as no later instance has the
+        same name.
+        """
         with self._lock:
             self._until.pop(instance, None)
             self._until[instance] = time.monotonic() + seconds
@@ -51,14 +58,22 @@ class Refusals:
                 del self._until[next(iter(self._until))]
 
     def failed(self, instance: bytes, error: Exception) -> None:
-        """`instance` could not be opened: refuse it for `pause(error)`. A failure of the server is logged for debugging only."""
+        """`instance` could not be opened: refuse it for `pause(error)`. A failure of the server is
+        logged for debugging only.
+        """
         self.add(instance, pause(error))
-        level = logging.WARNING if isinstance(error, LayoutError | SegmentError | OSError) else logging.DEBUG
+        level = (
+            logging.WARNING
+            if isinstance(error, LayoutError | SegmentError | OSError)
+            else logging.DEBUG
+        )
         log.log(level, "instance %s cannot be read in place: %s", instance.hex(), error)
 
 
 def pause(error: Exception) -> float:
-    """Seconds until an instance that could not be opened is tried again; infinite if trying again cannot help."""
+    """Seconds until an instance that could not be opened is tried again; infinite if trying again
+    cannot help.
+    """
     if isinstance(error, ServerTimeout):
         return SLOW_SECONDS
     if not isinstance(error, LayoutError | SegmentError | OSError):
@@ -72,7 +87,9 @@ def pause(error: Exception) -> float:
 
 
 class Tables:
-    """The generation tables of other instances. Any thread. A table is forgotten once its scheduler's process has ended."""
+    """The generation tables of other instances. Any thread. A table is forgotten once its
+    scheduler's process has ended.
+    """
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -83,10 +100,11 @@ class Tables:
         self._pidfds: dict[int, bytes] = {}
 
     def view(self, instance: bytes) -> GenerationView | None:
-        """The table of `instance`; None while it cannot be opened, and once it is dead or its scheduler has ended. Never raises.
+        """The table of `instance`; None while it cannot be opened, and once it is dead or its
+        scheduler has ended. Never raises.
 
-        Takes some microseconds for an open table, and some requests to the server, each with its deadline, for a new one.
-        """
+        Takes some microseconds for an open table, and some requests to the server, each with its
+        deadline, for a new one."""
         with self._lock:
             self._bury()
             view = self._views.get(instance)
@@ -131,7 +149,9 @@ class Tables:
 
 
 def open_table(client: Client, instance: bytes) -> tuple[Joined, GenerationView]:
-    """What the server knows of `instance`, and its generation table. Raises SegmentError if the table is another's, and VCacheError."""
+    """What the server knows of `instance`, and its generation table. Raises SegmentError if the
+    table is another's, and VCacheError.
+    """
     joined, fd = client.open_instance(instance)
     try:
         return joined, GenerationView.open(fd, instance, joined.blocks)
@@ -140,8 +160,8 @@ def open_table(client: Client, instance: bytes) -> tuple[Joined, GenerationView]
 
 
 def open_process(client: Client, instance: bytes, rank: int) -> int:
-    """A pidfd of the process of `rank` of `instance`; the caller closes it. Raises SegmentError if it is none, OSError, and what the client
-    raises."""
+    """A pidfd of the process of `rank` of `instance`; the caller closes it. Raises SegmentError if
+    it is none, OSError, and what the client raises."""
     fd = client.open_process(instance, rank)
     try:
         if not processes.is_pidfd(fd, 0):

@@ -1,4 +1,6 @@
-"""Checks the arguments of the engine's calls, and brings them into one form. A wrong one is a ValueError that says which and why."""
+"""Checks the arguments of the engine's calls, and brings them into one form. A wrong one is a
+ValueError that says which and why.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,17 @@ KVCaches = Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 
 
 def first_wanted(mask: object, size: int) -> int:
-    """Index of the first token that the mask wants, `size` if it wants none. None wants all. ValueError if False comes after True."""
+    """Index of the first token that the mask wants, `size` if it wants none. None wants all.
+    ValueError if False comes after True.
+    """
     if mask is None:
         return 0
     if not isinstance(mask, torch.Tensor) or mask.shape != (size,) or mask.dtype != torch.bool:
-        given = f"{tuple(mask.shape)} {mask.dtype}" if isinstance(mask, torch.Tensor) else type(mask).__name__
+        given = (
+            f"{tuple(mask.shape)} {mask.dtype}"
+            if isinstance(mask, torch.Tensor)
+            else type(mask).__name__
+        )
         raise ValueError(f"mask is {given}; expected ({size},) torch.bool, one for each token")
     try:
         wanted = int(mask.sum())
@@ -29,31 +37,41 @@ def first_wanted(mask: object, size: int) -> int:
     except RuntimeError as error:  # a meta tensor, for example
         raise ValueError(f"mask cannot be read: {error}") from error
     if not prefix_only:
-        raise ValueError("mask must be False on a prefix and True on the rest; it has False after True")
+        raise ValueError(
+            "mask must be False on a prefix and True on the rest; it has False after True"
+        )
     return size - wanted
 
 
 def as_slots(slot_mapping: SlotMapping, size: int, offset: int) -> npt.NDArray[np.int64]:
-    """Shape (size,), int64: the slot of each token, -1 before `offset`. slot_mapping: those of tokens [offset, size). ValueError."""
+    """Shape (size,), int64: the slot of each token, -1 before `offset`. slot_mapping: those of
+    tokens [offset, size). ValueError.
+    """
     try:
         offset = operator.index(offset)
         if isinstance(slot_mapping, torch.Tensor):
             slot_mapping = (slot_mapping.cpu() if slot_mapping.is_cuda else slot_mapping).numpy()
         given = np.asarray(slot_mapping)
     except Exception as error:  # whatever a foreign object raises
-        raise ValueError(f"slot_mapping or offset {offset!r} cannot be read: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"slot_mapping or offset {offset!r} cannot be read: {type(error).__name__}: {error}"
+        ) from error
     if given.size and given.dtype.kind not in "iu":
         raise ValueError(f"slot_mapping has type {given.dtype}; expected integers")
     if given.size and given.dtype == np.uint64 and int(given.max()) >= 1 << 63:
         raise ValueError(f"slot_mapping names slot {given.max()}; expected 64-bit signed integers")
     slots = np.ascontiguousarray(given, dtype=np.int64)
     if slots.ndim != 1 or len(slots) != size - offset or offset < 0:
-        raise ValueError(f"slot_mapping has shape {slots.shape}; expected ({size} tokens - offset {offset},)")
+        raise ValueError(
+            f"slot_mapping has shape {slots.shape}; expected ({size} tokens - offset {offset},)"
+        )
     return slots if not offset else np.concatenate([np.full(offset, -1, dtype=np.int64), slots])
 
 
 def as_kvcaches(kvcaches: object) -> list[torch.Tensor]:
-    """The KV caches as a list, one tensor a layer, in the order given. ValueError for anything but dense tensors."""
+    """The KV caches as a list, one tensor a layer, in the order given. ValueError for anything but
+    dense tensors.
+    """
     if isinstance(kvcaches, Mapping):
         kvcaches = list(kvcaches.values())
     if not isinstance(kvcaches, Sequence) or not all(
@@ -66,7 +84,9 @@ def as_kvcaches(kvcaches: object) -> list[torch.Tensor]:
 
 
 def as_salt(salt: object) -> bytes:
-    """The salt as bytes; empty for None, which means no salt, as in vLLM and LMCache. ValueError."""
+    """The salt as bytes; empty for None, which means no salt, as in vLLM and LMCache.
+    ValueError.
+    """
     if salt is None:
         return b""
     if not isinstance(salt, bytes | bytearray | memoryview):
@@ -77,13 +97,19 @@ def as_salt(salt: object) -> bytes:
 def as_key(cache_key: object) -> ChunkKey:
     """The argument as a chunk key. ValueError if it is not `KEY_BYTES` bytes."""
     if not isinstance(cache_key, bytes) or len(cache_key) != KEY_BYTES:
-        given = f"{len(cache_key)} bytes" if isinstance(cache_key, bytes) else f"a {type(cache_key).__name__}"
+        given = (
+            f"{len(cache_key)} bytes"
+            if isinstance(cache_key, bytes)
+            else f"a {type(cache_key).__name__}"
+        )
         raise ValueError(f"cache_key is {given}; expected {KEY_BYTES} bytes, one of `keys(tokens)`")
     return ChunkKey(cache_key)
 
 
 def as_seconds(timeout: object) -> float:
-    """A timeout in seconds, limited to what a lock can wait. ValueError for NaN and what is no number."""
+    """A timeout in seconds, limited to what a lock can wait. ValueError for NaN and what is no
+    number.
+    """
     if not isinstance(timeout, int | float) or timeout != timeout:
         raise ValueError(f"timeout is {timeout!r}; expected seconds")
     return min(max(timeout, 0.0), threading.TIMEOUT_MAX / 2)

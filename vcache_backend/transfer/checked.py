@@ -24,27 +24,39 @@ STUCK_SECONDS = 10.0
 """How long to wait for a copy whose checksums cannot be verified."""
 
 
-def looked_at(session: Session, kv: PagedKV, views: Sequence[SlotView], keys: Sequence[ChunkKey], copy: Completion) -> Completion:
-    """Add the verification of checksums to a running copy that reads `views` (and perhaps more), if there are checksums.
+def looked_at(
+    session: Session,
+    kv: PagedKV,
+    views: Sequence[SlotView],
+    keys: Sequence[ChunkKey],
+    copy: Completion,
+) -> Completion:
+    """Add the verification of checksums to a running copy that reads `views` (and perhaps more), if
+    there are checksums.
 
-    keys: of the chunks in `views`. `done` and `wait` of the result raise ChecksumError if a slot does not match; its chunk is then counted
-    and removed from the pool.
-    """
+    keys: of the chunks in `views`. `done` and `wait` of the result raise ChecksumError if a slot
+    does not match; its chunk is then counted and removed from the pool."""
     if session.sealer is None or not views:
         return copy
     try:
         look = session.sealer.verify(views, keys, kv.chunk_bytes(session.chunk_size), copy)
     except BaseException as error:
-        # To the caller a VCacheError means that nothing writes into its blocks: first wait for the copy.
+        # To the caller a VCacheError means that nothing writes into its blocks: first wait for the
+        # copy.
         if not copy.wait(STUCK_SECONDS):
-            raise RuntimeError(f"a copy goes on whose slots cannot be looked at: {error}") from error
+            raise RuntimeError(
+                f"a copy goes on whose slots cannot be looked at: {error}"
+            ) from error
         raise
 
     def drop(bad: list[int]) -> None:
         session.committer.remove([keys[i] for i in bad])
         for i in bad:
             if session.stats.failed("checksum") == 1:
-                log.error("chunk %s changed after its commit: it does not fit its checksum, and leaves the pool", keys[i].hex())
+                log.error(
+                    "chunk %s changed after its commit: it does not fit its checksum, and leaves the pool",
+                    keys[i].hex(),
+                )
 
     return CheckedScatter(copy, look, drop)
 
@@ -55,7 +67,9 @@ def of_copier(copy: Completion) -> Completion:
 
 
 def slot_bytes(session: Session, nbytes: int) -> int:
-    """Bytes of a slot for a chunk of `nbytes`, checksum included if there is one. LayoutError if such chunks cannot have one."""
+    """Bytes of a slot for a chunk of `nbytes`, checksum included if there is one. LayoutError if
+    such chunks cannot have one.
+    """
     if session.sealer is None:
         return nbytes
     from vcache_backend.vram_pool.checksum import sealed_bytes
@@ -64,7 +78,8 @@ def slot_bytes(session: Session, nbytes: int) -> int:
 
 
 class CheckedScatter:
-    """A Completion of a copy out of slots and the verification of their checksums. tell: called once with the numbers of bad slots, if any.
+    """A Completion of a copy out of slots and the verification of their checksums. tell: called
+    once with the numbers of bad slots, if any.
 
     If a slot is bad, `done` and `wait` raise ChecksumError once both are over.
     """
@@ -79,7 +94,11 @@ class CheckedScatter:
 
     def wait(self, timeout_s: float) -> bool:
         until = time.monotonic() + timeout_s
-        return self.copy.wait(timeout_s) and self._look.over.wait(max(until - time.monotonic(), 0.0)) and self._right()
+        return (
+            self.copy.wait(timeout_s)
+            and self._look.over.wait(max(until - time.monotonic(), 0.0))
+            and self._right()
+        )
 
     @property
     def seconds(self) -> float | None:

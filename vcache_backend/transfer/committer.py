@@ -1,4 +1,6 @@
-"""A session's background thread: commits its stores, and sends the server the messages of `courier`."""
+"""A session's background thread: commits its stores, and sends the server the messages of
+`courier`.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,12 @@ _SLICE_SECONDS = 0.05
 
 
 class PendingStore(NamedTuple):
-    """A copy under way into the reserved slots of the chunks `keys`. prefix: keys of the chunks before them.
+    """A copy under way into the reserved slots of the chunks `keys`. prefix: keys of the chunks
+    before them.
 
-    keepalive: the slots' views, whose mapping must live until the copy is complete. sealed: the writing of checksums, after the copy; None
-    if there are none. holds: called once the copy is complete; returns whether the copied bytes still belonged to `keys`.
-    """
+    keepalive: the slots' views, whose mapping must live until the copy is complete. sealed: the
+    writing of checksums, after the copy; None if there are none. holds: called once the copy is
+    complete; returns whether the copied bytes still belonged to `keys`."""
 
     completion: Completion
     sealed: Completion | None
@@ -39,13 +42,19 @@ class PendingStore(NamedTuple):
 
 
 class Committer(Courier):
-    """Commits the stores of one session in the order of submission, each once its copy and its checksums are complete. Other messages
-    to the server do not wait for stores."""
+    """Commits the stores of one session in the order of submission, each once its copy and its
+    checksums are complete. Other messages to the server do not wait for stores."""
 
     def __init__(
-        self, client: Client, stats: EngineStats, max_inflight: int, listeners: Sequence[Callable[[list[ChunkKey]], None]] = ()
+        self,
+        client: Client,
+        stats: EngineStats,
+        max_inflight: int,
+        listeners: Sequence[Callable[[list[ChunkKey]], None]] = (),
     ) -> None:
-        """listeners: called in the commit thread with chunks that have become visible to others. The sequence may change later."""
+        """listeners: called in the commit thread with chunks that have become visible to others.
+        The sequence may change later.
+        """
         self._stats, self._max_inflight, self._listeners = stats, max_inflight, listeners
         self._queue: deque[PendingStore] = deque()
         super().__init__(client)
@@ -79,8 +88,9 @@ class Committer(Courier):
                 self._queue.popleft()
 
     def _finish(self, store: PendingStore) -> bool:
-        """Commit a store if its copies are over; False if they are not. However late the commit is, it is safe: the server refuses it once
-        the reservation has expired, and has given the slots to nobody else meanwhile."""
+        """Commit a store if its copies are over; False if they are not. However late the commit is,
+        it is safe: the server refuses it once the reservation has expired, and has given the slots
+        to nobody else meanwhile."""
         for written in (store.completion, store.sealed):
             if written is not None and not written.wait(_SLICE_SECONDS):
                 return False
@@ -101,7 +111,9 @@ class Committer(Courier):
         if not visible:
             self._stats.failed("reservation_void")
             return True
-        self._stats.count(chunks_stored=visible, tokens_stored=store.tokens, bytes_stored=store.nbytes)
+        self._stats.count(
+            chunks_stored=visible, tokens_stored=store.tokens, bytes_stored=store.nbytes
+        )
         for listener in self._listeners:
             listener(store.keys)
         return True

@@ -1,4 +1,6 @@
-"""Messages to the server that nobody waits for: leases that ended, reservations given back, chunks touched or removed."""
+"""Messages to the server that nobody waits for: leases that ended, reservations given back, chunks
+touched or removed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from vcache_backend.metadata_server.messages import ChunkKey, InstanceId, Leased
 log = logging.getLogger(__name__)
 
 MOST_LETTERS = 4096
-"""How many letters to keep until the server is back. Leases and reservations whose letters are dropped expire by themselves."""
+"""How many letters to keep until the server is back. Leases and reservations whose letters are
+dropped expire by themselves.
+"""
 MANY_LETTERS = 32
 """With so many letters the thread starts at once."""
 RETRY_SECONDS = 1.0
@@ -33,8 +37,8 @@ class _Letter(NamedTuple):
 
 
 class Courier:
-    """A thread that sends messages to the server while there is a connection. All methods may be called from any thread; only `flush` and
-    `close` wait."""
+    """A thread that sends messages to the server while there is a connection. All methods may be
+    called from any thread; only `flush` and `close` wait."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -45,8 +49,9 @@ class Courier:
         self._thread.start()
 
     def release(self, lease: int) -> None:
-        """End a lease that nothing is read under any more, after `LATER_SECONDS`: if it started at once, the thread would take the
-        interpreter from the caller, who is about to produce a token."""
+        """End a lease that nothing is read under any more, after `LATER_SECONDS`: if it started at
+        once, the thread would take the interpreter from the caller, who is about to produce a
+        token."""
         self._post(_Letter(self._client.release, lease, again=True), urgent=False)
 
     def release_asked(self, sent: Sent[Leased]) -> None:
@@ -67,14 +72,20 @@ class Courier:
 
     def retract(self, instance: InstanceId, sequence: int) -> None:
         """Withdraw what `instance` has published with a lower sequence number."""
-        self._post(_Letter(lambda before: self._client.retract(instance, before), sequence, again=True))
+        self._post(
+            _Letter(lambda before: self._client.retract(instance, before), sequence, again=True)
+        )
 
     def hint(self, instance: bytes, keys: list[ChunkKey]) -> None:
-        """Tell the owner `instance` that a load reads the last of these chunks, and perhaps others of them. After `LATER_SECONDS`."""
+        """Tell the owner `instance` that a load reads the last of these chunks, and perhaps others
+        of them. After `LATER_SECONDS`.
+        """
         self._post(_Letter(lambda prefix: self._client.hint(instance, prefix), keys), urgent=False)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all work is done or given up; False after `timeout` seconds. Letters that wait for a connection do not count."""
+        """Wait until all work is done or given up; False after `timeout` seconds. Letters that wait
+        for a connection do not count.
+        """
         with self._changed:
             if self._stopping:
                 return not self._has_work()
@@ -83,7 +94,9 @@ class Courier:
             return self._changed.wait_for(lambda: not (self._has_work() or self._busy), timeout)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Send what there is, for at most `timeout` seconds, and end the thread after its current call. Idempotent."""
+        """Send what there is, for at most `timeout` seconds, and end the thread after its current
+        call. Idempotent.
+        """
         self.flush(timeout)
         with self._changed:
             self._stopping = True
@@ -131,7 +144,9 @@ class Courier:
         return self._urgent or len(self._letters) >= MANY_LETTERS
 
     def _work(self) -> None:
-        """Send the letters that are there now, not those that arrive meanwhile: more important work may be waiting."""
+        """Send the letters that are there now, not those that arrive meanwhile: more important work
+        may be waiting.
+        """
         for _ in range(len(self._letters)):
             if self._stopping or not self._client.connected:
                 return

@@ -12,8 +12,8 @@ from vcache_backend.transfer.sources import LoadContext, Part, Source, upload
 
 @dataclass
 class HeldChunk:
-    """One chunk's bytes (1-D uint8, host memory), valid until `give_back` is called, which happens once. epoch: the one in which the
-    offload tier had stored the chunk."""
+    """One chunk's bytes (1-D uint8, host memory), valid until `give_back` is called, which happens
+    once. epoch: the one in which the offload tier had stored the chunk."""
 
     payload: Tensor
     give_back: Callable[[], None]
@@ -28,7 +28,9 @@ class HeldChunk:
 
 
 class HeldSource(Source):
-    """Chunks by number, which come from no other source. Each is given back once it is in place, or not needed any more."""
+    """Chunks by number, which come from no other source. Each is given back once it is in place, or
+    not needed any more.
+    """
 
     def __init__(self, context: LoadContext, held: Mapping[int, HeldChunk]) -> None:
         self._context, self._held = context, dict(held)

@@ -2,24 +2,30 @@
 
 key = namespace prefix (8 bytes) ‖ digest (16 bytes) ‖ rank (2 bytes, big-endian)
 
-The namespace is BLAKE2b-256 of the layout (see `layout`): model, revision, dtype, geometry, sizes of chunks and parallel groups, and
-what an integration adds. The digests are of several kinds. They cannot collide, since each has its own `person` or namespace:
+The namespace is BLAKE2b-256 of the layout (see `layout`): model, revision, dtype, geometry, sizes
+of chunks and parallel groups, and what an integration adds. The digests are of several kinds. They
+cannot collide, since each has its own `person` or namespace:
 
 | digest | is BLAKE2b-128, keyed with the namespace's fingerprint, of | `person` |
 | --- | --- | --- |
-| the engine's, chunk i | h(i-1) ‖ tokens of chunk i as little-endian uint32, with h(-1) the next line's | `vcache-chunk-1` |
+| the engine's, chunk i | h(i-1) ‖ tokens of chunk i as little-endian uint32, with h(-1) the next
+line's | `vcache-chunk-1` |
 | its root | the salt | `vcache-salt-1` |
-| of a state that belongs to a chunk, part i | the chunk's digest ‖ i, one byte (not keyed) | `vcache-state-1` |
-| LMCache's | count of tag names and values ‖ those, sorted, each with its length ‖ LMCache's hash, signed | `vcache-lmcache-1` |
+| of a state that belongs to a chunk, part i | the chunk's digest ‖ i, one byte (not keyed) |
+`vcache-state-1` |
+| LMCache's | count of tag names and values ‖ those, sorted, each with its length ‖ LMCache's hash,
+signed | `vcache-lmcache-1` |
 | vLLM's | nothing: the first 16 bytes of vLLM's hash of the chunk's last block | |
 | vLLM's, with an adapter | that key, keyed with the adapter's digest | |
-| the adapter's digest (256 bits) | its name, its path, and its content, each with its length (not keyed) | `vcache-lora-2` |
+| the adapter's digest (256 bits) | its name, its path, and its content, each with its length (not
+keyed) | `vcache-lora-2` |
 
-The engine's chain makes a key stand for its whole prefix. The fingerprint keeps namespaces apart whatever the tokens are. The salt, which
-clients of a tenant may choose, cannot imitate a chain. vLLM's block hash is a chain, too, and covers the salt, the adapter's name and the
-multimodal inputs; the root of that chain is in the namespace. LMCache's chunk hash stands for the whole prefix but has only 64 bits, and
-hashing it again does not add any. The others have 128 bits of a cryptographic hash, so tokens need not be compared on a hit.
-"""
+The engine's chain makes a key stand for its whole prefix. The fingerprint keeps namespaces apart
+whatever the tokens are. The salt, which clients of a tenant may choose, cannot imitate a chain.
+vLLM's block hash is a chain, too, and covers the salt, the adapter's name and the multimodal
+inputs; the root of that chain is in the namespace. LMCache's chunk hash stands for the whole prefix
+but has only 64 bits, and hashing it again does not add any. The others have 128 bits of a
+cryptographic hash, so tokens need not be compared on a hit."""
 
 from __future__ import annotations
 
@@ -44,7 +50,8 @@ Tokens = npt.NDArray[np.uint32]
 
 
 def as_tokens(tokens: Sequence[int] | Any) -> Tokens:
-    """Tokens as a 1-D uint32 array, from a sequence, numpy array or tensor (on a GPU: copied to the host).
+    """Tokens as a 1-D uint32 array, from a sequence, numpy array or tensor (on a GPU: copied to the
+    host).
 
     ValueError unless `tokens` has one dimension and holds integers from 0 to 2^32 - 1.
     """
@@ -57,20 +64,32 @@ def as_tokens(tokens: Sequence[int] | Any) -> Tokens:
         return cast(Tokens, ids)
     # One pass finds any bit above the 32, and a sign, too.
     if int(np.bitwise_or.reduce(ids)) >> 32:
-        raise ValueError(f"tokens are from {ids.min()} to {ids.max()}; expected 0 to {(1 << 32) - 1}")
+        raise ValueError(
+            f"tokens are from {ids.min()} to {ids.max()}; expected 0 to {(1 << 32) - 1}"
+        )
     return ids.astype(np.uint32)
 
 
 def as_integers(tokens: Sequence[int] | Any) -> npt.NDArray[np.integer[Any]]:
-    """`tokens` as a 1-D array of their own integer type. Values are not checked. ValueError unless they are integers in one dimension."""
+    """`tokens` as a 1-D array of their own integer type. Values are not checked. ValueError unless
+    they are integers in one dimension.
+    """
     there: Any = tokens
     try:
         # `Tensor.numpy` takes a third of the time of `np.asarray` of a tensor.
-        ids = np.asarray((there.cpu() if there.is_cuda else there).numpy() if hasattr(there, "is_cuda") else there)
+        ids = np.asarray(
+            (there.cpu() if there.is_cuda else there).numpy()
+            if hasattr(there, "is_cuda")
+            else there
+        )
     except Exception as error:  # whatever a foreign object raises
-        raise ValueError(f"tokens are a {type(tokens).__name__} that cannot be read: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"tokens are a {type(tokens).__name__} that cannot be read: {type(error).__name__}: {error}"
+        ) from error
     if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
-        raise ValueError(f"tokens have shape {ids.shape} and type {ids.dtype}; expected one dimension of integers")
+        raise ValueError(
+            f"tokens have shape {ids.shape} and type {ids.dtype}; expected one dimension of integers"
+        )
     return ids if len(ids) else np.empty(0, dtype=np.uint32)
 
 
@@ -83,20 +102,27 @@ class _Hashed(NamedTuple):
 
 
 class TokenHasher:
-    """Makes keys of rank 0 for the whole chunks of a token sequence, for one namespace and chunk size. Any thread.
+    """Makes keys of rank 0 for the whole chunks of a token sequence, for one namespace and chunk
+    size. Any thread.
 
-    Leading chunks that the previous sequence had, too, are not hashed again: a look-up, a retrieve and a store of one prompt hash it once.
-    """
+    Leading chunks that the previous sequence had, too, are not hashed again: a look-up, a retrieve
+    and a store of one prompt hash it once."""
 
     def __init__(self, namespace: Namespace, chunk_size: int) -> None:
         self.chunk_size, self._step = chunk_size, 4 * chunk_size
         self._prefix, self._suffix = namespace.prefix, bytes(RANK_BYTES)
-        self._root = blake2b(key=namespace.fingerprint, digest_size=HASH_BYTES, person=b"vcache-salt-1")
-        self._chunk = blake2b(key=namespace.fingerprint, digest_size=HASH_BYTES, person=b"vcache-chunk-1")
+        self._root = blake2b(
+            key=namespace.fingerprint, digest_size=HASH_BYTES, person=b"vcache-salt-1"
+        )
+        self._chunk = blake2b(
+            key=namespace.fingerprint, digest_size=HASH_BYTES, person=b"vcache-chunk-1"
+        )
         self._last = _Hashed(b"", b"", [])
 
     def keys(self, tokens: Sequence[int] | Any, salt: bytes = b"") -> list[ChunkKey]:
-        """One key for each whole chunk of `tokens` (see `as_tokens`); a tail shorter than a chunk has none."""
+        """One key for each whole chunk of `tokens` (see `as_tokens`); a tail shorter than a chunk
+        has none.
+        """
         ids, size = as_tokens(tokens), self.chunk_size
         # A copy: the caller may write into its array.
         raw = ids[: len(ids) // size * size].astype("<u4", copy=False).tobytes()
@@ -144,44 +170,61 @@ class TokenHasher:
 
 
 class BlockHashKeys:
-    """Makes keys of rank 0 from vLLM's block hashes, for one namespace. hashes_per_chunk: how many hashes a chunk spans. Any thread."""
+    """Makes keys of rank 0 from vLLM's block hashes, for one namespace. hashes_per_chunk: how many
+    hashes a chunk spans. Any thread.
+    """
 
     def __init__(self, namespace: Namespace, hashes_per_chunk: int) -> None:
         self._prefix, self._each = namespace.prefix, hashes_per_chunk
         self._suffix = bytes(RANK_BYTES)
 
-    def keys(self, hashes: Sequence[bytes], first: int, stop: int, adapter: bytes = b"") -> list[ChunkKey]:
-        """The keys of the chunks [first, stop). hashes: those of all the request's blocks. adapter: see `adapter_digest`.
+    def keys(
+        self, hashes: Sequence[bytes], first: int, stop: int, adapter: bytes = b""
+    ) -> list[ChunkKey]:
+        """The keys of the chunks [first, stop). hashes: those of all the request's blocks. adapter:
+        see `adapter_digest`.
 
-        Raises ConfigError for hashes too short to stand for a prefix: those of a `prefix_caching_hash_algo` that is not cryptographic.
-        """
+        Raises ConfigError for hashes too short to stand for a prefix: those of a
+        `prefix_caching_hash_algo` that is not cryptographic."""
         each, prefix, suffix = self._each, self._prefix, self._suffix
-        made = [prefix + last[:HASH_BYTES] + suffix for last in hashes[(first + 1) * each - 1 : stop * each : each]]
+        made = [
+            prefix + last[:HASH_BYTES] + suffix
+            for last in hashes[(first + 1) * each - 1 : stop * each : each]
+        ]
         if made and len(made[-1]) != KEY_BYTES:
             raise ConfigError(
                 f"a block hash has {len(hashes[each - 1])} B, {HASH_BYTES} are needed: set --prefix-caching-hash-algo sha256"
             )
         if adapter:
-            made = [prefix + blake2b(key, key=adapter, digest_size=HASH_BYTES).digest() + suffix for key in made]
+            made = [
+                prefix + blake2b(key, key=adapter, digest_size=HASH_BYTES).digest() + suffix
+                for key in made
+            ]
         return cast(list[ChunkKey], made)
 
 
 def state_keys(keys: Sequence[ChunkKey], parts: int) -> list[ChunkKey]:
-    """The keys of the states after these chunks' last tokens, `parts` for each chunk, chunk by chunk. keys: of rank 0."""
+    """The keys of the states after these chunks' last tokens, `parts` for each chunk, chunk by
+    chunk. keys: of rank 0.
+    """
     cut = slice(NAMESPACE_BYTES, -RANK_BYTES)
     made = [
         (key, blake2b(key[cut] + bytes([part]), digest_size=HASH_BYTES, person=b"vcache-state-1"))
         for key in keys
         for part in range(parts)
     ]
-    return [ChunkKey(key[:NAMESPACE_BYTES] + digest.digest() + key[-RANK_BYTES:]) for key, digest in made]
+    return [
+        ChunkKey(key[:NAMESPACE_BYTES] + digest.digest() + key[-RANK_BYTES:])
+        for key, digest in made
+    ]
 
 
 def adapter_digest(lora_request: Any, content: str) -> bytes:
-    """32 bytes that identify a LoRA adapter by its name, its path and `content` (see `Adapters.content`).
+    """32 bytes that identify a LoRA adapter by its name, its path and `content` (see
+    `Adapters.content`).
 
-    vLLM's block hashes cover name and path at most. That is enough within one process, but chunks outlive it.
-    """
+    vLLM's block hashes cover name and path at most. That is enough within one process, but chunks
+    outlive it."""
     digest = blake2b(digest_size=32, person=b"vcache-lora-2")
     for part in (str(lora_request.lora_name), str(lora_request.lora_path), content):
         data = part.encode("utf-8", "surrogatepass")
@@ -195,7 +238,9 @@ Tags = tuple[tuple[str, Any], ...] | None
 
 
 class TaggedHash(Protocol):
-    """The fields of LMCache's `CacheEngineKey` that are hashed here. Its others are in the namespace."""
+    """The fields of LMCache's `CacheEngineKey` that are hashed here. Its others are in the
+    namespace.
+    """
 
     chunk_hash: int
     tags: Tags
@@ -207,12 +252,18 @@ class TaggedHashKeys:
     def __init__(self, namespace: Namespace, rank: int) -> None:
         self._prefix = namespace.prefix
         self._suffix = rank.to_bytes(RANK_BYTES, "big")
-        self._root = blake2b(key=namespace.fingerprint, digest_size=HASH_BYTES, person=b"vcache-lmcache-1")
+        self._root = blake2b(
+            key=namespace.fingerprint, digest_size=HASH_BYTES, person=b"vcache-lmcache-1"
+        )
 
     def keys(self, keys: Sequence[TaggedHash]) -> list[ChunkKey]:
-        """One key for each of `keys`. ValueError for keys of single layers, which are not supported."""
+        """One key for each of `keys`. ValueError for keys of single layers, which are not
+        supported.
+        """
         if keys and getattr(keys[0], "layer_id", None) is not None:
-            raise ValueError("a key of one layer: LMCache runs with use_layerwise, which vcache does not support")
+            raise ValueError(
+                "a key of one layer: LMCache runs with use_layerwise, which vcache does not support"
+            )
         return [self.of_request([key.chunk_hash], key.tags)[0] for key in keys]
 
     def of_request(self, hashes: Sequence[int], tags: Tags) -> list[ChunkKey]:
@@ -227,7 +278,9 @@ class TaggedHashKeys:
     def _tagged(self, tags: Tags) -> blake2b:
         """The hash state after the tags, sorted by name. Empty tags and None are the same."""
         state = self._root.copy()
-        pairs = sorted((name.encode("utf-8", "surrogatepass"), _canonical(value)) for name, value in tags or ())
+        pairs = sorted(
+            (name.encode("utf-8", "surrogatepass"), _canonical(value)) for name, value in tags or ()
+        )
         parts = [part for pair in pairs for part in pair]
         state.update(len(parts).to_bytes(4, "big"))
         for part in parts:

@@ -16,15 +16,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CHECKSUM = "ml64x2-2"
-"""`Layout.extra["checksum"]` where engine.checksum is on. It equals `checksum.NAME`, which is not imported since it needs Triton."""
+"""`Layout.extra["checksum"]` where engine.checksum is on. It equals `checksum.NAME`, which is not
+imported since it needs Triton.
+"""
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that changes the bytes of a chunk, or who may read it. Two instances share if and only if all of it is equal.
+    """Everything that changes the bytes of a chunk, or who may read it. Two instances share if and
+    only if all of it is equal.
 
-    block_size, chunk_size: in tokens. kv_layout: how a block arranges the KV of one layer, as `PagedKV.describe()` names it.
-    extra: what an integration must add (LoRA, quantisation, a tenant's salt, the hash algorithm and seed of foreign block hashes).
-    """
+    block_size, chunk_size: in tokens. kv_layout: how a block arranges the KV of one layer, as
+    `PagedKV.describe()` names it. extra: what an integration must add (LoRA, quantisation, a
+    tenant's salt, the hash algorithm and seed of foreign block hashes)."""
 
     model: str
     revision: str = ""
@@ -46,13 +49,17 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         """Raises ValueError for values that no KV cache can have."""
         for name, kind in get_type_hints(Layout).items():
             value, least = getattr(self, name), int(name not in ("pp_rank", "kv_heads", "head_dim"))
-            if kind in (int, str) and (not isinstance(value, kind) or (kind is int and value < least)):
+            if kind in (int, str) and (
+                not isinstance(value, kind) or (kind is int and value < least)
+            ):
                 wanted = "a text" if kind is str else f"a whole number of {least} or more"
                 raise ValueError(f"Layout({name}={value!r}): expected {wanted}")
         if not all(isinstance(part, str) for pair in self.extra.items() for part in pair):
             raise ValueError(f"Layout(extra={self.extra!r}): expected texts only")
         if self.chunk_size % self.block_size:
-            raise ValueError(f"Layout(chunk_size={self.chunk_size}): expected a multiple of block_size {self.block_size}")
+            raise ValueError(
+                f"Layout(chunk_size={self.chunk_size}): expected a multiple of block_size {self.block_size}"
+            )
 
     @classmethod
     def of(
@@ -66,30 +73,43 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     ) -> Layout:
         """The layout of these tensors, one a layer, with blocks of `block_size` tokens.
 
-        axes: see `PagedKV.describe`; None: recognised from the shapes. more: fields that tensors do not show, such as `revision`,
-        `tp_size`, `extra`. Raises LayoutError if the tensors' arrangement is not recognised, ValueError for wrong values.
-        """
+        axes: see `PagedKV.describe`; None: recognised from the shapes. more: fields that tensors do
+        not show, such as `revision`, `tp_size`, `extra`. Raises LayoutError if the tensors'
+        arrangement is not recognised, ValueError for wrong values."""
         from vcache_backend.vram_pool.paged import PagedKV
 
         kv = PagedKV.describe(kvcaches, block_size, axes=axes)
         sizes = {axis: int(size) for axis, size in re.findall(r"([a-z]+)(\d+)[. ]", kv.name)}
         heads = {"kv_heads": sizes.get("head", 1), "head_dim": sizes.get("dim", 1)}
-        known: dict[str, Any] = {"dtype": kv.dtype, "layers": kv.layers, "block_size": block_size, "kv_layout": kv.name}
+        known: dict[str, Any] = {
+            "dtype": kv.dtype,
+            "layers": kv.layers,
+            "block_size": block_size,
+            "kv_layout": kv.name,
+        }
         return cls(model=model, **(heads | known | more))
 
     def fields(self) -> dict[str, str]:
         """All fields as text, for the server and for people. `extra` appears as `extra.NAME`."""
-        plain = {name: str(getattr(self, name)) for name in self.__struct_fields__ if name != "extra"}
+        plain = {
+            name: str(getattr(self, name)) for name in self.__struct_fields__ if name != "extra"
+        }
         return plain | {f"extra.{key}": value for key, value in sorted(self.extra.items())}
 
     def namespace(self) -> Namespace:
-        """The namespace of this layout: the 32-byte BLAKE2b digest of `fields()`, sorted, as MessagePack."""
+        """The namespace of this layout: the 32-byte BLAKE2b digest of `fields()`, sorted, as
+        MessagePack.
+        """
         canonical = msgspec.msgpack.encode(sorted(self.fields().items()))
-        return Namespace(hashlib.blake2b(canonical, digest_size=32, person=b"vcache-layout-1").digest())
+        return Namespace(
+            hashlib.blake2b(canonical, digest_size=32, person=b"vcache-layout-1").digest()
+        )
 
 
 class Namespace(NamedTuple):
-    """fingerprint: 32 bytes, the key of the token hash. prefix: its first 8 bytes, with which every chunk key begins."""
+    """fingerprint: 32 bytes, the key of the token hash. prefix: its first 8 bytes, with which every
+    chunk key begins.
+    """
 
     fingerprint: bytes
 
@@ -102,11 +122,16 @@ class Namespace(NamedTuple):
 
 
 def checked_layout(config: Config, layout: Layout) -> Layout:
-    """The layout with what the configuration adds to it: whether slots have checksums, and the offload tier's codec if it loses something.
+    """The layout with what the configuration adds to it: whether slots have checksums, and the
+    offload tier's codec if it loses something.
 
     Instances that differ in these never share chunks.
     """
-    extra = {name: value for name, value in layout.extra.items() if name not in ("checksum", "offload_codec")}
+    extra = {
+        name: value
+        for name, value in layout.extra.items()
+        if name not in ("checksum", "offload_codec")
+    }
     checksum = {"checksum": CHECKSUM} if config.engine.checksum else {}
     codec = {"offload_codec": config.offload.codec} if config.offload.loses else {}
     return msgspec.structs.replace(layout, extra=extra | checksum | codec)

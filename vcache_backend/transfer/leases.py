@@ -18,16 +18,19 @@ from vcache_backend.transfer.stats import EngineStats
 ASK_AGAIN_SECONDS = 0.02
 """How often `verdict` asks again while a lease has patience."""
 FOREIGN = -1
-"""The `connection` of a lease that another process took. Others may read under it, too, and that process ends it."""
+"""The `connection` of a lease that another process took. Others may read under it, too, and that
+process ends it.
+"""
 
 
 class Lease(msgspec.Struct, eq=False):
     """The right to read the chunks `keys`, which lie at `locations`.
 
-    deadline: when it ends (time.monotonic): `seconds` after it was asked for or renewed. connection: the number of the client's connection
-    on which it was granted, and with which it ends; FOREIGN if another process of this node took it. patience: seconds for which
-    `verdict` asks again if the lease did not hold or the server does not answer; for reads that cannot be taken back.
-    """
+    deadline: when it ends (time.monotonic): `seconds` after it was asked for or renewed.
+    connection: the number of the client's connection on which it was granted, and with which it
+    ends; FOREIGN if another process of this node took it. patience: seconds for which `verdict`
+    asks again if the lease did not hold or the server does not answer; for reads that cannot be
+    taken back."""
 
     id: int
     keys: list[ChunkKey]
@@ -43,7 +46,8 @@ class Lease(msgspec.Struct, eq=False):
 
 
 class AskedLease:
-    """A request for a lease on the leading run of `keys`, which was sent. As a context manager it drops the lease, unless it was fetched.
+    """A request for a lease on the leading run of `keys`, which was sent. As a context manager it
+    drops the lease, unless it was fetched.
 
     One thread.
     """
@@ -59,7 +63,9 @@ class AskedLease:
             self._failure = error
 
     def fetch(self) -> Lease | None:
-        """Wait for the answer. None if the pool has none of the chunks, or on a second call. Raises VCacheError."""
+        """Wait for the answer. None if the pool has none of the chunks, or on a second call. Raises
+        VCacheError.
+        """
         if self._failure is not None:
             raise self._failure
         sent, self._sent = self._sent, None
@@ -88,22 +94,43 @@ class AskedLease:
 
 
 class LeaseClient:
-    """The leases of one session. Any thread. note_epoch: called with the namespace's epoch that each answer names."""
+    """The leases of one session. Any thread. note_epoch: called with the namespace's epoch that
+    each answer names.
+    """
 
-    def __init__(self, client: Client, courier: Courier, stats: EngineStats, note_epoch: Callable[[int], None]) -> None:
-        self.client, self._courier, self._stats, self._note_epoch = client, courier, stats, note_epoch
+    def __init__(
+        self,
+        client: Client,
+        courier: Courier,
+        stats: EngineStats,
+        note_epoch: Callable[[int], None],
+    ) -> None:
+        self.client, self._courier, self._stats, self._note_epoch = (
+            client,
+            courier,
+            stats,
+            note_epoch,
+        )
 
     def acquire(self, keys: list[ChunkKey]) -> Lease | None:
-        """Lease the leading run of `keys` that is in the pool; None if it is empty. Raises VCacheError."""
+        """Lease the leading run of `keys` that is in the pool; None if it is empty. Raises
+        VCacheError.
+        """
         asked, connection = time.monotonic(), self.client.connections_lost
         return self.granted(keys, self.client.acquire(keys), asked, connection)
 
     def ask(self, keys: list[ChunkKey]) -> AskedLease:
-        """Like `acquire`, without waiting for the answer: `AskedLease.fetch` does. Never raises VCacheError; `fetch` does."""
+        """Like `acquire`, without waiting for the answer: `AskedLease.fetch` does. Never raises
+        VCacheError; `fetch` does.
+        """
         return AskedLease(self, keys)
 
-    def granted(self, keys: list[ChunkKey], leased: Leased, asked: float, connection: int) -> Lease | None:
-        """The lease in the server's answer to a request sent at `asked` (time.monotonic) on `connection`; None if it grants none."""
+    def granted(
+        self, keys: list[ChunkKey], leased: Leased, asked: float, connection: int
+    ) -> Lease | None:
+        """The lease in the server's answer to a request sent at `asked` (time.monotonic) on
+        `connection`; None if it grants none.
+        """
         self._stats.add_time("acquire", time.monotonic() - asked)
         self._note_epoch(leased.epoch)
         if not leased.lease:
@@ -112,12 +139,16 @@ class LeaseClient:
         return Lease(leased.lease, there, leased.locations, until, leased.seconds, connection)
 
     def good_for_a_copy(self, lease: Lease) -> bool:
-        """Whether the lease has more than half its time left, and the connection on which it was granted is still there."""
+        """Whether the lease has more than half its time left, and the connection on which it was
+        granted is still there.
+        """
         same = self.client.connected and lease.connection == self.client.connections_lost
         return same and lease.seconds_left > lease.seconds / 2
 
     def renew(self, lease: Lease) -> bool:
-        """Extend a lease to its full time from now on; False if it had ended, or the server did not answer. Waits for the answer."""
+        """Extend a lease to its full time from now on; False if it had ended, or the server did not
+        answer. Waits for the answer.
+        """
         asked = time.monotonic()
         try:
             held = self.client.renew(lease.id)
@@ -128,11 +159,12 @@ class LeaseClient:
         return held
 
     def verdict(self, lease: Lease, end: bool = True) -> bool:
-        """Whether the lease held until now, which is after a copy under it. end: end it, too; False while other copies go on under it.
+        """Whether the lease held until now, which is after a copy under it. end: end it, too; False
+        while other copies go on under it.
 
-        Within `GRACE_SECONDS` of the grant it holds by itself: True at once. Later the server is asked, and no answer means False. A lease
-        that is not ended here may have patience: then the answer is True if its chunks turn out to lie where they lay.
-        """
+        Within `GRACE_SECONDS` of the grant it holds by itself: True at once. Later the server is
+        asked, and no answer means False. A lease that is not ended here may have patience: then the
+        answer is True if its chunks turn out to lie where they lay."""
         end = end and lease.connection != FOREIGN
         granted = lease.deadline - lease.seconds
         if time.monotonic() < min(granted + GRACE_SECONDS, lease.deadline):
@@ -151,10 +183,12 @@ class LeaseClient:
     def _untouched(self, lease: Lease) -> bool:
         """Whether its chunks still lie at the locations in the lease; asks for `patience` seconds.
 
-        A slot that was used again has another generation, even after a restart of the server. Chunks that are missing may come back with
-        their segment, so it asks again.
-        """
-        until, before = time.monotonic() + lease.patience, dict(zip(lease.keys, lease.locations, strict=True))
+        A slot that was used again has another generation, even after a restart of the server.
+        Chunks that are missing may come back with their segment, so it asks again."""
+        until, before = (
+            time.monotonic() + lease.patience,
+            dict(zip(lease.keys, lease.locations, strict=True)),
+        )
         while time.monotonic() < until:
             with suppress(VCacheError):
                 found = self.client.acquire(list(before))

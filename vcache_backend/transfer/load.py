@@ -1,4 +1,6 @@
-"""A load: copies chunks into a KV cache, run by run as they arrive, from this node's memory or the offload tier."""
+"""A load: copies chunks into a KV cache, run by run as they arrive, from this node's memory or the
+offload tier.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,8 @@ ABSENT = "absent"
 """The cause of a load that ended because a chunk was nowhere to be found."""
 CANCELLED = "cancelled"
 NO_FAILURE = ("", ABSENT, "store_absent", CANCELLED, "checksum", "changed")
-"""Causes that are not counted as failures here. `checksum` is counted where the bad chunk is found; `changed` (an owner reused a block
-while it was read) has a counter of its own."""
+"""Causes that are not counted as failures here. `checksum` is counted where the bad chunk is found;
+`changed` (an owner reused a block while it was read) has a counter of its own."""
 SLICE_SECONDS = 0.005
 """How long `run` waits at most before it looks at all sources again."""
 LINGER_SECONDS = 0.1
@@ -43,11 +45,12 @@ LINGER_SECONDS = 0.1
 
 
 class Load:
-    """Copies the leading chunks of `keys` to their places. In the worker's thread that launches kernels.
+    """Copies the leading chunks of `keys` to their places. In the worker's thread that launches
+    kernels.
 
-    Call `advance` until it returns True: it does what it can without waiting. Then the `loaded` leading chunks are in place and verified,
-    and `cause` says why not all of them are. A load is not over while anything may still write into its places, unless it was abandoned.
-    """
+    Call `advance` until it returns True: it does what it can without waiting. Then the `loaded`
+    leading chunks are in place and verified, and `cause` says why not all of them are. A load is
+    not over while anything may still write into its places, unless it was abandoned."""
 
     def __init__(
         self,
@@ -68,20 +71,22 @@ class Load:
     ) -> None:
         """`keys[i]` and `places` belong to chunk i.
 
-        lease: an existing lease on the leading chunks, or one that was asked for; the load ends it, and asks for one on the rest.
-        mark: see `LoadContext`; None: the current stream continues behind the copies.
-        wait_seconds: how long to wait for chunks that are not there yet.
-        consume: remove the chunks once they are in place.
-        offload: look in the offload tier for what the pool lacks.
-        name: the request's, for the log.
-        held: chunks that the caller has in host memory, by number. A lease then begins with the first of the others.
-        residents: chunks in the KV caches of `neighbours`, by number. A KV cache that is new is mapped in the background, and the load
-        waits for it. Chunks that are gone when their copy would start may come from elsewhere. If there is no lease, the pool is asked
-        for the other chunks at once.
-        rest: returns the `keys` and `places` of all chunks, if those above are only the first ones. Called once the first ones are on
-        their way, or known to be missing.
-        """
-        self.keys, self.places, self.stats = keys, places, LoadStats(session, places.kv, name, len(keys))
+        lease: an existing lease on the leading chunks, or one that was asked for; the load ends it,
+        and asks for one on the rest. mark: see `LoadContext`; None: the current stream continues
+        behind the copies. wait_seconds: how long to wait for chunks that are not there yet.
+        consume: remove the chunks once they are in place. offload: look in the offload tier for
+        what the pool lacks. name: the request's, for the log. held: chunks that the caller has in
+        host memory, by number. A lease then begins with the first of the others. residents: chunks
+        in the KV caches of `neighbours`, by number. A KV cache that is new is mapped in the
+        background, and the load waits for it. Chunks that are gone when their copy would start may
+        come from elsewhere. If there is no lease, the pool is asked for the other chunks at once.
+        rest: returns the `keys` and `places` of all chunks, if those above are only the first ones.
+        Called once the first ones are on their way, or known to be missing."""
+        self.keys, self.places, self.stats = (
+            keys,
+            places,
+            LoadStats(session, places.kv, name, len(keys)),
+        )
         self.loaded, self.cause = 0, ""
         self._session, self._consume = session, consume
         self._context = LoadContext(session, places, keys, mark, self.stats)
@@ -89,22 +94,36 @@ class Load:
         if residents and lease is None and session.client.connected:
             numbers = [number for number in range(len(keys)) if number not in residents]
             lease = session.leases.ask([keys[number] for number in numbers]) if numbers else None
-        self._residents = self._of_others(residents or {}, neighbours) if residents or wait_seconds else None
+        self._residents = (
+            self._of_others(residents or {}, neighbours) if residents or wait_seconds else None
+        )
         poll = POLL_SECONDS if self._residents is None else SLICE_SECONDS
         self._pool = Pooled(self._context, lease, poll if wait_seconds else 0.0, numbers)
         self._memory = MemorySource(self._context, self._pool, self._residents)
-        self._offload = OffloadSource(self._context, session.tier) if offload and session.tier is not None else None
+        self._offload = (
+            OffloadSource(self._context, session.tier)
+            if offload and session.tier is not None
+            else None
+        )
         self._held = HeldSource(self._context, held or {})
-        self._sources: list[Source] = [self._memory, *([self._offload] if self._offload is not None else ()), self._held]
+        self._sources: list[Source] = [
+            self._memory,
+            *([self._offload] if self._offload is not None else ()),
+            self._held,
+        ]
         self._parts: deque[Part] = deque()
-        self._until, self._late = time.monotonic() + wait_seconds, "timeout" if wait_seconds else ABSENT
+        self._until, self._late = (
+            time.monotonic() + wait_seconds,
+            "timeout" if wait_seconds else ABSENT,
+        )
         self._end = len(keys)
         """The first chunk that is not wanted any more; no copy of it or of later ones starts."""
         self._rest = rest
         self._failed = self._cancelled = self._over = False
 
     def advance(self) -> bool:
-        """Do what is possible without waiting for chunks or copies, but for the server's answers. Never raises.
+        """Do what is possible without waiting for chunks or copies, but for the server's answers.
+        Never raises.
 
         Returns whether the load is over; from then on always True.
         """
@@ -125,7 +144,9 @@ class Load:
         return self._over
 
     def run(self, patience: float) -> int:
-        """Wait until it is over, or until no chunk has arrived for `patience` seconds. Returns how many chunks are in place."""
+        """Wait until it is over, or until no chunk has arrived for `patience` seconds. Returns how
+        many chunks are in place.
+        """
         moved, until = self.loaded, time.monotonic() + patience
         while not self.advance():
             now = time.monotonic()
@@ -160,7 +181,9 @@ class Load:
         return self._over or self.reached >= self._end
 
     def follow(self) -> None:
-        """Order the current stream behind the copies under way. Only needed with a `mark`; without one it already is."""
+        """Order the current stream behind the copies under way. Only needed with a `mark`; without
+        one it already is.
+        """
         try:
             for part in self._parts:
                 self._session.copier.fence(of_copier(part.moving))
@@ -170,11 +193,15 @@ class Load:
                 self._session.miss("load", error)
 
     def found(self, residents: Mapping[int, ResidentChunk]) -> None:
-        """These chunks, by number, have been found in neighbours' KV caches. An empty mapping: stop waiting for more."""
+        """These chunks, by number, have been found in neighbours' KV caches. An empty mapping: stop
+        waiting for more.
+        """
         if not residents:
             self._until, self._late = 0.0, ABSENT
         if self._residents is not None and not self._over:
-            self._residents.add({number: one for number, one in residents.items() if number >= self.reached})
+            self._residents.add(
+                {number: one for number, one in residents.items() if number >= self.reached}
+            )
 
     def hold(self, cause: str = ABSENT) -> None:
         """Start no further copies: the load ends with what is on its way now."""
@@ -189,28 +216,45 @@ class Load:
             source.cancel()
 
     def abandon(self) -> None:
-        """End the load as failed at once, although copies may still write into its places. A thread waits for those."""
+        """End the load as failed at once, although copies may still write into its places. A thread
+        waits for those.
+        """
         if not self._over:
             self._fail("copy")
             self._finish()
             if self._parts:
-                threading.Thread(target=self._linger, name="vcache-abandoned-load", daemon=True).start()
+                threading.Thread(
+                    target=self._linger, name="vcache-abandoned-load", daemon=True
+                ).start()
 
     @property
     def epoch(self) -> int:
-        """The epoch in which the offload tier stored the chunks that it provided; see `to_promote`."""
+        """The epoch in which the offload tier stored the chunks that it provided; see
+        `to_promote`.
+        """
         return min(self._context.epochs)
 
     def to_promote(self) -> list[int]:
-        """After the load: numbers of the chunks that came from the offload tier and should be stored in the pool again."""
+        """After the load: numbers of the chunks that came from the offload tier and should be
+        stored in the pool again.
+        """
         context, offload = self._context, self._offload
-        if len(context.epochs) != 1 or self._cancelled or offload is None or not offload.tier.promotes:
+        if (
+            len(context.epochs) != 1
+            or self._cancelled
+            or offload is None
+            or not offload.tier.promotes
+        ):
             return []
-        return [chunk for chunk in context.fetched if chunk < self.loaded and self.places.holds(chunk)]
+        return [
+            chunk for chunk in context.fetched if chunk < self.loaded and self.places.holds(chunk)
+        ]
 
     # ---- inside
 
-    def _of_others(self, residents: Mapping[int, ResidentChunk], neighbours: Neighbours | None) -> ResidentChunks | None:
+    def _of_others(
+        self, residents: Mapping[int, ResidentChunk], neighbours: Neighbours | None
+    ) -> ResidentChunks | None:
         if neighbours is None:
             return None
         from vcache_backend.transfer.resident import ResidentChunks
@@ -245,7 +289,11 @@ class Load:
             if part is not None:
                 self._parts.append(part)
                 self._grow()
-                if not (self._pool.more or self._held.expects(self.reached) or self._memory.has(self.reached)):
+                if not (
+                    self._pool.more
+                    or self._held.expects(self.reached)
+                    or self._memory.has(self.reached)
+                ):
                     for other in self._sources:
                         other.prepare(self.reached)
                 return True
@@ -259,15 +307,23 @@ class Load:
             self._end = self.stats.chunks = len(self.keys)
 
     def _give_up(self) -> None:
-        """Nothing could be launched: end the load here, unless the next chunk is on its way or may still come."""
+        """Nothing could be launched: end the load here, unless the next chunk is on its way or may
+        still come.
+        """
         if any(source.expects(self.reached) for source in self._sources):
             return
-        # Waiting helps if the offload tier, or an instance that is computing, may still provide the chunk. It does not help if the pool
-        # cannot be read, or if the owner has reused the chunk's blocks.
+        # Waiting helps if the offload tier, or an instance that is computing, may still provide the
+        # chunk. It does not help if the pool cannot be read, or if the owner has reused the chunk's
+        # blocks.
         gone = self._residents is not None and self._residents.gone
         if not gone and not self._pool.cause and time.monotonic() < self._until:
             return
-        self.hold(next((source.cause for source in self._sources if source.cause), ABSENT if gone else self._late))
+        self.hold(
+            next(
+                (source.cause for source in self._sources if source.cause),
+                ABSENT if gone else self._late,
+            )
+        )
 
     def _settle(self) -> None:
         """Count the parts whose copies are over, in order."""
@@ -303,8 +359,8 @@ class Load:
         self._failed, self.cause = True, cause
 
     def _linger(self) -> None:
-        """Release what the copies of an abandoned load use as soon as they are over: an owner's memory is not free before. In a thread of
-        its own, since no other load or step may come."""
+        """Release what the copies of an abandoned load use as soon as they are over: an owner's
+        memory is not free before. In a thread of its own, since no other load or step may come."""
         while self._parts:
             time.sleep(LINGER_SECONDS)
             self._drain()

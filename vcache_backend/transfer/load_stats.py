@@ -19,9 +19,9 @@ log = logging.getLogger(__name__)
 class LoadStats:
     """Counters of one load, which also adds to those of its session. One thread.
 
-    tokens: by where they lay: see `devices.where`, and "resident" (another instance's KV cache), "store" (the offload tier).
-    metadata_seconds: asking the server. data_seconds: copying, and waiting for the offload tier.
-    """
+    tokens: by where they lay: see `devices.where`, and "resident" (another instance's KV cache),
+    "store" (the offload tier). metadata_seconds: asking the server. data_seconds: copying, and
+    waiting for the offload tier."""
 
     def __init__(self, session: Session, kv: PagedKV, name: str, chunks: int) -> None:
         """name: of the request, for the log. chunks: of the whole load."""
@@ -31,12 +31,14 @@ class LoadStats:
         self.metadata_seconds = self.data_seconds = 0.0
 
     def pooled(self, first: int, own: int, count: int, tokens: int, seconds: float) -> None:
-        """Count `count` chunks of the pool, from the load's chunk `first` on, and their `tokens` wanted tokens, which are in place.
+        """Count `count` chunks of the pool, from the load's chunk `first` on, and their `tokens`
+        wanted tokens, which are in place.
 
         own: how many of the chunks lay on the reader's own device. seconds: of their copy.
         """
         device = self._session.device
-        # Tokens are split in proportion to chunks; of the first and last chunk only a part may be wanted. Their sum is exact.
+        # Tokens are split in proportion to chunks; of the first and last chunk only a part may be
+        # wanted. Their sum is exact.
         of_own, each = tokens * own // count, tokens * self.token_bytes // count
         for owner, brought in ((device.name, of_own), ("", tokens - of_own)):
             if brought:
@@ -44,10 +46,22 @@ class LoadStats:
         self.data_seconds += seconds
         stats = self._session.stats
         stats.add_time("retrieve_copy", seconds)
-        stats.count(chunks_retrieved=count, tokens_retrieved=tokens, bytes_own=own * each, bytes_peer=(count - own) * each)
+        stats.count(
+            chunks_retrieved=count,
+            tokens_retrieved=tokens,
+            bytes_own=own * each,
+            bytes_peer=(count - own) * each,
+        )
         if log.isEnabledFor(logging.DEBUG):
             said = "%s from the pool, %d of them on %s, asking the server %.2f ms, copy %.2f ms, the lease held"
-            log.debug(said, self._which(first, count), own, device, 1e3 * self.metadata_seconds, 1e3 * seconds)
+            log.debug(
+                said,
+                self._which(first, count),
+                own,
+                device,
+                1e3 * self.metadata_seconds,
+                1e3 * seconds,
+            )
 
     def resident(self, first: int, owner: bytes, count: int, tokens: int, seconds: float) -> None:
         """Like `pooled`, for chunks read in the KV cache of instance `owner`."""
@@ -62,21 +76,38 @@ class LoadStats:
             log.debug(said, self._which(first, count), owner.hex(), 1e3 * seconds)
 
     def refused(self, first: int, owner: bytes, count: int) -> None:
-        """Count `count` chunks, from number `first` on, whose blocks `owner` used again before their copy was over."""
+        """Count `count` chunks, from number `first` on, whose blocks `owner` used again before
+        their copy was over.
+        """
         self._session.stats.count(chunks_refused=count)
         self._session.stats.read_from(owner, 0, count)
-        log.debug("%s changed in instance %s while they were read", self._which(first, count), owner.hex())
+        log.debug(
+            "%s changed in instance %s while they were read", self._which(first, count), owner.hex()
+        )
 
-    def offloaded(self, first: int, keys: Sequence[bytes], tokens: int, waited: float, seconds: float) -> None:
-        """Like `pooled`, for chunks of the offload tier. waited: seconds since the load had nothing else to do."""
+    def offloaded(
+        self, first: int, keys: Sequence[bytes], tokens: int, waited: float, seconds: float
+    ) -> None:
+        """Like `pooled`, for chunks of the offload tier. waited: seconds since the load had nothing
+        else to do.
+        """
         self.data_seconds += waited
         self.tokens["store"] += tokens
         stats = self._session.stats
         stats.add_time("retrieve_copy", seconds)
-        stats.count(chunks_offload=len(keys), tokens_retrieved=tokens, bytes_offload=tokens * self.token_bytes)
+        stats.count(
+            chunks_offload=len(keys),
+            tokens_retrieved=tokens,
+            bytes_offload=tokens * self.token_bytes,
+        )
         if log.isEnabledFor(logging.DEBUG):
             which = self._which(first, len(keys))
-            log.debug("%s from the offload tier, %.2f ms, of that copy %.2f ms", which, 1e3 * waited, 1e3 * seconds)
+            log.debug(
+                "%s from the offload tier, %.2f ms, of that copy %.2f ms",
+                which,
+                1e3 * waited,
+                1e3 * seconds,
+            )
 
     def _which(self, first: int, count: int) -> str:
         return f"hit {self._name}: chunks {first} to {first + count} of {self.chunks}"

@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Piece(ABC):
-    """`count` consecutive chunks from number `first` on, in one place. They stay readable until `settle` or `leave`, one of which is called
-    once the copy is over. If that cannot be known, `lose` is called instead.
+    """`count` consecutive chunks from number `first` on, in one place. They stay readable until
+    `settle` or `leave`, one of which is called once the copy is over. If that cannot be known,
+    `lose` is called instead.
 
-    views: of their slots, if they lie in slots. local: whether they are on the device of the KV cache.
-    """
+    views: of their slots, if they lie in slots. local: whether they are on the device of the KV
+    cache."""
 
     context: LoadContext
     first: int
@@ -40,15 +41,21 @@ class Piece(ABC):
 
     @abstractmethod
     def origin(self) -> tuple[object, Int64s]:
-        """An object that identifies where it lies, and the bases of its planes, see `Copier.pull`. Pieces with one object share bases."""
+        """An object that identifies where it lies, and the bases of its planes, see `Copier.pull`.
+        Pieces with one object share bases.
+        """
 
     @abstractmethod
     def offsets(self, chunks: Int64s, inside: Int64s) -> Int64s:
-        """Offsets of blocks in bytes. chunks: the blocks' chunks, counted from `first`. inside: the blocks' offsets in their chunks."""
+        """Offsets of blocks in bytes. chunks: the blocks' chunks, counted from `first`. inside: the
+        blocks' offsets in their chunks.
+        """
 
     @abstractmethod
     def settle(self, tokens: Callable[[int], int], seconds: float) -> Settled:
-        """The copy is over, and took `seconds`: return how much of it is right. tokens: how many tokens so many leading chunks bring."""
+        """The copy is over, and took `seconds`: return how much of it is right. tokens: how many
+        tokens so many leading chunks bring.
+        """
 
     @abstractmethod
     def leave(self) -> None:
@@ -80,7 +87,9 @@ class _ReadPart(Part):
                 def tokens(chunks: int, start: int = start, begin: int = begin) -> int:
                     if chunks == self.count:
                         return self.tokens
-                    return (int(np.searchsorted(number, start + chunks)) - begin) * self.plan.block_size
+                    return (
+                        int(np.searchsorted(number, start + chunks)) - begin
+                    ) * self.plan.block_size
 
                 piece = pieces.pop(0)
                 settled = piece.settle(tokens, seconds * tokens(piece.count) / whole)
@@ -94,7 +103,12 @@ class _ReadPart(Part):
 
     @property
     def pooled(self) -> Sequence[int]:
-        return [number for piece in self.pieces if piece.views for number in range(piece.first, piece.first + piece.count)]
+        return [
+            number
+            for piece in self.pieces
+            if piece.views
+            for number in range(piece.first, piece.first + piece.count)
+        ]
 
     def drop(self) -> None:
         for piece in self.pieces:
@@ -102,7 +116,9 @@ class _ReadPart(Part):
 
 
 def read(context: LoadContext, pieces: list[Piece]) -> Part:
-    """Launch one copy of these consecutive pieces. After a VCacheError none of it runs; after another exception some of it may."""
+    """Launch one copy of these consecutive pieces. After a VCacheError none of it runs; after
+    another exception some of it may.
+    """
     first, count = pieces[0].first, sum(piece.count for piece in pieces)
     try:
         plan, started = context.plan(first, count), perf_counter()
@@ -121,7 +137,12 @@ def read(context: LoadContext, pieces: list[Piece]) -> Part:
 def _launched(context: LoadContext, plan: CopyPlan, pieces: list[Piece]) -> Completion:
     session, kv = context.session, context.places.kv
     views = [view for piece in pieces for view in piece.views]
-    keys = [key for piece in pieces if piece.views for key in context.keys[piece.first : piece.first + piece.count]]
+    keys = [
+        key
+        for piece in pieces
+        if piece.views
+        for key in context.keys[piece.first : piece.first + piece.count]
+    ]
     if len(views) == pieces[-1].first + pieces[-1].count - pieces[0].first:
         copy = session.copier.scatter(kv, plan, views, context.mark)
     else:
@@ -145,14 +166,18 @@ def _rows(plan: CopyPlan, pieces: list[Piece]) -> tuple[Int64s, Int64s]:
             numbers[id(lies_in)] = len(bases)
             bases.append(its)
         rows[begin:end, 0] = numbers[id(lies_in)]
-        rows[begin:end, 1] = piece.offsets(plan.blocks[begin:end, 0] - start, plan.blocks[begin:end, 1])
+        rows[begin:end, 1] = piece.offsets(
+            plan.blocks[begin:end, 0] - start, plan.blocks[begin:end, 1]
+        )
     return rows, np.stack(bases)
 
 
 class MemorySource(Source):
     """Chunks in other instances' KV caches and in the pool."""
 
-    def __init__(self, context: LoadContext, pool: Pooled, residents: ResidentChunks | None) -> None:
+    def __init__(
+        self, context: LoadContext, pool: Pooled, residents: ResidentChunks | None
+    ) -> None:
         self._context, self._pool, self._residents = context, pool, residents
 
     @property
@@ -167,7 +192,9 @@ class MemorySource(Source):
         return chunk in self._context.resident or self._pool.has(chunk)
 
     def launch(self, chunk: int) -> Part | None:
-        """Only for the first piece is the server asked for a lease: the copy need not wait for what follows."""
+        """Only for the first piece is the server asked for a lease: the copy need not wait for what
+        follows.
+        """
         pieces: list[Piece] = []
         at, residents = chunk, self._residents
         try:

@@ -1,4 +1,6 @@
-"""Says where the chunks of a request lie in a KV cache, by slots or by blocks, and plans copies from and to there."""
+"""Says where the chunks of a request lie in a KV cache, by slots or by blocks, and plans copies
+from and to there.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,16 @@ Int64s = npt.NDArray[np.int64]
 
 
 class Places(Protocol):
-    """The places of chunks, numbered from 0, in the KV cache `kv`. Plans raise LayoutError for places outside of the KV cache."""
+    """The places of chunks, numbered from 0, in the KV cache `kv`. Plans raise LayoutError for
+    places outside of the KV cache.
+    """
 
     kv: PagedKV
 
     def load_plan(self, first: int, count: int) -> CopyPlan:
-        """The copy of the wanted blocks of `count` chunks, from number `first` on, out of slots 0, 1, ..."""
+        """The copy of the wanted blocks of `count` chunks, from number `first` on, out of slots 0,
+        1, ...
+        """
         ...
 
     def store_plan(self, chunks: Sequence[int]) -> CopyPlan:
@@ -36,7 +42,9 @@ class Places(Protocol):
 
 
 class BlockPlaces:
-    """Places by block numbers. `blocks` lists the blocks of one chunk after the other, each of `block_size` tokens."""
+    """Places by block numbers. `blocks` lists the blocks of one chunk after the other, each of
+    `block_size` tokens.
+    """
 
     def __init__(
         self,
@@ -49,20 +57,25 @@ class BlockPlaces:
         *,
         holes: bool = False,
     ) -> None:
-        """block_size: a multiple of the tensors' block size. skip, stop: a load wants `blocks[skip:stop]` only. holes: negative blocks are
-        not wanted; otherwise they are an error, unless there are several groups (`PagedKV.shares`)."""
+        """block_size: a multiple of the tensors' block size. skip, stop: a load wants
+        `blocks[skip:stop]` only. holes: negative blocks are not wanted; otherwise they are an
+        error, unless there are several groups (`PagedKV.shares`)."""
         self.kv, self._size, self._holes = kv, chunk_size, holes
         self._each, parts = kv.blocks_in(chunk_size), block_size // kv.block_size
         ids = np.array(blocks, dtype=np.int64)
         if parts > 1:
-            ids = np.where(ids[:, None] < 0, -1, ids[:, None] * parts + np.arange(parts)).reshape(-1)
+            ids = np.where(ids[:, None] < 0, -1, ids[:, None] * parts + np.arange(parts)).reshape(
+                -1
+            )
         self._ids: Int64s = ids
         self._skip, self._stop = skip * parts, (len(blocks) if stop is None else stop) * parts
 
     def load_plan(self, first: int, count: int) -> CopyPlan:
         start = first * self._each
         ids = self._ids[start : min(start + count * self._each, self._stop)]
-        return plan_blocks(self.kv, self._size, ids, min(max(self._skip - start, 0), len(ids)), holes=self._holes)
+        return plan_blocks(
+            self.kv, self._size, ids, min(max(self._skip - start, 0), len(ids)), holes=self._holes
+        )
 
     def store_plan(self, chunks: Sequence[int]) -> CopyPlan:
         rows = self._ids[: len(self._ids) // self._each * self._each].reshape(-1, self._each)
@@ -84,13 +97,23 @@ class BlockPlaces:
 
 
 class SlotPlaces:
-    """Places by a slot mapping: the tokens of chunk i are in `slots[starts[i] : starts[i] + chunk_size]`; -1: the token has none."""
+    """Places by a slot mapping: the tokens of chunk i are in `slots[starts[i] : starts[i] +
+    chunk_size]`; -1: the token has none.
+    """
 
     def __init__(
-        self, kv: PagedKV, chunk_size: int, slots: Int64s, starts: Sequence[int], skip: int = 0, *, whole: bool = False
+        self,
+        kv: PagedKV,
+        chunk_size: int,
+        slots: Int64s,
+        starts: Sequence[int],
+        skip: int = 0,
+        *,
+        whole: bool = False,
     ) -> None:
-        """skip: a load wants the tokens of `slots[skip:]` only. whole: round `skip` down to a block, and raise LayoutError if wanted tokens
-        are not in a whole block; otherwise they are left out."""
+        """skip: a load wants the tokens of `slots[skip:]` only. whole: round `skip` down to a
+        block, and raise LayoutError if wanted tokens are not in a whole block; otherwise they are
+        left out."""
         self.kv, self.slots = kv, slots
         self._skip = skip // kv.block_size * kv.block_size if whole else skip
         self._size, self._starts, self._whole = chunk_size, starts, whole
@@ -99,12 +122,17 @@ class SlotPlaces:
     @cached_property
     def _blocks(self) -> BlockPlaces:
         """The same places by blocks. Raises LayoutError."""
-        ids, block = whole_blocks(self.kv, self._size, self.slots, self._starts, self._skip), self.kv.block_size
+        ids, block = (
+            whole_blocks(self.kv, self._size, self.slots, self._starts, self._skip),
+            self.kv.block_size,
+        )
         left_alone = -(-max(self._skip - self._begin, 0) // block)
         return BlockPlaces(self.kv, self._size, ids, block, left_alone, holes=not self._whole)
 
     def refuse_shared(self) -> None:
-        """Raise ValueError if two wanted tokens have the same slot: the KV of one would be taken for the other's."""
+        """Raise ValueError if two wanted tokens have the same slot: the KV of one would be taken
+        for the other's.
+        """
         with suppress(LayoutError):
             if self._blocks.distinct():
                 return
@@ -114,16 +142,22 @@ class SlotPlaces:
         twice = ordered[1:][(ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)]
         if len(twice):
             tokens = (first + np.flatnonzero(wanted == twice[0])[:2]).tolist()
-            raise ValueError(f"slot_mapping gives slot {twice[0]} to the tokens at {tokens}; each token needs a slot of its own")
+            raise ValueError(
+                f"slot_mapping gives slot {twice[0]} to the tokens at {tokens}; each token needs a slot of its own"
+            )
 
     def load_plan(self, first: int, count: int) -> CopyPlan:
         return self._blocks.load_plan(first, count)
 
     def loaded(self, chunks: int) -> npt.NDArray[np.bool_]:
-        """Shape of `slots`: which tokens a load of the leading `chunks` chunks brings. Only for chunks that are adjacent in `slots`."""
+        """Shape of `slots`: which tokens a load of the leading `chunks` chunks brings. Only for
+        chunks that are adjacent in `slots`.
+        """
         mask = np.zeros(len(self.slots), dtype=np.bool_)
         if chunks:
-            mask[self._begin : self._begin + chunks * self._size] = np.repeat(self._blocks.there(chunks), self.kv.block_size)
+            mask[self._begin : self._begin + chunks * self._size] = np.repeat(
+                self._blocks.there(chunks), self.kv.block_size
+            )
         return mask
 
     def store_plan(self, chunks: Sequence[int]) -> CopyPlan:

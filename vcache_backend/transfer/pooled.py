@@ -22,7 +22,9 @@ POLL_SECONDS = 0.0002
 
 
 class _LeasedRun:
-    """The chunks with these numbers, under one lease. users: how many of their pieces are under way, and 1 while more may be launched."""
+    """The chunks with these numbers, under one lease. users: how many of their pieces are under
+    way, and 1 while more may be launched.
+    """
 
     def __init__(self, lease: Lease, numbers: Sequence[int]) -> None:
         self.lease, self.numbers, self.users = lease, numbers, 1
@@ -34,7 +36,9 @@ class _LeasedRun:
             session.leases.release(self.lease)
 
     def consecutive(self, chunk: int) -> tuple[int, int]:
-        """[start, end) of the lease's locations that are those of `chunk` and of the consecutive chunks after it."""
+        """[start, end) of the lease's locations that are those of `chunk` and of the consecutive
+        chunks after it.
+        """
         start = end = self.numbers.index(chunk)
         if isinstance(self.numbers, range):
             return start, len(self.numbers)
@@ -49,7 +53,9 @@ class _PooledPiece(Piece):
 
     def origin(self) -> tuple[object, Int64s]:
         kv, size = self.context.places.kv, self.context.session.chunk_size
-        return plane_offsets, plane_offsets(len(kv.planes), kv.parts, kv.blocks_in(size), kv.page_bytes)[0]
+        return plane_offsets, plane_offsets(
+            len(kv.planes), kv.parts, kv.blocks_in(size), kv.page_bytes
+        )[0]
 
     def offsets(self, chunks: Int64s, inside: Int64s) -> Int64s:
         return np.array([view.address for view in self.views], dtype=np.int64)[chunks] + inside
@@ -80,16 +86,20 @@ class _PooledPiece(Piece):
 class Pooled:
     """The chunks of one load that are in the pool. In the worker's thread.
 
-    cause: why nothing can come from the pool now; empty if a chunk is simply not there. more: whether chunks behind the given lease, which
-    did not ask for them, may be there, too.
-    """
+    cause: why nothing can come from the pool now; empty if a chunk is simply not there. more:
+    whether chunks behind the given lease, which did not ask for them, may be there, too."""
 
     def __init__(
-        self, context: LoadContext, lease: Lease | AskedLease | None, every: float, numbers: Sequence[int] | None = None
+        self,
+        context: LoadContext,
+        lease: Lease | AskedLease | None,
+        every: float,
+        numbers: Sequence[int] | None = None,
     ) -> None:
-        """lease: one that was taken or asked for. If another process took it (FOREIGN), the server is not asked for any other.
-        numbers: of the chunks it is on; None: consecutive ones, from the first one taken on.
-        every: the least seconds between two requests for a lease; 0: no limit."""
+        """lease: one that was taken or asked for. If another process took it (FOREIGN), the server
+        is not asked for any other. numbers: of the chunks it is on; None: consecutive ones, from
+        the first one taken on. every: the least seconds between two requests for a lease; 0: no
+        limit."""
         self._context, self._given, self._numbers, self._every = context, lease, numbers, every
         self._only = isinstance(lease, Lease) and lease.connection == FOREIGN
         self._run: _LeasedRun | None = None
@@ -103,8 +113,8 @@ class Pooled:
         return self._given is not None and self._numbers is not None and chunk in self._numbers
 
     def take(self, chunk: int, ask: bool) -> Piece | None:
-        """The chunks from this number on that one lease covers and this process can read. ask: if there is no lease on them, ask the server
-        and wait."""
+        """The chunks from this number on that one lease covers and this process can read. ask: if
+        there is no lease on them, ask the server and wait."""
         context, session = self._context, self._context.session
         if self._run is None or chunk not in self._run.numbers:
             if not ask and not (isinstance(self._given, Lease) and self._run is None):
@@ -123,7 +133,9 @@ class Pooled:
         run.users += 1
         if start + len(views) == len(run.numbers):
             self._end_run()
-        return _PooledPiece(context, chunk, len(views), views, all(view.local for view in views), run)
+        return _PooledPiece(
+            context, chunk, len(views), views, all(view.local for view in views), run
+        )
 
     def _end_run(self) -> None:
         """No further copy starts under the lease."""
@@ -153,7 +165,9 @@ class Pooled:
         if not session.client.connected:
             self.cause = "server"
             return None
-        return _consecutive(self._answered(lambda: session.leases.acquire(self._context.keys[chunk:])), chunk)
+        return _consecutive(
+            self._answered(lambda: session.leases.acquire(self._context.keys[chunk:])), chunk
+        )
 
     def _asked(self, given: AskedLease, chunk: int) -> _LeasedRun | None:
         """The lease that was asked for, if it covers this chunk."""

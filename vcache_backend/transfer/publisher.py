@@ -1,4 +1,6 @@
-"""The background thread of a worker that shares in place: publishes the chunks in its KV cache, and again to a new server."""
+"""The background thread of a worker that shares in place: publishes the chunks in its KV cache, and
+again to a new server.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,23 @@ _SLICE_SECONDS = 0.05
 """How long to wait for a step's end at a time, in between the thread's other work."""
 _POLL_SECONDS = 0.0005
 MOST_WAITING = 1024
-"""The most publications that wait for the end of their step. Further ones are dropped; their chunks are misses for others."""
+"""The most publications that wait for the end of their step. Further ones are dropped; their chunks
+are misses for others.
+"""
 TOGETHER = 16
-"""Chunks that are saved together. If a block of one is handed out before they are copied, none of them is saved."""
+"""Chunks that are saved together. If a block of one is handed out before they are copied, none of
+them is saved.
+"""
 SLOWEST_SECONDS = 60.0
-"""The longest pause between two attempts to tell a server what it does not know. It refuses until the scheduler has shown it the
-generations. The first pause is `courier.RETRY_SECONDS`, and each is twice the one before."""
+"""The longest pause between two attempts to tell a server what it does not know. It refuses until
+the scheduler has shown it the generations. The first pause is `courier.RETRY_SECONDS`, and each is
+twice the one before."""
 
 
 class Publication(NamedTuple):
-    """Chunks of one rank, their blocks and those blocks' generations. All fields are those of `Publish`, packed as there."""
+    """Chunks of one rank, their blocks and those blocks' generations. All fields are those of
+    `Publish`, packed as there.
+    """
 
     keys: list[ChunkKey]
     blocks: bytes
@@ -53,20 +62,27 @@ class _Waiting(NamedTuple):
 
 
 class Publisher(Courier):
-    """Publishes one worker's chunks in the order they were submitted, each once the step that wrote it is over.
+    """Publishes one worker's chunks in the order they were submitted, each once the step that wrote
+    it is over.
 
-    It keeps the last chunk that begins at each block, and publishes those whose blocks still hold them again if the server has lost them.
-    """
+    It keeps the last chunk that begins at each block, and publishes those whose blocks still hold
+    them again if the server has lost them."""
 
-    def __init__(self, client: Client, stats: EngineStats, instance: InstanceId, each: int, lead: int = 0) -> None:
-        """each: blocks of a chunk. lead: how many of the first ones must still hold the chunk for it to be of use; 0: all."""
+    def __init__(
+        self, client: Client, stats: EngineStats, instance: InstanceId, each: int, lead: int = 0
+    ) -> None:
+        """each: blocks of a chunk. lead: how many of the first ones must still hold the chunk for
+        it to be of use; 0: all.
+        """
         self._stats, self._instance, self._each, self._lead = stats, instance, each, lead or each
         self._queue: deque[_Waiting] = deque()
         self._kept: dict[bytes, Publication] = {}
         """Publications of one chunk each, by the bytes of its first block's number."""
         self._tables = Tables(client)
         self._servers = self._knows = 0
-        """The number of the present server, counted from 0, and of the one that knows all that is kept; -1: none does."""
+        """The number of the present server, counted from 0, and of the one that knows all that is
+        kept; -1: none does.
+        """
         self._again_at, self._pause = 0.0, courier.RETRY_SECONDS
         super().__init__(client)
         client.on_return.append(self._returned)
@@ -74,9 +90,9 @@ class Publisher(Courier):
     def submit(self, publication: Publication, written: Mark, soon: bool = True) -> None:
         """Queue chunks that can be read once `written` is reached. Any thread; never blocks.
 
-        soon: publish them as soon as that, since others may look for them. Otherwise after `courier.LATER_SECONDS`, or with later ones, so
-        that the thread does not take the interpreter from the present step.
-        """
+        soon: publish them as soon as that, since others may look for them. Otherwise after
+        `courier.LATER_SECONDS`, or with later ones, so that the thread does not take the
+        interpreter from the present step."""
         with self._changed:
             if len(self._queue) >= MOST_WAITING:
                 self._stats.failed("publication_dropped")
@@ -85,19 +101,31 @@ class Publisher(Courier):
             self._changed.notify_all()
 
     def known(self, publication: Publication) -> list[Publication]:
-        """The chunks of `publication` that were published just so, in any sequence: `TOGETHER` at a time, the last ones first. Any thread.
+        """The chunks of `publication` that were published just so, in any sequence: `TOGETHER` at a
+        time, the last ones first. Any thread.
 
         Leaves out chunks of steps that failed, which were never published.
         """
         ones = [(one, self._kept.get(one.blocks[:NUMBER_BYTES])) for one in _single(publication)]
-        same = [one for one, kept in ones if kept is not None and kept._replace(sequence=one.sequence) == one]
+        same = [
+            one
+            for one, kept in ones
+            if kept is not None and kept._replace(sequence=one.sequence) == one
+        ]
         return [_joined(same[max(0, at - TOGETHER) : at]) for at in range(len(same), 0, -TOGETHER)]
 
     def holds(self, publication: Publication) -> bool:
-        """Whether all blocks of these chunks still have the published generations. Any thread; asks the server the first time."""
+        """Whether all blocks of these chunks still have the published generations. Any thread; asks
+        the server the first time.
+        """
         view = self._tables.view(self._instance)
-        blocks, generations = np.frombuffer(publication.blocks, dtype="<u4"), np.frombuffer(publication.generations, dtype="<u8")
-        return view is not None and view.leading(blocks, generations, self._each) == len(publication.keys)
+        blocks, generations = (
+            np.frombuffer(publication.blocks, dtype="<u4"),
+            np.frombuffer(publication.generations, dtype="<u8"),
+        )
+        return view is not None and view.leading(blocks, generations, self._each) == len(
+            publication.keys
+        )
 
     def close(self, timeout: float = 5.0) -> None:
         super().close(timeout)
@@ -110,14 +138,20 @@ class Publisher(Courier):
     def _returned(self) -> None:
         """Called when there is a server again, maybe another one. In the client's thread."""
         with self._changed:
-            self._servers, self._again_at, self._pause = self._servers + 1, 0.0, courier.RETRY_SECONDS
+            self._servers, self._again_at, self._pause = (
+                self._servers + 1,
+                0.0,
+                courier.RETRY_SECONDS,
+            )
             self._changed.notify_all()
 
     def _has_work(self) -> bool:
         return bool(self._queue) or self._is_due() or super()._has_work()
 
     def _hurries(self) -> bool:
-        """Whether a publication is urgent: an instance that is asked after this one has answered looks for its chunks at once."""
+        """Whether a publication is urgent: an instance that is asked after this one has answered
+        looks for its chunks at once.
+        """
         return any(one.soon for one in self._queue) or super()._hurries()
 
     def _work(self) -> None:
@@ -140,10 +174,15 @@ class Publisher(Courier):
         return self._knows != self._servers and time.monotonic() >= self._again_at
 
     def _wait(self) -> None:
-        self._again_at, self._pause = time.monotonic() + self._pause, min(2 * self._pause, SLOWEST_SECONDS)
+        self._again_at, self._pause = (
+            time.monotonic() + self._pause,
+            min(2 * self._pause, SLOWEST_SECONDS),
+        )
 
     def _over(self, written: Mark) -> bool:
-        """Whether the step is over. Removes the publication at the head of the queue if its step failed."""
+        """Whether the step is over. Removes the publication at the head of the queue if its step
+        failed.
+        """
         until = time.monotonic() + _SLICE_SECONDS
         try:
             while not written.reached():
@@ -162,7 +201,9 @@ class Publisher(Courier):
             self._kept[one.blocks[:NUMBER_BYTES]] = one
 
     def _tell(self, publication: Publication) -> int | None:
-        """How many of the chunks the server took, 0 if it refused them; None if it is unavailable."""
+        """How many of the chunks the server took, 0 if it refused them; None if it is
+        unavailable.
+        """
         try:
             keys, blocks, generations, sequence, epoch = publication
             taken = self._client.publish(self._instance, sequence, keys, blocks, generations, epoch)
@@ -174,13 +215,18 @@ class Publisher(Courier):
         return taken
 
     def _tell_again(self) -> None:
-        """Publish all chunks that are kept and still there, in their old order. The server knows them if it took any, or there are none."""
+        """Publish all chunks that are kept and still there, in their old order. The server knows
+        them if it took any, or there are none.
+        """
         server = self._servers
         view = self._tables.view(self._instance)
         if view is None or not self._client.connected:
             return
         for first, one in list(self._kept.items()):
-            blocks, generations = np.frombuffer(one.blocks, dtype="<u4"), np.frombuffer(one.generations, dtype="<u8")
+            blocks, generations = (
+                np.frombuffer(one.blocks, dtype="<u4"),
+                np.frombuffer(one.generations, dtype="<u8"),
+            )
             if not view.leading(blocks[: self._lead], generations[: self._lead], self._lead):
                 del self._kept[first]
         total = 0
@@ -207,6 +253,13 @@ def _single(publication: Publication) -> list[Publication]:
 
 
 def _joined(ones: Sequence[Publication]) -> Publication:
-    """One publication of all these publications' chunks, in order. At least one; all of one sequence and one epoch."""
-    blocks, generations = b"".join(one.blocks for one in ones), b"".join(one.generations for one in ones)
-    return ones[0]._replace(keys=[key for one in ones for key in one.keys], blocks=blocks, generations=generations)
+    """One publication of all these publications' chunks, in order. At least one; all of one
+    sequence and one epoch.
+    """
+    blocks, generations = (
+        b"".join(one.blocks for one in ones),
+        b"".join(one.generations for one in ones),
+    )
+    return ones[0]._replace(
+        keys=[key for one in ones for key in one.keys], blocks=blocks, generations=generations
+    )

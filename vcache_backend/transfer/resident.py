@@ -1,4 +1,6 @@
-"""Chunks of a load that are read out of other instances' KV caches, verified by their blocks' generations."""
+"""Chunks of a load that are read out of other instances' KV caches, verified by their blocks'
+generations.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _NUMBER, _GENERATION = np.dtype("<u4"), np.dtype("<u8")
 
 
 class ResidentChunk(NamedTuple):
-    """One chunk in the KV cache of `instance`. blocks: the owner's block numbers, in order. generations: the blocks', when published."""
+    """One chunk in the KV cache of `instance`. blocks: the owner's block numbers, in order.
+    generations: the blocks', when published.
+    """
 
     instance: bytes
     blocks: UInt32s
@@ -30,7 +34,11 @@ class ResidentChunk(NamedTuple):
     @classmethod
     def unpacked(cls, instance: bytes, blocks: bytes, generations: bytes) -> Self:
         """From little-endian numbers, as the protocol has them. ValueError if they are none."""
-        return cls(instance, np.frombuffer(blocks, dtype=_NUMBER), np.frombuffer(generations, dtype=_GENERATION))
+        return cls(
+            instance,
+            np.frombuffer(blocks, dtype=_NUMBER),
+            np.frombuffer(generations, dtype=_GENERATION),
+        )
 
     @classmethod
     def all_unpacked(cls, packed: Sequence[tuple[bytes, bytes, bytes]]) -> list[Self]:
@@ -39,10 +47,19 @@ class ResidentChunk(NamedTuple):
         if len(set(map(len, blocks))) != 1 or len(set(map(len, generations))) != 1:
             return [cls.unpacked(*one) for one in packed]
         rows = np.frombuffer(b"".join(blocks), dtype=_NUMBER).reshape(len(packed), -1)
-        return list(map(cls, instances, rows, np.frombuffer(b"".join(generations), dtype=_GENERATION).reshape(len(packed), -1)))
+        return list(
+            map(
+                cls,
+                instances,
+                rows,
+                np.frombuffer(b"".join(generations), dtype=_GENERATION).reshape(len(packed), -1),
+            )
+        )
 
     def only(self, wanted: npt.NDArray[np.bool_]) -> Self:
-        """The chunk with only its wanted blocks to verify (at least one): each other block is replaced by a wanted one."""
+        """The chunk with only its wanted blocks to verify (at least one): each other block is
+        replaced by a wanted one.
+        """
         at = np.where(wanted, np.arange(len(wanted)), wanted.argmax())
         return self._replace(blocks=self.blocks[at], generations=self.generations[at])
 
@@ -60,8 +77,12 @@ class _ResidentPiece(Piece):
 
     def offsets(self, chunks: Int64s, inside: Int64s) -> Int64s:
         kv, split = self.context.places.kv, self.neighbour.split
-        ids = (self.blocks.astype(np.int64)[:, None] * split + np.arange(split)).reshape(self.count, -1)
-        offsets: Int64s = ids[chunks, inside // (kv.parts * kv.page_bytes)] * self.neighbour.shape.stride
+        ids = (self.blocks.astype(np.int64)[:, None] * split + np.arange(split)).reshape(
+            self.count, -1
+        )
+        offsets: Int64s = (
+            ids[chunks, inside // (kv.parts * kv.page_bytes)] * self.neighbour.shape.stride
+        )
         return offsets
 
     def settle(self, tokens: Callable[[int], int], seconds: float) -> Settled:
@@ -82,12 +103,15 @@ class _ResidentPiece(Piece):
 
 
 class ResidentChunks:
-    """Takes a load's chunks out of `LoadContext.resident`, as their copies start or they turn out to be gone. In the worker's thread.
+    """Takes a load's chunks out of `LoadContext.resident`, as their copies start or they turn out
+    to be gone. In the worker's thread.
 
     gone: whether any chunk turned out to be gone.
     """
 
-    def __init__(self, context: LoadContext, residents: Mapping[int, ResidentChunk], neighbours: Neighbours) -> None:
+    def __init__(
+        self, context: LoadContext, residents: Mapping[int, ResidentChunk], neighbours: Neighbours
+    ) -> None:
         self._context, self._neighbours, self._chunks = context, neighbours, context.resident
         self.gone = False
         self.add(residents)
@@ -104,14 +128,16 @@ class ResidentChunks:
         return one is not None and self._neighbours.expects(one.instance)
 
     def take(self, chunk: int) -> Piece | None:
-        """The chunks from this number on that one neighbour still has as published. Forgets chunks that it lost; they may come from
-        elsewhere."""
+        """The chunks from this number on that one neighbour still has as published. Forgets chunks
+        that it lost; they may come from elsewhere."""
         first = self._chunks.get(chunk)
         if first is None:
             return None
         neighbour = self._neighbours.get(first.instance)
         if neighbour is None or not neighbour.enter():
-            self._forget([number for number, one in self._chunks.items() if one.instance == first.instance])
+            self._forget(
+                [number for number, one in self._chunks.items() if one.instance == first.instance]
+            )
             return None
         try:
             piece = self._entered(chunk, neighbour)
@@ -126,12 +152,20 @@ class ResidentChunks:
         context, each = self._context, neighbour.each
         run: list[ResidentChunk] = []
         if each * neighbour.split == context.places.kv.blocks_in(context.session.chunk_size):
-            while (one := self._chunks.get(chunk + len(run))) is not None and one.instance == neighbour.instance:
+            while (
+                one := self._chunks.get(chunk + len(run))
+            ) is not None and one.instance == neighbour.instance:
                 if not len(one.blocks) == len(one.generations) == each:
                     break
                 run.append(one)
-        blocks = np.concatenate([one.blocks for one in run]) if run else np.empty(0, dtype=np.uint32)
-        generations = np.concatenate([one.generations for one in run]) if run else np.empty(0, dtype=np.uint64)
+        blocks = (
+            np.concatenate([one.blocks for one in run]) if run else np.empty(0, dtype=np.uint32)
+        )
+        generations = (
+            np.concatenate([one.generations for one in run])
+            if run
+            else np.empty(0, dtype=np.uint64)
+        )
         count = neighbour.view.leading(blocks, generations, each)
         if not count:
             self._forget([chunk])
@@ -140,7 +174,9 @@ class ResidentChunks:
             del self._chunks[number]
         local = neighbour.shape.device == context.session.device.name
         count_of = count * each
-        return _ResidentPiece(context, chunk, count, (), local, neighbour, blocks[:count_of], generations[:count_of])
+        return _ResidentPiece(
+            context, chunk, count, (), local, neighbour, blocks[:count_of], generations[:count_of]
+        )
 
     def _forget(self, numbers: list[int]) -> None:
         for number in numbers:

@@ -1,4 +1,6 @@
-"""One worker's access to the pool: connection, segments, copier, commit thread, offload tier and statistics."""
+"""One worker's access to the pool: connection, segments, copier, commit thread, offload tier and
+statistics.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,9 @@ log = logging.getLogger(__name__)
 class Session:
     """Leases, copies and look-ups of one rank of one model instance.
 
-    Look-ups and leases may come from any thread; `bind` and copies from the worker's thread that launches kernels. On failure methods
-    raise VCacheError (or torch's RuntimeError); `miss` counts such an error as a miss, and logs each cause once.
-    """
+    Look-ups and leases may come from any thread; `bind` and copies from the worker's thread that
+    launches kernels. On failure methods raise VCacheError (or torch's RuntimeError); `miss` counts
+    such an error as a miss, and logs each cause once."""
 
     def __init__(
         self,
@@ -54,14 +56,17 @@ class Session:
         kv_device: str = "",
         name: str = "",
     ) -> None:
-        """Connect, and lend this worker's segment, unless `over_budget` (see `Pool`) says why not. Raises ConfigError, and ValueError if
-        `layout` has another chunk size. An absent server is no error: everything is a miss until it is there.
+        """Connect, and lend this worker's segment, unless `over_budget` (see `Pool`) says why not.
+        Raises ConfigError, and ValueError if `layout` has another chunk size. An absent server is
+        no error: everything is a miss until it is there.
 
-        rank: in the keys of chunks that this worker stores. anonymous: do not tell the server the layout; another process of this instance
-        does. kv_device: where the KV caches will lie, see `devices.resolve`. name: of the instance, for the server's status.
-        """
+        rank: in the keys of chunks that this worker stores. anonymous: do not tell the server the
+        layout; another process of this instance does. kv_device: where the KV caches will lie, see
+        `devices.resolve`. name: of the instance, for the server's status."""
         if layout.chunk_size != config.engine.chunk_size:
-            raise ValueError(f"layout.chunk_size is {layout.chunk_size}, engine.chunk_size is {config.engine.chunk_size}")
+            raise ValueError(
+                f"layout.chunk_size is {layout.chunk_size}, engine.chunk_size is {config.engine.chunk_size}"
+            )
         self.layout = layout = checked_layout(config, layout)
         self.namespace = layout.namespace()
         self.chunk_size, self.rank = layout.chunk_size, rank
@@ -70,15 +75,28 @@ class Session:
         self.device = devices.resolve(config.pool.device, kv_device)
         """The pool's device: where this worker lends memory, and which GPU reads the pool."""
         fields = {} if anonymous else layout.fields() | {"namespace": str(self.namespace)}
-        self.client = Client(config.server.path, config.client, self.device.name, self.device.medium, fields, name=name)
+        self.client = Client(
+            config.server.path,
+            config.client,
+            self.device.name,
+            self.device.medium,
+            fields,
+            name=name,
+        )
         self.pool = make_pool(self.client, self.device, config.pool.lent, over_budget)
         self.copier = copier or make_copier(self.device, config)
         self.sealer = make_sealer(self.device) if is_checked(layout) else None
         self.tier = make_tier(config.offload, self.stats, self.device.ordinal is not None)
-        """The offload tier, or None. `bind` sets it to None if there is no memory for it; the pool works without."""
+        """The offload tier, or None. `bind` sets it to None if there is no memory for it; the pool
+        works without.
+        """
         self.on_stored: list[Callable[[list[ChunkKey]], None]] = [self._offer]
-        """Called in the commit thread with chunks of this worker that have become visible to others."""
-        self.committer = Committer(self.client, self.stats, config.engine.max_inflight_stores, self.on_stored)
+        """Called in the commit thread with chunks of this worker that have become visible to
+        others.
+        """
+        self.committer = Committer(
+            self.client, self.stats, config.engine.max_inflight_stores, self.on_stored
+        )
         self.leases = LeaseClient(self.client, self.committer, self.stats, self.note_epoch)
         self.miss = self.stats.miss
         self.uploader: Uploader | None = None
@@ -90,31 +108,48 @@ class Session:
     # ---- the KV cache
 
     def bind(self, kvcaches: KVCaches, described: PagedKV | None = None) -> PagedKV:
-        """The geometry of these tensors. It is worked out once; described: it is known already. ValueError if they are no tensors,
-        LayoutError if they do not fit the layout of the namespace."""
+        """The geometry of these tensors. It is worked out once; described: it is known already.
+        ValueError if they are no tensors, LayoutError if they do not fit the layout of the
+        namespace."""
         given = list(kvcaches.values()) if isinstance(kvcaches, Mapping) else kvcaches
         if self._paged is not None and self._same(given):
             return self._paged
         tensors = as_kvcaches(given)
-        kv = described or PagedKV.describe(tensors, self.layout.block_size, axes=self._config.engine.kv_axes or None)
+        kv = described or PagedKV.describe(
+            tensors, self.layout.block_size, axes=self._config.engine.kv_axes or None
+        )
         if (kv.name, kv.layers) != (self.layout.kv_layout, self.layout.layers):
             here = f"{kv.layers} layers of {kv.name}"
-            raise LayoutError(f"kvcaches are {here}, but the layout says {self.layout.layers} of {self.layout.kv_layout}")
+            raise LayoutError(
+                f"kvcaches are {here}, but the layout says {self.layout.layers} of {self.layout.kv_layout}"
+            )
         self.copier.prepare(kv)
         if self.sealer is not None:
             self.sealer.prepare(kv.chunk_bytes(self.chunk_size))
         self._bind_tier(kv)
-        self._paged, self._tensors, self._addresses = kv, tensors, [tensor.data_ptr() for tensor in tensors]
+        self._paged, self._tensors, self._addresses = (
+            kv,
+            tensors,
+            [tensor.data_ptr() for tensor in tensors],
+        )
         return kv
 
     def _same(self, kvcaches: object) -> bool:
-        """Whether these are the bound tensors, at the same addresses. Called on every call; some 0.1 us a tensor."""
+        """Whether these are the bound tensors, at the same addresses. Called on every call; some
+        0.1 us a tensor.
+        """
         known = self._tensors
-        same = isinstance(kvcaches, list | tuple) and len(kvcaches) == len(known) and all(map(operator.is_, kvcaches, known))
+        same = (
+            isinstance(kvcaches, list | tuple)
+            and len(kvcaches) == len(known)
+            and all(map(operator.is_, kvcaches, known))
+        )
         return same and [tensor.data_ptr() for tensor in known] == self._addresses
 
     def uploads(self, kv: PagedKV) -> Uploader:
-        """Copies chunks from host memory into KV caches. It takes device memory, so it is made on first use."""
+        """Copies chunks from host memory into KV caches. It takes device memory, so it is made on
+        first use.
+        """
         if self.uploader is None:
             self.uploader = make_uploader(self.copier, kv, kv.chunk_bytes(self.chunk_size))
         return self.uploader
@@ -127,7 +162,9 @@ class Session:
     # ---- look-ups
 
     def lookup(self, keys: list[ChunkKey], ranks: int = 1) -> int:
-        """How many leading chunks all `ranks` ranks have, in the pool or the offload tier. keys: of rank 0. Takes no lease."""
+        """How many leading chunks all `ranks` ranks have, in the pool or the offload tier. keys: of
+        rank 0. Takes no lease.
+        """
         if not keys:
             return 0
         found = self.client.lookup(keys, ranks)
@@ -145,18 +182,24 @@ class Session:
         return {info.id: devices.where(self.device, info.device) for info in self.pool.mapped()}
 
     def views(self, locations: Sequence[Location]) -> list[SlotView]:
-        """Addresses of the leading locations that this process can read. Keep them until the copy is complete."""
+        """Addresses of the leading locations that this process can read. Keep them until the copy
+        is complete.
+        """
         return self.pool.slots(locations)
 
     # ---- the offload tier
 
     def _bind_tier(self, kv: PagedKV) -> None:
-        """Prepare the offload tier for these KV caches. If there is no memory for it, go on without."""
+        """Prepare the offload tier for these KV caches. If there is no memory for it, go on
+        without.
+        """
         if self.tier is None:
             return
         try:
             self.uploader = make_uploader(self.copier, kv, kv.chunk_bytes(self.chunk_size))
-            self.tier.bind(self._config, self.layout, self.device, kv.chunk_bytes(self.chunk_size), self.views)
+            self.tier.bind(
+                self._config, self.layout, self.device, kv.chunk_bytes(self.chunk_size), self.views
+            )
         except (VCacheError, RuntimeError) as error:
             log.error("no offload tier: %s", error)
             with suppress(VCacheError):
@@ -174,19 +217,21 @@ class Session:
             self.tier.note_epoch(epoch)
 
     def fetch(self, keys: Sequence[ChunkKey]) -> Fetch | None:
-        """Begin to read the leading chunks that the pool lacks from the offload tier; None if it has none. To be cancelled if it is
-        not used up."""
+        """Begin to read the leading chunks that the pool lacks from the offload tier; None if it
+        has none. To be cancelled if it is not used up."""
         if self.tier is None or not keys or not self.tier.may_have(keys[0]):
             return None
         answer = self.client.present(list(keys))
         pooled = answer.present
-        return self.tier.fetch(keys[: pooled.index(True) if True in pooled else len(keys)], answer.epoch)
+        return self.tier.fetch(
+            keys[: pooled.index(True) if True in pooled else len(keys)], answer.epoch
+        )
 
     # ---- life
 
     def flush(self, timeout: float = 5.0, through: bool = False) -> bool:
-        """Wait until the stores so far are visible or given up, and, with `through`, offloaded or dropped. False if they are not after
-        `timeout` seconds."""
+        """Wait until the stores so far are visible or given up, and, with `through`, offloaded or
+        dropped. False if they are not after `timeout` seconds."""
         until = time.monotonic() + timeout
         flushed = self.committer.flush(timeout)
         if not through or self.tier is None:
@@ -194,7 +239,9 @@ class Session:
         return self.tier.flush(max(until - time.monotonic(), 0.0)) and flushed
 
     def close(self) -> None:
-        """Finish stores, unmap, disconnect. The segments and their chunks stay in the pool. Idempotent."""
+        """Finish stores, unmap, disconnect. The segments and their chunks stay in the pool.
+        Idempotent.
+        """
         self.committer.close()
         if self.tier is not None:
             self.tier.close()
@@ -205,16 +252,23 @@ class Session:
 
 
 def make_pool(
-    client: Client, device: devices.Device, segment_bytes: int, over_budget: Callable[[int, int], str | None]
+    client: Client,
+    device: devices.Device,
+    segment_bytes: int,
+    over_budget: Callable[[int, int], str | None],
 ) -> pool.Pool:
-    """The pool of a device. over_budget: see `Pool`; not asked for host memory beside a GPU, which takes none of that GPU's memory."""
+    """The pool of a device. over_budget: see `Pool`; not asked for host memory beside a GPU, which
+    takes none of that GPU's memory.
+    """
     if device.medium == "host" and device.ordinal is not None:
         return PinnedPool(client, device, segment_bytes)
     return pool.Pool(client, device, segment_bytes, over_budget)
 
 
 def make_tier(config: OffloadConfig, stats: EngineStats, on_gpu: bool) -> OffloadTier | None:
-    """The offload tier. None if it is off, or cannot be opened, which is logged. on_gpu: whether KV caches are on GPUs."""
+    """The offload tier. None if it is off, or cannot be opened, which is logged. on_gpu: whether KV
+    caches are on GPUs.
+    """
     if config.policy == "off":
         return None
     # Imports optional libraries.

@@ -1,4 +1,6 @@
-"""The sources of a load's chunks, behind one interface: memory of this node (memory.py), the offload tier, or the caller (held.py)."""
+"""The sources of a load's chunks, behind one interface: memory of this node (memory.py), the
+offload tier, or the caller (held.py).
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Settled(NamedTuple):
 
 @dataclass
 class Part(ABC):
-    """One copy under way: `count` consecutive chunks from number `first` on. launched: by perf_counter."""
+    """One copy under way: `count` consecutive chunks from number `first` on. launched: by
+    perf_counter.
+    """
 
     context: LoadContext
     first: int
@@ -46,15 +50,21 @@ class Part(ABC):
     launched: float
 
     def keep(self) -> None:  # noqa: B027 - most need nothing
-        """Called while the copy runs: make sure that its source stays readable, for example by renewing a lease."""
+        """Called while the copy runs: make sure that its source stays readable, for example by
+        renewing a lease.
+        """
 
     @abstractmethod
     def settle(self) -> Settled:
-        """Called once the copy is over: release what it used, and return how much of it is right."""
+        """Called once the copy is over: release what it used, and return how much of it is
+        right.
+        """
 
     @abstractmethod
     def drop(self) -> None:
-        """Called instead of `settle` once the copy is over, if the chunks are not needed any more: release what it used."""
+        """Called instead of `settle` once the copy is over, if the chunks are not needed any more:
+        release what it used.
+        """
 
     @property
     def pooled(self) -> Sequence[int]:
@@ -74,10 +84,11 @@ class Part(ABC):
 
 
 class Source(ABC):
-    """One place that a load's chunks come from. In the worker's thread. `prepare` and `launch` wait for an answer of the server at most.
+    """One place that a load's chunks come from. In the worker's thread. `prepare` and `launch` wait
+    for an answer of the server at most.
 
-    cause: why nothing can come from here now; empty if the chunk is simply not here. may_have: whether calling `prepare` makes sense.
-    """
+    cause: why nothing can come from here now; empty if the chunk is simply not here. may_have:
+    whether calling `prepare` makes sense."""
 
     cause = ""
     may_have = False
@@ -87,12 +98,16 @@ class Source(ABC):
         return False
 
     def prepare(self, chunk: int) -> bool:
-        """Begin to fetch chunks from this number on, if the source needs that. Returns whether any are on their way."""
+        """Begin to fetch chunks from this number on, if the source needs that. Returns whether any
+        are on their way.
+        """
         return False
 
     @abstractmethod
     def launch(self, chunk: int) -> Part | None:
-        """Start the copy of the chunks from this number on that are available now. None if there are none."""
+        """Start the copy of the chunks from this number on that are available now. None if there
+        are none.
+        """
 
     def wait(self, seconds: float) -> bool:
         """Wait, at most so long, for what is being fetched. Returns False at once if nothing is."""
@@ -104,11 +119,24 @@ class Source(ABC):
 
 
 class LoadContext:
-    """What the sources of one load share. mark: a point in the model's stream after which the places' previous owners have no work
-    queued, so that copies may start there."""
+    """What the sources of one load share. mark: a point in the model's stream after which the
+    places' previous owners have no work queued, so that copies may start there."""
 
-    def __init__(self, session: Session, places: Places, keys: list[ChunkKey], mark: Mark | None, stats: LoadStats) -> None:
-        self.session, self.places, self.keys, self.mark, self.stats = session, places, keys, mark, stats
+    def __init__(
+        self,
+        session: Session,
+        places: Places,
+        keys: list[ChunkKey],
+        mark: Mark | None,
+        stats: LoadStats,
+    ) -> None:
+        self.session, self.places, self.keys, self.mark, self.stats = (
+            session,
+            places,
+            keys,
+            mark,
+            stats,
+        )
         self.idle_since = perf_counter()
         """Since when (perf_counter) the load has had nothing to do but wait."""
         self._planned: tuple[int, int, CopyPlan] | None = None
@@ -146,10 +174,14 @@ class _OffloadedPart(Part):
 
 
 def upload(
-    context: LoadContext, uploader: Uploader, first: int, chunks: Sequence[HeldChunk | Staged], give_back: Callable[[], None]
+    context: LoadContext,
+    uploader: Uploader,
+    first: int,
+    chunks: Sequence[HeldChunk | Staged],
+    give_back: Callable[[], None],
 ) -> Part:
-    """Launch the copy of chunks of the offload tier that are in host memory, from number `first` on. give_back: releases that memory;
-    called once nothing reads it any more."""
+    """Launch the copy of chunks of the offload tier that are in host memory, from number `first`
+    on. give_back: releases that memory; called once nothing reads it any more."""
     try:
         plan, started = context.plan(first, len(chunks)), perf_counter()
         moving = uploader.scatter(context.places.kv, plan, chunks, context.mark)
@@ -157,12 +189,21 @@ def upload(
         # After any other error something may still be reading them, so they are never given back.
         give_back()
         raise
-    return _OffloadedPart(context, first, len(chunks), plan, moving, started, {chunk.epoch for chunk in chunks}, give_back)
+    return _OffloadedPart(
+        context,
+        first,
+        len(chunks),
+        plan,
+        moving,
+        started,
+        {chunk.epoch for chunk in chunks},
+        give_back,
+    )
 
 
 class OffloadSource(Source):
-    """Reads chunks from the offload tier, run by run, each ahead of its use. After a run that ended early it reads nothing more, since
-    another attempt may fail, too."""
+    """Reads chunks from the offload tier, run by run, each ahead of its use. After a run that ended
+    early it reads nothing more, since another attempt may fail, too."""
 
     def __init__(self, context: LoadContext, tier: OffloadTier) -> None:
         self._context, self.tier, self.may_have = context, tier, True
@@ -184,7 +225,11 @@ class OffloadSource(Source):
         if not self.may_have or chunk >= len(self._context.keys) or self._fetch is not None:
             return self._fetch is not None
         keys, resident = self._context.keys, self._context.resident
-        stop = next((other for other in range(chunk, len(keys)) if other in resident), len(keys)) if resident else len(keys)
+        stop = (
+            next((other for other in range(chunk, len(keys)) if other in resident), len(keys))
+            if resident
+            else len(keys)
+        )
         if stop == chunk:
             return False
         try:

@@ -1,4 +1,6 @@
-"""Counts what an engine does: hits and misses, bytes by source, metadata time and data time, failures by cause."""
+"""Counts what an engine does: hits and misses, bytes by source, metadata time and data time,
+failures by cause.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,23 @@ from vcache_backend.metadata_server.messages import MAX_OWNERS, InstanceId, Read
 log = logging.getLogger(__name__)
 
 TIMES = (
-    *("lookup", "retrieve", "store", "acquire", "release", "reserve", "commit", "plan", "retrieve_copy", "store_copy"),
+    *(
+        "lookup",
+        "retrieve",
+        "store",
+        "acquire",
+        "release",
+        "reserve",
+        "commit",
+        "plan",
+        "retrieve_copy",
+        "store_copy",
+    ),
     *("offload_lookup", "offload_put"),
 )
-"""Names of the latencies: whole calls first, then their parts, then those of the offload tier. `retrieve_copy` and `store_copy` are
-data time, `plan` is neither, the other parts and `lookup` are metadata time. A put is one batch, in the background."""
+"""Names of the latencies: whole calls first, then their parts, then those of the offload tier.
+`retrieve_copy` and `store_copy` are data time, `plan` is neither, the other parts and `lookup` are
+metadata time. A put is one batch, in the background."""
 METADATA = ("acquire", "release", "reserve", "commit")
 DATA = ("retrieve_copy", "store_copy")
 NOT_STORED = ("exists", "busy", "full", "no_slot", "backlog", "late", "changed")
@@ -57,7 +71,9 @@ class EngineStats:
             self.updates += 1
 
     def read_from(self, owner: bytes, nbytes: int, refused: int = 0) -> None:
-        """Count bytes read in the KV cache of instance `owner`, and chunks `refused` because they were no longer what was published."""
+        """Count bytes read in the KV cache of instance `owner`, and chunks `refused` because they
+        were no longer what was published.
+        """
         with self._lock:
             before = self._owners.pop(owner, (0, 0))
             self._owners[owner] = before[0] + nbytes, before[1] + refused
@@ -68,7 +84,10 @@ class EngineStats:
     def reads(self) -> list[Reads]:
         """What was read in each instance's KV cache so far."""
         with self._lock:
-            return [Reads(InstanceId(owner), nbytes, refused) for owner, (nbytes, refused) in self._owners.items()]
+            return [
+                Reads(InstanceId(owner), nbytes, refused)
+                for owner, (nbytes, refused) in self._owners.items()
+            ]
 
     def failed(self, cause: str) -> int:
         """Count a failure. Returns how many of this cause there were so far."""
@@ -85,8 +104,8 @@ class EngineStats:
     def miss(self, call: str, error: Exception) -> int:
         """Count a failure of `call`, and log it if it is the first of its cause. Returns 0.
 
-        A ServerUnavailable is not logged here. A ChecksumError was counted and logged where it was found.
-        """
+        A ServerUnavailable is not logged here. A ChecksumError was counted and logged where it was
+        found."""
         if not isinstance(error, ChecksumError):
             first = self.failed(f"{call}: {type(error).__name__}") == 1
             if first and not isinstance(error, ServerUnavailable):
@@ -101,27 +120,46 @@ class EngineStats:
     def counted(self, prefix: str) -> dict[str, int]:
         """The counters whose names begin with `prefix`, by the rest of their names."""
         with self._lock:
-            return {name.removeprefix(prefix): amount for name, amount in self._counts.items() if name.startswith(prefix)}
+            return {
+                name.removeprefix(prefix): amount
+                for name, amount in self._counts.items()
+                if name.startswith(prefix)
+            }
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything as plain values. Times in microseconds, bandwidth in GB/s (1e9 bytes) of data time."""
+        """Everything as plain values. Times in microseconds, bandwidth in GB/s (1e9 bytes) of data
+        time.
+        """
         with self._lock:
             counts = self._counts
             owners = {owner.hex(): nbytes for owner, (nbytes, _) in self._owners.items()}
             times = {name: histogram.summary() for name, histogram in self._times.items()}
-            retrieved = sum(counts[f"bytes_{where}"] for where in ("own", "peer", "offload", "resident"))
+            retrieved = sum(
+                counts[f"bytes_{where}"] for where in ("own", "peer", "offload", "resident")
+            )
             return times | {
-                "tokens": {name: counts[f"tokens_{name}"] for name in ("asked", "hit", "retrieved", "stored")},
+                "tokens": {
+                    name: counts[f"tokens_{name}"]
+                    for name in ("asked", "hit", "retrieved", "stored")
+                },
                 "hits": {"vram": counts["chunks_retrieved"], "offload": counts["chunks_offload"]},
                 "misses": counts["chunks_missed"],
-                "bytes": {name: counts[f"bytes_{name}"] for name in ("own", "peer", "offload", "stored", "offload_written")},
-                "resident": {"chunks": counts["chunks_resident"], "bytes": counts["bytes_resident"], "owners": owners}
+                "bytes": {
+                    name: counts[f"bytes_{name}"]
+                    for name in ("own", "peer", "offload", "stored", "offload_written")
+                },
+                "resident": {
+                    "chunks": counts["chunks_resident"],
+                    "bytes": counts["bytes_resident"],
+                    "owners": owners,
+                }
                 | {name: counts[f"chunks_{name}"] for name in ("stale", "refused")},
                 "gb_per_s": {
                     "retrieve": _rate(retrieved, self._times["retrieve_copy"]),
                     "store": _rate(counts["bytes_stored"], self._times["store_copy"]),
                 },
-                "metadata_us": sum(self._times[name].total_us for name in METADATA) + self._times["lookup"].total_us,
+                "metadata_us": sum(self._times[name].total_us for name in METADATA)
+                + self._times["lookup"].total_us,
                 "data_us": sum(self._times[name].total_us for name in DATA),
                 "not_stored": {name: counts[f"not_stored_{name}"] for name in NOT_STORED},
                 "failures": dict(self._failures),
@@ -129,7 +167,9 @@ class EngineStats:
 
 
 class _Timed:
-    """A class, as it takes half of the time of a generator-based context manager; each request uses several."""
+    """A class, as it takes half of the time of a generator-based context manager; each request uses
+    several.
+    """
 
     def __init__(self, stats: EngineStats, name: str) -> None:
         self._stats, self._name, self._started = stats, name, perf_counter()

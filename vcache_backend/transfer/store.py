@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LAUNCH_WITHIN = 0.5
-"""The fraction of a reservation's time within which its copy must start, so that it ends in time. A copy takes milliseconds."""
+"""The fraction of a reservation's time within which its copy must start, so that it ends in time. A
+copy takes milliseconds.
+"""
 _REFUSALS = {Refusal.EXISTS: "exists", Refusal.BUSY: "busy", Refusal.FULL: "full"}
 
 
@@ -38,17 +40,20 @@ def store(
 ) -> PendingStore | None:
     """Reserve slots, copy in one launch, and commit in the background. In the worker's thread.
 
-    Returns None if nothing is copied: the pool has the chunks or no room, or too many stores wait for their commit. Raises VCacheError.
+    Returns None if nothing is copied: the pool has the chunks or no room, or too many stores wait
+    for their commit. Raises VCacheError.
 
-    chunks: numbers of the chunks to store; `keys[i]` and `places` are those of chunk i. prefix: keys of the chunks before chunk 0,
-    which are marked as used, too. beside: the current stream does not wait for the copy, which reads what that stream has written so far;
-    nothing may write into the blocks before the result's `completion`, see `Copier.fence`. fetched_in: the chunks came from the offload
-    tier, which had stored them in that epoch; if it is over, they are not stored. holds: see `PendingStore`.
+    chunks: numbers of the chunks to store; `keys[i]` and `places` are those of chunk i. prefix:
+    keys of the chunks before chunk 0, which are marked as used, too. beside: the current stream
+    does not wait for the copy, which reads what that stream has written so far; nothing may write
+    into the blocks before the result's `completion`, see `Copier.fence`. fetched_in: the chunks
+    came from the offload tier, which had stored them in that epoch; if it is over, they are not
+    stored. holds: see `PendingStore`.
 
-    A commit publishes every slot of a reservation, so either all are written or the reservation is given back. After a RuntimeError (a
-    launch that failed in torch), or an error while checksums are written, something may still be writing: then the reservation is neither
-    committed nor given back, and the server quarantines its slots.
-    """
+    A commit publishes every slot of a reservation, so either all are written or the reservation is
+    given back. After a RuntimeError (a launch that failed in torch), or an error while checksums
+    are written, something may still be writing: then the reservation is neither committed nor given
+    back, and the server quarantines its slots."""
     if not chunks:
         return None
     stats, committer = session.stats, session.committer
@@ -58,7 +63,9 @@ def store(
     mark, asked = session.copier.mark() if beside else None, time.monotonic()
     nbytes = places.kv.chunk_bytes(session.chunk_size)
     with stats.timed("reserve"):
-        reserved = session.client.reserve([keys[chunk] for chunk in chunks], slot_bytes(session, nbytes))
+        reserved = session.client.reserve(
+            [keys[chunk] for chunk in chunks], slot_bytes(session, nbytes)
+        )
     session.note_epoch(reserved.epoch)
     if fetched_in not in (None, reserved.epoch):
         # A reset came in between: these chunks are older than it.
@@ -68,7 +75,9 @@ def store(
     _note_refusals(stats, reserved, session.client.epoch)
     # If this process was stopped meanwhile, it must not write any more.
     launch_by = asked + reserved.seconds * LAUNCH_WITHIN
-    pending = _gather(session, places, keys, chunks, [*prefix, *keys[: chunks[0]]], reserved, launch_by, mark)
+    pending = _gather(
+        session, places, keys, chunks, [*prefix, *keys[: chunks[0]]], reserved, launch_by, mark
+    )
     if pending is not None:
         committer.submit(pending._replace(holds=holds))
     return pending
@@ -85,7 +94,11 @@ def _gather(
     mark: Mark | None,
 ) -> PendingStore | None:
     """Copy into the reserved slots, unless it is later than `launch_by` (time.monotonic)."""
-    slots = [(chunk, slot) for chunk, slot in zip(chunks, reserved.slots, strict=True) if isinstance(slot, Location)]
+    slots = [
+        (chunk, slot)
+        for chunk, slot in zip(chunks, reserved.slots, strict=True)
+        if isinstance(slot, Location)
+    ]
     if not slots:
         return None
     stats, committer, count = session.stats, session.committer, len(slots)
@@ -105,9 +118,13 @@ def _gather(
         raise
     named, sealed = [keys[chunk] for chunk in chosen], None
     if session.sealer is not None:
-        sealed = session.sealer.seal(views, named, places.kv.chunk_bytes(session.chunk_size), completion)
+        sealed = session.sealer.seal(
+            views, named, places.kv.chunk_bytes(session.chunk_size), completion
+        )
     tokens = count * session.chunk_size
-    return PendingStore(completion, sealed, reserved.reservation, named, prefix, tokens, copy.nbytes, views)
+    return PendingStore(
+        completion, sealed, reserved.reservation, named, prefix, tokens, copy.nbytes, views
+    )
 
 
 def _note_refusals(stats: EngineStats, reserved: Reserved, epoch: int) -> None:

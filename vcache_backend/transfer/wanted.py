@@ -1,4 +1,6 @@
-"""The chunks of a `retrieve`: the first ones at once, all of them while the copy of the first runs."""
+"""The chunks of a `retrieve`: the first ones at once, all of them while the copy of the first
+runs.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ class Wanted(NamedTuple):
 
 
 class Rest:
-    """All chunks of a request, of which the first ones are known. They are worked out once. A ValueError is kept until `check`, since
-    copies are under way by then."""
+    """All chunks of a request, of which the first ones are known. They are worked out once. A
+    ValueError is kept until `check`, since copies are under way by then."""
 
     def __init__(self, head: Wanted, look: Callable[[], Wanted]) -> None:
         self.known, self._look = head, look

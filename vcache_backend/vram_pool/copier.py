@@ -1,4 +1,6 @@
-"""The interface of copiers, which run plans, and the copier for host memory. The one for GPUs is in cuda_copier.py."""
+"""The interface of copiers, which run plans, and the copier for host memory. The one for GPUs is in
+cuda_copier.py.
+"""
 
 # torch.cuda's streams and events have no types.
 # mypy: allow-untyped-calls
@@ -31,44 +33,65 @@ class Completion(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until all bytes are in place; False once `timeout_s` seconds have passed. Raises VCacheError like `done`."""
+        """Wait until all bytes are in place; False once `timeout_s` seconds have passed. Raises
+        VCacheError like `done`.
+        """
         ...
 
     @property
     def seconds(self) -> float | None:
-        """Seconds that the bytes took, without tables and queues; None while the copy runs or if it is not known."""
+        """Seconds that the bytes took, without tables and queues; None while the copy runs or if it
+        is not known.
+        """
         ...
 
 
 class Mark(Protocol):
-    """A point in the work of a stream: after all that was queued when the mark was made. Any thread."""
+    """A point in the work of a stream: after all that was queued when the mark was made. Any
+    thread.
+    """
 
     def reached(self) -> bool:
-        """Whether all work before it is done. Never waits. Raises VCacheError if the device failed."""
+        """Whether all work before it is done. Never waits. Raises VCacheError if the device
+        failed.
+        """
         ...
 
 
 class Copier(Protocol):
-    """Moves bytes into and out of one KV cache. Used by one worker; may be called from several of its threads.
+    """Moves bytes into and out of one KV cache. Used by one worker; may be called from several of
+    its threads.
 
-    slots: the request's, in the order of the plan's slot indices. `gather` and `scatter` raise LayoutError, and move nothing, if a slot
-    is missing or smaller than a chunk, or the plan or the device is not the KV cache's. After any VCacheError nothing of the copy
-    runs. After any other error (torch's RuntimeError, a Triton error) it may be running, and the slots must not be used again.
+    slots: the request's, in the order of the plan's slot indices. `gather` and `scatter` raise
+    LayoutError, and move nothing, if a slot is missing or smaller than a chunk, or the plan or the
+    device is not the KV cache's. After any VCacheError nothing of the copy runs. After any other
+    error (torch's RuntimeError, a Triton error) it may be running, and the slots must not be used
+    again.
 
-    after: let the caller's stream go on beside the copy, which starts once the work before this mark is done. The caller then
-    sees to it that nothing else touches the blocks until the copy is over, or queues a `fence`.
-    """
+    after: let the caller's stream go on beside the copy, which starts once the work before this
+    mark is done. The caller then sees to it that nothing else touches the blocks until the copy is
+    over, or queues a `fence`."""
 
     def prepare(self, kv: PagedKV) -> None:
-        """Make ready for copies of `kv`, so that no request waits for that. Optional; before the first copy."""
+        """Make ready for copies of `kv`, so that no request waits for that. Optional; before the
+        first copy.
+        """
         ...
 
-    def gather(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None) -> Completion:
-        """Copy KV blocks into slots: what work queued before this call has written. Work queued after it may overwrite the blocks."""
+    def gather(
+        self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None
+    ) -> Completion:
+        """Copy KV blocks into slots: what work queued before this call has written. Work queued
+        after it may overwrite the blocks.
+        """
         ...
 
-    def scatter(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None) -> Completion:
-        """Copy slots into KV blocks. Work queued before this call reads the old bytes, work queued after it the new ones."""
+    def scatter(
+        self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None
+    ) -> Completion:
+        """Copy slots into KV blocks. Work queued before this call reads the old bytes, work queued
+        after it the new ones.
+        """
         ...
 
     def pull(
@@ -83,11 +106,12 @@ class Copier(Protocol):
     ) -> Completion:
         """Copy pages at any addresses into KV blocks, in one launch, ordered like `scatter`.
 
-        rows: (n, 3) int64: number of an origin, offset in bytes, KV block. origins: (k, planes) int64: the page of plane p of row r begins
-        at address `origins[r's origin, p] + r's offset`. Addresses are not checked: the caller sees to it that they stay readable until
-        the copy is over. keep: an object to hold until then. local: all pages are on the KV cache's device.
-        Raises LayoutError, and moves nothing, if a row names a block or an origin that does not exist.
-        """
+        rows: (n, 3) int64: number of an origin, offset in bytes, KV block. origins: (k, planes)
+        int64: the page of plane p of row r begins at address `origins[r's origin, p] + r's offset`.
+        Addresses are not checked: the caller sees to it that they stay readable until the copy is
+        over. keep: an object to hold until then. local: all pages are on the KV cache's device.
+        Raises LayoutError, and moves nothing, if a row names a block or an origin that does not
+        exist."""
         ...
 
     def mark(self) -> Mark:
@@ -95,7 +119,9 @@ class Copier(Protocol):
         ...
 
     def fence(self, copy: Completion) -> None:
-        """Have the current stream wait for `copy`, one of this copier's, before later work. The host never waits."""
+        """Have the current stream wait for `copy`, one of this copier's, before later work. The
+        host never waits.
+        """
         ...
 
     def close(self) -> None:
@@ -121,15 +147,21 @@ class Finished:
 
 
 class HostCopier:
-    """Copies with `reference`, in the caller's thread: for KV caches in host memory, and for host segments."""
+    """Copies with `reference`, in the caller's thread: for KV caches in host memory, and for host
+    segments.
+    """
 
     def prepare(self, kv: PagedKV) -> None:
         """Nothing is compiled."""
 
-    def gather(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None) -> Finished:
+    def gather(
+        self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None
+    ) -> Finished:
         return self._run(reference.gather, kv, plan, slots)
 
-    def scatter(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None) -> Finished:
+    def scatter(
+        self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None
+    ) -> Finished:
         return self._run(reference.scatter, kv, plan, slots)
 
     def pull(
@@ -144,7 +176,9 @@ class HostCopier:
     ) -> Finished:
         check_rows(kv, rows, origins)
         if kv.device.type != "cpu":
-            raise LayoutError(f"the KV cache is on {kv.device}, and this copier knows addresses of host memory only")
+            raise LayoutError(
+                f"the KV cache is on {kv.device}, and this copier knows addresses of host memory only"
+            )
         started = time.perf_counter()
         reference.pull(kv, rows, origins)
         return Finished(time.perf_counter() - started)
@@ -163,7 +197,8 @@ class HostCopier:
         started = time.perf_counter()
         move(kv, plan, [slot.tensor for slot in slots])
         if kv.device.type == "cuda":
-            # The lease on the slots may end once this returns, so torch must not be reading them any more.
+            # The lease on the slots may end once this returns, so torch must not be reading them
+            # any more.
             torch.cuda.current_stream(kv.device).synchronize()
         return Finished(time.perf_counter() - started)
 
@@ -171,7 +206,9 @@ class HostCopier:
 def check(kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> None:
     """Raise LayoutError unless every byte of the plan lies inside of its slot."""
     if plan.block_size != kv.block_size:
-        raise LayoutError(f"the plan is for blocks of {plan.block_size} tokens, the KV cache has {kv.block_size}")
+        raise LayoutError(
+            f"the plan is for blocks of {plan.block_size} tokens, the KV cache has {kv.block_size}"
+        )
     need = kv.chunk_bytes(plan.chunk_size)
     last = int(np.maximum.reduce(plan.blocks[:, 0], initial=-1))
     if last >= len(slots):
@@ -185,7 +222,9 @@ def check_rows(kv: PagedKV, rows: Int64s, origins: Int64s) -> None:
     """Raise LayoutError unless every row's origin and block exist. See `Copier.pull`."""
     planes = len(kv.planes)
     if rows.ndim != 2 or rows.shape[1] != 3 or origins.ndim != 2 or origins.shape[1] != planes:
-        raise LayoutError(f"rows of 3 and origins of {planes} planes are needed; given are {rows.shape} and {origins.shape}")
+        raise LayoutError(
+            f"rows of 3 and origins of {planes} planes are needed; given are {rows.shape} and {origins.shape}"
+        )
     for column, name, count in ((0, "origin", len(origins)), (2, "block", kv.num_blocks)):
         low, high = int(rows[:, column].min(initial=0)), int(rows[:, column].max(initial=-1))
         if low < 0 or high >= count:

@@ -43,8 +43,8 @@ class CudaMark(NamedTuple):
 class CudaCompletion:
     """A copy on a stream of `device`, over once `end` is reached. Any thread.
 
-    held: what the copy uses, kept until then. give_back: called once, by whoever first finds the copy over.
-    """
+    held: what the copy uses, kept until then. give_back: called once, by whoever first finds the
+    copy over."""
 
     def __init__(
         self,
@@ -90,15 +90,30 @@ class _Slots:
 
     def fill(self, table: Int64s) -> int:
         """Write the kernel's table. Returns the alignment of the slots."""
-        return kernels.fill_slots(self.kv, self._plan, np.array([slot.address for slot in self._slots], dtype=np.int64), table)
+        return kernels.fill_slots(
+            self.kv,
+            self._plan,
+            np.array([slot.address for slot in self._slots], dtype=np.int64),
+            table,
+        )
 
 
 class _Rows:
-    """A copy into a KV cache from any addresses: see `Copier.pull`. Keeps `keep` alive. Raises LayoutError."""
+    """A copy into a KV cache from any addresses: see `Copier.pull`. Keeps `keep` alive. Raises
+    LayoutError.
+    """
 
-    def __init__(self, kv: PagedKV, rows: Int64s, origins: Int64s, keep: object, local: bool) -> None:
+    def __init__(
+        self, kv: PagedKV, rows: Int64s, origins: Int64s, keep: object, local: bool
+    ) -> None:
         check_rows(kv, rows, origins)
-        self.kv, self.blocks, self.origins, self.local, self.host = kv, len(rows), len(origins), local, False
+        self.kv, self.blocks, self.origins, self.local, self.host = (
+            kv,
+            len(rows),
+            len(origins),
+            local,
+            False,
+        )
         self._rows, self._bases, self._keep = rows, origins, keep
 
     def fill(self, table: Int64s) -> int:
@@ -107,12 +122,13 @@ class _Rows:
 
 
 class CudaCopier:
-    """Copies with the Triton kernel, on two streams of GPU `ordinal`: one for gathers, one for scatters and pulls.
+    """Copies with the Triton kernel, on two streams of GPU `ordinal`: one for gathers, one for
+    scatters and pulls.
 
-    Each copy starts after the work of the caller's current stream, and that stream then waits for the copy's end, unless the caller
-    gave a mark. Both wait on the device; the host never waits. max_ctas: the most thread blocks of a copy from or to other memory
-    than the own GPU's; 0: the tuned number.
-    """
+    Each copy starts after the work of the caller's current stream, and that stream then waits for
+    the copy's end, unless the caller gave a mark. Both wait on the device; the host never waits.
+    max_ctas: the most thread blocks of a copy from or to other memory than the own GPU's; 0: the
+    tuned number."""
 
     def __init__(self, ordinal: int, max_ctas: int = 0) -> None:
         self.device, self.max_ctas = torch.device("cuda", ordinal), max_ctas
@@ -122,7 +138,9 @@ class CudaCopier:
         self._driver = cuda_driver.load()
         self._under_way: list[CudaCompletion] = []
         self._lock = threading.Lock()
-        """Guards `_under_way`: one thread may add a copy while another removes those that are over."""
+        """Guards `_under_way`: one thread may add a copy while another removes those that are
+        over.
+        """
 
     def prepare(self, kv: PagedKV) -> None:
         """Compile the kernels for `kv`: up to a second each, a few of them."""
@@ -132,10 +150,14 @@ class CudaCopier:
                 for to_origin, many in ((True, False), (False, False), (False, True)):
                     kernels.launch(kv, 0, table, to_origin=to_origin, many=many, tuning=tuning)
 
-    def gather(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None) -> Completion:
+    def gather(
+        self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None
+    ) -> Completion:
         return self._run(self._gathers, _Slots(kv, plan, slots), after, to_origin=True)
 
-    def scatter(self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None) -> Completion:
+    def scatter(
+        self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None
+    ) -> Completion:
         return self._run(self._scatters, _Slots(kv, plan, slots), after)
 
     def pull(
@@ -157,24 +179,41 @@ class CudaCopier:
         if isinstance(copy, CudaCompletion):
             torch.cuda.current_stream(self.device).wait_event(copy.end)
         elif not isinstance(copy, Finished):
-            raise TypeError(f"a {type(copy).__name__} is no copy of this copier: nothing would wait for it")
+            raise TypeError(
+                f"a {type(copy).__name__} is no copy of this copier: nothing would wait for it"
+            )
 
     def close(self) -> None:
         for stream in (self._gathers, self._scatters):
             _poll(stream.query, CLOSE_SECONDS)
 
-    def _run(self, side: torch.cuda.Stream, job: _Slots | _Rows, after: Mark | None, *, to_origin: bool = False) -> Completion:
+    def _run(
+        self,
+        side: torch.cuda.Stream,
+        job: _Slots | _Rows,
+        after: Mark | None,
+        *,
+        to_origin: bool = False,
+    ) -> Completion:
         kv = job.kv
         if kv.device != self.device:
-            raise LayoutError(f"the KV cache is on {kv.device} but this copier drives {self.device}")
+            raise LayoutError(
+                f"the KV cache is on {kv.device} but this copier drives {self.device}"
+            )
         if not job.blocks:
             return Finished(0.0)
-        tuning = kernels.tuning_for(local=job.local, host=job.host, max_ctas=0 if job.local else self.max_ctas)
+        tuning = kernels.tuning_for(
+            local=job.local, host=job.host, max_ctas=0 if job.local else self.max_ctas
+        )
         size = kernels.table_rows(kv, job.blocks, job.origins)
         start = torch.cuda.Event(enable_timing=True)
-        # Launches go to the thread's current device. Work is queued by stream handle: torch's stream contexts and copies would cost
-        # the host as much as the rest of a retrieve.
-        with torch.cuda.device(self.device) if torch.cuda.current_device() != self.device.index else nullcontext():
+        # Launches go to the thread's current device. Work is queued by stream handle: torch's
+        # stream contexts and copies would cost the host as much as the rest of a retrieve.
+        with (
+            torch.cuda.device(self.device)
+            if torch.cuda.current_device() != self.device.index
+            else nullcontext()
+        ):
             table = self._table(size, side)
             aligned = job.fill(table.array[:size])
             current = torch.cuda.current_stream()
@@ -201,29 +240,37 @@ class CudaCopier:
                 if after is None:
                     current.wait_event(end)
             except BaseException:
-                # The current stream may not be waiting for the kernel, and the caller does not know of it: nothing may be left running.
+                # The current stream may not be waiting for the kernel, and the caller does not know
+                # of it: nothing may be left running.
                 side.synchronize()
                 raise
-        completion = CudaCompletion(self.device, start, end, job, lambda: self._tables.append(table))
+        completion = CudaCompletion(
+            self.device, start, end, job, lambda: self._tables.append(table)
+        )
         # What a kernel uses must live until it ends, even if the caller drops the completion.
         with self._lock:
             self._under_way.append(completion)
-            # A VCacheError from here would mean that nothing of this copy runs. If the device failed, the completion says so.
+            # A VCacheError from here would mean that nothing of this copy runs. If the device
+            # failed, the completion says so.
             with suppress(VCacheError):
                 self._under_way = [earlier for earlier in self._under_way if not earlier.done()]
         return completion
 
     def _table(self, rows: int, side: torch.cuda.Stream) -> kernels.Table:
-        """A table of at least `rows` rows that no copy uses: that of a copy that is over, or a new one."""
+        """A table of at least `rows` rows that no copy uses: that of a copy that is over, or a new
+        one.
+        """
         while self._tables:
             with suppress(IndexError):  # another thread took it
                 table = self._tables.pop()
                 if table.rows >= rows:
                     return table
-        # Its memory comes from the side stream's pool. Memory from the caller's stream may still be used by work queued there, and
-        # the table is written without waiting for that.
+        # Its memory comes from the side stream's pool. Memory from the caller's stream may still be
+        # used by work queued there, and the table is written without waiting for that.
         with torch.cuda.stream(side):
-            return kernels.Table(max(_TABLE_ROWS, 1 << (rows - 1).bit_length()), self.device, self._driver)
+            return kernels.Table(
+                max(_TABLE_ROWS, 1 << (rows - 1).bit_length()), self.device, self._driver
+            )
 
 
 def _poll(done: Callable[[], bool], timeout_s: float) -> bool:
@@ -232,7 +279,8 @@ def _poll(done: Callable[[], bool], timeout_s: float) -> bool:
         waited = time.monotonic() - began
         if waited >= timeout_s:
             return False
-        # Spin first: most copies take a millisecond or two, and even the shortest sleep takes some 50 microseconds.
+        # Spin first: most copies take a millisecond or two, and even the shortest sleep takes some
+        # 50 microseconds.
         if waited < _SPIN_SECONDS:
             os.sched_yield()
         else:

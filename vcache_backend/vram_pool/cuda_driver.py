@@ -1,9 +1,10 @@
-"""Checked calls of the CUDA driver API: every failure is a `DriverError` that names the call and the driver's reason.
+"""Checked calls of the CUDA driver API: every failure is a `DriverError` that names the call and
+the driver's reason.
 
-`cuda.bindings` is imported on the first `load()`, so that machines without a GPU need neither it nor a driver.
-Contexts are the devices' primary ones, which torch uses, too. Each thread has a current context: `current()` pushes one and
-pops it again, so the caller's thread is left on the device that it was on.
-"""
+`cuda.bindings` is imported on the first `load()`, so that machines without a GPU need neither it
+nor a driver. Contexts are the devices' primary ones, which torch uses, too. Each thread has a
+current context: `current()` pushes one and pops it again, so the caller's thread is left on the
+device that it was on."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ Link = Literal["nvlink", "pcie", "none"]
 
 
 class DriverError(SegmentError):
-    """A CUDA driver call failed. code: the driver's name of the error, such as `CUDA_ERROR_OUT_OF_MEMORY`."""
+    """A CUDA driver call failed. code: the driver's name of the error, such as
+    `CUDA_ERROR_OUT_OF_MEMORY`.
+    """
 
     def __init__(self, call: str, code: str, reason: str) -> None:
         super().__init__(f"{call}: {code} ({reason})")
@@ -34,25 +37,30 @@ class DriverError(SegmentError):
 
 @functools.cache
 def load() -> Driver:
-    """The driver of this process, initialised; the same object on every call, usable from every thread.
+    """The driver of this process, initialised; the same object on every call, usable from every
+    thread.
 
-    Raises SegmentError if `cuda-bindings` or the NVIDIA driver is missing. A forked child of a process that called it cannot
-    use it, nor CUDA.
-    """
+    Raises SegmentError if `cuda-bindings` or the NVIDIA driver is missing. A forked child of a
+    process that called it cannot use it, nor CUDA."""
     try:
         bindings = importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
-        raise SegmentError(f"GPU segments need cuda-bindings: pip install 'cuda-bindings==13.*' ({error})") from error
+        raise SegmentError(
+            f"GPU segments need cuda-bindings: pip install 'cuda-bindings==13.*' ({error})"
+        ) from error
     try:
         return Driver(bindings)
     except SegmentError:
         raise
     except Exception as error:  # without libcuda the bindings raise types of their own
-        raise SegmentError(f"the NVIDIA driver cannot be used: {error}; install it, or set pool.device: host") from error
+        raise SegmentError(
+            f"the NVIDIA driver cannot be used: {error}; install it, or set pool.device: host"
+        ) from error
 
 
 class Driver:
-    """The driver calls that segments and the doctor need. Devices are CUDA ordinals of this process, sizes are bytes.
+    """The driver calls that segments and the doctor need. Devices are CUDA ordinals of this
+    process, sizes are bytes.
 
     bindings: the module `cuda.bindings.driver`, or in tests something with its functions.
     """
@@ -78,7 +86,8 @@ class Driver:
         try:
             self.call(name, *arguments)
         except DriverError as error:
-            if error.code != "CUDA_ERROR_DEINITIALIZED":  # the process is ending and the driver has cleaned up
+            # the process is ending and the driver has cleaned up
+            if error.code != "CUDA_ERROR_DEINITIALIZED":
                 log.warning("clean-up of a GPU segment: %s", error)
 
     # ---- devices
@@ -93,7 +102,9 @@ class Driver:
         return int(self.call("cuDeviceGetCount"))
 
     def uuid(self, ordinal: int) -> str:
-        """The GPU's name in all processes: `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`, as nvidia-smi prints it."""
+        """The GPU's name in all processes: `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`, as
+        nvidia-smi prints it.
+        """
         answer = self.call("cuDeviceGetUuid", self._device(ordinal))
         return f"GPU-{uuid.UUID(bytes=bytes(answer.bytes)[:16])}"
 
@@ -103,7 +114,9 @@ class Driver:
         return name.split(b"\0", 1)[0].decode(errors="replace").strip()
 
     def shares_memory(self, ordinal: int) -> bool:
-        """Whether the GPU has virtual memory management with POSIX fds, without which it can hold no segment."""
+        """Whether the GPU has virtual memory management with POSIX fds, without which it can hold
+        no segment.
+        """
         names = (
             "CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",
             "CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED",
@@ -114,14 +127,20 @@ class Driver:
 
     def can_access_peer(self, reader: int, owner: int) -> bool:
         """Whether kernels on `reader` can read `owner`'s memory; a GPU can always read its own."""
-        return reader == owner or bool(self.call("cuDeviceCanAccessPeer", self._device(reader), self._device(owner)))
+        return reader == owner or bool(
+            self.call("cuDeviceCanAccessPeer", self._device(reader), self._device(owner))
+        )
 
     def link(self, reader: int, owner: int) -> Link:
-        """How `reader` reaches `owner`'s memory. NVLink is recognised by native atomics, which PCIe peers do not have."""
+        """How `reader` reaches `owner`'s memory. NVLink is recognised by native atomics, which PCIe
+        peers do not have.
+        """
         if not self.can_access_peer(reader, owner):
             return "none"
         attribute = self._cuda.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
-        atomics = self.call("cuDeviceGetP2PAttribute", attribute, self._device(reader), self._device(owner))
+        atomics = self.call(
+            "cuDeviceGetP2PAttribute", attribute, self._device(reader), self._device(owner)
+        )
         return "nvlink" if atomics else "pcie"
 
     def bus(self, ordinal: int) -> str:
@@ -135,7 +154,9 @@ class Driver:
     # ---- contexts
 
     def retain(self, ordinal: int) -> Any:
-        """The device's primary context, held until `release_context`. Made if nobody (torch) holds it yet."""
+        """The device's primary context, held until `release_context`. Made if nobody (torch) holds
+        it yet.
+        """
         return self.call("cuDevicePrimaryCtxRetain", self._device(ordinal))
 
     def release_context(self, ordinal: int) -> None:
@@ -156,7 +177,9 @@ class Driver:
 
     @contextmanager
     def on(self, ordinal: int) -> Iterator[None]:
-        """Holds the device's primary context, and makes it this thread's current one, within the block."""
+        """Holds the device's primary context, and makes it this thread's current one, within the
+        block.
+        """
         with ExitStack() as undo:
             context = self.retain(ordinal)
             undo.callback(self.release_context, ordinal)
@@ -164,15 +187,18 @@ class Driver:
             yield
 
     def beside_captures(self) -> None:
-        """Let this thread, from now on, allocate and map memory while another thread captures a CUDA graph.
+        """Let this thread, from now on, allocate and map memory while another thread captures a
+        CUDA graph.
 
-        vLLM captures in a mode in which such calls of any thread would fail otherwise, and the capture with them.
-        """
+        vLLM captures in a mode in which such calls of any thread would fail otherwise, and the
+        capture with them."""
         mode = self._cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         self.call("cuThreadExchangeStreamCaptureMode", mode)
 
     def memory(self, ordinal: int) -> tuple[int, int]:
-        """(free, total) bytes. If the process has no context there, one is made for the moment: some 0.3 s and 0.5 GB."""
+        """(free, total) bytes. If the process has no context there, one is made for the moment:
+        some 0.3 s and 0.5 GB.
+        """
         with self.on(ordinal):
             code, free, total = self._cuda.cuMemGetInfo()
         if code != self._cuda.CUresult.CUDA_SUCCESS:
@@ -182,7 +208,9 @@ class Driver:
     # ---- memory
 
     def granularity(self, ordinal: int) -> int:
-        """Sizes of allocations and mappings on this device are multiples of this (2 MiB on current GPUs)."""
+        """Sizes of allocations and mappings on this device are multiples of this (2 MiB on current
+        GPUs).
+        """
         flag = self._cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         return int(self.call("cuMemGetAllocationGranularity", self._allocation(ordinal), flag))
 
@@ -224,22 +252,30 @@ class Driver:
         self.call("cuMemSetAccess", address, nbytes, [access], 1)
 
     def register(self, address: int, nbytes: int) -> None:
-        """Lock whole pages of host memory that are mapped here, and let all GPUs of this process read and write them."""
+        """Lock whole pages of host memory that are mapped here, and let all GPUs of this process
+        read and write them.
+        """
         self.call("cuMemHostRegister", address, nbytes, _PORTABLE | _DEVICEMAP)
 
     def on_device(self, address: int) -> int:
-        """The address at which the current context's GPU has the registered memory that is at `address` here."""
+        """The address at which the current context's GPU has the registered memory that is at
+        `address` here.
+        """
         return int(self.call("cuMemHostGetDevicePointer", address, 0))
 
     def unregister(self, address: int) -> None:
         self.attempt("cuMemHostUnregister", address)
 
     def event(self) -> Any:
-        """A new event without timing. It is never destroyed, so it is for users that live as long as the process."""
+        """A new event without timing. It is never destroyed, so it is for users that live as long
+        as the process.
+        """
         return self.call("cuEventCreate", self._cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 
     def follow(self, stream: int, event: Any, leader: int) -> None:
-        """Have `stream` wait for the work that stream `leader` has now. Streams are handles; `event` is recorded anew."""
+        """Have `stream` wait for the work that stream `leader` has now. Streams are handles;
+        `event` is recorded anew.
+        """
         self.call("cuEventRecord", event, leader)
         self.call("cuStreamWaitEvent", stream, event, 0)
 
@@ -252,8 +288,9 @@ class Driver:
         self.attempt("cuCtxSynchronize")
 
     def end(self, context: Any, used: ExitStack, otherwise: str) -> None:
-        """Close `used`, which frees memory that kernels may still use, after all work of the context's device is done. Unmapping and
-        unlocking do not wait by themselves. Never raises. otherwise: what the log says if that fails."""
+        """Close `used`, which frees memory that kernels may still use, after all work of the
+        context's device is done. Unmapping and unlocking do not wait by themselves. Never raises.
+        otherwise: what the log says if that fails."""
         try:
             with self.current(context):
                 self.synchronize()
@@ -266,7 +303,9 @@ class Driver:
         return self._cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
     def _allocation(self, ordinal: int) -> Any:
-        """The properties of every allocation: plain device memory (not managed, not multicast) that can be exported as an fd."""
+        """The properties of every allocation: plain device memory (not managed, not multicast) that
+        can be exported as an fd.
+        """
         wanted = self._cuda.CUmemAllocationProp()
         wanted.type = self._cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         wanted.location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE

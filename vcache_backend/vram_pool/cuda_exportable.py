@@ -1,9 +1,11 @@
-"""GPU memory for vLLM's KV cache that other processes can read: a memory pool of torch whose allocator is ours, and exports POSIX fds.
+"""GPU memory for vLLM's KV cache that other processes can read: a memory pool of torch whose
+allocator is ours, and exports POSIX fds.
 
-torch calls `_allocate` and `_free` from C, holding its allocator's lock. So they must not raise, and must not make or drop tensors; nor may
-the garbage collector within them. They take the interpreter's lock. So while vLLM makes its KV cache no other thread may drop a CUDA
-tensor: it would hold the interpreter's lock and wait for torch's. vLLM's own sleep mode allocates in the same way.
-"""
+torch calls `_allocate` and `_free` from C, holding its allocator's lock. So they must not raise,
+and must not make or drop tensors; nor may the garbage collector within them. They take the
+interpreter's lock. So while vLLM makes its KV cache no other thread may drop a CUDA tensor: it
+would hold the interpreter's lock and wait for torch's. vLLM's own sleep mode allocates in the same
+way."""
 
 # torch.cuda's pools have no types.
 # mypy: allow-untyped-calls
@@ -39,13 +41,17 @@ class _MappedRegion(NamedTuple):
 
 
 class CudaExportable:
-    """An `exportable.Exportable` in GPU memory. It must live as long as the process, since torch may free its memory at any time."""
+    """An `exportable.Exportable` in GPU memory. It must live as long as the process, since torch
+    may free its memory at any time.
+    """
 
     def __init__(self, ordinal: int) -> None:
         """Raises SegmentError if GPU `ordinal` cannot export memory."""
         driver = cuda_driver.load()
         if not driver.shares_memory(ordinal):
-            raise SegmentError(f"cuda:{ordinal} has no virtual memory management with POSIX fds, so nobody else can read it")
+            raise SegmentError(
+                f"cuda:{ordinal} has no virtual memory management with POSIX fds, so nobody else can read it"
+            )
         self._driver, self._live, self.problem = driver, dict[int, _MappedRegion](), ""
         self._callbacks = _ALLOCATE(self._allocate), _FREE(self._free)
         # Never freed: torch may call them until the process ends.
@@ -53,21 +59,29 @@ class CudaExportable:
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """A context in which this thread's allocations on the current device are exportable. SegmentError if torch takes no allocator."""
-        # While a pool is in use and memory runs out, torch fails instead of giving back what it has cached.
+        """A context in which this thread's allocations on the current device are exportable.
+        SegmentError if torch takes no allocator.
+        """
+        # While a pool is in use and memory runs out, torch fails instead of giving back what it has
+        # cached.
         torch.cuda.empty_cache()
-        allocate, free = (ctypes.cast(callback, ctypes.c_void_p).value for callback in self._callbacks)
+        allocate, free = (
+            ctypes.cast(callback, ctypes.c_void_p).value for callback in self._callbacks
+        )
         pool = torch.cuda.MemPool(_torch_allocator(allocate, free))
         with torch.cuda.use_mem_pool(pool):
             yield
-        # The pool is dropped here: its memory goes back to the GPU once the tensors are gone and torch empties its cache.
+        # The pool is dropped here: its memory goes back to the GPU once the tensors are gone and
+        # torch empties its cache.
 
     def allocations(self) -> list[Region]:
         """The allocations that torch has not freed."""
         return [piece.allocation for piece in list(self._live.values())]
 
     def _allocate(self, nbytes: int, ordinal: int, stream: int | None) -> int:
-        """Called by torch: the address of at least `nbytes` bytes; 0 if that fails, and torch then raises that there is no memory."""
+        """Called by torch: the address of at least `nbytes` bytes; 0 if that fails, and torch then
+        raises that there is no memory.
+        """
         try:
             with _no_garbage(), self._driver.on(ordinal):
                 piece = _make(self._driver, ordinal, nbytes)
@@ -79,7 +93,9 @@ class CudaExportable:
             return 0
 
     def _free(self, address: int, nbytes: int, ordinal: int, stream: int | None) -> None:
-        """Called by torch: free an allocation. Work that still uses it may be queued, so this waits for the device."""
+        """Called by torch: free an allocation. Work that still uses it may be queued, so this waits
+        for the device.
+        """
         try:
             piece = self._live.pop(address)
             os.close(piece.allocation.fd)
@@ -88,7 +104,12 @@ class CudaExportable:
                 self._driver.synchronize()
                 piece.undo.close()
         except BaseException as error:  # noqa: BLE001 - it would go on into C
-            log.warning("vcache: %s B of KV cache on cuda:%d stay until the process ends: %s", f"{nbytes:,}", ordinal, error)
+            log.warning(
+                "vcache: %s B of KV cache on cuda:%d stay until the process ends: %s",
+                f"{nbytes:,}",
+                ordinal,
+                error,
+            )
 
 
 @contextmanager
@@ -108,13 +129,16 @@ def _torch_allocator(allocate: int | None, free: int | None) -> Any:
     if make is None:
         raise SegmentError(f"torch {torch.__version__} takes no memory from others")
     made = make(allocate, free)
-    # Never freed: in older releases torch's pools hold it by a plain pointer, and free memory through it until the end.
+    # Never freed: in older releases torch's pools hold it by a plain pointer, and free memory
+    # through it until the end.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
     return made
 
 
 def _make(driver: Driver, ordinal: int, nbytes: int) -> _MappedRegion:
-    """Allocate and map `nbytes`, rounded up, on the GPU whose context is current. Raises DriverError, and leaves nothing behind then."""
+    """Allocate and map `nbytes`, rounded up, on the GPU whose context is current. Raises
+    DriverError, and leaves nothing behind then.
+    """
     granule = driver.granularity(ordinal)
     rounded = -(-nbytes // granule) * granule
     with ExitStack() as undo:

@@ -1,8 +1,7 @@
 """Segments in GPU memory: allocations of CUDA's virtual memory management, passed on as POSIX fds.
 
-The fd alone keeps the memory alive. So its maker keeps no handle, and maps the segment like everyone else. The memory goes back
-to the GPU once the last fd and the last mapping are closed.
-"""
+The fd alone keeps the memory alive. So its maker keeps no handle, and maps the segment like
+everyone else. The memory goes back to the GPU once the last fd and the last mapping are closed."""
 
 from __future__ import annotations
 
@@ -29,13 +28,16 @@ _NO_DRIVER_FDS = {
 
 
 def allocate(device: Device, nbytes: int) -> tuple[int, int]:
-    """Allocate at least `nbytes` on `device`. Returns the fd, which the caller closes, and the bytes, rounded up to the granularity.
+    """Allocate at least `nbytes` on `device`. Returns the fd, which the caller closes, and the
+    bytes, rounded up to the granularity.
 
-    Takes about 1 ms for 8 GiB if torch already uses the device. Raises SegmentError; for lack of memory it says what to set.
-    """
+    Takes about 1 ms for 8 GiB if torch already uses the device. Raises SegmentError; for lack of
+    memory it says what to set."""
     driver, ordinal = cuda_driver.load(), _ordinal(device)
     if not driver.shares_memory(ordinal):
-        raise SegmentError(f"{device}: no virtual memory management with POSIX fds; set pool.device: host")
+        raise SegmentError(
+            f"{device}: no virtual memory management with POSIX fds; set pool.device: host"
+        )
     with driver.on(ordinal), ExitStack() as undo:
         granule = driver.granularity(ordinal)
         rounded = -(-nbytes // granule) * granule
@@ -52,38 +54,52 @@ def allocate(device: Device, nbytes: int) -> tuple[int, int]:
 
 
 def map_fd(fd: int, nbytes: int, owner: str, reader: Device) -> torch.Tensor:
-    """Map the segment behind `fd`, which lies on GPU `owner`, as a 1-D uint8 tensor on `reader`, readable and writable there.
+    """Map the segment behind `fd`, which lies on GPU `owner`, as a 1-D uint8 tensor on `reader`,
+    readable and writable there.
 
-    The mapping lasts as long as the tensor or a view of it. Takes some 10 ms for 8 GiB. Any thread; its current device stays the
-    same. Raises SegmentError: no peer access, `fd` is no GPU memory, or its size is not `nbytes`.
-    """
+    The mapping lasts as long as the tensor or a view of it. Takes some 10 ms for 8 GiB. Any thread;
+    its current device stays the same. Raises SegmentError: no peer access, `fd` is no GPU memory,
+    or its size is not `nbytes`."""
     driver, ordinal = cuda_driver.load(), _ordinal(reader)
     check(fd, nbytes, driver.granularity(ordinal))
     seen = devices.visible_ordinal(owner)
     if seen is not None and not driver.can_access_peer(ordinal, seen):
-        raise SegmentError(f"GPU {reader.name} has no peer access to GPU {owner}: it cannot read segments there")
+        raise SegmentError(
+            f"GPU {reader.name} has no peer access to GPU {owner}: it cannot read segments there"
+        )
     try:
         whole = _Whole(driver, ordinal, fd, nbytes)
     except DriverError as error:
-        hidden = f"; {owner} is not visible here, so nobody asked whether there is peer access" if seen is None else ""
-        raise SegmentError(f"GPU {reader.name} cannot map {nbytes:,} B of GPU {owner}: {error}{hidden}") from error
+        hidden = (
+            f"; {owner} is not visible here, so nobody asked whether there is peer access"
+            if seen is None
+            else ""
+        )
+        raise SegmentError(
+            f"GPU {reader.name} cannot map {nbytes:,} B of GPU {owner}: {error}{hidden}"
+        ) from error
     return view(whole, ordinal)
 
 
 def check(fd: int, nbytes: int, granule: int) -> None:
-    """Refuse, before the driver sees it, an fd that cannot be an exported allocation of `nbytes`. SegmentError; OSError for a bad fd."""
+    """Refuse, before the driver sees it, an fd that cannot be an exported allocation of `nbytes`.
+    SegmentError; OSError for a bad fd.
+    """
     kind = _NO_DRIVER_FDS.get(stat.S_IFMT(os.fstat(fd).st_mode))
     if kind is not None:
         raise SegmentError(f"fd {fd} is {kind}, not exported GPU memory")
     if nbytes % granule:
-        raise SegmentError(f"a GPU segment of {nbytes:,} B is no multiple of the granularity of {granule:,} B")
+        raise SegmentError(
+            f"a GPU segment of {nbytes:,} B is no multiple of the granularity of {granule:,} B"
+        )
 
 
 class _Whole:
-    """An imported allocation, mapped at one address of this process until the last reference to this object goes.
+    """An imported allocation, mapped at one address of this process until the last reference to
+    this object goes.
 
-    torch holds a reference for each storage made from it, so no tensor ever points at unmapped memory.
-    """
+    torch holds a reference for each storage made from it, so no tensor ever points at unmapped
+    memory."""
 
     def __init__(self, driver: Driver, ordinal: int, fd: int, nbytes: int) -> None:
         with ExitStack() as undo:
@@ -105,7 +121,12 @@ class _Whole:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+        return {
+            "shape": (self.nbytes,),
+            "typestr": "|u1",
+            "data": (self.address, False),
+            "version": 3,
+        }
 
 
 class Addressed(Protocol):
@@ -116,11 +137,17 @@ class Addressed(Protocol):
 
 
 def view(whole: Addressed, ordinal: int) -> torch.Tensor:
-    """`whole` as a tensor on GPU `ordinal`, the reader's, though the memory may be another GPU's. Raises SegmentError."""
-    with raising_as({RuntimeError: SegmentError, AssertionError: SegmentError}, f"torch {torch.__version__}"):
+    """`whole` as a tensor on GPU `ordinal`, the reader's, though the memory may be another GPU's.
+    Raises SegmentError.
+    """
+    with raising_as(
+        {RuntimeError: SegmentError, AssertionError: SegmentError}, f"torch {torch.__version__}"
+    ):
         tensor = torch.as_tensor(whole, device=f"cuda:{ordinal}")
     if tensor.data_ptr() != whole.address:
-        raise SegmentError(f"torch {torch.__version__} copied a mapped segment instead of viewing it")
+        raise SegmentError(
+            f"torch {torch.__version__} copied a mapped segment instead of viewing it"
+        )
     return tensor
 
 

@@ -1,7 +1,8 @@
-"""Names memory: a GPU, by its UUID, or this machine's host memory. Names are the same in every process of the node.
+"""Names memory: a GPU, by its UUID, or this machine's host memory. Names are the same in every
+process of the node.
 
-A GPU's ordinal means something only in one process (`CUDA_VISIBLE_DEVICES` renumbers GPUs), so it never leaves that process.
-"""
+A GPU's ordinal means something only in one process (`CUDA_VISIBLE_DEVICES` renumbers GPUs), so it
+never leaves that process."""
 
 from __future__ import annotations
 
@@ -23,9 +24,9 @@ Where = Literal["own", "peer", "host"]
 class Device(msgspec.Struct, frozen=True):
     """Memory that segments lie in and readers read from.
 
-    name: `GPU-…` (the UUID), `host` or `host:NAME`; the same in every process of the node.
-    ordinal: the GPU's CUDA ordinal in this process. For host memory that of the GPU which reads it here; None if none does.
-    """
+    name: `GPU-…` (the UUID), `host` or `host:NAME`; the same in every process of the node. ordinal:
+    the GPU's CUDA ordinal in this process. For host memory that of the GPU which reads it here;
+    None if none does."""
 
     name: str
     medium: Medium
@@ -36,7 +37,8 @@ class Device(msgspec.Struct, frozen=True):
 
 
 def where(reader: Device, owner: str) -> Where:
-    """Where memory of the device named `owner` lies for `reader`: on its own GPU, on a peer's, or in host memory.
+    """Where memory of the device named `owner` lies for `reader`: on its own GPU, on a peer's, or
+    in host memory.
 
     Without a GPU, host memory of another name counts as a peer's.
     """
@@ -62,24 +64,29 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve(spec: str, kv_device: str = "") -> Device:
-    """The device that `pool.device` (`spec`) means in this process and thread. May start CUDA, so not for a process that will fork.
+    """The device that `pool.device` (`spec`) means in this process and thread. May start CUDA, so
+    not for a process that will fork.
 
-    kv_device: where the KV caches lie, as torch names it; empty if that is not known. `auto` then means that device, and its GPU reads
-    the pool if it is in host memory. Raises ConfigError: not one of the forms, no such GPU here, or CUDA cannot be used.
-    """
+    kv_device: where the KV caches lie, as torch names it; empty if that is not known. `auto` then
+    means that device, and its GPU reads the pool if it is in host memory. Raises ConfigError: not
+    one of the forms, no such GPU here, or CUDA cannot be used."""
     if not is_device(spec):
         raise ConfigError(f"pool.device: {spec!r} is not a device; expected {DEVICE_FORMS}")
     if spec == "auto" and kv_device:
         spec = "host" if kv_device == "cpu" else kv_device
     if HOST_DEVICE.fullmatch(spec):
-        return Device(spec, "host", resolve(kv_device).ordinal if kv_device.startswith("cuda") else None)
+        return Device(
+            spec, "host", resolve(kv_device).ordinal if kv_device.startswith("cuda") else None
+        )
     name = spec.lower()
     if name in ("auto", "cuda"):
         current = current_gpu()
         if current is None and name == "auto":
             return Device("host", "host")
         if current is None:
-            raise ConfigError("pool.device: cuda, but torch sees no GPU here; run `vcache doctor`, or set pool.device: host")
+            raise ConfigError(
+                "pool.device: cuda, but torch sees no GPU here; run `vcache doctor`, or set pool.device: host"
+            )
         name = f"cuda:{current}"
     try:
         driver = cuda_driver.load()
@@ -90,14 +97,17 @@ def resolve(spec: str, kv_device: str = "") -> Device:
         if name in (f"cuda:{ordinal}", uuid.lower()):
             return Device(uuid, "cuda", ordinal)
     seen = ", ".join(uuids) or "none"
-    raise ConfigError(f"pool.device: {spec} is not visible to this process (see CUDA_VISIBLE_DEVICES); visible: {seen}")
+    raise ConfigError(
+        f"pool.device: {spec} is not visible to this process (see CUDA_VISIBLE_DEVICES); visible: {seen}"
+    )
 
 
 def gpus() -> list[Gpu]:
-    """Every GPU that this process sees, in the order of their ordinals. Raises SegmentError without cuda-bindings or driver.
+    """Every GPU that this process sees, in the order of their ordinals. Raises SegmentError without
+    cuda-bindings or driver.
 
-    To ask for free memory it makes a CUDA context, for a moment, on each GPU where this process has none.
-    """
+    To ask for free memory it makes a CUDA context, for a moment, on each GPU where this process has
+    none."""
     driver = cuda_driver.load()
     uuids = [driver.uuid(ordinal) for ordinal in range(driver.count())]
     found = []
@@ -111,14 +121,20 @@ def gpus() -> list[Gpu]:
                 total_bytes=total,
                 free_bytes=free,
                 shares_memory=driver.shares_memory(ordinal),
-                links={peer: driver.link(ordinal, other) for other, peer in enumerate(uuids) if other != ordinal},
+                links={
+                    peer: driver.link(ordinal, other)
+                    for other, peer in enumerate(uuids)
+                    if other != ordinal
+                },
             )
         )
     return found
 
 
 def host_available() -> int:
-    """Bytes of host memory that this process can still take: what the machine has, or its cgroup if that has less."""
+    """Bytes of host memory that this process can still take: what the machine has, or its cgroup if
+    that has less.
+    """
     found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
     available = int(found[1]) * 1024 if found else 0
     try:
@@ -131,17 +147,23 @@ def host_available() -> int:
 
 def available(device: Device) -> int:
     """Free bytes: of the GPU with the device's ordinal, or of host memory if it has none."""
-    return host_available() if device.ordinal is None else cuda_driver.load().memory(device.ordinal)[0]
+    return (
+        host_available() if device.ordinal is None else cuda_driver.load().memory(device.ordinal)[0]
+    )
 
 
 def visible_ordinal(uuid: str) -> int | None:
-    """The ordinal of a GPU in this process; None if this process does not see it. Raises SegmentError without a driver."""
+    """The ordinal of a GPU in this process; None if this process does not see it. Raises
+    SegmentError without a driver.
+    """
     driver = cuda_driver.load()
     return next((i for i in range(driver.count()) if driver.uuid(i).lower() == uuid.lower()), None)
 
 
 def current_gpu() -> int | None:
-    """The ordinal of the GPU on which torch makes `cuda` tensors in this thread; None if torch has no GPU."""
+    """The ordinal of the GPU on which torch makes `cuda` tensors in this thread; None if torch has
+    no GPU.
+    """
     import torch  # seconds to import, and `vcache doctor` works without it
 
     return torch.cuda.current_device() if torch.cuda.is_available() else None

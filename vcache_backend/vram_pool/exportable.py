@@ -1,7 +1,8 @@
-"""Memory for torch's tensors that other processes can map. vLLM's KV cache is made of it if it is shared in place.
+"""Memory for torch's tensors that other processes can map. vLLM's KV cache is made of it if it is
+shared in place.
 
-torch allocates, uses and frees it as always. Every allocation has a descriptor that lives as long as the memory.
-"""
+torch allocates, uses and frees it as always. Every allocation has a descriptor that lives as long
+as the memory."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from typing import NamedTuple, Protocol
 
 
 class Region(NamedTuple):
-    """One exported allocation of this process: `nbytes` bytes at `address`. A reader maps all of it by `fd`.
+    """One exported allocation of this process: `nbytes` bytes at `address`. A reader maps all of it
+    by `fd`.
 
     The fd is open for as long as the memory lives; the caller must not close it.
     """
@@ -24,7 +26,8 @@ class Exportable(Protocol):
     """A source of exportable memory, from which torch allocates within `context`."""
 
     def context(self) -> AbstractContextManager[None]:
-        """A context in which this thread's allocations are exportable if they could be a KV cache. For lack of memory torch raises.
+        """A context in which this thread's allocations are exportable if they could be a KV cache.
+        For lack of memory torch raises.
 
         May be left from another thread, and before contexts that were entered later.
         """

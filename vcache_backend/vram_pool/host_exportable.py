@@ -1,8 +1,9 @@
-"""Host memory for vLLM's KV cache that other processes can read: sealed memfds instead of malloc's memory.
+"""Host memory for vLLM's KV cache that other processes can read: sealed memfds instead of malloc's
+memory.
 
-It replaces `torch.zeros` of int8 only, with which every known vLLM allocates its KV cache. The alternative was to map a memfd over pages
-from malloc, but those may begin within a tensor or belong to other objects, too, and `free` may hand them on.
-"""
+It replaces `torch.zeros` of int8 only, with which every known vLLM allocates its KV cache. The
+alternative was to map a memfd over pages from malloc, but those may begin within a tensor or belong
+to other objects, too, and `free` may hand them on."""
 
 # torch's modes have no types.
 # mypy: allow-untyped-calls
@@ -38,7 +39,9 @@ class HostExportable:
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """A context in which this thread's `torch.zeros` of int8 on the CPU are exportable; ordinary memory if that fails."""
+        """A context in which this thread's `torch.zeros` of int8 on the CPU are exportable;
+        ordinary memory if that fails.
+        """
         mode = _Zeros(self._zeros)
         overrides._push_mode(mode)
         try:
@@ -65,7 +68,9 @@ class HostExportable:
 
 
 class _Zeros(TorchFunctionMode):
-    """Replaces `torch.zeros` of int8 in host memory by `make(bytes)`; where that returns None torch makes the tensor."""
+    """Replaces `torch.zeros` of int8 in host memory by `make(bytes)`; where that returns None torch
+    makes the tensor.
+    """
 
     def __init__(self, make: Callable[[int], torch.Tensor | None]) -> None:
         super().__init__()
@@ -73,7 +78,11 @@ class _Zeros(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
-        if func is torch.zeros and given.get("dtype") is torch.int8 and given.keys() <= {"dtype", "device"}:
+        if (
+            func is torch.zeros
+            and given.get("dtype") is torch.int8
+            and given.keys() <= {"dtype", "device"}
+        ):
             shape = torch.Size(args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
             device = given.get("device")
             place = torch.get_default_device() if device is None else torch.device(device)
@@ -85,7 +94,9 @@ class _Zeros(TorchFunctionMode):
 
 
 def _leave(mode: _Zeros) -> None:
-    """Disable `mode`, and take it from this thread's stack wherever it is (torch itself takes only the last one)."""
+    """Disable `mode`, and take it from this thread's stack wherever it is (torch itself takes only
+    the last one).
+    """
     mode.make, above = None, []
     while torch._C._len_torch_function_stack():
         last = overrides._pop_mode()
@@ -97,7 +108,9 @@ def _leave(mode: _Zeros) -> None:
 
 
 def _sealed(nbytes: int) -> tuple[int, mmap.mmap]:
-    """A memfd of whole zeroed pages, all of them allocated, and its mapping, the only one that can be written. Raises OSError."""
+    """A memfd of whole zeroed pages, all of them allocated, and its mapping, the only one that can
+    be written. Raises OSError.
+    """
     size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     with ExitStack() as undo:
         fd = os.memfd_create("vcache-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -105,7 +118,8 @@ def _sealed(nbytes: int) -> tuple[int, mmap.mmap]:
         os.ftruncate(fd, size)
         memory = mmap.mmap(fd, size)
         undo.callback(memory.close)
-        # Of malloc's memory a forked child has a copy. Here it would write into this process's memory.
+        # Of malloc's memory a forked child has a copy. Here it would write into this process's
+        # memory.
         memory.madvise(mmap.MADV_DONTFORK)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, RESIZING | FUTURE_WRITE)
         _take(memory)
@@ -114,7 +128,9 @@ def _sealed(nbytes: int) -> tuple[int, mmap.mmap]:
 
 
 def _take(memory: mmap.mmap) -> None:
-    """Allocate every page now, near this thread, as zeroing would. If there are too few, it fails here and not in a later write."""
+    """Allocate every page now, near this thread, as zeroing would. If there are too few, it fails
+    here and not in a later write.
+    """
     try:
         memory.madvise(_MADV_POPULATE_WRITE)
     except OSError as error:

@@ -1,4 +1,6 @@
-"""Segments in host memory: sealed memfds. They take the place of GPU segments on machines without a GPU, as in CI."""
+"""Segments in host memory: sealed memfds. They take the place of GPU segments on machines without a
+GPU, as in CI.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from vcache_backend.seals import RESIZING, lacking
 
 
 def allocate(name: str, nbytes: int) -> int:
-    """A sealed memfd of exactly `nbytes` zero bytes, closed on exec; the caller closes it. Raises OSError.
+    """A sealed memfd of exactly `nbytes` zero bytes, closed on exec; the caller closes it. Raises
+    OSError.
 
-    Pages are allocated when first written, so a segment larger than the machine's memory fails in use, not here
-    (`vcache doctor` compares the two).
-    """
+    Pages are allocated when first written, so a segment larger than the machine's memory fails in
+    use, not here (`vcache doctor` compares the two)."""
     with ExitStack() as undo:
         fd = os.memfd_create(f"vcache-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         undo.callback(os.close, fd)
@@ -29,14 +31,15 @@ def allocate(name: str, nbytes: int) -> int:
 
 
 def map_fd(fd: int, nbytes: int) -> torch.Tensor:
-    """Map `nbytes` of `fd`, shared, as a 1-D uint8 tensor. The mapping lasts as long as the tensor or a view of it.
+    """Map `nbytes` of `fd`, shared, as a 1-D uint8 tensor. The mapping lasts as long as the tensor
+    or a view of it.
 
-    Raises SegmentError if the fd is no memfd, too small or not sealed; OSError if the kernel refuses.
-    """
+    Raises SegmentError if the fd is no memfd, too small or not sealed; OSError if the kernel
+    refuses."""
     check(fd, nbytes)
     memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    # torch keeps a reference to `memory` but exports no buffer, so `memory.close()` would unmap it under live views. Nobody
-    # calls it: the mapping goes with the last reference.
+    # torch keeps a reference to `memory` but exports no buffer, so `memory.close()` would unmap it
+    # under live views. Nobody calls it: the mapping goes with the last reference.
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 

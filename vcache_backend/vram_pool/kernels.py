@@ -1,19 +1,23 @@
-"""A Triton kernel that copies all layers and all chunks of a request in one launch. Reference: `reference.gather`, `.scatter`, `.pull`.
+"""A Triton kernel that copies all layers and all chunks of a request in one launch. Reference:
+`reference.gather`, `.scatter`, `.pull`.
 
 Its input is one int64 table with rows of three numbers, on the KV cache's device:
 
-    planes    (layers * parts): address of block 0, bytes from block to block, base of the plane in origin 0
-    blocks    offset of the block from its origin's bases, block id, index in the table (in words) of its origin's first base
-    origins   the bases of each origin, one after the other; left out if there is only one
+    planes    (layers * parts): address of block 0, bytes from block to block, base of the plane in
+    origin 0 blocks    offset of the block from its origin's bases, block id, index in the table (in
+    words) of its origin's first base origins   the bases of each origin, one after the other; left
+    out if there is only one
 
-An origin is memory in which the planes of a block lie at fixed distances: a KV cache, whose bases are addresses and whose offsets are
-multiples of its stride; or all slots of all segments, whose bases are the planes' offsets in a chunk and whose offsets are
-addresses. Addresses are raw, so an origin may lie on any device that the executing one can reach. A copy with one origin reads
-its bases from the rows of the planes: another look-up before the first byte would slow down small copies.
+An origin is memory in which the planes of a block lie at fixed distances: a KV cache, whose bases
+are addresses and whose offsets are multiples of its stride; or all slots of all segments, whose
+bases are the planes' offsets in a chunk and whose offsets are addresses. Addresses are raw, so an
+origin may lie on any device that the executing one can reach. A copy with one origin reads its
+bases from the rows of the planes: another look-up before the first byte would slow down small
+copies.
 
-A fixed number of programs strides over (plane, row, piece of a page). Pages are software-pipelined: while one piece is written, the
-next ones and their table rows are being read, which hides NVLink's two microseconds.
-"""
+A fixed number of programs strides over (plane, row, piece of a page). Pages are software-pipelined:
+while one piece is written, the next ones and their table rows are being read, which hides NVLink's
+two microseconds."""
 
 # Triton's decorator has no types, and its arguments are Triton's own.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -41,10 +45,13 @@ _COLUMNS = tl.constexpr(3)
 
 @dataclass(frozen=True)
 class Tuning:
-    """How a copy is spread over the GPU. The values were found by a sweep (until 2026-11-22 in `benchmarks/sweep_copy.py`).
+    """How a copy is spread over the GPU. The values were found by a sweep (until 2026-11-22 in
+    `benchmarks/sweep_copy.py`).
 
-    ctas: thread blocks of a launch. block_bytes: what one of them moves at a time, a power of two. num_warps: of 32 threads, in each.
-    stages: 1 keeps the piece that is being read in registers; n >= 2 keeps n - 1 such pieces in shared memory, so
+    ctas: thread blocks of a launch. block_bytes: what one of them moves at a time, a power of two.
+    num_warps: of 32 threads, in each.
+    stages: 1 keeps the piece that is being read in registers; n >= 2 keeps n - 1 such pieces in
+    shared memory, so
         `(stages - 1) * block_bytes` must stay under the 227 KiB of an SM.
     Cache modifiers and eviction hints were swept, too, and made no difference beyond noise.
     """
@@ -56,24 +63,31 @@ class Tuning:
 
 
 PEER = Tuning(ctas=64)
-"""For origins on another GPU. 64 programs of four warps, with 48 KiB of shared memory each, fill the links at every size: measured
-on two H200s over NVLink, see docs/benchmarks.md."""
+"""For origins on another GPU. 64 programs of four warps, with 48 KiB of shared memory each, fill
+the links at every size: measured on two H200s over NVLink, see docs/benchmarks.md."""
 LOCAL = Tuning(ctas=264, block_bytes=32 << 10, num_warps=16, stages=1)
-"""For origins on the KV cache's GPU. Only many programs reach its memory's bandwidth; see docs/benchmarks.md."""
+"""For origins on the KV cache's GPU. Only many programs reach its memory's bandwidth; see
+docs/benchmarks.md.
+"""
 
 HOST = Tuning(ctas=16)
-"""For slots in host memory. 16 programs, with 48 KiB in flight in each, keep a PCIe link busy, and leave the other SMs to the model. 8, 32
-and 64 are as fast on an H200, see docs/benchmarks.md; vLLM's own kernel for this takes 12."""
+"""For slots in host memory. 16 programs, with 48 KiB in flight in each, keep a PCIe link busy, and
+leave the other SMs to the model. 8, 32 and 64 are as fast on an H200, see docs/benchmarks.md;
+vLLM's own kernel for this takes 12."""
 
 
 def tuning_for(*, local: bool, host: bool = False, max_ctas: int = 0) -> Tuning:
-    """The tuning of a copy. local: all of it is on the KV cache's GPU. host: some is in host memory. max_ctas: limits `ctas`, unless 0."""
+    """The tuning of a copy. local: all of it is on the KV cache's GPU. host: some is in host
+    memory. max_ctas: limits `ctas`, unless 0.
+    """
     chosen = LOCAL if local else HOST if host else PEER
     return replace(chosen, ctas=min(chosen.ctas, max_ctas)) if max_ctas else chosen
 
 
 class Table:
-    """Memory for the table of one copy at a time: `array` on the host, pinned, and `there` on the device. ready: an event for that copy."""
+    """Memory for the table of one copy at a time: `array` on the host, pinned, and `there` on the
+    device. ready: an event for that copy.
+    """
 
     def __init__(self, rows: int, device: torch.device, driver: Driver) -> None:
         self.rows = rows
@@ -84,7 +98,9 @@ class Table:
         self.ready = driver.event()
 
     def upload(self, rows: int, driver: Driver, stream: int) -> None:
-        """Queue the copy of the first `rows` rows to the device. They must not change until `stream` has done it."""
+        """Queue the copy of the first `rows` rows to the device. They must not change until
+        `stream` has done it.
+        """
         driver.copy_async(*self._addresses, rows * 24, stream)
 
 
@@ -95,10 +111,14 @@ def table_rows(kv: PagedKV, blocks: int, origins: int = 1) -> int:
 
 
 def fill_slots(kv: PagedKV, plan: CopyPlan, addresses: Int64s, table: Int64s) -> int:
-    """Like `fill_table`, for a copy to or from slots, in half the time. addresses: (slots,) int64, of the plan's slots."""
+    """Like `fill_table`, for a copy to or from slots, in half the time. addresses: (slots,) int64,
+    of the plan's slots.
+    """
     planes = len(kv.planes)
     table[:planes, :2] = kv.planes
-    table[:planes, 2] = plane_offsets(planes, kv.parts, kv.blocks_in(plan.chunk_size), kv.page_bytes)
+    table[:planes, 2] = plane_offsets(
+        planes, kv.parts, kv.blocks_in(plan.chunk_size), kv.page_bytes
+    )
     table[planes:, 0] = addresses[plan.blocks[:, 0]] + plan.blocks[:, 1]
     table[planes:, 1] = plan.blocks[:, 2]
     table[planes:, 2] = 0
@@ -106,7 +126,9 @@ def fill_slots(kv: PagedKV, plan: CopyPlan, addresses: Int64s, table: Int64s) ->
 
 
 def fill_table(kv: PagedKV, rows: Int64s, origins: Int64s, table: Int64s) -> int:
-    """Write the kernel's table for the copy of `rows`: see `Copier.pull`. Returns the alignment of the origins' pages, up to 16 bytes."""
+    """Write the kernel's table for the copy of `rows`: see `Copier.pull`. Returns the alignment of
+    the origins' pages, up to 16 bytes.
+    """
     planes, end = len(kv.planes), len(kv.planes) + len(rows)
     table[:planes, :2] = kv.planes
     table[:planes, 2] = origins[0]
@@ -114,7 +136,10 @@ def fill_table(kv: PagedKV, rows: Int64s, origins: Int64s, table: Int64s) -> int
     table[planes:end, 2] = rows[:, 0] * planes + end * 3
     if len(origins) > 1:
         table.reshape(-1)[end * 3 : end * 3 + origins.size] = origins.reshape(-1)
-    return alignment(int(np.bitwise_or.reduce(rows[:, 1], initial=0)), int(np.bitwise_or.reduce(origins, axis=None)))
+    return alignment(
+        int(np.bitwise_or.reduce(rows[:, 1], initial=0)),
+        int(np.bitwise_or.reduce(origins, axis=None)),
+    )
 
 
 def launch(
@@ -128,18 +153,24 @@ def launch(
     aligned: int = 16,
     stream: int | None = None,
 ) -> None:
-    """Launch a copy of `blocks` blocks on the current device, which must be the KV cache's. Compiles at the first use.
+    """Launch a copy of `blocks` blocks on the current device, which must be the KV cache's.
+    Compiles at the first use.
 
-    table: (rows, 3) int64, filled by `fill_table` or `fill_slots`, contiguous, on that device; it must live until the kernel has run.
-    aligned: what these returned. many: the table has several origins. to_origin: copy out of the KV cache (gather); else into it.
-    stream: a stream's handle; None: the current one. Returns at once. Raises LayoutError for a copy of some 2^31 pieces or more.
-    """
+    table: (rows, 3) int64, filled by `fill_table` or `fill_slots`, contiguous, on that device; it
+    must live until the kernel has run. aligned: what these returned. many: the table has several
+    origins. to_origin: copy out of the KV cache (gather); else into it. stream: a stream's handle;
+    None: the current one. Returns at once. Raises LayoutError for a copy of some 2^31 pieces or
+    more."""
     planes = len(kv.planes)
-    kernel = _compiled(kv.page_bytes, tuning, alignment(kv.aligned, aligned), planes, to_origin, many, kv.device)
+    kernel = _compiled(
+        kv.page_bytes, tuning, alignment(kv.aligned, aligned), planes, to_origin, many, kv.device
+    )
     pieces = blocks * planes * kernel.shape["PIECES"]
     if pieces + 2 * tuning.ctas >= 1 << 31:
         nbytes = blocks * planes * kv.page_bytes
-        raise LayoutError(f"a copy of {nbytes:,} B in {pieces:,} pieces is too large; move fewer chunks at once")
+        raise LayoutError(
+            f"a copy of {nbytes:,} B in {pieces:,} pieces is too large; move fewer chunks at once"
+        )
     grid = (max(1, min(tuning.ctas, pieces)), 1, 1)
     if kernel.compiled is None:  # Triton's interpreter
         copy_kernel[grid](table, blocks, **kernel.shape)
@@ -148,7 +179,8 @@ def launch(
 
 
 class _Kernel(NamedTuple):
-    """The kernel for one KV cache and tuning. shape: its compile-time arguments. constants: the same in the launcher's order.
+    """The kernel for one KV cache and tuning. shape: its compile-time arguments. constants: the
+    same in the launcher's order.
 
     compiled: None under Triton's interpreter.
     """
@@ -168,8 +200,14 @@ def _compiled(
     many: bool,
     device: torch.device,
 ) -> _Kernel:
-    """The kernel, compiled. Cached, since `copy_kernel[grid]` would bind and specialise its arguments, and look it up, at each launch."""
-    shape = _shape(page_bytes, tuning, aligned) | {"PLANES": planes, "TO_ORIGIN": to_origin, "MANY": many}
+    """The kernel, compiled. Cached, since `copy_kernel[grid]` would bind and specialise its
+    arguments, and look it up, at each launch.
+    """
+    shape = _shape(page_bytes, tuning, aligned) | {
+        "PLANES": planes,
+        "TO_ORIGIN": to_origin,
+        "MANY": many,
+    }
     if not isinstance(copy_kernel, triton.JITFunction):
         return _Kernel(shape, None, ())
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -178,7 +216,9 @@ def _compiled(
 
 
 def _shape(page_bytes: int, tuning: Tuning, aligned: int) -> dict[str, Any]:
-    """The kernel's compile-time sizes. Words are the widest, up to 8 bytes, that divide all sizes and addresses."""
+    """The kernel's compile-time sizes. Words are the widest, up to 8 bytes, that divide all sizes
+    and addresses.
+    """
     word = min(8, aligned)
     block_bytes = _piece(page_bytes, tuning.block_bytes)
     return {
@@ -197,22 +237,36 @@ _WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
 def _piece(nbytes: int, most: int) -> int:
-    """How much of `nbytes` contiguous bytes to move at a time: a power of two up to `most`. One that divides `nbytes` needs no mask, and is
-    taken unless it is less than half as large as another."""
+    """How much of `nbytes` contiguous bytes to move at a time: a power of two up to `most`. One
+    that divides `nbytes` needs no mask, and is taken unless it is less than half as large as
+    another."""
     exact, enough = nbytes & -nbytes, min(most, triton.next_power_of_2(nbytes))
     return int(min(exact, enough) if 2 * exact >= enough else enough)
 
 
 @triton.jit
 def _words(address, offsets, WORD: tl.constexpr, ALIGN: tl.constexpr):
-    # The hints are on the pointers. On an address that a loop carries they would be lost, and with them the 16-byte accesses.
+    # The hints are on the pointers. On an address that a loop carries they would be lost, and with
+    # them the 16-byte accesses.
     pointers = address.to(tl.pointer_type(WORD)) + offsets
     return tl.max_contiguous(tl.multiple_of(pointers, ALIGN), offsets.shape[0])
 
 
 @triton.jit
-def _locate(table, unit, last, rows, PLANES, PIECES, PIECE_BYTES, TO_ORIGIN: tl.constexpr, MANY: tl.constexpr):
-    """Source address, destination address and number within its page of piece `unit` of the copy; of piece `last` for larger numbers."""
+def _locate(
+    table,
+    unit,
+    last,
+    rows,
+    PLANES,
+    PIECES,
+    PIECE_BYTES,
+    TO_ORIGIN: tl.constexpr,
+    MANY: tl.constexpr,
+):
+    """Source address, destination address and number within its page of piece `unit` of the copy;
+    of piece `last` for larger numbers.
+    """
     unit = tl.minimum(unit, last)
     piece = unit % PIECES
     rest = unit // PIECES
@@ -254,7 +308,16 @@ def _write(address, value, piece, offsets, WORDS, EVEN: tl.constexpr, WORD, ALIG
 
 @triton.jit
 def _blocks_through_registers(
-    table, rows, PLANES, PAGE_WORDS, BLOCK: tl.constexpr, PIECES, WORD: tl.constexpr, ALIGN, TO_ORIGIN, MANY
+    table,
+    rows,
+    PLANES,
+    PAGE_WORDS,
+    BLOCK: tl.constexpr,
+    PIECES,
+    WORD: tl.constexpr,
+    ALIGN,
+    TO_ORIGIN,
+    MANY,
 ):
     EVEN: tl.constexpr = PAGE_WORDS % BLOCK == 0
     BYTES: tl.constexpr = BLOCK * (WORD.primitive_bitwidth // 8)
@@ -262,9 +325,13 @@ def _blocks_through_registers(
     total = rows * PLANES * PIECES
     offsets = tl.arange(0, BLOCK)
     if first < total:
-        source, target, piece = _locate(table, first, total - 1, rows, PLANES, PIECES, BYTES, TO_ORIGIN, MANY)
+        source, target, piece = _locate(
+            table, first, total - 1, rows, PLANES, PIECES, BYTES, TO_ORIGIN, MANY
+        )
         value = _read(source, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
-        source, next_target, next_piece = _locate(table, first + step, total - 1, rows, PLANES, PIECES, BYTES, TO_ORIGIN, MANY)
+        source, next_target, next_piece = _locate(
+            table, first + step, total - 1, rows, PLANES, PIECES, BYTES, TO_ORIGIN, MANY
+        )
         for unit in range(first + step, total, step):
             next_value = _read(source, next_piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
             source, later_target, later_piece = _locate(
@@ -294,14 +361,18 @@ def _blocks_through_shared_memory(
     BYTES: tl.constexpr = BLOCK * (WORD.primitive_bitwidth // 8)
     total = rows * PLANES * PIECES
     offsets = tl.arange(0, BLOCK)
-    # With num_stages the compiler makes the loads of table and data asynchronous copies, several iterations ahead.
+    # With num_stages the compiler makes the loads of table and data asynchronous copies, several
+    # iterations ahead.
     for unit in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
-        source, target, piece = _locate(table, unit, total - 1, rows, PLANES, PIECES, BYTES, TO_ORIGIN, MANY)
+        source, target, piece = _locate(
+            table, unit, total - 1, rows, PLANES, PIECES, BYTES, TO_ORIGIN, MANY
+        )
         value = _read(source, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
         _write(target, value, piece, offsets, PAGE_WORDS, EVEN, WORD, ALIGN)
 
 
-# Without specialisation: otherwise a count of 1 or a multiple of 16 would compile anew, and a request would wait for that.
+# Without specialisation: otherwise a count of 1 or a multiple of 16 would compile anew, and a
+# request would wait for that.
 @triton.jit(do_not_specialize=["blocks"])
 def copy_kernel(
     table,
@@ -318,6 +389,10 @@ def copy_kernel(
 ):
     """Copy the table's blocks. Sizes are in words, strides in bytes; see the module's docstring."""
     if STAGES > 1:
-        _blocks_through_shared_memory(table, blocks, PLANES, PAGE_WORDS, BLOCK, PIECES, WORD, ALIGN, TO_ORIGIN, MANY, STAGES)
+        _blocks_through_shared_memory(
+            table, blocks, PLANES, PAGE_WORDS, BLOCK, PIECES, WORD, ALIGN, TO_ORIGIN, MANY, STAGES
+        )
     else:
-        _blocks_through_registers(table, blocks, PLANES, PAGE_WORDS, BLOCK, PIECES, WORD, ALIGN, TO_ORIGIN, MANY)
+        _blocks_through_registers(
+            table, blocks, PLANES, PAGE_WORDS, BLOCK, PIECES, WORD, ALIGN, TO_ORIGIN, MANY
+        )

@@ -7,12 +7,16 @@ import math
 from vcache_backend.config import ByteSize
 
 MAX_SHARE = 0.95
-"""The part of a GPU that pool and vLLM's gpu_memory_utilization may take together. The rest is for contexts, graphs and workspaces."""
+"""The part of a GPU that pool and vLLM's gpu_memory_utilization may take together. The rest is for
+contexts, graphs and workspaces.
+"""
 _ROUNDING = 1e-9
 
 
 def most_utilization(total: int, segment: int) -> float:
-    """The largest gpu_memory_utilization beside a segment of `segment` bytes, rounded down to two digits; 0.0: nothing is left."""
+    """The largest gpu_memory_utilization beside a segment of `segment` bytes, rounded down to two
+    digits; 0.0: nothing is left.
+    """
     share = MAX_SHARE - segment / total
     return max(0.0, math.floor(share * 100 + _ROUNDING) / 100)
 
@@ -22,12 +26,15 @@ def most_segment(total: int, utilization: float) -> ByteSize:
     return ByteSize(max(0, math.floor(total * (MAX_SHARE - utilization) + _ROUNDING)))
 
 
-def shortfall(total: int, free: int, segment: int, new: int, utilization: float | None) -> str | None:
-    """None if a pool of `segment` bytes fits on a GPU of `total` bytes, of which `free` are free now; else what is wrong and what to set.
+def shortfall(
+    total: int, free: int, segment: int, new: int, utilization: float | None
+) -> str | None:
+    """None if a pool of `segment` bytes fits on a GPU of `total` bytes, of which `free` are free
+    now; else what is wrong and what to set.
 
-    new: how many of the segment's bytes are not allocated yet. A segment that outlived its worker is, but counts in the budget, too.
-    utilization: vLLM's gpu_memory_utilization; None if it is unknown or does not apply (kv_cache_memory_bytes).
-    """
+    new: how many of the segment's bytes are not allocated yet. A segment that outlived its worker
+    is, but counts in the budget, too. utilization: vLLM's gpu_memory_utilization; None if it is
+    unknown or does not apply (kv_cache_memory_bytes)."""
     size = ByteSize(segment)
     if not segment:
         return None
@@ -41,7 +48,9 @@ def shortfall(total: int, free: int, segment: int, new: int, utilization: float 
         second = f", or pool.segment_bytes to {room} or less" if room else ""
         return f"{taken} of {ByteSize(total).about}, more than {MAX_SHARE:.0%}: {first}{second}"
     if new > free:
-        advice = f"set pool.segment_bytes to {_whole_mib(free)} or less, or gpu_memory_utilization lower"
+        advice = (
+            f"set pool.segment_bytes to {_whole_mib(free)} or less, or gpu_memory_utilization lower"
+        )
         return f"{ByteSize(new)} of pool.segment_bytes are more than the {ByteSize(free).about} that are free: {advice}"
     return None
 

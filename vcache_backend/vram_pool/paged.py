@@ -1,9 +1,9 @@
 """Describes vLLM's paged KV cache for copies: pages of opaque bytes at raw addresses.
 
-A *page* is the contiguous bytes of one (layer, block, part). A part is K or V, where they lie apart. A chunk holds its layers in order,
-for each layer its blocks, and for each block its parts: the page of (layer, v-th block of the chunk, part) begins at
-`((layer * blocks_per_chunk + v) * parts + part) * page_bytes`.
-"""
+A *page* is the contiguous bytes of one (layer, block, part). A part is K or V, where they lie
+apart. A chunk holds its layers in order, for each layer its blocks, and for each block its parts:
+the page of (layer, v-th block of the chunk, part) begins at `((layer * blocks_per_chunk + v) *
+parts + part) * page_bytes`."""
 
 from __future__ import annotations
 
@@ -22,17 +22,31 @@ from vcache_backend.config import KV_AXES
 from vcache_backend.errors import LayoutError
 
 Int64s = npt.NDArray[np.int64]
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
+DTYPES = (
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.uint8,
+)
 _KNOWN = {
     3: ("block token dim",),
     4: ("block head token dim", "block token head dim", "part block token dim"),
-    5: ("part block token head dim", "block part token head dim", "part block head token dim", "block part head token dim"),
+    5: (
+        "part block token head dim",
+        "block part token head dim",
+        "part block head token dim",
+        "block part head token dim",
+    ),
 }
 MAX_WORD = 16
 
 
 def alignment(*values: int) -> int:
-    """The largest power of two, up to 16, that divides all of `values`: how many bytes one access may move."""
+    """The largest power of two, up to 16, that divides all of `values`: how many bytes one access
+    may move.
+    """
     bits = MAX_WORD
     for value in values:
         bits |= value
@@ -42,8 +56,8 @@ def alignment(*values: int) -> int:
 class Share(NamedTuple):
     """The part of a chunk that belongs to a group of layers with a block table of its own.
 
-    It has blocks of `block_size` tokens, of the chunk's last `tail` tokens only; 0: of all its tokens.
-    """
+    It has blocks of `block_size` tokens, of the chunk's last `tail` tokens only; 0: of all its
+    tokens."""
 
     block_size: int
     tail: int = 0
@@ -57,12 +71,13 @@ class Share(NamedTuple):
 class PagedKV:
     """The geometry of one worker's KV cache, whose memory it keeps alive. Immutable; any thread.
 
-    name: the order of bytes in a chunk as text, the same in all processes that may share; without the number of blocks.
-    pages: for each layer and part (layer-major) a uint8 view (num_blocks, page_bytes) of vLLM's memory.
-    planes: (layers * parts, 2) int64: the address of each view, and the bytes from one of its blocks to the next.
-    shares: one for each group of layers, if there are several. They lie in the same planes, and each block belongs to one group at a
-    time. A chunk holds the blocks of the first group, then those of the second, and so on, like the blocks of one group.
-    """
+    name: the order of bytes in a chunk as text, the same in all processes that may share; without
+    the number of blocks. pages: for each layer and part (layer-major) a uint8 view (num_blocks,
+    page_bytes) of vLLM's memory. planes: (layers * parts, 2) int64: the address of each view, and
+    the bytes from one of its blocks to the next. shares: one for each group of layers, if there are
+    several. They lie in the same planes, and each block belongs to one group at a time. A chunk
+    holds the blocks of the first group, then those of the second, and so on, like the blocks of one
+    group."""
 
     device: torch.device
     dtype: str
@@ -86,20 +101,31 @@ class PagedKV:
     ) -> PagedKV:
         """Recognise the layout of `kvcaches`, one tensor a layer, from shapes and strides.
 
-        block_size: tokens of a block. axes: what each axis of the tensors is, in words of `KV_AXES` with spaces between, such as
-        `"part block token head dim"`; needed if the shapes are ambiguous.
-        Raises LayoutError, which names the layer and what to pass: unknown, ambiguous, not dense, or layers that differ.
-        """
-        named = kvcaches.items() if isinstance(kvcaches, Mapping) else ((f"layer {i}", kv) for i, kv in enumerate(kvcaches))
+        block_size: tokens of a block. axes: what each axis of the tensors is, in words of `KV_AXES`
+        with spaces between, such as `"part block token head dim"`; needed if the shapes are
+        ambiguous. Raises LayoutError, which names the layer and what to pass: unknown, ambiguous,
+        not dense, or layers that differ."""
+        named = (
+            kvcaches.items()
+            if isinstance(kvcaches, Mapping)
+            else ((f"layer {i}", kv) for i, kv in enumerate(kvcaches))
+        )
         layers = [_Layer(name, tensor, block_size) for name, tensor in named]
         if not layers:
             raise LayoutError("no KV caches were given; pass one tensor for each layer")
         found = [layer.arrangement(axes) for layer in layers]
         for layer, arrangement in zip(layers, found, strict=True):
-            if (arrangement.identity, layer.tensor.device) != (found[0].identity, layers[0].tensor.device):
-                raise layer.error(f"differs from {layers[0]}; describe each group of equal layers by itself")
+            if (arrangement.identity, layer.tensor.device) != (
+                found[0].identity,
+                layers[0].tensor.device,
+            ):
+                raise layer.error(
+                    f"differs from {layers[0]}; describe each group of equal layers by itself"
+                )
         first, tensor = found[0], layers[0].tensor
-        pages = tuple(page for layer, a in zip(layers, found, strict=True) for page in layer.pages(a))
+        pages = tuple(
+            page for layer, a in zip(layers, found, strict=True) for page in layer.pages(a)
+        )
         return cls(
             device=tensor.device,
             dtype=str(tensor.dtype).removeprefix("torch."),
@@ -114,12 +140,18 @@ class PagedKV:
         )
 
     @classmethod
-    def describe_groups(cls, groups: Sequence[tuple[Mapping[str, Tensor], Share]], *, axes: str | None = None) -> PagedKV:
+    def describe_groups(
+        cls, groups: Sequence[tuple[Mapping[str, Tensor], Share]], *, axes: str | None = None
+    ) -> PagedKV:
         """Recognise several groups of layers. This worker may have no layers of a group.
 
         Raises LayoutError like `describe`, and if the groups do not lie in the same memory.
         """
-        found = {next(iter(layers)): cls.describe(layers, share.block_size, axes=axes) for layers, share in groups if layers}
+        found = {
+            next(iter(layers)): cls.describe(layers, share.block_size, axes=axes)
+            for layers, share in groups
+            if layers
+        }
         if not found:
             raise LayoutError("no KV caches were given; pass one tensor for each layer")
         widest = max(found.values(), key=lambda kv: kv.layers)
@@ -130,27 +162,44 @@ class PagedKV:
                     f"{kv.layers} layers of {kv.name}, others {widest.layers} of {widest.name}, or lie elsewhere"
                 )
         name = " + ".join(dict.fromkeys(kv.name for kv in found.values()))
-        return replace(widest, name=name, block_size=groups[0][1].block_size, shares=tuple(share for _, share in groups))
+        return replace(
+            widest,
+            name=name,
+            block_size=groups[0][1].block_size,
+            shares=tuple(share for _, share in groups),
+        )
 
     def with_states(self, groups: Sequence[Mapping[str, Sequence[Tensor]]], split: int) -> PagedKV:
-        """This KV cache with further groups, whose layers keep a state in each block: tensors that follow each other in the block's page.
+        """This KV cache with further groups, whose layers keep a state in each block: tensors that
+        follow each other in the block's page.
 
-        split: how many blocks of this KV cache make one of theirs. Raises LayoutError if they do not lie in the same planes.
-        """
+        split: how many blocks of this KV cache make one of theirs. Raises LayoutError if they do
+        not lie in the same planes."""
         pages, stride, room = list(self.pages), int(self.planes[0, 1]), split * self.page_bytes
         for layers in groups:
             for number, (layer, tensors) in enumerate(layers.items()):
                 start = min(tensor.data_ptr() for tensor in tensors)
                 ends = [tensor.data_ptr() + _span(tensor[0]) for tensor in tensors]
-                apart = {(tensor.stride(0) * tensor.element_size(), len(tensor)) for tensor in tensors}
+                apart = {
+                    (tensor.stride(0) * tensor.element_size(), len(tensor)) for tensor in tensors
+                }
                 if number == len(pages):
-                    raw = torch.empty(0, dtype=torch.uint8, device=self.device).set_(tensors[0].untyped_storage())
+                    raw = torch.empty(0, dtype=torch.uint8, device=self.device).set_(
+                        tensors[0].untyped_storage()
+                    )
                     at = start - tensors[0].untyped_storage().data_ptr()
-                    pages.append(raw.as_strided((self.num_blocks, self.page_bytes), (stride, 1), at))
+                    pages.append(
+                        raw.as_strided((self.num_blocks, self.page_bytes), (stride, 1), at)
+                    )
                 fits = max(ends) - start <= room and (split == 1 or stride == self.page_bytes)
-                alike = apart == {(split * stride, self.num_blocks // split)} and pages[number].data_ptr() == start
+                alike = (
+                    apart == {(split * stride, self.num_blocks // split)}
+                    and pages[number].data_ptr() == start
+                )
                 if self.parts > 1 or not fits or not alike:
-                    raise LayoutError(f"the state of {layer} does not lie in pages of {room} B where other layers' tokens do")
+                    raise LayoutError(
+                        f"the state of {layer} does not lie in pages of {room} B where other layers' tokens do"
+                    )
         planes = np.array([(page.data_ptr(), page.stride(0)) for page in pages], dtype=np.int64)
         return replace(self, layers=len(pages) // self.parts, pages=tuple(pages), planes=planes)
 
@@ -165,15 +214,21 @@ class PagedKV:
         return alignment(self.page_bytes, *self.planes.reshape(-1).tolist())
 
     def chunk_bytes(self, chunk_size: int) -> int:
-        """Bytes of a chunk of `chunk_size` tokens. Raises LayoutError if that is no multiple of the block size."""
+        """Bytes of a chunk of `chunk_size` tokens. Raises LayoutError if that is no multiple of the
+        block size.
+        """
         return self.layers * self.blocks_in(chunk_size) * self.parts * self.page_bytes
 
     def blocks_in(self, chunk_size: int) -> int:
-        """The number of blocks of a chunk, of all groups together. Raises LayoutError like `chunk_bytes`."""
+        """The number of blocks of a chunk, of all groups together. Raises LayoutError like
+        `chunk_bytes`.
+        """
         shares = self.shares or (Share(self.block_size),)
         for size, _ in shares:
             if chunk_size <= 0 or chunk_size % size:
-                raise LayoutError(f"chunk_size {chunk_size} is no multiple of the KV block size {size}; set engine.chunk_size")
+                raise LayoutError(
+                    f"chunk_size {chunk_size} is no multiple of the KV block size {size}; set engine.chunk_size"
+                )
         return sum(share.of(chunk_size) for share in shares)
 
 
@@ -208,7 +263,9 @@ class _Layer:
     def __str__(self) -> str:
         kv = self.tensor
         dtype = str(kv.dtype).removeprefix("torch.")
-        return f"{self.name} (shape {tuple(kv.shape)}, strides {kv.stride()}, {dtype} on {kv.device})"
+        return (
+            f"{self.name} (shape {tuple(kv.shape)}, strides {kv.stride()}, {dtype} on {kv.device})"
+        )
 
     def error(self, why: str) -> LayoutError:
         return LayoutError(f"KV cache of {self} with block_size {self.block_size}: {why}")
@@ -220,12 +277,16 @@ class _Layer:
         start = kv.storage_offset() * kv.element_size()
         raw = torch.empty(0, dtype=torch.uint8, device=kv.device).set_(kv.untyped_storage())
         shape, stride = (a.num_blocks, a.page_bytes), (a.block_stride, 1)
-        return [raw.as_strided(shape, stride, start + part * a.part_stride) for part in range(a.parts)]
+        return [
+            raw.as_strided(shape, stride, start + part * a.part_stride) for part in range(a.parts)
+        ]
 
     def arrangement(self, axes: str | None) -> _Arrangement:
         kv = self.tensor
         if kv.dtype not in DTYPES or not kv.numel():
-            raise self.error("empty, or of a dtype vcache does not move; it moves bfloat16, float16, float32, fp8 and uint8")
+            raise self.error(
+                "empty, or of a dtype vcache does not move; it moves bfloat16, float16, float32, fp8 and uint8"
+            )
         names = self._named(axes) if axes is not None else self._recognised()
         block, item = names.index("block"), kv.element_size()
         part = names.index("part") if "part" in names else None
@@ -236,41 +297,65 @@ class _Layer:
         else:
             part = None
         if order is None:
-            raise self.error("a block's bytes are not contiguous; vcache moves whole pages, so pass the tensor vLLM allocated")
+            raise self.error(
+                "a block's bytes are not contiguous; vcache moves whole pages, so pass the tensor vLLM allocated"
+            )
         sizes = [(names[axis], kv.shape[axis]) for axis in order]
         page_bytes = math.prod(size for _, size in sizes) * item
         parts = 1 if part is None else kv.shape[part]
         part_stride = 0 if part is None else kv.stride(part) * item
-        text = ".".join(f"{name}{size}" for name, size in ([("part", parts)] if parts > 1 else []) + sizes)
+        text = ".".join(
+            f"{name}{size}" for name, size in ([("part", parts)] if parts > 1 else []) + sizes
+        )
         name = f"{text} {str(kv.dtype).removeprefix('torch.')}"
-        found = _Arrangement(name, parts, part_stride, kv.shape[block], kv.stride(block) * item, page_bytes)
+        found = _Arrangement(
+            name, parts, part_stride, kv.shape[block], kv.stride(block) * item, page_bytes
+        )
         self._refuse_overlap(found)
         return found
 
     def _named(self, axes: str) -> tuple[str, ...]:
         names, shape = tuple(axes.split()), self.tensor.shape
         if len(set(names)) < len(names) or not {"block", "token"} <= set(names) <= set(KV_AXES):
-            raise self.error(f"axes {axes!r} must be different words of {', '.join(KV_AXES)}, with block and token among them")
+            raise self.error(
+                f"axes {axes!r} must be different words of {', '.join(KV_AXES)}, with block and token among them"
+            )
         if len(names) != len(shape) or shape[names.index("token")] != self.block_size:
-            raise self.error(f"axes {axes!r} do not fit: {len(shape)} axes are needed, and a token axis of {self.block_size}")
+            raise self.error(
+                f"axes {axes!r} do not fit: {len(shape)} axes are needed, and a token axis of {self.block_size}"
+            )
         return names
 
     def _recognised(self) -> tuple[str, ...]:
         shape = self.tensor.shape
         fits = []
         for names in (tuple(known.split()) for known in _KNOWN.get(len(shape), ())):
-            if shape[names.index("token")] == self.block_size and ("part" not in names or shape[names.index("part")] == 2):
+            if shape[names.index("token")] == self.block_size and (
+                "part" not in names or shape[names.index("part")] == 2
+            ):
                 fits.append(names)
         if not fits:
-            raise self.error("no known layout has this shape; check block_size, or pass axes, such as 'block token head dim'")
+            raise self.error(
+                "no known layout has this shape; check block_size, or pass axes, such as 'block token head dim'"
+            )
         if len(fits) == 1:
             return fits[0]
-        if self.block_size == 1 and len({(names.index("block"), "part" in names and names.index("part")) for names in fits}) == 1:
+        if (
+            self.block_size == 1
+            and len(
+                {(names.index("block"), "part" in names and names.index("part")) for names in fits}
+            )
+            == 1
+        ):
             return fits[0]
-        raise self.error("ambiguous; pass axes=" + " or ".join(repr(" ".join(names)) for names in fits))
+        raise self.error(
+            "ambiguous; pass axes=" + " or ".join(repr(" ".join(names)) for names in fits)
+        )
 
     def _dense(self, axes: Sequence[int]) -> list[int] | None:
-        """`axes`, outermost in memory first and without those of size 1; None if they leave gaps in memory."""
+        """`axes`, outermost in memory first and without those of size 1; None if they leave gaps in
+        memory.
+        """
         shape, stride = self.tensor.shape, self.tensor.stride()
         order = sorted((axis for axis in axes if shape[axis] > 1), key=lambda axis: stride[axis])
         expected = 1

@@ -19,7 +19,9 @@ from vcache_backend.vram_pool.slots import SlotView
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 4 << 30
-"""The size of the segments in which memory is lent, so that the first can be used some seconds after the start."""
+"""The size of the segments in which memory is lent, so that the first can be used some seconds
+after the start.
+"""
 
 CLOSE_SECONDS = 5.0
 """How long `close` waits for what the driver is doing."""
@@ -28,10 +30,10 @@ CLOSE_SECONDS = 5.0
 class PinnedPool(Pool):
     """A `Pool` for a `device` of host memory that a GPU reads.
 
-    A thread maps segments, and allocates and locks their pages first, which takes some 0.5 s a GiB; until then this process does not use
-    them. What this worker lends comes in pieces of `PIECE_BYTES`. If memory or the driver fails, the pieces lent so far stay, and the
-    log and `vcache status` say why there are no more.
-    """
+    A thread maps segments, and allocates and locks their pages first, which takes some 0.5 s a GiB;
+    until then this process does not use them. What this worker lends comes in pieces of
+    `PIECE_BYTES`. If memory or the driver fails, the pieces lent so far stay, and the log and
+    `vcache status` say why there are no more."""
 
     _busy = False
     """Whether the thread runs."""
@@ -39,13 +41,20 @@ class PinnedPool(Pool):
 
     @contextmanager
     def trial(self, nbytes: int) -> Iterator[SlotView]:
-        """Memory like the pool's, to try copies with before the pool is there. Raises SegmentError."""
-        with segments.create(self.device, nbytes) as owned, segments.map_segment(owned.info, owned.fd, self.device) as mapped:
+        """Memory like the pool's, to try copies with before the pool is there. Raises
+        SegmentError.
+        """
+        with (
+            segments.create(self.device, nbytes) as owned,
+            segments.map_segment(owned.info, owned.fd, self.device) as mapped,
+        ):
             whole = mapped.whole
             yield SlotView(whole.data_ptr(), nbytes, False, whole, 0)
 
     def close(self) -> None:
-        """See `Pool`. Also waits for what the driver is doing, some seconds at most, since the process must not end in the middle of it."""
+        """See `Pool`. Also waits for what the driver is doing, some seconds at most, since the
+        process must not end in the middle of it.
+        """
         super().close()
         if self._thread is not None:
             self._thread.join(CLOSE_SECONDS)
@@ -53,14 +62,20 @@ class PinnedPool(Pool):
     # ---- inside
 
     def _agree(self, infos: list[SegmentInfo]) -> None:
-        if self._busy or (self._contributed == self._client.epoch and not any(map(self._is_new, infos))):
+        if self._busy or (
+            self._contributed == self._client.epoch and not any(map(self._is_new, infos))
+        ):
             return
         self._busy = True
-        self._thread = threading.Thread(target=self._prepare, name="vcache-pinned-pool", daemon=True)
+        self._thread = threading.Thread(
+            target=self._prepare, name="vcache-pinned-pool", daemon=True
+        )
         self._thread.start()
 
     def _prepare(self) -> None:
-        """The body of the thread. It ends when there is nothing to do; a later heartbeat starts another one."""
+        """The body of the thread. It ends when there is nothing to do; a later heartbeat starts
+        another one.
+        """
         try:
             cuda_driver.load().beside_captures()
             pinned_segment.move_near(self.device.ordinal or 0)
@@ -71,7 +86,8 @@ class PinnedPool(Pool):
                 progress = len(self._mapped) > before
         except VCacheError as error:
             log.debug("the pool in host memory: %s", error)
-        except Exception:  # the thread's last line of defence: without this pool everything else goes on
+        # the thread's last line of defence: without this pool everything else goes on
+        except Exception:
             log.exception("the pool in host memory is not complete")
         finally:
             self._busy = False
@@ -90,9 +106,13 @@ class PinnedPool(Pool):
             self._client.report("error", said)
 
     def _level(self) -> int:
-        """WARNING for the first segment only: there are many, and what is wrong with one is wrong with all."""
+        """WARNING for the first segment only: there are many, and what is wrong with one is wrong
+        with all.
+        """
         return logging.DEBUG if self._unreadable else logging.WARNING
 
     def _map_unseen(self, id_: SegmentId) -> MappedSegment | None:
-        """None if it is not mapped yet: the thread maps it after the next heartbeat, and nobody waits for that."""
+        """None if it is not mapped yet: the thread maps it after the next heartbeat, and nobody
+        waits for that.
+        """
         return self._mapped.get(id_)

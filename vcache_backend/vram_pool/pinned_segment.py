@@ -1,8 +1,9 @@
-"""Segments in host memory whose pages are allocated and locked, so that a GPU of this process can read and write them in place.
+"""Segments in host memory whose pages are allocated and locked, so that a GPU of this process can
+read and write them in place.
 
-Each is registered with the driver in steps. Kernels may cross from one step to the next, but the driver's own copies may not, so slots
-are copied by kernels only. The registration ends with the mapping.
-"""
+Each is registered with the driver in steps. Kernels may cross from one step to the next, but the
+driver's own copies may not, so slots are copied by kernels only. The registration ends with the
+mapping."""
 
 from __future__ import annotations
 
@@ -28,18 +29,23 @@ from vcache_backend.vram_pool.slots import SlotView
 SPARE_BYTES = 1 << 30
 """The bytes of host memory that a new segment leaves to others."""
 GROW_SECONDS = 20.0
-"""How long to wait for more host memory: a virtual machine may be given memory only as it uses it."""
+"""How long to wait for more host memory: a virtual machine may be given memory only as it uses
+it.
+"""
 _STEP_BYTES = 256 << 20
-"""Bytes that are allocated and locked at a time. Locking them takes some 50 ms, in which the driver lets nobody launch work."""
+"""Bytes that are allocated and locked at a time. Locking them takes some 50 ms, in which the driver
+lets nobody launch work.
+"""
 _MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def allocate(name: str, nbytes: int) -> int:
-    """Like `host_segment.allocate`, with all pages allocated: some 0.3 s a GiB, in which other threads go on.
+    """Like `host_segment.allocate`, with all pages allocated: some 0.3 s a GiB, in which other
+    threads go on.
 
-    Raises SegmentError if less than `SPARE_BYTES` would be left, even after `GROW_SECONDS`; OSError.
-    """
+    Raises SegmentError if less than `SPARE_BYTES` would be left, even after `GROW_SECONDS`;
+    OSError."""
     with ExitStack() as undo:
         fd = host_segment.allocate(name, nbytes)
         undo.callback(os.close, fd)
@@ -63,11 +69,12 @@ def _wait_for_room(nbytes: int) -> None:
 
 
 def map_fd(fd: int, nbytes: int, ordinal: int) -> torch.Tensor:
-    """Like `host_segment.map_fd`, and registered with the driver: GPU `ordinal` has the memory at the same address.
+    """Like `host_segment.map_fd`, and registered with the driver: GPU `ordinal` has the memory at
+    the same address.
 
-    Takes some 0.2 s a GiB, step by step. Threads that launch work on a GPU wait for one step at most, others not at all. The mapping
-    lasts as long as the tensor or a view of it, and its end waits for the GPU's work. Raises SegmentError, which says what to change.
-    """
+    Takes some 0.2 s a GiB, step by step. Threads that launch work on a GPU wait for one step at
+    most, others not at all. The mapping lasts as long as the tensor or a view of it, and its end
+    waits for the GPU's work. Raises SegmentError, which says what to change."""
     host_segment.check(fd, nbytes)
     driver = cuda_driver.load()
     memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
@@ -78,12 +85,14 @@ def map_fd(fd: int, nbytes: int, ordinal: int) -> torch.Tensor:
         with driver.current(context), ExitStack() as registered:
             for at in range(0, nbytes, _STEP_BYTES):
                 address, size = held.ctypes.data + at, min(_STEP_BYTES, nbytes - at)
-                # Allocated first, so that the driver only locks the pages while it holds its own lock.
+                # Allocated first, so that the driver only locks the pages while it holds its own
+                # lock.
                 _populate(address, size)
                 _register(driver, ordinal, address, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
                 registered.callback(driver.unregister, address)
             undo.callback(driver.end, context, registered.pop_all(), "host memory stays locked")
-        # The array keeps the mapping, so this runs before the memory is unmapped. At exit the driver frees everything itself.
+        # The array keeps the mapping, so this runs before the memory is unmapped. At exit the
+        # driver frees everything itself.
         weakref.finalize(held, undo.pop_all().close).atexit = False
     return torch.from_numpy(held)
 
@@ -92,20 +101,28 @@ def _register(driver: Driver, ordinal: int, address: int, nbytes: int) -> None:
     try:
         driver.register(address, nbytes)
     except DriverError as error:
-        raise SegmentError(f"the driver locks no {nbytes:,} B of host memory: {error}; {_advice()}") from error
+        raise SegmentError(
+            f"the driver locks no {nbytes:,} B of host memory: {error}; {_advice()}"
+        ) from error
     with ExitStack() as undo:
         undo.callback(driver.unregister, address)
         if (there := driver.on_device(address)) != address:
             where = f"{there:#x} for {address:#x}"
-            raise SegmentError(f"GPU {ordinal} has host memory at other addresses ({where}); set pool.device: auto")
+            raise SegmentError(
+                f"GPU {ordinal} has host memory at other addresses ({where}); set pool.device: auto"
+            )
         undo.pop_all()
 
 
 def on_gpu(slot: SlotView, ordinal: int) -> SlotView:
-    """A slot of such a segment as a tensor of GPU `ordinal`, for torch's kernels; `slot` itself if it is on a GPU."""
+    """A slot of such a segment as a tensor of GPU `ordinal`, for torch's kernels; `slot` itself if
+    it is on a GPU.
+    """
     if slot.whole.device.type != "cpu":
         return slot
-    return SlotView.over(cuda_segment.view(_Slot(slot.address, slot.nbytes, slot.whole), ordinal), local=False)
+    return SlotView.over(
+        cuda_segment.view(_Slot(slot.address, slot.nbytes, slot.whole), ordinal), local=False
+    )
 
 
 class _Slot(NamedTuple):
@@ -115,24 +132,36 @@ class _Slot(NamedTuple):
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+        return {
+            "shape": (self.nbytes,),
+            "typestr": "|u1",
+            "data": (self.address, False),
+            "version": 3,
+        }
 
 
 def move_near(ordinal: int) -> None:
-    """Run this thread on the CPUs near the GPU from now on, if its process may: pages that it allocates then lie on that NUMA node."""
+    """Run this thread on the CPUs near the GPU from now on, if its process may: pages that it
+    allocates then lie on that NUMA node.
+    """
     with suppress(OSError, ValueError, SegmentError):
-        cpus = (Path("/sys/bus/pci/devices") / cuda_driver.load().bus(ordinal) / "local_cpulist").read_text()
+        cpus = (
+            Path("/sys/bus/pci/devices") / cuda_driver.load().bus(ordinal) / "local_cpulist"
+        ).read_text()
         ranges = [part.partition("-") for part in cpus.strip().split(",")]
-        near = {cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)}
+        near = {
+            cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)
+        }
         if allowed := near & os.sched_getaffinity(0):
             os.sched_setaffinity(0, allowed)
 
 
 def _populate(address: int, nbytes: int) -> None:
-    """Allocate all pages of a mapping; large ones, which are locked faster, if the system gives them on request (`shmem_enabled: advise`).
+    """Allocate all pages of a mapping; large ones, which are locked faster, if the system gives
+    them on request (`shmem_enabled: advise`).
 
-    Called through ctypes, since Python's own `madvise` would hold the interpreter's lock. Raises OSError.
-    """
+    Called through ctypes, since Python's own `madvise` would hold the interpreter's lock. Raises
+    OSError."""
     where, size = ctypes.c_void_p(address), ctypes.c_size_t(nbytes)
     _libc.madvise(where, size, mmap.MADV_HUGEPAGE)
     if _libc.madvise(where, size, _MADV_POPULATE_WRITE) == 0:
@@ -145,6 +174,8 @@ def _populate(address: int, nbytes: int) -> None:
 def _advice() -> str:
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     limit = (
-        "" if soft == resource.RLIM_INFINITY else f"raise the limit of locked memory (ulimit -l, here {soft >> 10:,} KiB), or "
+        ""
+        if soft == resource.RLIM_INFINITY
+        else f"raise the limit of locked memory (ulimit -l, here {soft >> 10:,} KiB), or "
     )
     return f"{limit}set pool.segment_bytes lower"

@@ -1,4 +1,6 @@
-"""Turns places in a paged KV cache into a list of block copies. Pure numpy: nothing is copied here."""
+"""Turns places in a paged KV cache into a list of block copies. Pure numpy: nothing is copied
+here.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,13 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class CopyPlan:
-    """What one launch moves between slots and a KV cache, in either direction. Immutable; any thread.
+    """What one launch moves between slots and a KV cache, in either direction. Immutable; any
+    thread.
 
-    blocks: (n, 3) int64: slot index, byte offset in the slot of the block's first page (layer 0, part 0), block id in the KV cache.
-    nbytes: bytes read, and as many are written. tokens: whose blocks are moved; of several groups only the first group's blocks count.
-    each: blocks of a chunk.
-    """
+    blocks: (n, 3) int64: slot index, byte offset in the slot of the block's first page (layer 0,
+    part 0), block id in the KV cache. nbytes: bytes read, and as many are written. tokens: whose
+    blocks are moved; of several groups only the first group's blocks count. each: blocks of a
+    chunk."""
 
     chunk_size: int
     block_size: int
@@ -32,19 +35,24 @@ class CopyPlan:
     each: int
 
     def complete(self, slots: int) -> Bools:
-        """Shape (slots,): which slots have all their blocks in the plan. A store must skip every chunk that does not."""
+        """Shape (slots,): which slots have all their blocks in the plan. A store must skip every
+        chunk that does not.
+        """
         whole: Bools = np.bincount(self.blocks[:, 0], minlength=slots) == self.each
         return whole
 
 
-def whole_blocks(kv: PagedKV, chunk_size: int, slot_mapping: Int64s, starts: Sequence[int], skip: int = 0) -> Int64s:
-    """The KV cache's block for each block of the chunks whose tokens are `slot_mapping[starts[i] : starts[i] + chunk_size]`; -1: none.
+def whole_blocks(
+    kv: PagedKV, chunk_size: int, slot_mapping: Int64s, starts: Sequence[int], skip: int = 0
+) -> Int64s:
+    """The KV cache's block for each block of the chunks whose tokens are `slot_mapping[starts[i] :
+    starts[i] + chunk_size]`; -1: none.
 
-    slot_mapping: (tokens,) int64, `block id * block_size + token in block`, -1 for no place. A block has a place if all its tokens lie
-    in one block of the KV cache, in order: how a backend arranges a block is unknown, so blocks are not split. Blocks with a token
-    before `slot_mapping[skip]` get -1. Raises LayoutError: a place outside of the KV cache, a chunk outside of the mapping, a chunk
-    size that is no multiple of the block size.
-    """
+    slot_mapping: (tokens,) int64, `block id * block_size + token in block`, -1 for no place. A
+    block has a place if all its tokens lie in one block of the KV cache, in order: how a backend
+    arranges a block is unknown, so blocks are not split. Blocks with a token before
+    `slot_mapping[skip]` get -1. Raises LayoutError: a place outside of the KV cache, a chunk
+    outside of the mapping, a chunk size that is no multiple of the block size."""
     each, size = kv.blocks_in(chunk_size), kv.block_size
     if len(starts) and not 0 <= min(starts) <= max(starts) <= len(slot_mapping) - chunk_size:
         raise LayoutError(
@@ -55,7 +63,9 @@ def whole_blocks(kv: PagedKV, chunk_size: int, slot_mapping: Int64s, starts: Seq
         count = len(starts) * each
         places = slot_mapping[starts.start : starts.start + count * size].reshape(-1, size)
     else:
-        first: Int64s = (np.array(starts, dtype=np.int64)[:, None] + np.arange(each) * size).reshape(-1)
+        first: Int64s = (
+            np.array(starts, dtype=np.int64)[:, None] + np.arange(each) * size
+        ).reshape(-1)
         number, count = np.flatnonzero(first >= skip), len(first)
         places = slot_mapping[first[number][:, None] + np.arange(size)]
     here = places[:, 0] // size
@@ -70,12 +80,15 @@ def whole_blocks(kv: PagedKV, chunk_size: int, slot_mapping: Int64s, starts: Seq
     return ids
 
 
-def plan_blocks(kv: PagedKV, chunk_size: int, ids: Int64s, first: int = 0, *, holes: bool = False) -> CopyPlan:
-    """Plan the copy of whole blocks: block `i` of the chunks in slots 0, 1, ..., counted through, and block `ids[i]` of the KV cache.
+def plan_blocks(
+    kv: PagedKV, chunk_size: int, ids: Int64s, first: int = 0, *, holes: bool = False
+) -> CopyPlan:
+    """Plan the copy of whole blocks: block `i` of the chunks in slots 0, 1, ..., counted through,
+    and block `ids[i]` of the KV cache.
 
-    Only the blocks from `first` on are moved. holes: blocks with a negative id are not moved, which always holds if there are several
-    groups; otherwise a negative id is an error. Raises LayoutError for ids outside of the KV cache.
-    """
+    Only the blocks from `first` on are moved. holes: blocks with a negative id are not moved, which
+    always holds if there are several groups; otherwise a negative id is an error. Raises
+    LayoutError for ids outside of the KV cache."""
     if not 0 <= first <= len(ids):
         raise LayoutError(f"blocks from {first} on are wanted of {len(ids)}")
     rows, ids = _consecutive(kv, chunk_size, len(ids))[first:], ids[first:]
@@ -94,8 +107,12 @@ def plan_blocks(kv: PagedKV, chunk_size: int, ids: Int64s, first: int = 0, *, ho
 
 
 def _consecutive(kv: PagedKV, chunk_size: int, count: int) -> Int64s:
-    """The rows of a plan for the first `count` blocks of consecutive chunks, without the ids. Cached and read-only."""
-    return _common(kv.blocks_in(chunk_size), kv.parts * kv.page_bytes, max(1024, 1 << count.bit_length()))[:count]
+    """The rows of a plan for the first `count` blocks of consecutive chunks, without the ids.
+    Cached and read-only.
+    """
+    return _common(
+        kv.blocks_in(chunk_size), kv.parts * kv.page_bytes, max(1024, 1 << count.bit_length())
+    )[:count]
 
 
 @lru_cache(maxsize=16)
@@ -109,12 +126,16 @@ def _common(each: int, stride: int, count: int) -> Int64s:
 
 def _outside(kv: PagedKV, low: int, high: int) -> LayoutError:
     named = f"blocks {low} to {high}"
-    return LayoutError(f"slot_mapping names {named} but the KV cache has {kv.num_blocks} blocks of {kv.block_size} tokens")
+    return LayoutError(
+        f"slot_mapping names {named} but the KV cache has {kv.num_blocks} blocks of {kv.block_size} tokens"
+    )
 
 
 @lru_cache
 def plane_offsets(planes: int, parts: int, blocks: int, page_bytes: int) -> Int64s:
-    """Shape (1, planes): the offset of each plane's first page in a chunk of `blocks` blocks. Cached and read-only."""
+    """Shape (1, planes): the offset of each plane's first page in a chunk of `blocks` blocks.
+    Cached and read-only.
+    """
     layer, part = np.divmod(np.arange(planes, dtype=np.int64), parts)
     offsets: Int64s = ((layer * blocks * parts + part) * page_bytes)[None]
     offsets.flags.writeable = False

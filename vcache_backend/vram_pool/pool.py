@@ -1,4 +1,6 @@
-"""This process's view of the pool: lends its segment, and maps every segment of the node for its device."""
+"""This process's view of the pool: lends its segment, and maps every segment of the node for its
+device.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,17 @@ log = logging.getLogger(__name__)
 
 
 MAX_WAITS = 30
-"""For how many heartbeats lending is tried again after a restarted server did not take segments back: their memory is free only once every
-process has unmapped them."""
+"""For how many heartbeats lending is tried again after a restarted server did not take segments
+back: their memory is free only once every process has unmapped them."""
 
 
 class Pool:
     """Segments of the node, mapped for `device`. Any thread.
 
-    It follows the server's list of segments on construction, and in the client's background thread after every server start and
-    heartbeat. It lends what the own device's share lacks (a segment whose worker has died counts), maps new segments before the
-    first hit needs them, and unmaps dropped ones.
-    """
+    It follows the server's list of segments on construction, and in the client's background thread
+    after every server start and heartbeat. It lends what the own device's share lacks (a segment
+    whose worker has died counts), maps new segments before the first hit needs them, and unmaps
+    dropped ones."""
 
     def __init__(
         self,
@@ -41,11 +43,11 @@ class Pool:
         segment_bytes: int,
         over_budget: Callable[[int, int], str | None] = lambda whole, new: None,
     ) -> None:
-        """segment_bytes: what the pool should have on this device in all; 0 lends nothing. An absent server is no error.
+        """segment_bytes: what the pool should have on this device in all; 0 lends nothing. An
+        absent server is no error.
 
-        over_budget: called before memory is lent, with `segment_bytes` and how many bytes are to be allocated now. If it returns a
-        reason, nothing is lent.
-        """
+        over_budget: called before memory is lent, with `segment_bytes` and how many bytes are to be
+        allocated now. If it returns a reason, nothing is lent."""
         self.device = device
         self.lent: list[SegmentId] = []
         """Segments that this process has lent. They stay in the pool when it ends."""
@@ -64,7 +66,8 @@ class Pool:
             log.debug("segments: %s", error)
 
     def slots(self, locations: Sequence[Location]) -> list[SlotView]:
-        """Views of the leading locations that this process can read. Maps segments that it has not seen yet.
+        """Views of the leading locations that this process can read. Maps segments that it has not
+        seen yet.
 
         Each view keeps its mapping alive: keep them until the copy is over.
         """
@@ -77,11 +80,18 @@ class Pool:
                 if mapped is None:
                     break
                 whole = mapped.whole
-                local = mapped.device == self.device.name and (self.device.medium == "cuda" or self.device.ordinal is None)
+                local = mapped.device == self.device.name and (
+                    self.device.medium == "cuda" or self.device.ordinal is None
+                )
                 wholes[segment] = whole, whole.data_ptr(), local, mapped.nbytes
             whole, address, local, nbytes = wholes[segment]
             if offset + length > nbytes:
-                log.error("segment %s has no bytes [%d, %d); this location is not used", segment, offset, offset + length)
+                log.error(
+                    "segment %s has no bytes [%d, %d); this location is not used",
+                    segment,
+                    offset,
+                    offset + length,
+                )
                 break
             views.append(SlotView(address + offset, length, local, whole, offset))
         return views
@@ -124,21 +134,28 @@ class Pool:
         self._contribute(infos)
 
     def _is_new(self, info: SegmentInfo) -> bool:
-        """Whether to map this segment: it is not mapped yet, or memory was taken back from it, which the present mapping keeps alive."""
+        """Whether to map this segment: it is not mapped yet, or memory was taken back from it,
+        which the present mapping keeps alive.
+        """
         mapped = self._mapped.get(info.id)
-        known = info.id in self._unreadable or (mapped is not None and mapped.info.given_back >= info.given_back)
+        known = info.id in self._unreadable or (
+            mapped is not None and mapped.info.given_back >= info.given_back
+        )
         return info.state == "live" and info.medium == self.device.medium and not known
 
     def _contribute(self, infos: list[SegmentInfo]) -> None:
         """Once in each life of the server, see to it that the pool has the own device's share.
 
-        Of several workers on the device, the one that the server allows to lends it, and the others ask again until it is there. A segment
-        that is dropped later is not replaced.
-        """
+        Of several workers on the device, the one that the server allows to lends it, and the others
+        ask again until it is there. A segment that is dropped later is not replaced."""
         epoch = self._client.epoch
         if self._contributed == epoch:
             return
-        there = sum(info.nbytes for info in infos if info.device == self.device.name and info.state == "live")
+        there = sum(
+            info.nbytes
+            for info in infos
+            if info.device == self.device.name and info.state == "live"
+        )
         if there >= self._segment_bytes:
             self._contributed = epoch
             return
@@ -172,15 +189,26 @@ class Pool:
             mapped.close()
             return False
         self.lent.append(mapped.id)
-        log.info("lent %s B of %s to the pool as segment %s", f"{mapped.nbytes:,}", self.device, mapped.id)
+        log.info(
+            "lent %s B of %s to the pool as segment %s",
+            f"{mapped.nbytes:,}",
+            self.device,
+            mapped.id,
+        )
         return self._admit(mapped)
 
     def _no_more(self, error: SegmentError) -> None:
         """Log that this worker cannot lend what it should."""
-        log.error("nothing of %s is lent to the pool: %s; chunks go to other devices of it, if there are any", self.device, error)
+        log.error(
+            "nothing of %s is lent to the pool: %s; chunks go to other devices of it, if there are any",
+            self.device,
+            error,
+        )
 
     def _admit(self, mapped: MappedSegment) -> bool:
-        """Use a mapped segment from now on; False, and it is closed, if the pool was closed meanwhile."""
+        """Use a mapped segment from now on; False, and it is closed, if the pool was closed
+        meanwhile.
+        """
         with self._lock:
             if not self._closed:
                 self._mapped[mapped.id] = mapped
@@ -193,14 +221,18 @@ class Pool:
         return logging.WARNING
 
     def _map_unseen(self, id_: SegmentId) -> MappedSegment | None:
-        """Map a segment that is not mapped yet, since it appeared after the last heartbeat; None if that fails."""
+        """Map a segment that is not mapped yet, since it appeared after the last heartbeat; None if
+        that fails.
+        """
         with self._lock:
             if id_ in self._mapped or id_ in self._unreadable:
                 return self._mapped.get(id_)
             return self._open(SegmentInfo(id_, "", self.device.medium, 0))
 
     def _open(self, info: SegmentInfo) -> MappedSegment | None:
-        """Ask the server for a segment, and map it. None if that fails, which is logged unless the server is the cause."""
+        """Ask the server for a segment, and map it. None if that fails, which is logged unless the
+        server is the cause.
+        """
         if info.id in self._unreadable:
             return None
         before = self._mapped.get(info.id)
@@ -212,7 +244,11 @@ class Pool:
                 os.close(fd)
         except SegmentError as error:
             if before is not None:
-                log.warning("segment %s stays mapped as it was, with what was taken back from it: %s", info.id, error)
+                log.warning(
+                    "segment %s stays mapped as it was, with what was taken back from it: %s",
+                    info.id,
+                    error,
+                )
                 # So it is tried again only when more is taken back.
                 before.info = info
                 return None

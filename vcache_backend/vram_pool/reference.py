@@ -1,8 +1,9 @@
-"""The copies in plain torch and numpy: the kernels are tested against them, and `HostCopier` copies with them.
+"""The copies in plain torch and numpy: the kernels are tested against them, and `HostCopier` copies
+with them.
 
-In host memory a copy is over when the call returns; on a GPU it runs in order on the current stream. `slots` are contiguous 1-D uint8
-tensors, one for each slot index of the plan, each at least a chunk long.
-"""
+In host memory a copy is over when the call returns; on a GPU it runs in order on the current
+stream. `slots` are contiguous 1-D uint8 tensors, one for each slot index of the plan, each at least
+a chunk long."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def gather(kv: PagedKV, plan: CopyPlan, slots: Sequence[Tensor]) -> None:
         if page.device.type == slot.device.type == "cpu":
             _rows(slot)[virtual] = _rows(page)[ids]
         else:
-            slot[torch.from_numpy(virtual).to(slot.device)] = page[torch.from_numpy(ids).to(page.device)].to(slot.device)
+            slot[torch.from_numpy(virtual).to(slot.device)] = page[
+                torch.from_numpy(ids).to(page.device)
+            ].to(slot.device)
 
 
 def scatter(kv: PagedKV, plan: CopyPlan, slots: Sequence[Tensor]) -> None:
@@ -35,7 +38,9 @@ def scatter(kv: PagedKV, plan: CopyPlan, slots: Sequence[Tensor]) -> None:
         if page.device.type == slot.device.type == "cpu":
             _rows(page)[ids] = _rows(slot)[_as_slice(virtual)]
         else:
-            page[torch.from_numpy(ids).to(page.device)] = slot[torch.from_numpy(virtual).to(slot.device)].to(page.device)
+            page[torch.from_numpy(ids).to(page.device)] = slot[
+                torch.from_numpy(virtual).to(slot.device)
+            ].to(page.device)
 
 
 def pull(kv: PagedKV, rows: Int64s, origins: Int64s) -> None:
@@ -46,32 +51,51 @@ def pull(kv: PagedKV, rows: Int64s, origins: Int64s) -> None:
         step = int(np.gcd.reduce(offsets - first)) or kv.page_bytes
         numbers = (offsets - first) // step
         for plane, page in enumerate(kv.pages):
-            there = _rows_at(int(origins[origin, plane]) + first, int(numbers.max()) + 1, step, kv.page_bytes)
+            there = _rows_at(
+                int(origins[origin, plane]) + first, int(numbers.max()) + 1, step, kv.page_bytes
+            )
             _rows(page)[ids] = there[numbers]
 
 
 def _rows_at(address: int, count: int, step: int, nbytes: int) -> npt.NDArray[np.void]:
-    """`count` rows of `nbytes` bytes at raw addresses, `step` bytes apart; they may overlap. Only rows that are read are touched."""
-    memory = {"data": (address, True), "shape": (count,), "strides": (step,), "typestr": f"|V{nbytes}", "version": 3}
+    """`count` rows of `nbytes` bytes at raw addresses, `step` bytes apart; they may overlap. Only
+    rows that are read are touched.
+    """
+    memory = {
+        "data": (address, True),
+        "shape": (count,),
+        "strides": (step,),
+        "typestr": f"|V{nbytes}",
+        "version": 3,
+    }
     return np.asarray(SimpleNamespace(__array_interface__=memory))
 
 
 def _rows(table: Tensor) -> npt.NDArray[np.void]:
-    """A (rows, words) tensor in host memory as a numpy array of opaque rows, which numpy copies with one memcpy a row, in this thread.
+    """A (rows, words) tensor in host memory as a numpy array of opaque rows, which numpy copies
+    with one memcpy a row, in this thread.
 
-    torch's own copies start threads that wait for each other, which takes a hundred times as long beside a busy core.
-    """
+    torch's own copies start threads that wait for each other, which takes a hundred times as long
+    beside a busy core."""
     array = table.numpy()
-    rows: npt.NDArray[np.void] = array.view(np.dtype((np.void, array.shape[1] * array.itemsize)))[:, 0]
+    rows: npt.NDArray[np.void] = array.view(np.dtype((np.void, array.shape[1] * array.itemsize)))[
+        :, 0
+    ]
     return rows
 
 
 def _as_slice(places: Int64s) -> Int64s | slice:
-    return slice(int(places[0]), int(places[-1]) + 1) if bool((np.diff(places) == 1).all()) else places
+    return (
+        slice(int(places[0]), int(places[-1]) + 1) if bool((np.diff(places) == 1).all()) else places
+    )
 
 
-def _block_pairs(kv: PagedKV, plan: CopyPlan, slots: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Int64s, Int64s]]:
-    """For each slot and plane: pages (num_blocks, words), the slot's (blocks, words), block ids, and places in the slot."""
+def _block_pairs(
+    kv: PagedKV, plan: CopyPlan, slots: Sequence[Tensor]
+) -> Iterator[tuple[Tensor, Tensor, Int64s, Int64s]]:
+    """For each slot and plane: pages (num_blocks, words), the slot's (blocks, words), block ids,
+    and places in the slot.
+    """
     for index, rows in _by_slot(plan.blocks):
         virtual, ids = rows[:, 1] // (kv.parts * kv.page_bytes), rows[:, 2].copy()
         # torch copies element by element: wide words are ten times faster than bytes.

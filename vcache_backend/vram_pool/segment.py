@@ -1,7 +1,8 @@
 """Segments: allocations behind fds, which outlive the process that made them.
 
-An `OwnedSegment` is an allocation that this process has made and not handed over yet; it has an fd and no address. A `MappedSegment`
-is an allocation, own or foreign, at an address of this process, for one reader device.
+An `OwnedSegment` is an allocation that this process has made and not handed over yet; it has an fd
+and no address. A `MappedSegment` is an allocation, own or foreign, at an address of this process,
+for one reader device.
 
 >>> with create(Device("host", "host"), 1 << 20) as owned:
 ...     mapped = map_segment(owned.info, owned.fd, Device("host", "host"))
@@ -20,13 +21,21 @@ from typing import Self
 import torch
 
 from vcache_backend.errors import SegmentError, raising_as
-from vcache_backend.metadata_server.messages import MAX_SEGMENT_BYTES, SEGMENT_ID, Location, SegmentId, SegmentInfo
+from vcache_backend.metadata_server.messages import (
+    MAX_SEGMENT_BYTES,
+    SEGMENT_ID,
+    Location,
+    SegmentId,
+    SegmentInfo,
+)
 from vcache_backend.vram_pool import cuda_segment, host_segment, pinned_segment
 from vcache_backend.vram_pool.devices import Device
 
 
 class _WithDescriptor:
-    """A segment's fd, and what else `undo` gives back, once. Close it from one thread at a time; the destructor closes it, too."""
+    """A segment's fd, and what else `undo` gives back, once. Close it from one thread at a time;
+    the destructor closes it, too.
+    """
 
     def __init__(self, info: SegmentInfo, fd: int, undo: ExitStack) -> None:
         self.info, self.id, self.device, self.nbytes = info, info.id, info.device, info.nbytes
@@ -34,7 +43,9 @@ class _WithDescriptor:
 
     @property
     def fd(self) -> int:
-        """The fd, to be sent with SCM_RIGHTS; it stays this object's. Raises SegmentError once closed: the number may be another file's."""
+        """The fd, to be sent with SCM_RIGHTS; it stays this object's. Raises SegmentError once
+        closed: the number may be another file's.
+        """
         if self._closed:
             raise SegmentError(f"segment {self.id} is closed")
         return self._fd
@@ -47,7 +58,12 @@ class _WithDescriptor:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -56,17 +72,19 @@ class _WithDescriptor:
 
 
 class OwnedSegment(_WithDescriptor):
-    """An allocation made by this process. Its memory lives as long as anybody holds an fd or a mapping of it, so `close()` leaves
-    it to those who were handed the fd. `nbytes` may be more than was asked for (a GPU's granularity)."""
+    """An allocation made by this process. Its memory lives as long as anybody holds an fd or a
+    mapping of it, so `close()` leaves it to those who were handed the fd. `nbytes` may be more than
+    was asked for (a GPU's granularity)."""
 
 
 class MappedSegment(_WithDescriptor):
-    """An allocation at an address of this process, for kernels and copies on one reader device. Any thread.
+    """An allocation at an address of this process, for kernels and copies on one reader device. Any
+    thread.
 
-    It has an fd of its own, so that the segment can be offered again if the metadata server has lost its fd. `close()` gives back the
-    fd and the reference to the mapping, which goes with the last tensor over it: no tensor ever dangles. Raw addresses are not
-    counted, so wait for work on them first. On a GPU, unmapping waits for the reader device's work.
-    """
+    It has an fd of its own, so that the segment can be offered again if the metadata server has
+    lost its fd. `close()` gives back the fd and the reference to the mapping, which goes with the
+    last tensor over it: no tensor ever dangles. Raw addresses are not counted, so wait for work on
+    them first. On a GPU, unmapping waits for the reader device's work."""
 
     def __init__(self, info: SegmentInfo, fd: int, whole: torch.Tensor, undo: ExitStack) -> None:
         super().__init__(info, fd, undo)
@@ -74,14 +92,20 @@ class MappedSegment(_WithDescriptor):
         self._whole: torch.Tensor | None = whole
 
     def tensor(self, offset: int, length: int) -> torch.Tensor:
-        """A view of these bytes as a 1-D uint8 tensor on the reader's device. Raises SegmentError."""
+        """A view of these bytes as a 1-D uint8 tensor on the reader's device. Raises
+        SegmentError.
+        """
         if offset < 0 or length < 1 or offset + length > self.nbytes:
-            raise SegmentError(f"bytes [{offset:,}, {offset + length:,}) are not in segment {self.id} of {self.nbytes:,} B")
+            raise SegmentError(
+                f"bytes [{offset:,}, {offset + length:,}) are not in segment {self.id} of {self.nbytes:,} B"
+            )
         return self.whole[offset : offset + length]
 
     @property
     def whole(self) -> torch.Tensor:
-        """All bytes, and perhaps some more at the end, as a 1-D uint8 tensor. Raises SegmentError once closed."""
+        """All bytes, and perhaps some more at the end, as a 1-D uint8 tensor. Raises SegmentError
+        once closed.
+        """
         if self._whole is None:
             raise SegmentError(f"segment {self.id} is closed")
         return self._whole
@@ -98,7 +122,9 @@ class Mover:
     open_segment: returns a segment's description and an fd, which the Mover closes.
     """
 
-    def __init__(self, open_segment: Callable[[SegmentId], tuple[SegmentInfo, int]], reader: Device) -> None:
+    def __init__(
+        self, open_segment: Callable[[SegmentId], tuple[SegmentInfo, int]], reader: Device
+    ) -> None:
         self._open, self._reader = open_segment, reader
         self._mapped: dict[SegmentId, MappedSegment] = {}
 
@@ -113,9 +139,13 @@ class Mover:
         return self._mapped[id]
 
     def copy(self, pairs: Sequence[tuple[Location, Location]]) -> None:
-        """Copy from the first location of each pair to the second. Returns when all copies are over."""
+        """Copy from the first location of each pair to the second. Returns when all copies are
+        over.
+        """
         for old, new in pairs:
-            self.map(new.segment).tensor(new.offset, new.length).copy_(self.map(old.segment).tensor(old.offset, old.length))
+            self.map(new.segment).tensor(new.offset, new.length).copy_(
+                self.map(old.segment).tensor(old.offset, old.length)
+            )
         if self._reader.medium == "cuda":
             torch.cuda.synchronize(self._reader.ordinal)
 
@@ -129,11 +159,14 @@ class Mover:
 def create(device: Device, nbytes: int) -> OwnedSegment:
     """Allocate a segment of at least `nbytes` on `device`, with a random id.
 
-    Raises SegmentError, and leaves nothing behind: impossible size, memory or fds exhausted, driver missing.
-    """
+    Raises SegmentError, and leaves nothing behind: impossible size, memory or fds exhausted, driver
+    missing."""
     id = SegmentId(secrets.token_hex(6))
     _check_claim(id, nbytes)
-    with raising_as({OSError: SegmentError}, f"segment of {nbytes:,} B on {device}"), ExitStack() as undo:
+    with (
+        raising_as({OSError: SegmentError}, f"segment of {nbytes:,} B on {device}"),
+        ExitStack() as undo,
+    ):
         if device.medium == "cuda":
             fd, nbytes = cuda_segment.allocate(device, nbytes)
         elif device.ordinal is not None:
@@ -145,14 +178,17 @@ def create(device: Device, nbytes: int) -> OwnedSegment:
 
 
 def map_segment(info: SegmentInfo, fd: int, reader: Device) -> MappedSegment:
-    """Map a segment for `reader`, readable and writable, without the bytes that were given back. `fd` stays the caller's.
+    """Map a segment for `reader`, readable and writable, without the bytes that were given back.
+    `fd` stays the caller's.
 
-    `info` and `fd` may come from a peer: sizes and the kind of fd are checked before the kernel or the driver acts on them.
-    Raises SegmentError, and leaves nothing behind: other medium, no peer access, forged fd, out of memory.
-    """
+    `info` and `fd` may come from a peer: sizes and the kind of fd are checked before the kernel or
+    the driver acts on them. Raises SegmentError, and leaves nothing behind: other medium, no peer
+    access, forged fd, out of memory."""
     _check_claim(info.id, nbytes := info.nbytes - info.given_back)
     if info.medium != reader.medium:
-        raise SegmentError(f"segment {info.id} is {info.medium} memory of {info.device}: {reader.name} cannot map that")
+        raise SegmentError(
+            f"segment {info.id} is {info.medium} memory of {info.device}: {reader.name} cannot map that"
+        )
     what = f"segment {info.id} of {info.device}"
     with raising_as({OSError: SegmentError, SegmentError: SegmentError}, what), ExitStack() as undo:
         own = os.dup(fd)
@@ -168,6 +204,8 @@ def map_segment(info: SegmentInfo, fd: int, reader: Device) -> MappedSegment:
 
 def _check_claim(id: SegmentId, nbytes: int) -> None:
     if not re.search(SEGMENT_ID, id):
-        raise SegmentError(f"segment id {id!r} is not up to 64 letters, digits, '_', '.', ':' and '-'")
+        raise SegmentError(
+            f"segment id {id!r} is not up to 64 letters, digits, '_', '.', ':' and '-'"
+        )
     if not 1 <= nbytes <= MAX_SEGMENT_BYTES:
         raise SegmentError(f"segment {id} of {nbytes:,} B: expected 1 to {MAX_SEGMENT_BYTES:,}")

@@ -1,4 +1,6 @@
-"""Copies chunks from host memory that is no segment into a KV cache: those that the offload tier brought."""
+"""Copies chunks from host memory that is no segment into a KV cache: those that the offload tier
+brought.
+"""
 
 # torch.cuda's streams and events have no types.
 # mypy: allow-untyped-calls
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
     from vcache_backend.vram_pool.cuda_copier import CudaCompletion
 
 BOUNCE_BYTES = 256 << 20
-"""The most device memory for chunks on their way into the KV cache: as much as crosses the link to the host in 5 ms."""
+"""The most device memory for chunks on their way into the KV cache: as much as crosses the link to
+the host in 5 ms.
+"""
 BOUNCE_MOST = 64
 """The most chunks of one call."""
 
@@ -42,7 +46,8 @@ class HostChunk(Protocol):
 
 
 class HostUploader:
-    """Copies chunks into a KV cache that lies in host memory, too. In the worker's thread that launches kernels.
+    """Copies chunks into a KV cache that lies in host memory, too. In the worker's thread that
+    launches kernels.
 
     most: the most chunks of one call.
     """
@@ -51,9 +56,15 @@ class HostUploader:
         self._copier, self._chunk_bytes = copier, chunk_bytes
         self.most = BOUNCE_MOST
 
-    def scatter(self, kv: PagedKV, plan: CopyPlan, chunks: Sequence[HostChunk], after: Mark | None = None) -> Completion:
-        """Like `Copier.scatter`, with `chunks` instead of slots. The caller leaves them as they are until the copy is over."""
-        return self._copier.scatter(kv, plan, [SlotView.over(self._decoded(chunk), local=True) for chunk in chunks], after)
+    def scatter(
+        self, kv: PagedKV, plan: CopyPlan, chunks: Sequence[HostChunk], after: Mark | None = None
+    ) -> Completion:
+        """Like `Copier.scatter`, with `chunks` instead of slots. The caller leaves them as they are
+        until the copy is over.
+        """
+        return self._copier.scatter(
+            kv, plan, [SlotView.over(self._decoded(chunk), local=True) for chunk in chunks], after
+        )
 
     def _decoded(self, chunk: HostChunk) -> Tensor:
         if chunk.codec is None:
@@ -64,7 +75,8 @@ class HostUploader:
 
 
 class CudaUploader:
-    """Like `HostUploader`, for a KV cache on a GPU: the copy engine fills a bounce buffer there, then the copier scatters it.
+    """Like `HostUploader`, for a KV cache on a GPU: the copy engine fills a bounce buffer there,
+    then the copier scatters it.
 
     The copy engine's part runs on a stream of its own.
     """
@@ -75,12 +87,17 @@ class CudaUploader:
         self.most = max(1, min(BOUNCE_BYTES // chunk_bytes, BOUNCE_MOST))
         with torch.cuda.device(self._device):
             self._stream = torch.cuda.Stream()
-            # From this stream's own pool: memory from the caller's stream may still be used by work queued there.
+            # From this stream's own pool: memory from the caller's stream may still be used by work
+            # queued there.
             with torch.cuda.stream(self._stream):
-                self._bounce = torch.empty(self.most, chunk_bytes, dtype=torch.uint8, device=self._device)
+                self._bounce = torch.empty(
+                    self.most, chunk_bytes, dtype=torch.uint8, device=self._device
+                )
         self._last: CudaCompletion | None = None
 
-    def scatter(self, kv: PagedKV, plan: CopyPlan, chunks: Sequence[HostChunk], after: Mark | None = None) -> Completion:
+    def scatter(
+        self, kv: PagedKV, plan: CopyPlan, chunks: Sequence[HostChunk], after: Mark | None = None
+    ) -> Completion:
         from vcache_backend.vram_pool.cuda_copier import CudaCompletion, CudaMark
 
         with torch.cuda.device(self._device):
@@ -94,10 +111,16 @@ class CudaUploader:
                     chunk.write_to(place)
                 arrived = self._stream.record_event()
             if after is None:
-                # The scatter then follows the current stream's earlier work and this upload, and later work follows the scatter.
+                # The scatter then follows the current stream's earlier work and this upload, and
+                # later work follows the scatter.
                 torch.cuda.current_stream().wait_event(arrived)
-            views = [SlotView.over(place, local=True) for place, _ in zip(self._bounce, chunks, strict=False)]
-            copy = self._copier.scatter(kv, plan, views, None if after is None else CudaMark(arrived))
+            views = [
+                SlotView.over(place, local=True)
+                for place, _ in zip(self._bounce, chunks, strict=False)
+            ]
+            copy = self._copier.scatter(
+                kv, plan, views, None if after is None else CudaMark(arrived)
+            )
         self._last = copy if isinstance(copy, CudaCompletion) else None
         return copy
 
@@ -107,4 +130,8 @@ Uploader = HostUploader | CudaUploader
 
 def make_uploader(copier: Copier, kv: PagedKV, chunk_bytes: int) -> Uploader:
     """The uploader for a KV cache: see `CudaUploader`, `HostUploader`."""
-    return CudaUploader(copier, kv, chunk_bytes) if kv.device.type == "cuda" else HostUploader(copier, chunk_bytes)
+    return (
+        CudaUploader(copier, kv, chunk_bytes)
+        if kv.device.type == "cuda"
+        else HostUploader(copier, chunk_bytes)
+    )
