@@ -1,8 +1,8 @@
 """A proxy in front of two vLLM servers, one for prefill and one for decode, whose KV meets in
 vcache's pool.
 
-    python examples/prefill_proxy.py --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200
-    [--port 8000]
+    python examples/prefill_proxy.py --prefill http://127.0.0.1:8100
+                                     --decode http://127.0.0.1:8200 [--port 8000]
 
 A completions request goes to both at the same time. The prefill server (`kv_role` kv_producer)
 computes the prompt, for one token that nobody reads, and stores the KV chunk by chunk. The decode
