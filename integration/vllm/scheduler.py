@@ -47,7 +47,7 @@ log = logging.getLogger("vllm.vcache")
 
 _LOADS_NOTHING = (
     "vcache: chunks of this model are stored, but none is loaded. It has several block tables: take vLLM 0.30 or later, or allow "
-    "synchronous loads, which rules out tensor and pipeline parallelism, data parallel ranks in place, engine.checksum and "
+    "synchronous loads, which rules out tensor and pipeline parallelism, data parallel ranks in place and "
     "connector.sync_below_tokens: 0"
 )
 

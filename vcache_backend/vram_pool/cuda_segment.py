@@ -9,7 +9,7 @@ import os
 import stat
 import weakref
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -78,7 +78,15 @@ def map_fd(fd: int, nbytes: int, owner: str, reader: Device) -> torch.Tensor:
         raise SegmentError(
             f"GPU {reader.name} cannot map {nbytes:,} B of GPU {owner}: {error}{hidden}"
         ) from error
-    return view(whole, ordinal)
+    with raising_as(
+        {RuntimeError: SegmentError, AssertionError: SegmentError}, f"torch {torch.__version__}"
+    ):
+        tensor = torch.as_tensor(whole, device=f"cuda:{ordinal}")
+    if tensor.data_ptr() != whole.address:
+        raise SegmentError(
+            f"torch {torch.__version__} copied a mapped segment instead of viewing it"
+        )
+    return tensor
 
 
 def check(fd: int, nbytes: int, granule: int) -> None:
@@ -127,28 +135,6 @@ class _Whole:
             "data": (self.address, False),
             "version": 3,
         }
-
-
-class Addressed(Protocol):
-    """Memory with a `__cuda_array_interface__`."""
-
-    @property
-    def address(self) -> int: ...
-
-
-def view(whole: Addressed, ordinal: int) -> torch.Tensor:
-    """`whole` as a tensor on GPU `ordinal`, the reader's, though the memory may be another GPU's.
-    Raises SegmentError.
-    """
-    with raising_as(
-        {RuntimeError: SegmentError, AssertionError: SegmentError}, f"torch {torch.__version__}"
-    ):
-        tensor = torch.as_tensor(whole, device=f"cuda:{ordinal}")
-    if tensor.data_ptr() != whole.address:
-        raise SegmentError(
-            f"torch {torch.__version__} copied a mapped segment instead of viewing it"
-        )
-    return tensor
 
 
 def _ordinal(device: Device) -> int:
