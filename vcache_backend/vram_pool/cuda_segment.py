@@ -78,15 +78,7 @@ def map_fd(fd: int, nbytes: int, owner: str, reader: Device) -> torch.Tensor:
         raise SegmentError(
             f"GPU {reader.name} cannot map {nbytes:,} B of GPU {owner}: {error}{hidden}"
         ) from error
-    with raising_as(
-        {RuntimeError: SegmentError, AssertionError: SegmentError}, f"torch {torch.__version__}"
-    ):
-        tensor = torch.as_tensor(whole, device=f"cuda:{ordinal}")
-    if tensor.data_ptr() != whole.address:
-        raise SegmentError(
-            f"torch {torch.__version__} copied a mapped segment instead of viewing it"
-        )
-    return tensor
+    return view(whole, ordinal)
 
 
 def check(fd: int, nbytes: int, granule: int) -> None:
@@ -135,6 +127,21 @@ class _Whole:
             "data": (self.address, False),
             "version": 3,
         }
+
+
+def view(whole: _Whole, ordinal: int) -> torch.Tensor:
+    """`whole` as a tensor on GPU `ordinal`, the reader's, though the memory may be another GPU's.
+    Raises SegmentError.
+    """
+    with raising_as(
+        {RuntimeError: SegmentError, AssertionError: SegmentError}, f"torch {torch.__version__}"
+    ):
+        tensor = torch.as_tensor(whole, device=f"cuda:{ordinal}")
+    if tensor.data_ptr() != whole.address:
+        raise SegmentError(
+            f"torch {torch.__version__} copied a mapped segment instead of viewing it"
+        )
+    return tensor
 
 
 def _ordinal(device: Device) -> int:
