@@ -144,8 +144,7 @@ class Service:
                 return m.Count(directory.avoid(client, id_)), None
             case m.DropSegment(id_):
                 return self._drop_segment(id_), None
-            case m.ListSegments(saved, asked, found):
-                self.layouts.saves(client.id, saved)
+            case m.ListSegments(asked, found):
                 self.layouts.looked_up(client.id, asked, found)
                 return m.Segments(directory.segment_infos()), None
             case m.Stats():
