@@ -213,6 +213,20 @@ def test_of_what_vllm_has_itself_nothing_is_wanted_and_what_chunks_lack_is_not_t
     ]
 
 
+def test_of_one_table_of_all_tokens_a_hit_may_begin_and_end_within_a_chunk() -> None:
+    found, row = groups.read(caches(spec()), 64), list(range(11, 20))
+    assert (found.plain, found.whole, found.text, found.blocks) == (True, 16, "", 4)
+    assert found.wanted([row], 0, 128) == row[:8]
+    assert found.wanted([row], 80, 112) == [-1, *row[5:7]]
+    assert found.chunks([row], 1, 2) == row[4:8]
+    assert found.alive_from([row], 100, 1, 2) == 1
+    with pytest.raises(ValueError, match="wants 72 tokens"):
+        found.wanted([row], 0, 72)
+    for specs in ((spec(33),), (spec(33), spec()), (state(), spec()), (spec(), spec())):
+        other = groups.read(caches(*specs), 64)
+        assert (other.plain, other.whole) == (False, 64)
+
+
 class Running:
     """A request in vLLM's own manager, and what vLLM's worker has in the blocks of its states."""
 
@@ -439,6 +453,7 @@ def test_one_table_of_all_tokens_adds_nothing_to_the_namespace_and_others_say_wh
     (tmp_path / "model").mkdir()
     config = vllm_config(model_config__model=str(tmp_path / "model"), use_v2_model_runner=False)
     alone = compat.read_model(config, caches(spec()), "")
+    assert alone.extra.pop("groups") == ""
     assert alone == model_spec.read_model(config)
     several = compat.read_model(config, caches(spec(33), spec()), "")
     assert (several.extra, several.recomputes) == (

@@ -122,8 +122,6 @@ def read_model(vllm_config: Any, kv_cache_config: Any, name: str) -> model_spec.
     """`model_spec.read_model`, adapted to models with several groups: vLLM cannot recompute a
     failed synchronous load of these, since it cannot tell whose the blocks are."""
     model = model_spec.read_model(vllm_config, name)
-    if not groups.several(kv_cache_config):
-        return model
     try:
         found = groups.read(kv_cache_config, 0)
     except LayoutError:
@@ -131,7 +129,10 @@ def read_model(vllm_config: Any, kv_cache_config: Any, name: str) -> model_spec.
     # MLA's ranks hold equal latents, but each has states of its own.
     mla = model.use_mla and not found.states
     return msgspec.structs.replace(
-        model, recomputes=False, use_mla=mla, extra=model.extra | {"groups": found.text}
+        model,
+        recomputes=model.recomputes and found.plain,
+        use_mla=mla,
+        extra=model.extra | {"groups": found.text},
     )
 
 

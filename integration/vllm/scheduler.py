@@ -108,7 +108,9 @@ class SchedulerSide:
             config, stores, self._groups, self._block, self._parts, self.instance
         )
         self._awaited = Awaited(self.lookups)
-        self._leftovers = Leftovers(self._groups, self._block)
+        self._leftovers = Leftovers(
+            self._groups.sizes if self._groups is not None else [self._block]
+        )
         self._resets = Resets(self.instance, self._drop_answers, self._outdate)
         # Chunks shared in place need no events of ours: vLLM announces what its own KV cache holds.
         if compat.publishes_events(vllm_config) and (not in_place or self.victims is not None):
