@@ -25,7 +25,7 @@ from vcache_backend.transfer.places import SlotPlaces
 from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool import checksum
 from vcache_backend.vram_pool.checksum import Sealer, sealed_bytes
-from vcache_backend.vram_pool.copier import Completion, Mark
+from vcache_backend.vram_pool.copier import Mark
 
 __all__ = ["here"]
 
@@ -206,32 +206,6 @@ def test_a_scatter_is_over_once_its_slots_were_looked_at() -> None:
         with pytest.raises(ChecksumError, match="2 chunks do not fit"):
             ask()
     assert told == [[1, 3]]
-
-
-def test_the_model_waits_for_the_scatter_itself_not_for_what_looks_at_its_slots(
-    writer: Side, reader: Side, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A copier knows the copies that it made, and a model's stream goes on before one that it does
-    not know.
-    """
-    copies, fenced, copier = list[Completion](), list[Completion](), reader.session.copier
-    scatter = copier.scatter
-
-    def kept(*arguments: Any) -> Completion:
-        copies.append(scatter(*arguments))
-        return copies[-1]
-
-    monkeypatch.setattr(copier, "scatter", kept)
-    monkeypatch.setattr(copier, "fence", fenced.append)
-    tokens = prompt(2 * CHUNK)
-    writer.put(tokens)
-    load = reader.begin(tokens, copier.mark())
-    monkeypatch.setattr(CheckedScatter, "done", lambda copy: False)
-    load.advance()
-    load.follow()
-    assert [one is other for one, other in zip(fenced, copies, strict=True)] == [True]
-    monkeypatch.undo()
-    assert load.run(SECONDS) == 2
 
 
 def test_those_with_checksums_and_those_without_share_nothing(here: Node) -> None:

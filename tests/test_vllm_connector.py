@@ -48,9 +48,7 @@ def a(here: Node, router: Router) -> Instance:
 
 @pytest.fixture(scope="module")
 def b(here: Node, a: Instance) -> Instance:
-    return here.connect(
-        "b", {"connector": {"min_hit_tokens": 2 * CHUNK, "sync_below_tokens": 4 * CHUNK}}
-    )
+    return here.connect("b", {"connector": {"min_hit_tokens": 2 * CHUNK}})
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +66,7 @@ def aside(here: Node) -> Instance:
 
 @pytest.fixture(scope="module")
 def tiny(here: Node, a: Instance) -> Instance:
-    return here.connect("tiny", {"connector": {"sync_below_tokens": 0}}, **TINY)
+    return here.connect("tiny", **TINY)
 
 
 def vcache(**wishes: Any) -> dict[str, Any]:
@@ -350,9 +348,7 @@ def test_what_goes_on_over_a_reset_that_vllm_did_not_make_is_not_stored(
 
 def test_vllm_counts_hits_by_whose_segment_they_lay_in(here: Node, a: Instance) -> None:
     """Host memory of another name stands for a peer's."""
-    far = here.connect(
-        "far", {"pool": {"device": "host:far"}, "connector": {"sync_below_tokens": 0}}
-    )
+    far = here.connect("far", {"pool": {"device": "host:far"}})
     tokens, sources = new_tokens(5 * CHUNK + 1), ("p2p", "host", "device", "external_unspecified")
     here.keep(a, tokens[: 3 * CHUNK + 1])
     before = here.chunks()

@@ -8,7 +8,7 @@ vLLM's free queue."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ import numpy.typing as npt
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import MAX_PUBLISHED, Found
 from vcache_backend.resident.tables import Tables
-from vcache_backend.transfer.resident import ResidentChunk
 
 from .groups import NULL, Groups
 from .metadata import PublicationSpec
@@ -85,15 +84,8 @@ class GroupPublications(Publications):
             tracked.junction = first + reached
         return hits, chosen
 
-    def read(self, residents: Mapping[int, Replica], chunks: int) -> list[ResidentChunk]:
-        needed, read = self._groups.needed(chunks), list[ResidentChunk]()
-        for chunk, replica in residents.items():
-            instance, blocks, generations = ResidentChunk.unpacked(*replica)
-            read.append(ResidentChunk(instance, blocks[needed[chunk]], generations[needed[chunk]]))
-        return read
-
     def complete(
-        self, tracked: Tracked, first: int, ready: int, loads: bool, loaded: bool
+        self, tracked: Tracked, first: int, ready: int, loaded: bool
     ) -> list[PublicationSpec]:
         """See `Publications.complete`. Earlier chunks are published again if more of their blocks
         can be read now.
@@ -141,16 +133,13 @@ class GroupPublications(Publications):
             ):
                 self._kept[numbers] = its
         self._kept[NULL] = 0
-        before = [block for row in tracked.rows for block in row] if loads else []
         made = list[PublicationSpec]()
         for some in (
             chosen[at : at + MAX_PUBLISHED] for at in range(0, len(chosen), MAX_PUBLISHED)
         ):
             lies = blocks[some].astype("<u4").tobytes(), generations[some].astype("<u8").tobytes()
             made.append(
-                self._spec(
-                    tracked, [tracked.keys[chunk] for chunk in some.tolist()], *lies, before, loaded
-                )
+                self._spec(tracked, [tracked.keys[chunk] for chunk in some.tolist()], *lies, loaded)
             )
         return made
 

@@ -11,7 +11,6 @@ import numpy as np
 from vcache_backend.metadata_server.messages import of_rank
 from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.transfer import load as transfer
-from vcache_backend.transfer.leases import FOREIGN, Lease
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.resident import ResidentChunk
 from vcache_backend.transfer.session import Session
@@ -36,15 +35,10 @@ class Attached(NamedTuple):
 class Loading(transfer.Load):
     """The load of one request's blocks."""
 
-    def __init__(self, worker: Attached, spec: LoadSpec, mark: Mark, patience: float) -> None:
-        """mark: a point in the model's stream behind all work of the blocks' earlier owners.
-        patience: seconds, see `Lease`.
-        """
-        session, held, lease = worker.session, spec.lease, None
+    def __init__(self, worker: Attached, spec: LoadSpec, mark: Mark) -> None:
+        """mark: a point in the model's stream behind all work of the blocks' earlier owners."""
+        session = worker.session
         keys = of_rank(spec.keys, session.rank)
-        if held is not None:
-            own = held.locations[session.rank :: held.ranks][: len(keys)]
-            lease = Lease(held.id, keys, own, held.deadline, held.seconds, FOREIGN, patience)
         residents = unpacked(spec.residents)
         if residents and worker.kv.shares:
             # Blocks that are not read may hold something else by now, which is no failure.
@@ -56,7 +50,6 @@ class Loading(transfer.Load):
                 worker.kv, session.chunk_size, spec.blocks, worker.block_size, spec.skip, spec.stop
             ),
             keys,
-            lease=lease,
             mark=mark,
             wait_seconds=spec.wait_seconds,
             offload=spec.offload,

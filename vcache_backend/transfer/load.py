@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from vcache_backend.errors import ChecksumError, VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey
-from vcache_backend.transfer.checked import of_copier
 from vcache_backend.transfer.held import HeldChunk, HeldSource
 from vcache_backend.transfer.leases import AskedLease, Lease
 from vcache_backend.transfer.load_stats import LoadStats
@@ -178,18 +177,6 @@ class Load:
     def launched(self) -> bool:
         """Whether no further copy will start."""
         return self._over or self.reached >= self._end
-
-    def follow(self) -> None:
-        """Order the current stream behind the copies under way. Only needed with a `mark`; without
-        one it already is.
-        """
-        try:
-            for part in self._parts:
-                self._session.copier.fence(of_copier(part.moving))
-        except Exception as error:  # noqa: BLE001 - what is not known to be right does not count
-            self._fail("copy")
-            with suppress(Exception):
-                self._session.miss("load", error)
 
     def found(self, residents: Mapping[int, ResidentChunk]) -> None:
         """These chunks, by number, have been found in neighbours' KV caches. An empty mapping: stop
