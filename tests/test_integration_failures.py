@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from processes import PATIENT, eventually
@@ -81,10 +81,7 @@ class Fleet:
     def _start(self, name: str) -> Instance:
         if name.startswith(LMCACHE):
             return self.here.start(name, max_num_batched_tokens=320)
-        settings: dict[str, Any] = {}
-        if name == "checked":
-            settings["engine"] = {"chunk_size": CHUNK, "checksum": True}
-        return self.here.connect(name, settings, max_num_batched_tokens=320)
+        return self.here.connect(name, max_num_batched_tokens=320)
 
 
 @pytest.fixture(scope="module")
@@ -480,15 +477,3 @@ def test_an_exception_of_ours_is_a_miss(
     assert reader.run(stored)[0].agrees(expected)
     assert fleet("a").again(stored.tokens).agrees(expected)
     case.hits_again(reader)
-
-
-def test_wrong_bytes_are_computed_with_checksums(fleet: Fleet) -> None:
-    """Without, they are wrong tokens: see `test_integrations.py`."""
-    checked = fleet("checked")
-    case = make_case(fleet, checked)
-    with fleet.here.corrupted():
-        checked.forget()
-        case.right(checked.run(case.prompt, case.beside, together=True))
-        case.unpolluted(checked)
-    assert recomputed(checked) == HITS
-    case.hits_again(checked)

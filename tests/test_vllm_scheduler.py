@@ -38,7 +38,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from vcache_backend import status
-from vcache_backend.config import ByteSize, ConnectorConfig, PoolConfig
+from vcache_backend.config import ConnectorConfig
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.integration.vllm import (
     compat,
@@ -814,20 +814,6 @@ def test_workers_that_never_describe_their_kv_caches_are_named(
         "see the log of the others: pipeline rank 0, tensor rank 0; pipeline rank 0, tensor rank 2"
     )
     late.close()
-
-
-def test_a_pool_that_nothing_is_stored_in_is_told_with_its_size(
-    make: Callable[..., Side], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Several block tables, in place, with a pool beside."""
-    side = make(window=WINDOW)
-    connector = msgspec.structs.replace(side.config.connector, share="in_place")
-    pool = PoolConfig(device="host", segment_bytes=ByteSize(1 << 20))
-    config = msgspec.structs.replace(side.config, connector=connector, pool=pool)
-    SchedulerSide(side.vllm, side.caches, config, True, True, side.meter).close()
-    (said,) = [line for line in caplog.messages if "nothing is stored in" in line]
-    assert said.startswith("vcache: pool.segment_bytes: 1 MiB lends memory")
-    assert said.endswith("set pool.segment_bytes: 0, or connector.share: pool")
 
 
 def test_a_load_of_which_an_exception_comes_late_is_told_once(

@@ -45,7 +45,6 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """
         super().__init__(vllm_config, role, kv_cache_config)
         logs.join_vllm()
-        compat.check_states(vllm_config, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         config = settings.read(transfer.kv_connector_extra_config)
         if config.connector.start_server:
@@ -196,8 +195,8 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @answers(None)
     def get_mem_pool_context(self) -> Any:
-        """The context in which vLLM 0.31 and later allocate the KV cache, so that other processes
-        can map it. None: an ordinary one.
+        """The context in which vLLM allocates the KV cache, so that other processes can map it.
+        None: an ordinary one.
         """
         in_place = self._worker.in_place if self._worker is not None else None
         return in_place.exporter.context() if in_place is not None else None

@@ -6,8 +6,6 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import numpy as np
-
 from vcache_backend.metadata_server.messages import of_rank
 from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.transfer import load as transfer
@@ -39,11 +37,6 @@ class Loading(transfer.Load):
         """mark: a point in the model's stream behind all work of the blocks' earlier owners."""
         session = worker.session
         keys = of_rank(spec.keys, session.rank)
-        residents = unpacked(spec.residents)
-        if residents and worker.kv.shares:
-            # Blocks that are not read may hold something else by now, which is no failure.
-            rows = np.array(spec.blocks).reshape(len(keys), -1) >= 0
-            residents = {number: one.only(rows[number]) for number, one in residents.items()}
         super().__init__(
             session,
             BlockPlaces(
@@ -54,7 +47,7 @@ class Loading(transfer.Load):
             wait_seconds=spec.wait_seconds,
             offload=spec.offload,
             name=spec.request_id,
-            residents=residents,
+            residents=unpacked(spec.residents),
             neighbours=worker.neighbours,
         )
         self.began = time.time_ns()

@@ -184,7 +184,7 @@ class Lookups:
         """
         instance, residents = self._instance, dict[int, Replica]()
         if isinstance(reply, Found):
-            found, residents = self._chosen(tracked, reply, first)
+            found, residents = self._chosen(reply, first)
         else:
             found = reply
         if self._parts and found:
@@ -221,7 +221,7 @@ class Lookups:
             (end // each for end in range(len(there), 0, -each) if all(there[end - each : end])), 0
         )
 
-    def _chosen(self, tracked: Tracked, reply: Found, first: int) -> tuple[int, dict[int, Replica]]:
+    def _chosen(self, reply: Found, first: int) -> tuple[int, dict[int, Replica]]:
         """How many leading chunks can be loaded, and those read in place, by number. first: the
         number of the first one asked for.
         """
@@ -230,5 +230,5 @@ class Lookups:
             return 0, {}
         # The epoch only grows, and an older answer may be read late.
         shared.heard = max(shared.heard, reply.epoch)
-        found, chosen = shared.choose(tracked, reply, tables, first)
+        found, chosen = shared.choose(reply, tables)
         return found, {first + chunk: replica for chunk, replica in chosen.items()}

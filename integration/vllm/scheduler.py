@@ -10,15 +10,13 @@ from collections.abc import Set as AbstractSet
 from itertools import dropwhile
 from typing import Any
 
-import msgspec
-
 from vcache_backend.config import Config
+from vcache_backend.errors import VCacheError
 
 from ..served_at import data_parallel_rank, served_at
 from . import (
     compat,
     exportable,
-    group_publications,
     groups,
     hints,
     hit_sources,
@@ -42,11 +40,6 @@ from .tracked import NEVER, Tracked
 from .victims import Victims
 
 log = logging.getLogger("vllm.vcache")
-
-_KEEPS_NOTHING = (
-    "vcache: pool.segment_bytes: %s lends memory that nothing is stored in, since this model has several block tables and shares in place: "
-    "set pool.segment_bytes: 0, or connector.share: pool"
-)
 
 
 class SchedulerSide:
@@ -288,14 +281,13 @@ class SchedulerSide:
         """Set up sharing in place, with or without a pool beside it. None, or why it cannot be.
         step_tokens: the most of one step.
         """
-        self.publications, refused = group_publications.begin(
-            kv_cache_config, self._per_chunk, self._groups
-        )
-        if self.publications is not None and config.pool.lent and self._groups is not None:
-            log.warning(_KEEPS_NOTHING, config.pool.lent)
-        elif self.publications is not None and config.pool.lent:
+        try:
+            self.publications = Publications(kv_cache_config.num_blocks, self._per_chunk)
+        except VCacheError as error:
+            return str(error)
+        if config.pool.lent:
             self.victims = Victims(self.publications, step_tokens // self._block)
-        return refused
+        return None
 
     def _drop_answers(self) -> None:
         for tracked in self._requests.values():
@@ -330,9 +322,6 @@ class SchedulerSide:
         # connectors from hitting.
         rated = getattr(request.sampling_params, "prompt_logprobs", None) is not None
         computes = rated or getattr(request, "skip_reading_prefix_cache", False)
-        if asked.announced and self._groups is not None and self.publications is not None:
-            # A window's blocks may be gone before they are read, so nothing is waited for.
-            asked = msgspec.structs.replace(asked, announced=False)
         tracked = Tracked(request, asked, self._loads_allowed and asked.load and not computes)
         tracked.rows = [array(NUMBERS) for _ in range(self._tables)]
         self._requests[request.request_id] = tracked
@@ -384,7 +373,7 @@ class SchedulerSide:
         else:
             # Once loaded, these chunks are published as if computed here.
             self._completions.own(tracked, rows, anew=True)
-            self.publications.loads(tracked, tracked.local // self._completions.place)
+            self.publications.loads(tracked, tracked.local // self._block)
             if self.publications.duplicates is not None:
                 self.publications.duplicates.note(tracked, load, first)
             if tracked.params.announced:
@@ -412,7 +401,7 @@ class SchedulerSide:
                 )
             else:
                 self._completions.stored(tracked, 0)
-                self.publications.forget(tracked, tracked.local // self._completions.place)
+                self.publications.forget(tracked, tracked.local // self._block)
         if lost and self.prefix_cache is not None:
             self._evict(lost)
         self.instance.reads(report.segments)
