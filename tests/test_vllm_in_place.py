@@ -307,7 +307,7 @@ class Written(Engine):
                 "long_prefill_token_threshold": 2 * CHUNK,
                 "max_num_batched_tokens": 5 * BLOCK + 8,
             }
-        super().__init__(here, undo, blocks=30, arguments=more, sync_below_tokens=0)
+        super().__init__(here, undo, blocks=30, arguments=more)
         self.holds, self.wrong = np.zeros((30, BLOCK), dtype=np.int64), 0
         self.told: list[tuple[int, int, Any]] = []
         """Blocks that were published, their generations, and what they should hold."""
