@@ -7,6 +7,7 @@ It does not import vLLM: it only reads numbers and the names of types from vLLM'
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -123,17 +124,15 @@ class Groups:
         """How many of the request's tokens have blocks in every group."""
         return min(len(rows[group.number]) * group.block_size for group in self.groups)
 
-    def chunks(self, rows: Sequence[Sequence[int]], first: int, stop: int) -> list[int]:
+    def chunks(self, rows: Sequence[array[int]], first: int, stop: int) -> list[int]:
         """The blocks of the chunks [first, stop)."""
-        size = self.size
-        return self._listed(
-            [
-                [*rows[number][first * (size // block) : stop * (size // block)]]
-                for number, block, *_ in self.groups
-            ]
-        )
+        columns, begin, end = list[list[int]](), first * self.size, stop * self.size
+        for group in self.groups:
+            block = group.block_size
+            columns.append(rows[group.number][begin // block : end // block].tolist())
+        return self._listed(columns)
 
-    def wanted(self, rows: Sequence[Sequence[int]], local: int, end: int) -> list[int]:
+    def wanted(self, rows: Sequence[list[int]], local: int, end: int) -> list[int]:
         """The blocks to load for the tokens [local, end): as `chunks`, from the chunk with token
         `local` on; then the state's at `end`.
 
@@ -141,24 +140,20 @@ class Groups:
         blocks that vLLM does not want. ValueError if vLLM wants a block that chunks do not hold."""
         if end % self.whole:
             raise ValueError(f"vLLM wants {end} tokens, which is no multiple of {self.whole}")
-        columns, first = list[list[int]](), local // self.size * self.size
+        columns, begin = list[list[int]](), local // self.size * self.size
         for group, share in zip(self.groups, self.shares, strict=True):
             block = group.block_size
-            row = [*rows[group.number][first // block : end // block]]
-            own = local // block - first // block
-            row[:own] = [-1] * own
+            row = rows[group.number][begin // block : end // block]
+            for own in range(local // block - begin // block):
+                row[own] = -1
             if group.window:
                 row = [number if number != NULL else -1 for number in row]
                 self._refuse_earlier(row, self.size // block, share.of(self.size))
             columns.append(row)
-        state = self.state(rows, end)
-        # vLLM must want the state in its last block, and none before.
-        if len(state) < len(self.states) or any(
-            any(rows[group.number][local // group.block_size : end // group.block_size - 1])
-            for group in self.states
-        ):
-            raise ValueError(f"vLLM wants other states than the one at token {end}")
-        return self._listed(columns) + state + [-1] * (self.parts * self.blocks - len(state))
+        blocks = self._listed(columns)
+        if self.states:
+            blocks += self._state_wanted(rows, local, end)
+        return blocks
 
     def state(self, rows: Sequence[Sequence[int]], end: int) -> list[int]:
         """The blocks of the state after `end` tokens, one for each group of states that has it."""
@@ -203,6 +198,18 @@ class Groups:
         return alive
 
     # ---- inside
+
+    def _state_wanted(self, rows: Sequence[Sequence[int]], local: int, end: int) -> list[int]:
+        """The blocks of the state at `end`, padded with -1 to whole chunks. ValueError if vLLM does
+        not want just these: in the last block of [local, end), and none before.
+        """
+        state = self.state(rows, end)
+        if len(state) < len(self.states) or any(
+            any(rows[group.number][local // group.block_size : end // group.block_size - 1])
+            for group in self.states
+        ):
+            raise ValueError(f"vLLM wants other states than the one at token {end}")
+        return state + [-1] * (self.parts * self.blocks - len(state))
 
     def _listed(self, columns: list[list[int]]) -> list[int]:
         """Blocks of consecutive chunks in the order in which they are listed. columns: for each

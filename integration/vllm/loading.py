@@ -39,9 +39,7 @@ class Loading(transfer.Load):
         keys = of_rank(spec.keys, session.rank)
         super().__init__(
             session,
-            BlockPlaces(
-                worker.kv, session.chunk_size, spec.blocks, worker.block_size, spec.skip, spec.stop
-            ),
+            BlockPlaces(worker.kv, session.chunk_size, spec.blocks, worker.block_size),
             keys,
             mark=mark,
             wait_seconds=spec.wait_seconds,
@@ -64,9 +62,7 @@ class Loading(transfer.Load):
         """
         if not self.cause or self.cause == transfer.CANCELLED:
             return []
-        missed = self.spec.blocks[
-            max(self.loaded * self._per_chunk, self.spec.skip) : self.spec.stop
-        ]
+        missed = self.spec.blocks[self.loaded * self._per_chunk :]
         return [block for block in missed if block >= 0]
 
     @property
