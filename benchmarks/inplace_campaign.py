@@ -17,10 +17,15 @@ that shares nothing (`vllm.campaign`).
 `gpu`: owners are live vLLMs on two GPUs, or a tiny one on the CPU. Readers do not run vLLM; they
 compare what they load with checksums from the owners (`inplace_live`).
 
+`death`, `death_pool`: whole vLLMs, on GPUs if there are any, that share in place or through a pool.
+Readers pause between the launch of every second load and its verdict; all of them, and the server,
+are stopped, starved and killed. No answer may be wrong, and no engine may end or leave a request
+without an answer.
+
 Controls run the same with one rule broken: readers ignore the generations after a copy; owners
-change generations only after writing, publish before writing, or ignore pins. There wrong bytes, or
-refused loads in spite of pins, must be seen, or the zeros above prove nothing. Another control runs
-vLLMs without any connector, to tell apart faults of their own prefix caches (vLLM #37164)."""
+change generations only after writing, or publish before writing. There wrong bytes must be seen, or
+the zeros above prove nothing. Another control runs vLLMs without any connector, to tell apart
+faults of their own prefix caches (vLLM #37164)."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from typing import NamedTuple, NoReturn
 import msgspec
 
 from .results import Clock, Report, Row
-from .vllm import death, dp, equality, failures, groups, latency, offload, pd, scheduling
+from .vllm import death, equality, groups, latency, offload, pd, scheduling
 from .vllm.environment import container, on_one_gpu
 from .vllm.fleet import Fleet
 from .vllm.instances import KINDS
@@ -101,11 +101,6 @@ def _few(
     return Part(_trio(kind), seconds, run, of, cpu)
 
 
-def _expert_parallel(run: Run) -> list[Row]:
-    source = Prompts(run.fleet.of("gptoss"), seed=run.source.seed)
-    return dp.first_token(run.fleet, run.clock, source, run.rounds, "gptoss")
-
-
 def _tp2_ttft(run: Run) -> list[Row]:
     """TTFT with tensor parallelism. No rows if the ranks take turns on one GPU, whose cost would
     hide the rest.
@@ -121,14 +116,12 @@ def _restart(run: Run) -> list[Row]:
 
 
 def _groups(kind: str, seconds: int, cpu: bool = True) -> Part:
-    """A part for a model with several block tables. Models with states are not run in place, where
-    states cannot be read.
-    """
+    """A part for a model with several block tables, which is shared through a pool."""
 
     def run(run: Run) -> list[Row]:
         return groups.measure(run.fleet, run.clock, run.source, kind, run.rounds)
 
-    return Part(_trio(kind), seconds, run, ("vllm",), cpu, in_place=not KINDS[kind].states)
+    return Part(_trio(kind), seconds, run, ("vllm",), cpu, in_place=False)
 
 
 def _apart() -> str:
@@ -160,12 +153,6 @@ PARTS: dict[str, Part] = {
         lambda run: scheduling.scheduler_time(run.fleet, run.clock, run.source),
         OURS,
     ),
-    "refused": Part(
-        ("refused",),
-        15,
-        lambda run: scheduling.refused_step(run.fleet, run.clock, run.source),
-        OURS,
-    ),
     "ttft": Part(
         PAIR,
         85,
@@ -193,17 +180,8 @@ PARTS: dict[str, Part] = {
     ),
     "eager": _few("eager", 20, INTEGRATIONS),
     "isolated": _few("isolated", 20, then=lambda run: [], where=_apart),
-    "dp": Part(
-        (), 60, lambda run: dp.first_token(run.fleet, run.clock, run.source, run.rounds), OURS
-    ),
     "tp2": Part(
         ("tp2",), 20, lambda run: equality.tensor_parallel(run.fleet, run.source), cpu=False
-    ),
-    "failures": Part(
-        _trio("failing"),
-        40,
-        lambda run: failures.failures(run.fleet, run.clock, run.source),
-        in_place=False,
     ),
     "below": Part(
         _trio(offload.EAGER),
@@ -223,27 +201,29 @@ PARTS: dict[str, Part] = {
     "state_conv": _groups("state_conv", 90),
     "state_gdn": _groups("state_gdn", 90),
     "state_graphs": _groups("state_graphs", 90, cpu=False),
-    "ep": Part((), 60, _expert_parallel, OURS, cpu=False),
+    "short": Part(
+        ("busy_alone", "busy_a"),
+        160,
+        lambda run: latency.short_tax(run.fleet, run.clock, run.source),
+        OURS,
+    ),
 }
 """In the order in which they run. A part's number is the seed of its prompts, so new parts go to
-the end. Some are not for sharing in place: `restart`, since an instance's KV goes with it;
-`failures`, since a promised chunk is in its owner's memory, not under the server's control; and
-`below`, since without a pool nothing is offloaded."""
+the end. Some are not for sharing in place: `restart`, since an instance's KV goes with it; `below`,
+since without a pool nothing is offloaded; and models with several block tables."""
 APART = (
     ("pd",),
     ("eager",),
     ("isolated",),
-    ("dp",),
     ("tp2",),
     ("tp2ttft",),
     ("pp2",),
-    ("failures",),
     ("below",),
     ("fp8", "mla", "ngram"),
     ("gemma3", "gptoss"),
     groups.STATES,
     ("state_graphs",),
-    ("ep",),
+    ("short",),
 )
 """Groups of parts whose instances start after all others have ended; those of one group start
 together, on the CPU one at a time.

@@ -86,8 +86,7 @@ def _transfer(scale: Scale, spec: Spec, integration: Integration) -> dict[str, A
         path.removeprefix("vcache."): value for path, value in integration.settings(spec).items()
     }
     lends = 0 if spec.role == "consumer" else scale.pool_bytes
-    # A chunk of one token less is not made of whole blocks.
-    return our_connector(integration.socket, lends, scale.chunk - spec.refused, more) | (
+    return our_connector(integration.socket, lends, scale.chunk, more) | (
         {"kv_role": f"kv_{spec.role}"} if spec.role else {}
     )
 
