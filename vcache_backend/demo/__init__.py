@@ -23,7 +23,7 @@ HOST_SHAPE = Shape(layers=4, kv_heads=2, head_dim=64)
 GPU_SHAPE = Shape(layers=16, kv_heads=8, head_dim=64)
 """That of Llama-3.2-1B: 32 KiB a token."""
 PROMPTS = 8
-NEXT = "Next: `vcache doctor`, then connect vLLM: docs/vllm.md or docs/lmcache.md"
+NEXT = "Next: `vcache doctor`, then connect vLLM: docs/vllm/start.md or docs/lmcache.md"
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
