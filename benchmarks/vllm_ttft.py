@@ -1,7 +1,7 @@
 """Are hits of real vLLM instances that share KV on two GPUs right, and how fast are they?
 
     python3 -m benchmarks.vllm_ttft --out FILE [--integration lmcache|vllm [--share in_place]]
-    [--only PART,...] [--scale full|tiny]
+                                    [--only PART,...] [--scale full|tiny]
 
 `--integration`: through LMCache and the plugin, or through our own connector. `--share in_place`:
 out of vLLM's own KV cache, without a pool. It needs vLLM, and LMCache for `lmcache` and for

@@ -586,14 +586,6 @@ def test_a_copy_that_failed_on_the_device_lets_go(here: Node) -> None:
     assert launches(reader) == 0
 
 
-def test_removing_what_was_loaded_is_about_the_pool(here: Node) -> None:
-    _, reader, tokens, there = beside(here, 3, segment_bytes=ROOM)
-    reader.put(tokens, [1])
-    load = reader.load(tokens, {number: there[number] for number in (0, 2)}, consume=True)
-    assert load.run(10) == 3
-    assert not reader.session.client.present(reader.keys(tokens)).present[1]
-
-
 # ---- on GPUs
 
 GPUS = [

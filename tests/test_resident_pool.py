@@ -99,7 +99,6 @@ class Watched:
             SimpleNamespace(num_tokens=4 * len(ids)),
             DEFAULT,
             loads=True,
-            consumes=False,
             rows=[array(NUMBERS, ids)],
         )
         tracked.generations = [array(GENERATIONS, self.view.counters[ids])]
@@ -284,7 +283,6 @@ def test_nothing_that_lies_here_alone_leaves_before_a_copy_does(
                     SimpleNamespace(num_tokens=4),
                     DEFAULT,
                     loads=True,
-                    consumes=False,
                     rows=[array(NUMBERS, [hit])],
                     local=4,
                 ),

@@ -43,9 +43,9 @@ from vcache_backend.engine import VCacheEngine
 from vcache_backend.integration.vllm import (
     compat,
     groups,
+    hints,
     introduction,
     lookups,
-    savings,
     synchronous,
     tracked,
 )
@@ -219,7 +219,6 @@ class Side:
         )
         meta = self.half.begin(output)
         self.half.add_stores(output, meta)
-        self.half.savings.scheduled(output, meta)
         return meta
 
 
@@ -1009,77 +1008,10 @@ def test_a_load_of_which_an_exception_comes_late_is_told_once(
     side, request = asynchronous, new_request()
     side.put(request)
     assert side.matched(request) == (CHUNKS * CHUNK, True)
-    monkeypatch.setattr(side.half.savings, "loading", lambda *_: 1 / 0)
+    monkeypatch.setattr(hints, "tell", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         side.allocated(request)
     side.half.lost(
         request, SimpleNamespace(get_block_ids=lambda: (blocks_of(CHUNKS * CHUNK),)), CHUNKS * CHUNK
     )
     assert [load.lost for load in side.step().loads] == [True]
-
-
-# ---- what hits save
-
-
-def test_what_a_hit_has_saved_is_what_its_tokens_would_have_taken_less_its_load(
-    make: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A token takes what it took in steps that began whole prompts, each from the end of the step
-    before it; loads that fail at a worker save nothing, nor do those of a prompt that was computed
-    for its reader."""
-    side, now, long = make(ranks=2), [0.0], 1200
-    half = side.half
-    monkeypatch.setattr(savings, "monotonic", lambda: now[0])
-
-    def over(at: float) -> None:
-        now[0] = at
-        half.savings.over()
-
-    side.step((new_request(long), long))
-    now[0] = 1.0
-    # Planned while the one before runs.
-    side.step((new_request(long), long))
-    over(10.0)
-    over(18.0)
-    # A hit, a short prompt, and one beside which another one goes on: these tell nothing.
-    side.begun(new_request(2 * long), BLOCK, long, (list(range(2 * long // BLOCK)),))
-    over(1000.0)
-    side.step((new_request(), PROMPT))
-    over(2000.0)
-    side.step((new_request(long), long), cached=(new_request(3 * long), long, long, []))
-    over(3000.0)
-    assert half.savings.token_seconds is None
-    side.step((new_request(long), long))
-    over(3006.0)
-    assert half.savings.token_seconds == 8.0 / long
-    name = half.instance.client._hello.layout["namespace"]
-    eventually(lambda: side.client.stats().saved.get(name) == 0.0)
-
-    def hit(*ended: tuple[float, str], **vcache: Any) -> None:
-        request = new_request(**vcache)
-        for rank in range(2):
-            side.put(request, rank=rank)
-        assert side.matched(request)[0] == CHUNKS * CHUNK
-        side.allocated(request)
-        side.step((request, PROMPT))
-        for rank, (seconds, failure) in enumerate(ended):
-            side.report(
-                spans=[
-                    LoadSpan(
-                        request.request_id, rank, 1, 2, {}, seconds / 4, seconds * 3 / 4, failure
-                    )
-                ]
-            )
-
-    hit((0.125, ""), (0.25, ""))
-    hit((0.125, ""), (0.25, "lease_lost"))
-    hit((0.125, "changed"), (0.25, ""))
-    hit((0.125, ""), (0.25, ""), announced=True)
-    hit((0.125, ""), (0.25, ""), consume_once=True)
-    hit((0.125, ""), (100.0, ""))
-    expected = CHUNKS * CHUNK * 8.0 / long - 0.25
-    eventually(lambda: side.client.stats().saved[name] == pytest.approx(expected))
-    hit((0.0, ""), (0.25, ""))
-    # Whatever was not told yet.
-    half.close()
-    assert side.client.stats().saved[name] == pytest.approx(2 * expected)

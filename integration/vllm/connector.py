@@ -141,7 +141,6 @@ class VCacheConnector(SilentConnector):
         except Exception as error:  # noqa: BLE001 - nothing of ours raises into vLLM
             side.stop_stores(meta)
             self.note_failure("build_connector_meta", error)
-        self._scheduled(side, scheduler_output, meta)
         self._begin_ahead(side, scheduler_output, meta)
         return meta
 
@@ -163,10 +162,6 @@ class VCacheConnector(SilentConnector):
             and alone._worker is not None
         ):
             alone._worker.begin_ahead(meta)
-
-    @answers(None)
-    def _scheduled(self, scheduler: SchedulerSide, output: Any, meta: StepMetadata) -> None:
-        scheduler.savings.scheduled(output, meta)
 
     def update_connector_output(self, connector_output: Any) -> None:
         if (
@@ -308,8 +303,6 @@ class VCacheConnector(SilentConnector):
         """This process's counts since the last call. The scheduler's half is asked once a step's
         output is there.
         """
-        if self._scheduler is not None:
-            self._scheduler.savings.over()
         if self._worker is not None:
             self._worker.measured()
         return self._meter.take()

@@ -59,7 +59,6 @@ class Loading(transfer.Load):
             lease=lease,
             mark=mark,
             wait_seconds=spec.wait_seconds,
-            consume=spec.consume,
             offload=spec.offload,
             name=spec.request_id,
             residents=residents,

@@ -37,7 +37,6 @@ from .metadata import LoadSpec, StepMetadata, WorkerReport
 from .publications import Publications
 from .resets import Resets
 from .resident_pool import NUMBERS
-from .savings import Savings
 from .stats import Meter
 from .synchronous import SynchronousLoads, most_tokens
 from .tracked import NEVER, Tracked
@@ -143,7 +142,6 @@ class SchedulerSide:
             self._leftovers,
         )
         self._spans = traces.begin(vllm_config, self.instance.workers)
-        self.savings = Savings(self.instance)
         self.prefix_cache: Any = None
         """vLLM's `BlockPool`, once it is known."""
         self._requests: dict[str, Tracked] = {}
@@ -224,9 +222,6 @@ class SchedulerSide:
         self._stands(tracked, load, rows, first)
         if self._spans is not None:
             self._spans.loading(tracked, external, load.synchronous)
-        if not tracked.params.announced and not tracked.consumes:
-            # Chunks made for this reader alone (disaggregated prefill) save no computation.
-            self.savings.loading(request.request_id, external)
         # Last: if anything before raises, `lost` describes this load to the workers instead.
         self._loads.append(load)
         tracked.loading = not load.synchronous
@@ -305,7 +300,6 @@ class SchedulerSide:
         report = getattr(output, "kv_connector_worker_meta", None)
         if isinstance(report, WorkerReport):
             self._note(report, getattr(output, "invalid_block_ids", None) or frozenset())
-            self.savings.loaded(report.spans)
             if self._spans is not None:
                 self._spans.loaded(report.spans)
         for request_id in output.finished_recving or ():
@@ -387,10 +381,7 @@ class SchedulerSide:
         if asked.announced and self._groups is not None and self.publications is not None:
             # A window's blocks may be gone before they are read, so nothing is waited for.
             asked = msgspec.structs.replace(asked, announced=False)
-        consumes = self._settings.consume_once if asked.consume_once is None else asked.consume_once
-        tracked = Tracked(
-            request, asked, self._loads_allowed and asked.load and not computes, consumes
-        )
+        tracked = Tracked(request, asked, self._loads_allowed and asked.load and not computes)
         tracked.rows = [array(NUMBERS) for _ in range(self._tables)]
         self._requests[request.request_id] = tracked
         self._completions.stored(tracked, 0)
@@ -460,8 +451,8 @@ class SchedulerSide:
         first chunk.
         """
         end, stop = tracked.supplied // self._size, -(-tracked.supplied // self._size)
-        # Chunks loaded from the pool are stored already, unless they were consumed. From the
-        # offload tier only whole chunks are promoted.
+        # Chunks loaded from the pool are stored already. From the offload tier only whole chunks
+        # are promoted.
         partial = load.promote and tracked.answer is not None and tracked.answer.offloaded
         if self.publications is None:
             self._completions.stored(tracked, max(tracked.stored, end if partial else stop))

@@ -46,7 +46,7 @@ class SynchronousLoads:
 
         The step's other requests wait too. A large load, or one that vLLM cannot recompute, must
         moreover be over within the lease's grace: then no other request may be running."""
-        if not self._below or tracked.params.announced or tracked.consumes:
+        if not self._below or tracked.params.announced:
             return False
         if self._instance.workers > 1 and tracked.request.max_tokens <= LATE:
             return False

@@ -94,14 +94,13 @@ class Question(msgspec.Struct):
 class Tracked(msgspec.Struct):
     """One request of vLLM's.
 
-    loads: whether it may load anything. consumes: remove what it has loaded. local: its tokens in
-    vLLM's own cache when it was matched. supplied: those and the tokens that we load. stored:
-    chunks from its start that are stored, published or on their way. complete_at: the number of
-    computed tokens that completes one more chunk; infinite if it stores nothing more. loading: an
-    asynchronous load is under way. pinned: the chunks that it loads are pinned, so that the load
-    can be synchronous. junction: others' prompts share so many chunks with it, but have lost the
-    windows' blocks there. outdated: see `Leftovers`. asked, promised: its chunks that the metrics
-    count as looked up, and as found.
+    loads: whether it may load anything. local: its tokens in vLLM's own cache when it was matched.
+    supplied: those and the tokens that we load. stored: chunks from its start that are stored,
+    published or on their way. complete_at: the number of computed tokens that completes one more
+    chunk; infinite if it stores nothing more. loading: an asynchronous load is under way. pinned:
+    the chunks that it loads are pinned, so that the load can be synchronous. junction: others'
+    prompts share so many chunks with it, but have lost the windows' blocks there. outdated: see
+    `Leftovers`. asked, promised: its chunks that the metrics count as looked up, and as found.
 
     For sharing in place. rows: its blocks, by block table. generations: by block table, the
     generations in which its leading blocks hold what it has computed or found. filled: how many
@@ -114,7 +113,6 @@ class Tracked(msgspec.Struct):
     request: Any
     params: RequestParams
     loads: bool
-    consumes: bool
     keys: list[ChunkKey] = []
     rows: list[array[int]] = []
     generations: list[array[int]] = []

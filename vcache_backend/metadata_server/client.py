@@ -55,7 +55,6 @@ class Client(ResidentCalls):
         """Called every `heartbeat_seconds`, as those are."""
         self._offers: dict[m.SegmentId, tuple[m.SegmentInfo, int]] = {}
         self._avoided: set[m.SegmentId] = set()
-        self._saved: float | None = None
         self._asked = self._found = 0
         self._telling = threading.Lock()
         token = secrets.randbits(m.TOKEN_BITS)
@@ -225,34 +224,25 @@ class Client(ResidentCalls):
         return self._call(m.Move(id_), m.Moves, self._config.control_seconds)
 
     def list_segments(self) -> list[m.SegmentInfo]:
-        """All segments. Also sends what `saves` and `looked_up` have noted since."""
+        """All segments. Also sends what `looked_up` has noted since."""
         with self._telling:
-            saved, self._saved = self._saved, None
             asked, self._asked = self._asked, 0
             found, self._found = self._found, 0
         try:
-            return self._call(m.ListSegments(saved, asked, found), m.Segments).segments
+            return self._call(m.ListSegments(asked, found), m.Segments).segments
         except VCacheError:
             self.looked_up(asked, found)
-            if saved is not None:
-                self.saves(saved)
             raise
 
     def looked_up(self, asked: int, found: int) -> None:
         """Note prompt tokens that were looked up, and those found, for the server's statistics;
-        they go with the next heartbeat, as those of `saves` do."""
+        they go with the next heartbeat, to this server or the next one. They count twice if the
+        answer comes too late."""
         with self._telling:
             self._asked, self._found = (
                 min(self._asked + asked, m.MAX_TOKENS),
                 min(self._found + found, m.MAX_TOKENS),
             )
-
-    def saves(self, seconds: float) -> None:
-        """Note seconds of prefill that hits have saved, for the server's statistics; they go with
-        the next heartbeat, to this server or the next one. They count twice if the answer comes too
-        late."""
-        with self._telling:
-            self._saved = min((self._saved or 0.0) + seconds, m.MAX_SAVED_SECONDS)
 
     def stats(self) -> m.ServerStats:
         return self._call(m.Stats(), m.ServerStats)

@@ -89,7 +89,6 @@ MAX_REPORT_CHARS = 1024
 MAX_TOKENS = 1 << 48
 """The most tokens that one message says were looked up. More is no instance."""
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
-MAX_SAVED_SECONDS = 1e9
 GRACE_SECONDS = 0.25
 """How long a lease holds in any case after it was granted or renewed, unless it was given for less:
 even if its holder's connection is lost, or the server dies and starts again. A copy that ends
@@ -367,11 +366,9 @@ class Move(Request, frozen=True, tag="move"):
 
 
 class ListSegments(Request, frozen=True, tag="list_segments"):
-    """→ `Segments`. `saved`: seconds of prefill, by its own estimate, that hits have saved this
-    client's instance since the last such message; None: unknown. `asked`, `found`: prompt tokens
-    that the instance has looked up since, and that were there, each once."""
+    """→ `Segments`. `asked`, `found`: prompt tokens that this client's instance has looked up since
+    the last such message, and those that it found, each once."""
 
-    saved: Annotated[float, msgspec.Meta(ge=0, le=MAX_SAVED_SECONDS)] | None = None
     asked: Tokens = 0
     found: Tokens = 0
 
@@ -821,8 +818,7 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
 
     `quarantined_slots`: slots that wait until their writer, by its pid, ends or answers for them.
     `hits`: by namespace, prompt tokens that instances looked up, as they say, and those found: each
-    token once a request, in the pool, in KV caches and below. `saved`: by namespace, seconds of
-    prefill that hits have saved, where an instance has made an estimate."""
+    token once a request, in the pool, in KV caches and below."""
 
     epoch: int
     uptime_seconds: float
@@ -843,7 +839,6 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
     still_mapped: list[StillMapped] = []
     reads: list[ReadStats] = []
     hits: dict[str, tuple[int, int]] = {}
-    saved: dict[str, float] = {}
 
 
 _OfSegments = (

@@ -154,8 +154,7 @@ class Service:
                 return self._resize_segment(request), None
             case m.Move(id_):
                 return directory.move(client, id_), None
-            case m.ListSegments(saved, asked, found):
-                self.layouts.saves(client.id, saved)
+            case m.ListSegments(asked, found):
                 self.layouts.looked_up(client.id, asked, found)
                 return m.Segments(directory.segment_infos()), None
             case m.Stats():

@@ -170,9 +170,6 @@ def _hits(stats: ServerStats, samples: Samples, models: Mapping[str, str]) -> It
             labels,
             totals,
         )
-    what = "Seconds of prefill that hits have saved, as vLLM's instances estimate."
-    saved = rows((name, seconds) for name, seconds in stats.saved.items())
-    yield _family(CounterMetricFamily, "namespace_saved_prefill_seconds", what, labels, saved)
     rates = rows((name, found / asked) for name, (asked, found) in samples.hits().items())
     what = (
         "Prompt tokens found over those asked for, in the last minute. Not there if nobody asked."

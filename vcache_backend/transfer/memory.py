@@ -101,15 +101,6 @@ class _ReadPart(Part):
             for piece in pieces:
                 piece.leave()
 
-    @property
-    def pooled(self) -> Sequence[int]:
-        return [
-            number
-            for piece in self.pieces
-            if piece.views
-            for number in range(piece.first, piece.first + piece.count)
-        ]
-
     def drop(self) -> None:
         for piece in self.pieces:
             piece.leave()
