@@ -121,14 +121,12 @@ def _restart(run: Run) -> list[Row]:
 
 
 def _groups(kind: str, seconds: int, cpu: bool = True) -> Part:
-    """A part for a model with several block tables. Models with states are not run in place, where
-    states cannot be read.
-    """
+    """A part for a model with several block tables, which is shared through a pool only."""
 
     def run(run: Run) -> list[Row]:
         return groups.measure(run.fleet, run.clock, run.source, kind, run.rounds)
 
-    return Part(_trio(kind), seconds, run, ("vllm",), cpu, in_place=not KINDS[kind].states)
+    return Part(_trio(kind), seconds, run, ("vllm",), cpu, in_place=False)
 
 
 def _apart() -> str:

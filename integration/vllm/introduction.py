@@ -205,7 +205,6 @@ class Introduction:
                 self.ranks,
                 here.each,
                 here.generations.fd,
-                here.lead,
             )
             if here.pins is not None:
                 client.show_pins(here.instance, here.pins.fd)

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, NewType
 
 import msgspec
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 MAX_MESSAGE_BYTES = 200_000
 """Linux sends a packet of this size with a socket's ordinary buffer. A client that sends a larger
 one is disconnected.
@@ -470,9 +470,8 @@ class Clear(Request, frozen=True, tag="clear"):
 class Join(Request, frozen=True, tag="join"):
     """An instance's scheduler shows its generation table, whose fd comes along → `Count` (1).
 
-    `blocks`: how many vLLM has, the length of the table. `each`: blocks of a chunk. `lead`: how
-    many of these, the first ones, readers always need (0: all); the others come and go, and readers
-    check them themselves. Refused while another process is its scheduler."""
+    `blocks`: how many vLLM has, the length of the table. `each`: blocks of a chunk.
+    Refused while another process is its scheduler."""
 
     instance: Named
     namespace: Annotated[
@@ -481,7 +480,6 @@ class Join(Request, frozen=True, tag="join"):
     blocks: Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCKS)]
     ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
     each: Annotated[int, msgspec.Meta(ge=1, le=MAX_EACH)]
-    lead: Annotated[int, msgspec.Meta(ge=0, le=MAX_EACH)] = 0
 
 
 class ShowCache(Request, frozen=True, tag="show_cache"):
@@ -571,10 +569,9 @@ class Publish(Request, frozen=True, tag="publish"):
     little-endian, `each` of them a key. `epoch`: the one in which all of it was computed, as far as
     the scheduler had heard.
 
-    A chunk replaces what the instance published under its key, or with one of its blocks in the
-    `lead`, with no higher `sequence`. With several ranks it is found once all have published the
-    same. It is not taken if its lead names a block twice. A block behind the lead that does not
-    exist is number 0, of generation 0."""
+    A chunk replaces what the instance published under its key, or with one of its blocks, with no
+    higher `sequence`. With several ranks it is found once all have published the same. It is not
+    taken if it names a block twice."""
 
     instance: Named
     sequence: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
