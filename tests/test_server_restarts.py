@@ -215,18 +215,3 @@ def test_a_server_that_starts_again_in_another_namespace_takes_nobody_for_gone(
     time.sleep(0.2)  # some ticks
     assert client.stats().quarantined == 1
     assert not has_room(client)
-
-
-def test_what_hits_have_saved_while_no_server_was_there_the_next_one_hears(stage_: Stage) -> None:
-    server = stage_.server()
-    client = stage_.client(QUICK, layout={"model": "m", "namespace": "cafe", "chunk_size": "256"})
-    client.saves(3.0)
-    eventually(lambda: client.stats().saved == {"cafe": 3.0})
-    server.kill()
-    eventually(lambda: not client.connected)
-    client.saves(2.0)
-    with pytest.raises(ServerUnavailable):
-        client.list_segments()
-    stage_.server()
-    eventually(lambda: client.connected)
-    eventually(lambda: client.stats().saved == {"cafe": 2.0})

@@ -12,6 +12,7 @@ import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +98,8 @@ class Servers:
         that ended or is late.
         """
         for program, port in zip(self._programs[-len(self.ports) :], self.ports, strict=True):
-            program.until(
-                lambda port=port: healthy(port), seconds - (time.monotonic() - self._started)
-            )  # type: ignore[misc]
+            left = seconds - (time.monotonic() - self._started)
+            program.until(partial(healthy, port), left)
         if ended := [program for program in self._programs if not program.alive]:
             raise ChildFailed(f"{ended[0].name} ended; {ended[0].tail()}")
         self._wait_for_memory(seconds - (time.monotonic() - self._started))
