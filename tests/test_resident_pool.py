@@ -101,7 +101,7 @@ class Watched:
             loads=True,
             rows=[array(NUMBERS, ids)],
         )
-        tracked.generations = [array(GENERATIONS, self.view.counters[ids])]
+        tracked.generations = array(GENERATIONS, self.view.counters[ids])
         at = np.array([[EACH * chunk, EACH * chunk + 1] for chunk in chunks], dtype="<u4")
         lies = {
             number: (OWNER, row.tobytes(), self.owner.counters[row].tobytes())

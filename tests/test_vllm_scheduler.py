@@ -38,7 +38,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from vcache_backend import status
-from vcache_backend.config import ByteSize, ConnectorConfig, PoolConfig
+from vcache_backend.config import ConnectorConfig
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.integration.vllm import (
     compat,
@@ -961,44 +961,6 @@ def test_workers_that_never_describe_their_kv_caches_are_named(
         "see the log of the others: pipeline rank 0, tensor rank 0; pipeline rank 0, tensor rank 2"
     )
     late.close()
-
-
-def test_a_pool_that_nothing_is_stored_in_is_told_with_its_size(
-    make: Callable[..., Side], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Several block tables, in place, with a pool beside."""
-    side = make(window=WINDOW)
-    connector = msgspec.structs.replace(side.config.connector, share="in_place")
-    pool = PoolConfig(device="host", segment_bytes=ByteSize(1 << 20))
-    config = msgspec.structs.replace(side.config, connector=connector, pool=pool)
-    SchedulerSide(side.vllm, side.caches, config, True, True, side.meter).close()
-    (said,) = [line for line in caplog.messages if "nothing is stored in" in line]
-    assert said.startswith("vcache: pool.segment_bytes: 1 MiB lends memory")
-    assert said.endswith("set pool.segment_bytes: 0, or connector.share: pool")
-
-
-@pytest.mark.parametrize("sync", [0, 2048])
-def test_where_a_load_cannot_fail_by_request_it_runs_in_the_step_or_not_at_all(
-    make: Callable[..., Side],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    sync: int,
-) -> None:
-    """As before vLLM 0.30. Chunks are stored all the same."""
-    monkeypatch.setattr(compat, "fails_by_request", lambda: False)
-    side, request, other = make(window=WINDOW, sync_below_tokens=sync), new_request(), new_request()
-    assert len([line for line in caplog.messages if "none is loaded" in line]) == (not sync)
-    side.put(request)
-    assert side.matched(request) == ((CHUNKS * CHUNK, False) if sync else (0, False))
-    side.half.finished(request)
-    announced = new_request(announced=True)
-    assert side.matched(announced) == (0, False)
-    side.matched(other)
-    # Another one runs.
-    assert side.begun(other, 0, CHUNK, ROWS).stores
-    side.matched(request)
-    assert side.matched(request) == (0, False)
-    eventually(lambda: side.leases() == 0)
 
 
 def test_a_load_of_which_an_exception_comes_late_is_told_once(

@@ -137,7 +137,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     the name under which to show the KV cache to others, in a step that introduces; empty: do not
     show it. found: more `LoadSpec.residents`, by request, for loads that wait for chunks; an empty
     entry: no more will come. victims: chunks to save in the pool before their blocks are used
-    again. meet: instances whose KV caches to map for later loads. echo: report this number as that
+    again. echo: report this number as that
     of a load that is over with this step; 0: none."""
 
     loads: list[LoadSpec] = field(default_factory=list)
@@ -152,7 +152,6 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     publications: list[PublicationSpec] = field(default_factory=list)
     found: dict[str, dict[int, tuple[bytes, bytes, bytes]]] = field(default_factory=dict)
     victims: PublicationSpec | None = None
-    meet: set[bytes] = field(default_factory=set)
     echo: int = 0
 
 

@@ -205,23 +205,9 @@ class Client(ResidentCalls):
         self._avoided.add(id_)
         self._call(m.Unusable(id_), m.Count)
 
-    def drop_segment(self, id_: m.SegmentId, keep: bool = False) -> m.Dropped:
-        """Take a segment out of the pool. keep: its chunks stay for a while, to be moved."""
-        return self._call(m.DropSegment(id_, keep), m.Dropped, self._config.control_seconds)
-
-    def resize_segment(self, id_: m.SegmentId, nbytes: int, keep: bool = False) -> m.SegmentInfo:
-        """Take back what a host segment has beyond `nbytes`. Returns its size by now: the rest is
-        freed step by step, as `given_back` shows. keep: chunks there stay for a while, to be
-        moved."""
-        return self._call(
-            m.ResizeSegment(id_, nbytes, keep), m.Opened, self._config.control_seconds
-        ).segment
-
-    def move(self, id_: m.SegmentId) -> m.Moves:
-        """The next chunks to copy out of a segment that is resized or dropped; the copies are then
-        to be committed.
-        """
-        return self._call(m.Move(id_), m.Moves, self._config.control_seconds)
+    def drop_segment(self, id_: m.SegmentId) -> m.Dropped:
+        """Take a segment out of the pool, and forget its chunks."""
+        return self._call(m.DropSegment(id_), m.Dropped, self._config.control_seconds)
 
     def list_segments(self) -> list[m.SegmentInfo]:
         """All segments. Also sends what `looked_up` has noted since."""

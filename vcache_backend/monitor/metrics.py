@@ -45,7 +45,6 @@ _COUNTERS = {
     "expired_leases": "Leases that ended before their reader released them. If they rise, a worker hangs or the machine is overloaded.",
     "evicted": "Chunks that made room for others in the pool. If they rise while the hit rate falls, the pool is too small.",
     "removed": "Chunks of the pool that were forgotten because a client asked for it.",
-    "moved": "Chunks of the pool that were moved because a segment shrank or was dropped.",
     "published": "Chunks that instances showed to others in their KV caches.",
     "hints": "Chunks in KV caches whose owner was told that others read them.",
     "refused_full": "Chunks that were not stored because nothing in the pool could make room. If they rise, the pool is too small.",
@@ -193,9 +192,7 @@ def _segments(segments: Sequence[SegmentInfo]) -> Iterator[Metric]:
     def rows(field: str) -> list[Row]:
         return [((one.id, one.device, one.medium), float(getattr(one, field))) for one in segments]
 
-    sizes = [
-        ((one.id, one.device, one.medium), float(one.nbytes - one.given_back)) for one in segments
-    ]
+    sizes = [((one.id, one.device, one.medium), float(one.nbytes)) for one in segments]
     yield _family(GaugeMetricFamily, "segment_bytes", "Size of a segment.", _SEGMENT, sizes)
     what = "Bytes of a segment that hold chunks. A full one is a good one: chunks that were used least make room."
     yield _family(GaugeMetricFamily, "segment_used_bytes", what, _SEGMENT, rows("used"))
