@@ -239,6 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         scale = msgspec.structs.replace(scale, pool_bytes=int(options.pool_gib * GIB))
     if options.kv_gib and not scale.cpu:
         scale = msgspec.structs.replace(scale, kv_bytes=int(options.kv_gib * GIB))
+    scale = msgspec.structs.replace(scale, compiled=not options.graphs_only)
     clock, report = Clock(options.seconds), Report(options.out, options.commit, options.suffix)
     in_place = options.share == "in_place"
     names = [name for name in options.only or PARTS if _is_for(name, options.integration, in_place)]
@@ -394,6 +395,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         help="vLLM's KV cache of each instance, twice as much of who computes in place; default: the scale's. A load in the step reads at "
         "most an eighth of its owner's",
+    )
+    parser.add_argument(
+        "--graphs-only",
+        action="store_true",
+        help="CUDA graphs of decode steps, and nothing compiled",
     )
     parser.add_argument("--prompts", type=int, default=0, help="how many prompts `equal` takes")
     parser.add_argument(

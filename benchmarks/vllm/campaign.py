@@ -31,7 +31,7 @@ from ..inplace_reader import Slowly, believe_copies, live_as
 from ..processes import die_with_parent
 from .answers import Answer
 from .scale import TINY, Scale
-from .settings import our_connector
+from .settings import DECODE_GRAPHS, our_connector
 from .weights import write_model
 
 TAIL, ANSWER = 8, 6
@@ -61,8 +61,6 @@ UNANSWERED_SECONDS = 60.0
 """A request that has no answer after so long counts as the end of its engine."""
 SLOW, SLOW_SECONDS = 0.3, 0.3
 """Share of the loads that go block by block, and the most seconds that one pauses in all."""
-DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-"""CUDA graphs of decode steps, and nothing compiled: engines start often."""
 
 
 class Engine:
@@ -207,6 +205,7 @@ def make(folder: str, transfer: dict[str, Any] | None, size: Size) -> Any:
         # With our connector, the connector does this.
         amx.permit()
     else:
+        # Engines start often, so nothing is compiled.
         given |= {"gpu_memory_utilization": 0.15, "compilation_config": DECODE_GRAPHS}
     return vllm.LLM(
         model=str(model),
