@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import time
 import traceback
 from collections import defaultdict
 from importlib import import_module
