@@ -20,7 +20,7 @@
 #   serving  two servers, vLLM alone and in place, prefix repetition: RUNS=0,1,2                    7 minutes
 #
 # Within 30 minutes of device time: `unpack` in four calls, the first with `later tests` behind it; `equal`; `speed`; `short death+models`.
-# SECONDS_IN_ALL (520): when everything must be over. GRAPHS=1: nothing is compiled, CUDA graphs of decode steps alone, should vLLM not
+# SECONDS_IN_ALL (560): when everything must be over. GRAPHS=1: nothing is compiled, CUDA graphs of decode steps alone, should vLLM not
 # compile beside this torch. With CUDA_VISIBLE_DEVICES=0 all instances share one GPU: equality counts, times do not. Two ranks on one GPU
 # need NCCL 2.30 or later, preloaded. TINY=1 runs the script on the CPU, to check it.
 set -uo pipefail
@@ -52,7 +52,7 @@ case ${1:?"see the top of $0"} in
     cp -r "$stay/out/." "${OUT:?}"; tail -n 20 "$stay/out/later.txt"; cat "$stay/out/over.txt" 2> /dev/null || echo '== not over'
     exit ;;
 esac
-out=${OUT:-/tmp/vcache-gpu} logs=/tmp/vcache-gpu-logs until=$((SECONDS + ${SECONDS_IN_ALL:-520}))
+out=${OUT:-/tmp/vcache-gpu} logs=/tmp/vcache-gpu-logs until=$((SECONDS + ${SECONDS_IN_ALL:-560}))
 mkdir -p "$out" "$logs"
 if [ -z "${TINY:-}" ]; then
   # What an installation would do: the two folders are one package, and vLLM finds our plugin.
@@ -121,8 +121,8 @@ speed() {
 }
 short() { ttft short 300 short "${in_place[@]}" --kv-gib 6; }
 models() {
-  ttft models 500 gemma3,gptoss,state_mamba2,state_conv,state_gdn --integration vllm --isolated --pool-gib 4 --rounds 3 &
-  ttft modes 500 fp8,mla,ngram,tp2 --integration vllm --scale beside --rounds 3 &
+  ttft models 550 gemma3,gptoss,state_mamba2,state_conv,state_gdn --integration vllm --isolated --pool-gib 4 --rounds 3 &
+  ttft modes 550 fp8,mla,ngram,tp2 --integration vllm --scale beside --rounds 3 &
   wait
 }
 death() {
