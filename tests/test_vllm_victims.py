@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -169,18 +169,16 @@ class Sharing:
         ]
         self.epoch = self.client.present(self.keys).epoch
 
-    def publish(
-        self, *specs: tuple[str, int, list[int]], unfilled: Collection[int] = ()
-    ) -> set[str]:
-        """Chunks of requests, each with blocks before it; those that must not be."""
-        made = [
-            PublicationSpec(request, [self.keys[one]], *self._lies(one), 1, before, self.epoch)
-            for request, one, before in specs
-        ]
-        spoiled = self.in_place.publish(made, set(unfilled))
+    def publish(self, *chunks: int) -> None:
+        """These chunks, each of a request of its own."""
+        self.in_place.publish(
+            [
+                PublicationSpec(f"{one}", [self.keys[one]], *self._lies(one), 1, self.epoch)
+                for one in chunks
+            ]
+        )
         assert self.in_place.publisher is not None
         assert self.in_place.publisher.flush(SECONDS)
-        return spoiled
 
     def save(self, *chunks: int) -> None:
         keys, lies = (
@@ -208,19 +206,6 @@ def sharing(here: Node) -> Iterator[Sharing]:
         yield Sharing(here, undo)
 
 
-def test_what_was_computed_from_a_block_that_no_load_filled_is_not_published_nor_saved(
-    sharing: Sharing,
-) -> None:
-    """Its own, or one of a chunk before it; the scheduler is told whose it was."""
-    assert sharing.publish(
-        ("own", 0, []), ("before", 1, [9]), ("right", 2, []), unfilled={1, 9}
-    ) == {"own", "before"}
-    assert [len(sharing.client.find([key]).pooled) for key in sharing.keys] == [0, 0, 1, 0]
-    for chunk in range(4):
-        sharing.save(chunk)
-    assert [sharing.saved(chunk) for chunk in range(4)] == [False, False, True, False]
-
-
 @pytest.mark.parametrize(
     "looks", [True, False], ids=["", "control: nobody looks at the generations"]
 )
@@ -230,7 +215,7 @@ def test_what_changes_hands_while_it_is_saved_is_never_found(
 ) -> None:
     if not looks:
         monkeypatch.setattr(Publisher, "holds", lambda self, publication: True)
-    sharing.publish(("one", 0, []), ("other", 1, []))
+    sharing.publish(0, 1)
     sharing.save(0)
     if how == "reset":
         sharing.table.void_all()
@@ -250,7 +235,7 @@ def test_one_that_changes_hands_takes_few_others_along(
 ) -> None:
     """What leaves first is saved first, and is last in what the scheduler says."""
     monkeypatch.setattr(publisher, "TOGETHER", 2)
-    sharing.publish(*((str(chunk), chunk, []) for chunk in range(4)))
+    sharing.publish(*range(4))
     sharing.save(*range(4))
     sharing.table.void([7])
     assert [sharing.saved(chunk) for chunk in range(4)] == [True, True, False, False]
@@ -258,7 +243,7 @@ def test_one_that_changes_hands_takes_few_others_along(
 
 def test_what_was_published_before_somebody_elses_reset_is_not_saved(sharing: Sharing) -> None:
     """Its scheduler has not heard of it."""
-    sharing.publish(("one", 0, []))
+    sharing.publish(0)
     sharing.client.clear(sharing.session.namespace.prefix, reset=True)
     sharing.save(0)
     assert not sharing.saved(0)
