@@ -116,7 +116,7 @@ def death(lends: int = 0) -> Level:
             "server starved": 2,
         },
         stops=0.005,
-        loads=1000,
+        loads=500,
         reuse_hits=0.02,
         controls=("no verdict",),
         control_loads=200,
