@@ -20,7 +20,7 @@ LOADS = 100_000
 STOPS = 0.0005
 LONGEST_STOP = 0.6
 LENT = 2 << 20
-"""Bytes that an instance lends to the pool: together they hold fewer chunks than are asked for."""
+"""Bytes that an instance lends to the pool."""
 
 
 class Level(NamedTuple):
