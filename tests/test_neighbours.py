@@ -98,9 +98,9 @@ def test_a_neighbour_is_mapped_once_and_only_to_be_read(stage: Stage, reader: Re
     with owner(stage, regions=2):
         neighbour = reader.there()
         assert kv_mapped() == 2
-        asked_before = asked(reader.client, "OpenRegion")
+        asked_before = asked(reader.client, "OpenCache")
         assert reader.neighbours.get(ONE) is neighbour
-        assert (kv_mapped(), asked(reader.client, "OpenRegion")) == (2, asked_before)
+        assert (kv_mapped(), asked(reader.client, "OpenCache")) == (2, asked_before)
 
 
 def test_each_rank_reads_from_the_same_rank(stage: Stage) -> None:

@@ -208,8 +208,8 @@ class Instances:
         assert shown is not None
         assert shown.table is not None
         join = shown.request
-        parts = [shown, *(known.caches[rank] for rank in range(join.ranks))]
-        pidfds = [self._pidfd_of(part) for part in parts]
+        pidfds = [self._pidfd_of(shown)]
+        pidfds += [self._pidfd_of(known.caches[rank]) for rank in range(join.ranks)]
         return m.Joined(join.blocks, join.ranks, join.each), [shown.table, *pidfds]
 
     def open_pins(self, instance: m.InstanceId) -> Answer:
