@@ -29,7 +29,6 @@ import torch
 
 from integration.vllm.resident_pool import ResidentPool
 from vcache_backend.config import Config
-from vcache_backend.demo.content import content, mix
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import INSTANCE_BYTES, ChunkKey, InstanceId
 from vcache_backend.resident.exported import Shown, cache_shape
@@ -45,6 +44,7 @@ from vcache_backend.vram_pool.host_exportable import HostExportable
 from .forked import Counts
 from .inplace_blocks import BlockPool
 from .kv import BLOCK_SIZE
+from .kv_content import content, mix
 
 LAYERS, HEADS, DIM = 2, 2, 16
 PLANES = 2 * LAYERS

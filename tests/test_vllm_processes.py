@@ -64,7 +64,7 @@ STAGES = {
     "worker_cls": "vllm_variants.Stage",
 }
 LENGTH = 4 * CHUNK
-PAGES = [ROOT / "README.md", ROOT / "docs" / "vllm.md"]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "vllm" / "start.md"]
 
 
 # ---- tensor parallel ranks

@@ -69,7 +69,6 @@ def test_sections_in_place_go_over_the_files_key_by_key(tmp_path: Path) -> None:
         ("pool: {segment_bytes: 8 GiB}", {}, "pool", 8 << 30),
         ("", {"pool": {"device": "host"}}, "pool", 8 << 30),
         ("offload: {policy: write_through}", {}, "pool", 8 << 30),
-        ("engine: {checksum: true}", {}, "pool", 8 << 30),
     ],
 )
 def test_what_asks_for_a_pool_has_one_and_in_place_nothing_is_lent_unless_it_is_set(

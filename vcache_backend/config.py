@@ -229,7 +229,6 @@ class EngineConfig(_Section, frozen=True, kw_only=True):
     chunk_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 256
     max_inflight_stores: PositiveInt = 64
     kv_axes: str = ""
-    checksum: bool = False
 
     def __post_init__(self) -> None:
         names = self.kv_axes.split()
@@ -450,7 +449,7 @@ def _asks_for_pool(config: Config) -> bool:
         config.pool.segment_bytes or config.pool.device != "auto",
         config.offload.policy != "off",
     )
-    return bool(lends) or offloads or config.engine.checksum
+    return bool(lends) or offloads
 
 
 def sharing(config: Config, share: Literal["in_place", "pool"]) -> Config:

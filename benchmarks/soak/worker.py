@@ -1,7 +1,7 @@
 """One worker of the soak: an engine that retrieves into poisoned blocks, checks every byte, and
 stores, until it is killed.
 
-What its KV must hold follows from the tokens alone (demo/content.py). Now and then it stops itself
+What its KV must hold follows from the tokens alone (../kv_content.py). Now and then it stops itself
 before, during or after a copy, as if swapped out or in a debugger; the parent process sends
 SIGCONT."""
 
@@ -15,6 +15,7 @@ import signal
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,9 +24,8 @@ import numpy as np
 import torch
 
 from vcache_backend.config import Config
-from vcache_backend.demo.cache import Fault, PagedCache
-from vcache_backend.demo.content import Shape, block_digests, content, poison
 from vcache_backend.engine import VCacheEngine
+from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Leased
 from vcache_backend.offload import objects
 from vcache_backend.transfer.layout import Layout, Namespace
@@ -37,6 +37,8 @@ from vcache_backend.vram_pool.planner import CopyPlan
 from vcache_backend.vram_pool.slots import SlotView
 
 from ..forked import Counts, begin
+from ..kv_content import Shape, block_digests, content, poison
+from .paged_cache import Fault, PagedCache
 
 SHAPE = Shape(layers=2, kv_heads=2, head_dim=16)
 CHUNK_TOKENS = 64
@@ -220,7 +222,8 @@ class Worker:
         engine.store(tokens, mask.logical_not(), cache.kvcaches, slots)
         cache.forget(torch.arange(BLOCKS))
         if dice.random() < REMOVED:
-            engine._session.committer.remove(engine.keys(tokens))
+            with suppress(VCacheError):
+                engine._session.client.remove(engine.keys(tokens))
 
     def _describe(self, fault: Fault, keys: Sequence[ChunkKey]) -> str:
         """A description of the first fault. Call it before anything overwrites the blocks."""

@@ -13,9 +13,8 @@ from contextlib import suppress
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from vcache_backend.errors import ChecksumError, VCacheError
+from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey
-from vcache_backend.transfer.checked import of_copier
 from vcache_backend.transfer.held import HeldChunk, HeldSource
 from vcache_backend.transfer.leases import AskedLease, Lease
 from vcache_backend.transfer.load_stats import LoadStats
@@ -35,9 +34,9 @@ log = logging.getLogger(__name__)
 ABSENT = "absent"
 """The cause of a load that ended because a chunk was nowhere to be found."""
 CANCELLED = "cancelled"
-NO_FAILURE = ("", ABSENT, "store_absent", CANCELLED, "checksum", "changed")
-"""Causes that are not counted as failures here. `checksum` is counted where the bad chunk is found;
-`changed` (an owner reused a block while it was read) has a counter of its own."""
+NO_FAILURE = ("", ABSENT, "store_absent", CANCELLED, "changed")
+"""Causes that are not counted as failures here. `changed` (an owner reused a block while it was read)
+has a counter of its own."""
 SLICE_SECONDS = 0.005
 """How long `run` waits at most before it looks at all sources again."""
 LINGER_SECONDS = 0.1
@@ -130,8 +129,6 @@ class Load:
             return True
         try:
             self._go_on()
-        except ChecksumError:
-            self._fail("checksum")
         except Exception as error:  # noqa: BLE001 - what is not known to be right does not count
             self._fail("copy")
             with suppress(Exception):
@@ -185,7 +182,7 @@ class Load:
         """
         try:
             for part in self._parts:
-                self._session.copier.fence(of_copier(part.moving))
+                self._session.copier.fence(part.moving)
         except Exception as error:  # noqa: BLE001 - what is not known to be right does not count
             self._fail("copy")
             with suppress(Exception):
