@@ -670,7 +670,7 @@ def test_a_client_at_its_limit_of_descriptors_opens_nothing_and_leaks_nothing(
     join(owner, A)
     show(owner, A, regions=100)
     with few_descriptors() as taken:
-        while len(taken) > 3:
+        for _ in range(3):
             os.close(taken.pop())
         before = len(os.listdir("/proc/self/fd"))
         with pytest.raises(VCacheError, match="100 were due; if fewer came, this process has"):
