@@ -27,7 +27,6 @@ from vcache_backend.metadata_server.shown import (
     no_table,
     only,
 )
-from vcache_backend.seals import lacking
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +84,7 @@ class Instances:
         kept = 0
         for known in self._of.values():
             if known.table is not None:
-                kept += (known.table.table is not None) + (known.table.pins is not None)
+                kept += known.table.table is not None
             kept += sum(len(cache.regions) for cache in known.caches.values())
             kept += sum(part.pidfd is not None for _, part in known.parts())
         return kept
@@ -113,18 +112,6 @@ class Instances:
             self._residents.close(request.instance)
         self._residents.open(client, request)
         self._changed(request.instance)
-        return m.Count(1)
-
-    def show_pins(self, client: Peer, instance: m.InstanceId, fds: list[int]) -> m.Count:
-        """A scheduler shows the memory in which its blocks are pinned."""
-        table = self._of[instance].table if self.owns(client, instance, m.SCHEDULER) else None
-        if table is None:
-            raise Refuse("this connection has not joined as that")
-        if reason := lacking(only(fds)):
-            raise Refuse(reason)
-        if table.pins is None:
-            self._make_sure_of_room()
-        table.pins = Descriptor(fds.pop())
         return m.Count(1)
 
     def show_cache(self, client: Peer, request: m.ShowCache, fds: list[int]) -> m.Count:
@@ -211,13 +198,6 @@ class Instances:
         pidfds = [self._pidfd_of(shown)]
         pidfds += [self._pidfd_of(known.caches[rank]) for rank in range(join.ranks)]
         return m.Joined(join.blocks, join.ranks, join.each), [shown.table, *pidfds]
-
-    def open_pins(self, instance: m.InstanceId) -> Answer:
-        """The memory in which its blocks are pinned."""
-        shown = self._whole(instance).table
-        if shown is None or shown.pins is None:
-            raise Refuse("it takes no pins")
-        return m.Count(shown.request.blocks), [shown.pins]
 
     def open_cache(self, client: Peer, instance: m.InstanceId, rank: int) -> Answer:
         """One worker's KV cache. The connection is a reader until `close_instance`, or until it

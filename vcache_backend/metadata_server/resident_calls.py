@@ -33,12 +33,6 @@ class ResidentCalls(Channel, ABC):
         request = m.Join(m.InstanceId(instance), namespace, blocks, ranks, each)
         self._call(request, m.Count, self._config.control_seconds, [fd])
 
-    def show_pins(self, instance: bytes, fd: int) -> None:
-        """Show the memory in which the blocks of the scheduler that joined are pinned. To be
-        repeated after each `join`.
-        """
-        self._call(m.ShowPins(m.InstanceId(instance)), m.Count, self._config.control_seconds, [fd])
-
     def show_cache(
         self, instance: bytes, rank: int, shape: m.CacheShape, fds: Sequence[int]
     ) -> None:
@@ -130,10 +124,6 @@ class ResidentCalls(Channel, ABC):
         rank."""
         request = m.OpenInstance(m.InstanceId(instance))
         return self._open(request, m.Joined, lambda joined: 2 + joined.ranks)
-
-    def open_pins(self, instance: bytes) -> int:
-        """The fd of the memory in which an instance's blocks are pinned."""
-        return self._open(m.OpenPins(m.InstanceId(instance)), m.Count, lambda count: 1)[1][0]
 
     def open_cache(self, instance: bytes, rank: int) -> tuple[m.CacheShape, list[int]]:
         """The description of one worker's KV cache, and an fd for each of its regions."""

@@ -36,14 +36,10 @@ class ResidentService:
         match request:
             case m.Join():
                 return instances.join(client, request, fds), ()
-            case m.ShowPins(instance):
-                return instances.show_pins(client, instance, fds), ()
             case m.ShowCache():
                 return instances.show_cache(client, request, fds), ()
             case m.OpenInstance(instance):
                 return instances.open(instance)
-            case m.OpenPins(instance):
-                return instances.open_pins(instance)
             case m.OpenCache(instance, rank):
                 return instances.open_cache(client, instance, rank)
             case m.CloseInstance(instance):

@@ -27,7 +27,6 @@ class ShownTable:
         self.pidfd: Descriptor | None = None
         """Of its process, once somebody has asked for it."""
         self.table: Descriptor | None = table
-        self.pins: Descriptor | None = None
         self.process, self.request = peer.process, request
         status = os.fstat(table.fd)
         self.memory = status.st_dev, status.st_ino
@@ -36,7 +35,7 @@ class ShownTable:
         """Its connection is closed. The description is kept, since the same process may connect
         again.
         """
-        self.peer = self.pidfd = self.table = self.pins = None
+        self.peer = self.pidfd = self.table = None
 
 
 class ShownCache:
