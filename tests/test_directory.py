@@ -16,7 +16,7 @@ from vcache_backend.metadata_server import backlog
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.placement import MAX_SEARCH, Peer
-from vcache_backend.metadata_server.records import JournalState, ProcessId, SegmentAdded
+from vcache_backend.metadata_server.records import LedgerState, ProcessId, SegmentAdded
 from vcache_backend.metadata_server.reservations import CLAIM_SECONDS, ROUNDING_BYTES
 from vcache_backend.metadata_server.segments import KEEP_SECONDS
 
@@ -256,7 +256,7 @@ def test_what_is_cleared_is_not_found_while_its_slots_come_back(clock: FakeClock
 
 def test_a_segment_of_many_chunks_comes_back_in_several_turns(clock: FakeClock) -> None:
     """What is not found yet gives way to what is stored anew."""
-    directory, state = make(clock), JournalState()
+    directory, state = make(clock), LedgerState()
     keys = filled(directory, MANY)
     for record in directory.records:
         state.apply(record)
@@ -385,7 +385,7 @@ def test_memory_that_may_be_offered_again_is_not_made_anew(clock: FakeClock) -> 
         make(clock),
         SegmentAdded(m.SegmentId("s0"), WRITER.device, WRITER.medium, 4 * KIB),
     )
-    directory.restore(JournalState(segments={m.SegmentId("s0"): added}))
+    directory.restore(LedgerState(segments={m.SegmentId("s0"): added}))
     assert directory.lend(WRITER, 4 * KIB).nbytes == 0
     directory.forget_absent([m.SegmentId("s0")])
     assert directory.lend(WRITER, 4 * KIB).nbytes == 4 * KIB
@@ -558,7 +558,7 @@ def test_memory_taken_back_stays_so_after_a_restart_and_is_kept_for_readers_of_b
     put(directory, A, B, C, D)
     directory.acquire(READER, [A, B, C, D])
     directory.resize_segment(m.SegmentId("s0"), 2 * KIB)
-    state = JournalState()
+    state = LedgerState()
     for record in directory.records:
         state.apply(record)
     again = make(clock)

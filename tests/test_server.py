@@ -26,7 +26,7 @@ from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.layouts import MAX_COMPARED
 from vcache_backend.metadata_server.placement import Peer
-from vcache_backend.metadata_server.records import JournalState, ProcessId
+from vcache_backend.metadata_server.records import LedgerState, ProcessId
 from vcache_backend.metadata_server.service import Service
 from vcache_backend.metadata_server.succession import Predecessor
 
@@ -245,7 +245,7 @@ def test_no_page_is_freed_before_the_journal_has_that_its_chunks_are_gone(
         Directory(ServerConfig(), lambda: 0.0),
         Peer(1, ProcessId(11, 5), "host", "host"),
     )
-    service = Service(directory, 1, Predecessor(directory, JournalState(), 1))
+    service = Service(directory, 1, Predecessor(directory, LedgerState(), 1))
     page, chunks, freed = mmap.PAGESIZE, 60, 0
     fd = make_memfd(chunks * page)
     fds = [os.dup(fd)]
