@@ -9,12 +9,11 @@
 #     kinds     failures, eager, TP=2 (both integrations); fp8, MLA, ngram
 #     groups    models of several block tables, shapes of Gemma 3 and gpt-oss: equal, sensitive, TTFT; gpt-oss needs the part of MOE=1, too
 #     states    models whose layers keep states: Granite 4 (Mamba-2; with CUDA graphs, too), LFM 2 (short convolutions), Qwen3-Next (gated
-#               delta nets; its kernels of experts): equal, sensitive, TTFT. Wants vLLM 0.30 or later, where SITE says; ours of 0.33 beside
+#               delta nets; its kernels of experts): equal, sensitive, TTFT. vLLM lies where SITE says; ours of 0.33 beside
 #               torch 2.11, unpacked apart:
 #                 SITE=/tmp/site33 benchmarks/gpu_night.sh states vllm33.tar.xz c33.tar.xz m33.tar.xz deps.tar.xz
 #               (deps.tar.xz is that of 0.26; without FlashInfer, FlashAttention 2 and quack, which it does not need.)
 #     lmcache   TTFT, decoding, misses through LMCache; misses through our connector
-#     groups2   the same in place
 #     inplace   our connector without a pool, hits out of vLLM's own KV cache: 200 of them, TTFT, misses, decoding, prefill apart
 #     inplace2  the death of an owner; likewise eager, TP=2, fp8, MLA, ngram; copies out of a KV cache
 #     hostpool  our connector with a pool in host memory: equality, TTFT, a restart
@@ -162,9 +161,6 @@ case $call in
     ;;
   groups)
     vllm vllm 520 gemma3,gptoss --pool-gib 8 --isolated --rounds 9
-    ;;
-  groups2)
-    vllm vllm 520 gemma3,gptoss --share in_place --isolated --rounds 9
     ;;
   states)
     vllm vllm 520 state_mamba2,state_conv,state_gdn,state_graphs --pool-gib 8 --isolated --rounds 9

@@ -1,8 +1,8 @@
 """Does a load out of another instance's live KV cache ever bring a wrong byte, though blocks are
 used again all the time?
 
-    python -m benchmarks.inplace_campaign [--level cpu|vllm|gpu] [--loads N] [--seed N] [--control
-    WHAT] [--out FILE]
+    python -m benchmarks.inplace_campaign [--level cpu|vllm|gpu] [--loads N] [--seed N]
+                                          [--control WHAT] [--out FILE]
 
 `cpu`: one metadata server, owners whose blocks are constantly handed out and rewritten, and readers
 that load from them and from each other, some slowly. All are real processes with real memory, and

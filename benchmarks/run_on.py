@@ -38,7 +38,6 @@ WHAT = {
     "in place: fp8 KV, MLA, n-gram drafts": r"inplace_equal_(fp8|mla|ngram)",
     "in place: KV caches used again while they are read": r"inplace_wrong_(vllm|gpu)",
     "in place: tensor parallel 2, pipeline parallel 2": r"inplace_equal_(tp2|pp2)",
-    "in place: sliding windows": r"inplace_groups_equal_(gemma3|gptoss)",
     "in place: data parallel ranks": r"inplace_dp_hits",
     "serving at equal VRAM": r"vllm_serving_vcache_\w+_requests_per_second",
     "through LMCache": r"lmcache_equal",

@@ -1,7 +1,7 @@
 """vLLM servers under load, requests to each in turn: what does sharing their KV bring?
 
-    python3 -m benchmarks.vllm_serving --out FILE --trace mooncake-conversation.jsonl [--systems
-    alone,inplace]
+    python3 -m benchmarks.vllm_serving --out FILE --trace mooncake-conversation.jsonl
+                                       [--systems alone,inplace]
 
 Real OpenAI servers, one a GPU, of a model with the shape of Llama-3.1-8B and dummy weights; prompts
 are token ids, answers have a fixed length. Every system has the same VRAM for KV: what vcache lends

@@ -1,7 +1,7 @@
 """Are hits of real vLLM instances that share KV on two GPUs right, and how fast are they?
 
     python3 -m benchmarks.vllm_ttft --out FILE [--integration lmcache|vllm [--share in_place]]
-    [--only PART,...] [--scale full|tiny]
+                                    [--only PART,...] [--scale full|tiny]
 
 `--integration`: through LMCache and the plugin, or through our own connector. `--share in_place`:
 out of vLLM's own KV cache, without a pool. It needs vLLM, and LMCache for `lmcache` and for
@@ -121,14 +121,12 @@ def _restart(run: Run) -> list[Row]:
 
 
 def _groups(kind: str, seconds: int, cpu: bool = True) -> Part:
-    """A part for a model with several block tables. Models with states are not run in place, where
-    states cannot be read.
-    """
+    """A part for a model with several block tables, which is shared through a pool only."""
 
     def run(run: Run) -> list[Row]:
         return groups.measure(run.fleet, run.clock, run.source, kind, run.rounds)
 
-    return Part(_trio(kind), seconds, run, ("vllm",), cpu, in_place=not KINDS[kind].states)
+    return Part(_trio(kind), seconds, run, ("vllm",), cpu, in_place=False)
 
 
 def _apart() -> str:

@@ -1,11 +1,10 @@
 """Disaggregated prefill: one vLLM server computes prompts, another writes the answers, and KV goes
 from GPU to GPU over NVLink.
 
-    python examples/disaggregated_prefill.py [--share in_place|pool] [--order
-    together|decode-first|prefill-first]
+    python examples/disaggregated_prefill.py [--share in_place|pool]
+                                             [--order together|decode-first|prefill-first]
                                              [--model NAME] [--stay] [--json]
-    python examples/disaggregated_prefill.py --cpu       # the same on a machine without a GPU: a
-    tiny model
+    python examples/disaggregated_prefill.py --cpu       # a tiny model, without a GPU
 
 Starts a metadata server, a vLLM server for prefill on GPU 0, one for decode on GPU 1, and
 examples/prefill_proxy.py before them. Then it sends a few prompts to the proxy and prints, for
@@ -21,21 +20,19 @@ By hand (each vLLM needs to see its own GPU only: memory of the other one is map
 
     vcache serve
     export PYTHONHASHSEED=0       # the same everywhere, since the names of KV depend on it
-    CUDA_VISIBLE_DEVICES=0 vllm serve MODEL --port 8100 --kv-transfer-config
-    '{"kv_role":"kv_producer",
-      "kv_connector":"VCacheConnector",
+    CUDA_VISIBLE_DEVICES=0 vllm serve MODEL --port 8100 --kv-transfer-config '{
+      "kv_role":"kv_producer", "kv_connector":"VCacheConnector",
       "kv_connector_module_path":"vcache_backend.integration.vllm_connector",
       "kv_load_failure_policy":"recompute"}'
-    CUDA_VISIBLE_DEVICES=1 vllm serve MODEL --port 8200 --kv-transfer-config
-    '{"kv_role":"kv_consumer",
-      "kv_connector":"VCacheConnector",
+    CUDA_VISIBLE_DEVICES=1 vllm serve MODEL --port 8200 --kv-transfer-config '{
+      "kv_role":"kv_consumer", "kv_connector":"VCacheConnector",
       "kv_connector_module_path":"vcache_backend.integration.vllm_connector",
       "kv_load_failure_policy":"recompute"}'
-    # with a pool: "kv_connector_extra_config":{"pool":{"segment_bytes":"8 GiB"}} for the first, and
-    for the second
+    # with a pool: "kv_connector_extra_config":{"pool":{"segment_bytes":"8 GiB"}} for the first;
+    # for the second
     # "kv_connector_extra_config":{"connector":{"share":"pool"},"pool":{"segment_bytes":0}}
-    python examples/prefill_proxy.py --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200
-    --port 8000
+    python examples/prefill_proxy.py --prefill http://127.0.0.1:8100 \\
+      --decode http://127.0.0.1:8200 --port 8000
     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
       -d '{"model":"MODEL", "prompt":"...", "max_tokens":64, "stream":true}'
 """

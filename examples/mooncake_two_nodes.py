@@ -1,8 +1,8 @@
 """Two nodes on one machine, with nothing in common but a Mooncake store: what node A stores, node B
 retrieves.
 
-    python examples/mooncake_two_nodes.py --master 127.0.0.1:50051        # beside `vcache mooncake
-    --segment 256MiB` python examples/mooncake_two_nodes.py --master ... --tokens 8192
+    vcache mooncake --segment 256MiB &
+    python examples/mooncake_two_nodes.py --master 127.0.0.1:50051 [--tokens 8192]
 
 Each node has a metadata server and a pool of its own, in host memory. A stores the KV of a prompt,
 which goes to the offload tier in the background; B looks it up, retrieves it, and every byte is

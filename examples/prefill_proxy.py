@@ -1,15 +1,14 @@
 """A proxy in front of two vLLM servers, one for prefill and one for decode, whose KV meets in
 vcache's pool.
 
-    python examples/prefill_proxy.py --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200
-    [--port 8000]
+    python examples/prefill_proxy.py --prefill http://127.0.0.1:8100
+                                     --decode http://127.0.0.1:8200 [--port 8000]
 
 A completions request goes to both at the same time. The prefill server (`kv_role` kv_producer)
 computes the prompt, for one token that nobody reads, and stores the KV chunk by chunk. The decode
 server (kv_consumer) is told that another computes this prompt: it loads the chunks as they come,
 and its answer is streamed to the client. Neither server knows the other, and requests may reach
-them in any order, since the pool finds KV by the prompt's tokens. `consume_once` takes the chunks
-out of the pool when they are loaded.
+them in any order, since the pool finds KV by the prompt's tokens.
 
 Without the prefill server the decode server computes the prompt itself, once the deadline
 (--wait-seconds) has passed; the proxy says so, and announces nothing for a while, so that the next
@@ -57,7 +56,7 @@ class Proxy:
 
     def __init__(self, prefill: str, decode: str, order: str, wait_seconds: float) -> None:
         self.prefill, self.decode, self.order = prefill.rstrip("/"), decode.rstrip("/"), order
-        self.announcement = {"announced": True, "wait_seconds": wait_seconds, "consume_once": True}
+        self.announcement = {"announced": True, "wait_seconds": wait_seconds}
         self._numbers = itertools.count(1)
         self._paused_until = 0.0
         self._session: ClientSession

@@ -1,9 +1,9 @@
 """Two vLLM instances on two GPUs: one computes a prompt, the other reads its KV over NVLink.
 LMCache connects them to the pool.
 
-    python examples/two_vllm_instances.py [--model NAME] [--lengths 1024,4096,16384] [--json] [--
-    OPTIONS OF vllm serve] python examples/two_vllm_instances.py --cpu          # the same on a
-    machine without a GPU: a tiny model, the pool in host memory
+    python examples/two_vllm_instances.py [--model NAME] [--lengths 1024,4096,16384] [--json]
+                                          [-- OPTIONS OF vllm serve]
+    python examples/two_vllm_instances.py --cpu     # a tiny model and a pool in host memory
 
 Starts a metadata server and the instances, with the settings of configs/lmcache-vcache.yaml. Each
 prompt goes to A, which computes it; to A again, which has it in vLLM's own prefix cache; and to B,

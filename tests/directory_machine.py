@@ -26,7 +26,7 @@ from vcache_backend.metadata_server.messages import (
     SegmentId,
     SegmentInfo,
 )
-from vcache_backend.metadata_server.placement import Peer, Segment
+from vcache_backend.metadata_server.placement import Peer
 from vcache_backend.metadata_server.records import LedgerState, ProcessId, Record
 
 LIMITS = ServerConfig(lease_seconds=10, reservation_seconds=30, max_chunks=14)
@@ -73,8 +73,6 @@ class Clients(RuleBasedStateMachine):
         self.clients: list[Peer] = []
         self.processes: list[ProcessId] = []
         self.writers: dict[int, ProcessId] = {}
-        self.sources: dict[int, list[Slot]] = {}
-        """By reservation, where what it moves lies, or lay."""
         self.old_leases: list[int] = []
         self.tokens = self.numbers = 0
         self.highest_id = self.highest_generation = 0
@@ -113,10 +111,6 @@ class Clients(RuleBasedStateMachine):
         return slots
 
     def write(self, id_: int) -> None:
-        if id_ in self.sources:
-            for old, new in zip(self.sources[id_], self.model.writes[id_].slots, strict=False):
-                self.memory.copy(old.location, new.location)
-            return
         for slot in self.model.writes[id_].slots:
             self.memory.write(slot.location, slot.token)
 
@@ -125,12 +119,6 @@ class Clients(RuleBasedStateMachine):
         chunks, segments to be dropped.
         """
         model, segments = self.model, self.directory.segments
-        for name, place in model.segments.items():
-            if name in segments and not place.draining:
-                assert segments[name].end <= place.end
-                place.end = segments[name].end
-        while self.directory.shortened:
-            self.give_back(self.directory.shortened.pop())
         for slot in [slot for slot in model.slots if slot.state in ("cleared", "live", "resting")]:
             segment = segments.get(slot.location.segment)
             there = {**segment.occupants, **segment.staying} if segment is not None else {}
@@ -138,7 +126,7 @@ class Clients(RuleBasedStateMachine):
             kept = entry is not None and entry.location.generation == slot.location.generation
             if slot.state == "cleared" and (not kept or entry.doomed):
                 model.freed(slot)
-            elif slot.state == "live" and model.cut(slot) and (not kept or entry.doomed):
+            elif slot.state == "live" and model.draining(slot) and (not kept or entry.doomed):
                 model.forget(slot)
             elif slot.state == "resting" and not kept:
                 assert slot.location.segment in model.segments
@@ -162,11 +150,6 @@ class Clients(RuleBasedStateMachine):
             model.before = [
                 (until, slot) for until, slot in model.before if slot.location.segment != name
             ]
-
-    def give_back(self, segment: Segment) -> None:
-        """Its end is freed: who reads there finds zeros."""
-        bytes_of = self.memory.bytes_of[segment.id]
-        bytes_of[segment.nbytes - segment.given_back :] = bytes(segment.given_back)
 
     @contextmanager
     def little_at_once(self) -> Iterator[None]:
@@ -377,11 +360,7 @@ class Clients(RuleBasedStateMachine):
         if mine:
             self.write(id_)
         visible = self.directory.commit(client, id_, prefix)
-        sources = self.sources.get(id_, [])
-        lost = [slot for slot in sources if slot not in self.model.slots or slot.state != "live"]
-        if write.client == client.id and self.clock.now <= write.deadline and not lost:
-            for slot in sources:
-                self.model.forget(slot)
+        if write.client == client.id and self.clock.now <= write.deadline:
             assert visible == self.model.committed(id_)
             self.model.touch(prefix)
         else:
@@ -389,39 +368,6 @@ class Clients(RuleBasedStateMachine):
             if mine:
                 self.model.given_back(id_)
         self.forget_writers()
-
-    @rule(pick=one_of, who=one_of, commit=st.booleans())
-    @precondition(
-        lambda self: (
-            self.clients and any(segment.leaving for segment in self.directory.segments.values())
-        )
-    )
-    def move(self, pick: int, who: int, commit: bool) -> None:
-        """Out of the end of a segment: chunks lie elsewhere once that is committed, unless one has
-        gone meanwhile.
-        """
-        client, before = self.clients[who % len(self.clients)], self.model.live_keys()
-        leaving = sorted(id_ for id_, segment in self.directory.segments.items() if segment.leaving)
-        moves = self.directory.move(client, leaving[pick % len(leaving)])
-        gone = before - {
-            key
-            for key, there in zip(ALL_KEYS, self.directory.contains(ALL_KEYS), strict=True)
-            if there
-        }
-        for slot in [slot for slot in map(self.model.live, gone) if slot is not None]:
-            if self.model.cut(slot):
-                self.model.forget(slot)
-            else:
-                self.model.evicted([slot])
-        lying = {slot.location: slot for slot in self.model.slots if slot.state == "live"}
-        sources = [lying[old] for old, _ in moves.pairs]
-        slots = self.new_slots([new for _, new in moves.pairs], [slot.key for slot in sources])
-        for old, new in zip(sources, slots, strict=True):
-            new.token = old.token
-        self.sources[moves.reservation] = sources
-        self.open_reservation(client, moves.reservation, slots)
-        if commit and slots:
-            self.commit(sorted(self.writers).index(moves.reservation), 4 * who + 1, [])
 
     @rule(pick=one_of, wanted=keys, look=st.booleans())
     @precondition(lambda self: self.clients)

@@ -5,7 +5,7 @@ with a token of no importance. The server is real, and so are the tables."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +31,6 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
-    SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
@@ -102,13 +101,9 @@ class Engine:
         blocks: int = BLOCKS,
         arguments: dict[str, Any] | None = None,
         lends: int = 0,
-        windows: Sequence[int] = (),
-        widest: int = BLOCK,
         **connector: Any,
     ) -> None:
-        """arguments: of vLLM's. lends: bytes, to the pool. windows: of groups of layers before
-        those that look at all tokens. widest: tokens of those layers' blocks. connector:
-        settings."""
+        """arguments: of vLLM's. lends: bytes, to the pool. connector: settings."""
         transfer = KVTransferConfig(
             kv_connector="VCacheConnector",
             kv_connector_module_path="vcache_backend.integration.vllm_connector",
@@ -116,7 +111,7 @@ class Engine:
             kv_connector_extra_config={
                 "server": {"socket": str(here.path)},
                 "pool": {"segment_bytes": lends},
-                "engine": {"chunk_size": max(CHUNK, widest)},
+                "engine": {"chunk_size": CHUNK},
                 "connector": {"share": "in_place", "min_hit_tokens": CHUNK, **connector},
             },
         )
@@ -131,21 +126,15 @@ class Engine:
             **{"max_num_batched_tokens": 640, **(arguments or {})},
         ).create_engine_config()
         config.cache_config.num_gpu_blocks = blocks
-        sizes: dict[str, Any] = {
-            "block_size": BLOCK,
-            "num_kv_heads": 2,
-            "head_size": 64,
-            "dtype": torch.bfloat16,
-        }
-        kinds = [SlidingWindowSpec(sliding_window=window, **sizes) for window in windows] + [
-            FullAttentionSpec(**sizes | {"block_size": widest})
-        ]
-        groups = [KVCacheGroupSpec([f"layer {number}"], kind) for number, kind in enumerate(kinds)]
+        kind = FullAttentionSpec(
+            block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.bfloat16
+        )
+        groups = [KVCacheGroupSpec(["layer 0"], kind)]
         caches = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         hash_ = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         kv_cache_utils.init_none_hash(hash_)
         self.hasher = kv_cache_utils.get_request_block_hasher(BLOCK, hash_)
-        self.scheduler = Scheduler(config, caches, StructuredOutputManager(config), widest, BLOCK)
+        self.scheduler = Scheduler(config, caches, StructuredOutputManager(config), BLOCK, BLOCK)
         undo.callback(self.scheduler.connector.shutdown)
         self.half = self.scheduler.connector._scheduler
         self.metas: list[StepMetadata] = []
@@ -171,7 +160,7 @@ class Engine:
         )
         undo.callback(shown.close)
         shared = self.half.publications
-        self.publisher = Publisher(client, EngineStats(), instance, shared.each, shared.lead)
+        self.publisher = Publisher(client, EngineStats(), instance, shared.each)
         undo.callback(self.publisher.close)
 
     def tell(self, meta: StepMetadata) -> None:

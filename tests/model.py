@@ -58,11 +58,6 @@ class Memory:
             token, location.length
         )
 
-    def copy(self, old: Location, new: Location) -> None:
-        """Whatever lies there by now."""
-        data = self.read(old) if old.segment in self.bytes_of else b""
-        self.bytes_of[new.segment][new.offset : new.offset + len(data)] = data
-
     def read(self, location: Location) -> bytes:
         return bytes(
             self.bytes_of[location.segment][location.offset : location.offset + location.length]
@@ -124,13 +119,11 @@ class Place:
     device: str
     nbytes: int
     draining: bool = False
-    end: int = 0
-    """Chunks lie before it; it comes down to `limit`."""
-    limit: int = 0
 
-    def __post_init__(self) -> None:
-        self.end = self.end or self.nbytes // ALIGNMENT * ALIGNMENT
-        self.limit = self.limit or self.nbytes // ALIGNMENT * ALIGNMENT
+    @property
+    def end(self) -> int:
+        """Chunks lie before it."""
+        return self.nbytes // ALIGNMENT * ALIGNMENT
 
 
 @dataclass
@@ -175,7 +168,7 @@ class Model:
 
     def evictable(self, slot: Slot) -> bool:
         coming_back = slot.state == "resting" and slot.location.segment in self.segments
-        leaves = slot.location.segment in self.segments and self.cut(slot)
+        leaves = slot.location.segment in self.segments and self.draining(slot)
         return (
             (coming_back or slot.state in ("cleared", "live"))
             and not self.leased(slot)
@@ -197,9 +190,7 @@ class Model:
         """
         place = (self.segments | self.absent)[segment]
         keep = [s.span for s in self.slots if not (ignore_evictable and self.evictable(s))]
-        taken = sorted(
-            (start, end) for name, start, end in keep if name == segment and end <= place.end
-        )
+        taken = sorted((start, end) for name, start, end in keep if name == segment)
         ends = [0, *(end for _, end in taken)]
         return {
             end: start - end
@@ -211,18 +202,12 @@ class Model:
         return max(self.gaps(segment, ignore_evictable).values(), default=0)
 
     def free(self, segment: str) -> int:
-        """Bytes that no slot has, of those that may have one."""
-        end = self.segments[segment].end
-        return end - sum(
-            stop - start
-            for name, start, stop in (s.span for s in self.slots)
-            if name == segment and stop <= end
-        )
+        """Bytes that no slot has."""
+        return self.segments[segment].end - self.used(segment)
 
-    def cut(self, slot: Slot) -> bool:
-        """Whether its place was taken back."""
-        place = self.segments[slot.location.segment]
-        return place.draining or slot.span[2] > place.end
+    def draining(self, slot: Slot) -> bool:
+        """Whether its segment is being dropped."""
+        return self.segments[slot.location.segment].draining
 
     def usable(self) -> dict[str, Place]:
         return {name: place for name, place in self.segments.items() if not place.draining}
@@ -308,7 +293,7 @@ class Model:
             self.recent([slot])
         visible = 0
         for slot in write.slots:
-            if self.cut(slot):
+            if self.draining(slot):
                 self.forget(slot)
             else:
                 visible += 1
@@ -384,11 +369,9 @@ class Model:
             self.void(id_)
         for slot in self.slots:
             slot.state = "resting" if slot.state == "live" else slot.state
-        lasting = {
-            name: Place(place.device, place.nbytes, limit=place.limit)
-            for name, place in self.segments.items()
+        self.absent |= {
+            name: Place(place.device, place.nbytes) for name, place in self.segments.items()
         }
-        self.absent |= lasting
         self.reserves_from = now + GRACE_SECONDS if self.absent else 0.0
         self.segments = {}
         self.order = []

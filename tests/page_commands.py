@@ -147,7 +147,6 @@ def _vcache(words: list[str], place: Place) -> None:
     elif arguments in (
         ["segment", "add"],
         ["segment", "drop"],
-        ["segment", "resize"],
         ["plan"],
         ["doctor", "--model"],
     ):
@@ -189,7 +188,7 @@ def _serve(words: list[str], place: Place) -> None:
 
 def _completion(words: list[str], place: Place) -> None:
     """In a shell, whose next one completes."""
-    asks = 'COMP_WORDS=(vcache segment re); COMP_CWORD=2; _vcache_completion vcache; echo "${COMPREPLY[@]}"'
+    asks = 'COMP_WORDS=(vcache segment dr); COMP_CWORD=2; _vcache_completion vcache; echo "${COMPREPLY[@]}"'
     environment = {
         "HOME": str(place.folder),
         "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
@@ -203,7 +202,7 @@ def _completion(words: list[str], place: Place) -> None:
             timeout=SECONDS,
             check=False,
         )
-    assert ran.stdout == "resize\n", ran.stderr
+    assert ran.stdout == "drop\n", ran.stderr
 
 
 def _module(words: list[str], place: Place) -> None:

@@ -71,27 +71,25 @@ def join(
     instance: m.InstanceId,
     owner: Peer,
     each: int,
-    lead: int = 0,
     ranks: int = 1,
     blocks: int = 10_000,
 ) -> None:
-    directory.residents.open(owner, m.Join(instance, NAMESPACE, blocks, ranks, each, lead))
+    directory.residents.open(owner, m.Join(instance, NAMESPACE, blocks, ranks, each))
 
 
 def publish(
     directory: Directory,
     instance: m.InstanceId,
     each: int,
-    lead: int,
     chunks: int,
     start: int = 0,
     sequence: int = 1,
 ) -> int:
-    """A chunk is in blocks of its own, as far as its lead goes."""
+    """A chunk is in blocks of its own, as far as there are enough."""
     taken, at_once = 0, 16
     for first in range(start, start + chunks, at_once):
         blocks = b"".join(
-            numbers(*range(n * lead, (n + 1) * lead)) + bytes(4 * (each - lead))
+            numbers(*(number % 10_000 for number in range(n * each, (n + 1) * each)))
             for n in range(first, first + at_once)
         )
         generations = chunk_generations(300, at_once, each)
@@ -102,34 +100,33 @@ def publish(
 
 
 SHAPES = {
-    "blocks behind the lead": (1024, 1, 1),
-    "a block a chunk": (1, 1, 1),
-    "chunks that wait for another rank": (256, 1, 2),
+    "a block a chunk": (1, 1),
+    "chunks that wait for another rank": (1, 2),
 }
 
 
-@pytest.mark.parametrize(("each", "lead", "ranks"), SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(("each", "ranks"), SHAPES.values(), ids=SHAPES)
 def test_what_all_publish_is_bounded_in_bytes(
-    directory: Directory, monkeypatch: pytest.MonkeyPatch, each: int, lead: int, ranks: int
+    directory: Directory, monkeypatch: pytest.MonkeyPatch, each: int, ranks: int
 ) -> None:
     monkeypatch.setattr(residents, "MAX_BYTES", 6 * MIB, raising=False)
     directory = Directory(ServerConfig(), FakeClock())
     with grows_by_less_than(6 * MIB):
         for number in range(3):
-            join(directory, instance_id(number), peer(number + 1), each, lead, ranks)
-            publish(directory, instance_id(number), each, lead, 9984)
+            join(directory, instance_id(number), peer(number + 1), each, ranks)
+            publish(directory, instance_id(number), each, 9984)
 
 
 def publish_and_retract(directory: Directory) -> None:
     for sequence in range(1, 60):
-        publish(directory, A, 256, 1, 64, sequence=sequence)
+        publish(directory, A, 128, 64, sequence=sequence)
         directory.residents.retract(A, sequence + 1)
 
 
 def retract_old_ones(directory: Directory) -> None:
-    publish(directory, A, 1, 1, 4096, start=16, sequence=1000)
+    publish(directory, A, 1, 4096, start=16, sequence=1000)
     for sequence in range(1, 200):
-        publish(directory, A, 1, 1, 16, sequence=sequence)
+        publish(directory, A, 1, 16, sequence=sequence)
         directory.residents.retract(A, sequence + 1)
 
 
@@ -140,8 +137,8 @@ def clear_nothing(directory: Directory) -> None:
 
 def join_anew(directory: Directory) -> None:
     for ranks in range(60):
-        join(directory, A, peer(), 256, 1, 1 + ranks % 2, 10_000)
-        publish(directory, A, 256, 1, 64)
+        join(directory, A, peer(), 128, 1 + ranks % 2, 10_000)
+        publish(directory, A, 128, 64)
 
 
 @pytest.mark.parametrize("does", [publish_and_retract, retract_old_ones, clear_nothing, join_anew])
@@ -152,7 +149,7 @@ def test_what_is_void_counts_until_it_is_out_of_memory(
     monkeypatch.setattr(residents, "MAX_BYTES", 6 * MIB, raising=False)
     directory = Directory(ServerConfig(), FakeClock())
     with grows_by_less_than(6 * MIB):
-        join(directory, A, peer(), 256 if does is not retract_old_ones else 1, 1)
+        join(directory, A, peer(), 128 if does is not retract_old_ones else 1)
         does(directory)
     while directory.backlog:
         directory.go_on(1000)
@@ -163,14 +160,14 @@ def test_what_is_void_counts_until_it_is_out_of_memory(
 
 
 def test_whatever_some_publish_there_is_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residents, "MAX_BYTES", 4 * MIB, raising=False)
+    monkeypatch.setattr(residents, "MAX_BYTES", 5 * MIB // 2, raising=False)
     directory = Directory(ServerConfig(), FakeClock())
     for number in range(1, 5):
-        join(directory, instance_id(number), peer(1 + number % 2), 64, 1, blocks=1000)
-        assert 0 < publish(directory, instance_id(number), 64, 1, 992)
-    join(directory, instance_id(9), peer(9), 64, 1, blocks=1000)
-    assert publish(directory, instance_id(9), 64, 1, 320) == 320
-    assert publish(directory, instance_id(1), 64, 1, 992, sequence=2) > 0, (
+        join(directory, instance_id(number), peer(1 + number % 2), 1, blocks=1000)
+        assert 0 < publish(directory, instance_id(number), 1, 992)
+    join(directory, instance_id(9), peer(9), 1, blocks=1000)
+    assert publish(directory, instance_id(9), 1, 320) == 320
+    assert publish(directory, instance_id(1), 1, 992, sequence=2) > 0, (
         "new ones take the place of old ones"
     )
 

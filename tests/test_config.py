@@ -62,7 +62,7 @@ def test_an_empty_file_means_the_defaults(write: Any) -> None:
             "'8 GiB' or '512MiB', got '8 GiBs' - at `$.pool.segment_bytes`",
         ),
         ("pool: {segment_bytes: true}", "got True - at `$.pool.segment_bytes`"),
-        ("engine: {checksum: 1}", "at `$.engine.checksum`"),
+        ("connector: {start_server: 1}", "at `$.connector.start_server`"),
         ("server: {spin_seconds: -1}", "at `$.server.spin_seconds`"),
         ("connector: {min_hit_tokens: 0}", "at `$.connector.min_hit_tokens`"),
         (

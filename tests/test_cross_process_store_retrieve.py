@@ -8,8 +8,6 @@ right behind it, and what is retrieved is read at once by the next kernels."""
 from __future__ import annotations
 
 import os
-import re
-import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -19,9 +17,8 @@ import pytest
 import torch
 from engine_cases import Worker, node
 from kv_cases import FLASH, MLA, PACKED, PACKED_HND, Arrangement, Cache, Sizes, places, prompt
-from processes import IN_A_CONTAINER, PATIENT, QUICK, SECONDS, Apart, containers, eventually
+from processes import IN_A_CONTAINER, PATIENT, QUICK, Apart, containers, eventually
 
-from vcache_backend.segment_commands import replace
 from vcache_backend.vram_pool import devices
 
 CHUNK_SIZE = 256
@@ -145,38 +142,6 @@ def test_two_processes_share_every_byte_and_a_successor_finds_them(
     tmp_path: Path, where: Where, arrangement: Arrangement
 ) -> None:
     share(tmp_path, where, arrangement)
-
-
-@pytest.mark.parametrize("where", [HOST, pytest.param(GPUS, marks=TWO_GPUS)], ids=str)
-@pytest.mark.parametrize("beside", [True, False], ids=["room for both", "no room for both"])
-def test_a_segment_that_is_one_allocation_gives_way_to_a_smaller_one_and_its_chunks_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: Where, beside: bool
-) -> None:
-    """As `vcache segment resize` does on GPUs. Where there is no room for both they lie in the
-    other worker's.
-    """
-    count, nbytes = (
-        2 * CHUNK_SIZE,
-        4 * CHUNK_SIZE * Cache(FLASH, where.sizes._replace(blocks=1)).token_bytes,
-    )
-    monkeypatch.setattr(devices, "available", lambda device: 1 << 50 if beside else 0)
-    with node(tmp_path, CLIENT) as here:
-        here.serve()
-        writer, reader = (
-            here.worker(name, 2 * nbytes, FLASH, where.sizes, CHUNK_SIZE) for name in where.devices
-        )
-        eventually(lambda: reader.ask("mapped") == 2)
-        digest = writer.ask("store", prompt(count), places(where.sizes, count, 5))
-        assert writer.ask("flush")
-        client = here.client()
-        (old,) = [info for info in client.list_segments() if info.chunks]
-        said = replace(client, old, nbytes, time.monotonic() + SECONDS)
-        assert re.search(
-            rf"{old.id}: gone, [0-9a-f]+ of .* in its place, 2 chunks moved, 0 forgotten", said
-        )
-        assert sorted(info.nbytes for info in client.list_segments()) == [nbytes, 2 * nbytes]
-        brings(reader, prompt(count), 6, digest)
-        brings(writer, prompt(count), 7, digest)
 
 
 @pytest.mark.gpu(count=2)

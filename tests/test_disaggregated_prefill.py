@@ -180,11 +180,11 @@ pooled = pytest.mark.parametrize("site", ["pool"], indirect=True)
 
 
 @pooled
-def test_the_example_takes_every_prompt_from_the_pool_with_the_right_tokens_and_leaves_nothing(
+def test_the_example_takes_every_prompt_from_the_pool_with_the_right_tokens(
     site: Site,
 ) -> None:
     """The tokens: the fixture would fail, since the example says of each whether they are right."""
-    assert site.chunks() == 0
+    assert site.chunks() >= CHUNKS
 
 
 @pytest.mark.parametrize("order", ["decode-first", "prefill-first"])
@@ -217,16 +217,6 @@ def test_in_place_nothing_is_copied_in_between_and_the_decode_server_is_never_re
     assert (stats.chunks, stats.segments) == (0, [])
     producer, consumer = sorted(stats.instances, key=lambda one: -one.resident)
     assert (producer.resident >= CHUNKS, consumer.resident) == (True, 0)
-
-
-@pooled
-def test_chunks_meant_for_one_reader_are_gone_and_others_stay(site: Site) -> None:
-    once, kept = new_tokens(WHOLE + TAIL), new_tokens(WHOLE + TAIL)
-    before = site.chunks()
-    assert site.ask(site.proxy, kept, consume_once=False).cached == WHOLE
-    assert site.chunks() == before + CHUNKS
-    assert site.ask(site.proxy, once).cached == WHOLE
-    eventually(lambda: site.chunks() == before + CHUNKS)
 
 
 def test_a_prefill_server_that_hangs_costs_the_deadline_and_no_more(site: Site) -> None:
@@ -278,18 +268,10 @@ def judged(together: float, **more: list[bool]) -> dict[str, Row]:
         "in_turn": [0.4] * 3,
         "together": [together] * 3,
     }
-    samples.full, samples.equal, samples.left = (
-        more.get("full", [True]),
-        more.get("equal", [True]),
-        [0, 0],
-    )
+    samples.full, samples.equal = more.get("full", [True]), more.get("equal", [True])
     return {row.case: row for row in rows(samples, 16384, 2 << 30, 350.0)}
 
 
 def test_one_answer_that_is_wrong_or_was_computed_misses_its_row() -> None:
     found = judged(0.3, full=[True, False], equal=[False, True])
-    assert (found["pd_full_hits"].ok, found["pd_equal"].ok, found["pd_consumed"].ok) == (
-        False,
-        False,
-        True,
-    )
+    assert (found["pd_full_hits"].ok, found["pd_equal"].ok) == (False, False)

@@ -112,7 +112,7 @@ def test_the_doctor_imports_neither_torch_nor_what_it_looks_at() -> None:
         ("lmcache", "0.5.12.post1", "ok"),
         ("lmcache", "0.5.2", "warn"),
         ("lmcache", "0.6.0", "warn"),
-        ("vllm", "0.26.0", "ok"),
+        ("vllm", "0.31.0", "ok"),
         ("vllm", "0.33.9", "ok"),
         ("vllm", "0.34.0", "warn"),
         ("vllm", "0.9.2", "warn"),
@@ -247,12 +247,12 @@ def test_the_doctor_says_that_vllm_can_share_in_place_and_which_setting_does_it(
         (
             "version",
             "vcache does not know how vLLM 0.34.0 makes its KV cache",
-            "install vllm>=0.26,<0.34",
+            "install vllm>=0.31,<0.34",
         ),
         (
             "hook",
             "this vLLM has no evict_blocks in v1/core/block_pool.py",
-            "install an unchanged vllm>=0.26,<0.34",
+            "install an unchanged vllm>=0.31,<0.34",
         ),
         (
             "machine",

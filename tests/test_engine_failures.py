@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,8 @@ import pytest
 import torch
 from engine_cases import ROOMY, Node, UnfinishedCopier, counts, get, here, put, said
 from kv_cases import CHUNK, FLASH, MLA, SMALL, Cache, layout_of, places, prompt
-from processes import QUICK, SECONDS, Child, eventually, hung, make_memfd, with_torch
+from processes import QUICK, SECONDS, eventually, hung, make_memfd, with_torch
 
-from vcache_backend.config import ByteSize
 from vcache_backend.errors import LayoutError, SegmentError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client import Client
@@ -378,127 +376,6 @@ def test_a_segment_dropped_under_running_engines_is_a_miss_and_is_unmapped(here:
     third = here.engine("host:c", ROOMY, layout_of(mine))
     put(writer, mine, prompt(2 * CHUNK))
     assert get(third, theirs, prompt(2 * CHUNK)) == 2 * CHUNK
-
-
-def test_memory_is_taken_back_under_a_running_engine(here: Node) -> None:
-    """It maps the rest anew, and what lies there is found; what was taken back is computed, and
-    stored where there is room.
-    """
-    here.serve()
-    mine, theirs = Cache(), Cache()
-    writer, reader = (
-        here.engine("host:a", ROOMY, layout_of(mine)),
-        here.engine("host:b", 0, layout_of(mine)),
-    )
-    put(writer, mine, prompt(3 * CHUNK))
-    (before,) = here.client().list_segments()
-    here.client().resize_segment(before.id, 2 * mine.chunk_bytes)
-    eventually(lambda: here.client().list_segments()[0].given_back == ROOMY - 2 * mine.chunk_bytes)
-
-    def mapped() -> set[int]:
-        ends = [
-            line.split()[0].split("-")
-            for line in Path("/proc/self/maps").read_text().splitlines()
-            if before.id in line
-        ]
-        return {int(end, 16) - int(start, 16) for start, end in ends}
-
-    eventually(lambda: mapped() == {-(-2 * mine.chunk_bytes // 4096) * 4096})
-    assert reader.lookup(prompt(3 * CHUNK)) == get(reader, theirs, prompt(3 * CHUNK)) == 2 * CHUNK
-    assert reader.flush(SECONDS), "the lease is over"
-    put(writer, mine, prompt(2 * CHUNK, 3))
-    assert get(reader, theirs, prompt(2 * CHUNK, 3)) == 2 * CHUNK
-    here.server.kill()
-    here.serve()
-    eventually(lambda: reader.lookup(prompt(2 * CHUNK, 3)) == 2 * CHUNK)
-    assert get(reader, theirs, prompt(2 * CHUNK, 3)) == 2 * CHUNK
-    eventually(
-        lambda: (
-            [info.given_back for info in here.client().list_segments()]
-            == [before.nbytes - 2 * mine.chunk_bytes]
-        )
-    )
-
-
-HALF_MOVED = """
-import mmap, sys, time
-from pathlib import Path
-from processes import PATIENT
-from vcache_backend.metadata_server.client import Client
-client = Client(Path(sys.argv[1]), PATIENT)
-client.resize_segment(sys.argv[2], int(sys.argv[3]), keep=True)
-moves = client.move(sys.argv[2])
-for _, new in moves.pairs:
-    info, fd = client.open_segment(new.segment)
-    mmap.mmap(fd, info.nbytes)[new.offset : new.offset + new.length] = bytes(new.length)
-print("half moved", len(moves.pairs), flush=True)
-time.sleep(60)
-"""
-
-
-def test_what_is_taken_back_is_moved_while_it_is_read_and_who_dies_meanwhile_leaves_no_byte_wrong(
-    here: Node,
-) -> None:
-    """By a real `vcache segment resize`; then half by another process, which is killed, as is the
-    server.
-    """
-    here.serve()
-    mine, theirs = Cache(), Cache()
-    size, prompts = mine.chunk_bytes, [prompt(2 * CHUNK, family) for family in range(1, 7)]
-    writer, reader = (
-        here.engine("host:a", 12 * size, layout_of(mine)),
-        here.engine("host:b", 0, layout_of(mine)),
-    )
-    for tokens in prompts:
-        put(writer, mine, tokens)
-    (segment,) = here.client().list_segments()
-
-    def free(*which: int) -> None:
-        here.client().remove([key for number in which for key in writer.keys(prompts[number])])
-
-    def found() -> list[int]:
-        return [
-            number
-            for number, tokens in enumerate(prompts)
-            if get(reader, theirs, tokens) == len(tokens)
-        ]
-
-    free(0, 1)
-    command = [
-        sys.executable,
-        "-m",
-        "vcache_backend.cli",
-        "segment",
-        "resize",
-        segment.id,
-        f"{8 * size}B",
-        "--socket",
-        str(here.path),
-    ]
-    patient = here.path.with_name("patient.yaml")
-    patient.write_text("client: {request_seconds: 10, control_seconds: 10}")
-    with Child(command, VCACHE_CONFIG=str(patient)) as child:
-        while child.alive:
-            assert found() == [2, 3, 4, 5]
-            assert reader.flush(SECONDS)
-        assert child.wait() == (
-            0,
-            f"{segment.id}: {ByteSize(4 * size).about} given back, {ByteSize(8 * size).about} left, 4 chunks moved, 0 forgotten\n",
-        )
-    assert found() == [2, 3, 4, 5]
-
-    free(2)
-    with here.stage.script(HALF_MOVED, segment.id, str(6 * size)) as mover:
-        mover.expect("half moved 2")
-        assert found() == [3, 4, 5]
-        here.server.kill()
-        here.serve()
-        eventually(lambda: len(found()) == 2)
-        assert counts(here.client()) == (0, 1), "a slot that is being written went to somebody else"
-    eventually(lambda: counts(here.client()) == (0, 0))
-    eventually(lambda: [info.given_back for info in here.client().list_segments()] == [6 * size])
-    put(writer, mine, prompts[0])
-    assert len(found()) == 3
 
 
 def out_of_reach(monkeypatch: pytest.MonkeyPatch, device: str) -> None:

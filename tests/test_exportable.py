@@ -218,11 +218,8 @@ def test_a_context_is_of_its_thread_and_may_be_left_from_another() -> None:
 # ---- around vLLM's KV cache
 
 
-EARLY, ASKED = "0.30.1", "0.31.0"
-
-
-def test_from_031_on_vllm_is_given_a_context_for_its_kv_cache_and_for_nothing_else() -> None:
-    exporter = begin("cpu", ASKED)
+def test_vllm_is_given_a_context_for_its_kv_cache_and_for_nothing_else() -> None:
+    exporter = begin("cpu")
     before = kv()
     context = exporter.context()
     assert context is not None
@@ -235,29 +232,8 @@ def test_from_031_on_vllm_is_given_a_context_for_its_kv_cache_and_for_nothing_el
     assert [holds(tensor, found) for tensor in (before, after)] == [False, False]
 
 
-def test_before_031_what_is_made_until_the_kv_cache_is_registered_is_exportable_but_only_that_is_shown() -> (
-    None
-):
-    exporter = begin("cpu", EARLY)
-    assert exporter.context() is None
-    other, layer = kv(), kv()
-    found = exporter.regions({"a": layer})
-    assert [one.address for one in found] == [layer.data_ptr()]
-    assert not holds(kv(), exporter.regions({"a": layer}))
-    assert other.sum() == 0
-
-
-@pytest.mark.parametrize("end", ["close", "drop"])
-def test_a_start_of_vllm_that_fails_leaves_torch_as_it_was(end: str) -> None:
-    exporter = begin("cpu", EARLY)
-    if end == "close":
-        exporter.close()
-    del exporter
-    assert torch._C._len_torch_function_stack() == 0
-
-
 def test_a_kv_cache_that_lies_elsewhere_is_named() -> None:
-    exporter = begin("cpu", ASKED)
+    exporter = begin("cpu")
     message = (
         "layers.0, 1,048,676 B on cpu, lies in none of the 0 exportable allocations (another connector or allocator has made it); "
         "or set connector.share: pool"
@@ -272,36 +248,16 @@ def test_a_kv_cache_that_got_no_memfd_is_said_to_have_got_none(
     def refuse(*_: object) -> int:
         raise OSError(24, "Too many open files")
 
-    exporter = begin("cpu", EARLY)
+    exporter = begin("cpu")
     monkeypatch.setattr(os, "memfd_create", refuse)
-    with pytest.raises(LayoutError, match="for the KV cache: .* Too many open files"):
-        exporter.regions({"layers.0": kv()})
-
-
-@pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "1.26.0", "dev", "0.3", "0.320.0", ""])
-def test_a_vllm_that_nobody_has_looked_at_is_refused(version: str) -> None:
-    exporter = begin("cpu", version)
-    assert exporter.context() is None
-    with pytest.raises(
-        SegmentError,
-        match=re.escape(
-            f"vcache does not know how vLLM {version} makes its KV cache (known: 0.26 to 0.33)"
-        ),
-    ):
-        exporter.regions({"layers.0": kv()})
-
-
-@pytest.mark.parametrize("version", ["0.26.0", "0.32.0+cpu", "0.33.1rc1", "0.29"])
-def test_builds_of_known_releases_are_known(version: str) -> None:
-    exporter = begin("cpu", version)
-    context = exporter.context()
-    with context or nullcontext():
+    with exporter.context() or nullcontext():
         layer = kv()
-    assert holds(layer, exporter.regions({"layers.0": layer}))
+    with pytest.raises(LayoutError, match="for the KV cache: .* Too many open files"):
+        exporter.regions({"layers.0": layer})
 
 
 def test_memory_of_another_kind_is_refused() -> None:
-    exporter = begin("xpu", ASKED)
+    exporter = begin("xpu")
     assert exporter.context() is None
     with pytest.raises(
         SegmentError, match="a KV cache on 'xpu' cannot be mapped by other processes"
@@ -309,10 +265,9 @@ def test_memory_of_another_kind_is_refused() -> None:
         exporter.regions({"layers.0": kv()})
 
 
-@pytest.mark.parametrize("version", [EARLY, ASKED])
 @pytest.mark.parametrize("place", ["enter", "leave"])
 def test_a_context_that_fails_does_not_raise_into_vllm(
-    monkeypatch: pytest.MonkeyPatch, version: str, place: str
+    monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("torch says no")
@@ -321,7 +276,7 @@ def test_a_context_that_fails_does_not_raise_into_vllm(
         monkeypatch.setattr(host_exportable.overrides, "_push_mode", fail)
     else:
         monkeypatch.setattr(host_exportable, "_leave", fail)
-    exporter = begin("cpu", version)
+    exporter = begin("cpu")
     with exporter.context() or nullcontext():
         layer = kv()
     with pytest.raises(
@@ -334,7 +289,7 @@ def test_a_context_that_fails_does_not_raise_into_vllm(
 
 
 def test_what_vllm_raises_within_its_context_is_vllms() -> None:
-    exporter = begin("cpu", ASKED)
+    exporter = begin("cpu")
     context = exporter.context()
     assert context is not None
     with pytest.raises(MemoryError), context:

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,9 +18,7 @@ from vcache_backend.errors import SegmentError
 from vcache_backend.metadata_server.messages import SegmentId, SegmentInfo
 from vcache_backend.vram_pool import cuda_driver, devices
 from vcache_backend.vram_pool.devices import Device
-from vcache_backend.vram_pool.pinned_segment import on_gpu
 from vcache_backend.vram_pool.segment import MappedSegment, OwnedSegment, create, map_segment
-from vcache_backend.vram_pool.slots import SlotView
 
 MIB = 1 << 20
 SIZE = 64 * MIB
@@ -27,6 +26,18 @@ SIZE = 64 * MIB
 
 def pattern(device: torch.device, nbytes: int = SIZE) -> torch.Tensor:
     return (torch.arange(nbytes, device=device) % 251).to(torch.uint8)
+
+
+class Memory(NamedTuple):
+    """Bytes that torch takes for a GPU's."""
+
+    address: int
+    nbytes: int
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        data = (self.address, False)
+        return {"shape": (self.nbytes,), "typestr": "|u1", "data": data, "version": 3}
 
 
 @contextmanager
@@ -111,12 +122,9 @@ def test_every_gpu_reads_and_writes_locked_host_memory_where_it_lies() -> None:
             with map_segment(
                 owned.info, owned.fd, devices.resolve("host", f"cuda:{ordinal}")
             ) as mapped:
-                slot = SlotView(mapped.whole.data_ptr(), SIZE, False, mapped.whole, 0)
-                seen = on_gpu(slot, ordinal).tensor
-                assert (seen.device, seen.data_ptr()) == (
-                    torch.device("cuda", ordinal),
-                    slot.address,
-                )
+                address = mapped.whole.data_ptr()
+                seen = torch.as_tensor(Memory(address, SIZE), device=f"cuda:{ordinal}")
+                assert (seen.device, seen.data_ptr()) == (torch.device("cuda", ordinal), address)
                 torch.add(pattern(seen.device), ordinal, out=seen)
                 torch.cuda.synchronize(ordinal)
                 assert torch.equal(other.tensor(0, SIZE), pattern(torch.device("cpu")) + ordinal)

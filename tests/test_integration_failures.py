@@ -88,8 +88,6 @@ class Fleet:
                 "sync_below_tokens": 1 << 20 if name == IN_STEP else 0,
             }
         }
-        if name == "checked":
-            settings["engine"] = {"chunk_size": CHUNK, "checksum": True}
         return self.here.connect(name, settings, max_num_batched_tokens=320)
 
 
@@ -527,15 +525,3 @@ def test_an_exception_of_ours_is_a_miss(
         fleet(IN_STEP if reader.name == BETWEEN else BETWEEN).again(stored.tokens).agrees(expected)
     )
     case.hits_again(reader)
-
-
-def test_wrong_bytes_are_computed_with_checksums(fleet: Fleet) -> None:
-    """Without, they are wrong tokens: see `test_integrations.py`."""
-    checked = fleet("checked")
-    case = make_case(fleet, checked)
-    with fleet.here.corrupted():
-        checked.forget()
-        case.right(checked.run(case.prompt, case.beside, together=True))
-        case.unpolluted(checked)
-    assert recomputed(checked) == HITS
-    case.hits_again(checked)

@@ -225,7 +225,7 @@ def test_a_server_killed_at_any_moment_leaves_what_it_has_acknowledged_or_is_abo
         for directory in kept(ledger)
     ]
     dice, turns = random.Random(2), set[int]()
-    for _ in range(150):
+    for _ in range(60):
         made = Ledger(EPOCH)
         there, acknowledged = os.pipe()
         server = os.fork()
@@ -238,7 +238,7 @@ def test_a_server_killed_at_any_moment_leaves_what_it_has_acknowledged_or_is_abo
         client = os.dup(made.fd)
         made.close()
         assert os.read(there, 8)
-        time.sleep(dice.uniform(0, 0.1))
+        time.sleep(dice.uniform(0, 0.05))
         os.kill(server, signal.SIGKILL)
         os.waitpid(server, 0)
         said = b""
@@ -254,7 +254,7 @@ def test_a_server_killed_at_any_moment_leaves_what_it_has_acknowledged_or_is_abo
         turns.add(turn)
         earlier.close()
         os.close(client)
-    assert len(turns) > 75
+    assert len(turns) > 30
 
 
 # ---- whom to believe

@@ -260,39 +260,6 @@ def test_a_load_that_is_settled_later_names_its_blocks_if_its_lease_did_not_hold
         assert served.settled()
 
 
-def flip_in_pool(inside: Inside, prompt: list[int], chunk: int) -> None:
-    session, names = inside.worker.session, inside.worker._names.keys(inside.keys(prompt))
-    lease = session.leases.acquire(names)
-    session.views(lease.locations)[chunk].tensor[77] ^= 2
-    assert session.leases.verdict(lease)
-
-
-@pytest.mark.parametrize("settles", [False, True], ids=["at once", "settled later"])
-def test_a_chunk_that_changed_in_the_pool_is_a_miss_where_there_are_checksums(
-    pool: Pool, settles: bool
-) -> None:
-    pool.node.serve(lease_seconds=60)
-    checked = {"vcache.engine.checksum": True}
-    writer, reader = pool.engine(extra=checked), pool.engine(lent=0, extra=checked)
-    writer.store(chunks(3))
-    assert all_of(reader.retrieve(chunks(3)), 3 * CHUNK)
-    assert reader.lookup(chunks(3), "behind") == 3 * CHUNK
-    assert reader.retrieve(chunks(3), request="behind", cached=CHUNK).tokens == 2 * CHUNK
-    writer.do(flip_in_pool, chunks(3), 1)
-    assert reader.lookup(chunks(3), "r") == 3 * CHUNK
-    if settles:
-        reader.do(settle_later)
-    assert reader.retrieve(chunks(3), request="r").tokens == (3 * CHUNK if settles else 0)
-    assert len(reader.do(settle)) == (3 * CHUNK // SMALL.block_size if settles else 0)
-    assert reader.do(failures) == {"checksum": 1}
-    # Its lease is over, and the chunk has left the pool.
-    assert pool.settled()
-    eventually(lambda: reader.lookup(chunks(3)) == CHUNK)
-    writer.store(chunks(3))
-    assert reader.retrieve(chunks(3), request="again").tokens == 3 * CHUNK
-    assert reader.do(settle) == []
-
-
 def test_chunks_removed_after_the_look_up_are_there_for_its_request_and_for_no_other(
     served: Pool,
 ) -> None:

@@ -127,7 +127,7 @@ def under_vllm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Instance]:
             has_kv_transfer_group=lambda: True, get_kv_transfer_group=lambda: group
         )
         monkeypatch.setitem(sys.modules, "vllm.distributed.kv_transfer", module)
-        monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.26.0"))
+        monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.31.0"))
         return discover(known, settings)
 
     return find

@@ -124,7 +124,7 @@ def used(alone: Stage) -> Client:
     owner.find(keys(5))  # as vLLM's workers, it has told no layout
     reader.show_reads([m.Reads(A, 1010 << 20, 2)])
     reader.report("error", MARKUP)
-    saved(reader, 0.0)
+    reader.list_segments()
     return reader
 
 
@@ -135,12 +135,6 @@ def looked_for(reader: Client) -> None:
     reader.find(keys(5))
     reader.acquire(keys(1))
     reader.looked_up(6 * 256, 3 * 256)
-
-
-def saved(reader: Client, seconds: float) -> None:
-    """So much prefill, or none yet, as the server hears at once."""
-    reader.saves(seconds)
-    reader.list_segments()
 
 
 def test_prometheus_has_what_the_server_knows(alone: Stage) -> None:
@@ -164,15 +158,9 @@ def test_prometheus_has_what_the_server_knows(alone: Stage) -> None:
     ] == [6 * 256, 3 * 256]
     assert ("vcache_namespace_hit_ratio_1m", "llama", "cafe") not in seen
     looked_for(reader)
-    saved(reader, 200.0)
+    reader.list_segments()
     eventually(
         lambda: samples(address).get(("vcache_namespace_hit_ratio_1m", "llama", "cafe")) == 0.5
-    )
-    eventually(
-        lambda: (
-            samples(address)["vcache_namespace_saved_prefill_seconds_total", "llama", "cafe"]
-            == 200.0
-        )
     )
     assert seen["vcache_server_request_seconds_count", "Publish"] == 1
     assert seen["vcache_server_request_seconds_sum", "Publish"] > 0
@@ -472,8 +460,6 @@ def test_a_browser_shows_the_page_and_what_clients_say_is_no_markup(alone: Stage
             json.loads(get(address, "/stats.json")[1])["hits_1m"] == {"cafe": [6 * 256, 3 * 256]}
         )
     )
-    saved(reader, 200.0)
-    eventually(lambda: json.loads(get(address, "/stats.json")[1])["saved_1h"] == 200.0)
     with Browser() as browser:
         browser.show(f"http://{address}/", 1200)
         eventually(lambda: browser.run("document.querySelector('#reports td') !== null"))
@@ -487,7 +473,6 @@ def test_a_browser_shows_the_page_and_what_clients_say_is_no_markup(alone: Stage
     for said in (
         "<td>1,536</td><td>768</td><td>50.0 %</td>",
         '<b>3</b><span class="dim">chunks in KV caches',
-        '<b>about 3 min 20 s</b><span class="dim">of prefill saved, the last hour',
         "1010 MiB, 2 refused",
         f"<th>{A.hex()[:8]}</th>",
     ):

@@ -279,29 +279,6 @@ def test_that_nothing_of_a_pool_can_be_locked_is_said_once(
     assert len(said(caplog, "cannot be mapped", logging.WARNING)) == 1
 
 
-def test_where_the_rest_of_a_resized_segment_cannot_be_locked_anew_the_whole_stays_and_no_heartbeat_tries_again(
-    shared: Node, pieces: FakeCuda, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Each try takes what there is of lockable memory for a moment, and all that launch work
-    wait.
-    """
-    mine = Cache(FLASH, SIZES)
-    made = engine(shared, "host:a", PIECE, mine)
-    has(made, 1)
-    tokens = prompt(CHUNK)
-    put(made, mine, tokens)
-    pieces.most_registered = PIECE
-    beats: list[int] = []
-    shared.client().resize_segment(shared.client().list_segments()[0].id, PIECE // 2)
-    eventually(lambda: said(caplog, "stays mapped as it was", logging.WARNING))
-    made._session.client.on_beat.append(
-        lambda: beats.append(pieces.calls.count("cuMemHostRegister"))
-    )
-    eventually(lambda: len(beats) > 3)
-    assert beats[0] == beats[-1] == 2, "it is not tried again"
-    assert get(made, mine, tokens) == CHUNK
-
-
 def test_the_bytes_go_there_and_back_before_the_pool_is_there(
     shared: Node, pieces: FakeCuda
 ) -> None:

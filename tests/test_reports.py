@@ -24,10 +24,10 @@ from vcache_backend.metadata_server import wire
 from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.layouts import MAX_NAMESPACES, MAX_REPORTS, Layouts, Reports
 from vcache_backend.metadata_server.placement import Peer
-from vcache_backend.metadata_server.records import LedgerState, ProcessId
+from vcache_backend.metadata_server.records import ProcessId
 from vcache_backend.metadata_server.server_stats import fitting
 from vcache_backend.metadata_server.service import Service
-from vcache_backend.metadata_server.succession import Predecessor
+from vcache_backend.metadata_server.succession import Predecessors
 
 SEED = "stepped aside: PYTHONHASHSEED is not set"
 
@@ -120,7 +120,7 @@ def test_reports_and_segments_that_no_message_could_hold_leave_the_statistics_an
     memfd: int,
 ) -> None:
     directory = Directory(ServerConfig(), lambda: 0.0)
-    service = Service(directory, 1, Predecessor(directory, LedgerState(), 1), max_segments=4096)
+    service = Service(directory, 1, Predecessors(directory, 1, 60.0), max_segments=4096)
     for number in range(MAX_REPORTS):
         service.answer(
             peer(),
@@ -135,7 +135,6 @@ def test_reports_and_segments_that_no_message_could_hold_leave_the_statistics_an
         layout = {"model": "m", "namespace": f"{number}" + "\u202e" * 99}
         service.layouts.add(peer(number), layout)
         service.layouts.looked_up(number, 1 << 70, 1 << 70)
-        service.layouts.saves(number, 1e9)
     stats, segments = (
         service.answer(peer(), request, [])[0] for request in (m.Stats(), m.ListSegments())
     )
@@ -146,7 +145,6 @@ def test_reports_and_segments_that_no_message_could_hold_leave_the_statistics_an
     assert len(stats.segments) == len(segments.segments) > 400
     assert stats.reports[-1].text.startswith(f"{MAX_REPORTS - 1} ")
     assert next(reversed(stats.hits)).startswith("199")
-    assert next(reversed(stats.saved)).startswith("199")
     service.close()
 
 
@@ -173,13 +171,11 @@ def test_what_connected_instances_have_asked_for_is_kept_longer_than_what_others
     for number in range(2, 2 * MAX_NAMESPACES):
         layouts.looked_up(1, 32, 16)
         layouts.add(peer(number), layout | {"namespace": f"{number}"})
-        layouts.saves(number, 2.0)
         layouts.drop(number)
     assert (layouts.hits["here"], len(layouts.hits)) == (
         [32 * (number - 1), 16 * (number - 1)],
         MAX_NAMESPACES,
     )
-    assert layouts.saved.keys() == layouts.hits.keys() - {"here"}
 
 
 # ---- what a person sees

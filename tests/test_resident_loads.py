@@ -225,20 +225,6 @@ def test_without_a_server_resident_chunks_are_read_all_the_same(tmp_path: Path) 
         assert reader.loaded(tokens, {number: there[number] for number in (0, 1)}) == (2, "server")
 
 
-def test_a_pooled_slot_that_does_not_fit_its_checksum_spoils_a_launch_with_resident_chunks(
-    here: Node,
-) -> None:
-    _, reader, tokens, there = beside(here, 3, segment_bytes=ROOM, checksum=True)
-    reader.put(tokens, [0, 2])
-    lease = reader.session.leases.acquire(reader.keys(tokens)[2:])
-    assert lease is not None
-    slot = reader.session.views(lease.locations)[0].tensor
-    slot[3] ^= 1
-    assert reader.loaded(tokens, {1: there[1]}) == (0, "checksum")
-    slot[3] ^= 1
-    reader.session.leases.release(lease)
-
-
 # ---- a block that is used again
 
 
@@ -584,14 +570,6 @@ def test_a_copy_that_failed_on_the_device_lets_go(here: Node) -> None:
     reader.copier.finished = Broken()
     assert reader.loaded(tokens, there) == (0, "copy")
     assert launches(reader) == 0
-
-
-def test_removing_what_was_loaded_is_about_the_pool(here: Node) -> None:
-    _, reader, tokens, there = beside(here, 3, segment_bytes=ROOM)
-    reader.put(tokens, [1])
-    load = reader.load(tokens, {number: there[number] for number in (0, 2)}, consume=True)
-    assert load.run(10) == 3
-    assert not reader.session.client.present(reader.keys(tokens)).present[1]
 
 
 # ---- on GPUs

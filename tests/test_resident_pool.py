@@ -99,10 +99,9 @@ class Watched:
             SimpleNamespace(num_tokens=4 * len(ids)),
             DEFAULT,
             loads=True,
-            consumes=False,
             rows=[array(NUMBERS, ids)],
         )
-        tracked.generations = [array(GENERATIONS, self.view.counters[ids])]
+        tracked.generations = array(GENERATIONS, self.view.counters[ids])
         at = np.array([[EACH * chunk, EACH * chunk + 1] for chunk in chunks], dtype="<u4")
         lies = {
             number: (OWNER, row.tobytes(), self.owner.counters[row].tobytes())
@@ -284,7 +283,6 @@ def test_nothing_that_lies_here_alone_leaves_before_a_copy_does(
                     SimpleNamespace(num_tokens=4),
                     DEFAULT,
                     loads=True,
-                    consumes=False,
                     rows=[array(NUMBERS, [hit])],
                     local=4,
                 ),

@@ -838,7 +838,7 @@ def test_the_protocol_s_own_words(alone: Stage, server: Child) -> None:
     assert cache[1][:3] == ["host", "host", "tokens heads"]
     assert other.ask("open_region", A, 0, 0) == ["count", 4 * 64 * 64]
     assert other.ask("open_process", A, -1) == ["count", os.getpid()]
-    assert len(other.fds) == 4  # with the hello came the witness
+    assert len(other.fds) == 4  # with the hello came the ledger
     assert [other.ask("close_instance", A) for _ in range(2)] == [["count", 1], ["count", 0]]
     for message in (
         ["open_cache", A, 1],

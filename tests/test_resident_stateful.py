@@ -32,8 +32,6 @@ NAMESPACES = {1: (b"namespac", 1), 2: (b"elsewher", 2)}
 IDS = [instance_id(number) for number in range(4)]
 RANKS = dict(zip(IDS, (1, 1, 2, 2), strict=True))
 """Of an instance, at first."""
-LED = IDS[-1]
-"""Of whose chunks only the first block counts."""
 WRITER = Peer(1, ProcessId(11, 5), "gpu-0", "cuda")
 ALL_KEYS = {
     (ranks, rank): [chunk_key(n, rank, NAMESPACES[ranks][0]) for n in range(KEYS)]
@@ -51,8 +49,8 @@ class Told:
     sequence: int
     by: set[int]
 
-    def blocks(self, lead: int = 0) -> set[bytes]:
-        blocks = self.place[0][: lead * 4 or None]
+    def blocks(self) -> set[bytes]:
+        blocks = self.place[0]
         return {blocks[at : at + 4] for at in range(0, len(blocks), 4)}
 
 
@@ -61,7 +59,6 @@ class Model:
     """One instance."""
 
     ranks: int
-    lead: int = 0
     whole: bool = True
     floor: int = 0
     told: dict[bytes, Told] = field(default_factory=dict)
@@ -81,12 +78,9 @@ class Model:
                 old.sequence = sequence
             return True
         new = Told(place, sequence, {rank})
-        rivals = [
-            k for k, one in self.told.items() if k == key or one.blocks(self.lead) & new.blocks()
-        ]
-        if any(self.told[k].sequence > sequence for k in rivals) or len(
-            new.blocks(self.lead)
-        ) * 4 < len(place[0][: self.lead * 4 or None]):
+        rivals = [k for k, one in self.told.items() if k == key or one.blocks() & new.blocks()]
+        twice = len(new.blocks()) * 4 < len(place[0])
+        if twice or any(self.told[k].sequence > sequence for k in rivals):
             return False
         if full and not rivals:
             return False
@@ -118,13 +112,12 @@ class ResidentMachine(RuleBasedStateMachine):
     @rule(instance=st.sampled_from(IDS), ranks=st.sampled_from([1, 2]))
     def come(self, instance: m.InstanceId, ranks: int) -> None:
         namespace, each = NAMESPACES[ranks]
-        lead = 1 if instance == LED else 0
-        self.residents.open(WRITER, m.Join(instance, namespace, BLOCKS, ranks, each, lead))
+        self.residents.open(WRITER, m.Join(instance, namespace, BLOCKS, ranks, each))
         self.residents.show(instance, True)
         if (known := self.model.get(instance)) is not None and known.ranks == ranks:
             known.whole = True
         else:
-            self.model[instance] = Model(ranks, lead)
+            self.model[instance] = Model(ranks)
 
     @rule(instance=st.sampled_from(IDS), whole=st.booleans())
     def show(self, instance: m.InstanceId, whole: bool) -> None:
@@ -267,7 +260,7 @@ class ResidentMachine(RuleBasedStateMachine):
             self.directory.go_on(100)
         for instance, model in self.model.items():
             holders = self.residents._of[instance].holders
-            told = {bytes(one.place[0]): one.blocks(model.lead) for one in model.told.values()}
+            told = {bytes(one.place[0]): one.blocks() for one in model.told.values()}
             assert {
                 numbers(block) for block, one in enumerate(holders) if one is not None
             } == set().union(*told.values())

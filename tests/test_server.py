@@ -5,7 +5,6 @@ arrays.
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import select
 import signal
@@ -19,16 +18,10 @@ import pytest
 from model import chunk_key
 from processes import PATIENT, SECONDS, Child, Raw, Stage, eventually, make_memfd, stage
 
-from vcache_backend.config import ServerConfig
-from vcache_backend.metadata_server import backlog, connection, processes, wire
 from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server import processes, wire
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.layouts import MAX_COMPARED
-from vcache_backend.metadata_server.placement import Peer
-from vcache_backend.metadata_server.records import LedgerState, ProcessId
-from vcache_backend.metadata_server.service import Service
-from vcache_backend.metadata_server.succession import Predecessor
 
 KIB = 1 << 10
 A, B, C, D, E = (chunk_key(n) for n in range(5))
@@ -95,7 +88,7 @@ def test_every_request_and_its_answer(
     assert (name, version, times, mismatches) == ("welcome", m.PROTOCOL_VERSION, [10.0, 30.0], [])
     assert isinstance(epoch, int)
     assert (worker.ask("hello", m.PROTOCOL_VERSION, "host", "host", {})[::2]) == ["error", False]
-    segment = ["s0", "host", "host", 4096, 0, 0, 0, 0, 4096, 0, "live", 0]
+    segment = ["s0", "host", "host", 4096, 0, 0, 0, 0, 4096, 0, "live"]
     assert worker.ask("list_segments") == ["segments", [segment]]
     assert worker.ask("open_segment", "s0") == ["opened", segment]
     assert os.fstat(worker.fds[-1]).st_ino == os.fstat(memfd).st_ino
@@ -127,9 +120,6 @@ def test_every_request_and_its_answer(
         ["count", 0],
     ]
     assert worker.ask("report", "info", "all is well") == ["count", 1]
-    assert worker.ask("resize_segment", "s0", 4 * KIB) == ["opened", segment]
-    refused = worker.ask("resize_segment", "s0", 5 * KIB), worker.ask("resize_segment", "s1", KIB)
-    assert [("vcache segment" in text, fatal) for _, text, fatal in refused] == [(True, False)] * 2
     assert worker.ask("drop_segment", "s0") == ["dropped", 0, True]
     eventually(lambda: not any("vcache-test" in name for name in server.fds()))
     assert [worker.ask(what, "s0")[0] for what in ("drop_segment", "open_segment")] == [
@@ -165,110 +155,6 @@ def test_a_segment_dropped_before_its_answer_left_is_the_one_that_is_handed_out(
     assert (opened[0], dropped) == ("opened", ["dropped", 0, True])
     assert os.fstat(worker.fds[-1]).st_ino == os.fstat(memfd).st_ino
     eventually(lambda: not any("vcache-test" in name for name in server.fds()))
-
-
-def test_memory_is_taken_back_from_a_segment_once_nobody_reads_it_and_the_rest_stays(
-    raw: Raw,
-) -> None:
-    fd, part, keys = make_memfd(1 << 20), 1 << 18, [A, B, C, D]
-    with mmap.mmap(fd, 0) as memory:
-        memory[:] = bytes(range(256)) * (1 << 12)
-        before = memory[: 2 * part]
-        assert raw.ask("add_segment", "s0", "host", "host", 1 << 20, fds=(fd,)) == [
-            "added",
-            0,
-            True,
-        ]
-        assert raw.ask("commit", raw.ask("reserve", keys, part)[1], []) == ["count", 4]
-        lease = raw.ask("acquire", keys)[1]
-        assert raw.ask("resize_segment", "s0", 2 * part)[1][-1] == 0
-        assert (raw.ask("lookup", keys, 1), memory[3 * part]) == (["count", 2], 0)
-        memory[3 * part + 1] = 17  # what is leased is there
-        assert os.fstat(fd).st_blocks * 512 == 1 << 20
-        assert raw.ask("release", lease) == ["verdict", True]
-        eventually(lambda: os.fstat(fd).st_blocks * 512 == 2 * part)
-        assert (memory[: 2 * part], memory[3 * part + 1], raw.ask("list_segments")[1][0][-1]) == (
-            before,
-            0,
-            2 * part,
-        )
-    os.close(fd)
-
-
-def test_what_a_late_writer_takes_of_memory_that_was_given_back_is_freed_when_it_is_over(
-    raw: Raw,
-) -> None:
-    fd, part = make_memfd(1 << 20), 1 << 18
-    with mmap.mmap(fd, 0) as memory:
-        assert raw.ask("add_segment", "s0", "host", "host", 1 << 20, fds=(fd,)) == [
-            "added",
-            0,
-            True,
-        ]
-        memory[:] = b"x" * (1 << 20)
-        reservation = raw.ask("reserve", [A, B, C, D], part)[1]
-        assert raw.ask("clear", b"") == ["count", 0]
-        assert raw.ask("resize_segment", "s0", 2 * part)[1][-1] == 2 * part
-        eventually(lambda: os.fstat(fd).st_blocks * 512 == 2 * part)
-        memory[:] = b"x" * (1 << 20)
-        assert raw.ask("abort", reservation) == ["count", 4]
-        eventually(lambda: os.fstat(fd).st_blocks * 512 == 2 * part)
-        assert memory[: 2 * part] == b"x" * (2 * part)
-    os.close(fd)
-
-
-def test_memory_is_taken_back_once_however_often_it_is_asked_for(raw: Raw, server: Child) -> None:
-    """Each part is mapped while it is freed, which takes a descriptor of the server's."""
-    fd, nbytes, part = make_memfd(1 << 28), 1 << 28, 1 << 16
-    with mmap.mmap(fd, 0) as memory:
-        memory[-400 * part :] = b"x" * (400 * part)
-    assert raw.ask("add_segment", "s0", "host", "host", nbytes, fds=(fd,)) == ["added", 0, True]
-    before, most = len(server.descriptors()), 0
-    for number in range(1, 401):
-        assert raw.ask("resize_segment", "s0", nbytes - number * part)[0] == "opened"
-        most = max(most, len(server.descriptors())) if number % 20 == 0 else most
-    assert most <= before + 2
-    eventually(lambda: os.fstat(fd).st_blocks == 0)
-    os.close(fd)
-
-
-def test_no_page_is_freed_before_the_journal_has_that_its_chunks_are_gone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A server killed in between would find them again, and zeros in them. A segment is resized
-    while pages of it are being freed.
-    """
-    monkeypatch.setattr(backlog, "AT_ONCE", 1)
-    monkeypatch.setattr(backlog, "SHARE", 1)
-    monkeypatch.setattr(connection, "FREEING_STEPS", 3)
-    directory, client = (
-        Directory(ServerConfig(), lambda: 0.0),
-        Peer(1, ProcessId(11, 5), "host", "host"),
-    )
-    service = Service(directory, 1, Predecessor(directory, LedgerState(), 1))
-    page, chunks, freed = mmap.PAGESIZE, 60, 0
-    fd = make_memfd(chunks * page)
-    fds = [os.dup(fd)]
-    with mmap.mmap(fd, 0) as memory:
-        memory[:] = b"x" * len(memory)
-        service.answer(client, m.AddSegment(m.SegmentId("s0"), "host", "host", chunks * page), fds)
-        keys = [chunk_key(number) for number in range(chunks)]
-        service.answer(client, m.Commit(directory.reserve(client, keys, page).reservation, []), [])
-        journal = set(range(chunks))
-        for turn in range(40):
-            directory.go_on(16)
-            if turn <= 10:
-                service.answer(
-                    client, m.ResizeSegment(m.SegmentId("s0"), (chunks - 3 * turn) * page), []
-                )
-            zeros = {number for number in journal if not memory[number * page]}
-            assert not zeros, "found again after a restart"
-            service.collect_dropped()
-            journal = {number for number in journal if directory.contains([keys[number]])[0]}
-            freed = sum(not memory[number * page] for number in range(chunks))
-    assert freed == 30
-    service.close()
-    os.close(fd)
 
 
 def test_stats_count_what_happened(worker: Raw) -> None:

@@ -7,7 +7,6 @@ has hardly room. `test_integrations.py` has what LMCache does too."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from vllm_cases import (
     BLOCK,
     CHUNK,
     OURS,
-    QUICK,
     SCATTER,
     TINY,
     Instance,
@@ -27,7 +25,6 @@ from vllm_cases import (
     meddled,
     missing,
     new_tokens,
-    node,
     stopped_at,
 )
 
@@ -279,28 +276,6 @@ def test_an_announced_prefix_that_is_there_needs_no_waiting(
     assert answer.said == a.one(tokens).said
 
 
-def test_chunks_for_one_reader_leave_with_it(
-    here: Node, a: Instance, b: Instance, later: Instance
-) -> None:
-    for reader in (b, later):
-        tokens, before = new_tokens(3 * CHUNK + 1), here.chunks()
-        computed = here.keep(a, tokens)
-        answer = reader.one(tokens, params=vcache(consume_once=True))
-        assert answer.cached == 3 * CHUNK
-        assert answer.agrees(computed)
-        assert here.chunks() == before
-        assert reader.again(tokens).cached == 0
-
-
-def test_two_readers_of_chunks_for_one_both_answer_right(
-    here: Node, a: Instance, b: Instance
-) -> None:
-    tokens = new_tokens(6 * CHUNK + 1)
-    computed = here.keep(a, tokens)
-    answers = b.run(*[Prompt(tokens, params=vcache(consume_once=True))] * 2, together=True)
-    assert all(answer.agrees(computed) for answer in answers)
-
-
 def test_an_aborted_request_gives_its_blocks_back(
     here: Node, a: Instance, tiny: Instance, aside: Instance
 ) -> None:
@@ -389,36 +364,3 @@ def test_vllm_counts_hits_by_whose_segment_they_lay_in(here: Node, a: Instance) 
     ]
     assert counted == [6 * CHUNK, 2 * CHUNK, 0, 0]
     far.close()
-
-
-# ---- what hits save
-
-
-@pytest.mark.parametrize("sync_below", [4096, 0])
-def test_the_server_hears_how_much_prefill_hits_have_saved(tmp_path: Path, sync_below: int) -> None:
-    """By what a token takes in whole prompts, less the time of the loads; nothing for what was
-    loaded in vain.
-    """
-    with node(tmp_path, QUICK) as own:
-        writer, reader = (
-            own.connect("writer"),
-            own.connect("reader", {"connector": {"sync_below_tokens": sync_below}}),
-        )
-        hits = [new_tokens(12 * CHUNK + 1) for _ in range(3)]
-        for tokens in hits:
-            own.keep(writer, tokens, max_tokens=1)
-        assert reader.one(hits[0], max_tokens=1).cached == 12 * CHUNK
-        assert reader.ask("estimate")[0] is None, "nobody knows what it has saved"
-        for _ in range(3):
-            reader.run(
-                *(Prompt(new_tokens(12 * CHUNK), max_tokens=1) for _ in range(2)), together=True
-            )
-        with meddled(reader, SCATTER, "raise"):
-            reader.one(hits[1], max_tokens=1)
-        each, before = reader.ask("estimate")
-        eventually(lambda: list(own.stats().saved.values()) == [0.0])
-        assert reader.one(hits[2], max_tokens=1).cached == 12 * CHUNK
-        again, after = reader.ask("estimate")
-        assert each == again > 0.0, "a hit does not tell what a token takes"
-        saved = max(12 * CHUNK * each - (after - before), 0.0)
-        eventually(lambda: list(own.stats().saved.values()) == [pytest.approx(saved)])

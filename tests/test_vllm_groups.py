@@ -9,11 +9,8 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 from processes import PATIENT, eventually
 from vllm_cases import (
@@ -22,7 +19,6 @@ from vllm_cases import (
     FOREVER,
     SCATTER,
     VIEWS,
-    Answer,
     Node,
     Prompt,
     meddled,
@@ -53,8 +49,8 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from vcache_backend.config import EngineConfig, from_dict
-from vcache_backend.errors import ConfigError, LayoutError
-from vcache_backend.integration.vllm import compat, groups, model_spec
+from vcache_backend.errors import LayoutError
+from vcache_backend.integration.vllm import compat, exportable, groups, model_spec
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.transfer.keys import state_keys
 
@@ -217,42 +213,6 @@ def test_of_what_vllm_has_itself_nothing_is_wanted_and_what_chunks_lack_is_not_t
     ]
 
 
-def looked_at(found: groups.Groups, chunks: int) -> npt.NDArray[np.bool_]:
-    """Of each chunk's blocks those that hold a token which is looked at behind so many chunks."""
-    needed, stop = np.zeros((chunks, found.blocks), dtype=np.bool_), 0
-    for group, share in zip(found.groups, found.shares, strict=True):
-        each, end = found.size // group.block_size, chunks * found.size
-        stop += share.of(found.size)
-        skipped = max(0, end - group.window + 1) if group.window else 0
-        for position in range(skipped // group.block_size, end // group.block_size):
-            needed[position // each, stop - each + position % each] = True
-    return needed
-
-
-def test_a_hit_ends_where_all_is_there_that_vllm_looks_at_behind_it() -> None:
-    """By vLLM's own rule for the tokens that a window skips."""
-    choice, longest, cut = random.Random(7), 0, 0
-    for _ in range(CASES):
-        size, windows = (
-            choice.choice([32, 64]),
-            [choice.randrange(2, 200) for _ in range(choice.randrange(1, 3))],
-        )
-        sizes = [choice.choice([16, 32]) for _ in windows]
-        found = groups.read(caches(spec(), *map(spec, windows, sizes)), size)
-        chunks = choice.randrange(0, 8)
-        right = np.random.default_rng(choice.randrange(1 << 30)).random(
-            (chunks, found.blocks)
-        ) < choice.choice([0.8, 0.95, 1.0])
-        ends = [end for end in range(chunks + 1) if right[:end][looked_at(found, end)].all()]
-        leading = next(
-            (chunk for chunk in range(chunks) if not right[chunk, : found.lead].all()), chunks
-        )
-        assert found.reach(right) == (ends[-1], leading)
-        assert (found.needed(chunks) == looked_at(found, chunks)).all()
-        longest, cut = longest + (ends[-1] == chunks > 0), cut + (0 < ends[-1] < leading)
-    assert min(longest, cut) > CASES // 50
-
-
 class Running:
     """A request in vLLM's own manager, and what vLLM's worker has in the blocks of its states."""
 
@@ -393,9 +353,7 @@ def test_a_pipeline_stage_without_layers_of_a_kind_has_blocks_split_as_all_are(l
         )
 
 
-def test_states_that_nobody_can_tell_the_tokens_of_are_refused_and_so_is_vllm_before_0_30(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_states_that_nobody_can_tell_the_tokens_of_are_refused() -> None:
     for change, advice in (
         ({"mamba_cache_mode": "none"}, "without --no-enable-prefix-caching"),
         ({"num_speculative_blocks": 2}, "without --speculative-config"),
@@ -404,14 +362,6 @@ def test_states_that_nobody_can_tell_the_tokens_of_are_refused_and_so_is_vllm_be
             groups.read(caches(state(**change), spec()), 64)
     with pytest.raises(LayoutError, match="none keeps tokens"):
         groups.read(caches(state()), 64)
-    config = vllm_config(use_v2_model_runner=False)
-    model = compat.read_model(config, caches(spec()), "named")
-    monkeypatch.setattr(compat, "hash_seed", lambda config: "0")
-    settings = from_dict({"engine": {"chunk_size": 64}})
-    for results, refused in ((object, None), (None, "take vLLM 0.30")):
-        monkeypatch.setattr(compat, "_results", results)
-        reason = compat.refusal(config, caches(state(), spec()), model, settings)
-        assert reason is refused is None or refused in str(reason)
 
 
 def test_states_that_lie_elsewhere_than_tokens_are_refused() -> None:
@@ -458,6 +408,30 @@ def test_groups_that_are_not_vllms_prefix_cache_are_refused() -> None:
     assert groups.read(caches(kept), 64).text == "window49/16"
 
 
+def test_another_release_of_vllm_is_refused_in_one_line_that_says_which_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config, settings = vllm_config(), from_dict({"engine": {"chunk_size": 64}})
+    model = compat.read_model(config, caches(spec()), "named")
+    for version in ("0.30.2", "0.34.0", "1.31.0", "dev", "0.3", "0.320.0", ""):
+        monkeypatch.setattr(vllm, "__version__", version)
+        said = compat.refusal(config, caches(spec()), model, settings)
+        assert said == f"vLLM {version} is not supported: install vllm>=0.31,<0.34"
+    for version in ("0.31.0", "0.32.0+cpu", "0.33.1rc1", "0.33"):
+        assert compat.unsupported(version) is None
+
+
+def test_in_place_several_tables_or_one_of_a_window_are_refused_and_a_pool_is_named() -> None:
+    config = vllm_config(use_v2_model_runner=False)
+    for specs in ((spec(33), spec()), (spec(33),), (state(), spec())):
+        model = compat.read_model(config, caches(*specs), "named")
+        said = str(exportable.refusal(config, caches(*specs), model))
+        assert said.endswith("is shared through a pool only: set connector.share: pool")
+        assert "\n" not in said
+        auto = exportable.decide(from_dict({}), config, caches(*specs), model)
+        assert auto.connector.share == "pool"
+
+
 def test_one_table_of_all_tokens_adds_nothing_to_the_namespace_and_others_say_what_they_are(
     tmp_path: Path,
 ) -> None:
@@ -483,24 +457,6 @@ def test_a_chunk_that_is_not_made_of_whole_blocks_of_every_group_is_refused_with
         groups.read(caches(spec(33), spec(0, 32)), 80)
 
 
-def test_states_beside_any_connector_end_vllm_0_26_which_would_give_wrong_tokens(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=True))
-    compat.check_states(config, caches(state(), spec()))
-    monkeypatch.setattr(vllm, "__version__", "0.26.0+cpu")
-    for wrong in (caches(state(), spec()), caches(state(), state())):
-        with pytest.raises(ConfigError, match="--no-enable-prefix-caching, or take vLLM 0.27"):
-            compat.check_states(config, wrong)
-    for fine in (caches(spec(33), spec()), caches(state())):
-        compat.check_states(config, fine)
-    config.cache_config.enable_prefix_caching = False
-    compat.check_states(config, caches(state(), spec()))
-    monkeypatch.setattr(vllm, "__version__", "0.27.1")
-    config.cache_config.enable_prefix_caching = True
-    compat.check_states(config, caches(state(), spec()))
-
-
 # ---- real vLLM
 
 
@@ -511,40 +467,30 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 
 class Pair:
-    """Two instances of one model: `a` loads in the step where it can, `b` between steps. In place
-    `a` has few blocks.
-    """
+    """Two instances of one model: `a` loads in the step where it can, `b` between steps."""
 
-    def __init__(self, here: Node, layers: str, window: int, in_place: bool) -> None:
+    def __init__(self, here: Node, layers: str, window: int) -> None:
         folder, states = here.folder / f"{layers}{window}", layers == STATES
         if not folder.exists():
             _ = write_states(folder) if states else write_model(folder, layers, window)
         self.model = model = str(folder)
-        share: dict[str, Any] = {"share": "in_place", "min_hit_tokens": CHUNK} if in_place else {}
+        # Hits end with vLLM's blocks, and states are where steps end.
         few: dict[str, Any] = (
-            {"kv_cache_memory_bytes": 45 * BLOCK * TOKEN_BYTES} if in_place else {}
+            {"block_size": CHUNK, "max_num_batched_tokens": 8 * CHUNK} if states else {}
         )
-        if states:
-            # Hits end with vLLM's blocks, and states are where steps end.
-            few, share = {"block_size": CHUNK, "max_num_batched_tokens": 8 * CHUNK}, {}
-        name = f"{layers}{window}{'-in-place' * in_place}"
+        name = f"{layers}{window}"
         # What vLLM's own cache keeps of each step, to compare with.
         kept = {"prefix_cache_retention_interval": CHUNK} if states else {}
-        self.a = here.connect(f"{name}-a", {"connector": share}, model=model, **few, **kept)
+        self.a = here.connect(f"{name}-a", model=model, **few, **kept)
         # Its steps are others, of which no answer may depend.
         steps = few | {"max_num_batched_tokens": 3 * CHUNK} if states else {}
         self.b = here.connect(
-            f"{name}-b", {"connector": share | {"sync_below_tokens": 0}}, model=model, **steps
+            f"{name}-b", {"connector": {"sync_below_tokens": 0}}, model=model, **steps
         )
         full = layers.count("f")
         self.tables = len(layers) // (min(full, len(layers) - full) or len(layers))
         self.full, self.window = self.tables * full // len(layers), window
         self.block, self.states = CHUNK if states else BLOCK, 2 if states else 0
-        if in_place:
-            # What is told before the server knows an instance it is told again a second later.
-            tokens = new_tokens(CHUNK + 5)
-            self.a.one(tokens)
-            eventually(lambda: self.b.again(tokens).cached == CHUNK)
 
     def needed(self) -> int:
         """Blocks that a hit of `HIT` tokens fills: of full attention all, of the others those of
@@ -562,9 +508,7 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pairs(here: Node) -> Callable[..., Pair]:
-    return functools.cache(
-        lambda layers, window, in_place=False: Pair(here, layers, window, in_place)
-    )
+    return functools.cache(lambda layers, window: Pair(here, layers, window))
 
 
 SYNCHRONOUS, LOOKUPS = (
@@ -739,137 +683,13 @@ def test_a_state_that_goes_before_a_lease_is_on_it_fails_no_step(
 
 @HERE
 @pytest.mark.parametrize(("layers", "window"), [("sfsf", 64), (STATES, 0)])
-def test_chunks_that_are_announced_are_waited_for_and_what_is_for_one_reader_goes_with_it(
+def test_chunks_that_are_announced_are_waited_for(
     here: Node, pairs: Callable[..., Pair], layers: str, window: int
 ) -> None:
-    pair, tokens, before = pairs(layers, window), new_tokens(HIT + 5), here.chunks()
-    asked = {
-        "vcache": {"announced": True, "wait_seconds": 60, "consume_once": True, "store": False}
-    }
+    pair, tokens = pairs(layers, window), new_tokens(HIT + 5)
+    asked = {"vcache": {"announced": True, "wait_seconds": 60, "store": False}}
     pair.b.tell("run", [Prompt(tokens, params=asked)], False)
     cold = pair.a.one(tokens)
     (answer,) = pair.b.answer()
     assert (cold.cached, answer.cached) == (0, HIT)
     assert answer.agrees(cold)
-    # The state that nobody needed stays.
-    eventually(lambda: here.stats().chunks == before + bool(pair.states))
-    # What it stored would come while the next test counts.
-    assert pair.b.again(tokens, params={"vcache": {"store": False}}).cached == 0
-
-
-# ---- in place
-
-
-VERDICT = "vcache_backend.transfer.resident:_ResidentPiece.settle"
-WIDE = "sfsf", 100
-"""Its window is wider than a chunk, and ends within a block."""
-
-
-@HERE
-@pytest.mark.parametrize(
-    "length", [HIT + 5, 1000], ids=["vLLM keeps the window", "vLLM would give it away first"]
-)
-def test_a_hit_in_place_is_equal_to_vllms_own_and_fills_what_it_needs_and_nothing_else(
-    pairs: Callable[..., Pair], length: int
-) -> None:
-    pair, tokens = pairs(*WIDE, in_place=True), new_tokens(length)
-    cold = pair.a.one(tokens)
-    # The head of the queue, in which what vLLM would give away lay.
-    pair.a.one(new_tokens(5 * BLOCK))
-    assert pair.a.ask("told")
-    assert cold.cached == 0
-    pair.b.ask("poison")
-    hit = pair.b.one(tokens[: HIT + 5])
-    assert pair.b.ask("written") == pair.needed() + pair.tables
-    again = pair.b.one(tokens[: HIT + 5])
-    assert (hit.cached, again.cached) == (HIT, HIT)
-    assert hit.said == again.said
-    assert pair.b.again(tokens).agrees(cold)
-
-
-@HERE
-def test_bytes_in_place_just_inside_of_a_window_matter_and_those_just_outside_are_not_read(
-    pairs: Callable[..., Pair],
-) -> None:
-    pair, tokens = pairs(*WIDE, in_place=True), new_tokens(HIT + 5)
-    assert pair.a.one(tokens).cached == 0
-    assert pair.a.ask("told")
-    own = pair.b.again(tokens)
-    assert own.cached == HIT
-    windowed, first = 1, HIT // BLOCK - pair.needed() + HIT // BLOCK
-    for block, equal in ((first, False), (first - 1, True), (HIT // BLOCK - 1, False)):
-        chunk, at = divmod(block, CHUNK // BLOCK)
-        # Twice is as if never.
-        for signs in (equal, True):
-            assert pair.a.ask("negate", chunk - HIT // CHUNK, windowed, at), (
-                "it still holds what was published"
-            )
-            answer = pair.b.again(tokens)
-            assert (answer.cached, answer.said == own.said) == (HIT, signs), block
-
-
-def passed(pair: Pair) -> tuple[list[int], Answer]:
-    """A prompt of `a`, whose answer was so long that the window at the prompt's end leaves before
-    all else; and its answer.
-    """
-    tokens = new_tokens(14 * CHUNK + 5)
-    pair.b.forget()
-    cold = pair.b.one(tokens, fresh=True)
-    pair.a.forget()
-    pair.a.one(tokens, max_tokens=120, fresh=True)
-    assert pair.a.ask("told")
-    return tokens, cold
-
-
-def use_again(pair: Pair) -> None:
-    pair.a.one(new_tokens(28 * BLOCK - 10))
-
-
-@HERE
-def test_a_window_in_place_that_its_owner_has_used_again_is_not_loaded(
-    pairs: Callable[..., Pair],
-) -> None:
-    """What looks at all tokens is still there."""
-    pair = pairs(*WIDE, in_place=True)
-    tokens, cold = passed(pair)
-    found = pair.b.again(tokens)
-    assert (found.cached, found.agrees(cold)) == (14 * CHUNK, True)
-    # With another prompt: the owner keeps for longer what it hears was read.
-    tokens, cold = passed(pair)
-    use_again(pair)
-    found = pair.b.again(tokens)
-    assert (found.cached, found.agrees(cold)) == (0, True)
-
-
-@HERE
-def test_a_window_that_its_owner_uses_again_while_it_is_read_is_computed_with_all_before_it(
-    pairs: Callable[..., Pair],
-) -> None:
-    pair = pairs(*WIDE, in_place=True)
-    tokens, cold = passed(pair)
-    pair.b.forget()
-    changed = pair.b.counter("vllm:vcache_failures", cause="changed")
-    with stopped_at(pair.b, VERDICT) as place:
-        (answer,) = place.while_there(lambda: use_again(pair), Prompt(tokens))
-    assert pair.b.counter("vllm:vcache_failures", cause="changed") == changed + 1
-    assert answer.cached == 0
-    assert answer.agrees(cold)
-
-
-@HERE
-def test_what_many_prompts_begin_with_is_found_in_place_once_two_have_computed_it(
-    pairs: Callable[..., Pair],
-) -> None:
-    """Its first owner has given the window there away, as vLLM does in the middle of a prompt."""
-    pair, head = pairs(*WIDE, in_place=True), new_tokens(6 * CHUNK)
-    first, second, third = (head + new_tokens(5 * CHUNK) for _ in range(3))
-    assert pair.a.one(first).cached == 0
-    pair.a.one(new_tokens(28 * BLOCK))
-    assert pair.a.ask("told")
-    assert pair.b.again(second).cached == 0
-    # The head of the queue, in which what vLLM would give away lay.
-    pair.b.one(new_tokens(28 * BLOCK))
-    assert pair.b.ask("told")
-    hit = pair.a.again(third)
-    assert hit.cached == 6 * CHUNK
-    assert hit.agrees(pair.b.one(third, fresh=True))

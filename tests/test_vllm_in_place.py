@@ -244,10 +244,9 @@ def test_a_preempted_requests_blocks_are_published_anew_when_it_has_got_others(
     }
 
 
-@pytest.mark.parametrize("windows", [(), (1000,)], ids=["", "of two block tables"])
 @pytest.mark.parametrize("hit", [10, 11], ids=["one that an earlier step had begun", "others, too"])
 def test_blocks_whose_step_never_ran_are_not_published(
-    make: Callable[..., Engine], hit: int, windows: tuple[int, ...]
+    make: Callable[..., Engine], hit: int
 ) -> None:
     """vLLM knows them by their tokens as soon as it plans the step. A request that goes before its
     owner takes the step away from it, and then its owner finds them in vLLM's own cache, never
@@ -257,7 +256,7 @@ def test_blocks_whose_step_never_ran_are_not_published(
         "long_prefill_token_threshold": 2 * CHUNK,
         "max_num_batched_tokens": 5 * BLOCK + 8,
     }
-    engine = make(blocks=(1 + len(windows)) * (hit + 2) + 1, arguments=steps, windows=windows)
+    engine = make(blocks=hit + 3, arguments=steps)
     gone = engine.add(new_tokens((hit + 1) * BLOCK - 10), priority=1)
     engine.step()
     first = engine.add(new_tokens(BLOCK), max_tokens=8)
@@ -276,12 +275,12 @@ def test_blocks_whose_step_never_ran_are_not_published(
 # ---- resets
 
 
-@pytest.mark.parametrize(("connector", "windows"), [(False, ()), (True, ()), (True, (100,))])
+@pytest.mark.parametrize("connector", [False, True])
 def test_what_began_before_a_reset_is_never_published(
-    make: Callable[..., Engine], connector: bool, windows: tuple[int, ...]
+    make: Callable[..., Engine], connector: bool
 ) -> None:
     """vLLM refuses, as the request runs; whoever resets changes the weights all the same."""
-    engine = make(blocks=60, windows=windows)
+    engine = make(blocks=60)
     request = engine.add(new_tokens(3 * CHUNK - 2), max_tokens=3 * CHUNK)
     short = engine.add(new_tokens(BLOCK // 2), max_tokens=3 * CHUNK)
     engine.step()
@@ -352,7 +351,7 @@ def test_what_fails_as_a_step_is_planned_is_not_vllms(
     assert engine.published(request, engine.step())
 
 
-# ---- several block tables
+# ---- whatever happens
 
 
 class Written(Engine):
@@ -360,129 +359,72 @@ class Written(Engine):
     nobody's, or was computed from such.
     """
 
-    def __init__(self, here: Node, undo: ExitStack, windows: list[int], policy: str) -> None:
+    def __init__(self, here: Node, undo: ExitStack, policy: str) -> None:
         more: dict[str, Any] = {"max_num_batched_tokens": 320, "scheduling_policy": policy}
         if policy == "priority":
             more |= {
                 "long_prefill_token_threshold": 2 * CHUNK,
                 "max_num_batched_tokens": 5 * BLOCK + 8,
             }
-        super().__init__(here, undo, blocks=60, windows=windows, arguments=more)
-        self.windows, self.holds, self.wrong = (
-            [*windows, 0],
-            np.zeros((60, BLOCK), dtype=np.int64),
-            0,
-        )
+        super().__init__(here, undo, blocks=30, arguments=more, sync_below_tokens=0)
+        self.holds, self.wrong = np.zeros((30, BLOCK), dtype=np.int64), 0
         self.told: list[tuple[int, int, Any]] = []
         """Blocks that were published, their generations, and what they should hold."""
         self.show(here, undo)
 
-    def places(self, request: Request, start: int, stop: int, group: int) -> tuple[Any, Any]:
+    def places(self, request: Request, start: int, stop: int) -> tuple[Any, Any]:
         """Of tokens [start, stop): where they lie, and what should lie there."""
-        row = np.array(self.scheduler.kv_cache_manager.get_block_ids(request.request_id)[group])
-        at = np.arange(max(0, start), stop)
-        return (row[at // BLOCK], at % BLOCK), standing_for(request, group)[at]
+        row = np.array(self.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0])
+        at = np.arange(start, stop)
+        return (row[at // BLOCK], at % BLOCK), standing_for(request)[at]
 
     def ran(self, output: Any) -> None:
         for name, count in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[name]
             stop = request.num_computed_tokens
-            start, right = stop - count, True
-            for group, window in enumerate(self.windows):
-                lies, due = self.places(request, start - window + 1 if window else 0, start, group)
-                right &= bool((self.holds[lies] == due).all())
+            lies, due = self.places(request, 0, stop - count)
+            right = bool((self.holds[lies] == due).all())
             self.wrong += not right
-            for group in range(len(self.windows)):
-                lies, due = self.places(request, start, stop, group)
-                self.holds[lies] = due if right else 0
+            lies, due = self.places(request, stop - count, stop)
+            self.holds[lies] = due if right else 0
 
     def note(self, meta: StepMetadata) -> None:
         """What the step publishes. Of a request that ended with it, nobody knows the tokens."""
-        found = self.half.publications._groups
         for spec in meta.publications:
             if (request := self.scheduler.requests.get(spec.request_id)) is None:
                 continue
             for key, (blocks, generations) in zip(spec.keys, lying(spec), strict=True):
-                due, end = list[Any](), (self.keys(request).index(key) + 1) * CHUNK
-                for group, share in zip(found.groups, found.shares, strict=True):
-                    named = standing_for(request, group.number)
-                    due += [
-                        named[at : at + BLOCK]
-                        for at in range(end - (share.tail or CHUNK), end, BLOCK)
-                    ]
+                end, named = (self.keys(request).index(key) + 1) * CHUNK, standing_for(request)
+                due = [named[at : at + BLOCK] for at in range(end - CHUNK, end, BLOCK)]
                 self.told += zip(blocks, generations, due, strict=True)
 
     def load(self, spec: LoadSpec, owner: Engine) -> bool:
         """As a worker does."""
         counters, right = owner.half.publications.generations.counters, True
-        for chunk, mine in enumerate(np.array(spec.blocks).reshape(len(spec.keys), -1)):
-            one, wanted = ResidentChunk.unpacked(*spec.residents[chunk]).only(mine >= 0), mine >= 0
+        for chunk in range(len(spec.keys)):
+            one = ResidentChunk.unpacked(*spec.residents[chunk])
             right &= bool((counters[one.blocks] == one.generations).all())
-            self.holds[mine[wanted]] = owner.holds[one.blocks[wanted]]
+            at = np.arange(max(spec.skip, chunk * EACH), min(spec.stop, (chunk + 1) * EACH))
+            self.holds[np.array(spec.blocks)[at]] = owner.holds[one.blocks[at - chunk * EACH]]
         return right
 
 
-def standing_for(request: Request, group: int) -> Any:
-    """A number for each token with all before it, in this group."""
+def standing_for(request: Request) -> Any:
+    """A number for each token with all before it."""
     numbers = itertools.accumulate(
         request.all_token_ids, lambda last, token: hash((last, token)) // 16 * 16, initial=0
     )
-    return np.fromiter(numbers, dtype=np.int64)[1:] + group
+    return np.fromiter(numbers, dtype=np.int64)[1:]
 
 
-def test_what_is_computed_behind_a_window_that_was_never_written_is_not_published(
-    make: Callable[..., Engine],
-) -> None:
-    """vLLM's own cache may know it all the same, behind blocks that look at all tokens and are
-    right.
-    """
-    engine, tokens = make(blocks=60, windows=[100]), new_tokens(4 * CHUNK + 5)
-    for spoiled in (False, True):
-        first = engine.add(tokens[: 3 * CHUNK + 5])
-        engine.step()
-        (_, _, last) = engine.published(first)
-        engine.finish(first)
-        if spoiled:
-            engine.half.publications.generations.void(last.blocks[-1:])
-        longer = engine.add(tokens)
-        engine.step()
-        assert (engine.hit(longer), engine.numbers(longer)) == (3 * CHUNK, [] if spoiled else [3])
-        engine.finish(longer)
-        tokens = new_tokens(len(tokens))
-
-
-def test_a_block_that_a_window_has_passed_is_not_filled_with_the_wider_block_that_it_began(
-    make: Callable[..., Engine],
-) -> None:
-    """Somebody else has it by then, and has not filled it."""
-    engine = make(blocks=20, windows=[BLOCK + 8], widest=4 * BLOCK)
-    first = engine.add(new_tokens(2 * BLOCK + 8), max_tokens=3 * BLOCK)
-    engine.step()
-    manager, counters = (
-        engine.scheduler.kv_cache_manager,
-        engine.half.publications.generations.counters,
-    )
-    passed = manager.get_block_ids(first.request_id)[0][0]
-    engine.step()
-    later = engine.add(new_tokens(5), max_tokens=BLOCK - 5)
-    while manager.get_block_ids(later.request_id)[0] != [passed]:
-        engine.step()
-    while first.num_computed_tokens < 4 * BLOCK:
-        engine.step()
-        assert counters[passed] & np.uint64(1)
-    assert engine.published(first)
-
-
-@pytest.mark.parametrize(("windows", "policy"), [([100], "priority"), ([40, 200], "fcfs")])
-def test_of_several_block_tables_what_is_published_holds_what_it_should_whatever_happens(
-    here: Node, windows: list[int], policy: str
-) -> None:
+@pytest.mark.parametrize("policy", ["priority", "fcfs"])
+def test_what_is_published_holds_what_it_should_whatever_happens(here: Node, policy: str) -> None:
     """Two instances of vLLM's scheduler compute, load from each other, fail to, preempt and reset
     at random. By priority steps are taken away from requests, and vLLM's own cache then knows
     blocks that were never written: what is computed from those is not published."""
     choice, seen = random.Random(5), Counter[str]()
     with ExitStack() as undo:
-        both = [Written(here, undo, windows, policy) for _ in range(2)]
+        both = [Written(here, undo, policy) for _ in range(2)]
         heads, loads = (
             [new_tokens(choice.randrange(2, 6) * CHUNK) for _ in range(3)],
             dict[int, list[LoadSpec]]({0: [], 1: []}),

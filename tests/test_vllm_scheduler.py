@@ -38,14 +38,14 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from vcache_backend import status
-from vcache_backend.config import ByteSize, ConnectorConfig, PoolConfig
+from vcache_backend.config import ConnectorConfig
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.integration.vllm import (
     compat,
     groups,
+    hints,
     introduction,
     lookups,
-    savings,
     synchronous,
     tracked,
 )
@@ -219,7 +219,6 @@ class Side:
         )
         meta = self.half.begin(output)
         self.half.add_stores(output, meta)
-        self.half.savings.scheduled(output, meta)
         return meta
 
 
@@ -964,44 +963,6 @@ def test_workers_that_never_describe_their_kv_caches_are_named(
     late.close()
 
 
-def test_a_pool_that_nothing_is_stored_in_is_told_with_its_size(
-    make: Callable[..., Side], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Several block tables, in place, with a pool beside."""
-    side = make(window=WINDOW)
-    connector = msgspec.structs.replace(side.config.connector, share="in_place")
-    pool = PoolConfig(device="host", segment_bytes=ByteSize(1 << 20))
-    config = msgspec.structs.replace(side.config, connector=connector, pool=pool)
-    SchedulerSide(side.vllm, side.caches, config, True, True, side.meter).close()
-    (said,) = [line for line in caplog.messages if "nothing is stored in" in line]
-    assert said.startswith("vcache: pool.segment_bytes: 1 MiB lends memory")
-    assert said.endswith("set pool.segment_bytes: 0, or connector.share: pool")
-
-
-@pytest.mark.parametrize("sync", [0, 2048])
-def test_where_a_load_cannot_fail_by_request_it_runs_in_the_step_or_not_at_all(
-    make: Callable[..., Side],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    sync: int,
-) -> None:
-    """As before vLLM 0.30. Chunks are stored all the same."""
-    monkeypatch.setattr(compat, "fails_by_request", lambda: False)
-    side, request, other = make(window=WINDOW, sync_below_tokens=sync), new_request(), new_request()
-    assert len([line for line in caplog.messages if "none is loaded" in line]) == (not sync)
-    side.put(request)
-    assert side.matched(request) == ((CHUNKS * CHUNK, False) if sync else (0, False))
-    side.half.finished(request)
-    announced = new_request(announced=True)
-    assert side.matched(announced) == (0, False)
-    side.matched(other)
-    # Another one runs.
-    assert side.begun(other, 0, CHUNK, ROWS).stores
-    side.matched(request)
-    assert side.matched(request) == (0, False)
-    eventually(lambda: side.leases() == 0)
-
-
 def test_a_load_of_which_an_exception_comes_late_is_told_once(
     asynchronous: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1009,77 +970,10 @@ def test_a_load_of_which_an_exception_comes_late_is_told_once(
     side, request = asynchronous, new_request()
     side.put(request)
     assert side.matched(request) == (CHUNKS * CHUNK, True)
-    monkeypatch.setattr(side.half.savings, "loading", lambda *_: 1 / 0)
+    monkeypatch.setattr(hints, "tell", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         side.allocated(request)
     side.half.lost(
         request, SimpleNamespace(get_block_ids=lambda: (blocks_of(CHUNKS * CHUNK),)), CHUNKS * CHUNK
     )
     assert [load.lost for load in side.step().loads] == [True]
-
-
-# ---- what hits save
-
-
-def test_what_a_hit_has_saved_is_what_its_tokens_would_have_taken_less_its_load(
-    make: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A token takes what it took in steps that began whole prompts, each from the end of the step
-    before it; loads that fail at a worker save nothing, nor do those of a prompt that was computed
-    for its reader."""
-    side, now, long = make(ranks=2), [0.0], 1200
-    half = side.half
-    monkeypatch.setattr(savings, "monotonic", lambda: now[0])
-
-    def over(at: float) -> None:
-        now[0] = at
-        half.savings.over()
-
-    side.step((new_request(long), long))
-    now[0] = 1.0
-    # Planned while the one before runs.
-    side.step((new_request(long), long))
-    over(10.0)
-    over(18.0)
-    # A hit, a short prompt, and one beside which another one goes on: these tell nothing.
-    side.begun(new_request(2 * long), BLOCK, long, (list(range(2 * long // BLOCK)),))
-    over(1000.0)
-    side.step((new_request(), PROMPT))
-    over(2000.0)
-    side.step((new_request(long), long), cached=(new_request(3 * long), long, long, []))
-    over(3000.0)
-    assert half.savings.token_seconds is None
-    side.step((new_request(long), long))
-    over(3006.0)
-    assert half.savings.token_seconds == 8.0 / long
-    name = half.instance.client._hello.layout["namespace"]
-    eventually(lambda: side.client.stats().saved.get(name) == 0.0)
-
-    def hit(*ended: tuple[float, str], **vcache: Any) -> None:
-        request = new_request(**vcache)
-        for rank in range(2):
-            side.put(request, rank=rank)
-        assert side.matched(request)[0] == CHUNKS * CHUNK
-        side.allocated(request)
-        side.step((request, PROMPT))
-        for rank, (seconds, failure) in enumerate(ended):
-            side.report(
-                spans=[
-                    LoadSpan(
-                        request.request_id, rank, 1, 2, {}, seconds / 4, seconds * 3 / 4, failure
-                    )
-                ]
-            )
-
-    hit((0.125, ""), (0.25, ""))
-    hit((0.125, ""), (0.25, "lease_lost"))
-    hit((0.125, "changed"), (0.25, ""))
-    hit((0.125, ""), (0.25, ""), announced=True)
-    hit((0.125, ""), (0.25, ""), consume_once=True)
-    hit((0.125, ""), (100.0, ""))
-    expected = CHUNKS * CHUNK * 8.0 / long - 0.25
-    eventually(lambda: side.client.stats().saved[name] == pytest.approx(expected))
-    hit((0.0, ""), (0.25, ""))
-    # Whatever was not told yet.
-    half.close()
-    assert side.client.stats().saved[name] == pytest.approx(2 * expected)

@@ -69,8 +69,6 @@ def test_sections_in_place_go_over_the_files_key_by_key(tmp_path: Path) -> None:
         ("pool: {segment_bytes: 8 GiB}", {}, "pool", 8 << 30),
         ("", {"pool": {"device": "host"}}, "pool", 8 << 30),
         ("offload: {policy: write_through}", {}, "pool", 8 << 30),
-        ("engine: {checksum: true}", {}, "pool", 8 << 30),
-        ("connector: {consume_once: true}", {"pool": {"segment_bytes": 0}}, "pool", 0),
     ],
 )
 def test_what_asks_for_a_pool_has_one_and_in_place_nothing_is_lent_unless_it_is_set(
@@ -231,19 +229,18 @@ def test_another_connectors_policy_is_told_with_what_it_does_and_where_to_change
 )
 def test_a_request_that_wishes_nothing_loads_and_stores(params: dict[str, Any] | None) -> None:
     asked = request_params.read(params)
-    assert (asked.load, asked.store, asked.announced, asked.consume_once, asked.wait_seconds) == (
+    assert (asked.load, asked.store, asked.announced, asked.wait_seconds) == (
         True,
         True,
         False,
-        None,
         None,
     )
 
 
 def test_wishes_are_read() -> None:
-    given = {"announced": True, "wait_seconds": 5, "consume_once": True, "store": False}
+    given = {"announced": True, "wait_seconds": 5, "store": False}
     assert request_params.read({"vcache": given, "other": 1}) == request_params.RequestParams(
-        announced=True, wait_seconds=5.0, consume_once=True, store=False, load=True
+        announced=True, wait_seconds=5.0, store=False, load=True
     )
 
 

@@ -64,8 +64,7 @@ def c(here: Node, a: Instance) -> Instance:
 
 @pytest.fixture(scope="module")
 def tiny(here: Node, a: Instance) -> Instance:
-    early = {"kv_connector": "Early", "kv_connector_module_path": "vllm_variants"}
-    return here.alone("tiny", kv_transfer_config=here.transfer(IN_PLACE) | early, **SMALL)
+    return here.alone("tiny", kv_transfer_config=here.transfer(IN_PLACE), **SMALL)
 
 
 @pytest.fixture(scope="module")

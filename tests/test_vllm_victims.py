@@ -20,7 +20,6 @@ from vllm_cases import missing
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed")
 
 import torch
-import vllm
 from vllm.v1.request import Request
 
 from vcache_backend.integration.vllm import exportable
@@ -134,7 +133,7 @@ class Sharing:
     the pool. Its stores are read when a test says so."""
 
     def __init__(self, here: Node, undo: ExitStack) -> None:
-        cache, exporter, each = Cache(), exportable.begin("cpu", vllm.__version__), 2
+        cache, exporter, each = Cache(), exportable.begin("cpu"), 2
         around = exporter.context()
         assert around is not None
         with around:
@@ -152,7 +151,7 @@ class Sharing:
         self.session = Session(here.config("host", ROOMY), layout_of(cache), copier=self.copier)
         undo.callback(self.session.close)
         undo.callback(self.copier.finished.set)
-        self.in_place, self.stores = InPlace(exporter, each, each, shows=True), Stores(Meter())
+        self.in_place, self.stores = InPlace(exporter, each, shows=True), Stores(Meter())
         undo.callback(self.in_place.close)
         self.in_place.export(tensors)
         kv = self.session.bind(tensors)

@@ -27,8 +27,6 @@ REQUESTS: list[m.AnyRequest] = [
     m.AddSegment(m.SegmentId("s"), "host", "host", 4096),
     m.OpenSegment(m.SegmentId("s")),
     m.DropSegment(m.SegmentId("s")),
-    m.ResizeSegment(m.SegmentId("s"), 4096, True),
-    m.Move(m.SegmentId("s")),
     m.ListSegments(),
     m.Reserve([A], 1024),
     m.Commit(7, [A]),

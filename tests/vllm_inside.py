@@ -291,14 +291,6 @@ class Serving:
             raise KeyError(name)
         return sum(found)
 
-    def estimate(self) -> tuple[float | None, float]:
-        """What it thinks that a token takes which is computed, and the seconds of its loads so
-        far.
-        """
-        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
-        (loads,) = [one for one in self.llm.get_metrics() if one.name == "vllm:vcache_load_seconds"]
-        return scheduler.connector._scheduler.savings.token_seconds, float(loads.sum)
-
     def hurry(self, connect_seconds: float, request_seconds: float) -> None:
         """Deadlines for the metadata server's answers, from now on."""
         from vcache_backend.metadata_server.client import Client

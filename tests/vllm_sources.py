@@ -19,13 +19,11 @@ _RUNNERS = {
 }
 """The two model runners, and who calls `register_kv_caches` there."""
 _ALLOCATES = {
-    "v1/worker/gpu_model_runner.py": ("_allocate_kv_cache_tensors", "initialize_kv_cache_tensors"),
-    "v1/worker/gpu/attn_utils.py": ("_allocate_kv_cache", "init_kv_cache"),
+    "v1/worker/gpu_model_runner.py": "initialize_kv_cache_tensors",
+    "v1/worker/gpu/attn_utils.py": "init_kv_cache",
 }
 _ALLOCATE = "v1/worker/utils.py", "allocate_kv_cache"
-"""Where the KV cache is made: in two functions before 0.29, each called by another one, in one
-since.
-"""
+"""The function that makes the KV cache, and who calls it in each model runner."""
 _POOL, _SCHEDULER = "v1/core/block_pool.py", "v1/core/sched/scheduler.py"
 _QUEUE = "v1/core/kv_cache_utils.py"
 _MANAGERS = (
@@ -53,58 +51,50 @@ FILES = (
 """All that are read."""
 
 
-def differences(package: Path, asks: bool) -> list[str]:
-    """Where the sources in the folder `package` are not as they should be; asks: for a context, see
-    `exportable.KNOWN`.
-    """
-    return list(_differences(package, asks))
+def differences(package: Path) -> list[str]:
+    """Where the sources in the folder `package` are not as they should be."""
+    return list(_differences(package))
 
 
-def _differences(package: Path, asks: bool) -> Iterator[str]:
+def _differences(package: Path) -> Iterator[str]:
     start = _functions(package / _WORKER).get("initialize_from_config")
     if start is None:
         yield f"{_WORKER} has no initialize_from_config"
         return
     order = [name for name in _calls(start) if name in _ORDER]
-    expected = [name for name in _ORDER if asks or name != "get_mem_pool_context"]
-    if order != expected:
-        yield f"{_WORKER}: initialize_from_config calls {order}, not {expected}"
+    if order != list(_ORDER):
+        yield f"{_WORKER}: initialize_from_config calls {order}, not {list(_ORDER)}"
     if "initialize_from_config" in _functions(package / _CPU_WORKER):
         yield f"{_CPU_WORKER} makes its KV cache in another way than GPUs"
-    if ("get_mem_pool_context" in _functions(package / _BASE)) != asks:
-        yield f"{_BASE}: get_mem_pool_context is {'not ' * asks}there"
+    if "get_mem_pool_context" not in _functions(package / _BASE):
+        yield f"{_BASE} has no get_mem_pool_context"
     for path, name in _RUNNERS.items():
         if "register_kv_caches" not in _calls(_functions(package / path)[name]):
             yield f"{path}: {name} does not call register_kv_caches"
-    yield from _allocation(package, asks)
+    yield from _allocation(package)
     yield from _blocks(package)
     if "unregister_kv_caches" in _functions(package / _BASE):
         yield from _sleeping(package)
 
 
-def _allocation(package: Path, asks: bool) -> Iterator[str]:
+def _allocation(package: Path) -> Iterator[str]:
     path, name = _ALLOCATE
-    common = _functions(package / path).get(name)
-    for where, (old, caller) in _ALLOCATES.items():
-        functions = _functions(package / where)
-        makes = common if common is not None else functions[old]
-        zeros = [
-            ast.unparse(call)
-            for call in _nodes(makes, ast.Call)
-            if ast.unparse(call.func) == "torch.zeros"
-        ]
-        if not zeros or not all("dtype=torch.int8" in call and "device=" in call for call in zeros):
-            yield f"{where}: the KV cache is made by {zeros}"
-        called = [ast.unparse(node.func) for node in _nodes(functions[caller], ast.Call)]
-        if not any(name.endswith(makes.name) for name in called):
-            yield f"{where}: {caller} does not call {makes.name}"
+    makes = _functions(package / path)[name]
+    zeros = [
+        ast.unparse(call)
+        for call in _nodes(makes, ast.Call)
+        if ast.unparse(call.func) == "torch.zeros"
+    ]
+    if not zeros or not all("dtype=torch.int8" in call and "device=" in call for call in zeros):
+        yield f"{path}: the KV cache is made by {zeros}"
+    for where, caller in _ALLOCATES.items():
         within = [
             node
-            for node in _nodes(functions[caller], ast.With)
+            for node in _nodes(_functions(package / where)[caller], ast.With)
             if "allocation_context" in ast.unparse(node.items[0])
         ]
-        if asks and not any(makes.name in ast.unparse(node) for node in within):
-            yield f"{where}: {caller} does not call {makes.name} in the context it was given"
+        if not any(name in ast.unparse(node) for node in within):
+            yield f"{where}: {caller} does not call {name} in the context it was given"
 
 
 def _blocks(package: Path) -> Iterator[str]:

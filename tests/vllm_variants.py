@@ -12,25 +12,6 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vcache_backend.integration.vllm import exportable
-from vcache_backend.integration.vllm_connector import VCacheConnector
-
-
-class Sparing(VCacheConnector):
-    """As in vLLM 0.26, which does not ask a step without a model run to save anything."""
-
-    def wait_for_save(self) -> None:
-        if not self._get_connector_metadata().idle:
-            super().wait_for_save()
-
-
-class Early(VCacheConnector):
-    """As before vLLM 0.31, which asks for no context to make its KV cache in."""
-
-    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        exportable.KNOWN = dict.fromkeys(exportable.KNOWN, False)
-        super().__init__(vllm_config, role, kv_cache_config)
-
 
 @dataclass
 class Address(KVConnectorHandshakeMetadata):  # type: ignore[misc]

@@ -228,7 +228,6 @@ class EngineConfig(_Section, frozen=True, kw_only=True):
     chunk_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 256
     max_inflight_stores: PositiveInt = 64
     kv_axes: str = ""
-    checksum: bool = False
 
     def __post_init__(self) -> None:
         names = self.kv_axes.split()
@@ -250,7 +249,6 @@ class ConnectorConfig(_Section, frozen=True, kw_only=True):
     sync_below_tokens: Annotated[int, msgspec.Meta(ge=0)] = 2048
     store: Literal["all", "prompt"] = "all"
     wait_seconds: Positive = 10.0
-    consume_once: bool = False
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     model: str = ""
     start_server: bool = False
@@ -450,7 +448,7 @@ def _asks_for_pool(config: Config) -> bool:
         config.pool.segment_bytes or config.pool.device != "auto",
         config.offload.policy != "off",
     )
-    return bool(lends) or offloads or config.engine.checksum or config.connector.consume_once
+    return bool(lends) or offloads
 
 
 def sharing(config: Config, share: Literal["in_place", "pool"]) -> Config:

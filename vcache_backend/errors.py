@@ -45,12 +45,6 @@ class ServerTimeout(ServerUnavailable):
     """The metadata server did not answer within the deadline of the call."""
 
 
-class ChecksumError(VCacheError):
-    """Chunks changed in the pool after their commit. They are counted, logged and removed from the
-    pool before this is raised.
-    """
-
-
 @contextmanager
 def raising_as(
     mapping: Mapping[type[BaseException], type[VCacheError]], what: str

@@ -286,8 +286,7 @@ def segments_table(segments: Sequence[SegmentInfo]) -> RenderableType:
         )
     rows: list[tuple[str | Text, ...]] = []
     for info in segments:
-        whole = info.nbytes - info.given_back
-        fraction = info.used / whole if whole else 0.0
+        fraction = info.used / info.nbytes
         counts = (
             f"{count:,}" for count in (info.chunks, info.leased, info.reserved, info.evictions)
         )
@@ -300,7 +299,7 @@ def segments_table(segments: Sequence[SegmentInfo]) -> RenderableType:
                 bar(fraction),
                 f"{fraction:4.0%}",
                 size(info.used),
-                size(whole),
+                size(info.nbytes),
                 *counts,
                 state,
             )

@@ -1,8 +1,8 @@
 """Is a byte ever wrong? Engines retrieve, check and store while all that they share is killed,
 stopped, damaged and filled up.
 
-    python -m benchmarks.soak [--retrieves 100000] [--minutes M] [--seed N] [--only KIND] [--store]
-    [--out FILE]
+    python -m benchmarks.soak [--retrieves 100000] [--minutes M] [--seed N] [--only KIND]
+                              [--store] [--out FILE]
 
 Workers share one metadata server and a pool far too small for their prompts, so that slots are
 constantly rewritten. Workers are killed and stopped, also in the middle of copies. The server is

@@ -15,6 +15,7 @@ import signal
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -26,6 +27,7 @@ from vcache_backend.config import Config
 from vcache_backend.demo.cache import Fault, PagedCache
 from vcache_backend.demo.content import Shape, block_digests, content, poison
 from vcache_backend.engine import VCacheEngine
+from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Leased
 from vcache_backend.offload import objects
 from vcache_backend.transfer.layout import Layout, Namespace
@@ -220,7 +222,8 @@ class Worker:
         engine.store(tokens, mask.logical_not(), cache.kvcaches, slots)
         cache.forget(torch.arange(BLOCKS))
         if dice.random() < REMOVED:
-            engine._session.committer.remove(engine.keys(tokens))
+            with suppress(VCacheError):
+                engine._session.client.remove(engine.keys(tokens))
 
     def _describe(self, fault: Fault, keys: Sequence[ChunkKey]) -> str:
         """A description of the first fault. Call it before anything overwrites the blocks."""

@@ -21,7 +21,6 @@ from .prompts import Hit, Prompts
 LENGTHS = {"1k": 12, "4k": 12, "16k": 8}
 """How many hits of each length."""
 LONG = "16k"
-MEETINGS = 5
 STATES_TAIL = 2
 """Tokens after the last whole chunk. Convolutions look back at two or three; a single token would
 be a decode step.
@@ -41,13 +40,9 @@ class Ended(Prompts):
 
 
 def measure(fleet: Fleet, clock: Clock, source: Prompts, kind: str, rounds: int) -> list[Row]:
-    """The rows `groups_equal_KIND` with its controls, and `groups_ttft_16k_KIND`; in place with the
-    prefix `inplace_`.
-    """
+    """The rows `groups_equal_KIND` with its controls, and `groups_ttft_16k_KIND`."""
     scale = fleet.of(kind)
-    prompts, prefix = Ended(scale, seed=source.seed), "inplace_" if fleet.in_place else ""
-    if fleet.in_place:
-        _meet(fleet, prompts, kind)
+    prompts = Ended(scale, seed=source.seed)
     states = KINDS[kind].states
     if (
         states
@@ -59,8 +54,8 @@ def measure(fleet: Fleet, clock: Clock, source: Prompts, kind: str, rounds: int)
     rows = equality.agreeing(fleet, prompts, kind) + equality.sensitive(fleet, prompts, kind, 1)
     counts = {scale.lengths[name]: 1 if scale.cpu else count for name, count in LENGTHS.items()}
     found = equality.equal(fleet, clock, prompts.hits(counts, 0), prompts, kind)
-    rows += [msgspec.structs.replace(one, case=f"{prefix}groups_equal_{kind}") for one in found]
-    rows += _first_token(fleet, clock, prompts, kind, rounds, prefix)
+    rows += [msgspec.structs.replace(one, case=f"groups_equal_{kind}") for one in found]
+    rows += _first_token(fleet, clock, prompts, kind, rounds)
     return rows + _states_matter(fleet, prompts, kind) if states else rows
 
 
@@ -111,26 +106,11 @@ def _state_matters(fleet: Fleet, hit: Hit, alone: Child) -> bool:
     return said[0] == said[2] != said[1]
 
 
-def _meet(fleet: Fleet, prompts: Ended, kind: str) -> None:
-    """Have the reader map its owner's KV cache. Before vLLM 0.30 this takes a first request, which
-    is computed.
-    """
-    pair = equality.Pair(fleet, f"{kind}_")
-    for _ in range(MEETINGS):
-        hit = prompts.whole(fleet.scale.chunk)
-        pair.store(hit)
-        if pair.b.ask("generate", latency.SECONDS, tokens=hit.then, count=1)["cached"]:
-            return
-    raise ChildFailed(f"{kind}_b finds nothing in the KV cache of {kind}_a")
-
-
-def _first_token(
-    fleet: Fleet, clock: Clock, prompts: Ended, kind: str, rounds: int, prefix: str
-) -> list[Row]:
+def _first_token(fleet: Fleet, clock: Clock, prompts: Ended, kind: str, rounds: int) -> list[Row]:
     found = latency.first_token(fleet, clock, prompts, rounds, kind=kind, only=LONG)
     judged = f"_ttft_{LONG}"
     return [
-        msgspec.structs.replace(one, case=f"{prefix}groups{judged}_{kind}")
+        msgspec.structs.replace(one, case=f"groups{judged}_{kind}")
         if one.case.endswith(judged)
         else one
         for one in found

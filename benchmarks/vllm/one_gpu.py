@@ -3,8 +3,8 @@
     python3 -m benchmarks.vllm.one_gpu MODULE [ARGUMENT...]      run a module of vLLM that way
 
 NCCL lets ranks share a GPU from 2.30 on, with NCCL_MULTI_RANK_GPU_ENABLE=1 (`environment` sets it);
-an older one, such as that of torch
-2.11, refuses ("Duplicate GPU detected"): preload a newer `libnccl.so.2`. vLLM 0.26 gives each rank
+an older one, such as that of torch 2.11,
+refuses ("Duplicate GPU detected"): preload a newer `libnccl.so.2`. vLLM 0.26 gives each rank
 a GPU of its own, and its
 `--device-ids` refuses a GPU named twice. The ranks take turns on the GPU, so times say nothing.
 """

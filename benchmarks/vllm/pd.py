@@ -34,7 +34,7 @@ SOON = 0.05
 """Seconds until the instant at which both instances submit the request: enough to receive it."""
 ANSWER_SECONDS = 60.0
 OFF = {"load": False, "store": False}
-COMES = {"announced": True, "wait_seconds": 20.0, "consume_once": True}
+COMES = {"announced": True, "wait_seconds": 20.0}
 
 
 class Pair(NamedTuple):
@@ -85,14 +85,12 @@ WAYS: dict[str, Callable[[Pair, list[int]], Taken]] = {
 
 class Samples:
     """The rounds' results. seconds: by way. full: whether all whole chunks came from the pool.
-    equal: whether the tokens are right. left: chunks in the pool that `consume_once` should have
-    removed."""
+    equal: whether the tokens are right."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self.full: list[bool] = []
         self.equal: list[bool] = []
-        self.left: list[int] = []
 
     def add(self, fleet: Fleet, here: Pair, prompts: Prompts, length: int, turn: int) -> None:
         """Run one round. Each round begins with another way."""
@@ -116,8 +114,7 @@ class Samples:
                     f"  {name}: {taken.answer['cached']} of {length} tokens came from the pool, tokens {same}",
                     flush=True,
                 )
-            self.left.append(0 if fleet.in_place else fleet.chunks())
-            if self.left[-1]:
+            if not fleet.in_place:
                 fleet.pool.clear()
 
 
@@ -160,7 +157,7 @@ def rows(samples: Samples, length: int, nbytes: int, speed: float, prefix: str =
         "together": f"TTFT, both asked at the same instant; {against}",
     }
     name = f"{prefix}pd"
-    found = [
+    return [
         row(
             f"{name}_copy_engine",
             "GB/s",
@@ -184,13 +181,3 @@ def rows(samples: Samples, length: int, nbytes: int, speed: float, prefix: str =
             f"{answers} whose tokens are the producer's from vLLM's own prefix cache",
         ),
     ]
-    if not prefix:
-        consumed = [not left for left in samples.left]
-        found.append(
-            fraction(
-                f"{name}_consumed",
-                consumed,
-                "requests with consume_once that left no chunk in the pool",
-            )
-        )
-    return found

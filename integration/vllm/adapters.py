@@ -23,9 +23,9 @@ class Adapters:
     thread.
 
     vLLM's workers know an adapter by its number. They read its files at its first request, and
-    again after it was evicted from memory. vLLM's prefix cache knows it by name, from 0.31 on with
-    its path. So once files change, or a number or name goes to another adapter, nobody knows with
-    which weights the KV was computed, and the adapter is not cached any more."""
+    again after it was evicted from memory. vLLM's prefix cache knows it by name and path. So once
+    files change, or a number or name goes to another adapter, nobody knows with which weights the
+    KV was computed, and the adapter is not cached any more."""
 
     def __init__(self) -> None:
         self._first: dict[object, tuple[object, str, str] | None] = {}
@@ -67,7 +67,7 @@ class Adapters:
         if any(found):
             log.warning(
                 "adapter %s (%d): its files at %s have changed since vLLM first served it, or it has another one's number or name; it is "
-                "not cached any more. Load it from a new path, before vLLM 0.31 under a new name as well, or start vLLM again",
+                "not cached any more. Load it from a new path, or start vLLM again",
                 *(lora_request.lora_name, number, path),
             )
         self._first |= {number: None, known_as: None}

@@ -1,22 +1,38 @@
-"""The differences between vLLM's releases 0.26 to 0.33 that matter to the connector. Other modules
-use what all releases have.
+"""The differences between the three releases of vLLM that are supported. Other modules use what all
+of them have.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
 
 from vcache_backend import config
-from vcache_backend.errors import ConfigError, LayoutError
+from vcache_backend.errors import LayoutError
 
 from . import groups, model_spec
+
+OLDEST, NEWEST = (0, 31), (0, 33)
+"""The first and the last supported release of vLLM."""
+
+
+def unsupported(version: str) -> str | None:
+    """Why this version of vLLM is refused, in one line with what to install; None if it is
+    supported.
+    """
+    found = re.match(r"(\d+)\.(\d+)(\.|$)", version)
+    if found and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST:
+        return None
+    wanted = f"vllm>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
+    return f"vLLM {version} is not supported: install {wanted}"
 
 
 def hash_root() -> bytes:
@@ -25,16 +41,11 @@ def hash_root() -> bytes:
 
 
 def hash_seed(vllm_config: Any) -> str | None:
-    """The seed of `hash_root`; None if another process would have another one. From 0.31 on some
-    algorithms have a fixed seed.
+    """The seed of `hash_root`; None if another process would have another one, as with algorithms
+    whose seed is neither fixed nor set.
     """
-    resolve = getattr(kv_cache_utils, "resolve_none_hash_seed", None)
-    if resolve is None:
-        return config.hash_seed()
-    from vllm.utils.hashing import get_hash_fn_by_name
-
     function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
-    seed, again = resolve(function), resolve(function)
+    seed, again = (kv_cache_utils.resolve_none_hash_seed(function) for _ in range(2))
     return str(seed) if seed == again else None
 
 
@@ -61,14 +72,13 @@ def publishes_events(vllm_config: Any) -> bool:
 
 def spec_kind(kv_cache_config: Any) -> str | None:
     """The kind of the first group whose layers attend to all tokens (or of the first group), as
-    newer vLLMs' KV events name it.
+    vLLM's KV events name it. None for a model that keeps nothing.
 
-    Without it Dynamo ignores events of a group that it does not know yet. None in older vLLMs.
+    Without it Dynamo ignores events of a group that it does not know yet.
     """
-    find = getattr(kv_cache_interface, "get_kv_cache_spec_kind", None)
-    found = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    found = [spec for spec in found if groups.is_full(type(spec).__name__)] or found
-    return str(find(found[0]).value) if find and found else None
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    specs = [spec for spec in specs if groups.is_full(type(spec).__name__)] or specs
+    return str(kv_cache_interface.get_kv_cache_spec_kind(specs[0]).value) if specs else None
 
 
 def refusal(
@@ -77,16 +87,15 @@ def refusal(
     """Why this instance must not cache, in one line with what to change; None if it may. All of its
     processes find the same.
     """
+    reason = unsupported(vllm.__version__)
+    if reason is not None:
+        return reason
     size = settings.engine.chunk_size
     reason = model_spec.refusal(model, size, hash_seed(vllm_config))
     if model.sleep_mode:
         reason = reason or _sleep_refusal(vllm_config.model_config)
     try:
-        if groups.read(kv_cache_config, size).states and not fails_by_request():
-            reason = (
-                reason
-                or "layers that keep a state need asynchronous loads that may fail: take vLLM 0.30 or a later one"
-            )
+        groups.read(kv_cache_config, size)
     except LayoutError as error:
         return reason or str(error)
     return reason
@@ -107,28 +116,6 @@ def _sleep_refusal(model_config: Any) -> str | None:
         if backend == "cumem"
         else f"sleep mode's backend {backend} is not known: set --sleep-mode-backend cumem"
     )
-
-
-def check_states(vllm_config: Any, kv_cache_config: Any) -> None:
-    """ConfigError if vLLM 0.26 would give wrong tokens with any connector, as it does for several
-    groups of which some keep states.
-
-    It takes the longest prefix that its own cache has of one group for what it has of all (its
-    scheduler.py, `max(per_group_hits)`)."""
-    old = tuple(int(number) for number in vllm.__version__.split(".")[:2] if number.isdigit()) == (
-        0,
-        26,
-    )
-    if (
-        old
-        and groups.keep_states(kv_cache_config)
-        and len(kv_cache_config.kv_cache_groups) > 1
-        and vllm_config.cache_config.enable_prefix_caching
-    ):
-        raise ConfigError(
-            "vLLM 0.26 with any connector gives wrong tokens for models that keep states (Mamba, gated delta nets), where its own "
-            "prefix cache is on: start it without --kv-transfer-config, or with --no-enable-prefix-caching, or take vLLM 0.27"
-        )
 
 
 def read_model(vllm_config: Any, kv_cache_config: Any, name: str) -> model_spec.ModelSpec:
@@ -157,18 +144,8 @@ def writes_blocks_first(output: Any) -> bool:
     )
 
 
-def fails_by_request() -> bool:
-    """Whether vLLM takes failed asynchronous loads by request, and so can recompute them with
-    several groups: from 0.30 on.
-    """
-    return _results is not None
-
-
 def transfer_results(recving: set[str], failed: set[str]) -> Any:
-    """vLLM's (0.30 and later) object for loads that are over. recving, failed: requests; failed
-    ones need not be in `recving`.
+    """vLLM's object for loads that are over. recving, failed: requests; failed ones need not be in
+    `recving`.
     """
-    return _results(finished_recving=recving | failed, failed_recving=failed)
-
-
-_results: Any = getattr(base, "KVConnectorTransferResults", None)
+    return base.KVConnectorTransferResults(finished_recving=recving | failed, failed_recving=failed)

@@ -49,10 +49,6 @@ class Completions:
             hash_block,
             spec_kind,
         )
-        self.place = block if groups is None else groups.place
-        """Tokens of a place, the unit in which a request's filled blocks are counted: the largest
-        that divides the blocks of all tables. A larger unit will not do: a window may have passed a
-        part of it, which is somebody else's by then, before the rest is filled."""
         self._per_chunk, self._hashes = self._size // block, self._size // hash_block
         self._prompts_only, self._event_medium = (
             config.connector.store == "prompt",
@@ -154,21 +150,17 @@ class Completions:
 
     def _begin(self, tracked: Tracked, computed: int) -> None:
         if self._publications is not None:
-            self._publications.begin(tracked, computed // self.place)
+            self._publications.begin(tracked, computed // self._block)
             self.stored(tracked, 0)
         else:
             self._leftovers.begin(tracked, computed)
 
     def _computes(self, tracked: Tracked, computed: int, reached: int, meta: StepMetadata) -> None:
         """The step computes tokens from number `computed` up to `reached` of the request."""
-        if self._publications is not None and reached >= (tracked.filled + 1) * self.place:
+        if self._publications is not None and reached >= (tracked.filled + 1) * self._block:
             # As vLLM counts them: speculative tokens do not count.
-            places = (
-                len(tracked.rows[0])
-                if self._groups is None
-                else self._groups.length(tracked.rows) // self.place
-            )
-            filled = min(min(reached, tracked.request.num_tokens) // self.place, places)
+            known = min(reached, tracked.request.num_tokens) // self._block
+            filled = min(known, len(tracked.rows[0]))
             if filled > tracked.filled:
                 self._publications.fill(tracked, filled)
         # One table's blocks may be sure and another's not: ask of all.

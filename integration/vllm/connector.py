@@ -44,7 +44,6 @@ class VCacheConnector(SilentConnector):
         """
         super().__init__(vllm_config, role, kv_cache_config)
         logs.join_vllm()
-        compat.check_states(vllm_config, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         config = settings.read(transfer.kv_connector_extra_config)
         if config.connector.start_server:
@@ -141,7 +140,6 @@ class VCacheConnector(SilentConnector):
         except Exception as error:  # noqa: BLE001 - nothing of ours raises into vLLM
             side.stop_stores(meta)
             self.note_failure("build_connector_meta", error)
-        self._scheduled(side, scheduler_output, meta)
         self._begin_ahead(side, scheduler_output, meta)
         return meta
 
@@ -163,10 +161,6 @@ class VCacheConnector(SilentConnector):
             and alone._worker is not None
         ):
             alone._worker.begin_ahead(meta)
-
-    @answers(None)
-    def _scheduled(self, scheduler: SchedulerSide, output: Any, meta: StepMetadata) -> None:
-        scheduler.savings.scheduled(output, meta)
 
     def update_connector_output(self, connector_output: Any) -> None:
         if (
@@ -203,8 +197,8 @@ class VCacheConnector(SilentConnector):
 
     @answers(None)
     def get_mem_pool_context(self) -> Any:
-        """The context in which vLLM 0.31 and later allocate the KV cache, so that other processes
-        can map it. None: an ordinary one.
+        """The context in which vLLM allocates the KV cache, so that other processes can map it.
+        None: an ordinary one.
         """
         in_place = self._worker.in_place if self._worker is not None else None
         return in_place.exporter.context() if in_place is not None else None
@@ -272,16 +266,15 @@ class VCacheConnector(SilentConnector):
         if self._worker is not None:
             self._worker.store()
 
-    @answers((None, None))
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, (self._worker.finished() if self._worker is not None else None) or None
-
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """vLLM 0.30 and later call it in place of `get_finished`."""
-        recving = self.get_finished(finished_req_ids)[1] or set()
-        return compat.transfer_results(
-            recving, self._worker.loads.failed() if self._worker is not None else set()
-        )
+        if self._worker is None:
+            return compat.transfer_results(set(), set())
+        over = self._finished(self._worker)
+        return compat.transfer_results(over, self._worker.loads.failed())
+
+    @answers(set)
+    def _finished(self, worker: WorkerSide) -> set[str]:
+        return worker.finished()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """The blocks that loads did not fill since the last call, vLLM's numbers.
@@ -308,8 +301,6 @@ class VCacheConnector(SilentConnector):
         """This process's counts since the last call. The scheduler's half is asked once a step's
         output is there.
         """
-        if self._scheduler is not None:
-            self._scheduler.savings.over()
         if self._worker is not None:
             self._worker.measured()
         return self._meter.take()

@@ -20,7 +20,7 @@ from vcache_backend.transfer.resident import ResidentChunk
 
 from .metadata import LoadSpec
 from .replicas import Replica
-from .resident_pool import GENERATIONS, NUMBERS
+from .resident_pool import NUMBERS
 from .tracked import Tracked
 
 log = logging.getLogger("vllm.vcache")
@@ -88,11 +88,7 @@ class Duplicates:
         """The request has ended: note its duplicates, unless it looks like a conversation (see
         SHORT). block_size: in tokens.
         """
-        each, row, (right,) = (
-            self._each,
-            tracked.rows[0],
-            tracked.generations or [array(GENERATIONS)],
-        )
+        each, row, right = self._each, tracked.rows[0], tracked.generations
         if used := row[: tracked.local // block_size]:
             self._marked[used] = self._next[used] = 0
         copies = [

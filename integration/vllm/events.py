@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import msgspec
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core import kv_cache_utils
 
@@ -28,11 +27,6 @@ and routers do not count on them.
 """
 MOST_CHECKED = 16_384
 """Keys asked of the server with one heartbeat, 4 ms of its time."""
-
-_FIELDS = {
-    kind: {item.name for item in msgspec.structs.fields(kind)}
-    for kind in (BlockStored, BlockRemoved)
-}
 
 
 def block_stored(
@@ -50,9 +44,10 @@ def block_stored(
             f"tokens {start} to {end} are not whole blocks of {block_size} tokens; the request has {have} such blocks"
         )
     lora = request.lora_request
-    return _event(
-        BlockStored,
-        medium,
+    return BlockStored(
+        medium=medium,
+        group_idx=0,
+        locality=LOCALITY,
         block_hashes=_published(hashes),
         parent_block_hash=_published(request.block_hashes[first - 1 : first])[0] if first else None,
         token_ids=list(request.all_token_ids[start:end]),
@@ -61,7 +56,7 @@ def block_stored(
         lora_name=lora.name if lora else None,
         extra_keys=_extra_keys(request, start, end, block_size),
         kv_cache_spec_kind=spec_kind,
-        session_id=getattr(request, "session_id", None),
+        session_id=request.session_id,
     )
 
 
@@ -75,8 +70,8 @@ def _published(block_hashes: Sequence[bytes]) -> list[bytes | int]:
 def _extra_keys(
     request: Any, start: int, end: int, block_size: int
 ) -> list[tuple[Any, ...] | None]:
-    """One entry for each block, as vLLM publishes them: newer releases hash tagged values and
-    publish them without the tags.
+    """One entry for each block, as vLLM publishes them: without the tags with which it hashes
+    them.
     """
     keys: list[tuple[Any, ...] | None] = []
     image = 0
@@ -85,14 +80,7 @@ def _extra_keys(
             request, at, at + block_size, image
         )
         keys.append(found)
-    untag = getattr(kv_cache_utils, "to_event_extra_keys", None)
-    return untag(keys) if untag else keys
-
-
-def _event(kind: type[Any], medium: str | None, **values: Any) -> Any:
-    """An event of this `kind`, without values for which this vLLM's struct has no field."""
-    values |= {"medium": medium, "group_idx": 0, "locality": LOCALITY}
-    return kind(**{name: value for name, value in values.items() if name in _FIELDS[kind]})
+    return list(kv_cache_utils.to_event_extra_keys(keys))
 
 
 class Announcer:
@@ -133,8 +121,8 @@ class Announcer:
                     self._ready.append(event)
                     if key not in self._published:
                         self._turns.append(key)
-                    self._published[key] = _event(
-                        BlockRemoved, event.medium, block_hashes=event.block_hashes
+                    self._published[key] = BlockRemoved(
+                        event.block_hashes, event.medium, group_idx=0, locality=LOCALITY
                     )
 
     def check(self, contains: Callable[[list[ChunkKey]], list[bool]]) -> None:

@@ -7,7 +7,7 @@ It does not import vLLM: it only reads numbers and the names of types from vLLM'
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,6 @@ from vcache_backend.vram_pool.paged import Share
 
 from .weights import digest, text
 
-Bools = npt.NDArray[np.bool_]
 NULL = 0
 """vLLM's null block, which stands in a block table where a window has passed."""
 STATES = "MambaSpec"
@@ -111,56 +110,6 @@ class Groups:
     def parts(self) -> int:
         """Chunks that one state takes."""
         return -(-len(self.states) // self.blocks) if self.states else 0
-
-    @property
-    def lead(self) -> int:
-        """How many of a chunk's blocks every hit over it needs: those of groups that attend to all
-        tokens. They come first in the chunk.
-        """
-        return sum(
-            share.of(self.size)
-            for group, share in zip(self.groups, self.shares, strict=True)
-            if not group.window
-        )
-
-    def reach(self, right: Bools) -> tuple[int, int]:
-        """How many of these leading chunks a hit can have, and how many if all windows' blocks were
-        there.
-
-        right: shape (chunks, `blocks`): which blocks are there. All chunks of a hit need their
-        `lead`; at its end the windows are needed, too. vLLM has what comes before the first chunk.
-        """
-        lacking = np.flatnonzero(~right[:, : self.lead].all(axis=1))
-        most = int(lacking[0]) if len(lacking) else len(right)
-        ends, chunks = np.ones(most, dtype=np.bool_), np.arange(1, most + 1)
-        for columns, need in self._windows():
-            there = right[:most, columns].reshape(-1)
-            at, each = np.arange(len(there)), columns.stop - columns.start
-            run = at - np.maximum.accumulate(np.where(there, -1, at))
-            ends &= run[each - 1 :: each] >= np.minimum(need, chunks * each)
-        hits = np.flatnonzero(ends)
-        return (int(hits[-1]) + 1 if len(hits) else 0), most
-
-    def needed(self, chunks: int) -> Bools:
-        """Which blocks a hit over exactly so many chunks needs: shape (chunks, `blocks`)."""
-        needed = np.zeros((chunks, self.blocks), dtype=np.bool_)
-        needed[:, : self.lead] = True
-        for columns, need in self._windows():
-            there = np.zeros((chunks, columns.stop - columns.start), dtype=np.bool_)
-            there.reshape(-1)[max(0, there.size - need) :] = True
-            needed[:, columns] = there
-        return needed
-
-    def window(self, rows: Sequence[npt.NDArray[Any]], chunks: int) -> list[npt.NDArray[Any]]:
-        """For each group with a window, the part of its row that a hit over so many chunks
-        needs.
-        """
-        found = []
-        for group in self.groups:
-            if group.window:
-                end = chunks * self.size // group.block_size
-                found.append(rows[group.number][max(0, end - _looked_back(group)) : end])
-        return found
 
     def most_blocks(self, tokens: int) -> int:
         """The most blocks that a request of so many tokens takes when it begins. For each group of
@@ -283,17 +232,6 @@ class Groups:
             )
             found.append(row[:, -share.of(self.size) :])
         return np.concatenate(found, axis=1)
-
-    def _windows(self) -> Iterator[tuple[slice, int]]:
-        """For each group with a window: which of a chunk's blocks are its own, and how many blocks
-        before a hit's end it needs.
-        """
-        start = 0
-        for group, share in zip(self.groups, self.shares, strict=True):
-            stop = start + share.of(self.size)
-            if group.window:
-                yield slice(start, stop), _looked_back(group)
-            start = stop
 
 
 def several(kv_cache_config: Any) -> bool:

@@ -31,11 +31,11 @@ class InPlace:
     None before `show`.
     """
 
-    def __init__(self, exporter: Exporter, each: int, lead: int, shows: bool) -> None:
-        """each, lead: blocks of a chunk, and how many of them every reader needs. shows: whether
-        others read this worker's KV cache; with MLA all ranks hold the same, and only one shows
-        it."""
-        self.exporter, self._each, self._lead, self._shows = exporter, each, lead, shows
+    def __init__(self, exporter: Exporter, each: int, shows: bool) -> None:
+        """each: blocks of a chunk. shows: whether others read this worker's KV cache; with MLA all
+        ranks hold the same, and only one shows it.
+        """
+        self.exporter, self._each, self._shows = exporter, each, shows
         self._regions: list[Region] = []
         self._measured = 0
         self.neighbours: Neighbours | None = None
@@ -70,7 +70,7 @@ class InPlace:
         if session is None or self._shown is not None or not self._shows:
             return
         self._shown = Shown(session.client, instance, session.rank, self._shape, self._regions)
-        self.publisher = Publisher(session.client, session.stats, instance, self._each, self._lead)
+        self.publisher = Publisher(session.client, session.stats, instance, self._each)
 
     def publish(self, specs: Sequence[PublicationSpec], unfilled: AbstractSet[int]) -> set[str]:
         """Publish the chunks of the step's model run, all of which is queued, once it has computed

@@ -20,7 +20,7 @@ from vcache_backend.resident.pins import Pinning
 from vcache_backend.resident.tables import Tables
 from vcache_backend.transfer.courier import Courier
 from vcache_backend.transfer.keys import BlockHashKeys
-from vcache_backend.transfer.layout import checked_layout
+from vcache_backend.transfer.layout import with_codec
 from vcache_backend.vram_pool.devices import Where
 
 from . import compat, model_spec
@@ -159,9 +159,9 @@ class Introduction:
             )
             return False
         config, shards = self._config, [self._shards[rank] for rank in sorted(self._shards)]
-        layout = checked_layout(
-            config,
+        layout = with_codec(
             model_spec.layout(self._model, shards, config.engine.chunk_size, compat.hash_root()),
+            config.offload,
         )
         namespace = layout.namespace()
         fields = layout.fields() | {"namespace": str(namespace)}
@@ -205,7 +205,6 @@ class Introduction:
                 self.ranks,
                 here.each,
                 here.generations.fd,
-                here.lead,
             )
             if here.pins is not None:
                 client.show_pins(here.instance, here.pins.fd)

@@ -81,15 +81,10 @@ class LoadSpecs:
             skip=skip,
             stop=len(chosen),
             wait_seconds=waits if asked.announced else 0.0,
-            consume=tracked.consumes,
             lease=lease,
             pinned=tracked.pinned,
             offload=offload,
-            promote=offload
-            and self._stores
-            and asked.store
-            and not tracked.consumes
-            and self._instance.shared is None,
+            promote=offload and self._stores and asked.store and self._instance.shared is None,
             prefix=tracked.keys[:first] if offload else [],
             residents=answer.residents_of(first, stop) if answer is not None else {},
             number=number,

@@ -6,8 +6,6 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import numpy as np
-
 from vcache_backend.metadata_server.messages import of_rank
 from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.transfer import load as transfer
@@ -45,11 +43,6 @@ class Loading(transfer.Load):
         if held is not None:
             own = held.locations[session.rank :: held.ranks][: len(keys)]
             lease = Lease(held.id, keys, own, held.deadline, held.seconds, FOREIGN, patience)
-        residents = unpacked(spec.residents)
-        if residents and worker.kv.shares:
-            # Blocks that are not read may hold something else by now, which is no failure.
-            rows = np.array(spec.blocks).reshape(len(keys), -1) >= 0
-            residents = {number: one.only(rows[number]) for number, one in residents.items()}
         super().__init__(
             session,
             BlockPlaces(
@@ -59,10 +52,9 @@ class Loading(transfer.Load):
             lease=lease,
             mark=mark,
             wait_seconds=spec.wait_seconds,
-            consume=spec.consume,
             offload=spec.offload,
             name=spec.request_id,
-            residents=residents,
+            residents=unpacked(spec.residents),
             neighbours=worker.neighbours,
         )
         self.began = time.time_ns()

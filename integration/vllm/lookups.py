@@ -144,7 +144,7 @@ class Lookups:
             return False
         if not all(one[0] in mapped for one in residents.values()):
             return False
-        return pinning.pin(tracked.request.request_id, shared.read(residents, answer.hits - first))
+        return pinning.pin(tracked.request.request_id, shared.read(residents))
 
     def unpin(self, names: AbstractSet[str]) -> None:
         """Release the pins of these requests: their synchronous loads are over, or will not
@@ -260,7 +260,7 @@ class Lookups:
         """
         instance, residents = self._instance, dict[int, Replica]()
         if isinstance(reply, Found):
-            found, residents = self._chosen(tracked, reply, first)
+            found, residents = self._chosen(reply, first)
         else:
             found = reply if isinstance(reply, int) else len(reply.locations) // instance.ranks
         if self._parts and found:
@@ -339,7 +339,7 @@ class Lookups:
             if len(reply.locations) < wanted * ranks or not there <= self._instance.readable:
                 self.drop(tracked)
 
-    def _chosen(self, tracked: Tracked, reply: Found, first: int) -> tuple[int, dict[int, Replica]]:
+    def _chosen(self, reply: Found, first: int) -> tuple[int, dict[int, Replica]]:
         """How many leading chunks can be loaded, and those read in place, by number. first: the
         number of the first one asked for.
         """
@@ -348,5 +348,5 @@ class Lookups:
             return 0, {}
         # The epoch only grows, and an older answer may be read late.
         shared.heard = max(shared.heard, reply.epoch)
-        found, chosen = shared.choose(tracked, reply, tables, first)
+        found, chosen = shared.choose(reply, tables)
         return found, {first + chunk: replica for chunk, replica in chosen.items()}

@@ -58,14 +58,14 @@ class LoadSpec(_Spec, frozen=True, kw_only=True):
 
     keys: rank 0's. blocks: vLLM's numbers, from the first block of the first chunk on; -1: not
     wanted. skip, stop: fill `blocks[skip:stop]`; vLLM's own cache has those before. wait_seconds:
-    how long to wait for chunks that are not there yet; 0: all are there. consume: remove the chunks
-    once they are loaded. lease: the scheduler's, of a synchronous load. pinned: a synchronous load
-    whose chunks lie in KV caches that keep them until it is over. offload: chunks that the pool
-    lacks may be in the offload tier. promote: store in the pool again what comes from there.
-    prefix: the keys of all earlier chunks, if `offload`. residents: by number within the load, the
-    chunks that lie in another instance's KV cache: the instance, its blocks and their generations,
-    as published. lost: the scheduler could not describe the load; load nothing and report that it
-    failed. number: unique; workers report it when a synchronous load is over."""
+    how long to wait for chunks that are not there yet; 0: all are there. lease: the scheduler's, of
+    a synchronous load. pinned: a synchronous load whose chunks lie in KV caches that keep them
+    until it is over. offload: chunks that the pool lacks may be in the offload tier. promote: store
+    in the pool again what comes from there. prefix: the keys of all earlier chunks, if `offload`.
+    residents: by number within the load, the chunks that lie in another instance's KV cache: the
+    instance, its blocks and their generations, as published. lost: the scheduler could not describe
+    the load; load nothing and report that it failed. number: unique; workers report it when a
+    synchronous load is over."""
 
     request_id: str
     keys: list[ChunkKey]
@@ -73,7 +73,6 @@ class LoadSpec(_Spec, frozen=True, kw_only=True):
     skip: int
     stop: int
     wait_seconds: float = 0.0
-    consume: bool = False
     lease: HeldLease | None = None
     pinned: bool = False
     offload: bool = False
@@ -138,7 +137,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     the name under which to show the KV cache to others, in a step that introduces; empty: do not
     show it. found: more `LoadSpec.residents`, by request, for loads that wait for chunks; an empty
     entry: no more will come. victims: chunks to save in the pool before their blocks are used
-    again. meet: instances whose KV caches to map for later loads. echo: report this number as that
+    again. echo: report this number as that
     of a load that is over with this step; 0: none."""
 
     loads: list[LoadSpec] = field(default_factory=list)
@@ -153,7 +152,6 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     publications: list[PublicationSpec] = field(default_factory=list)
     found: dict[str, dict[int, tuple[bytes, bytes, bytes]]] = field(default_factory=dict)
     victims: PublicationSpec | None = None
-    meet: set[bytes] = field(default_factory=set)
     echo: int = 0
 
 

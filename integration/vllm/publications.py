@@ -49,10 +49,6 @@ class Publications:
         """
         self.instance = InstanceId(secrets.token_bytes(INSTANCE_BYTES))
         self.blocks, self.each, self.sequence = blocks, each, 1
-        self.lead = each
-        """How many of a chunk's first blocks every reader needs."""
-        self._places = [1]
-        """By block table: how many places (see `Completions.place`) one of its blocks has."""
         self.epoch = self.heard = 0
         self.generations = Generations(self.instance, blocks)
         self.pins = pins.Pins(self.generations) if pins.possible() else None
@@ -72,7 +68,7 @@ class Publications:
         self._pool: ResidentPool | None = None
         self.hints: Hints | None = None
         self.duplicates: Duplicates | None = None
-        """None until vLLM has shown its pool, and for models with several block tables."""
+        """None until vLLM has shown its pool."""
         self.view: Callable[[bytes], GenerationView | None] = lambda instance: None
         """Another instance's generations; None if it is gone, or no server is known yet."""
 
@@ -124,18 +120,12 @@ class Publications:
         self.epoch = heard
         return True
 
-    def choose(
-        self, tracked: Tracked, found: Found, tables: Tables, first: int
-    ) -> tuple[int, dict[int, Replica]]:
-        """See `replicas.choose`. first: the number of the first chunk that was asked for."""
+    def choose(self, found: Found, tables: Tables) -> tuple[int, dict[int, Replica]]:
+        """See `replicas.choose`."""
         return choose(found, tables, self.each)
 
-    def read(self, residents: Mapping[int, Replica], chunks: int) -> list[ResidentChunk]:
-        """The blocks that a load of so many chunks reads, one entry for each owner or for each
-        chunk.
-
-        residents: by number, from the load's first chunk on.
-        """
+    def read(self, residents: Mapping[int, Replica]) -> list[ResidentChunk]:
+        """The blocks that a load of these chunks reads, one entry for each owner."""
         lies: dict[bytes, tuple[list[bytes], list[bytes]]] = {}
         for owner, blocks, generations in residents.values():
             of_owner = lies.setdefault(owner, ([], []))
@@ -144,8 +134,8 @@ class Publications:
         return [ResidentChunk.unpacked(owner, *map(b"".join, both)) for owner, both in lies.items()]
 
     def loads(self, tracked: Tracked, first: int) -> None:
-        """A load will fill the request's places from number `first` on; the request has all its
-        blocks.
+        """A load will fill the request's blocks from number `first` on; the request has them
+        all.
         """
         if self._pool is not None:
             tracked.loaded, tracked.resets = first, self._pool.resets
@@ -153,7 +143,7 @@ class Publications:
     def begin(self, tracked: Tracked, computed: int) -> None:
         """The step being planned is the first with these blocks of the request.
 
-        computed: how many places hold its tokens already, from a hit in vLLM's cache or a load.
+        computed: how many blocks hold its tokens already, from a hit in vLLM's cache or a load.
         vLLM's cache may also name blocks that no step has filled: these stay void, and nothing
         behind them is published."""
         if self._pool is None:
@@ -166,29 +156,21 @@ class Publications:
             min(loaded, computed),
         )
         self._fill()
-        tracked.generations = [array(GENERATIONS) for _ in tracked.rows]
+        tracked.generations = array(GENERATIONS)
         if tracked.filled:
-            for generations, row, each in zip(
-                tracked.generations, tracked.rows, self._places, strict=True
-            ):
-                generations.frombytes(
-                    self.generations.counters[row[: tracked.filled // each]].tobytes()
-                )
+            known = self.generations.counters[tracked.rows[0][: tracked.filled]]
+            tracked.generations.frombytes(known.tobytes())
         if late or (tracked.filled and not self._right(tracked)):
             tracked.filled = NEVER
 
-    def fill(self, tracked: Tracked, places: int) -> None:
-        """The step being planned fills the request's places up to number `places`."""
+    def fill(self, tracked: Tracked, blocks: int) -> None:
+        """The step being planned fills the request's blocks up to number `blocks`."""
         if self._pool is None or not self._counts(tracked):
             return
-        coming = array(GENERATIONS, [self.generations.coming])
-        for row, generations, each in zip(
-            tracked.rows, tracked.generations, self._places, strict=True
-        ):
-            filled = row[tracked.filled // each : places // each]
-            generations += coming * len(filled)
-            self._filling += filled
-        tracked.filled = places
+        filled = tracked.rows[0][tracked.filled : blocks]
+        tracked.generations += array(GENERATIONS, [self.generations.coming]) * len(filled)
+        self._filling += filled
+        tracked.filled = blocks
 
     def planned(self) -> None:
         """The step is planned, and has got all its blocks: show others what it fills."""
@@ -209,12 +191,8 @@ class Publications:
         if self._pool is None or self._pool.broken:
             return []
         self._counts(tracked)
-        (row,), (generations,), each, made = (
-            tracked.rows,
-            tracked.generations,
-            self.each,
-            list[PublicationSpec](),
-        )
+        row, generations, each = tracked.rows[0], tracked.generations, self.each
+        made = list[PublicationSpec]()
         stop = min(ready, len(generations) // each)
         lies = [
             (row[at : at + each], generations[at : at + each])
@@ -237,14 +215,13 @@ class Publications:
         return made
 
     def forget(self, tracked: Tracked, first: int) -> None:
-        """Forget what was published of the request, of which vLLM recomputes the places from number
+        """Forget what was published of the request, of which vLLM recomputes the blocks from number
         `first` on: publish it all again.
         """
         for key in tracked.keys:
             self._told.pop(key, None)
         if first < tracked.filled < NEVER:
-            for generations, each in zip(tracked.generations, self._places, strict=True):
-                del generations[first // each :]
+            del tracked.generations[first:]
             tracked.filled = first
 
     def close(self) -> None:
@@ -278,7 +255,7 @@ class Publications:
         """
         assert self._pool is not None
         if tracked.resets != self._pool.resets:
-            tracked.generations, tracked.filled = [array(GENERATIONS) for _ in tracked.rows], NEVER
+            tracked.generations, tracked.filled = array(GENERATIONS), NEVER
         elif tracked.evicted != self._pool.evicted:
             self._fill()
             tracked.evicted = self._pool.evicted
@@ -290,7 +267,7 @@ class Publications:
         """Whether the request's known blocks still hold what it builds on. Forgets the first one
         that does not, and those behind it.
         """
-        (row,), (generations,) = tracked.rows, tracked.generations
+        row, generations = tracked.rows[0], tracked.generations
         there = np.array(generations)
         lost = (self.generations.counters[row[: len(there)]] != there) | (there & np.uint64(1) == 1)
         if lost.any():

@@ -9,8 +9,6 @@ import numpy as np
 from vcache_backend.metadata_server.messages import Found, Resident
 from vcache_backend.resident.tables import Tables
 
-from .groups import Groups
-
 Replica = tuple[bytes, bytes, bytes]
 """A chunk in an instance's KV cache: the instance, its blocks (uint32) and their generations
 (uint64), packed as in the protocol.
@@ -43,39 +41,6 @@ def choose(found: Found, tables: Tables, each: int) -> tuple[int, dict[int, Repl
                 break
             chunk += 1
     return chunk, chosen
-
-
-def choose_with_windows(
-    found: Found, tables: Tables, groups: Groups
-) -> tuple[int, int, dict[int, Replica]]:
-    """How many leading chunks can be loaded, how many could be if others had kept the windows, and
-    those read in place, by number.
-
-    Takes the replica with the most of a chunk's blocks, if it has those that every hit needs; if
-    the pool has the chunk, only a replica with all of its blocks."""
-    count, each = len(found.residents), groups.blocks
-    right = np.zeros((count, each), dtype=np.bool_)
-    right[np.frombuffer(found.pooled, dtype=np.bool_)[:count]] = True
-    most, chosen = [each - 0.5 if pooled else 0.0 for pooled in found.pooled], dict[int, Replica]()
-    for owner, instance in enumerate(found.instances):
-        ones = [
-            (chunk, one)
-            for chunk, here in enumerate(found.residents)
-            for one in here
-            if one.instance == owner
-        ]
-        view = tables.view(instance) if ones else None
-        blocks = np.frombuffer(b"".join([one.blocks for _, one in ones]), dtype="<u4")
-        generations = np.frombuffer(b"".join([one.generations for _, one in ones]), dtype="<u8")
-        if view is None or not len(blocks) == len(generations) == len(ones) * each:
-            continue
-        for (chunk, one), row in zip(
-            ones, view.right(blocks, generations).reshape(-1, each), strict=True
-        ):
-            if row[: groups.lead].all() and (has := int(row.sum())) > most[chunk]:
-                right[chunk], most[chunk], chosen[chunk] = row, has, _replica(found, one)
-    hits, reached = groups.reach(right)
-    return hits, reached, {chunk: replica for chunk, replica in chosen.items() if chunk < hits}
 
 
 def _leading(found: Found, tables: Tables, each: int, first: int) -> int:

@@ -13,13 +13,11 @@ NAME = "vcache"
 class RequestParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """load, store: whether the request may load chunks, and share its own. announced: another
     instance computes this prompt now: wait for its chunks, up to `wait_seconds` (None:
-    `connector.wait_seconds`). consume_once: remove chunks once they are loaded (None:
-    `connector.consume_once`)."""
+    `connector.wait_seconds`)."""
 
     load: bool = True
     store: bool = True
     announced: bool = False
-    consume_once: bool | None = None
     wait_seconds: Annotated[float, msgspec.Meta(ge=0, le=600)] | None = None
 
 

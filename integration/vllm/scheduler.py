@@ -11,15 +11,13 @@ from collections.abc import Set as AbstractSet
 from itertools import dropwhile
 from typing import Any
 
-import msgspec
-
 from vcache_backend.config import Config
+from vcache_backend.errors import VCacheError
 
 from ..served_at import data_parallel_rank, served_at
 from . import (
     compat,
     exportable,
-    group_publications,
     groups,
     hints,
     hit_sources,
@@ -37,7 +35,6 @@ from .metadata import LoadSpec, StepMetadata, WorkerReport
 from .publications import Publications
 from .resets import Resets
 from .resident_pool import NUMBERS
-from .savings import Savings
 from .stats import Meter
 from .synchronous import SynchronousLoads, most_tokens
 from .tracked import NEVER, Tracked
@@ -45,17 +42,6 @@ from .unconfirmed import Unconfirmed
 from .victims import Victims
 
 log = logging.getLogger("vllm.vcache")
-
-_LOADS_NOTHING = (
-    "vcache: chunks of this model are stored, but none is loaded. It has several block tables: take vLLM 0.30 or later, or allow "
-    "synchronous loads, which rules out tensor and pipeline parallelism, data parallel ranks in place, engine.checksum and "
-    "connector.sync_below_tokens: 0"
-)
-
-_KEEPS_NOTHING = (
-    "vcache: pool.segment_bytes: %s lends memory that nothing is stored in, since this model has several block tables and shares in place: "
-    "set pool.segment_bytes: 0, or connector.share: pool"
-)
 
 
 class SchedulerSide:
@@ -97,9 +83,6 @@ class SchedulerSide:
         over what was loaded by then.
         """
         below = most_tokens(vllm_config, config, model, several)
-        self._asynchronous = self._groups is None or compat.fails_by_request()
-        if not self._asynchronous and not below and not refused:
-            log.warning(_LOADS_NOTHING)
         self._tables = len(kv_cache_config.kv_cache_groups)
         if self._groups is not None:
             self._block = self._groups.block
@@ -143,15 +126,12 @@ class SchedulerSide:
             self._leftovers,
         )
         self._spans = traces.begin(vllm_config, self.instance.workers)
-        self.savings = Savings(self.instance)
         self.prefix_cache: Any = None
         """vLLM's `BlockPool`, once it is known."""
         self._requests: dict[str, Tracked] = {}
         self._unconfirmed = Unconfirmed(self.lookups)
         self._pinned: set[str] = set()
         """Requests whose synchronous loads in the step being planned read pinned blocks."""
-        self._unmet: set[bytes] = set()
-        """Instances whose KV caches the workers should map for later loads."""
         self._loads: list[LoadSpec] = []
         self._cancelled: set[str] = set()
 
@@ -224,9 +204,6 @@ class SchedulerSide:
         self._stands(tracked, load, rows, first)
         if self._spans is not None:
             self._spans.loading(tracked, external, load.synchronous)
-        if not tracked.params.announced and not tracked.consumes:
-            # Chunks made for this reader alone (disaggregated prefill) save no computation.
-            self.savings.loading(request.request_id, external)
         # Last: if anything before raises, `lost` describes this load to the workers instead.
         self._loads.append(load)
         tracked.loading = not load.synchronous
@@ -271,11 +248,8 @@ class SchedulerSide:
         fresh, idle = [load.blocks for load in loads], not output.total_num_scheduled_tokens
         introduce = self.instance.keys is None and not self.instance.over
         name = self.publications.instance if introduce and self.publications is not None else b""
-        unmet, self._unmet = self._unmet, set()
         flush = self._resets.flushes()
-        return StepMetadata(
-            loads, [], fresh, cancelled, flush, idle, False, introduce, name, meet=unmet
-        )
+        return StepMetadata(loads, [], fresh, cancelled, flush, idle, False, introduce, name)
 
     def add_stores(self, output: Any, meta: StepMetadata) -> None:
         """Add to `meta` what the step stores, which blocks get a new owner, and chunks found since
@@ -305,7 +279,6 @@ class SchedulerSide:
         report = getattr(output, "kv_connector_worker_meta", None)
         if isinstance(report, WorkerReport):
             self._note(report, getattr(output, "invalid_block_ids", None) or frozenset())
-            self.savings.loaded(report.spans)
             if self._spans is not None:
                 self._spans.loaded(report.spans)
         for request_id in output.finished_recving or ():
@@ -341,14 +314,13 @@ class SchedulerSide:
         """Set up sharing in place, with or without a pool beside it. None, or why it cannot be.
         step_tokens: the most of one step.
         """
-        self.publications, refused = group_publications.begin(
-            kv_cache_config, self._per_chunk, self._groups
-        )
-        if self.publications is not None and config.pool.lent and self._groups is not None:
-            log.warning(_KEEPS_NOTHING, config.pool.lent)
-        elif self.publications is not None and config.pool.lent:
+        try:
+            self.publications = Publications(kv_cache_config.num_blocks, self._per_chunk)
+        except VCacheError as error:
+            return str(error)
+        if config.pool.lent:
             self.victims = Victims(self.publications, step_tokens // self._block)
-        return refused
+        return None
 
     def _drop_answers(self) -> None:
         for tracked in self._requests.values():
@@ -384,13 +356,7 @@ class SchedulerSide:
         # connectors from hitting.
         rated = getattr(request.sampling_params, "prompt_logprobs", None) is not None
         computes = rated or getattr(request, "skip_reading_prefix_cache", False)
-        if asked.announced and self._groups is not None and self.publications is not None:
-            # A window's blocks may be gone before they are read, so nothing is waited for.
-            asked = msgspec.structs.replace(asked, announced=False)
-        consumes = self._settings.consume_once if asked.consume_once is None else asked.consume_once
-        tracked = Tracked(
-            request, asked, self._loads_allowed and asked.load and not computes, consumes
-        )
+        tracked = Tracked(request, asked, self._loads_allowed and asked.load and not computes)
         tracked.rows = [array(NUMBERS) for _ in range(self._tables)]
         self._requests[request.request_id] = tracked
         self._completions.stored(tracked, 0)
@@ -424,7 +390,7 @@ class SchedulerSide:
         if tokens < least or not self.lookups.name(tracked, whole):
             return 0, False
         if tracked.params.announced:
-            return (tokens if self._asynchronous else 0), False
+            return tokens, False
         fits, in_place = (
             self._synchronous.fits(tracked, tokens, self._requests),
             self.publications is not None,
@@ -439,10 +405,6 @@ class SchedulerSide:
             if fits and in_place
             else answer.lease is not None
         )
-        if not synchronous and not self._asynchronous:
-            # Have the workers map these KV caches, for the next request.
-            self._unmet.update(replica[0] for replica in answer.residents.values())
-            return 0, False
         return external, synchronous
 
     def _has_room(self, request: Any) -> bool:
@@ -460,8 +422,8 @@ class SchedulerSide:
         first chunk.
         """
         end, stop = tracked.supplied // self._size, -(-tracked.supplied // self._size)
-        # Chunks loaded from the pool are stored already, unless they were consumed. From the
-        # offload tier only whole chunks are promoted.
+        # Chunks loaded from the pool are stored already. From the offload tier only whole chunks
+        # are promoted.
         partial = load.promote and tracked.answer is not None and tracked.answer.offloaded
         if self.publications is None:
             self._completions.stored(tracked, max(tracked.stored, end if partial else stop))
@@ -469,7 +431,7 @@ class SchedulerSide:
         else:
             # Once loaded, these chunks are published as if computed here.
             self._completions.own(tracked, rows, anew=True)
-            self.publications.loads(tracked, tracked.local // self._completions.place)
+            self.publications.loads(tracked, tracked.local // self._block)
             if self.publications.duplicates is not None:
                 self.publications.duplicates.note(tracked, load, first)
             if tracked.params.announced:
@@ -501,7 +463,7 @@ class SchedulerSide:
                 )
             else:
                 self._completions.stored(tracked, 0)
-                self.publications.forget(tracked, tracked.local // self._completions.place)
+                self.publications.forget(tracked, tracked.local // self._block)
         if lost and self.prefix_cache is not None:
             self._evict(lost, known.values())
         self.instance.reads(report.segments, report.mapped)

@@ -46,7 +46,7 @@ class SynchronousLoads:
 
         The step's other requests wait too. A large load, or one that vLLM cannot recompute, must
         moreover be over within the lease's grace: then no other request may be running."""
-        if not self._below or tracked.params.announced or tracked.consumes:
+        if not self._below or tracked.params.announced:
             return False
         if self._instance.workers > 1 and tracked.request.max_tokens <= LATE:
             return False
@@ -85,11 +85,10 @@ def most_tokens(vllm_config: Any, config: Config, model: ModelSpec, several: boo
 
     several: there are several block tables.
     """
-    sure = model.recomputes or not config.engine.checksum
-    if config.connector.share == "in_place":
-        # Reads in place have no checksum to wait for. Data parallel ranks that know of each other
-        # (experts) run their steps together: one that waits would hold up all.
-        sure = vllm_config.parallel_config.data_parallel_size == 1
+    # In place, data parallel ranks that know of each other (experts) run their steps together: one
+    # that waits would hold up all.
+    alone = vllm_config.parallel_config.data_parallel_size == 1
+    sure = config.connector.share != "in_place" or alone
     # A pipeline's later stages would begin their copies only after the earlier ones have computed.
     # And with several workers, stores wait for confirmation (`Unconfirmed`); windows would have
     # passed the blocks by then.

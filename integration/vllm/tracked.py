@@ -17,6 +17,7 @@ from vcache_backend.metadata_server.messages import ChunkKey, Count, Found, Leas
 from .metadata import HeldLease
 from .replicas import Replica
 from .request_params import RequestParams
+from .resident_pool import GENERATIONS
 
 NEVER = 1 << 62
 """More blocks than any request has: the place or the number of tokens is never reached."""
@@ -94,19 +95,17 @@ class Question(msgspec.Struct):
 class Tracked(msgspec.Struct):
     """One request of vLLM's.
 
-    loads: whether it may load anything. consumes: remove what it has loaded. local: its tokens in
-    vLLM's own cache when it was matched. supplied: those and the tokens that we load. stored:
-    chunks from its start that are stored, published or on their way. complete_at: the number of
-    computed tokens that completes one more chunk; infinite if it stores nothing more. loading: an
-    asynchronous load is under way. pinned: the chunks that it loads are pinned, so that the load
-    can be synchronous. junction: others' prompts share so many chunks with it, but have lost the
-    windows' blocks there. outdated: see `Leftovers`. asked, promised: its chunks that the metrics
-    count as looked up, and as found.
+    loads: whether it may load anything. local: its tokens in vLLM's own cache when it was matched.
+    supplied: those and the tokens that we load. stored: chunks from its start that are stored,
+    published or on their way. complete_at: the number of computed tokens that completes one more
+    chunk; infinite if it stores nothing more. loading: an asynchronous load is under way. pinned:
+    the chunks that it loads are pinned, so that the load can be synchronous. outdated: see
+    `Leftovers`. asked, promised: its chunks that the metrics count as looked up, and as found.
 
-    For sharing in place. rows: its blocks, by block table. generations: by block table, the
-    generations in which its leading blocks hold what it has computed or found. filled: how many
-    places (`Completions.place`) its steps have filled; `NEVER`: publish nothing of what it computes
-    now. loaded: the first place that a load fills, until a step runs. resets, evicted: the counters
+    For sharing in place. rows: its blocks, by block table. generations: those in which its leading
+    blocks hold what it has computed or found. filled: how many blocks its steps have filled;
+    `NEVER`: publish nothing of what it computes now. loaded: the first block that a load fills,
+    until a step runs. resets, evicted: the counters
     of `ResidentPool` when `generations` were right; with a pool, `resets` is that of `Leftovers`
     when the load began. copies: the chunks that it reads in others' KV caches, each with the
     position of its first block."""
@@ -114,10 +113,9 @@ class Tracked(msgspec.Struct):
     request: Any
     params: RequestParams
     loads: bool
-    consumes: bool
     keys: list[ChunkKey] = []
     rows: list[array[int]] = []
-    generations: list[array[int]] = []
+    generations: array[int] = msgspec.field(default_factory=lambda: array(GENERATIONS))
     filled: int = 0
     loaded: int = NEVER
     resets: int = 0
@@ -132,6 +130,5 @@ class Tracked(msgspec.Struct):
     loading: bool = False
     pinned: bool = False
     outdated: bool = False
-    junction: int = 0
     asked: int = 0
     promised: int = 0

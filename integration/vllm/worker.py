@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 import torch
-import vllm
 
 from vcache_backend.config import Config
 from vcache_backend.errors import VCacheError
@@ -73,13 +72,8 @@ class WorkerSide:
                 shards > 1 or not tp_rank,
             )
             if not self._refused:
-                lead = each
-                if groups.several(kv_cache_config):
-                    of_chunk = groups.read(kv_cache_config, config.engine.chunk_size)
-                    each, lead = of_chunk.blocks, of_chunk.lead
-                self.in_place = InPlace(
-                    exportable.begin(self._model.device_type, vllm.__version__), each, lead, shows
-                )
+                exporter = exportable.begin(self._model.device_type)
+                self.in_place = InPlace(exporter, each, shows)
         self._worker: Attached | None = None
         """None before `register`, and while vLLM sleeps."""
         self._asleep: Attached | None = None
@@ -217,13 +211,6 @@ class WorkerSide:
             return
         if meta.instance and self.in_place is not None:
             self.in_place.show(InstanceId(meta.instance))
-        for instance in meta.meet:
-            if worker.neighbours is not None:
-                worker.neighbours.expects(instance)
-        # A step without a model run stores nothing, and older releases of vLLM do not call `store`
-        # in it.
-        if meta.idle:
-            self.report.flushed = meta.flush or self.report.flushed
         self._stores.fence(meta)
         self.loads.begin(worker, meta)
 
@@ -297,9 +284,6 @@ class WorkerSide:
     def close(self) -> None:
         """Let copies end, within `CLOSE_SECONDS`, and leave the pool. The chunks stay there."""
         worker, self._worker, self._asleep = self._worker or self._asleep, None, None
-        if self.in_place is not None:
-            # vLLM may end before it has made its KV cache.
-            self.in_place.exporter.close()
         if worker is None:
             return
         self.loads.close(time.monotonic() + CLOSE_SECONDS)

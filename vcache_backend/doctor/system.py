@@ -57,8 +57,8 @@ def _pidfd() -> int:
 
 
 def check_hash_seed(config: Config) -> Iterator[Finding]:
-    """Check `PYTHONHASHSEED`. Without it processes with vLLM before 0.31, or with LMCache's
-    `builtin`, never name a prefix alike.
+    """Check `PYTHONHASHSEED`. Without it processes with LMCache's `builtin` never name a prefix
+    alike.
     """
     seed = _start_environment().get("PYTHONHASHSEED", "")
     if seed and seed != "random":
@@ -68,7 +68,7 @@ def check_hash_seed(config: Config) -> Iterator[Finding]:
         yield Finding("PYTHONHASHSEED", "ok", "not set; it matters only with vLLM and LMCache")
         return
     detail = (
-        "not set: with LMCache, or vLLM before 0.31, each process then hashes prefixes differently, so that instances cannot share, and "
+        "not set: with LMCache each process then hashes prefixes differently, so that instances cannot share, and "
         "vcache caches nothing"
     )
     advice = "export PYTHONHASHSEED=0, or another number, the same for every instance"

@@ -78,17 +78,6 @@ class Extents:
             end = after
         self._add(start, end)
 
-    def cut(self, end: int, to: int) -> int:
-        """Remove the hole that ends at `end`, but nothing of it before `to`. Returns the new end;
-        `end` if there is no hole.
-        """
-        start = self.hole_before(end)
-        if start < end:
-            self._remove(start, end)
-            if start < to:
-                self._add(start, to)
-        return max(start, to)
-
     def hole_at(self, start: int) -> int:
         """The end of the hole that starts at `start`; `start` if there is none."""
         return self._end_of.get(start, start)

@@ -55,7 +55,6 @@ class Client(ResidentCalls):
         """Called every `heartbeat_seconds`, as those are."""
         self._offers: dict[m.SegmentId, tuple[m.SegmentInfo, int]] = {}
         self._avoided: set[m.SegmentId] = set()
-        self._saved: float | None = None
         self._asked = self._found = 0
         self._telling = threading.Lock()
         token = secrets.randbits(m.TOKEN_BITS)
@@ -206,53 +205,30 @@ class Client(ResidentCalls):
         self._avoided.add(id_)
         self._call(m.Unusable(id_), m.Count)
 
-    def drop_segment(self, id_: m.SegmentId, keep: bool = False) -> m.Dropped:
-        """Take a segment out of the pool. keep: its chunks stay for a while, to be moved."""
-        return self._call(m.DropSegment(id_, keep), m.Dropped, self._config.control_seconds)
-
-    def resize_segment(self, id_: m.SegmentId, nbytes: int, keep: bool = False) -> m.SegmentInfo:
-        """Take back what a host segment has beyond `nbytes`. Returns its size by now: the rest is
-        freed step by step, as `given_back` shows. keep: chunks there stay for a while, to be
-        moved."""
-        return self._call(
-            m.ResizeSegment(id_, nbytes, keep), m.Opened, self._config.control_seconds
-        ).segment
-
-    def move(self, id_: m.SegmentId) -> m.Moves:
-        """The next chunks to copy out of a segment that is resized or dropped; the copies are then
-        to be committed.
-        """
-        return self._call(m.Move(id_), m.Moves, self._config.control_seconds)
+    def drop_segment(self, id_: m.SegmentId) -> m.Dropped:
+        """Take a segment out of the pool, and forget its chunks."""
+        return self._call(m.DropSegment(id_), m.Dropped, self._config.control_seconds)
 
     def list_segments(self) -> list[m.SegmentInfo]:
-        """All segments. Also sends what `saves` and `looked_up` have noted since."""
+        """All segments. Also sends what `looked_up` has noted since."""
         with self._telling:
-            saved, self._saved = self._saved, None
             asked, self._asked = self._asked, 0
             found, self._found = self._found, 0
         try:
-            return self._call(m.ListSegments(saved, asked, found), m.Segments).segments
+            return self._call(m.ListSegments(asked, found), m.Segments).segments
         except VCacheError:
             self.looked_up(asked, found)
-            if saved is not None:
-                self.saves(saved)
             raise
 
     def looked_up(self, asked: int, found: int) -> None:
         """Note prompt tokens that were looked up, and those found, for the server's statistics;
-        they go with the next heartbeat, as those of `saves` do."""
+        they go with the next heartbeat, to this server or the next one. They count twice if the
+        answer comes too late."""
         with self._telling:
             self._asked, self._found = (
                 min(self._asked + asked, m.MAX_TOKENS),
                 min(self._found + found, m.MAX_TOKENS),
             )
-
-    def saves(self, seconds: float) -> None:
-        """Note seconds of prefill that hits have saved, for the server's statistics; they go with
-        the next heartbeat, to this server or the next one. They count twice if the answer comes too
-        late."""
-        with self._telling:
-            self._saved = min((self._saved or 0.0) + seconds, m.MAX_SAVED_SECONDS)
 
     def stats(self) -> m.ServerStats:
         return self._call(m.Stats(), m.ServerStats)

@@ -6,16 +6,12 @@ from __future__ import annotations
 
 import fcntl
 import heapq
-import logging
-import mmap
 import os
 import select
 import socket
 import stat
 import time
 from collections import deque
-from collections.abc import Iterator
-from itertools import repeat
 from typing import Protocol
 
 from vcache_backend.errors import ProtocolError
@@ -26,13 +22,6 @@ from vcache_backend.metadata_server.closing import closer
 from vcache_backend.metadata_server.placement import Peer
 from vcache_backend.metadata_server.shares import user
 from vcache_backend.seals import FUTURE_WRITE, lacking
-
-log = logging.getLogger(__name__)
-
-FREED_AT_ONCE, FREEING_STEPS = 2 << 20, 256
-"""Bytes freed at once, a large page or more, and the steps that this counts for: a turn of the loop
-frees about 4 MiB, in 1 ms.
-"""
 
 
 class Holder(Protocol):
@@ -179,26 +168,6 @@ class Longest:
             "longest_turn_us": round(self._wall * 1e6),
             "longest_turn_cpu_us": round(self._cpu * 1e6),
         }
-
-
-def free_pages(memory: Holder, start: int, end: int) -> Iterator[None]:
-    """Return the pages of a memfd between these bytes to the system, a few a step. Whoever has it
-    mapped then reads zeros there.
-    """
-    start, at = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, 0
-    try:
-        with mmap.mmap(memory.fd, max(end - start, 1), offset=start) as pages:
-            while start + at < end:
-                size = min(FREED_AT_ONCE - (start + at) % FREED_AT_ONCE, len(pages) - at)
-                pages.madvise(mmap.MADV_REMOVE, at, size)
-                at += size
-                yield from repeat(None, FREEING_STEPS)
-    except (OSError, ValueError) as error:
-        log.warning(
-            "%s B taken back from a segment cannot be freed before the segment is dropped: %s",
-            f"{end - start:,}",
-            error,
-        )
 
 
 def unmappable(medium: m.Medium, nbytes: int, fd: int, to_write: bool = True) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
-from math import inf
 
 from vcache_backend.metadata_server.allocator import padded
 from vcache_backend.metadata_server.backlog import Steps
@@ -71,8 +70,7 @@ class Contents:
         self.placement.generations = count(1 + newest)
         for id_, added in state.segments.items():
             info = SegmentInfo(id_, added.device, added.medium, added.nbytes, state="absent")
-            segment = self.placement.segments[id_] = Segment(info)
-            segment.limit = segment.limit if added.limit is None else added.limit
+            self.placement.segments[id_] = Segment(info)
         entries = self.occupy(list(state.chunks), list(state.chunks.values()), 0)
         self.resting.put(entries)
         for use, entry in enumerate(entries):
@@ -107,7 +105,7 @@ class Contents:
     def publish(self, entries: list[Entry]) -> int:
         """Make chunks live, the first one the most recent. Returns how many.
 
-        Chunks in a segment, or in the end of one, that is being dropped are forgotten instead.
+        Chunks in a segment that is being dropped are forgotten instead.
         """
         draining: list[Entry] = []
         resting = self.resting
@@ -116,7 +114,7 @@ class Contents:
             entry.reservation = 0
             segment.reserved -= 1
             segment.order.append(entry, use)
-            if segment.state == "draining" or entry.end > segment.end:
+            if segment.state == "draining":
                 draining.append(entry)
             if resting and (before := resting.get(entry.key)) is not None:
                 resting.drop([before])
@@ -140,11 +138,9 @@ class Contents:
                     self.live.put([entry])
             yield
 
-    def room(
-        self, nbytes: int, peer: Peer, wanted: int, allowed: int, before: float = inf
-    ) -> list[Location]:
+    def room(self, nbytes: int, peer: Peer, wanted: int, allowed: int) -> list[Location]:
         """Find slots for `wanted` chunks, or for as many as there is room for: in holes, then by
-        evicting chunks last used `before`.
+        evicting the least recently used chunks.
 
         allowed: by how many the number of chunks may grow.
         """
@@ -157,9 +153,7 @@ class Contents:
                 slots += free
             if len(slots) == wanted or left <= 0:
                 return slots
-            victims, equal, looked = self.placement.victims(
-                nbytes, wanted - len(slots), peer, left, before
-            )
+            victims, equal, looked = self.placement.victims(nbytes, wanted - len(slots), peer, left)
             if not victims:
                 return slots
             left -= looked
@@ -195,8 +189,6 @@ class Contents:
                 segment.leased -= 1
                 if entry.doomed:
                     segment.free(entry)
-                elif entry.end > segment.end or entry.location.offset in segment.leaving:
-                    entry.use = use
                 else:
                     segment.order.append(entry, use)
         self._uses += len(entries)
@@ -211,7 +203,6 @@ class Contents:
         for entry in entries:
             if entry.leases:
                 entry.doomed = True
-                entry.segment.leaving.pop(entry.location.offset, None)
             else:
                 entry.segment.free(entry)
         if gone:
@@ -229,47 +220,13 @@ class Contents:
         return chunks, self._drain([*live, *resting])
 
     def empty(self, segment: Segment) -> Steps:
-        """Forget the chunks of a segment one a step, or mark them for `move` if they are to be
-        kept.
-        """
+        """Forget the chunks of a segment, one a step."""
         while segment.occupants:
             offset, entry = segment.occupants.popitem()
             segment.staying[offset] = entry
             if not entry.reservation and not entry.doomed:
-                segment.order.remove(entry)
-                segment.leaving[offset] = entry
-                if not segment.keeps_until:
-                    self.forget([entry])
+                self.forget([entry])
             yield
-        if not segment.keeps_until:
-            yield from self._leave(segment)
-
-    def shorten(self, segment: Segment) -> Steps:
-        """Forget, or mark for `move`, the chunks beyond a segment's limit, and take away the holes
-        there.
-        """
-        while segment.end > segment.limit and segment.state == "live":
-            entry = segment.shorten(segment.limit)
-            if entry is not None and not entry.reservation and not entry.doomed:
-                segment.order.remove(entry)
-                segment.leaving[entry.location.offset] = entry
-            if not segment.keeps_until:
-                yield from self._leave(segment)
-            yield
-        if not segment.keeps_until:
-            yield from self._leave(segment)
-
-    def _leave(self, segment: Segment) -> Steps:
-        """Forget the chunks marked for `move`, one a step."""
-        while segment.leaving:
-            self.forget([segment.leaving.popitem()[1]])
-            yield
-
-    def better(self, entry: Entry, peer: Peer) -> list[Location]:
-        """A slot to which a chunk can move: a hole, or one whose chunk was used less recently.
-        Empty if there is none.
-        """
-        return self.room(entry.location.length, peer, 1, 1, before=entry.use)
 
     def _drain(self, spaces: list[Space]) -> Steps:
         """Free the slots of cleared chunks, one a step, unless they were evicted meanwhile or only

@@ -16,7 +16,7 @@ from vcache_backend.metadata_server import records
 from vcache_backend.metadata_server.backlog import Steps
 from vcache_backend.metadata_server.epochs import Epochs
 from vcache_backend.metadata_server.leases import Leases
-from vcache_backend.metadata_server.placement import MAX_SEARCH, Entry, Peer, Segment
+from vcache_backend.metadata_server.placement import MAX_SEARCH, Entry, Peer
 from vcache_backend.metadata_server.residents import Residents
 from vcache_backend.metadata_server.segments import SegmentDirectory, added
 
@@ -151,18 +151,11 @@ class Directory(SegmentDirectory):
 
         0 if the reservation is void. Its slots are then freed, since its writer has finished.
         """
-        open_, holds = self.reservations.get(reservation), self.contents.live.holds
-        if (
-            open_ is None
-            or open_.client != client.id
-            or self._now() > open_.deadline
-            or not all(map(holds, open_.sources))
-        ):
+        open_ = self.reservations.get(reservation)
+        if open_ is None or open_.client != client.id or self._now() > open_.deadline:
             self.abort(client, reservation)
             return 0
         self.reservations.close(reservation)
-        # As long as a chunk is found where it was, nobody has written there.
-        self.contents.forget(open_.sources)
         self.records.append(records.Published(reservation))
         visible = self.contents.publish(open_.entries)
         self.counters["committed"] += len(open_.entries)
@@ -245,7 +238,8 @@ class Directory(SegmentDirectory):
         overdue = self.reservations.overdue(now)
         self.reservations.void(overdue)
         self.counters["expired_reservations"] += len(overdue)
-        self._tick_segments(now)
+        for segment in self.contents.placement.in_state("draining"):
+            self._close(segment)
 
     def go_on(self, steps: int) -> None:
         """Do up to `steps` steps of what earlier turns left to do."""
@@ -308,7 +302,7 @@ class Directory(SegmentDirectory):
     def _refusal(self, client: Peer, nbytes: int) -> tuple[m.Refusal | None, str]:
         """Why no chunk of this size can ever get a slot at present; (None, "") if it can."""
         largest = max(
-            (segment.end for segment in self.contents.placement.usable(client)), default=-1
+            (segment.capacity for segment in self.contents.placement.usable(client)), default=-1
         )
         if largest < 0:
             return m.Refusal.NO_SEGMENT, self._no_segment(client)
@@ -342,13 +336,8 @@ class Directory(SegmentDirectory):
 
     def _give_back(self, id_: int) -> int:
         reservation = self.reservations.close(id_)
-        late = dict[m.SegmentId, Segment]()
         for entry in reservation.entries:
             entry.segment.free(entry)
-            if entry.end > entry.segment.nbytes - entry.segment.given_back:
-                late[entry.segment.id] = entry.segment
-        # What was written behind their ends was given back before.
-        self.shortened += late.values()
         self.records.append(records.Returned(id_))
         self.counters["aborted"] += len(reservation.entries)
         return len(reservation.entries)

@@ -50,10 +50,6 @@ class Layouts:
         """By namespace, tokens that instances have looked up and tokens found, since the server's
         start.
         """
-        self.saved: dict[str, float] = {}
-        """By namespace, seconds of prefill saved since the server's start, as far as instances have
-        estimated them.
-        """
         self._counted: dict[int, tuple[str, list[int]]] = {}
         """By client: its namespace, and where to count."""
 
@@ -87,12 +83,6 @@ class Layouts:
             totals[0] += asked
             totals[1] = min(totals[1] + found, totals[0])
 
-    def saves(self, client: int, seconds: float | None) -> None:
-        """Add the seconds that an instance's hits have saved; None: it does not know."""
-        name = self._counted[client][0] if client in self._counted else ""
-        if seconds is not None and name in self.hits:
-            self.saved[name] = self.saved.get(name, 0.0) + seconds
-
     def _count(self, client: Peer, layout: dict[str, str]) -> None:
         if name := printable(layout.get("namespace", "")):
             totals = self.hits.pop(name, [0, 0])
@@ -101,7 +91,6 @@ class Layouts:
                 ended = (old for old, counts in self.hits.items() if id(counts) not in connected)
                 gone = next(ended, next(iter(self.hits)))
                 del self.hits[gone]
-                self.saved.pop(gone, None)
             self.hits[name] = totals
             self._counted[client.id] = name, totals
 
@@ -114,7 +103,6 @@ class Layouts:
             name for name in self.hits if name not in connected and not stores(_prefix(name))
         ]:
             del self.hits[name]
-            self.saved.pop(name, None)
 
     def drop(self, client: int) -> None:
         """Remove an instance that is gone."""

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, NewType
 
 import msgspec
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 MAX_MESSAGE_BYTES = 200_000
 """Linux sends a packet of this size with a socket's ordinary buffer. A client that sends a larger
 one is disconnected.
@@ -89,7 +89,6 @@ MAX_REPORT_CHARS = 1024
 MAX_TOKENS = 1 << 48
 """The most tokens that one message says were looked up. More is no instance."""
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
-MAX_SAVED_SECONDS = 1e9
 GRACE_SECONDS = 0.25
 """How long a lease holds in any case after it was granted or renewed, unless it was given for less:
 even if its holder's connection is lost, or the server dies and starts again. A copy that ends
@@ -138,7 +137,7 @@ class Location(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
     """One segment as the server knows it. `device`: a GPU UUID, `host` or `host:NAME`. Sizes in
-    bytes. `given_back`: the bytes at its end that hold no chunk, and no memory, any more."""
+    bytes."""
 
     id: SegmentId
     device: str
@@ -151,7 +150,6 @@ class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
     largest_hole: int = 0
     evictions: int = 0
     state: SegmentState = "live"
-    given_back: int = 0
 
 
 class Reported(msgspec.Struct, frozen=True, array_like=True):
@@ -339,39 +337,15 @@ class Unusable(Request, frozen=True, tag="unusable"):
 
 
 class DropSegment(Request, frozen=True, tag="drop_segment"):
-    """Forget a segment's chunks; it is gone once its last lease and reservation end → `Dropped`.
-    `keep`: keep the chunks until this is sent again without it, or nobody has sent `Move` for a
-    while."""
-
-    id: SegmentId
-    keep: bool = False
-
-
-class ResizeSegment(Request, frozen=True, tag="resize_segment"):
-    """Leave the first `nbytes` of a host segment to the pool and forget the chunks beyond →
-    `Opened`, without an fd: its size by now.
-
-    The memory is freed when the last lease and reservation there end. `keep`: keep those chunks
-    until this is sent again without it, or nobody has sent `Move` for a while."""
-
-    id: SegmentId
-    nbytes: Bytes
-    keep: bool = False
-
-
-class Move(Request, frozen=True, tag="move"):
-    """Reserve new slots for some of the chunks that a resize or a drop keeps → `Moves`. A chunk is
-    forgotten instead if only chunks used later could make room for it."""
+    """Forget a segment's chunks; it is gone once its last lease and reservation end → `Dropped`."""
 
     id: SegmentId
 
 
 class ListSegments(Request, frozen=True, tag="list_segments"):
-    """→ `Segments`. `saved`: seconds of prefill, by its own estimate, that hits have saved this
-    client's instance since the last such message; None: unknown. `asked`, `found`: prompt tokens
-    that the instance has looked up since, and that were there, each once."""
+    """→ `Segments`. `asked`, `found`: prompt tokens that this client's instance has looked up since
+    the last such message, and those that it found, each once."""
 
-    saved: Annotated[float, msgspec.Meta(ge=0, le=MAX_SAVED_SECONDS)] | None = None
     asked: Tokens = 0
     found: Tokens = 0
 
@@ -473,9 +447,8 @@ class Clear(Request, frozen=True, tag="clear"):
 class Join(Request, frozen=True, tag="join"):
     """An instance's scheduler shows its generation table, whose fd comes along → `Count` (1).
 
-    `blocks`: how many vLLM has, the length of the table. `each`: blocks of a chunk. `lead`: how
-    many of these, the first ones, readers always need (0: all); the others come and go, and readers
-    check them themselves. Refused while another process is its scheduler."""
+    `blocks`: how many vLLM has, the length of the table. `each`: blocks of a chunk.
+    Refused while another process is its scheduler."""
 
     instance: Named
     namespace: Annotated[
@@ -484,7 +457,6 @@ class Join(Request, frozen=True, tag="join"):
     blocks: Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCKS)]
     ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
     each: Annotated[int, msgspec.Meta(ge=1, le=MAX_EACH)]
-    lead: Annotated[int, msgspec.Meta(ge=0, le=MAX_EACH)] = 0
 
 
 class ShowCache(Request, frozen=True, tag="show_cache"):
@@ -574,10 +546,9 @@ class Publish(Request, frozen=True, tag="publish"):
     little-endian, `each` of them a key. `epoch`: the one in which all of it was computed, as far as
     the scheduler had heard.
 
-    A chunk replaces what the instance published under its key, or with one of its blocks in the
-    `lead`, with no higher `sequence`. With several ranks it is found once all have published the
-    same. It is not taken if its lead names a block twice. A block behind the lead that does not
-    exist is number 0, of generation 0."""
+    A chunk replaces what the instance published under its key, or with one of its blocks, with no
+    higher `sequence`. With several ranks it is found once all have published the same. It is not
+    taken if it names a block twice."""
 
     instance: Named
     sequence: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -690,19 +661,9 @@ class Lendable(Reply, frozen=True, tag="lendable"):
 
 
 class Opened(Reply, frozen=True, tag="opened"):
-    """A segment. Its fd comes along, except in answer to `ResizeSegment`."""
+    """A segment. Its fd comes along."""
 
     segment: SegmentInfo
-
-
-class Moves(Reply, frozen=True, tag="moves"):
-    """From where to where a client is to copy chunks, and then to commit the reservation. From then
-    on they lie there, unless one of them is gone: then none of them has moved. `left`: chunks not
-    looked at yet, or being moved."""
-
-    reservation: int
-    pairs: list[tuple[Location, Location]]
-    left: int
 
 
 class Dropped(Reply, frozen=True, tag="dropped"):
@@ -821,8 +782,7 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
 
     `quarantined_slots`: slots that wait until their writer, by its pid, ends or answers for them.
     `hits`: by namespace, prompt tokens that instances looked up, as they say, and those found: each
-    token once a request, in the pool, in KV caches and below. `saved`: by namespace, seconds of
-    prefill that hits have saved, where an instance has made an estimate."""
+    token once a request, in the pool, in KV caches and below."""
 
     epoch: int
     uptime_seconds: float
@@ -843,12 +803,9 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
     still_mapped: list[StillMapped] = []
     reads: list[ReadStats] = []
     hits: dict[str, tuple[int, int]] = {}
-    saved: dict[str, float] = {}
 
 
-_OfSegments = (
-    AddSegment | Lend | OpenSegment | Unusable | DropSegment | ResizeSegment | Move | ListSegments
-)
+_OfSegments = AddSegment | Lend | OpenSegment | Unusable | DropSegment | ListSegments
 _OfChunks = (
     Reserve
     | Commit
@@ -877,7 +834,7 @@ OfInstances = (
 OfResidents = Publish | Retract | Hint | Listen | Find | ShowReads
 OfOthers = Hello | _OfSegments | OfInstances | OfResidents | Stats | Report
 AnyRequest = _OfChunks | OfOthers
-_OfOneThing = Count | Verdict | Present | Added | Lendable | Opened | Moves | Dropped
+_OfOneThing = Count | Verdict | Present | Added | Lendable | Opened | Dropped
 AnyReply = (
     Welcome
     | Error

@@ -146,22 +146,13 @@ class Segment:
             info.nbytes,
         )
         self.state: SegmentState = info.state
-        self.end = self.limit = info.nbytes // ALIGNMENT * ALIGNMENT
-        """Chunks lie before `end`, which is lowered to `limit` when memory is taken back."""
-        self.outside = 0
-        """Bytes of slots beyond `end` that are still in use."""
-        self.given_back = 0
+        self.capacity = info.nbytes // ALIGNMENT * ALIGNMENT
         self.extents = Extents(info.nbytes)
         self.order = Order()
         self.occupants: dict[int, Entry] = {}
         self.ending: dict[int, Entry] = {}
         self.staying: dict[int, Entry] = {}
-        """Occupants of a draining segment, or beyond a new end, that are removed once nobody uses
-        them.
-        """
-        self.leaving: dict[int, Entry] = {}
-        """Those of them that are to be moved, until `keeps_until` (0: none any more)."""
-        self.keeps_until = 0.0
+        """Occupants of a draining segment that are removed once nobody uses them."""
         self.returning: list[Entry] = []
         """Chunks that an absent segment will bring back, unless removed meanwhile; the least
         recently used last.
@@ -175,14 +166,13 @@ class Segment:
             device=self.device,
             medium=self.medium,
             nbytes=self.nbytes,
-            used=self.end + self.outside - self.extents.free,
+            used=self.capacity - self.extents.free,
             chunks=len(self.ending) - self.reserved,
             leased=self.leased,
             reserved=self.reserved,
             largest_hole=self.extents.largest,
             evictions=self.evictions,
             state=self.state,
-            given_back=self.given_back,
         )
 
     def has(self, entry: Entry) -> bool:
@@ -198,45 +188,27 @@ class Segment:
         )
 
     def free(self, entry: Entry) -> None:
-        """Make a slot a hole, unless it lies beyond `end`, since nobody has it any more."""
+        """Make a slot a hole: nobody has it any more."""
         offset = entry.location.offset
         if self.occupants.pop(offset, None) is None:
             del self.staying[offset]
-            self.leaving.pop(offset, None)
         del self.ending[entry.end]
         self.order.remove(entry)
         self.reserved -= entry.reservation != 0
-        if entry.end <= self.end:
-            self.extents.give(offset, entry.size)
-        else:
-            self.outside -= entry.size
-
-    def shorten(self, end: int) -> Entry | None:
-        """Cut the hole at the segment's end, down to `end` at most. Without a hole there, return
-        the occupant, still to be forgotten.
-        """
-        if (cut := self.extents.cut(self.end, end)) < self.end:
-            self.end = cut
-            return None
-        entry = self.ending[self.end]
-        self.end = entry.location.offset
-        self.outside += entry.size
-        self.staying[self.end] = self.occupants.pop(self.end)
-        return entry
+        self.extents.give(offset, entry.size)
 
     def let_go(self) -> None:
         """Unlink a segment that has left the pool: it and its entries refer to each other, and the
         garbage collector is off.
         """
-        for table in (self.occupants, self.staying, self.leaving, self.ending):
+        for table in (self.occupants, self.staying, self.ending):
             table.clear()
         self.order.clear()
         self.returning.clear()
-        self.end = 0
 
-    def window(self, first: Entry, size: int, most: int, before: float) -> tuple[list[Entry], bool]:
-        """A run of at most `most` occupants used `before`, with `first`, and whether it, with the
-        holes around it, spans `size` bytes.
+    def window(self, first: Entry, size: int, most: int) -> tuple[list[Entry], bool]:
+        """A run of at most `most` occupants that may be evicted, with `first`, and whether it, with
+        the holes around it, spans `size` bytes.
 
         It grows towards the end of the segment as far as it can, then towards the start.
         """
@@ -244,13 +216,13 @@ class Segment:
         start = self.extents.hole_before(first.location.offset)
         while end - start < size and len(run) < most:
             after = self.occupants.get(end)
-            if after is None or after.newer is None or after.use >= before:
+            if after is None or after.newer is None:
                 break
             run.append(after)
             end = self.extents.hole_at(after.end)
         while end - start < size and len(run) < most:
             ahead = self.ending.get(start)
-            if ahead is None or ahead.newer is None or ahead.use >= before:
+            if ahead is None or ahead.newer is None:
                 break
             run.append(ahead)
             start = self.extents.hole_before(ahead.location.offset)
@@ -295,9 +267,9 @@ class Placement:
         ]
 
     def victims(
-        self, nbytes: int, most: int, peer: Peer, left: int, before: float
+        self, nbytes: int, most: int, peer: Peer, left: int
     ) -> tuple[list[Entry], bool, int]:
-        """Choose chunks of a peer's medium, used `before`, to evict for slots of `nbytes`.
+        """Choose chunks of a peer's medium to evict for slots of `nbytes`.
 
         Returns them, whether each of them leaves such a slot, and how many chunks were looked at,
         about `left` at most. They are up to `most` of the least recently used ones if those have
@@ -305,10 +277,8 @@ class Placement:
         None if none can go, or too many would have to."""
         size, attempts, looked = padded(nbytes), 0, 0
         equal: list[Entry] = []
-        orders = [segment.order for segment in self.usable(peer) if size <= segment.end]
+        orders = [segment.order for segment in self.usable(peer) if size <= segment.capacity]
         for entry in islice(heapq.merge(*orders, key=attrgetter("use")), left):
-            if entry.use >= before:
-                break
             if entry.size == size:
                 equal.append(entry)
                 if len(equal) == most:
@@ -316,7 +286,7 @@ class Placement:
             elif equal or attempts == MAX_WINDOW_ATTEMPTS or looked >= left:
                 break
             else:
-                run, wide = entry.segment.window(entry, size, left - looked, before)
+                run, wide = entry.segment.window(entry, size, left - looked)
                 attempts, looked = attempts + 1, looked + len(run)
                 if wide:
                     return run, False, looked

@@ -36,8 +36,6 @@ class SegmentAdded(msgspec.Struct, frozen=True, array_like=True, tag="S"):
     device: str
     medium: Medium
     nbytes: int
-    limit: int | None = None
-    """Where its chunks are to end, if memory was taken back."""
 
 
 class SegmentGone(msgspec.Struct, frozen=True, array_like=True, tag="s"):

@@ -33,15 +33,13 @@ class Reservation(msgspec.Struct, gc=False):
     `deadline`, a lost connection, a clear or a restart of the server.
 
     They then wait in quarantine until the writer answers for them or its process ends, however long
-    that takes. `sources`: the old places of chunks that the reservation moves, until it is
-    committed."""
+    that takes."""
 
     client: int | None
     process: ProcessId
     deadline: float
     entries: list[Entry]
     namespaces: frozenset[bytes] = frozenset()
-    sources: list[Entry] = []
 
 
 class Reservations:
@@ -110,14 +108,11 @@ class Reservations:
         process: ProcessId,
         entries: list[Entry],
         now: float,
-        sources: Iterable[Entry] = (),
     ) -> None:
         """Begin a reservation: its slots are being written, and may be committed for `seconds`."""
         self._pending.update((entry.key, id_) for entry in entries)
         namespaces = frozenset({entry.key[:NAMESPACE_BYTES] for entry in entries})
-        self._open[id_] = Reservation(
-            client, process, now + self.seconds, entries, namespaces, list(sources)
-        )
+        self._open[id_] = Reservation(client, process, now + self.seconds, entries, namespaces)
         self._of_client.setdefault(client, {})[id_] = None
 
     def restore(self, id_: int, process: ProcessId, entries: list[Entry]) -> None:

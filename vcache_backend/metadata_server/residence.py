@@ -46,8 +46,8 @@ Table = dict[m.ChunkKey, PublishedChunk]
 
 
 class Residence:
-    """What one instance has published. Each block is in the lead of at most one chunk, so its
-    blocks bound the number of chunks.
+    """What one instance has published. Each block is in at most one chunk, so its blocks bound the
+    number of chunks.
     """
 
     def __init__(self, owner: Peer, join: m.Join) -> None:
@@ -59,15 +59,14 @@ class Residence:
             join.ranks,
             join.each,
         )
-        self._lead = join.lead or join.each
         self.whole = False
         """Whether every part of the instance is shown; until then nothing of it is found."""
         self.found: Table = {}
         self.awaited: Table = {}
         """Chunks that only some of the ranks have published."""
         self.holders: list[PublishedChunk | None] = [None] * self.blocks
-        """The publication whose lead each block is in. One that is in neither table any more counts
-        for nothing.
+        """The publication that each block is in. One that is in neither table any more counts for
+        nothing.
         """
         self.recency = Recency()
         self.chunk_bytes = CHUNK_BYTES + self.each * (m.NUMBER_BYTES + m.GENERATION_BYTES)
@@ -163,10 +162,10 @@ class Residence:
         return numbers
 
     def _take(self, new: PublishedChunk, numbers: tuple[int, ...], full: bool) -> bool:
-        """Take one chunk, unless a newer publication has its key or, in its lead, one of its
-        blocks, or its own lead has a block twice. full: unless it replaces none, too."""
+        """Take one chunk, unless a newer publication has its key or one of its blocks, or it has a
+        block twice itself. full: unless it replaces none, too."""
         found, awaited, holders = self.found, self.awaited, self.holders
-        key, lead = new.key, numbers[: self._lead]
+        key = new.key
         old = found.get(key) or awaited.get(key)
         if old is not None and old.blocks == new.blocks and old.generations == new.generations:
             return self._agree(old, new)
@@ -179,7 +178,7 @@ class Residence:
             rivals.add(old)
         if (
             any(rival.sequence > new.sequence for rival in rivals)
-            or len(set(lead)) < len(lead)
+            or len(set(numbers)) < len(numbers)
             or (full and not rivals)
         ):
             return False
@@ -187,7 +186,7 @@ class Residence:
         for rival in rivals:
             (found if found.get(rival.key) is rival else awaited).pop(rival.key)
             self._vacate(rival)
-        for block in lead:
+        for block in numbers:
             holders[block] = new
         (found if self.ranks == 1 else awaited)[key] = new
         return True

@@ -24,19 +24,12 @@ class ResidentCalls(Channel, ABC):
     # ---- an owner's
 
     def join(
-        self,
-        instance: bytes,
-        namespace: bytes,
-        blocks: int,
-        ranks: int,
-        each: int,
-        fd: int,
-        lead: int = 0,
+        self, instance: bytes, namespace: bytes, blocks: int, ranks: int, each: int, fd: int
     ) -> None:
         """Show an instance's generation table, `fd`, as its scheduler, on this connection. To be
         repeated after a reconnection.
         """
-        request = m.Join(m.InstanceId(instance), namespace, blocks, ranks, each, lead)
+        request = m.Join(m.InstanceId(instance), namespace, blocks, ranks, each)
         self._call(request, m.Count, self._config.control_seconds, fd)
 
     def show_pins(self, instance: bytes, fd: int) -> None:

@@ -1,21 +1,16 @@
-"""The pool's segments in the directory: lending, adding, restoring after a restart, resizing and
-dropping.
-"""
+"""The pool's segments in the directory: lending, adding, restoring after a restart, dropping."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import count, islice
-
-import msgspec
+from itertools import count
 
 from vcache_backend.config import ServerConfig
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import records
-from vcache_backend.metadata_server.allocator import ALIGNMENT
 from vcache_backend.metadata_server.backlog import Backlog, Steps
 from vcache_backend.metadata_server.contents import Contents
-from vcache_backend.metadata_server.placement import Entry, Peer, Segment
+from vcache_backend.metadata_server.placement import Peer, Segment
 from vcache_backend.metadata_server.reservations import (
     MAX_RESERVATIONS_PER_CLIENT,
     Claims,
@@ -26,9 +21,6 @@ MAX_AVOIDED = 1024
 """At this length a client's list of segments that it cannot map is cleared of those that no longer
 exist.
 """
-MAX_MOVED = 16
-KEEP_SECONDS = 10.0
-"""MAX_MOVED: the most chunks in one `move`. KEEP_SECONDS: how long chunks wait for the next one."""
 
 
 class SegmentDirectory:
@@ -45,10 +37,6 @@ class SegmentDirectory:
         self.backlog = Backlog()
         self._claims = Claims()
         self._reserves_from = 0.0
-        self.shortened: list[Segment] = []
-        """Segments that have given back more memory: what lies beyond their `end` is to be
-        freed.
-        """
 
     def lend(self, client: Peer, nbytes: int) -> m.Lendable:
         """Grant the client what its device lacks of `nbytes`, less what other clients are about to
@@ -80,64 +68,17 @@ class SegmentDirectory:
             segment.state = "live"
         chunks = len(segment.returning)
         self.backlog.begin(self.contents.bring_back(segment, self.reservations.pending))
-        self.backlog.begin(self._shorten(segment))
         return chunks
 
-    def resize_segment(self, id_: m.SegmentId, nbytes: int, keep: bool = False) -> None:
-        """Reduce a segment to `nbytes` for good. Chunks beyond are forgotten, now or in later
-        turns; keep: once they could `move`.
-
-        When nobody reads or writes there the segment is added to `shortened`. Quarantined writers
-        are not waited for: what they write is void."""
-        segment = self.segments[id_]
-        segment.keeps_until = self._now() + KEEP_SECONDS if keep else 0.0
-        segment.limit = min(segment.limit, nbytes // ALIGNMENT * ALIGNMENT)
-        self.records.append(added(segment))
-        self.backlog.begin(self._shorten(segment))
-
-    def move(self, client: Peer, id_: m.SegmentId) -> m.Moves:
-        """Reserve new slots for a few chunks that a resize or a drop keeps, in holes or in place of
-        chunks used less recently.
-
-        The reservation can no longer be committed once one of these chunks has left its old place.
-        """
-        segment, reservation = self.segments.get(id_), next(self._ids)
-        if segment is None or not segment.keeps_until or self._not_now(client):
-            return m.Moves(0, [], 0)
-        segment.keeps_until = self._now() + KEEP_SECONDS
-        if segment.occupants if segment.state == "draining" else segment.end > segment.limit:
-            # not all of it was looked at yet; holes behind a new end would be taken, else
-            return m.Moves(0, [], 1)
-        near = msgspec.structs.replace(client, device=segment.device, medium=segment.medium)
-        pairs: list[tuple[Entry, m.Location]] = []
-        for entry in list(islice(segment.leaving.values(), MAX_MOVED)):
-            if not self.contents.live.holds(entry) or self.reservations.pending(entry.key):
-                continue
-            if slot := self.contents.better(entry, near):
-                pairs.append((entry, slot[0]))
-            else:
-                self.contents.forget([entry])
-        left = len(segment.leaving) - len(pairs)
-        if not pairs:
-            return m.Moves(0, [], left)
-        pairs.sort(key=lambda pair: -pair[0].use)  # as `commit` makes them recent
-        sources = [entry for entry, _ in pairs]
-        self._open(
-            client, reservation, [entry.key for entry in sources], [to for _, to in pairs], sources
-        )
-        self.counters["moved"] += len(pairs)
-        return m.Moves(reservation, [(entry.location, to) for entry, to in pairs], left)
-
-    def drop_segment(self, id_: m.SegmentId, keep: bool = False) -> int:
-        """Store no new chunks in a segment and forget its own, now or in later turns; keep: once
-        they could `move`. Returns how many it has.
+    def drop_segment(self, id_: m.SegmentId) -> int:
+        """Store no new chunks in a segment and forget its own, now or in later turns. Returns how
+        many it has.
 
         The segment is removed once it is empty and nobody reads or writes there. Slots in
         quarantine are not waited for: their writer keeps the memory to itself."""
         segment = self.segments[id_]
-        chunks, kept = segment.info().chunks, segment.keeps_until
-        segment.keeps_until = self._now() + KEEP_SECONDS if keep else 0.0
-        if segment.state != "draining" or (kept and not keep):
+        chunks = segment.info().chunks
+        if segment.state != "draining":
             segment.state = "draining"
             self.backlog.begin(self._empty(segment))
         return chunks
@@ -182,13 +123,10 @@ class SegmentDirectory:
         reservation: int,
         keys: list[m.ChunkKey],
         locations: list[m.Location],
-        sources: Iterable[Entry] = (),
     ) -> None:
         """Open a reservation: from now on the client may write these slots."""
         entries = self.contents.occupy(keys, locations, reservation)
-        self.reservations.open(
-            reservation, client.id, client.process, entries, self._now(), sources
-        )
+        self.reservations.open(reservation, client.id, client.process, entries, self._now())
         self.records.append(records.Held(reservation, client.process, keys, locations))
 
     def _not_now(self, client: Peer) -> str:
@@ -200,17 +138,6 @@ class SegmentDirectory:
             if self._now() < self._reserves_from
             else ""
         )
-
-    def _tick_segments(self, now: float) -> None:
-        for segment in list(self.segments.values()):
-            if 0 < segment.keeps_until < now:  # who was to move them does not
-                segment.keeps_until = 0.0
-                self.backlog.begin(
-                    self._empty(segment) if segment.state == "draining" else self._shorten(segment)
-                )
-            if segment.state == "draining":
-                self._close(segment)
-            self._let_end_go(segment)
 
     def _empty(self, segment: Segment) -> Steps:
         """Forget the chunks of a segment, then remove it."""
@@ -227,32 +154,6 @@ class SegmentDirectory:
             del self.segments[segment.id]
             self.records.append(records.SegmentGone(segment.id))
 
-    def _shorten(self, segment: Segment) -> Steps:
-        """Forget the chunks beyond a segment's limit, then give that memory back."""
-        yield from self.contents.shorten(segment)
-        self._let_end_go(segment)
-
-    def _let_end_go(self, segment: Segment) -> None:
-        """Give back the memory beyond a segment's limit if nobody but quarantined writers uses it
-        any more.
-        """
-        rest = segment.nbytes - segment.end
-        if (
-            segment.limit < segment.end
-            or rest - segment.given_back < ALIGNMENT
-            or segment.state != "live"
-        ):
-            return
-        # Readers may count on the leases of an earlier server.
-        if self._now() >= self._reserves_from and all(
-            map(self.reservations.quarantined, segment.staying.values())
-        ):
-            segment.given_back = rest
-            self.shortened.append(segment)
-
 
 def added(segment: Segment) -> records.SegmentAdded:
-    whole = segment.limit == segment.nbytes // ALIGNMENT * ALIGNMENT
-    return records.SegmentAdded(
-        segment.id, segment.device, segment.medium, segment.nbytes, None if whole else segment.limit
-    )
+    return records.SegmentAdded(segment.id, segment.device, segment.medium, segment.nbytes)

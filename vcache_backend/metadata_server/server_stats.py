@@ -56,7 +56,6 @@ def server_stats(service: Service) -> m.ServerStats:
             name: (min(asked, _MOST_TOKENS), min(found, _MOST_TOKENS))
             for name, (asked, found) in layouts.hits.items()
         },
-        saved=dict(layouts.saved),
     )
     return fitting(stats)
 
@@ -66,14 +65,7 @@ def fitting(stats: m.ServerStats) -> m.ServerStats:
     as often as it takes.
     """
     while len(msgspec.msgpack.encode(stats)) > m.MAX_MESSAGE_BYTES:
-        if (
-            stats.reports
-            or stats.mismatches
-            or stats.namespaces
-            or stats.reads
-            or stats.hits
-            or stats.saved
-        ):
+        if stats.reports or stats.mismatches or stats.namespaces or stats.reads or stats.hits:
             stats = _less_told(stats)
         elif stats.instances or stats.still_mapped:
             some, kept = stats.instances, stats.still_mapped
@@ -86,12 +78,10 @@ def fitting(stats: m.ServerStats) -> m.ServerStats:
 
 
 def _less_told(stats: m.ServerStats) -> m.ServerStats:
-    """Half of what clients reported: the newest reports, namespaces and savings, the first
+    """Half of what clients reported: the newest reports, namespaces and hits, the first
     mismatches and the largest reads.
     """
-    namespaces, hits, saved = (
-        list(one.items()) for one in (stats.namespaces, stats.hits, stats.saved)
-    )
+    namespaces, hits = list(stats.namespaces.items()), list(stats.hits.items())
     return msgspec.structs.replace(
         stats,
         reports=stats.reports[(len(stats.reports) + 1) // 2 :],
@@ -99,7 +89,6 @@ def _less_told(stats: m.ServerStats) -> m.ServerStats:
         reads=stats.reads[: len(stats.reads) // 2],
         namespaces=dict(namespaces[(len(namespaces) + 1) // 2 :]),
         hits=dict(hits[(len(hits) + 1) // 2 :]),
-        saved=dict(saved[(len(saved) + 1) // 2 :]),
     )
 
 

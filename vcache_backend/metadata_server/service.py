@@ -14,9 +14,7 @@ import msgspec
 from vcache_backend.histogram import Histogram
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes
-from vcache_backend.metadata_server.allocator import ALIGNMENT
-from vcache_backend.metadata_server.backlog import Steps
-from vcache_backend.metadata_server.connection import Descriptor, Longest, free_pages, unmappable
+from vcache_backend.metadata_server.connection import Descriptor, Longest, unmappable
 from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.instances import Instances
 from vcache_backend.metadata_server.layouts import Layouts, Reports
@@ -67,10 +65,6 @@ class Service:
         self.layouts = Layouts()
         self.latency: dict[str, Histogram] = {}
         self.fds: dict[m.SegmentId, Descriptor] = {}
-        self._freeing: dict[Descriptor, int] = {}
-        """Memory whose end is being freed, and up to how many bytes. The ledger must know of them
-        first.
-        """
         self.reports = Reports(time.time)
         self.longest = Longest()
         self.started = time.monotonic()
@@ -148,14 +142,9 @@ class Service:
                 return self._open_segment(id_)
             case m.Unusable(id_):
                 return m.Count(directory.avoid(client, id_)), None
-            case m.DropSegment(id_, keep):
-                return self._drop_segment(id_, keep), None
-            case m.ResizeSegment():
-                return self._resize_segment(request), None
-            case m.Move(id_):
-                return directory.move(client, id_), None
-            case m.ListSegments(saved, asked, found):
-                self.layouts.saves(client.id, saved)
+            case m.DropSegment(id_):
+                return self._drop_segment(id_), None
+            case m.ListSegments(asked, found):
                 self.layouts.looked_up(client.id, asked, found)
                 return m.Segments(directory.segment_infos()), None
             case m.Stats():
@@ -168,26 +157,9 @@ class Service:
                 assert_never(request)
 
     def collect_dropped(self) -> None:
-        """Close the memory of segments that are gone, and free what others have given back."""
-        while self.directory.shortened:
-            segment = self.directory.shortened.pop()
-            if (kept := self.fds.get(segment.id)) is None:
-                continue
-            if kept not in self._freeing:
-                self.directory.backlog.later(self._free_end(segment.nbytes, kept))
-            self._freeing[kept] = segment.given_back
+        """Close the memory of segments that are gone."""
         for id_ in [id_ for id_ in self.fds if id_ not in self.directory.segments]:
             del self.fds[id_]
-
-    def _free_end(self, nbytes: int, memory: Descriptor) -> Steps:
-        """Free what a segment has given back, and what it gives back meanwhile: one mapping at a
-        time, however often it is resized.
-        """
-        freed = 0
-        while freed < self._freeing[memory]:
-            end, freed = nbytes - freed, self._freeing[memory]
-            yield from free_pages(memory, nbytes - freed, end)
-        del self._freeing[memory]
 
     def close(self) -> None:
         """Close all fds, which frees host and GPU memory that nobody else holds."""
@@ -291,32 +263,12 @@ class Service:
             raise Refuse(f"clear: {namespace!r} is {len(namespace)} bytes; {what}")
         return m.Count(self.directory.clear(namespace, reset))
 
-    def _drop_segment(self, id_: m.SegmentId, keep: bool) -> m.Dropped:
+    def _drop_segment(self, id_: m.SegmentId) -> m.Dropped:
         if id_ not in self.directory.segments:
             raise Refuse(f"segment {id_} is not here; `vcache segment list` shows those that are")
-        chunks = self.directory.drop_segment(id_, keep)
+        chunks = self.directory.drop_segment(id_)
         self.collect_dropped()
         return m.Dropped(chunks, id_ not in self.directory.segments)
-
-    def _resize_segment(self, request: m.ResizeSegment) -> m.Opened:
-        id_, nbytes = request.id, request.nbytes
-        segment = self.directory.segments.get(id_)
-        if segment is None or segment.state != "live":
-            state = "not here" if segment is None else segment.state
-            raise Refuse(
-                f"segment {id_} is {state}; `vcache segment list` shows those that are live"
-            )
-        if segment.medium != "host":
-            raise Refuse(
-                f"segment {id_} is one allocation on a GPU, which is freed as a whole: drop it, and lend a smaller one"
-            )
-        if nbytes // ALIGNMENT * ALIGNMENT > segment.limit:
-            raise Refuse(
-                f"segment {id_} has {segment.limit:,} B, fewer than {nbytes:,}; to lend more, use `vcache segment add`"
-            )
-        self.directory.resize_segment(id_, nbytes, request.keep)
-        self.collect_dropped()
-        return m.Opened(segment.info())
 
     def _report(self, client: Peer, level: m.Level, text: str) -> m.Count:
         reported = self.reports.add(client, level, text)

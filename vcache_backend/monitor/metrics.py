@@ -44,7 +44,6 @@ _COUNTERS = {
     "expired_leases": "Leases that ended before their reader released them. If they rise, a worker hangs or the machine is overloaded.",
     "evicted": "Chunks that made room for others in the pool. If they rise while the hit rate falls, the pool is too small.",
     "removed": "Chunks of the pool that were forgotten because a client asked for it.",
-    "moved": "Chunks of the pool that were moved because a segment shrank or was dropped.",
     "published": "Chunks that instances showed to others in their KV caches.",
     "hints": "Chunks in KV caches whose owner was told that others read them.",
     "refused_full": "Chunks that were not stored because nothing in the pool could make room. If they rise, the pool is too small.",
@@ -165,9 +164,6 @@ def _hits(stats: ServerStats, samples: Samples, models: Mapping[str, str]) -> It
             labels,
             totals,
         )
-    what = "Seconds of prefill that hits have saved, as vLLM's instances estimate."
-    saved = rows((name, seconds) for name, seconds in stats.saved.items())
-    yield _family(CounterMetricFamily, "namespace_saved_prefill_seconds", what, labels, saved)
     rates = rows((name, found / asked) for name, (asked, found) in samples.hits().items())
     what = (
         "Prompt tokens found over those asked for, in the last minute. Not there if nobody asked."
@@ -191,9 +187,7 @@ def _segments(segments: Sequence[SegmentInfo]) -> Iterator[Metric]:
     def rows(field: str) -> list[Row]:
         return [((one.id, one.device, one.medium), float(getattr(one, field))) for one in segments]
 
-    sizes = [
-        ((one.id, one.device, one.medium), float(one.nbytes - one.given_back)) for one in segments
-    ]
+    sizes = [((one.id, one.device, one.medium), float(one.nbytes)) for one in segments]
     yield _family(GaugeMetricFamily, "segment_bytes", "Size of a segment.", _SEGMENT, sizes)
     what = "Bytes of a segment that hold chunks. A full one is a good one: chunks that were used least make room."
     yield _family(GaugeMetricFamily, "segment_used_bytes", what, _SEGMENT, rows("used"))

@@ -24,15 +24,13 @@ class Point(NamedTuple):
     """What is kept of one answer. Counts are since the server's start.
 
     at: monotonic seconds. asked, found: prompt tokens that all instances looked up, and those that
-    were there. hits: see `ServerStats`. saved: seconds of prefill; None if no instance has made an
-    estimate."""
+    were there. hits: see `ServerStats`."""
 
     at: float
     epoch: int
     asked: int
     found: int
     hits: dict[str, tuple[int, int]]
-    saved: float | None
 
 
 class Samples:
@@ -90,14 +88,6 @@ class Samples:
         }
         return {name: counts for name, counts in since.items() if counts[0] > 0}
 
-    def saved(self) -> float | None:
-        """Seconds of prefill that hits have saved in the last hour; None if no instance has made an
-        estimate.
-        """
-        if (ends := self._last(KEPT_SECONDS)) is None or ends[1].saved is None:
-            return None
-        return max(ends[1].saved - (ends[0].saved or 0.0), 0.0)
-
     def close(self) -> None:
         """Stop asking, and wait for the thread."""
         self._over.set()
@@ -129,6 +119,5 @@ class Samples:
             self.problem = str(error)
             return
         asked, found = tokens(stats)
-        saved = sum(stats.saved.values()) if stats.saved else None
-        self._points.append(Point(time.monotonic(), stats.epoch, asked, found, stats.hits, saved))
+        self._points.append(Point(time.monotonic(), stats.epoch, asked, found, stats.hits))
         self.stats, self.problem, self.answered_at = stats, "", time.monotonic()

@@ -212,7 +212,6 @@ class Web:
             ],
             "hit_rate_1m": samples.hit_rate(),
             "hits_1m": samples.hits(),
-            "saved_1h": samples.saved(),
         }
         return _Response(HTTPStatus.OK, "application/json", json.dumps(told).encode())
 

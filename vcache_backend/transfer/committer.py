@@ -26,12 +26,10 @@ class PendingStore(NamedTuple):
     """A copy under way into the reserved slots of the chunks `keys`. prefix: keys of the chunks
     before them.
 
-    keepalive: the slots' views, whose mapping must live until the copy is complete. sealed: the
-    writing of checksums, after the copy; None if there are none. holds: called once the copy is
+    keepalive: the slots' views, whose mapping must live until the copy is complete. holds: called once the copy is
     complete; returns whether the copied bytes still belonged to `keys`."""
 
     completion: Completion
-    sealed: Completion | None
     reservation: int
     keys: list[ChunkKey]
     prefix: list[ChunkKey]
@@ -42,8 +40,8 @@ class PendingStore(NamedTuple):
 
 
 class Committer(Courier):
-    """Commits the stores of one session in the order of submission, each once its copy and its
-    checksums are complete. Other messages to the server do not wait for stores."""
+    """Commits the stores of one session in the order of submission, each once its copy is
+    complete. Other messages to the server do not wait for stores."""
 
     def __init__(
         self,
@@ -88,12 +86,11 @@ class Committer(Courier):
                 self._queue.popleft()
 
     def _finish(self, store: PendingStore) -> bool:
-        """Commit a store if its copies are over; False if they are not. However late the commit is,
+        """Commit a store if its copy is over; False if it is not. However late the commit is,
         it is safe: the server refuses it once the reservation has expired, and has given the slots
         to nobody else meanwhile."""
-        for written in (store.completion, store.sealed):
-            if written is not None and not written.wait(_SLICE_SECONDS):
-                return False
+        if not store.completion.wait(_SLICE_SECONDS):
+            return False
         if store.completion.seconds is not None:
             self._stats.add_time("store_copy", store.completion.seconds)
         if store.holds is not None and not store.holds():

@@ -1,5 +1,5 @@
 """Messages to the server that nobody waits for: leases that ended, reservations given back, chunks
-touched or removed.
+touched.
 """
 
 from __future__ import annotations
@@ -65,10 +65,6 @@ class Courier:
     def touch(self, keys: list[ChunkKey]) -> None:
         """Mark chunks as recently used."""
         self._post(_Letter(self._client.touch, keys))
-
-    def remove(self, keys: list[ChunkKey]) -> None:
-        """Remove chunks from the pool."""
-        self._post(_Letter(self._client.remove, keys))
 
     def retract(self, instance: InstanceId, sequence: int) -> None:
         """Withdraw what `instance` has published with a lower sequence number."""

@@ -9,16 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 import msgspec
 
-from vcache_backend.config import Config
+from vcache_backend.config import OffloadConfig
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-CHECKSUM = "ml64x2-2"
-"""`Layout.extra["checksum"]` where engine.checksum is on. It equals `checksum.NAME`, which is not
-imported since it needs Triton.
-"""
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,22 +116,10 @@ class Namespace(NamedTuple):
         return self.prefix.hex()
 
 
-def checked_layout(config: Config, layout: Layout) -> Layout:
-    """The layout with what the configuration adds to it: whether slots have checksums, and the
-    offload tier's codec if it loses something.
-
-    Instances that differ in these never share chunks.
+def with_codec(layout: Layout, offload: OffloadConfig) -> Layout:
+    """Add the offload tier's codec to the layout if the codec is lossy. So instances share chunks
+    only if they have the same one.
     """
-    extra = {
-        name: value
-        for name, value in layout.extra.items()
-        if name not in ("checksum", "offload_codec")
-    }
-    checksum = {"checksum": CHECKSUM} if config.engine.checksum else {}
-    codec = {"offload_codec": config.offload.codec} if config.offload.loses else {}
-    return msgspec.structs.replace(layout, extra=extra | checksum | codec)
-
-
-def is_checked(layout: Layout) -> bool:
-    """Whether chunks of this layout have checksums."""
-    return layout.extra.get("checksum") == CHECKSUM
+    codec = {"offload_codec": offload.codec} if offload.loses else {}
+    extra = {name: value for name, value in layout.extra.items() if name != "offload_codec"}
+    return msgspec.structs.replace(layout, extra=extra | codec)

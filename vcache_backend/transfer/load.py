@@ -13,9 +13,8 @@ from contextlib import suppress
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from vcache_backend.errors import ChecksumError, VCacheError
+from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey
-from vcache_backend.transfer.checked import of_copier
 from vcache_backend.transfer.held import HeldChunk, HeldSource
 from vcache_backend.transfer.leases import AskedLease, Lease
 from vcache_backend.transfer.load_stats import LoadStats
@@ -35,9 +34,9 @@ log = logging.getLogger(__name__)
 ABSENT = "absent"
 """The cause of a load that ended because a chunk was nowhere to be found."""
 CANCELLED = "cancelled"
-NO_FAILURE = ("", ABSENT, "store_absent", CANCELLED, "checksum", "changed")
-"""Causes that are not counted as failures here. `checksum` is counted where the bad chunk is found;
-`changed` (an owner reused a block while it was read) has a counter of its own."""
+NO_FAILURE = ("", ABSENT, "store_absent", CANCELLED, "changed")
+"""Causes that are not counted as failures here. `changed` (an owner reused a block while it was read)
+has a counter of its own."""
 SLICE_SECONDS = 0.005
 """How long `run` waits at most before it looks at all sources again."""
 LINGER_SECONDS = 0.1
@@ -61,7 +60,6 @@ class Load:
         lease: Lease | AskedLease | None = None,
         mark: Mark | None = None,
         wait_seconds: float = 0.0,
-        consume: bool = False,
         offload: bool = True,
         name: str = "",
         held: Mapping[int, HeldChunk] | None = None,
@@ -74,7 +72,7 @@ class Load:
         lease: an existing lease on the leading chunks, or one that was asked for; the load ends it,
         and asks for one on the rest. mark: see `LoadContext`; None: the current stream continues
         behind the copies. wait_seconds: how long to wait for chunks that are not there yet.
-        consume: remove the chunks once they are in place. offload: look in the offload tier for
+        offload: look in the offload tier for
         what the pool lacks. name: the request's, for the log. held: chunks that the caller has in
         host memory, by number. A lease then begins with the first of the others. residents: chunks
         in the KV caches of `neighbours`, by number. A KV cache that is new is mapped in the
@@ -88,7 +86,7 @@ class Load:
             LoadStats(session, places.kv, name, len(keys)),
         )
         self.loaded, self.cause = 0, ""
-        self._session, self._consume = session, consume
+        self._session = session
         self._context = LoadContext(session, places, keys, mark, self.stats)
         numbers = None
         if residents and lease is None and session.client.connected:
@@ -131,8 +129,6 @@ class Load:
             return True
         try:
             self._go_on()
-        except ChecksumError:
-            self._fail("checksum")
         except Exception as error:  # noqa: BLE001 - what is not known to be right does not count
             self._fail("copy")
             with suppress(Exception):
@@ -186,7 +182,7 @@ class Load:
         """
         try:
             for part in self._parts:
-                self._session.copier.fence(of_copier(part.moving))
+                self._session.copier.fence(part.moving)
         except Exception as error:  # noqa: BLE001 - what is not known to be right does not count
             self._fail("copy")
             with suppress(Exception):
@@ -336,23 +332,10 @@ class Load:
             self._parts.popleft()
             right, cause = part.settle()
             self.loaded = part.first + right
-            if self._consume:
-                self._remove([number for number in part.pooled if number < self.loaded])
             if cause:
                 self._fail(cause)
                 return
             self._context.idle_since = perf_counter()
-
-    def _remove(self, numbers: list[int]) -> None:
-        keys = [self.keys[number] for number in numbers]
-        if not keys:
-            return
-        if self._session.tier is not None:
-            self._session.tier.forget(keys)
-        try:
-            self._session.client.remove(keys)
-        except VCacheError as error:
-            self._session.miss("consume", error)
 
     def _fail(self, cause: str) -> None:
         """End the load with what is in place now."""

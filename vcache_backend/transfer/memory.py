@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vcache_backend.errors import VCacheError
-from vcache_backend.transfer.checked import looked_at
 from vcache_backend.transfer.sources import LoadContext, Part, Settled, Source
 from vcache_backend.vram_pool.copier import Completion
 from vcache_backend.vram_pool.paged import Int64s
@@ -101,15 +100,6 @@ class _ReadPart(Part):
             for piece in pieces:
                 piece.leave()
 
-    @property
-    def pooled(self) -> Sequence[int]:
-        return [
-            number
-            for piece in self.pieces
-            if piece.views
-            for number in range(piece.first, piece.first + piece.count)
-        ]
-
     def drop(self) -> None:
         for piece in self.pieces:
             piece.leave()
@@ -137,19 +127,11 @@ def read(context: LoadContext, pieces: list[Piece]) -> Part:
 def _launched(context: LoadContext, plan: CopyPlan, pieces: list[Piece]) -> Completion:
     session, kv = context.session, context.places.kv
     views = [view for piece in pieces for view in piece.views]
-    keys = [
-        key
-        for piece in pieces
-        if piece.views
-        for key in context.keys[piece.first : piece.first + piece.count]
-    ]
     if len(views) == pieces[-1].first + pieces[-1].count - pieces[0].first:
-        copy = session.copier.scatter(kv, plan, views, context.mark)
-    else:
-        rows, origins = _rows(plan, pieces)
-        local = all(piece.local for piece in pieces)
-        copy = session.copier.pull(kv, rows, origins, context.mark, (pieces, views), local=local)
-    return looked_at(session, kv, views, keys, copy)
+        return session.copier.scatter(kv, plan, views, context.mark)
+    rows, origins = _rows(plan, pieces)
+    local = all(piece.local for piece in pieces)
+    return session.copier.pull(kv, rows, origins, context.mark, (pieces, views), local=local)
 
 
 def _rows(plan: CopyPlan, pieces: list[Piece]) -> tuple[Int64s, Int64s]:

@@ -68,13 +68,9 @@ class Publisher(Courier):
     It keeps the last chunk that begins at each block, and publishes those whose blocks still hold
     them again if the server has lost them."""
 
-    def __init__(
-        self, client: Client, stats: EngineStats, instance: InstanceId, each: int, lead: int = 0
-    ) -> None:
-        """each: blocks of a chunk. lead: how many of the first ones must still hold the chunk for
-        it to be of use; 0: all.
-        """
-        self._stats, self._instance, self._each, self._lead = stats, instance, each, lead or each
+    def __init__(self, client: Client, stats: EngineStats, instance: InstanceId, each: int) -> None:
+        """each: blocks of a chunk."""
+        self._stats, self._instance, self._each = stats, instance, each
         self._queue: deque[_Waiting] = deque()
         self._kept: dict[bytes, Publication] = {}
         """Publications of one chunk each, by the bytes of its first block's number."""
@@ -227,7 +223,7 @@ class Publisher(Courier):
                 np.frombuffer(one.blocks, dtype="<u4"),
                 np.frombuffer(one.generations, dtype="<u8"),
             )
-            if not view.leading(blocks[: self._lead], generations[: self._lead], self._lead):
+            if not view.leading(blocks, generations, self._each):
                 del self._kept[first]
         total = 0
         for _, same in groupby(self._kept.values(), key=lambda one: one[3:]):

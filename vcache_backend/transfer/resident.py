@@ -56,13 +56,6 @@ class ResidentChunk(NamedTuple):
             )
         )
 
-    def only(self, wanted: npt.NDArray[np.bool_]) -> Self:
-        """The chunk with only its wanted blocks to verify (at least one): each other block is
-        replaced by a wanted one.
-        """
-        at = np.where(wanted, np.arange(len(wanted)), wanted.argmax())
-        return self._replace(blocks=self.blocks[at], generations=self.generations[at])
-
 
 @dataclass
 class _ResidentPiece(Piece):

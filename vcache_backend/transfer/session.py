@@ -19,7 +19,7 @@ from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey, Location, SegmentId
 from vcache_backend.transfer.arguments import KVCaches, as_kvcaches
 from vcache_backend.transfer.committer import Committer
-from vcache_backend.transfer.layout import Layout, checked_layout, is_checked
+from vcache_backend.transfer.layout import Layout, with_codec
 from vcache_backend.transfer.leases import LeaseClient
 from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.vram_pool import devices, pool
@@ -32,7 +32,6 @@ from vcache_backend.vram_pool.uploads import Uploader, make_uploader
 if TYPE_CHECKING:
     from vcache_backend.offload.read import Fetch
     from vcache_backend.offload.tier import OffloadTier
-    from vcache_backend.vram_pool.checksum import Sealer
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +66,7 @@ class Session:
             raise ValueError(
                 f"layout.chunk_size is {layout.chunk_size}, engine.chunk_size is {config.engine.chunk_size}"
             )
-        self.layout = layout = checked_layout(config, layout)
+        self.layout = layout = with_codec(layout, config.offload)
         self.namespace = layout.namespace()
         self.chunk_size, self.rank = layout.chunk_size, rank
         self._config = config
@@ -85,7 +84,6 @@ class Session:
         )
         self.pool = make_pool(self.client, self.device, config.pool.lent, over_budget)
         self.copier = copier or make_copier(self.device, config)
-        self.sealer = make_sealer(self.device) if is_checked(layout) else None
         self.tier = make_tier(config.offload, self.stats, self.device.ordinal is not None)
         """The offload tier, or None. `bind` sets it to None if there is no memory for it; the pool
         works without.
@@ -124,8 +122,6 @@ class Session:
                 f"kvcaches are {here}, but the layout says {self.layout.layers} of {self.layout.kv_layout}"
             )
         self.copier.prepare(kv)
-        if self.sealer is not None:
-            self.sealer.prepare(kv.chunk_bytes(self.chunk_size))
         self._bind_tier(kv)
         self._paged, self._tensors, self._addresses = (
             kv,
@@ -279,14 +275,6 @@ def make_tier(config: OffloadConfig, stats: EngineStats, on_gpu: bool) -> Offloa
     except (VCacheError, OSError) as error:
         log.error("no offload tier: %s", error)
         return None
-
-
-def make_sealer(device: devices.Device) -> Sealer:
-    """The sealer of a device."""
-    # Needs Triton and takes a while to import.
-    from vcache_backend.vram_pool import checksum
-
-    return checksum.Sealer(device.ordinal)
 
 
 def make_copier(device: devices.Device, config: Config) -> Copier:

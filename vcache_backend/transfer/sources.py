@@ -67,11 +67,6 @@ class Part(ABC):
         """
 
     @property
-    def pooled(self) -> Sequence[int]:
-        """Numbers of the chunks that may also be in the pool."""
-        return range(self.first, self.first + self.count)
-
-    @property
     def tokens(self) -> int:
         """How many tokens it copies."""
         return self.plan.tokens

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import Any
 
-from vcache_backend.errors import ChecksumError, ServerUnavailable
+from vcache_backend.errors import ServerUnavailable
 from vcache_backend.histogram import Histogram
 from vcache_backend.metadata_server.messages import MAX_OWNERS, InstanceId, Reads
 
@@ -104,12 +104,10 @@ class EngineStats:
     def miss(self, call: str, error: Exception) -> int:
         """Count a failure of `call`, and log it if it is the first of its cause. Returns 0.
 
-        A ServerUnavailable is not logged here. A ChecksumError was counted and logged where it was
-        found."""
-        if not isinstance(error, ChecksumError):
-            first = self.failed(f"{call}: {type(error).__name__}") == 1
-            if first and not isinstance(error, ServerUnavailable):
-                log.warning("%s failed, which counts as a miss: %s", call, error)
+        A ServerUnavailable is not logged here."""
+        first = self.failed(f"{call}: {type(error).__name__}") == 1
+        if first and not isinstance(error, ServerUnavailable):
+            log.warning("%s failed, which counts as a miss: %s", call, error)
         return 0
 
     def not_stored(self) -> dict[str, int]:

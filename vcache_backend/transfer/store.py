@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey, Location, Refusal, Reserved
-from vcache_backend.transfer.checked import slot_bytes
 from vcache_backend.transfer.committer import PendingStore
 from vcache_backend.transfer.places import Places
 from vcache_backend.transfer.stats import EngineStats
@@ -51,9 +50,9 @@ def store(
     stored. holds: see `PendingStore`.
 
     A commit publishes every slot of a reservation, so either all are written or the reservation is
-    given back. After a RuntimeError (a launch that failed in torch), or an error while checksums
-    are written, something may still be writing: then the reservation is neither committed nor given
-    back, and the server quarantines its slots."""
+    given back. After a RuntimeError (a launch that failed in torch) something may still be writing:
+    then the reservation is neither committed nor given back, and the server quarantines its
+    slots."""
     if not chunks:
         return None
     stats, committer = session.stats, session.committer
@@ -63,9 +62,7 @@ def store(
     mark, asked = session.copier.mark() if beside else None, time.monotonic()
     nbytes = places.kv.chunk_bytes(session.chunk_size)
     with stats.timed("reserve"):
-        reserved = session.client.reserve(
-            [keys[chunk] for chunk in chunks], slot_bytes(session, nbytes)
-        )
+        reserved = session.client.reserve([keys[chunk] for chunk in chunks], nbytes)
     session.note_epoch(reserved.epoch)
     if fetched_in not in (None, reserved.epoch):
         # A reset came in between: these chunks are older than it.
@@ -116,15 +113,8 @@ def _gather(
     except VCacheError:
         committer.give_back(reserved.reservation)
         raise
-    named, sealed = [keys[chunk] for chunk in chosen], None
-    if session.sealer is not None:
-        sealed = session.sealer.seal(
-            views, named, places.kv.chunk_bytes(session.chunk_size), completion
-        )
-    tokens = count * session.chunk_size
-    return PendingStore(
-        completion, sealed, reserved.reservation, named, prefix, tokens, copy.nbytes, views
-    )
+    named, tokens = [keys[chunk] for chunk in chosen], count * session.chunk_size
+    return PendingStore(completion, reserved.reservation, named, prefix, tokens, copy.nbytes, views)
 
 
 def _note_refusals(stats: EngineStats, reserved: Reserved, epoch: int) -> None:

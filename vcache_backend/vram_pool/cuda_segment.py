@@ -9,7 +9,7 @@ import os
 import stat
 import weakref
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -129,14 +129,7 @@ class _Whole:
         }
 
 
-class Addressed(Protocol):
-    """Memory with a `__cuda_array_interface__`."""
-
-    @property
-    def address(self) -> int: ...
-
-
-def view(whole: Addressed, ordinal: int) -> torch.Tensor:
+def view(whole: _Whole, ordinal: int) -> torch.Tensor:
     """`whole` as a tensor on GPU `ordinal`, the reader's, though the memory may be another GPU's.
     Raises SegmentError.
     """

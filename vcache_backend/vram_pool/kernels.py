@@ -3,10 +3,11 @@
 
 Its input is one int64 table with rows of three numbers, on the KV cache's device:
 
-    planes    (layers * parts): address of block 0, bytes from block to block, base of the plane in
-    origin 0 blocks    offset of the block from its origin's bases, block id, index in the table (in
-    words) of its origin's first base origins   the bases of each origin, one after the other; left
-    out if there is only one
+    planes    (layers * parts) rows: the address of block 0, the bytes from block to block, and the
+              plane's base in origin 0
+    blocks    the block's offset from its origin's bases, the block id, and the index in the table
+              (in words) of its origin's first base
+    origins   the bases of each origin, one origin after the other; left out if there is only one
 
 An origin is memory in which the planes of a block lie at fixed distances: a KV cache, whose bases
 are addresses and whose offsets are multiples of its stride; or all slots of all segments, whose
@@ -48,12 +49,11 @@ class Tuning:
     """How a copy is spread over the GPU. The values were found by a sweep (until 2026-11-22 in
     `benchmarks/sweep_copy.py`).
 
-    ctas: thread blocks of a launch. block_bytes: what one of them moves at a time, a power of two.
-    num_warps: of 32 threads, in each.
-    stages: 1 keeps the piece that is being read in registers; n >= 2 keeps n - 1 such pieces in
-    shared memory, so
-        `(stages - 1) * block_bytes` must stay under the 227 KiB of an SM.
-    Cache modifiers and eviction hints were swept, too, and made no difference beyond noise.
+    ctas: thread blocks of a launch. block_bytes: bytes that a thread block moves at a time, a power
+    of two. num_warps: warps of 32 threads in a thread block. stages: 1 keeps the piece that is being
+    read in registers; n >= 2 keeps n - 1 such pieces in shared memory, so that
+    `(stages - 1) * block_bytes` must stay under the 227 KiB of an SM. Cache modifiers and eviction
+    hints were part of the sweep and made no difference beyond noise.
     """
 
     ctas: int

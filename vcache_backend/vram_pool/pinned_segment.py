@@ -16,15 +16,13 @@ import time
 import weakref
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from vcache_backend.errors import SegmentError
-from vcache_backend.vram_pool import cuda_driver, cuda_segment, devices, host_segment
+from vcache_backend.vram_pool import cuda_driver, devices, host_segment
 from vcache_backend.vram_pool.cuda_driver import Driver, DriverError
-from vcache_backend.vram_pool.slots import SlotView
 
 SPARE_BYTES = 1 << 30
 """The bytes of host memory that a new segment leaves to others."""
@@ -112,32 +110,6 @@ def _register(driver: Driver, ordinal: int, address: int, nbytes: int) -> None:
                 f"GPU {ordinal} has host memory at other addresses ({where}); set pool.device: auto"
             )
         undo.pop_all()
-
-
-def on_gpu(slot: SlotView, ordinal: int) -> SlotView:
-    """A slot of such a segment as a tensor of GPU `ordinal`, for torch's kernels; `slot` itself if
-    it is on a GPU.
-    """
-    if slot.whole.device.type != "cpu":
-        return slot
-    return SlotView.over(
-        cuda_segment.view(_Slot(slot.address, slot.nbytes, slot.whole), ordinal), local=False
-    )
-
-
-class _Slot(NamedTuple):
-    address: int
-    nbytes: int
-    whole: torch.Tensor
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {
-            "shape": (self.nbytes,),
-            "typestr": "|u1",
-            "data": (self.address, False),
-            "version": 3,
-        }
 
 
 def move_near(ordinal: int) -> None:

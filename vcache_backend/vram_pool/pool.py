@@ -134,14 +134,13 @@ class Pool:
         self._contribute(infos)
 
     def _is_new(self, info: SegmentInfo) -> bool:
-        """Whether to map this segment: it is not mapped yet, or memory was taken back from it,
-        which the present mapping keeps alive.
-        """
-        mapped = self._mapped.get(info.id)
-        known = info.id in self._unreadable or (
-            mapped is not None and mapped.info.given_back >= info.given_back
+        """Whether to map this segment."""
+        return (
+            info.state == "live"
+            and info.medium == self.device.medium
+            and info.id not in self._unreadable
+            and info.id not in self._mapped
         )
-        return info.state == "live" and info.medium == self.device.medium and not known
 
     def _contribute(self, infos: list[SegmentInfo]) -> None:
         """Once in each life of the server, see to it that the pool has the own device's share.
@@ -235,7 +234,6 @@ class Pool:
         """
         if info.id in self._unreadable:
             return None
-        before = self._mapped.get(info.id)
         try:
             info, fd = self._client.open_segment(info.id)
             try:
@@ -243,15 +241,6 @@ class Pool:
             finally:
                 os.close(fd)
         except SegmentError as error:
-            if before is not None:
-                log.warning(
-                    "segment %s stays mapped as it was, with what was taken back from it: %s",
-                    info.id,
-                    error,
-                )
-                # So it is tried again only when more is taken back.
-                before.info = info
-                return None
             log.log(
                 self._level(),
                 "segment %s cannot be mapped: %s; its chunks are misses here, and none is stored there",
@@ -268,6 +257,4 @@ class Pool:
         if not self._admit(mapped):
             return None
         self._client.remember(mapped.info, mapped.fd)
-        if before is not None:
-            before.close()
         return mapped

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
@@ -24,7 +23,6 @@ from vcache_backend.errors import SegmentError, raising_as
 from vcache_backend.metadata_server.messages import (
     MAX_SEGMENT_BYTES,
     SEGMENT_ID,
-    Location,
     SegmentId,
     SegmentInfo,
 )
@@ -88,7 +86,6 @@ class MappedSegment(_WithDescriptor):
 
     def __init__(self, info: SegmentInfo, fd: int, whole: torch.Tensor, undo: ExitStack) -> None:
         super().__init__(info, fd, undo)
-        self.nbytes = info.nbytes - info.given_back
         self._whole: torch.Tensor | None = whole
 
     def tensor(self, offset: int, length: int) -> torch.Tensor:
@@ -116,46 +113,6 @@ class MappedSegment(_WithDescriptor):
         super().close()
 
 
-class Mover:
-    """Copies chunks between segments, which it maps for `reader` until `close()`. One thread.
-
-    open_segment: returns a segment's description and an fd, which the Mover closes.
-    """
-
-    def __init__(
-        self, open_segment: Callable[[SegmentId], tuple[SegmentInfo, int]], reader: Device
-    ) -> None:
-        self._open, self._reader = open_segment, reader
-        self._mapped: dict[SegmentId, MappedSegment] = {}
-
-    def map(self, id: SegmentId) -> MappedSegment:
-        """The segment, mapped. Raises SegmentError if `reader` cannot map it."""
-        if id not in self._mapped:
-            info, fd = self._open(id)
-            try:
-                self._mapped[id] = map_segment(info, fd, self._reader)
-            finally:
-                os.close(fd)
-        return self._mapped[id]
-
-    def copy(self, pairs: Sequence[tuple[Location, Location]]) -> None:
-        """Copy from the first location of each pair to the second. Returns when all copies are
-        over.
-        """
-        for old, new in pairs:
-            self.map(new.segment).tensor(new.offset, new.length).copy_(
-                self.map(old.segment).tensor(old.offset, old.length)
-            )
-        if self._reader.medium == "cuda":
-            torch.cuda.synchronize(self._reader.ordinal)
-
-    def close(self) -> None:
-        """Unmap the segments. Idempotent."""
-        for mapped in self._mapped.values():
-            mapped.close()
-        self._mapped.clear()
-
-
 def create(device: Device, nbytes: int) -> OwnedSegment:
     """Allocate a segment of at least `nbytes` on `device`, with a random id.
 
@@ -178,13 +135,12 @@ def create(device: Device, nbytes: int) -> OwnedSegment:
 
 
 def map_segment(info: SegmentInfo, fd: int, reader: Device) -> MappedSegment:
-    """Map a segment for `reader`, readable and writable, without the bytes that were given back.
-    `fd` stays the caller's.
+    """Map a segment for `reader`, readable and writable. `fd` stays the caller's.
 
     `info` and `fd` may come from a peer: sizes and the kind of fd are checked before the kernel or
     the driver acts on them. Raises SegmentError, and leaves nothing behind: other medium, no peer
     access, forged fd, out of memory."""
-    _check_claim(info.id, nbytes := info.nbytes - info.given_back)
+    _check_claim(info.id, nbytes := info.nbytes)
     if info.medium != reader.medium:
         raise SegmentError(
             f"segment {info.id} is {info.medium} memory of {info.device}: {reader.name} cannot map that"
