@@ -133,7 +133,7 @@ def test_every_ledger_that_nobody_has_taken_over_is_believed(stage_: Stage, memf
         raw.send("hello", m.PROTOCOL_VERSION, "host", "host", {}, fds=(kept,))
         assert raw.receive()
         raw.send("add_segment", "s0", "host", "host", 4 * KIB, 0, True, fds=(memfd,))
-        assert raw.receive() == ["added", 1], "A; B was stored anew"
+        assert raw.receive() == ["added", 1, True], "A; B was stored anew"
     os.close(kept)
     assert client.contains([A, B, C]) == [True] * 3
     server.kill()
@@ -159,7 +159,7 @@ def test_what_came_before_the_news_of_a_reset_is_forgotten(stage_: Stage, memfd:
             raw.send("hello", m.PROTOCOL_VERSION, "host", "host", {}, fds=(old.fds[0],))
             assert raw.receive()
             raw.send("add_segment", "s0", "host", "host", 4 * KIB, 0, True, fds=(memfd,))
-            assert raw.receive() == ["added", 1]
+            assert raw.receive() == ["added", 1, True]
     assert (hasty.contains([A, B]), hasty.present([A]).epoch) == ([False, True], epoch)
 
 

@@ -99,7 +99,7 @@ def test_a_socket_path_that_cannot_be_used_is_said(where: str) -> None:
 
 def test_what_is_there_and_not_ours_stays_and_is_said(tmp_path: Path) -> None:
     """A file or a link in the socket's place, a link in the lock's."""
-    path, file, link = tmp_path / "vcache.sock", tmp_path / "notes.txt", tmp_path / "link"
+    file, link = tmp_path / "notes.txt", tmp_path / "link"
     file.write_text("mine")
     for made in (link, beside(tmp_path / "other", ".lock")):
         made.symlink_to(file)
