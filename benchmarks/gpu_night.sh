@@ -62,7 +62,7 @@ if [ -z "${TINY:-}" ]; then
   printf '[vllm.general_plugins]\nvcache = vcache_backend.integration.plugin:register\n' > "$site/vcache_backend-0.1.0.dist-info/entry_points.txt"
   export PYTHONPATH=$PWD:$site
 fi
-export PYTHONUNBUFFERED=1
+export PYTHONUNBUFFERED=1 CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0,1}
 python=${PYTHON:-python3}
 
 # What is missing is found now, in seconds, not by the first instance that does not start.
@@ -70,7 +70,9 @@ python=${PYTHON:-python3}
 import importlib, importlib.metadata, sys
 import torch
 calls, tiny = sys.argv[1], sys.argv[2]
-names = ["msgspec", "vcache_backend.integration.vllm_connector"] + ([] if calls in ("tests", "copies") else ["vllm", "vllm.v1.engine.core"])
+names = ["msgspec", "vcache_backend.engine"]
+if calls not in ("tests", "copies"):
+    names += ["vllm", "vllm.v1.engine.core", "vcache_backend.integration.vllm_connector"]
 if not tiny and "vllm" in names:
     names += ["vllm._C_stable_libtorch", "vllm.vllm_flash_attn._vllm_fa3_C"]
 names += ["lmcache"] if "equal" in calls or "lmcache" in calls else []
@@ -119,8 +121,8 @@ speed() {
 }
 short() { ttft short 300 short "${in_place[@]}" --kv-gib 6; }
 models() {
-  ttft models 500 gemma3,gptoss,state_mamba2,state_conv,state_gdn --integration vllm --isolated --scale beside --rounds 3 &
-  ttft modes 500 fp8,mla,ngram,tp2ttft --integration vllm --scale beside --rounds 3 &
+  ttft models 500 gemma3,gptoss,state_mamba2,state_conv,state_gdn --integration vllm --isolated --pool-gib 4 --rounds 3 &
+  ttft modes 500 fp8,mla,ngram,tp2 --integration vllm --scale beside --rounds 3 &
   wait
 }
 death() {
