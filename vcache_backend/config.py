@@ -445,10 +445,8 @@ def from_dict(
 
 def _asks_for_pool(config: Config) -> bool:
     """Whether a setting needs a pool."""
-    lends, offloads = (
-        config.pool.segment_bytes or config.pool.device != "auto",
-        config.offload.policy != "off",
-    )
+    lends = config.pool.segment_bytes or config.pool.device != "auto"
+    offloads = config.offload.policy != "off"
     return bool(lends) or offloads
 
 

@@ -146,11 +146,9 @@ def _provider(process: OffloadProcess, fd: int) -> Finding:
     """Whether an object comes back as it was. fd: the memory that it passes through, 2 *
     `NBYTES`.
     """
-    names, content, step = (
-        [f"vcache1/doctor-{secrets.token_hex(8)}"],
-        secrets.token_bytes(NBYTES),
-        "put",
-    )
+    names = [f"vcache1/doctor-{secrets.token_hex(8)}"]
+    content = secrets.token_bytes(NBYTES)
+    step = "put"
     try:
         with mmap.mmap(fd, 2 * NBYTES) as memory:
             memory[:NBYTES] = content

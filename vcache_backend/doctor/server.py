@@ -33,10 +33,8 @@ def check_socket(config: Config) -> Iterator[Finding]:
         return
     named, path = config.client.server_uid, whole(path)
     try:
-        fault, folder = (
-            folder_fault(path, {os.getuid(), 0} | ({named} if named is not None else set())),
-            path.parent.lstat(),
-        )
+        fault = folder_fault(path, {os.getuid(), 0} | ({named} if named is not None else set()))
+        folder = path.parent.lstat()
     except FileNotFoundError:
         yield Finding(
             "socket", "warn", f"{path.parent} does not exist yet", "`vcache serve` makes it"
@@ -76,10 +74,8 @@ def check_server(config: Config) -> Iterator[Finding]:
             # An absent server may only have to be started: a warning. One that is there and does
             # not answer is a failure.
             absent = client.trouble.startswith("no metadata server at")
-            detail, advice = (
-                client.trouble,
-                "see its log; `kill -CONT` it, or restart it with this version",
-            )
+            detail = client.trouble
+            advice = "see its log; `kill -CONT` it, or restart it with this version"
             if absent or "is no socket" in detail:
                 detail, _, advice = detail.rpartition("; ")
             yield Finding("server", "warn" if absent else "fail", detail, advice)
