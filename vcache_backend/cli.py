@@ -392,16 +392,13 @@ def bench(ctx: typer.Context) -> None:
 
 
 @app.command()
-def demo(
-    config_file: ConfigFile = None,
-    as_json: Json = False,
-) -> None:
+def demo(as_json: Json = False) -> None:
     """Let a server and two workers share KV on this machine, and check every byte. Exit code 1 if
     one is wrong.
     """
     from vcache_backend.demo import run
 
-    raise typer.Exit(run(config.load(config_file), as_json))
+    raise typer.Exit(run(as_json))
 
 
 @app.command()

@@ -1,7 +1,7 @@
 """One worker of the soak: an engine that retrieves into poisoned blocks, checks every byte, and
 stores, until it is killed.
 
-What its KV must hold follows from the tokens alone (demo/content.py). Now and then it stops itself
+What its KV must hold follows from the tokens alone (../kv_content.py). Now and then it stops itself
 before, during or after a copy, as if swapped out or in a debugger; the parent process sends
 SIGCONT."""
 
@@ -24,8 +24,6 @@ import numpy as np
 import torch
 
 from vcache_backend.config import Config
-from vcache_backend.demo.cache import Fault, PagedCache
-from vcache_backend.demo.content import Shape, block_digests, content, poison
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Leased
@@ -39,6 +37,8 @@ from vcache_backend.vram_pool.planner import CopyPlan
 from vcache_backend.vram_pool.slots import SlotView
 
 from ..forked import Counts, begin
+from ..kv_content import Shape, block_digests, content, poison
+from .paged_cache import Fault, PagedCache
 
 SHAPE = Shape(layers=2, kv_heads=2, head_dim=16)
 CHUNK_TOKENS = 64

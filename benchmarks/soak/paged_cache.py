@@ -1,4 +1,4 @@
-"""The paged KV cache of a demo worker, and the check that finds wrong bytes in it."""
+"""The paged KV cache of a worker of the soak, and the check that finds wrong bytes in it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 import torch
 
-from vcache_backend.demo.content import Shape, content, poison
+from ..kv_content import Shape, content, poison
 
 
 class Fault(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""The bytes of the demo's KV caches. They depend on token prefix, layer and position only, so any
+"""The bytes of a benchmark's KV caches. They depend on token prefix, layer and position only, so any
 worker can check them.
 
 Each block of a prompt has a 64-bit digest of all tokens up to its end. Its bytes in a layer are the
@@ -43,7 +43,7 @@ def block_digests(tokens: np.ndarray, block_size: int) -> np.ndarray:
     step, digest, digests = block_size * 8, b"", []
     for start in range(0, len(raw), step):
         digest = blake2b(
-            digest + raw[start : start + step], digest_size=WORD_BYTES, person=b"vcache-demo"
+            digest + raw[start : start + step], digest_size=WORD_BYTES, person=b"vcache-soak"
         ).digest()
         digests.append(digest)
     return np.frombuffer(b"".join(digests), dtype="<i8").copy()
