@@ -61,9 +61,8 @@ def check_socket(config: Config) -> Iterator[Finding]:
 
 
 def check_server(config: Config) -> Iterator[Finding]:
-    """Check that the server answers, within `SERVER_SECONDS` each for connecting and statistics.
-    Then what these say: instances that do not share, memory of ended instances that is still
-    mapped, reports."""
+    """Check that the server answers. Then look for instances that do not share, for memory of ended
+    instances that is still mapped, and for reports."""
     within = ClientConfig(
         connect_seconds=SERVER_SECONDS,
         request_seconds=SERVER_SECONDS,
@@ -123,8 +122,8 @@ def check_server(config: Config) -> Iterator[Finding]:
 
 
 def _reported(report: Reported, here: bool) -> Finding:
-    """The finding of a report: a failure if it is an error and its process still runs, else a
-    warning. here: whether the server's pids are valid in this process."""
+    """A report's finding: a failure if it is an error and its process still runs. here: whether the
+    server's pids are valid in this process."""
     check = f"report of pid {report.pid}" if report.pid else "report"
     when = time.strftime("%H:%M:%S", time.localtime(report.time))
     if here and report.pid and not _there_since(report.pid, report.time):
