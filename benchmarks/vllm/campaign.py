@@ -3,7 +3,8 @@ shares nothing.
 
 A tiny model, on the CPU or on a GPU, with so few KV blocks that these are constantly used again.
 Prompts are prefixes of one another and end alike, so the answers depend on the KV that was loaded.
-Some copies are slow, and the process stops itself at their steps. vLLM schedules asynchronously."""
+Some copies are slow, and the process stops itself at their steps. On GPUs vLLM schedules
+asynchronously."""
 
 from __future__ import annotations
 
@@ -73,7 +74,9 @@ class Engine:
             believe_copies()
         transfer = None if settings.control == "no connector" else _transfer(settings, size)
         self.engine = make(settings.shared, transfer, size).llm_engine
-        assert self.engine.vllm_config.scheduler_config.async_scheduling
+        asynchronous = self.engine.vllm_config.scheduler_config.async_scheduling
+        # vLLM never schedules so on CPUs.
+        assert asynchronous or current_platform.is_cpu()
         self.asked: dict[str, tuple[int, int]] = {}
         self._asked_at: dict[str, float] = {}
         if transfer is not None:
@@ -236,7 +239,9 @@ def _transfer(settings: Settings, size: Size) -> dict[str, Any]:
         for name, value in msgspec.to_builtins(settings.config.client).items()
     }
     client["connector.share"] = "pool" if settings.lends else "in_place"
-    return our_connector(settings.config.server.path, settings.lends, size.scale.chunk, client)
+    # Two lend, so that the pool holds fewer chunks than are asked for.
+    lends = settings.lends if settings.number < 2 else 0
+    return our_connector(settings.config.server.path, lends, size.scale.chunk, client)
 
 
 def answer_all(folder: str, pipe: Connection) -> None:
