@@ -290,7 +290,7 @@ LOOK_UP, LEASE = f"{_CLIENT}.lookup,send_lookup", f"{_CLIENT}.acquire,send_acqui
 COMMIT, LATE = f"{_CLIENT}.commit", "vcache_backend.metadata_server.channel:Channel._late"
 SESSION, LOAD = "vcache_backend.transfer.session:Session", "vcache_backend.transfer.load:Load"
 VIEWS, RELEASE = f"{SESSION}.views", "vcache_backend.transfer.leases:LeaseClient.verdict"
-SCATTER = "vcache_backend.vram_pool.copier:HostCopier.scatter"
+SCATTER = "vcache_backend.vram_pool.copies.copier:HostCopier.scatter"
 """Places: in the order in which a load comes by, but for the second line."""
 
 
