@@ -30,7 +30,7 @@ from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import SlotPlaces
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.store import store
-from vcache_backend.vram_pool.copier import Copier
+from vcache_backend.vram_pool.copies.copier import Copier
 from vcache_backend.vram_pool.paged import PagedKV
 
 COPY_SECONDS = 10.0
