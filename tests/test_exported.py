@@ -17,10 +17,10 @@ from processes import PATIENT, QUICK, Stage, eventually
 
 from vcache_backend.errors import LayoutError
 from vcache_backend.metadata_server.messages import MAX_REGIONS, CacheShape, InstanceStats
-from vcache_backend.resident.exported import Shown, cache_shape, check_shape
 from vcache_backend.resident.generations import Generations
+from vcache_backend.resident.own_cache import Shown, cache_shape, check_shape
 from vcache_backend.vram_pool.devices import Device
-from vcache_backend.vram_pool.exportable import Region
+from vcache_backend.vram_pool.exports.memory import Region
 from vcache_backend.vram_pool.paged import PagedKV
 
 ONE = instance(1)
@@ -214,7 +214,7 @@ def test_a_server_that_refuses_a_cache_is_heard_and_asked_again(
     beats: list[int] = []
     client.on_beat.append(lambda: beats.append(1))
     shown = Shown(client, ONE, 0, shape, wrong)
-    assert f"show_region {ONE.hex()}, rank 0, region 0: " in shown.trouble
+    assert f"show_cache {ONE.hex()}, rank 0: region 0: " in shown.trouble
     eventually(lambda: len(beats) > 2)
     assert caplog.text.count("this KV cache is not shared in place") == 1
     shown._regions = tuple(cache.regions)

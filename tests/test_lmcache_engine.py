@@ -193,7 +193,7 @@ def load_under_anothers_lease(inside: Inside, prompt: list[int]) -> bool:
 
     worker, slots = inside.worker, places(inside.setup.sizes, len(prompt), 1)
     names = worker._named(inside.keys(prompt))
-    hit = Hit(names, [(0, worker.session.leases.acquire(names[1:]))])
+    hit = Hit(names, worker.session.leases.acquire(names[1:]))
     inside.cache.poison()
     loaded = worker.load(hit, 0, len(names), slots.numpy(), 0)
     return loaded == len(names) and inside.cache.holds_only(inside.shard(prompt), slots)
@@ -262,6 +262,13 @@ def test_chunks_evicted_before_the_load_are_not_retrieved(pool: Pool) -> None:
     writer.store(chunks(4, family=3))
     assert said(reader.retrieve(chunks(2), request="none")) == NOTHING
     assert pool.settled()
+
+
+def test_there_is_no_offload_tier_behind_lmcache_and_the_log_says_so(served: Pool) -> None:
+    engine = served.engine(extra={"vcache.offload.policy": "write_through"})
+    engine.store(chunks(2))
+    assert said(engine.retrieve(chunks(2))) == all_of(2 * CHUNK)
+    assert engine.do("logged", "there is no offload tier behind LMCache")
 
 
 # ---- several ranks

@@ -41,9 +41,9 @@ from vcache_backend.doctor import check_server
 from vcache_backend.errors import SegmentError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.resident.caretaker import Caretaker
-from vcache_backend.resident.exported import cache_shape
 from vcache_backend.resident.generations import Generations, GenerationView
 from vcache_backend.resident.neighbours import Neighbour, Neighbours
+from vcache_backend.resident.own_cache import cache_shape
 from vcache_backend.vram_pool import cuda_driver, cuda_segment
 from vcache_backend.vram_pool.cuda_driver import Driver
 
@@ -98,9 +98,9 @@ def test_a_neighbour_is_mapped_once_and_only_to_be_read(stage: Stage, reader: Re
     with owner(stage, regions=2):
         neighbour = reader.there()
         assert kv_mapped() == 2
-        asked_before = asked(reader.client, "OpenRegion")
+        asked_before = asked(reader.client, "OpenCache")
         assert reader.neighbours.get(ONE) is neighbour
-        assert (kv_mapped(), asked(reader.client, "OpenRegion")) == (2, asked_before)
+        assert (kv_mapped(), asked(reader.client, "OpenCache")) == (2, asked_before)
 
 
 def test_each_rank_reads_from_the_same_rank(stage: Stage) -> None:
@@ -401,7 +401,7 @@ def test_an_fd_of_something_else_is_never_mapped(tmp_path: Path) -> None:
         ]:
             neighbour = Neighbour(ONE, shape, view, EACH, lambda: None)
             with pytest.raises(SegmentError, match=why):
-                neighbour.map(fd, nbytes, HOST)
+                neighbour.map([fd], HOST)
     for fd in (reading, writing, short, unsealed):
         os.close(fd)
     table.close()
@@ -440,8 +440,7 @@ def test_a_gpus_mapping_goes_in_the_thread_once_the_device_has_no_work(
     neighbour = Neighbour(
         ONE, shape, GenerationView.open(table.fd, ONE, SMALL.blocks), EACH, caretaker.wake
     )
-    neighbour.map(fd, nbytes, GPU0)
-    neighbour.begin()
+    neighbour.map([fd], GPU0)
     os.close(fd)
     assert (
         neighbour.bases - neighbour.bases[0] == cache.kv.planes[:, 0] - cache.kv.planes[0, 0]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
@@ -15,11 +16,10 @@ from engine_cases import Node, get, put
 from kv_cases import CHUNK, Cache, layout_of, prompt
 from mooncake_cases import Raw, depot, model, needs_mooncake, own_depot, raw
 from offload_cases import LENGTH, ROOMY, TIER, engine, nodes, through, two_nodes
-from processes import SECONDS, eventually
+from processes import SECONDS, eventually, leaving_nothing
 from test_cli import vcache
 
 from benchmarks.mooncake_store import Depot
-from vcache_backend import engine as engine_module
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import ServerTimeout
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey, Leased, Present
@@ -48,15 +48,8 @@ def fresh(count: int) -> torch.Tensor:
     return prompt(count, next(_families))
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["", "the first one before the others"])
-def test_pool_and_store_take_turns(
-    nodes: list[Node], depot: Depot, model: str, monkeypatch: pytest.MonkeyPatch, split: bool
-) -> None:
-    """Chunks 0, 1 and 3 are in the pool, all are below: every run comes from where it is, also
-    behind what was leased first.
-    """
-    if split:
-        monkeypatch.setattr(engine_module, "HEAD_BYTES", 1)
+def test_pool_and_store_take_turns(nodes: list[Node], depot: Depot, model: str) -> None:
+    """Chunks 0, 1 and 3 are in the pool, all are below: every run comes from where it is."""
     one, two = engine(nodes[0], depot, model), engine(nodes[1], depot, model, promote=False)
     cache, tokens = Cache(), prompt(LENGTH)
     through(one, cache, tokens)
@@ -324,10 +317,8 @@ def test_what_was_offloaded_before_a_reset_is_not_found_after_it(
 
     assert nothing()
     for forgetful in (False, True):
-        nodes[0].server.kill()
-        if forgetful:
-            (journal,) = nodes[0].path.parent.glob("*.journal")
-            journal.unlink()
+        with leaving_nothing(nodes[0].path) if forgetful else nullcontext():
+            nodes[0].server.kill()
         nodes[0].serve()
         eventually(lambda: one._session.client.connected and two._session.client.connected)
         assert nothing()

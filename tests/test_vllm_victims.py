@@ -170,13 +170,12 @@ class Sharing:
         self.epoch = self.client.present(self.keys).epoch
 
     def publish(self, *chunks: int) -> None:
-        """These chunks, each of a request of its own."""
-        self.in_place.publish(
-            [
-                PublicationSpec(f"{one}", [self.keys[one]], *self._lies(one), 1, self.epoch)
-                for one in chunks
-            ]
-        )
+        """Each is a request's."""
+        made = [
+            PublicationSpec(str(one), [self.keys[one]], *self._lies(one), 1, self.epoch)
+            for one in chunks
+        ]
+        self.in_place.publish(made)
         assert self.in_place.publisher is not None
         assert self.in_place.publisher.flush(SECONDS)
 
@@ -186,7 +185,7 @@ class Sharing:
             zip(*map(self._lies, chunks), strict=True),
         )
         self.in_place.save(
-            PublicationSpec("", keys, *map(b"".join, lies), 0, [], self.epoch), self.stores
+            PublicationSpec("", keys, *map(b"".join, lies), 0, self.epoch), self.stores
         )
 
     def saved(self, chunk: int) -> bool:
@@ -204,6 +203,14 @@ class Sharing:
 def sharing(here: Node) -> Iterator[Sharing]:
     with ExitStack() as undo:
         yield Sharing(here, undo)
+
+
+def test_what_was_never_published_is_not_saved(sharing: Sharing) -> None:
+    """Nobody knows that it was computed from what it should be."""
+    sharing.publish(2)
+    for chunk in range(4):
+        sharing.save(chunk)
+    assert [sharing.saved(chunk) for chunk in range(4)] == [False, False, True, False]
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,15 @@ class LoadSpecs:
         """The load of the tokens from `tracked.local` up to `tracked.supplied`, as the look-up
         found them. ValueError if the chunks do not fit the blocks that vLLM wants filled.
         """
-        size, asked, answer, end = self._size, tracked.params, tracked.answer, tracked.supplied
+        size, asked, answer, end = (
+            self._size,
+            tracked.params,
+            tracked.lookup.answer,
+            tracked.supplied,
+        )
         first, stop, parts = tracked.local // size, -(-end // size), self._groups.parts
-        keys = tracked.keys[first:stop] + state_keys(tracked.keys[stop - 1 : stop], parts)
+        known = tracked.lookup.keys
+        keys = known[first:stop] + state_keys(known[stop - 1 : stop], parts)
         below = self._instance.offload
         # Also if the pool had all chunks: it may lose some before they are read.
         offload = not (asked.announced or parts) and below is not None and below.usable
@@ -49,6 +55,6 @@ class LoadSpecs:
             wait_seconds=waits if asked.announced else 0.0,
             offload=offload,
             promote=offload and self._stores and asked.store and self._instance.shared is None,
-            prefix=tracked.keys[:first] if offload else [],
+            prefix=tracked.lookup.keys[:first] if offload else [],
             residents=answer.residents_of(first, stop) if answer is not None else {},
         )

@@ -11,7 +11,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -86,7 +86,7 @@ class Channel(ABC):
         self._lock = threading.Lock()
         self._link: ServerLink | None = None
         self._unread: deque[Sent[Any]] = deque()
-        self._witness: int | None = None
+        self._ledger: int | None = None
         self._down = f"never connected to {path}"
         self._complained = ""
         self.on_killed: Callable[[], None] = lambda: None
@@ -146,7 +146,7 @@ class Channel(ABC):
         if forked or self._lock.acquire(timeout=self._config.control_seconds):
             if self._link is not None:
                 self._drop(self._link, "the client was closed")
-            self._keep_witness([])
+            self._keep_ledger([])
             if not forked:
                 self._lock.release()
 
@@ -172,35 +172,40 @@ class Channel(ABC):
         request: m.Request,
         kind: type[R],
         seconds: float | None = None,
-        fd: int | None = None,
+        fds: Sequence[int] = (),
         received: list[int] | None = None,
     ) -> R:
-        """Send a request and wait up to `seconds` for the answer. `fd` goes along; fds that come
+        """Send a request and wait up to `seconds` for the answer. `fds` go along; fds that come
         back are put into `received`.
         """
         data, sent = wire.encode(request), Sent(self, request, kind, received)
 
         def exchange(link: ServerLink, deadline: float) -> None:
-            link.send(data, deadline, () if fd is None else (fd,))
+            link.send(data, deadline, fds)
             self._unread.append(sent)
             self._read_unread(link, deadline, sent)
 
         self._alone(request, exchange, seconds)
         return sent.answer()
 
-    def _open(self, request: m.Request, kind: type[R]) -> tuple[R, int]:
-        """Ask for something that comes with an fd, which the caller closes."""
+    def _open(
+        self, request: m.Request, kind: type[R], due: Callable[[R], int]
+    ) -> tuple[R, list[int]]:
+        """Ask for something that comes with fds, which the caller closes. due: how many fds come
+        with a reply. ProtocolError if others came.
+        """
         fds: list[int] = []
         try:
             reply = self._call(request, kind, received=fds)
-            if len(fds) != 1:
+            if len(fds) != due(reply):
                 raise ProtocolError(
-                    f"{type(request).__name__}: {len(fds)} fds came along; exactly 1 was due"
+                    f"{type(request).__name__}: {len(fds)} fds came along, {due(reply)} were due; "
+                    "if fewer came, this process has reached its limit of descriptors (ulimit -n)"
                 )
         except VCacheError:
             wire.close_fds(fds)
             raise
-        return reply, fds[0]
+        return reply, fds
 
     def _send(self, request: m.Request, kind: type[R]) -> Sent[R]:
         """Send a request whose answer is read later."""
@@ -288,24 +293,24 @@ class Channel(ABC):
         link = ServerLink(self._config.server_uid)
         received: list[int] = []
         try:
-            welcome = link.open(self._path, self._hello, deadline, self._witness, received)
+            welcome = link.open(self._path, self._hello, deadline, self._ledger, received)
         except (OSError, ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
             link.close()
             wire.close_fds(received)
             self._down = self._no_connection(error)
             self._killed = isinstance(error, ConnectionRefusedError) and self._path.is_socket()
             return False
-        self._keep_witness(received)
+        self._keep_ledger(received)
         self._link = link
         self._greet(welcome)
         return True
 
-    def _keep_witness(self, fds: list[int]) -> None:
-        """Keep the witness of the server that has just welcomed this client, in place of its
+    def _keep_ledger(self, fds: list[int]) -> None:
+        """Keep the ledger of the server that has just welcomed this client, in place of its
         predecessor's.
         """
-        wire.close_fds(([] if self._witness is None else [self._witness]) + fds[1:])
-        self._witness = fds[0] if fds else None
+        wire.close_fds(([] if self._ledger is None else [self._ledger]) + fds[1:])
+        self._ledger = fds[0] if fds else None
 
     def _no_connection(self, error: Exception) -> str:
         """Why there is no connection and what to do about it, as far as is known."""

@@ -14,10 +14,10 @@ import msgspec
 from vcache_backend.errors import ProtocolError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
-from vcache_backend.metadata_server.admission import Admission
+from vcache_backend.metadata_server.admission import FDS_WAITING, Admission
 from vcache_backend.metadata_server.client_lines import CALLER, caused_by
 from vcache_backend.metadata_server.connection import Connection, Turns
-from vcache_backend.metadata_server.journal import Witness
+from vcache_backend.metadata_server.ledger import Ledger
 from vcache_backend.metadata_server.processes import Watch
 from vcache_backend.metadata_server.service import Service
 
@@ -42,16 +42,18 @@ class Clients:
         epoll: select.epoll,
         service: Service,
         watch: Watch,
-        witness: Witness,
+        ledger: Ledger,
         spin_seconds: float,
     ) -> None:
         self.spin_until = 0.0
         self._admission, self._epoll, self._service = admission, epoll, service
-        self._watch, self._witness, self._spin_seconds = watch, witness, spin_seconds
+        self._watch, self._ledger, self._spin_seconds = watch, ledger, spin_seconds
         self._directory = service.directory
         self._connections: dict[int, Connection] = {}
         self._receiver = wire.Receiver()
         self._turns = Turns()
+        self._with_fds: dict[Connection, int] = {}
+        """Connections whose requests wait, and how many fds came with each of these."""
         self._concerned: dict[Connection, None] = {}
         """Connections that have changed in this turn."""
 
@@ -151,7 +153,11 @@ class Clients:
             CALLER.reset(caused)
 
     def _read(self, connection: Connection) -> None:
+        if sum(self._with_fds.values()) >= FDS_WAITING:
+            return  # it is ready in the next turn, too
         data, connection.fds = self._receiver.receive(connection.sock)
+        if connection.fds:
+            self._with_fds[connection] = len(connection.fds)
         if not data:
             self._disconnect(connection)
             return
@@ -163,6 +169,7 @@ class Clients:
     def _answer(self, connection: Connection) -> None:
         data, connection.request = connection.request, None
         assert data is not None
+        self._with_fds.pop(connection, None)
         try:
             request = wire.request_decoder.decode(data)
         except msgspec.ValidationError as error:
@@ -177,7 +184,7 @@ class Clients:
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             raise ProtocolError(f"a packet is no MessagePack message: {error}") from error
         if connection.client is None:
-            self._admission.greet(connection, request, self._service, self._watch, self._witness)
+            self._admission.greet(connection, request, self._service, self._watch, self._ledger)
             return
         if isinstance(request, FOLLOWED):
             self.spin_until = time.monotonic() + self._spin_seconds
@@ -201,6 +208,7 @@ class Clients:
         if self._connections.pop(connection.sock.fileno(), None) is None:
             return
         connection.close()
+        self._with_fds.pop(connection, None)
         self._admission.left(connection)
         if connection.client is not None:
             self._watch.left(connection.client.process)

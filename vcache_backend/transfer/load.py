@@ -8,14 +8,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey
-from vcache_backend.transfer.held import HeldChunk, HeldSource
 from vcache_backend.transfer.leases import AskedLease, Lease
 from vcache_backend.transfer.load_stats import LoadStats
 from vcache_backend.transfer.memory import MemorySource
@@ -23,7 +22,7 @@ from vcache_backend.transfer.places import Places
 from vcache_backend.transfer.pooled import POLL_SECONDS, Pooled
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.sources import LoadContext, OffloadSource, Part, Source
-from vcache_backend.vram_pool.copier import Mark
+from vcache_backend.vram_pool.copies.copier import Mark
 
 if TYPE_CHECKING:
     from vcache_backend.resident.neighbours import Neighbours
@@ -62,10 +61,8 @@ class Load:
         wait_seconds: float = 0.0,
         offload: bool = True,
         name: str = "",
-        held: Mapping[int, HeldChunk] | None = None,
         residents: Mapping[int, ResidentChunk] | None = None,
         neighbours: Neighbours | None = None,
-        rest: Callable[[], tuple[list[ChunkKey], Places]] | None = None,
     ) -> None:
         """`keys[i]` and `places` belong to chunk i.
 
@@ -73,13 +70,10 @@ class Load:
         and asks for one on the rest. mark: see `LoadContext`; None: the current stream continues
         behind the copies. wait_seconds: how long to wait for chunks that are not there yet.
         offload: look in the offload tier for
-        what the pool lacks. name: the request's, for the log. held: chunks that the caller has in
-        host memory, by number. A lease then begins with the first of the others. residents: chunks
+        what the pool lacks. name: the request's, for the log. residents: chunks
         in the KV caches of `neighbours`, by number. A KV cache that is new is mapped in the
         background, and the load waits for it. Chunks that are gone when their copy would start may
-        come from elsewhere. If there is no lease, the pool is asked for the other chunks at once.
-        rest: returns the `keys` and `places` of all chunks, if those above are only the first ones.
-        Called once the first ones are on their way, or known to be missing."""
+        come from elsewhere. If there is no lease, the pool is asked for the other chunks at once."""
         self.keys, self.places, self.stats = (
             keys,
             places,
@@ -103,11 +97,9 @@ class Load:
             if offload and session.tier is not None
             else None
         )
-        self._held = HeldSource(self._context, held or {})
         self._sources: list[Source] = [
             self._memory,
             *([self._offload] if self._offload is not None else ()),
-            self._held,
         ]
         self._parts: deque[Part] = deque()
         self._until, self._late = (
@@ -116,7 +108,6 @@ class Load:
         )
         self._end = len(keys)
         """The first chunk that is not wanted any more; no copy of it or of later ones starts."""
-        self._rest = rest
         self._failed = self._cancelled = self._over = False
 
     def advance(self) -> bool:
@@ -258,7 +249,6 @@ class Load:
         coming = [source for source in sources if source.expects(chunk)]
         if self._launched_from(coming or sources):
             return True
-        self._grow()
         if coming or not any(source.may_have for source in sources):
             return False
         self._context.idle_since = perf_counter()
@@ -272,23 +262,11 @@ class Load:
             part = source.launch(self.reached)
             if part is not None:
                 self._parts.append(part)
-                self._grow()
-                if not (
-                    self._pool.more
-                    or self._held.expects(self.reached)
-                    or self._memory.has(self.reached)
-                ):
+                if not self._memory.has(self.reached):
                     for other in self._sources:
                         other.prepare(self.reached)
                 return True
         return False
-
-    def _grow(self) -> None:
-        """Extend the load from the first chunks to all of them; see `rest`."""
-        rest, self._rest = self._rest, None
-        if rest is not None:
-            self.keys, self.places = self._context.keys, self._context.places = rest()
-            self._end = self.stats.chunks = len(self.keys)
 
     def _give_up(self) -> None:
         """Nothing could be launched: end the load here, unless the next chunk is on its way or may

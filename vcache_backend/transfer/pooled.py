@@ -14,8 +14,8 @@ from vcache_backend.transfer.leases import AskedLease, Lease
 from vcache_backend.transfer.memory import Piece
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.sources import LoadContext, Settled
+from vcache_backend.vram_pool.copies.planner import plane_offsets
 from vcache_backend.vram_pool.paged import Int64s
-from vcache_backend.vram_pool.planner import plane_offsets
 
 POLL_SECONDS = 0.0002
 """How often a load asks for chunks that another instance is still computing."""
@@ -86,8 +86,7 @@ class _PooledPiece(Piece):
 class Pooled:
     """The chunks of one load that are in the pool. In the worker's thread.
 
-    cause: why nothing can come from the pool now; empty if a chunk is simply not there. more:
-    whether chunks behind the given lease, which did not ask for them, may be there, too."""
+    cause: why nothing can come from the pool now; empty if a chunk is simply not there."""
 
     def __init__(
         self,
@@ -102,7 +101,7 @@ class Pooled:
         self._context, self._given, self._numbers, self._every = context, lease, numbers, every
         self._run: _LeasedRun | None = None
         self._next_look = 0.0
-        self.cause, self.more = "", False
+        self.cause = ""
 
     def has(self, chunk: int) -> bool:
         """Whether this chunk is known to be in the pool, or was asked for by number."""
@@ -144,7 +143,7 @@ class Pooled:
     def _leased(self, chunk: int) -> _LeasedRun | None:
         """A lease on the chunks from this number on that are there."""
         given, self._given = self._given, None
-        self.cause, self.more = "", False
+        self.cause = ""
         if isinstance(given, AskedLease):
             run = self._asked(given, chunk)
             if run is not None or self._numbers is None or chunk in self._numbers:
@@ -174,7 +173,6 @@ class Pooled:
             self._context.plan(chunk, len(given.keys))
         lease = self._answered(given.fetch)
         if lease is None or self._numbers is None:
-            self.more = lease is not None and len(lease.keys) == len(given.keys)
             return _consecutive(lease, chunk)
         run = _LeasedRun(lease, self._numbers[: len(lease.keys)])
         if chunk in run.numbers:

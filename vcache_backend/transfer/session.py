@@ -23,11 +23,11 @@ from vcache_backend.transfer.layout import Layout, with_codec
 from vcache_backend.transfer.leases import LeaseClient
 from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.vram_pool import devices, pool
-from vcache_backend.vram_pool.copier import Copier, HostCopier
+from vcache_backend.vram_pool.copies.copier import Copier, HostCopier
+from vcache_backend.vram_pool.copies.uploads import Uploader, make_uploader
 from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.pinned_pool import PinnedPool
 from vcache_backend.vram_pool.slots import SlotView
-from vcache_backend.vram_pool.uploads import Uploader, make_uploader
 
 if TYPE_CHECKING:
     from vcache_backend.offload.read import Fetch
@@ -98,7 +98,9 @@ class Session:
         self.leases = LeaseClient(self.client, self.committer, self.stats, self.note_epoch)
         self.miss = self.stats.miss
         self.uploader: Uploader | None = None
-        """Copies chunks from host memory into KV caches. None until it is needed, see `uploads`."""
+        """Copies chunks of the offload tier from host memory into KV caches; None without a
+        tier.
+        """
         self._paged: PagedKV | None = None
         self._tensors: list[torch.Tensor] = []
         self._addresses: list[int] = []
@@ -141,14 +143,6 @@ class Session:
             and all(map(operator.is_, kvcaches, known))
         )
         return same and [tensor.data_ptr() for tensor in known] == self._addresses
-
-    def uploads(self, kv: PagedKV) -> Uploader:
-        """Copies chunks from host memory into KV caches. It takes device memory, so it is made on
-        first use.
-        """
-        if self.uploader is None:
-            self.uploader = make_uploader(self.copier, kv, kv.chunk_bytes(self.chunk_size))
-        return self.uploader
 
     @property
     def chunk_bytes(self) -> int:
@@ -282,6 +276,6 @@ def make_copier(device: devices.Device, config: Config) -> Copier:
     if device.ordinal is None:
         return HostCopier()
     # Needs Triton, which a machine without a GPU may not have.
-    from vcache_backend.vram_pool.cuda_copier import CudaCopier
+    from vcache_backend.vram_pool.copies.cuda_copier import CudaCopier
 
     return CudaCopier(device.ordinal, config.pool.max_ctas)

@@ -15,14 +15,13 @@ from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.transfer.load_stats import LoadStats
 from vcache_backend.transfer.places import Places
 from vcache_backend.transfer.session import Session
-from vcache_backend.vram_pool.copier import Completion, Mark
-from vcache_backend.vram_pool.planner import CopyPlan
-from vcache_backend.vram_pool.uploads import Uploader
+from vcache_backend.vram_pool.copies.copier import Completion, Mark
+from vcache_backend.vram_pool.copies.planner import CopyPlan
+from vcache_backend.vram_pool.copies.uploads import Uploader
 
 if TYPE_CHECKING:
     from vcache_backend.offload.read import Fetch, Staged
     from vcache_backend.offload.tier import OffloadTier
-    from vcache_backend.transfer.held import HeldChunk
     from vcache_backend.transfer.resident import ResidentChunk
 
 CAUSES = {"absent": "store_absent", "bad": "store_bad", "timeout": "store_late"}
@@ -172,7 +171,7 @@ def upload(
     context: LoadContext,
     uploader: Uploader,
     first: int,
-    chunks: Sequence[HeldChunk | Staged],
+    chunks: Sequence[Staged],
     give_back: Callable[[], None],
 ) -> Part:
     """Launch the copy of chunks of the offload tier that are in host memory, from number `first`

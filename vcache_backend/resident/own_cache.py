@@ -12,7 +12,7 @@ from vcache_backend.errors import LayoutError, VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import MAX_PLANES, MAX_REGIONS, CacheShape
 from vcache_backend.vram_pool.devices import Device
-from vcache_backend.vram_pool.exportable import Region
+from vcache_backend.vram_pool.exports.memory import Region
 from vcache_backend.vram_pool.paged import PagedKV
 
 log = logging.getLogger(__name__)
@@ -140,9 +140,8 @@ class Shown:
             if self._closed:
                 return
             try:
-                self._client.show_cache(self._instance, self._rank, self._shape)
-                for number, region in enumerate(self._regions):
-                    self._client.show_region(self._instance, self._rank, number, region.fd)
+                fds = [region.fd for region in self._regions]
+                self._client.show_cache(self._instance, self._rank, self._shape, fds)
                 self.trouble = ""
             except VCacheError as error:
                 if str(error) != self.trouble:
