@@ -260,13 +260,13 @@ class Slowly:
 
 def believe_copies() -> None:
     """For a control: count every copy as right, whatever the generations say after it."""
-    settle = resident._ResidentPiece.settle
+    settle = resident._ResidentPart.settle
 
-    def settled(piece: resident._ResidentPiece, *arguments: Any) -> Settled:
-        settle(piece, *arguments)
-        return Settled(piece.count)
+    def settled(part: resident._ResidentPart) -> Settled:
+        settle(part)
+        return Settled(part.count)
 
-    resident._ResidentPiece.settle = settled  # type: ignore[method-assign, assignment]
+    resident._ResidentPart.settle = settled  # type: ignore[method-assign, assignment]
 
 
 class Living(Protocol):

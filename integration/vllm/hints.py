@@ -13,7 +13,7 @@ import numpy as np
 
 from vcache_backend.metadata_server.messages import ChunkKey, Heard
 from vcache_backend.resident.generations import Generations, UInt32s, UInt64s
-from vcache_backend.transfer.courier import Courier
+from vcache_backend.transfer.sender import BackgroundSender
 
 from .replicas import Replica
 
@@ -28,7 +28,10 @@ earlier.
 
 
 def tell(
-    courier: Courier | None, keys: list[ChunkKey], first: int, residents: Mapping[int, Replica]
+    sender: BackgroundSender | None,
+    keys: list[ChunkKey],
+    first: int,
+    residents: Mapping[int, Replica],
 ) -> None:
     """Tell the owners of these chunks, in the background, that a load reads them. residents:
     numbered from the request's chunk `first` on.
@@ -36,9 +39,9 @@ def tell(
     The hint names the whole prefix, since the chunks are useless without those before them.
     """
     ends = {owner: first + chunk + 1 for chunk, (owner, _, _) in sorted(residents.items())}
-    if courier is not None:
+    if sender is not None:
         for owner, end in ends.items():
-            courier.hint(owner, keys[:end])
+            sender.hint(owner, keys[:end])
 
 
 class Hints:

@@ -18,9 +18,9 @@ from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import SegmentId
 from vcache_backend.resident.pins import Pinning
 from vcache_backend.resident.tables import Tables
-from vcache_backend.transfer.courier import Courier
 from vcache_backend.transfer.keys import BlockHashKeys
 from vcache_backend.transfer.layout import with_codec
+from vcache_backend.transfer.sender import BackgroundSender
 from vcache_backend.vram_pool.devices import Where
 
 from . import compat, model_spec
@@ -42,7 +42,7 @@ class Introduction:
 
     refused: why nothing is cached; empty if the instance caches. ranks: shards of a chunk.
     readable: the segments that all workers can read. places: where segments lie for the first
-    worker. mapped: the instances whose KV caches all workers can read. keys, client, courier: the
+    worker. mapped: the instances whose KV caches all workers can read. keys, client, sender: the
     namespace's; None before `open`. announcer: None unless somebody wants KV events. For sharing in
     place, else None. shared: what this instance publishes. tables: other instances' generations.
     pinning: keeps their blocks during synchronous loads."""
@@ -69,7 +69,7 @@ class Introduction:
         self.tables: Tables | None = None
         self.keys: BlockHashKeys | None = None
         self.client: Client | None = None
-        self.courier: Courier | None = None
+        self.sender: BackgroundSender | None = None
         self.readable: frozenset[SegmentId] = frozenset()
         self.places: Mapping[SegmentId, Where] = {}
         self.mapped: frozenset[bytes] = frozenset()
@@ -168,7 +168,7 @@ class Introduction:
         self.client = Client(config.server.path, config.client, layout=fields, name=self._name)
         if config.connector.start_server:
             self.client.on_killed = partial(start.try_ensure, config)
-        self.courier = Courier(self.client)
+        self.sender = BackgroundSender(self.client)
         self._prefix = namespace.prefix
         self.keys = BlockHashKeys(namespace, config.engine.chunk_size // self._hash_block)
         if self.announcer is not None:
@@ -177,7 +177,7 @@ class Introduction:
             self.tables = Tables(self.client)
             self.pinning = Pinning(self.client, self.tables)
             self.shared.view = self.tables.view
-            self.shared.retract = partial(self.courier.retract, self.shared.instance)
+            self.shared.retract = partial(self.sender.retract, self.shared.instance)
             self.client.on_return.append(self._join)
             self.client.on_beat.append(self._beat)
             self._join()
@@ -261,7 +261,7 @@ class Introduction:
         if self.client is not None:
             with suppress(VCacheError):  # any call takes along what is still to be told
                 self.client.list_segments()
-        for part in (self.courier, self.client, self.offload):
+        for part in (self.sender, self.client, self.offload):
             if part is not None:
                 part.close()
 

@@ -157,21 +157,21 @@ class Lookups:
         """All workers are done with these synchronous loads: release their pins and leases."""
         self.unpin({load.request_id for load in loads if load.pinned})
         for load in loads:
-            if load.lease is not None and self._instance.courier is not None:
-                self._instance.courier.release(load.lease.id)
+            if load.lease is not None and self._instance.sender is not None:
+                self._instance.sender.release(load.lease.id)
 
     def drop(self, tracked: Tracked) -> None:
         """End the request's lease, which no load uses, and the one that a question under way may
         bring. In the background.
         """
-        question, answer, courier = tracked.question, tracked.answer, self._instance.courier
+        question, answer, sender = tracked.question, tracked.answer, self._instance.sender
         tracked.question = None
-        if courier is None:
+        if sender is None:
             return
         if question is not None and question.sent.kind is Leased:
-            courier.release_asked(question.sent)
+            sender.release_asked(question.sent)
         if answer is not None and answer.lease is not None:
-            courier.release(answer.lease.id)
+            sender.release(answer.lease.id)
             answer.lease = None
 
     # ---- inside

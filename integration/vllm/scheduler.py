@@ -200,7 +200,7 @@ class SchedulerSide:
         tracked.supplied = tracked.local + external
         load = self._specs.of(tracked, rows, self._unconfirmed.number())
         first, answer = tracked.local // self._size, tracked.answer
-        hints.tell(self.instance.courier, tracked.keys, first, load.residents)
+        hints.tell(self.instance.sender, tracked.keys, first, load.residents)
         self._stands(tracked, load, rows, first)
         if self._spans is not None:
             self._spans.loading(tracked, external, load.synchronous)

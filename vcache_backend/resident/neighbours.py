@@ -22,10 +22,10 @@ import torch
 from vcache_backend.errors import ServerTimeout, VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import SCHEDULER, CacheShape
-from vcache_backend.resident.caretaker import Caretaker
 from vcache_backend.resident.exported import check_shape
 from vcache_backend.resident.generations import GenerationView
 from vcache_backend.resident.tables import Refusals, open_process, open_table
+from vcache_backend.resident.unmapper import Unmapper
 from vcache_backend.vram_pool import cuda_segment, host_segment
 from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.paged import Int64s, PagedKV
@@ -131,7 +131,7 @@ class Neighbours:
         self._here: dict[bytes, Neighbour] = {}
         self._coming: set[bytes] = set()
         self._refused = Refusals()
-        self._caretaker = Caretaker(self._ended)
+        self._unmapper = Unmapper(self._ended)
         self._aside = ThreadPoolExecutor(1, "vcache-neighbours-aside")
         """Runs requests to the server that neither a step nor an owner's end may wait for."""
 
@@ -143,7 +143,7 @@ class Neighbours:
         """
         if instance in self._coming:
             return True
-        if instance in self._here or instance in self._refused or self._caretaker.closed:
+        if instance in self._here or instance in self._refused or self._unmapper.closed:
             return False
         self._coming.add(instance)
         with suppress(RuntimeError):  # closed
@@ -164,7 +164,7 @@ class Neighbours:
         if known is not None:
             return known
         with self._opening:
-            if instance in self._here or instance in self._refused or self._caretaker.closed:
+            if instance in self._here or instance in self._refused or self._unmapper.closed:
                 return self._here.get(instance)
             try:
                 return self._open(instance)
@@ -181,7 +181,7 @@ class Neighbours:
         """Unmap all KV caches, each once its last copy is over. Waits at most `CLOSE_SECONDS`.
         Idempotent.
         """
-        self._caretaker.close(CLOSE_SECONDS)
+        self._unmapper.close(CLOSE_SECONDS)
         self._aside.shutdown(wait=False)
 
     # ---- inside
@@ -201,7 +201,7 @@ class Neighbours:
         joined, view = open_table(self._client, instance)
         shape = self._client.open_cache(instance, self._rank)
         check_shape(shape, joined.blocks, self._kv, self._device)
-        neighbour = Neighbour(instance, shape, view, joined.each, self._caretaker.wake, self._tell)
+        neighbour = Neighbour(instance, shape, view, joined.each, self._unmapper.wake, self._tell)
         with ExitStack() as undo:
             pidfds: list[int] = []
             for rank in range(SCHEDULER, joined.ranks):
@@ -212,7 +212,7 @@ class Neighbours:
             undo.callback(self._forget, neighbour)
             self._map(neighbour, started)
             self._here[instance] = neighbour
-            if not self._caretaker.admit(neighbour, pidfds):
+            if not self._unmapper.admit(neighbour, pidfds):
                 return None
             undo.pop_all()
         ms, nbytes = (time.perf_counter() - started) * 1e3, sum(shape.regions)
@@ -237,17 +237,17 @@ class Neighbours:
         neighbour.begin()
 
     def _forget(self, neighbour: Neighbour) -> None:
-        """Undo `_open`. What is mapped already is unmapped in the caretaker's thread, since a step
+        """Undo `_open`. What is mapped already is unmapped in the unmapper's thread, since a step
         may be waiting for this one.
         """
         self._here.pop(neighbour.instance, None)
-        self._caretaker.discard(neighbour)
+        self._unmapper.discard(neighbour)
 
     def _ended(self, neighbour: Neighbour) -> None:
-        """The caretaker's `on_end`, in its thread."""
+        """The unmapper's `on_end`, in its thread."""
         self._refused.add(neighbour.instance)
         self._here.pop(neighbour.instance, None)
-        if not self._caretaker.closed:
+        if not self._unmapper.closed:
             log.info(
                 "instance %s has ended or given its KV cache up: it is unmapped here",
                 neighbour.instance.hex(),

@@ -106,7 +106,7 @@ class Tables:
         Takes some microseconds for an open table, and some requests to the server, each with its
         deadline, for a new one."""
         with self._lock:
-            self._bury()
+            self._forget_ended()
             view = self._views.get(instance)
             if view is not None:
                 return None if view.dead else view
@@ -128,7 +128,8 @@ class Tables:
             self._pidfds.clear()
             self._views.clear()
 
-    def _bury(self) -> None:
+    def _forget_ended(self) -> None:
+        """Forget the tables of schedulers that have ended. Under the lock."""
         for pidfd, _ in () if self._ends.closed else self._ends.poll(0):
             instance = self._pidfds.pop(pidfd)
             self._ends.unregister(pidfd)

@@ -1,6 +1,4 @@
-"""A session's background thread: commits its stores, and sends the server the messages of
-`courier`.
-"""
+"""A session's background thread: commits its stores, and makes the calls of `BackgroundSender`."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from typing import Any, NamedTuple
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey
-from vcache_backend.transfer.courier import Courier
+from vcache_backend.transfer.sender import BackgroundSender
 from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.vram_pool.copier import Completion
 
@@ -39,7 +37,7 @@ class PendingStore(NamedTuple):
     holds: Callable[[], bool] | None = None
 
 
-class Committer(Courier):
+class Committer(BackgroundSender):
     """Commits the stores of one session in the order of submission, each once its copy is
     complete. Other messages to the server do not wait for stores."""
 

@@ -41,9 +41,9 @@ class HeldSource(Source):
     def prepare(self, chunk: int) -> bool:
         return self.expects(chunk)
 
-    def launch(self, chunk: int) -> Part | None:
+    def launch(self, chunk: int) -> list[Part]:
         if chunk not in self._held:
-            return None
+            return []
         context, count = self._context, 1
         uploader = context.session.uploads(context.places.kv)
         while count < uploader.most and chunk + count in self._held:

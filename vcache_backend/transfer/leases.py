@@ -12,7 +12,7 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.channel import Sent
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Leased, Location
-from vcache_backend.transfer.courier import Courier
+from vcache_backend.transfer.sender import BackgroundSender
 from vcache_backend.transfer.stats import EngineStats
 
 ASK_AGAIN_SECONDS = 0.02
@@ -101,13 +101,13 @@ class LeaseClient:
     def __init__(
         self,
         client: Client,
-        courier: Courier,
+        sender: BackgroundSender,
         stats: EngineStats,
         note_epoch: Callable[[int], None],
     ) -> None:
-        self.client, self._courier, self._stats, self._note_epoch = (
+        self.client, self._sender, self._stats, self._note_epoch = (
             client,
-            courier,
+            sender,
             stats,
             note_epoch,
         )
@@ -193,7 +193,7 @@ class LeaseClient:
             with suppress(VCacheError):
                 found = self.client.acquire(list(before))
                 if found.lease:
-                    self._courier.release(found.lease)
+                    self._sender.release(found.lease)
                 if len(found.locations) == len(before):
                     return found.locations == list(before.values())
             time.sleep(ASK_AGAIN_SECONDS)
@@ -202,8 +202,8 @@ class LeaseClient:
     def release(self, lease: Lease) -> None:
         """End a lease in the background, without a verdict. Leaves a FOREIGN one alone."""
         if lease.connection != FOREIGN:
-            self._courier.release(lease.id)
+            self._sender.release(lease.id)
 
     def end_asked(self, sent: Sent[Leased]) -> None:
         """End, in the background, a lease whose answer is still to come."""
-        self._courier.release_asked(sent)
+        self._sender.release_asked(sent)

@@ -162,7 +162,7 @@ class Load:
                 time.sleep(min(seconds, POLL_SECONDS))
             return
         try:
-            self._parts[0].moving.wait(seconds)
+            self._parts[0].copy.moving.wait(seconds)
         except VCacheError:
             log.debug("a copy failed; `advance` will say so", exc_info=True)
 
@@ -182,7 +182,7 @@ class Load:
         """
         try:
             for part in self._parts:
-                self._session.copier.fence(part.moving)
+                self._session.copier.fence(part.copy.moving)
         except Exception as error:  # noqa: BLE001 - what is not known to be right does not count
             self._fail("copy")
             with suppress(Exception):
@@ -281,9 +281,9 @@ class Load:
 
     def _launched_from(self, sources: list[Source]) -> bool:
         for source in sources:
-            part = source.launch(self.reached)
-            if part is not None:
-                self._parts.append(part)
+            parts = source.launch(self.reached)
+            if parts:
+                self._parts += parts
                 self._grow()
                 if not (
                     self._pool.more
@@ -325,7 +325,7 @@ class Load:
         """Count the parts whose copies are over, in order."""
         while self._parts and not self._failed:
             part = self._parts[0]
-            if not part.moving.done():
+            if not part.copy.moving.done():
                 for one in self._parts:
                     one.keep()
                 return
@@ -353,7 +353,7 @@ class Load:
         for part in list(self._parts):
             with suppress(Exception):
                 try:
-                    over = part.moving.done()
+                    over = part.copy.moving.done()
                 except VCacheError:
                     over = True
                 if over:

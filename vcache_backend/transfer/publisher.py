@@ -17,8 +17,8 @@ from vcache_backend.errors import ServerUnavailable, VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import NUMBER_BYTES, ChunkKey, InstanceId
 from vcache_backend.resident.tables import Tables
-from vcache_backend.transfer import courier
-from vcache_backend.transfer.courier import Courier
+from vcache_backend.transfer import sender
+from vcache_backend.transfer.sender import BackgroundSender
 from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.vram_pool.copier import Mark
 
@@ -37,7 +37,7 @@ them is saved.
 """
 SLOWEST_SECONDS = 60.0
 """The longest pause between two attempts to tell a server what it does not know. It refuses until
-the scheduler has shown it the generations. The first pause is `courier.RETRY_SECONDS`, and each is
+the scheduler has shown it the generations. The first pause is `sender.RETRY_SECONDS`, and each is
 twice the one before."""
 
 
@@ -61,7 +61,7 @@ class _Waiting(NamedTuple):
     soon: bool
 
 
-class Publisher(Courier):
+class Publisher(BackgroundSender):
     """Publishes one worker's chunks in the order they were submitted, each once the step that wrote
     it is over.
 
@@ -79,7 +79,7 @@ class Publisher(Courier):
         """The number of the present server, counted from 0, and of the one that knows all that is
         kept; -1: none does.
         """
-        self._again_at, self._pause = 0.0, courier.RETRY_SECONDS
+        self._again_at, self._pause = 0.0, sender.RETRY_SECONDS
         super().__init__(client)
         client.on_return.append(self._returned)
 
@@ -87,7 +87,7 @@ class Publisher(Courier):
         """Queue chunks that can be read once `written` is reached. Any thread; never blocks.
 
         soon: publish them as soon as that, since others may look for them. Otherwise after
-        `courier.LATER_SECONDS`, or with later ones, so that the thread does not take the
+        `sender.LATER_SECONDS`, or with later ones, so that the thread does not take the
         interpreter from the present step."""
         with self._changed:
             if len(self._queue) >= MOST_WAITING:
@@ -137,7 +137,7 @@ class Publisher(Courier):
             self._servers, self._again_at, self._pause = (
                 self._servers + 1,
                 0.0,
-                courier.RETRY_SECONDS,
+                sender.RETRY_SECONDS,
             )
             self._changed.notify_all()
 
@@ -163,7 +163,7 @@ class Publisher(Courier):
             self._keep(publication)
             if not self._tell(publication) and self._knows == self._servers:
                 # The scheduler may not have shown the generations yet, or the server is gone.
-                self._knows, self._pause = -1, courier.RETRY_SECONDS
+                self._knows, self._pause = -1, sender.RETRY_SECONDS
                 self._wait()
 
     def _is_due(self) -> bool:
