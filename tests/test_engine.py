@@ -37,7 +37,6 @@ from kv_cases import (
 )
 from processes import SECONDS, eventually
 
-from vcache_backend import engine as engine_module
 from vcache_backend import status
 from vcache_backend.engine import VCacheEngine
 
@@ -425,34 +424,3 @@ def test_stats_count_what_happened(fresh: Node) -> None:
         assert min(stats["metadata_us"], stats["data_us"], stats["gb_per_s"]["retrieve"]) > 0
         assert stats[whole]["p50_us"] <= stats[whole]["p99_us"]
     assert reader["gb_per_s"]["store"] == 0.0
-
-
-@pytest.mark.parametrize("missing", [None, 0, 1, 2, 5, 7])
-def test_a_large_retrieve_is_launched_in_two_parts(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, missing: int | None
-) -> None:
-    """Of eight chunks two are on their way before the others are looked at; but no slot is named
-    twice in all of them.
-    """
-    monkeypatch.setattr(engine_module, "HEAD_BYTES", 2 * pair.theirs.chunk_bytes)
-    tokens, slots = prompt(8 * CHUNK), places(pair.theirs.sizes, 8 * CHUNK)
-    put(pair.writer, pair.mine, tokens)
-    if missing is not None:
-        pair.writer._session.client.remove([pair.writer.keys(tokens)[missing]])
-    assert get(pair.reader, pair.theirs, prompt(CHUNK, 2)) == 0
-    found = CHUNK * (8 if missing is None else missing)
-    assert get(pair.reader, pair.theirs, tokens) == found
-    assert pair.reader.get_stats()["retrieve_copy"]["count"] == min(found // (2 * CHUNK), 1) + (
-        found > 2 * CHUNK
-    ) + (found == CHUNK)
-    # Three are not enough for two parts.
-    assert get(pair.reader, pair.theirs, tokens[: 3 * CHUNK]) == min(found, 3 * CHUNK)
-    slots[-1] = slots[7 * CHUNK]
-    pair.theirs.poison()
-    with pytest.raises(ValueError, match="each token needs a slot of its own"):
-        pair.reader.retrieve(tokens, None, pair.theirs.tensors, slots)
-    # What was on its way by then is in place, and nothing else.
-    there = min(found, 2 * CHUNK)
-    assert pair.theirs.holds_only(tokens[:there], slots[:there])
-    client = pair.reader._session.client
-    eventually(lambda: client.stats().leases == 0)

@@ -19,7 +19,6 @@ from processes import SECONDS, eventually
 from test_cli import vcache
 
 from benchmarks.mooncake_store import Depot
-from vcache_backend import engine as engine_module
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import ServerTimeout
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey, Leased, Present
@@ -48,15 +47,8 @@ def fresh(count: int) -> torch.Tensor:
     return prompt(count, next(_families))
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["", "the first one before the others"])
-def test_pool_and_store_take_turns(
-    nodes: list[Node], depot: Depot, model: str, monkeypatch: pytest.MonkeyPatch, split: bool
-) -> None:
-    """Chunks 0, 1 and 3 are in the pool, all are below: every run comes from where it is, also
-    behind what was leased first.
-    """
-    if split:
-        monkeypatch.setattr(engine_module, "HEAD_BYTES", 1)
+def test_pool_and_store_take_turns(nodes: list[Node], depot: Depot, model: str) -> None:
+    """Chunks 0, 1 and 3 are in the pool, all are below: every run comes from where it is."""
     one, two = engine(nodes[0], depot, model), engine(nodes[1], depot, model, promote=False)
     cache, tokens = Cache(), prompt(LENGTH)
     through(one, cache, tokens)

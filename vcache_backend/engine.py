@@ -23,14 +23,13 @@ from vcache_backend.transfer.arguments import (
     as_slots,
     first_wanted,
 )
-from vcache_backend.transfer.keys import TokenHasher, as_integers, as_tokens
+from vcache_backend.transfer.keys import TokenHasher, as_tokens
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.transfer.leases import AskedLease
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import SlotPlaces
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.store import store
-from vcache_backend.transfer.wanted import Rest, Wanted
 from vcache_backend.vram_pool.copier import Copier
 from vcache_backend.vram_pool.paged import PagedKV
 
@@ -38,9 +37,6 @@ COPY_SECONDS = 10.0
 """How long `retrieve` waits for its next chunk, on top of `offload.get_seconds`. A copy takes
 milliseconds.
 """
-HEAD_BYTES = 192 << 20
-"""The bytes that `retrieve` leases and launches first, if there are at least twice as many. Their
-copy takes half a millisecond over NVLink, in which the rest is hashed, leased and launched."""
 Tokens = Sequence[int] | torch.Tensor | npt.NDArray[np.integer[Any]]
 
 
@@ -168,31 +164,16 @@ class VCacheEngine:
         complete and valid. What was read in the pool counts only if its lease held until the copy
         was over. On a GPU the current stream waits for the copy."""
         with self._stats.timed("retrieve"):
-            given: Any = tokens if isinstance(tokens, list) else as_integers(tokens)
-            salted, size, total = as_salt(salt), self._layout.chunk_size, len(given)
-            first = first_wanted(mask, total)
-            start, chunks = first // size, total // size
-            head = start + self._head(chunks - start)
-            keys = self._keys(given[: head * size], salted)
+            ids, size = as_tokens(tokens), self._layout.chunk_size
+            first = first_wanted(mask, len(ids))
+            start, keys = first // size, self._keys(ids, as_salt(salt))
             # The server answers while the places are worked out.
             with self._session.leases.ask(keys[start:]) as lease:
-                slots, kv = as_slots(slot_mapping, total, 0), self._bound("retrieve", kvcaches)
+                slots, kv = as_slots(slot_mapping, len(ids), 0), self._bound("retrieve", kvcaches)
                 if kv is None:
-                    as_tokens(given)
-                    return torch.zeros(total, dtype=torch.bool)
-                places = self._places(kv, slots, first, head)
-
-                def all_of_it() -> Wanted:
-                    ids = as_tokens(given)
-                    if head == chunks:
-                        return Wanted(keys[start:], places)
-                    return Wanted(
-                        self._keys(ids, salted)[start:], self._places(kv, slots, first, chunks)
-                    )
-
-                return self._loaded(
-                    Rest(Wanted(keys[start:], places), all_of_it), keys[:start], lease
-                )
+                    return torch.zeros(len(ids), dtype=torch.bool)
+                places = self._places(kv, slots, first, len(keys))
+                return self._loaded(keys[start:], places, keys[:start], lease)
 
     def contains(self, cache_key: bytes) -> int:
         """0: the chunk of this key is in the pool; 1: in the offload tier; -1: in neither, as far
@@ -273,13 +254,6 @@ class VCacheEngine:
         keys = self._hasher.keys(tokens, salt)
         return of_rank(keys, self._rank) if self._rank else keys
 
-    def _head(self, chunks: int) -> int:
-        """How many of `chunks` chunks are leased and launched before the rest: see `HEAD_BYTES`."""
-        nbytes = self._session.chunk_bytes
-        return (
-            max(HEAD_BYTES // nbytes, 1) if nbytes and chunks * nbytes >= 2 * HEAD_BYTES else chunks
-        )
-
     def _bound(self, call: str, kvcaches: KVCaches) -> PagedKV | None:
         """The geometry of the KV caches. ValueError if they are none, or not what the layout says;
         None, counted as a miss, if they cannot be bound for another reason."""
@@ -306,30 +280,20 @@ class VCacheEngine:
         places.refuse_shared()
         return places
 
-    def _loaded(self, wanted: Rest, prefix: list[ChunkKey], lease: AskedLease) -> torch.Tensor:
-        """Load the chunks after those of `prefix`, and say which tokens that has brought. lease: on
-        the first of them.
+    def _loaded(
+        self, keys: list[ChunkKey], places: SlotPlaces, prefix: list[ChunkKey], lease: AskedLease
+    ) -> torch.Tensor:
+        """Load the chunks `keys`, which come after those of `prefix`. Returns a boolean for each
+        token: whether it is loaded. lease: on the first chunks of `keys`.
         """
-        loaded, covered = 0, None
+        loaded, session = 0, self._session
         try:
-            keys, places = wanted.known
-            load = Load(self._session, places, keys, lease=lease, rest=wanted.look)
-            try:
-                if not load.advance():
-                    # Made while the copy runs: the answer if all chunks come.
-                    covered = torch.from_numpy(wanted.look().places.loaded(len(load.keys)))
-            finally:
-                loaded = load.run(self._patience)
+            load = Load(session, places, keys, lease=lease)
+            loaded = load.run(self._patience)
             if prefix:
-                self._session.committer.touch(prefix)
+                session.committer.touch(prefix)
             if chunks := load.to_promote():
-                store(self._session, load.places, load.keys, chunks, prefix, fetched_in=load.epoch)
+                store(session, places, keys, chunks, prefix, fetched_in=load.epoch)
         except Exception as error:  # noqa: BLE001 - nothing is raised into the caller
-            self._session.miss("promote", error)
-        wanted.check()
-        keys, places = wanted.known
-        return (
-            covered
-            if covered is not None and loaded == len(keys)
-            else torch.from_numpy(places.loaded(loaded))
-        )
+            session.miss("promote", error)
+        return torch.from_numpy(places.loaded(loaded))

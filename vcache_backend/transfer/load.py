@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -65,7 +65,6 @@ class Load:
         held: Mapping[int, HeldChunk] | None = None,
         residents: Mapping[int, ResidentChunk] | None = None,
         neighbours: Neighbours | None = None,
-        rest: Callable[[], tuple[list[ChunkKey], Places]] | None = None,
     ) -> None:
         """`keys[i]` and `places` belong to chunk i.
 
@@ -77,9 +76,7 @@ class Load:
         host memory, by number. A lease then begins with the first of the others. residents: chunks
         in the KV caches of `neighbours`, by number. A KV cache that is new is mapped in the
         background, and the load waits for it. Chunks that are gone when their copy would start may
-        come from elsewhere. If there is no lease, the pool is asked for the other chunks at once.
-        rest: returns the `keys` and `places` of all chunks, if those above are only the first ones.
-        Called once the first ones are on their way, or known to be missing."""
+        come from elsewhere. If there is no lease, the pool is asked for the other chunks at once."""
         self.keys, self.places, self.stats = (
             keys,
             places,
@@ -116,7 +113,6 @@ class Load:
         )
         self._end = len(keys)
         """The first chunk that is not wanted any more; no copy of it or of later ones starts."""
-        self._rest = rest
         self._failed = self._cancelled = self._over = False
 
     def advance(self) -> bool:
@@ -270,7 +266,6 @@ class Load:
         coming = [source for source in sources if source.expects(chunk)]
         if self._launched_from(coming or sources):
             return True
-        self._grow()
         if coming or not any(source.may_have for source in sources):
             return False
         self._context.idle_since = perf_counter()
@@ -284,23 +279,11 @@ class Load:
             parts = source.launch(self.reached)
             if parts:
                 self._parts += parts
-                self._grow()
-                if not (
-                    self._pool.more
-                    or self._held.expects(self.reached)
-                    or self._memory.has(self.reached)
-                ):
+                if not (self._held.expects(self.reached) or self._memory.has(self.reached)):
                     for other in self._sources:
                         other.prepare(self.reached)
                 return True
         return False
-
-    def _grow(self) -> None:
-        """Extend the load from the first chunks to all of them; see `rest`."""
-        rest, self._rest = self._rest, None
-        if rest is not None:
-            self.keys, self.places = self._context.keys, self._context.places = rest()
-            self._end = self.stats.chunks = len(self.keys)
 
     def _give_up(self) -> None:
         """Nothing could be launched: end the load here, unless the next chunk is on its way or may

@@ -86,8 +86,7 @@ class _PooledPart(MemoryPart):
 class Pooled:
     """The chunks of one load that are in the pool. In the worker's thread.
 
-    cause: why nothing can come from the pool now; empty if a chunk is simply not there. more:
-    whether chunks behind the given lease, which did not ask for them, may be there, too."""
+    cause: why nothing can come from the pool now; empty if a chunk is simply not there."""
 
     def __init__(
         self,
@@ -104,7 +103,7 @@ class Pooled:
         self._only = isinstance(lease, Lease) and lease.connection == FOREIGN
         self._run: _LeasedRun | None = None
         self._next_look = 0.0
-        self.cause, self.more = "", False
+        self.cause = ""
 
     def has(self, chunk: int) -> bool:
         """Whether this chunk is known to be in the pool, or was asked for by number."""
@@ -146,7 +145,7 @@ class Pooled:
     def _leased(self, chunk: int) -> _LeasedRun | None:
         """A lease on the chunks from this number on that are there."""
         given, self._given = self._given, None
-        self.cause, self.more = "", False
+        self.cause = ""
         if isinstance(given, AskedLease):
             run = self._asked(given, chunk)
             if run is not None or self._numbers is None or chunk in self._numbers:
@@ -176,7 +175,6 @@ class Pooled:
             self._context.plan(chunk, len(given.keys))
         lease = self._answered(given.fetch)
         if lease is None or self._numbers is None:
-            self.more = lease is not None and len(lease.keys) == len(given.keys)
             return _consecutive(lease, chunk)
         run = _LeasedRun(lease, self._numbers[: len(lease.keys)])
         if chunk in run.numbers:
