@@ -18,8 +18,8 @@ that shares nothing (`vllm.campaign`).
 compare what they load with checksums from the owners (`inplace_live`).
 
 Controls run the same with one rule broken: readers ignore the generations after a copy; owners
-change generations only after writing, publish before writing, or ignore pins. There wrong bytes, or
-refused loads in spite of pins, must be seen, or the zeros above prove nothing. Another control runs
+change generations only after writing, or publish before writing. There wrong bytes must be seen, or
+the zeros above prove nothing. Another control runs
 vLLMs without any connector, to tell apart faults of their own prefix caches (vLLM #37164)."""
 
 from __future__ import annotations

@@ -16,11 +16,8 @@ import signal
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -33,7 +30,6 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import INSTANCE_BYTES, ChunkKey, InstanceId
 from vcache_backend.resident.exported import Shown, cache_shape
 from vcache_backend.resident.generations import Generations, UInt64s
-from vcache_backend.resident.pins import Pins
 from vcache_backend.transfer.keys import TokenHasher
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.transfer.publisher import Publication, Publisher
@@ -63,9 +59,7 @@ OFTEN = 20
 """How many times as often an owner stops itself at rare steps."""
 
 Role = Literal["owner", "reader", "vllm"]
-Control = Literal[
-    "", "no verdict", "counted late", "published early", "pins unseen", "no connector"
-]
+Control = Literal["", "no verdict", "counted late", "published early", "no connector"]
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -90,12 +84,9 @@ class Outcomes(Counts):
     with whole vLLMs, requests for which something was loaded. reuse_hits: loads whose verdict
     refused some chunks, since a block changed between launch and verdict. differed: those of them
     whose refused chunks did hold other bytes. stale: loads that found a chunk gone before the
-    launch. misses: look-ups that found nothing. pinned: loads whose pins held. pinned_refused:
-    those of them that did not bring everything, except loads that took longer than a pin holds
-    (`pinned_late`), and loads from an owner that gave up its table (`pinned_given_up`) or had no
-    other blocks (`pinned_forced`). kept, forced: see `ResidentPool`. written: chunks that owners
-    have written. by_step: how often a process stopped itself, by the step of the protocol. answers:
-    vLLM's, to whole requests."""
+    launch. misses: look-ups that found nothing. written: chunks that owners have written. by_step:
+    how often a process stopped itself, by the step of the protocol. answers: vLLM's, to whole
+    requests."""
 
     loads: int = 0
     launched: int = 0
@@ -106,13 +97,6 @@ class Outcomes(Counts):
     differed: int = 0
     stale: int = 0
     misses: int = 0
-    pinned: int = 0
-    pinned_refused: int = 0
-    pinned_late: int = 0
-    pinned_given_up: int = 0
-    pinned_forced: int = 0
-    kept: int = 0
-    forced: int = 0
     written: int = 0
     published: int = 0
     raised: int = 0
@@ -121,26 +105,6 @@ class Outcomes(Counts):
     answers: int = 0
     by_step: Counter[str] = msgspec.field(default_factory=Counter)
     causes: Counter[str] = msgspec.field(default_factory=Counter)
-
-    def add_pinned(self, whole: bool, late: bool, forced: bool, given_up: bool = False) -> bool:
-        """Count a load under pins. Returns whether it had to bring everything and did not."""
-        self.pinned += 1
-        for name, excused in (
-            ("late", late),
-            ("given_up", given_up),
-            ("forced", forced),
-            ("refused", True),
-        ):
-            if not whole and excused:
-                name = f"pinned_{name}"
-                setattr(self, name, getattr(self, name) + 1)
-                return name == "pinned_refused"
-        return False
-
-    def add_kept(self, pool: ResidentPool) -> None:
-        """Add what the pool has counted since the last call."""
-        self.kept, self.forced = self.kept + pool.kept, self.forced + pool.forced
-        pool.kept = pool.forced = 0
 
 
 class Told(NamedTuple):
@@ -186,12 +150,8 @@ class Instance:
         self.kv, self.client = self.session.bind(tensors), self.session.client
         self.instance, self.sequence = InstanceId(secrets.token_bytes(INSTANCE_BYTES)), 0
         self.table, self.pool = Generations(self.instance, BLOCKS), BlockPool(BLOCKS)
-        self.pins = Pins(self.table)
-        if settings.control == "pins unseen":
-            self.pins.on = lambda blocks: None  # type: ignore[method-assign]
         if not self._late:
-            self._watch = ResidentPool(self.pool, self.table, self._reset, self.pins)
-            tell_forced(self._watch, settings, self.instance)
+            ResidentPool(self.pool, self.table, self._reset)
         self.client.on_return.append(self._join)
         try:
             self._join()
@@ -207,8 +167,6 @@ class Instance:
         self.client.join(
             self.instance, self.session.namespace.prefix, BLOCKS, 1, EACH, self.table.fd
         )
-        if not self._late:
-            self.client.show_pins(self.instance, self.pins.fd)
 
     def _reset(self) -> None:
         self.publisher.retract(self.instance, self.sequence + 1)
@@ -227,7 +185,6 @@ class Instance:
             return blocks, np.full(len(blocks), self.table.coming, dtype=np.uint64)
         # By vLLM's plan; what is published of it is told when they are written.
         self.table.filled(blocks)
-        self.told.outcomes.add_kept(self._watch)
         return blocks, self.table.counters[blocks]
 
     def publish(
@@ -256,7 +213,6 @@ class Instance:
     def close(self) -> None:
         self.publisher.close()
         self.shown.close()
-        self.pins.close()
         self.table.close()
         self.session.close()
 
@@ -285,13 +241,8 @@ class Owner(Instance):
     def _mishap(self, blocks: list[int], chance: float) -> None:
         if chance < 0.02:
             # A load into these blocks failed: they are computed again where they are, and nothing
-            # of it is told. In vLLM they were never published, so nobody has pinned them.
-            free = not self.pins.halt() or self.pins.on(np.array(blocks)) is None
-            if free:
-                self.pool.evict_blocks(set(blocks))
-            self.pins.resume()
-            if not free:
-                return
+            # of it is told.
+            self.pool.evict_blocks(set(blocks))
             self.step("evicted", OFTEN)
             self.words[:, blocks] = POISON
         elif chance < 0.025:
@@ -316,33 +267,6 @@ class Owner(Instance):
             self.step("writing")
             if self.dice.random() < 0.3:
                 time.sleep(0.0003)
-
-
-def tell_forced(pool: ResidentPool, settings: Settings, instance: bytes) -> None:
-    """Have the pool leave a note before it hands out pinned blocks for want of others;
-    `forced_lately` reads it.
-    """
-    around = pool._around
-
-    def went(*given: Any) -> Any:
-        before, found = pool.forced, around(*given)
-        if pool.forced > before:
-            Path(settings.log).with_name(f"{instance.hex()}.forced").touch()
-        return found
-
-    pool._around = went  # type: ignore[method-assign, assignment]
-
-
-def forced_lately(settings: Settings, owners: Iterable[bytes], seconds: float) -> bool:
-    """Whether one of these owners has handed out pinned blocks in the last so many seconds."""
-    for owner in owners:
-        with suppress(FileNotFoundError):
-            if (
-                Path(settings.log).with_name(f"{owner.hex()}.forced").stat().st_mtime
-                > time.time() - seconds - CLOCK_SECONDS
-            ):
-                return True
-    return False
 
 
 def stop_self() -> None:

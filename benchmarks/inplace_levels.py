@@ -23,8 +23,7 @@ STOPS = 0.0005
 class Level(NamedTuple):
     """A campaign. counts: processes by role. mishaps: each one's weight. stops: see `Settings`.
     loads: how many must bring something, and what share of them verdicts must refuse. controls:
-    each with its least number of loads, and its most seconds. pinned: the share of loads that must
-    begin with pins that hold. seconds: the longest that the campaign itself takes. silence: seconds
+    each with its least number of loads, and its most seconds. seconds: the longest that the campaign itself takes. silence: seconds
     after which a silent process counts as ended. prepare: fills the shared folder."""
 
     life: Callable[[Settings, Connection], None]
@@ -36,7 +35,6 @@ class Level(NamedTuple):
     controls: Sequence[Control]
     control_loads: int
     control_seconds: float
-    pinned: float = 0.0
     seconds: float = float("inf")
     silence: float = SECONDS
     prepare: Callable[[Path], None] = lambda folder: None
@@ -56,10 +54,9 @@ CPU = Level(
     stops=STOPS,
     loads=LOADS,
     reuse_hits=0.01,
-    controls=("no verdict", "counted late", "published early", "pins unseen"),
+    controls=("no verdict", "counted late", "published early"),
     control_loads=5000,
     control_seconds=120.0,
-    pinned=0.1,
 )
 
 
@@ -75,8 +72,7 @@ def whole_requests() -> Level:
         stops=0.01,
         loads=1000,
         reuse_hits=0.05,
-        pinned=0.1,
-        controls=("no verdict", "pins unseen", "no connector"),
+        controls=("no verdict", "no connector"),
         control_loads=400,
         control_seconds=240.0,
         seconds=900.0,

@@ -26,11 +26,10 @@ import torch
 from integration.vllm.replicas import Replica
 from vcache_backend.config import ByteSize, EngineConfig, PoolConfig
 from vcache_backend.metadata_server.messages import INSTANCE_BYTES, ChunkKey, Found, InstanceId
-from vcache_backend.resident.generations import GenerationView, UInt64s
+from vcache_backend.resident.generations import UInt64s
 from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.resident.tables import Tables
 from vcache_backend.transfer.layout import Layout
-from vcache_backend.transfer.resident import ResidentChunk
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copier import Mark
 from vcache_backend.vram_pool.paged import PagedKV
@@ -197,12 +196,6 @@ class Follower(Reader):
             b"".join(self._sums[each] for each in replicas if each), dtype="<i8"
         )
         return int((found != want).sum()) * self.kv.layers * self.kv.parts * self.kv.page_bytes
-
-    def pinned(self, residents: Mapping[int, ResidentChunk]) -> list[GenerationView]:
-        """None: a vLLM that is short of blocks takes pinned ones, which here would count as an
-        error.
-        """
-        return []
 
     def describe(
         self,

@@ -16,9 +16,7 @@ import numpy as np
 from integration.vllm.replicas import Replica, choose
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey, Found
-from vcache_backend.resident.generations import GenerationView
 from vcache_backend.resident.neighbours import Neighbours
-from vcache_backend.resident.pins import HOLD_SECONDS, Pinning
 from vcache_backend.resident.tables import Tables
 from vcache_backend.transfer import resident
 from vcache_backend.transfer.load import Load
@@ -39,15 +37,12 @@ from .inplace_instance import (
     Settings,
     Told,
     Written,
-    forced_lately,
     prompt,
     what,
 )
 
 SLOW, SLOW_SECONDS = 0.1, 0.01
 """Share of the copies that go block by block, and the most seconds that one pauses in all."""
-PINNED = 0.5
-"""Share of the loads that begin with pins, as synchronous ones do."""
 REMEMBERED = 0.05
 """Share of the look-ups that use an earlier answer; while there is no server, all do."""
 REPORT_SECONDS = 0.2
@@ -67,7 +62,6 @@ class Reader(Instance):
             believe_copies()
         self.neighbours = Neighbours(self.client, self.session.device, self.kv, 0)
         self.tables = Tables(self.client)
-        self.pinning = Pinning(self.client, self.tables)
         self._found: dict[tuple[ChunkKey, ChunkKey], Found] = {}
 
     def round(self) -> None:
@@ -85,9 +79,6 @@ class Reader(Instance):
             for number, replica in chosen.items()
             if number < count
         }
-        began = time.monotonic()
-        pinned = self.pinned(residents)
-        self.step("pinned")
         blocks, generations = self.allocate(count)
         self.poison(blocks)
         self.step("before launch")
@@ -102,10 +93,6 @@ class Reader(Instance):
             neighbours=self.neighbours,
         )
         loaded = load.run(PATIENCE_SECONDS)
-        if pinned and self._failed(pinned, loaded == count, time.monotonic() - began):
-            self.told.wrong.append(
-                f"refused under a pin: {load.cause}; {self.describe(keys, blocks, chosen, loaded)}"
-            )
         self.step("behind the verdict")
         after = self.session.stats.counted("chunks_")
         stale, refused = (after.get(name, 0) - before.get(name, 0) for name in ("stale", "refused"))
@@ -148,28 +135,6 @@ class Reader(Instance):
             time.sleep(OFFLINE_SECONDS)
             return old or Found(b"", [], [])
         return found
-
-    def pinned(self, residents: Mapping[int, ResidentChunk]) -> list[GenerationView]:
-        """Pin these chunks as for a synchronous load. The owners' tables; empty if not all could be
-        pinned.
-        """
-        owners = {one.instance for one in residents.values()}
-        views = [view for owner in owners if (view := self.tables.view(owner)) is not None]
-        sure = (
-            len(views) == len(owners)
-            and owners <= self.neighbours.mapped
-            and self.dice.random() < PINNED
-        )
-        return views if sure and self.pinning.pin("", residents.values()) else []
-
-    def _failed(self, pinned: list[GenerationView], whole: bool, seconds: float) -> bool:
-        """Count a load under pins that took so many seconds. Returns whether it had to bring
-        everything and did not.
-        """
-        self.pinning.release([""])
-        forced = forced_lately(self.settings, [view.instance for view in pinned], HOLD_SECONDS)
-        given_up = any(view.dead for view in pinned)
-        return self.told.outcomes.add_pinned(whole, seconds >= HOLD_SECONDS, forced, given_up)
 
     def checkable(self, count: int, chosen: Mapping[int, Replica]) -> int:
         """How many of these leading chunks can be told right from wrong: all."""

@@ -10,14 +10,13 @@ import msgspec
 
 from .inplace_instance import Control
 from .inplace_levels import CPU, LOADS, Level
-from .inplace_run import Result, bad
+from .inplace_run import Result
 from .results import Row, load, none, row
 
 CONTROLS: dict[Control, str] = {
     "no verdict": "control_wrong",
     "counted late": "control_late_wrong",
     "published early": "control_early_wrong",
-    "pins unseen": "control_pinned_refused",
     "no connector": "alone_wrong",
 }
 """Rows by what is left out. The last one has no limit: nothing of ours is in it."""
@@ -37,7 +36,7 @@ def rows(result: Result, loads: int = LOADS, name: str = "cpu", level: Level = C
         if whole
         else "with a wrong byte"
     )
-    made = [
+    return [
         row(f"inplace_loads_{name}", "loads", seen.loads, loads, what=what, at_least=1),
         row(
             f"inplace_reuse_hits_{name}",
@@ -61,39 +60,16 @@ def rows(result: Result, loads: int = LOADS, name: str = "cpu", level: Level = C
             "a process ended by itself, or a call raised",
         ),
     ]
-    if level.pinned:
-        what = f"under pins; not whole: {seen.pinned_late:,} that took longer than a pin holds, {seen.pinned_given_up:,} from a table "
-        what += f"that was given up, {seen.pinned_forced:,} from an owner without other blocks; {seen.kept:,} pinned blocks were kept"
-        made += [
-            row(
-                f"inplace_pinned_loads_{name}",
-                "loads",
-                seen.pinned,
-                level.pinned * loads,
-                what=what,
-                at_least=1,
-            ),
-            none(
-                f"inplace_pinned_refused_{name}",
-                "loads",
-                seen.pinned_refused,
-                "not whole though their pins held",
-                seen.pinned,
-            ),
-        ]
-    return made
 
 
 def control_row(control: Control, its: Result, name: str) -> Row:
     """A control's row: how much it saw go wrong."""
     seen, case = its.outcomes, f"inplace_{CONTROLS[control]}_{name}"
-    loads = f"{seen.wrong_bytes:,} wrong bytes in {seen.loads:,} loads, {seen.pinned:,} pinned"
+    loads = f"{seen.wrong_bytes:,} wrong bytes in {seen.loads:,} loads"
     told = json.dumps(msgspec.to_builtins(seen)) if seen.answers else loads
     what = f"{control}; {told} in {its.seconds:.0f} s; seed {its.seed}"
-    of_answers = name == "vllm" and control != "pins unseen"
+    of_answers = name == "vllm"
     unit, runs = ("answers", seen.answers) if of_answers else ("loads", seen.loads)
     if control == "no connector":
         return row(case, unit, seen.wrong, 0, what=what, runs=runs)
-    return row(
-        case, unit, bad(control, seen), 1, what=f"{what}; reference 1", at_least=1, runs=runs
-    )
+    return row(case, unit, seen.wrong, 1, what=f"{what}; reference 1", at_least=1, runs=runs)

@@ -223,14 +223,9 @@ def run_control(control: Control, seed: int, level: Level = CPU, shared: Path = 
         enough = (
             seen.answers >= 5 * least
             if control == "no connector"
-            else bad(control, seen) > 0 and seen.loads >= least
+            else seen.wrong > 0 and seen.loads >= least
         )
         return enough or passed > level.control_seconds
 
     with Campaign(level, seed, shared, control) as made:
         return made.run(over, PAUSE)
-
-
-def bad(control: Control, seen: Outcomes) -> int:
-    """How much went wrong of what the control must show."""
-    return seen.pinned_refused if control == "pins unseen" else seen.wrong

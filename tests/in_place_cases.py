@@ -44,7 +44,6 @@ from vcache_backend.integration.vllm.metadata import (
     WorkerReport,
 )
 from vcache_backend.integration.vllm.model_spec import ShardSpec
-from vcache_backend.resident import pins
 from vcache_backend.resident.exported import Shown, cache_shape
 from vcache_backend.transfer.publisher import Publication, Publisher
 from vcache_backend.transfer.stats import EngineStats
@@ -63,7 +62,6 @@ def scheduling(folder: Path) -> Iterator[Node]:
         patch.setattr(registry, "_run_in_subprocess", lambda look: look())
         patch.setattr(lookups, "AHEAD_SECONDS", SECONDS)
         patch.setattr(tracked, "FRESH_SECONDS", SECONDS)
-        patch.setattr(pins, "_LATE", int(SECONDS * 1e9))
         made.serve()
         write_model(made.path.parent / "model")
         yield made

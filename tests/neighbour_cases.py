@@ -26,7 +26,6 @@ from vcache_backend.metadata_server.messages import InstanceId
 from vcache_backend.resident.exported import Shown, cache_shape
 from vcache_backend.resident.generations import Generations, GenerationView
 from vcache_backend.resident.neighbours import Neighbour, Neighbours
-from vcache_backend.resident.pins import Pins
 from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.copier import Completion, Copier, HostCopier
 from vcache_backend.vram_pool.devices import Device
@@ -122,7 +121,6 @@ class OwnerPart:
         self.name, self.ranks, self.rank = name, ranks, rank
         self.cache = SharedCache(sizes, regions, device=where)
         self.table = Generations(name, sizes.blocks)
-        self.pins = Pins(self.table)
         if scheduler:
             self.client.on_return.append(self.join)
             self.join()
@@ -132,7 +130,6 @@ class OwnerPart:
 
     def join(self) -> None:
         self.client.join(self.name, NAMESPACE, self.table.blocks, self.ranks, EACH, self.table.fd)
-        self.client.show_pins(self.name, self.pins.fd)
 
     def write(self, blocks: Sequence[int], value: int) -> list[int]:
         """As vLLM does: the blocks are handed out, a step is planned, and they are written. Their

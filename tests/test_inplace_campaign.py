@@ -9,7 +9,7 @@ import pytest
 from benchmarks.inplace_instance import Control
 from benchmarks.inplace_levels import CPU
 from benchmarks.inplace_rows import control_row, rows
-from benchmarks.inplace_run import bad, campaign, run_control
+from benchmarks.inplace_run import campaign, run_control
 
 
 @pytest.mark.timeout(300)
@@ -22,8 +22,6 @@ def test_no_byte_out_of_a_live_kv_cache_is_wrong_though_blocks_are_used_again_wh
     assert (seen.raised, result.ended) == (0, 0)
     assert seen.loads >= 1000
     assert seen.reuse_hits >= 10
-    assert seen.kept > 0
-    assert seen.pinned_refused == 0
     assert all(row.ok for row in rows(result, 1000))
 
 
@@ -31,5 +29,5 @@ def test_no_byte_out_of_a_live_kv_cache_is_wrong_though_blocks_are_used_again_wh
 @pytest.mark.parametrize("control", CPU.controls)
 def test_it_is_seen_where_a_rule_of_the_protocol_is_broken(control: Control) -> None:
     result = run_control(control, seed=7, level=CPU._replace(stops=0.01, control_loads=0))
-    assert bad(control, result.outcomes) > 0
+    assert result.outcomes.wrong > 0
     assert control_row(control, result, "cpu").ok

@@ -1,9 +1,8 @@
 """Real vLLM on the CPU with our own connector and with LMCache while things fail around it: what
 requests are answered all the same.
 
-`a` stores what answers are compared with. A `reader` has never computed what it is asked; our
-connector has one that loads between steps, as by default, and one whose steps load what they need.
-Whatever is lost is computed: same tokens, nobody beside the request notices, and vLLM's own prefix
+`a` stores what answers are compared with. A `reader` has never computed what it is asked. Whatever
+is lost is computed: same tokens, nobody beside the request notices, and vLLM's own prefix
 cache holds nothing wrong. `aside` is vLLM alone."""
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from processes import PATIENT, eventually
@@ -59,7 +58,7 @@ pytestmark = [
 ]
 
 HITS = 4 * CHUNK
-BETWEEN, IN_STEP, LMCACHE = "between", "in_step", "lmcache"
+OWN, LMCACHE = "own", "lmcache"
 
 
 class Fleet:
@@ -82,23 +81,14 @@ class Fleet:
     def _start(self, name: str) -> Instance:
         if name.startswith(LMCACHE):
             return self.here.start(name, max_num_batched_tokens=320)
-        settings: dict[str, Any] = {
-            "connector": {
-                "min_hit_tokens": CHUNK,
-                "sync_below_tokens": 1 << 20 if name == IN_STEP else 0,
-            }
-        }
-        return self.here.connect(name, settings, max_num_batched_tokens=320)
+        return self.here.connect(name, max_num_batched_tokens=320)
 
 
 @pytest.fixture(scope="module")
 def fleet(here: Node) -> Fleet:
     made = Fleet(here)
     # All of them are connected before the first server dies.
-    started = [
-        made(name)
-        for name in ("a", BETWEEN, IN_STEP, *(() if missing() else (LMCACHE, "lmcache-a")))
-    ]
+    started = [made(name) for name in ("a", OWN, *(() if missing() else (LMCACHE, "lmcache-a")))]
     for instance in started:
         instance.one(new_tokens(CHUNK + 1))
     return made
@@ -106,8 +96,7 @@ def fleet(here: Node) -> Fleet:
 
 @pytest.fixture(
     params=[
-        BETWEEN,
-        IN_STEP,
+        OWN,
         pytest.param(LMCACHE, marks=pytest.mark.skipif(bool(missing()), reason="no LMCache")),
     ]
 )
@@ -118,7 +107,7 @@ def reader(fleet: Fleet, request: pytest.FixtureRequest) -> Iterator[Instance]:
     fleet.check(request.param)
 
 
-ours = pytest.mark.parametrize("reader", [BETWEEN, IN_STEP], indirect=True)
+ours = pytest.mark.parametrize("reader", [OWN], indirect=True)
 """What LMCache has no word for, or `test_lmcache_failures.py` covers."""
 
 
@@ -150,9 +139,6 @@ class Case(NamedTuple):
     def unpolluted(self, reader: Instance) -> None:
         """The reader has nothing wrong in vLLM's own prefix cache: its next requests use that."""
         longer = self.tokens + self.computed.tokens
-        # The first may find nothing: what a load in the step did not fill was taken out of that
-        # cache, and vLLM, which has computed it again for the same request, took it for known
-        # (`num_cached_block`).
         first, own, further = reader.one(self.tokens), reader.one(self.tokens), reader.one(longer)
         assert first.agrees(self.computed)
         assert own.agrees(self.computed)
@@ -206,40 +192,18 @@ def recomputed(reader: Instance) -> int:
 def test_chunks_that_leave_between_look_up_and_lease_are_computed(
     here: Node, reader: Instance, case: Case, left: int
 ) -> None:
-    """And the request does not look again, so it cannot go round in circles. A load in the step has
-    its lease from the look-up.
-    """
-    between = reader.name == BETWEEN
+    """And the request does not look again, so it cannot go round in circles."""
     asked, acquired, lost = here.asked("Lookup"), here.asked("Acquire"), recomputed(reader)
     with stopped_at(reader, LEASE) as place:
         answers = place.while_there(
             lambda: remove(here, place.seen[0][left:]), case.prompt, case.beside
         )
     case.right(answers)
-    assert recomputed(reader) - lost == (HITS - left * CHUNK if between else 0)
-    assert here.asked("Lookup") - asked == int(between)
-    assert 1 <= here.asked("Acquire") - acquired <= 1 + int(between)
+    assert recomputed(reader) - lost == HITS - left * CHUNK
+    assert here.asked("Lookup") - asked == 1
+    assert 1 <= here.asked("Acquire") - acquired <= 2
     case.unpolluted(reader)
     case.hits_again(reader)
-
-
-def test_what_was_computed_from_anothers_failed_load_is_not_stored(fleet: Fleet) -> None:
-    """The second request of the step has the first one's blocks from vLLM's own prefix cache,
-    before they are filled.
-    """
-    reader, a = fleet(IN_STEP), fleet("a")
-    case = make_case(fleet, a)
-    longer = Prompt(case.tokens[:HITS] + new_tokens(2 * CHUNK + 9))
-    expected = fleet.aside.run(longer)[0]
-    with meddled(reader, VIEWS, "raise", times=1):
-        answers = reader.run(case.prompt, longer, together=True)
-    case.right(answers[:1])
-    assert answers[1].agrees(expected)
-    # Not what the step that failed had made of it.
-    found = eventually(
-        lambda: (answer := a.again(longer.tokens)).cached == HITS + 2 * CHUNK and answer
-    )
-    assert found.agrees(expected)
 
 
 # ---- a server that is gone
@@ -253,8 +217,8 @@ def test_what_was_computed_from_anothers_failed_load_is_not_stored(fleet: Fleet)
 def test_a_server_killed_at_any_moment_costs_a_computation(
     here: Node, reader: Instance, case: Case, place: str
 ) -> None:
-    if place == LOOK_UP and reader.name != BETWEEN:
-        pytest.skip("a look-up for a load in the step is its lease")
+    if place == LOOK_UP and reader.name != OWN:
+        pytest.skip("LMCache's look-up takes the lease")
     with stopped_at(reader, place) as moment:
         answers = moment.while_there(here.kill, case.prompt, case.beside)
     case.right(answers)
@@ -454,9 +418,8 @@ def test_an_instance_killed_in_the_middle_of_loads_and_stores_leaves_the_pool_as
         lambda: (stats := here.stats()).reservations == stats.leases == 0, LEASE_SECONDS + 20
     )
     assert here.chunks() == chunks
-    for name in (BETWEEN, IN_STEP):
-        case.hits_again(fleet(name))
-        assert fleet(name).again(fresh).agrees(fleet.aside.one(fresh))
+    case.hits_again(fleet(OWN))
+    assert fleet(OWN).again(fresh).agrees(fleet.aside.one(fresh))
 
 
 # ---- exceptions of our own
@@ -464,7 +427,7 @@ def test_an_instance_killed_in_the_middle_of_loads_and_stores_leaves_the_pool_as
 PLACES = [
     *(
         f"{OURS}.scheduler:SchedulerSide.{name}"
-        for name in ("arrived", "matched", "allocated", "add_stores", "update", "finished")
+        for name in ("arrived", "matched", "allocated", "plan", "update", "finished")
     ),
     *(f"{OURS}.worker:WorkerSide.{name}" for name in ("store", "measured")),
     *(f"{OURS}.stores:Stores.{name}" for name in ("fence", "start", "_over")),
@@ -478,23 +441,14 @@ PLACES = [
 ]
 """Methods that run with every request, down to those of the pool. Not those whose few lines are
 what keeps a load from getting lost (`begin`, `invalid`)."""
-IN_STEP_PLACES = [
-    f"{OURS}.scheduler:SchedulerSide.allocated",
-    f"{OURS}.worker:WorkerSide.load_synchronously",
-    f"{OURS}.loads:Loads._note",
-    f"{OURS}.loading:Loading.__init__",
-    f"{LOAD}._launch",
-    *(SCATTER, RELEASE),
-]
 ALWAYS = [
     f"{OURS}.scheduler:SchedulerSide.update",
-    f"{OURS}.scheduler:SchedulerSide.add_stores",
+    f"{OURS}.scheduler:SchedulerSide.plan",
     f"{OURS}.stats:Meter.count",
 ]
 RAISED = [
-    *((BETWEEN, place, 1) for place in PLACES),
-    *((IN_STEP, place, 1) for place in IN_STEP_PLACES),
-    *((BETWEEN, place, FOREVER) for place in ALWAYS),
+    *((OWN, place, 1) for place in PLACES),
+    *((OWN, place, FOREVER) for place in ALWAYS),
 ]
 
 
@@ -521,7 +475,5 @@ def test_an_exception_of_ours_is_a_miss(
     case.unpolluted(reader)
     gone.unpolluted(reader)
     assert reader.run(stored)[0].agrees(expected)
-    assert (
-        fleet(IN_STEP if reader.name == BETWEEN else BETWEEN).again(stored.tokens).agrees(expected)
-    )
+    assert fleet("a").again(stored.tokens).agrees(expected)
     case.hits_again(reader)

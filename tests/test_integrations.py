@@ -38,14 +38,8 @@ class Fleet:
         return self._instances[name]
 
     def _vllm(self, name: str) -> Instance:
-        waits = {"synchronous": 1 << 20, "asynchronous": 0, "tiny": 0}.get(name)
         arguments = {"a": LONG, "tiny": TINY, "adapters": LORA, "adapters-too": LORA}.get(name, {})
-        settings = (
-            {}
-            if waits is None
-            else {"connector": {"min_hit_tokens": CHUNK, "sync_below_tokens": waits}}
-        )
-        return self.here.connect(f"vllm-{name}", settings, **arguments)
+        return self.here.connect(f"vllm-{name}", **arguments)
 
     def _in_place(self, name: str) -> Instance:
         # It shares what its own prefix cache keeps.
@@ -83,7 +77,7 @@ WAYS = [
 @pytest.fixture(scope="module", params=WAYS)
 def fleet(request: pytest.FixtureRequest, here: Node, aside: Instance) -> Fleet:
     made = Fleet(here, request.param)
-    for name in ("a", "asynchronous", *(("synchronous",) if made.pooled else ())):
+    for name in ("a", "reader", *(("asynchronous",) if made.integration == "lmcache" else ())):
         made(name)
     return made
 
@@ -93,11 +87,11 @@ def a(fleet: Fleet) -> Instance:
     return fleet("a")
 
 
-@pytest.fixture(params=["synchronous", "asynchronous"])
+@pytest.fixture(params=["reader", "asynchronous"])
 def reader(request: pytest.FixtureRequest, fleet: Fleet) -> Instance:
-    """By how it loads: in the step that computes the rest, or between steps."""
-    if request.param == "synchronous" and not fleet.pooled:
-        pytest.skip("synchronous loads in place: test_vllm_sharing")
+    """LMCache has two ways to load: in the step that computes the rest, or between steps."""
+    if request.param == "asynchronous" and fleet.integration != "lmcache":
+        pytest.skip("all loads of our own connector are asynchronous")
     return fleet(request.param)
 
 

@@ -16,7 +16,7 @@ from processes import SECONDS, eventually, hasty, hung
 
 from vcache_backend.errors import ServerTimeout, VCacheError
 from vcache_backend.metadata_server.messages import GRACE_SECONDS
-from vcache_backend.transfer.leases import FOREIGN, AskedLease, Lease
+from vcache_backend.transfer.leases import AskedLease
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import SlotPlaces
 from vcache_backend.transfer.session import Session
@@ -29,27 +29,20 @@ __all__ = ["here"]
 
 
 class Reading:
-    """A session, and a lease on two chunks: its own, or one that the client `holder` of another
-    process got.
-    """
+    """A session, and its lease on two chunks."""
 
-    def __init__(self, here: Node, foreign: bool = False, lease_seconds: float = 60.0) -> None:
+    def __init__(self, here: Node, lease_seconds: float = 60.0) -> None:
         self.server, cache = here.serve(lease_seconds=lease_seconds), Cache()
         put(
             here.engine("host:a", 2 * cache.chunk_bytes, layout_of(cache)), cache, prompt(2 * CHUNK)
         )
         reader = here.engine("host:b", 0, layout_of(cache))
-        self.session, self.holder, self.bystander = reader._session, here.client(), here.client()
+        self.session, self.bystander = reader._session, here.client()
         keys = reader.keys(prompt(2 * CHUNK))
-        if foreign:
-            leased = self.holder.acquire(keys)
-            self.lease = Lease(leased.lease, keys, leased.locations, 0.0, leased.seconds, FOREIGN)
-        else:
-            lease = self.session.leases.acquire(keys)
-            assert lease is not None
-            self.lease = lease
+        lease = self.session.leases.acquire(keys)
+        assert lease is not None
+        self.lease = lease
         assert len(self.lease.locations) == 2
-        self.foreign = foreign
 
     def concluded(self, age: float) -> bool:
         """What is concluded `age` seconds after the lease was given, as far as the reader knows."""
@@ -68,9 +61,9 @@ class Reading:
         return self.bystander.stats().leases
 
 
-@pytest.fixture(params=[False, True], ids=["own", "another's"])
-def reading(here: Node, request: pytest.FixtureRequest) -> Reading:
-    return Reading(here, foreign=request.param)
+@pytest.fixture
+def reading(here: Node) -> Reading:
+    return Reading(here)
 
 
 # ---- within the grace
@@ -87,15 +80,13 @@ def test_the_lease_held_though_the_server_is_gone(reading: Reading) -> None:
     assert reading.concluded(0.0)
 
 
-def test_the_lease_is_ended_behind_the_reader_s_back_unless_others_may_read_under_it(
-    reading: Reading,
-) -> None:
+def test_the_lease_is_ended_behind_the_reader_s_back(reading: Reading) -> None:
     assert reading.leases() == 1
     assert reading.concluded(0.0)
     reading.session.leases.release(reading.lease)
     assert reading.session.flush(SECONDS)
-    assert reading.leases() == int(reading.foreign)
-    assert reading.foreign or reading.answered()[1]
+    assert reading.leases() == 0
+    assert reading.answered()[1]
 
 
 def test_a_lease_for_less_than_the_grace_holds_for_its_time_only(here: Node) -> None:
@@ -110,7 +101,7 @@ def test_a_lease_for_less_than_the_grace_holds_for_its_time_only(here: Node) -> 
 
 def test_the_server_s_word_counts_if_it_says_yes(reading: Reading) -> None:
     assert reading.concluded(GRACE_SECONDS)
-    assert (reading.leases(), *reading.answered()) == ((1, 1, 0) if reading.foreign else (0, 0, 1))
+    assert (reading.leases(), *reading.answered()) == (0, 0, 1)
 
 
 def test_the_server_s_word_counts_if_it_says_no(reading: Reading) -> None:
@@ -121,34 +112,6 @@ def test_the_server_s_word_counts_if_it_says_no(reading: Reading) -> None:
 def test_the_server_s_silence_is_a_no(reading: Reading) -> None:
     with hung(reading.server, reading.session.client):
         assert not reading.concluded(GRACE_SECONDS)
-
-
-# ---- what cannot be taken back
-
-
-@pytest.mark.parametrize("again", [False, True])
-def test_after_a_lease_that_ended_what_was_read_is_right_unless_a_slot_was_used_again(
-    here: Node, again: bool
-) -> None:
-    reading = Reading(here, foreign=True)
-    reading.lease.patience, keys = SECONDS, reading.lease.keys
-    assert reading.bystander.release(reading.lease.id)
-    if again:
-        # The same bytes, for all that the reader knows.
-        assert reading.bystander.remove(keys) == len(keys)
-        reserved = reading.bystander.reserve(keys, reading.lease.locations[0].length)
-        assert reading.bystander.commit(reserved.reservation) == len(keys)
-    assert reading.concluded(GRACE_SECONDS) is not again
-    eventually(lambda: reading.leases() == 0)
-
-
-def test_a_server_that_was_started_again_says_whether_a_slot_was_used_again(here: Node) -> None:
-    reading = Reading(here, foreign=True)
-    reading.lease.patience = SECONDS
-    reading.server.kill()
-    eventually(lambda: not reading.session.client.connected)
-    here.serve(lease_seconds=60.0)
-    assert reading.concluded(GRACE_SECONDS)
 
 
 # ---- a lease that was asked for ahead

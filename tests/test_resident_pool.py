@@ -5,8 +5,6 @@ notices nothing.
 from __future__ import annotations
 
 import random
-import time
-import tracemalloc
 from array import array
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -26,9 +24,7 @@ from vcache_backend.integration.vllm.metadata import LoadSpec
 from vcache_backend.integration.vllm.request_params import DEFAULT
 from vcache_backend.integration.vllm.resident_pool import GENERATIONS, NUMBERS, ResidentPool
 from vcache_backend.integration.vllm.tracked import Tracked
-from vcache_backend.resident import pins
 from vcache_backend.resident.generations import Generations, GenerationView
-from vcache_backend.resident.pins import Pins
 
 INSTANCE, OWNER, BLOCKS, EACH = b"i" * 16, b"o" * 16, 12, 2
 
@@ -59,11 +55,11 @@ class Watched:
     def __init__(self) -> None:
         self.generations = Generations(INSTANCE, BLOCKS)
         self.pool, self.resets = Observed(self.generations), 0
-        self.pins, self.owner = Pins(self.generations), Generations(OWNER, BLOCKS)
+        self.owner = Generations(OWNER, BLOCKS)
         theirs = GenerationView.open(self.owner.fd, OWNER, BLOCKS)
         self.duplicates = Duplicates(self.pool, self.generations, EACH, lambda instance: theirs)
         self.watch = ResidentPool(
-            self.pool, self.generations, self._reset, self.pins, self.duplicates.give_way
+            self.pool, self.generations, self._reset, self.duplicates.give_way
         )
         self.view = GenerationView.open(self.generations.fd, INSTANCE, BLOCKS)
         self.hashes = 0
@@ -123,7 +119,6 @@ class Watched:
 def watched() -> Iterator[Watched]:
     made = Watched()
     yield made
-    made.pins.close()
     made.generations.close()
     made.owner.close()
 
@@ -134,110 +129,6 @@ def test_a_block_has_another_generation_when_it_is_handed_out(watched: Watched) 
     watched.pool.free_blocks(blocks)
     again, changed = watched.take(BLOCKS - 1)
     assert len(again) == len(changed) == BLOCKS - 1
-
-
-def test_what_is_pinned_is_handed_out_last_and_vllm_finds_it_until_then(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With its hash, and with its generation, odd or even. Two are in use; of the nine that are
-    free four are pinned.
-    """
-    monkeypatch.setattr(pins, "_HOLD", 60 * 10**9)
-    first, _ = watched.take(9)
-    for number, block in enumerate(first):
-        watched.pool._insert_block_hash(
-            make_block_hash_with_group_id(bytes([number]), 0), block, num_tokens=4
-        )
-    watched.pool.free_blocks(first)
-    pinned = [first[at] for at in (0, 3, 4)]
-    ids = [block.block_id for block in pinned] + [BLOCKS - 1]
-    before = watched.view.counters.copy()
-    board = pins._Board(watched.pins.fd, BLOCKS)
-    board.until[5, ids] = board.last[5] = time.monotonic_ns() + 50 * 10**9
-    taken, changed = watched.take(7)
-    assert not {block.block_id for block in taken} & {*ids}
-    assert not {*changed} & {*ids}
-    assert [watched.view.counters[number] for number in ids] == [before[number] for number in ids]
-    assert [watched.pool.get_cached_block(bytes([number]), [0]) for number in (0, 3, 4)] == [
-        [block] for block in pinned
-    ]
-    assert (
-        watched.pool.get_num_free_blocks()
-        == len(watched.pool.free_block_queue.get_all_free_blocks())
-        == BLOCKS - 1 - 7
-    )
-    rest, changed = watched.take(4)
-    assert sorted(block.block_id for block in rest) == sorted(ids) == changed
-    assert watched.watch.forced == 4
-    assert not watched.watch.broken
-    assert not watched.view._clock[0], "nobody begins to count on a pin"
-    monkeypatch.setattr(pins, "_HOLD", 0)
-    watched.pins.rest()
-    watched.pool.free_blocks(rest)
-    watched.take(4)
-    assert watched.view._clock[0], "for a while"
-    board.last[5] = 0
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_vllms_pool_stays_whole_whatever_it_is_asked_and_others_write_among_the_pins(
-    watched: Watched, seed: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    dice, pool, board, used = (
-        random.Random(seed),
-        watched.pool,
-        pins._Board(watched.pins.fd, BLOCKS),
-        list[Any](),
-    )
-    for turn in range(100):
-        before, act = watched.view.counters.copy(), dice.choice("ggglllfftpxe")
-        if act == "l" and (most := pool.get_num_free_blocks() // EACH):
-            tracked, taken = watched.read(dice.sample(range(BLOCKS // EACH), dice.randint(1, most)))
-            watched.duplicates.finished(tracked, 4)
-            used += taken
-        elif act == "g":
-            taken = pool.get_new_blocks(dice.randint(0, pool.get_num_free_blocks()))
-            ids = [block.block_id for block in taken]
-            assert (watched.view.counters[ids] & np.uint64(1)).all()
-            watched.generations.filled(ids)
-            assert watched.changed(before) == sorted(ids)
-            for block in taken:
-                pool._insert_block_hash(
-                    make_block_hash_with_group_id(bytes([turn % 7]), 0), block, num_tokens=4
-                )
-            used += taken
-        elif act == "f":
-            dice.shuffle(used)
-            half = len(used) // 2
-            pool.free_blocks(used[half:])
-            del used[half:]
-        elif act == "t" and (hit := pool.get_cached_block(bytes([dice.randrange(7)]), [0])):
-            pool.touch(hit)
-            used += hit
-        elif act == "p":
-            ids = dice.sample(range(BLOCKS), dice.randint(1, BLOCKS // 2))
-            board.until[turn % 64, ids] = board.last[turn % 64] = time.monotonic_ns() + dice.choice(
-                [10**6, 2 * 10**8]
-            )
-        elif act == "x":
-            board.until[turn % 64] = np.frombuffer(dice.randbytes(8 * BLOCKS), dtype="<i8")
-            board.last[turn % 64] = dice.getrandbits(62)
-        elif act == "e":
-            pool.evict_blocks(set(dice.sample(range(1, BLOCKS), 2)))
-        free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
-        assert len(free) == pool.get_num_free_blocks()
-        ids = [block.block_id for block in used]
-        assert sorted([*free, *set(ids)]) == list(range(1, BLOCKS)), "each once"
-        assert all(block.ref_cnt == ids.count(block.block_id) for block in pool.blocks[1:])
-        assert all(
-            pool.cached_block_hash_to_block.contain(b.block_hash, b.block_id)
-            for b in pool.blocks
-            if b.block_hash
-        )
-        assert watched.view._clock[0] or watched.pins._rests, "pins are taken again"
-    assert not watched.watch.broken
-    assert "what others have" not in caplog.text
-    board.last[:] = 0
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -322,39 +213,6 @@ def test_a_dead_owner_s_copies_are_passed_over_a_few_at_a_time(
     for left in (3, 1, 0):
         watched.take(1)
         assert len(watched.duplicates._copies) == left
-
-
-def test_many_pinned_blocks_take_few_looks(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A long prompt's, all at the head of the queue: one by one a step waited for 66 ms until 2,500
-    were behind the others.
-    """
-    board, looks, look = pins._Board(watched.pins.fd, BLOCKS), list[int](), watched.pins.on
-    monkeypatch.setattr(pins, "_HOLD", 60 * 10**9)
-    board.until[5, 1:9] = board.last[5] = time.monotonic_ns() + 50 * 10**9
-    watched.pins.on = lambda blocks: looks.append(len(blocks)) or look(blocks)  # type: ignore[method-assign, func-returns-value]
-    taken, _ = watched.take(1)
-    assert [block.block_id for block in taken] == [9]
-    assert looks == [1, 2, 4, 8, BLOCKS - 1]
-    board.last[5] = 0
-
-
-def test_a_look_for_pins_reads_what_it_looks_for_alone() -> None:
-    """Not all that readers may write: 64 rows of 20,000 blocks are 10 MB, for each block that is
-    handed out.
-    """
-    table = Generations(INSTANCE, 20_000)
-    board = Pins(table)
-    board._board.last[:] = time.monotonic_ns() + 10**8
-    tracemalloc.start()
-    try:
-        assert board.on(np.array([3, 4])) is None
-        assert tracemalloc.get_traced_memory()[1] < 20_000
-    finally:
-        tracemalloc.stop()
-        board.close()
-        table.close()
 
 
 def test_blocks_that_vllm_takes_from_elsewhere_are_void_too(watched: Watched) -> None:

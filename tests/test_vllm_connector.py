@@ -48,17 +48,7 @@ def a(here: Node, router: Router) -> Instance:
 
 @pytest.fixture(scope="module")
 def b(here: Node, a: Instance) -> Instance:
-    return here.connect(
-        "b", {"connector": {"min_hit_tokens": 2 * CHUNK, "sync_below_tokens": 4 * CHUNK}}
-    )
-
-
-@pytest.fixture(scope="module")
-def later(here: Node, a: Instance) -> Instance:
-    """As `b`, but what it loads always comes between its steps."""
-    return here.connect(
-        "later", {"connector": {"min_hit_tokens": 2 * CHUNK, "sync_below_tokens": 0}}
-    )
+    return here.connect("b", {"connector": {"min_hit_tokens": 2 * CHUNK}})
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +58,7 @@ def aside(here: Node) -> Instance:
 
 @pytest.fixture(scope="module")
 def tiny(here: Node, a: Instance) -> Instance:
-    return here.connect("tiny", {"connector": {"sync_below_tokens": 0}}, **TINY)
+    return here.connect("tiny", **TINY)
 
 
 def vcache(**wishes: Any) -> dict[str, Any]:
@@ -78,27 +68,30 @@ def vcache(**wishes: Any) -> dict[str, Any]:
 # ---- what it costs, and who asks for nothing
 
 
-def test_a_load_beside_others_is_part_of_a_step_only_if_it_is_small(
-    here: Node, a: Instance, b: Instance, later: Instance
+def test_a_hit_on_an_idle_engine_takes_one_step_more_than_one_in_vllms_own_cache(
+    here: Node, a: Instance, b: Instance
 ) -> None:
-    small, large = new_tokens(3 * CHUNK + 1), new_tokens(6 * CHUNK + 1)
-    for tokens in (small, large):
-        here.keep(a, tokens)
+    """The step that launches the copy also sees its end, and the next one computes."""
+    tokens = new_tokens(6 * CHUNK + 1)
+    here.keep(a, tokens)
     # Its first step runs no model: the worker says what it holds.
     b.one(new_tokens(5))
-    b.add("alone", large, max_tokens=1)
-    assert b.step(1)["alone"].cached == 6 * CHUNK
-    b.forget()
-    b.add("other", new_tokens(5), max_tokens=40)
-    b.step(2)
-    b.add("small", small, max_tokens=1)
-    assert b.step(1)["small"].cached == 3 * CHUNK
-    b.add("large", large, max_tokens=1)
+    b.add("alone", tokens, max_tokens=1)
     assert b.step(1) == {}
-    assert b.finish("large", "other")["large"].cached == 6 * CHUNK
-    later.add("small", small, max_tokens=1)
-    assert later.step(1) == {}
-    assert later.finish("small")["small"].cached == 3 * CHUNK
+    assert b.step(1)["alone"].cached == 6 * CHUNK
+    b.add("own", tokens, max_tokens=1)
+    assert b.step(1)["own"].cached == 6 * CHUNK
+
+
+def test_a_load_beside_others_holds_up_no_step(here: Node, a: Instance, b: Instance) -> None:
+    tokens = new_tokens(6 * CHUNK + 1)
+    here.keep(a, tokens)
+    b.add("other", new_tokens(5), max_tokens=12)
+    b.step(2)
+    with meddled(b, SCATTER, "slow", 60.0, times=1):
+        b.add("beside", tokens, max_tokens=1)
+        assert b.step(12).keys() == {"other"}
+    assert b.finish("beside")["beside"].cached == 6 * CHUNK
 
 
 def test_what_b_had_itself_is_not_written_again(here: Node, a: Instance, b: Instance) -> None:
@@ -154,18 +147,16 @@ def test_a_conversation_finds_what_was_said_before(here: Node, a: Instance, b: I
     assert from_pool.agrees(a.one(following))
 
 
-def test_a_request_costs_one_look_up(here: Node, a: Instance, b: Instance, later: Instance) -> None:
-    """Which leases what it finds, where the step waits for it; else the worker asks for the
-    lease.
-    """
+def test_a_request_costs_one_look_up_and_a_hit_one_lease(
+    here: Node, a: Instance, b: Instance
+) -> None:
     hit, miss = new_tokens(6 * CHUNK + 1), new_tokens(6 * CHUNK + 1)
     here.keep(a, hit)
-    for instance, cost in ((b, 1), (later, 2)):
-        before = here.asked()
-        assert instance.one(hit, max_tokens=2 * CHUNK).cached == 6 * CHUNK
-        assert here.asked() == before + cost
-        instance.one(miss, max_tokens=CHUNK // 2, params=vcache(store=False))
-        assert here.asked() == before + cost + 1
+    before = here.asked()
+    assert b.one(hit, max_tokens=2 * CHUNK).cached == 6 * CHUNK
+    assert here.asked() == before + 2
+    b.one(miss, max_tokens=CHUNK // 2, params=vcache(store=False))
+    assert here.asked() == before + 3
 
 
 def test_what_cannot_be_worth_a_load_costs_nothing(here: Node, b: Instance) -> None:
@@ -350,9 +341,7 @@ def test_what_goes_on_over_a_reset_that_vllm_did_not_make_is_not_stored(
 
 def test_vllm_counts_hits_by_whose_segment_they_lay_in(here: Node, a: Instance) -> None:
     """Host memory of another name stands for a peer's."""
-    far = here.connect(
-        "far", {"pool": {"device": "host:far"}, "connector": {"sync_below_tokens": 0}}
-    )
+    far = here.connect("far", {"pool": {"device": "host:far"}})
     tokens, sources = new_tokens(5 * CHUNK + 1), ("p2p", "host", "device", "external_unspecified")
     here.keep(a, tokens[: 3 * CHUNK + 1])
     before = here.chunks()

@@ -71,12 +71,12 @@ class Worker:
         self.kv, self.block_size = session.bind(cache.tensors), cache.sizes.block_size
         self.stores.open(session, self.kv, self.block_size)
         for number, blocks in enumerate((FIRST, SECOND)):
-            assert self.store(blocks, number) == set()
+            self.store(blocks, number)
         assert len(self.copier.ends) == 2
 
-    def store(self, blocks: list[int], number: int, *unfilled: int) -> set[str]:
+    def store(self, blocks: list[int], number: int) -> None:
         key = ChunkKey(bytes([number]) * KEY_BYTES)
-        return self.stores.start([StoreSpec("r", [key], blocks, [], before=[1])], set(unfilled))
+        self.stores.start([StoreSpec("r", [key], blocks, [])])
 
     def step(self, *fresh: list[int], **more: Any) -> list[int]:
         """The stores that a step waits for which gives away these blocks."""
@@ -129,16 +129,6 @@ def test_a_step_of_which_nobody_knows_whom_it_gives_blocks_waits_for_all_stores(
     assert worker.step(opaque=True) == [0, 1]
 
 
-@pytest.mark.parametrize("unfilled", [1, 10])
-def test_what_was_computed_from_a_block_that_no_load_filled_is_not_stored(
-    worker: Worker, unfilled: int
-) -> None:
-    """Its own, or one of a chunk before it."""
-    assert worker.store([10, 11], 2, unfilled) == {"r"}
-    assert worker.store([10, 11], 2, 12) == set()
-    assert len(worker.copier.ends) == 3
-
-
 class Awaited:
     """A copy that is over once somebody has waited for it."""
 
@@ -161,7 +151,7 @@ def test_a_worker_that_closes_waits_for_the_copy_of_a_load(
         end.set()
     assert worker.session.flush(SECONDS)
     monkeypatch.setattr(worker.copier, "scatter", lambda *_, **__: begun.set() or copy)
-    model: Any = SimpleNamespace(recomputes=True, block_size=worker.block_size)
+    model: Any = SimpleNamespace(block_size=worker.block_size)
     loads = Loads(model, False, Reporter((0, 0), 0, 0, False), worker.stores, Meter())
     key = ChunkKey(bytes(KEY_BYTES))
     spec = LoadSpec(request_id="r", keys=[key], blocks=[5, 6], skip=0, stop=2)

@@ -16,7 +16,7 @@ from processes import PATIENT, eventually
 from vllm_cases import (
     BLOCK,
     CHUNK,
-    FOREVER,
+    LEASE,
     SCATTER,
     VIEWS,
     Node,
@@ -300,13 +300,6 @@ def test_a_state_is_as_many_chunks_as_its_blocks_take_and_is_wanted_where_the_hi
     for wrong in ([0, 0, 4, 5], [0, 0, 0, 0], [0, 0, 0]):
         with pytest.raises(ValueError, match="other states than the one at token 64"):
             found.wanted([wrong, *rows[1:]], 0, 64)
-    more = [[*rows[0], 8], [*rows[1], 15], [*rows[2], 0, 9], [*rows[3], 10]]
-    assert found.running(more, 64) == [8, 9, 10, -1]
-    for wrong in (rows, [[*rows[0], 8], *rows[1:]], [*more[:3], [*rows[3], 0]]):
-        with pytest.raises(ValueError, match="no block in which it goes on from token 64"):
-            found.running(wrong, 64)
-    # Those of 65 tokens, and all that vLLM may take for states.
-    assert found.most_blocks(65) == 5 + 3 * 4
     assert found.ended(rows, 64, []) == {64: [5, 6, 7]}
     assert found.ended(rows, 65, [(0, 3, 32), (2, 4, 32), (3, 8, 32), (0, 9, 48)]) == {
         32: [3, 4, 8]
@@ -441,10 +434,7 @@ def test_one_table_of_all_tokens_adds_nothing_to_the_namespace_and_others_say_wh
     alone = compat.read_model(config, caches(spec()), "")
     assert alone == model_spec.read_model(config)
     several = compat.read_model(config, caches(spec(33), spec()), "")
-    assert (several.extra, several.recomputes) == (
-        alone.extra | {"groups": "full/16 window33/16"},
-        False,
-    )
+    assert several.extra == alone.extra | {"groups": "full/16 window33/16"}
     assert compat.read_model(config, caches(spec(33)), "").extra["groups"] == "window33/16"
 
 
@@ -467,7 +457,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 
 class Pair:
-    """Two instances of one model: `a` loads in the step where it can, `b` between steps."""
+    """Two instances of one model."""
 
     def __init__(self, here: Node, layers: str, window: int) -> None:
         folder, states = here.folder / f"{layers}{window}", layers == STATES
@@ -484,9 +474,7 @@ class Pair:
         self.a = here.connect(f"{name}-a", model=model, **few, **kept)
         # Its steps are others, of which no answer may depend.
         steps = few | {"max_num_batched_tokens": 3 * CHUNK} if states else {}
-        self.b = here.connect(
-            f"{name}-b", {"connector": {"sync_below_tokens": 0}}, model=model, **steps
-        )
+        self.b = here.connect(f"{name}-b", model=model, **steps)
         full = layers.count("f")
         self.tables = len(layers) // (min(full, len(layers) - full) or len(layers))
         self.full, self.window = self.tables * full // len(layers), window
@@ -511,11 +499,6 @@ def pairs(here: Node) -> Callable[..., Pair]:
     return functools.cache(lambda layers, window: Pair(here, layers, window))
 
 
-SYNCHRONOUS, LOOKUPS = (
-    "vcache_backend.transfer.load:Load.hold",
-    "vcache_backend.integration.vllm.lookups:Lookups",
-)
-"""Where only loads come by that are part of a step, and where the scheduler asks for them."""
 STATES = "cfcf"
 """Layers of the model with states."""
 
@@ -535,9 +518,7 @@ def test_a_hit_is_equal_to_vllms_own_and_fills_what_it_needs_and_nothing_else(
     for reader in (pair.a, pair.b):
         reader.forget()
         reader.ask("poison")
-        reader.ask("meddle", SYNCHRONOUS, "count", None, FOREVER)
         hit = reader.one(tokens[: HIT + 5])
-        assert reader.ask("leave_alone") == {SYNCHRONOUS: int(reader is pair.a)}
         assert (hit.cached, hit.said) == (HIT, own.said), reader.name
         # And one a table for the tokens that are computed.
         assert reader.ask("written") == pair.needed() + pair.tables, reader.name
@@ -619,43 +600,23 @@ def test_a_request_whose_load_fails_is_computed_from_its_start(
 
 
 @HERE
-@pytest.mark.parametrize(("layers", "window"), [("sfsf", 64), (STATES, 0)])
-def test_a_step_goes_on_with_what_it_read_after_its_lease_if_it_is_still_there(
-    here: Node, pairs: Callable[..., Pair], layers: str, window: int
-) -> None:
-    """A process that sleeps longer than its lease."""
-    pair, tokens = pairs(layers, window), new_tokens(HIT + 5)
-    before, cold = here.chunks(), pair.a.one(tokens)
-    pair.kept(here, before)
-    pair.a.forget()
-    with stopped_at(pair.a, SCATTER) as place:
-        (hit,) = place.while_there(here.unleased, Prompt(tokens))
-    assert hit.cached == HIT
-    assert hit.agrees(cold)
-
-
-@HERE
 def test_of_hits_with_states_that_fill_the_kv_cache_none_ends_the_engine(
     here: Node, pairs: Callable[..., Pair]
 ) -> None:
-    """Those that come to an idle engine together: for the second one vLLM counts on the one block
-    less that there is.
-    """
+    """Those that come to an idle engine together."""
     pair, prompts = pairs(STATES, 0), [new_tokens(HIT + 5) for _ in range(2)]
     before, cold = here.chunks(), [pair.a.one(tokens) for tokens in prompts]
     here.stored(before + 2 * (HIT // CHUNK + pair.states))
     begins = HIT // CHUNK + 1 + 2
     few = {"block_size": CHUNK, "kv_cache_memory_bytes": 2 * begins * CHUNK * TOKEN_BYTES // 2}
     c = here.connect("few-blocks", model=pair.model, **few)
-    c.ask("meddle", SYNCHRONOUS, "count", None, FOREVER)
     hits = c.run(*map(Prompt, prompts), together=True)
-    assert c.ask("leave_alone") == {SYNCHRONOUS: 1}
     assert [hit.cached for hit in hits] == [HIT, HIT]
     assert all(hit.agrees(one) for hit, one in zip(hits, cold, strict=True))
 
 
 @HERE
-def test_a_state_that_goes_before_a_lease_is_on_it_fails_no_step(
+def test_a_state_that_goes_before_a_lease_is_on_it_is_computed(
     here: Node, pairs: Callable[..., Pair]
 ) -> None:
     pair, tokens = pairs(STATES, 0), new_tokens(HIT + 5)
@@ -673,7 +634,7 @@ def test_a_state_that_goes_before_a_lease_is_on_it_fails_no_step(
                 == pair.states
             )
 
-    with stopped_at(pair.a, f"{LOOKUPS}._hold") as place:
+    with stopped_at(pair.a, LEASE) as place:
         pair.a.forget()
         (failed,) = place.while_there(evict, Prompt(tokens))
     assert failed.cached == 0

@@ -20,7 +20,6 @@ from in_place_cases import (
     EACH,
     Engine,
     engine,
-    engines,
     here,
     lying,
     make,
@@ -99,7 +98,7 @@ def test_what_a_request_finds_that_is_planned_in_the_same_step_is_right(engine: 
 def test_behind_a_block_that_vllm_has_evicted_nothing_is_published(
     engine: Engine, lost: bool
 ) -> None:
-    """As after a load in the step that failed. By whose own it is computed again."""
+    """As after another connector's load that failed."""
     tokens = new_tokens(3 * CHUNK - 9)
     engine.finish(engine.add(tokens[: CHUNK + 1]))
     request, manager = engine.add(tokens, max_tokens=CHUNK), engine.scheduler.kv_cache_manager
@@ -116,46 +115,8 @@ def test_behind_a_block_that_vllm_has_evicted_nothing_is_published(
     ] * lost
 
 
-@pytest.mark.parametrize("how", ["preempted", "aborted", "aborted as it ran"])
-def test_what_a_load_in_the_step_did_not_fill_is_nobodys_if_it_is_not_computed_again(
-    here: Node, how: str
-) -> None:
-    """vLLM's own cache knows it by then, and a preempted request would find what it has not
-    loaded.
-    """
-    with engines(here, shown=True) as make:
-        # Full as soon as one more of the requests before wants a block.
-        owner, reader, tokens = make(blocks=64), make(blocks=22), new_tokens(3 * CHUNK)
-        owner.finish(owner.add(tokens + new_tokens(5)))
-        owner.flush()
-        mapped = {0: frozenset({owner.half.publications.instance})}
-        for blocks in (4, 8):
-            reader.add(new_tokens(blocks * BLOCK - 1), max_tokens=BLOCK)
-            reader.step(kv_connector_worker_meta=WorkerReport(mapped=mapped))
-        lost = reader.add(tokens + new_tokens(BLOCK + 9))
-        scheduler, name = reader.scheduler, lost.request_id
-        if how == "aborted as it ran":
-            ran = scheduler.update_from_output
-            scheduler.update_from_output = lambda *said: (
-                scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED),
-                ran(*said),
-            )
-        (load,) = reader.step(fails=True).loads
-        scheduler.__dict__.pop("update_from_output", None)
-        assert load.synchronous
-        assert not lost.num_computed_tokens or how == "aborted as it ran"
-        if how != "preempted":
-            scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
-            lost = reader.add(tokens + new_tokens(BLOCK))
-        reader.step()
-        assert lost.num_preemptions == (how == "preempted")
-        while not lost.num_computed_tokens:
-            reader.step()
-        assert reader.hit(lost) == 0
-
-
 @pytest.mark.parametrize("share", ["in_place", "pool"])
-def test_nor_is_what_another_connectors_load_did_not_fill(
+def test_what_another_connectors_load_did_not_fill_is_not_found_by_the_next_request(
     make: Callable[..., Engine], share: str
 ) -> None:
     """Of a request that was aborted as its step ran, which vLLM then looks at no more."""
@@ -174,7 +135,7 @@ def test_nor_is_what_another_connectors_load_did_not_fill(
         )
         assert meta.echo
         scheduler.finish_requests(lost.request_id, RequestStatus.FINISHED_ABORTED)
-        report = WorkerReport(read={meta.echo})
+        report = WorkerReport(echoes={meta.echo})
         ran.kv_connector_output = KVConnectorOutput(
             invalid_block_ids=invalid, kv_connector_worker_meta=report
         )
@@ -187,26 +148,6 @@ def test_nor_is_what_another_connectors_load_did_not_fill(
     again = engine.add([*tokens, 6])
     engine.step()
     assert engine.hit(again) == 0
-
-
-def test_nobody_begins_with_what_another_ones_load_brings_in_the_same_step(here: Node) -> None:
-    """If it fails vLLM has the other one alone compute it, which may end before."""
-    with engines(here, shown=True) as make:
-        owner, reader, tokens = make(blocks=64), make(blocks=64), new_tokens(3 * CHUNK)
-        owner.finish(owner.add(tokens + new_tokens(5)))
-        owner.flush()
-        mapped = {0: frozenset({owner.half.publications.instance})}
-        reader.step(kv_connector_worker_meta=WorkerReport(mapped=mapped))
-        first, second, other = (reader.add(start + new_tokens(9)) for start in (tokens, tokens, []))
-        (load,) = reader.step().loads
-        assert (load.synchronous, load.request_id) == (True, first.request_id)
-        assert [one.num_computed_tokens > 0 for one in (first, second, other)] == [
-            True,
-            False,
-            True,
-        ]
-        reader.step(kv_connector_worker_meta=WorkerReport(read={load.number}))
-        assert reader.hit(second) == 3 * CHUNK
 
 
 def test_the_role_and_the_request_may_forbid_it(engine: Engine) -> None:
@@ -366,7 +307,7 @@ class Written(Engine):
                 "long_prefill_token_threshold": 2 * CHUNK,
                 "max_num_batched_tokens": 5 * BLOCK + 8,
             }
-        super().__init__(here, undo, blocks=30, arguments=more, sync_below_tokens=0)
+        super().__init__(here, undo, blocks=30, arguments=more)
         self.holds, self.wrong = np.zeros((30, BLOCK), dtype=np.int64), 0
         self.told: list[tuple[int, int, Any]] = []
         """Blocks that were published, their generations, and what they should hold."""

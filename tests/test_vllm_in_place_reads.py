@@ -6,29 +6,24 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from engine_cases import Node
-from in_place_cases import BLOCK, BLOCKS, CHUNK, EACH, Engine, engines, here, new_tokens, scheduling
-from kv_cases import Cache, layout_of
+from in_place_cases import BLOCK, CHUNK, EACH, Engine, engines, here, new_tokens, scheduling
 from neighbour_cases import NAMESPACE, instance
 from processes import eventually
 from vllm_cases import missing
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed")
 
-from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import Refused
-from vcache_backend.integration.vllm import hints, lookups
+from vcache_backend.integration.vllm import hints
 from vcache_backend.integration.vllm.metadata import StepMetadata, WorkerReport
 from vcache_backend.metadata_server.messages import MAX_BLOCKS
 from vcache_backend.metadata_server.residence import BLOCK_BYTES
-from vcache_backend.resident import pins
 from vcache_backend.resident.generations import Generations
 
 __all__ = ["here"]
@@ -120,61 +115,6 @@ def test_what_a_server_had_no_room_for_is_shared_once_it_has(tmp_path: Path) -> 
         eventually(lambda: client.find(keys).pooled == bytes(2))
 
 
-def test_a_hit_is_loaded_in_the_step_where_the_worker_has_mapped_its_owner_and_nothing_runs(
-    shared: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The request runs at once, and what it loads is published as if computed. Its owner keeps the
-    blocks until it is told that the load is over; a request that vLLM cannot run after all keeps
-    nothing."""
-    monkeypatch.setattr(pins, "_HOLD", 60 * 10**9)
-    owner, reader, tokens = shared(), shared(), new_tokens(CHUNK + 5)
-    computed(owner, tokens)
-    told, blocks = owner.half.publications, np.arange(BLOCKS)
-
-    def pinned() -> int:
-        found = told.pins.on(blocks)
-        return 0 if found is None else int(found.sum())
-
-    request = reader.add(tokens)
-    assert reader.half.matched(request, 0) == (CHUNK, True), "the worker would have to map it"
-    reader.half.update(
-        KVConnectorOutput(
-            kv_connector_worker_meta=WorkerReport(mapped={0: frozenset({told.instance})})
-        )
-    )
-    assert reader.half.matched(request, 0) == (CHUNK, False)
-    assert pinned() == EACH
-    reader.half.begin(SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0))
-    assert pinned() == 0, "nothing was allocated"
-    meta = reader.step()
-    assert [load.pinned for load in meta.loads] == [True]
-    assert reader.numbers(request, meta) == [0]
-    assert pinned() == EACH
-    reader.step(kv_connector_worker_meta=WorkerReport(read={load.number for load in meta.loads}))
-    assert pinned() == 0
-    reader.finish(request)
-
-
-def test_a_hit_that_lies_partly_in_the_pool_is_loaded_beside_the_steps(
-    here: Node, shared: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No pin keeps the pool's part."""
-    monkeypatch.setattr(lookups, "AHEAD_SECONDS", 0.0)
-    owner, reader, tokens = shared(), shared(), new_tokens(2 * CHUNK + 5)
-    computed(owner, tokens[: CHUNK + 5])
-    told = owner.half.publications
-    reader.half.update(
-        KVConnectorOutput(
-            kv_connector_worker_meta=WorkerReport(mapped={0: frozenset({told.instance})})
-        )
-    )
-    request = reader.add(tokens)
-    with VCacheEngine(here.config("host", 1 << 20), layout_of(Cache())), here.client() as client:
-        assert client.commit(client.reserve(reader.keys(request)[1:], 4096).reservation) == 1
-        assert reader.half.matched(request, 0) == (2 * CHUNK, True)
-    assert told.pins.on(np.arange(BLOCKS)) is None
-
-
 def read(reader: Engine, tokens: list[int], answer: int = 1) -> Request:
     """Loaded by it, in an asynchronous load that holds, and answered."""
     request = reader.add(tokens, max_tokens=answer)
@@ -264,7 +204,7 @@ def test_of_a_load_that_failed_nothing_is_published_before_it_is_computed(
     computed(owner, tokens)
     request = reader.add(tokens)
     (load,) = reader.step().loads
-    invalid = set(load.wanted[right * EACH :])
+    invalid = set(load.blocks[load.skip + right * EACH : load.stop])
     failed = WorkerReport(failed={request.request_id})
     reader.step(
         finished_recving={request.request_id},
@@ -294,7 +234,7 @@ def test_who_finds_what_its_load_did_not_bring_leaves_it_as_it_was_published(
     failed = WorkerReport(failed={request.request_id})
     reader.step(
         finished_recving={request.request_id},
-        invalid_block_ids=set(load.wanted),
+        invalid_block_ids=set(load.blocks[load.skip : load.stop]),
         kv_connector_worker_meta=failed,
     )
     reader.finish(request)

@@ -163,7 +163,6 @@ UNCHANGED: dict[str, Any] = {
     "new_weights": True,
     "named": True,
     "gpu_memory_utilization": 0.5,
-    "recomputes": True,
 }
 
 

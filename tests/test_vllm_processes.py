@@ -70,12 +70,6 @@ PAGES = [ROOT / "README.md", ROOT / "docs" / "vllm" / "start.md"]
 # ---- tensor parallel ranks
 
 
-SYNCHRONOUS = "vcache_backend.transfer.load:Load.hold"
-"""A place where only loads come by that are part of a step."""
-AHEAD = "vcache_backend.integration.vllm.worker:WorkerSide.begin_ahead"
-"""Where a copy begins when its step is planned, before other connectors have heard of the step."""
-
-
 @contextmanager
 def at_rank(
     instance: Instance, rank: int, place: str, action: str = "count", times: int = FOREVER
@@ -107,20 +101,14 @@ def lost_by_one(reader: Instance, tokens: list[int]) -> tuple[Answer, Answer]:
     ],
 )
 def test_each_rank_stores_and_loads_its_part(here: Node, which: str) -> None:
-    """And one look-up answers for all; of tensor parallel ranks one lease, under which both read in
-    the step that runs the request.
-    """
+    """And one look-up answers for all."""
     with (here.start if which == "lmcache" else here.connect)(
         which, environment=APART, **(STAGES if which == "stages" else RANKS)
     ) as ranks:
         tokens, known = new_tokens(LENGTH + 17), set(here.chunk_keys())
         computed = ranks.one(tokens)
         here.stored(len(known) + 2 * 4)
-        own, leases = ranks.one(tokens), here.asked("Acquire")
-        with at_rank(ranks, 0, SYNCHRONOUS) as synchronous:
-            from_pool = ranks.again(tokens)
-        how = {"ranks": ([1, 1], 1), "stages": ([0, 0], 2)}
-        assert which not in how or (synchronous, here.asked("Acquire") - leases) == how[which]
+        own, from_pool = ranks.one(tokens), ranks.again(tokens)
         assert (computed.cached, own.cached, from_pool.cached) == (0, LENGTH, LENGTH)
         assert own.said == from_pool.said
         assert own.agrees(computed)
@@ -203,19 +191,17 @@ def test_each_rank_reads_from_the_same_rank_of_another_instance(
         assert (hit.cached, own.cached) == (LENGTH, LENGTH)
         assert hit.said == own.said
         assert hit.agrees(computed)
-        # By now both have mapped it, and read in the step.
-        with at_rank(reader, 0, SYNCHRONOUS) as synchronous:
-            again = reader.again(tokens)
-        assert (synchronous, again.cached) == ([1, 1], LENGTH)
+        again = reader.again(tokens)
+        assert again.cached == LENGTH
         assert again.said == own.said
         spans = eventually(lambda: len(ended := reader.ask("spans")) == 8 and ended)
-        for beside, (found, *workers, load) in ((True, spans[:4]), (False, spans[4:])):
+        for found, *workers, load in (spans[:4], spans[4:]):
             assert [found[0], load[0], *(name for name, *_ in workers)] == [
                 "vcache.lookup",
                 "vcache.load",
                 *["vcache.load.worker"] * 2,
             ]
-            assert (load[3]["vcache.tokens"], load[3]["vcache.synchronous"]) == (LENGTH, not beside)
+            assert load[3]["vcache.tokens"] == LENGTH
             assert (
                 load[1]
                 < min(begin for _, begin, *_ in workers)
@@ -298,22 +284,13 @@ def test_what_another_connector_failed_to_load_reaches_nobody_through_the_pool(h
 def test_vllms_own_offloading_connector_brings_what_it_has_and_ours_what_others_have(
     here: Node,
 ) -> None:
-    """It reads what the last step computed when the next one is planned already: until then no copy
-    of ours may fill those blocks.
-    """
     tokens = new_tokens(LENGTH + 1)
     writer, offloads = (
         here.connect("writer"),
         here.alone("offloads", kv_transfer_config=beside(here, OFFLOADING, ours_first=False)),
     )
     computed = here.keep(writer, tokens)
-    with at_rank(offloads, 0, f"{AHEAD}|{SYNCHRONOUS}") as beside_it:
-        from_pool = offloads.one(tokens)
-    with at_rank(writer, 0, f"{AHEAD}|{SYNCHRONOUS}") as alone:
-        writer.again(tokens)
-    assert (beside_it, alone) == ([1], [2]), (
-        "a load in the step, which begins ahead where ours is alone"
-    )
+    from_pool = offloads.one(tokens)
     eventually(lambda: offloads.counter("vllm:vcache_loaded_tokens") == LENGTH)
     own, offloaded = offloads.one(tokens), offloads.again(tokens)
     assert (from_pool.cached, own.cached, offloaded.cached) == (LENGTH, LENGTH, LENGTH)

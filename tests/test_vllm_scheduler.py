@@ -46,7 +46,6 @@ from vcache_backend.integration.vllm import (
     hints,
     introduction,
     lookups,
-    synchronous,
     tracked,
 )
 from vcache_backend.integration.vllm.metadata import (
@@ -62,7 +61,6 @@ from vcache_backend.integration.vllm.stats import Meter
 from vcache_backend.integration.vllm.worker import WorkerSide
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey, of_rank
-from vcache_backend.transfer.keys import state_keys
 
 CHUNK, CHUNKS = 16, 5
 PROMPT = CHUNKS * CHUNK + 3
@@ -132,7 +130,6 @@ class Side:
         self.half = SchedulerSide(vllm, caches, config, True, True, self.meter)
         undo.callback(self.half.close)
         self.client.clear()
-        eventually(lambda: self.leases() == 0)
         sizes = {"dtype": "bfloat16", "kv_layout": "x", "layers": 1, "block_size": BLOCK}
         shards = {
             (0, rank): Shard(ShardSpec(pp_rank=0, tp_rank=rank, **sizes)) for rank in range(ranks)
@@ -176,9 +173,6 @@ class Side:
     def asked(self, *requests: str) -> int:
         return asked(self.client, *requests)
 
-    def leases(self) -> int:
-        return self.client.stats().leases
-
     def step(
         self, *new: tuple[Request, int], cached: tuple[Request, int, int, Any] | None = None
     ) -> StepMetadata:
@@ -217,8 +211,9 @@ class Side:
                 resumed_req_ids=set(),
             ),
         )
-        meta = self.half.begin(output)
-        self.half.add_stores(output, meta)
+        meta = StepMetadata()
+        self.half.begin(meta)
+        self.half.plan(output, meta)
         return meta
 
 
@@ -265,34 +260,22 @@ def side(make: Callable[..., Side]) -> Side:
     return make()
 
 
-@pytest.fixture
-def asynchronous(make: Callable[..., Side]) -> Side:
-    return make(sync_below_tokens=0)
-
-
 # ---- when an answer counts
 
-ways = pytest.mark.parametrize(
-    ("sync", "ahead"), [(0, False), (0, True), (2048, False), (2048, True)], ids=str
-)
 
-
-@ways
-def test_an_answer_of_before_a_reset_is_no_answer_after_it(
-    make: Callable[..., Side], sync: int, ahead: bool
-) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_answer_of_before_a_reset_is_no_answer_after_it(side: Side, ahead: bool) -> None:
     """Of a request that waits to be scheduled meanwhile: its chunks are those of other weights."""
-    side, request = make(sync_below_tokens=sync), new_request()
+    request = new_request()
     side.put(request)
     if ahead:
         side.half.arrived(request)
     else:
-        assert side.matched(request) == side.matched(request) == (CHUNKS * CHUNK, not sync)
+        assert side.matched(request) == side.matched(request) == (CHUNKS * CHUNK, True)
     assert side.half.reset()
     assert side.half._track(request).answer is None
     side.half._resets.clearing = False
     assert side.matched(request) == (0, False)
-    eventually(lambda: side.leases() == 0)
 
 
 def test_what_workers_say_of_a_reset_does_not_end_a_later_one(side: Side) -> None:
@@ -353,8 +336,8 @@ def test_what_began_before_a_reset_that_vllm_did_not_make_is_never_stored(side: 
     ] == [3]
 
 
-def test_what_a_load_brings_that_began_before_a_reset_is_not_built_on(asynchronous: Side) -> None:
-    side, request = asynchronous, new_request()
+def test_what_a_load_brings_that_began_before_a_reset_is_not_built_on(side: Side) -> None:
+    request = new_request()
     side.put(request, 2)
     assert side.matched(request) == (2 * CHUNK, True)
     side.allocated(request, 2 * CHUNK, 2 * CHUNK)
@@ -379,7 +362,7 @@ def test_what_others_bring_after_a_reset_that_vllm_did_not_make_is_not_built_on(
     side.half.finished(fresh)
     assert side.matched(same, local) == (0, False)
     first = side.begun(same, local or BLOCK, 2 * CHUNK - BLOCK, (own,))
-    side.report(read={first.echo})
+    side.report(echoes={first.echo})
     later = side.step(cached=(same, 2 * CHUNK, CHUNK, list(range(50, 50 + CHUNK // BLOCK))))
     assert first.stores + later.stores == []
 
@@ -400,18 +383,15 @@ def test_who_is_computed_again_after_a_reset_is_stored_from_the_start(side: Side
     ] == [2]
 
 
-@ways
-def test_what_was_sent_ahead_is_asked_once(
-    make: Callable[..., Side], sync: int, ahead: bool
-) -> None:
-    side, request = make(sync_below_tokens=sync), new_request()
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_was_sent_ahead_is_asked_once(side: Side, ahead: bool) -> None:
+    request = new_request()
     side.put(request)
     before = side.asked()
     if ahead:
         side.half.arrived(request)
-    assert side.matched(request) == side.matched(request) == (CHUNKS * CHUNK, not sync)
+    assert side.matched(request) == side.matched(request) == (CHUNKS * CHUNK, True)
     assert side.asked() == before + 1
-    assert side.leases() == (1 if sync else 0)
     counters = side.meter.take()
     assert counters is not None
     assert counters.data["counters"] == {
@@ -421,11 +401,11 @@ def test_what_was_sent_ahead_is_asked_once(
 
 
 def test_a_request_that_waits_is_looked_up_again_and_its_tokens_are_counted_once(
-    asynchronous: Side, monkeypatch: pytest.MonkeyPatch
+    side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM asks in every step until it has blocks for the request; meanwhile chunks come and go."""
     monkeypatch.setattr(tracked, "FRESH_SECONDS", 0.0)
-    side, request = asynchronous, new_request()
+    request = new_request()
     before, (asked, found) = side.asked(), status.tokens(side.client.stats())
     for chunks in (0, 2, CHUNKS, 1):
         side.client.clear()
@@ -444,163 +424,57 @@ def test_a_request_that_waits_is_looked_up_again_and_its_tokens_are_counted_once
 def test_what_was_sent_ahead_too_long_ago_is_asked_again(
     side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody may have stored it meanwhile; and the lease on what there was is given back."""
+    """Somebody may have stored it meanwhile."""
     request = new_request()
     side.put(request, 2)
     side.half.arrived(request)
     monkeypatch.setattr(lookups, "AHEAD_SECONDS", 0.0)
     assert stored_by(side.client, side.keys(request)) == CHUNKS - 2
-    assert side.matched(request) == (CHUNKS * CHUNK, False)
-    eventually(lambda: side.leases() == 1)
-
-
-@pytest.mark.parametrize("end", ["finished", "while the client is busy", "joined"])
-def test_a_lease_nobody_reads_under_is_given_back(side: Side, end: str) -> None:
-    """The request is aborted before vLLM comes to it; or another one runs by then, which a
-    synchronous load would hold up.
-    """
-    request = new_request()
-    side.put(request)
-    side.half.arrived(request)
-    eventually(lambda: side.leases() == 1)
-    if end == "finished":
-        side.half.finished(request)
-    elif end == "while the client is busy":
-        client, before = side.half.instance.client, side.asked("Release")
-        assert client is not None
-        with client._lock:
-            side.half.finished(request)
-        eventually(lambda: side.asked("Release") == before + 1)
-    else:
-        other = new_request()
-        side.matched(other)
-        side.step((other, PROMPT))
-        assert side.matched(request) == (CHUNKS * CHUNK, True)
-    eventually(lambda: side.leases() == 0)
-
-
-@pytest.mark.parametrize("state", [False, True], ids=["chunks", "a state"])
-def test_vllm_counts_on_no_lease_of_a_while_ago_that_the_server_does_not_know(
-    make: Callable[..., Side], state: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a request that could not be scheduled at once: the server was started again meanwhile."""
-    monkeypatch.setattr(lookups, "AGED_SECONDS", 0.0)
-    side, request = make(state=state), new_request()
-    side.put(request)
-    if state:
-        assert stored_by(side.client, state_keys(side.keys(request), 1)) == CHUNKS
-    assert side.matched(request) == side.matched(request) == (CHUNKS * CHUNK, False)
-    answer = side.half._track(request).answer
-    assert answer is not None
-    assert answer.lease is not None
-    assert side.client.release(answer.lease.id)
     assert side.matched(request) == (CHUNKS * CHUNK, True)
 
 
-def test_of_many_that_arrive_at_once_no_more_are_leased_than_a_step_may_wait_for(
-    side: Side, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The others may wait long: their chunks would be kept from eviction meanwhile."""
-    monkeypatch.setattr(synchronous, "MOST_SYNCHRONOUS", 2 * CHUNKS * CHUNK)
-    requests, before = [new_request() for _ in range(5)], side.asked()
-    for request in requests:
-        side.put(request)
-        side.half.arrived(request)
-    eventually(lambda: side.asked() == before + len(requests))
-    assert side.leases() == 2
-    side.step()
-    for request in requests:
-        side.half.finished(request)
-    eventually(lambda: side.leases() == 0)
-    side.half.arrived(requests[0])
-    eventually(lambda: side.leases() == 1)
-
-
-def test_a_lease_that_begins_before_what_vllm_lacks_serves_from_there(side: Side) -> None:
+def test_a_hit_that_begins_within_a_chunk_fills_what_vllm_lacks_of_it(side: Side) -> None:
     request = new_request()
     side.put(request)
     side.half.arrived(request)
-    assert side.matched(request, 2 * CHUNK + BLOCK) == ((CHUNKS - 2) * CHUNK - BLOCK, False)
+    assert side.matched(request, 2 * CHUNK + BLOCK) == ((CHUNKS - 2) * CHUNK - BLOCK, True)
     side.allocated(request, (CHUNKS - 2) * CHUNK - BLOCK)
-    (load,) = side.step((request, PROMPT)).loads
-    assert load.lease is not None
-    assert [side.client.acquire([key]).locations[0] for key in load.keys] == load.lease.locations
+    (load,) = side.step().loads
     assert load.keys == side.keys(request)[2:]
-    assert (load.skip, load.wanted) == (1, list(range(109, 120)))
+    assert (load.skip, load.blocks[load.skip : load.stop]) == (1, list(range(109, 120)))
 
 
 def test_a_chunk_missing_from_the_pool_that_vllm_has_itself_hides_nothing(
-    asynchronous: Side,
+    side: Side,
 ) -> None:
     request = new_request()
-    asynchronous.put(request)
-    asynchronous.client.remove(asynchronous.keys(request)[:1])
-    asynchronous.half.arrived(request)
-    assert asynchronous.matched(request, CHUNK) == ((CHUNKS - 1) * CHUNK, True)
+    side.put(request)
+    side.client.remove(side.keys(request)[:1])
+    side.half.arrived(request)
+    assert side.matched(request, CHUNK) == ((CHUNKS - 1) * CHUNK, True)
 
 
-def test_what_vllms_own_cache_has_is_not_asked_for(asynchronous: Side) -> None:
+def test_what_vllms_own_cache_has_is_not_asked_for(side: Side) -> None:
     request = new_request()
     own: set[bytes] = set()
-    asynchronous.half.prefix_cache = SimpleNamespace(
-        get_cached_block=lambda block, groups: block in own
-    )
-    before = asynchronous.asked()
+    side.half.prefix_cache = SimpleNamespace(get_cached_block=lambda block, groups: block in own)
+    before = side.asked()
     own |= set(request.block_hashes[: (CHUNKS - 1) * CHUNK // BLOCK + 1])
-    asynchronous.half.arrived(request)
-    assert asynchronous.asked() == before
+    side.half.arrived(request)
+    assert side.asked() == before
     own.remove(request.block_hashes[(CHUNKS - 1) * CHUNK // BLOCK])
-    asynchronous.half.arrived(request)
-    eventually(lambda: asynchronous.asked() == before + 1)
+    side.half.arrived(request)
+    eventually(lambda: side.asked() == before + 1)
 
 
 # ---- several ranks
 
 
-def test_one_lease_speaks_for_all_ranks_until_all_have_read_and_nothing_is_stored_before(
-    make: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A chunk that one rank lacks ends the hit; a segment that one of them cannot read, or more
-    than a lease is for, makes the load asynchronous."""
+def test_a_chunk_that_one_rank_lacks_ends_the_hit(make: Callable[..., Side]) -> None:
     side, request = make(ranks=2), new_request()
     side.put(request)
     side.put(request, 3, rank=1)
-    side.report(segments={1: frozenset()})
     assert side.matched(request) == (3 * CHUNK, True)
-    eventually(lambda: side.leases() == 0)
-    side.report(segments={1: side.segments})
-    with monkeypatch.context() as patch:
-        patch.setattr(synchronous, "MAX_KEYS", 2 * CHUNKS - 1)
-        assert side.matched(request) == (3 * CHUNK, True)
-    # What is new of it would come too late, and in disaggregated prefill somebody waits for it.
-    request.max_tokens = synchronous.LATE
-    assert side.matched(request) == (3 * CHUNK, True)
-    request.max_tokens += 1
-    assert side.matched(request) == (3 * CHUNK, False)
-    side.allocated(request, 3 * CHUNK, 3 * CHUNK)
-    own = blocks_of(PROMPT)
-    first = side.begun(request, 3 * CHUNK, PROMPT - 3 * CHUNK, (own,))
-    (load,) = first.loads
-    assert load.lease is not None
-    for rank in range(2):
-        assert (
-            load.lease.locations[rank :: load.lease.ranks][:3]
-            == side.client.acquire(of_rank(load.keys, rank)).locations
-        )
-    # The other rank may yet say that its load failed, of a step that both have computed with.
-    assert first.stores == side.step(cached=(request, PROMPT, 1, None)).stores == []
-    # Of others nothing was computed with it, but of those that have its blocks.
-    beside, same = new_request(), new_request()
-    assert side.keys(beside, CHUNKS) != side.keys(same, CHUNKS)
-    assert [len(store.keys) for store in side.step((beside, PROMPT)).stores] == [CHUNKS]
-    assert side.matched(same, 3 * CHUNK) == (0, False)
-    assert side.begun(same, 3 * CHUNK, PROMPT - 3 * CHUNK, (own,)).stores == []
-    assert side.leases() == 3
-    side.report(read={load.number})
-    assert [
-        len(store.keys) for store in side.step(cached=(request, PROMPT + 1, 1, None)).stores
-    ] == [CHUNKS - 3]
-    eventually(lambda: side.leases() == 2)
 
 
 def test_what_was_computed_with_another_connectors_load_is_stored_when_that_has_held(
@@ -612,7 +486,7 @@ def test_what_was_computed_with_another_connectors_load_is_stored_when_that_has_
     own = blocks_of(PROMPT)
     first = side.begun(request, 3 * CHUNK, PROMPT - 3 * CHUNK, (own,))
     assert first.stores == side.step(cached=(request, PROMPT, 1, None)).stores == []
-    side.report(read={first.echo})
+    side.report(echoes={first.echo})
     # It failed: vLLM goes back.
     assert [len(store.keys) for store in side.step(cached=(request, 0, PROMPT, None)).stores] == [
         CHUNKS
@@ -636,7 +510,7 @@ def test_states_are_stored_once_the_loads_they_were_computed_behind_have_held(
     third = side.begun(same, 3 * CHUNK, CHUNK, rows)
     assert first.echo
     assert first.stores == second.stores == third.stores == []
-    side.report(read={first.echo})
+    side.report(echoes={first.echo})
     fourth = side.step(cached=(request, 3 * CHUNK, CHUNK, ([*none, 203], own[3 * each : 4 * each])))
     assert [(len(store.keys), len(store.prefix)) for store in fourth.stores] == [(4, 0), (1, 4)]
 
@@ -673,8 +547,8 @@ def test_tokens_guessed_ahead_are_not_stored_and_answers_if_wanted(
     assert len(side.step(cached=(request, 2 * CHUNK, 1, None)).stores) == count
 
 
-def test_what_was_loaded_is_not_stored_again_unless_the_load_failed(asynchronous: Side) -> None:
-    request, side = new_request(), asynchronous
+def test_what_was_loaded_is_not_stored_again_unless_the_load_failed(side: Side) -> None:
+    request = new_request()
     side.put(request)
     assert side.matched(request) == (CHUNKS * CHUNK, True)
     before = side.step()
@@ -721,14 +595,13 @@ def test_spans_of_instances_that_vllm_gave_one_seed_have_names_of_their_own(
     assert one.trace_id != other.trace_id
 
 
-@pytest.mark.parametrize("sync", [0, 2048])
 def test_where_vllm_traces_a_look_up_and_a_load_are_spans_of_their_request(
-    make: Callable[..., Side], spans: Callable[[], Any], sync: int
+    make: Callable[..., Side], spans: Callable[[], Any]
 ) -> None:
-    side, request = make(sync_below_tokens=sync), new_request()
+    side, request = make(), new_request()
     request.trace_headers = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
     side.put(request)
-    assert side.matched(request) == side.matched(request) == (CHUNKS * CHUNK, not sync)
+    assert side.matched(request) == side.matched(request) == (CHUNKS * CHUNK, True)
     side.allocated(request)
     side.step((request, PROMPT))
     side.half.finished(request)
@@ -758,7 +631,6 @@ def test_where_vllm_traces_a_look_up_and_a_load_are_spans_of_their_request(
         CHUNKS * CHUNK,
     )
     assert (load.name, load.attributes["vcache.tokens"]) == ("vcache.load", CHUNKS * CHUNK)
-    assert load.attributes["vcache.synchronous"] == bool(sync)
     assert lookup.start_time < lookup.end_time
     for span in (lookup, load):
         assert f"{span.context.trace_id:x}" == "ab" * 16
@@ -766,40 +638,33 @@ def test_where_vllm_traces_a_look_up_and_a_load_are_spans_of_their_request(
         assert span.attributes["gen_ai.request.id"] == request.request_id
 
 
-@pytest.mark.parametrize("sync", [0, 2048])
-def test_vllm_hears_where_the_tokens_of_a_hit_lay(
-    here: Node, make: Callable[..., Side], sync: int
-) -> None:
-    """By segment: of a load in the step from its lease, of one between steps the server is asked,
-    unless all of the pool is in one place. Here a segment on the own GPU, one on a peer's; the
-    first block is vLLM's own, the last one is computed."""
+def test_vllm_hears_where_the_tokens_of_a_hit_lay(here: Node, make: Callable[..., Side]) -> None:
+    """By segment: the server is asked, unless all of the pool is in one place. Here a segment on the
+    own GPU, one on a peer's; the first block is vLLM's own, the last one is computed."""
     with (
         VCacheEngine(here.config("host:peer", 1 << 20), layout_of(Cache())),
         here.stage.client(device="host:peer") as peer,
     ):
-        side, (request, plain) = (
-            make(sync_below_tokens=sync),
-            (new_request(CHUNKS * CHUNK), new_request()),
-        )
+        side, request, plain = make(), new_request(CHUNKS * CHUNK), new_request()
         side.put(request, 2)
         assert stored_by(peer, side.keys(request)) == CHUNKS - 2
         own, far = sorted(side.client.list_segments(), key=lambda segment: segment.device)
         side.report(segments={0: {own.id: "own", far.id: "peer"}})
         external = (CHUNKS * CHUNK - BLOCK) - BLOCK
-        assert side.matched(request, BLOCK) == (external, not sync)
+        assert side.matched(request, BLOCK) == (external, True)
         before = side.asked("Contains")
         side.allocated(request, external)
         assert side.half.hit_sources(request, external) == {
             "device": 2 * CHUNK - BLOCK,
             "p2p": 3 * CHUNK - BLOCK,
         }
-        assert side.asked("Contains") - before == (0 if sync else 1)
+        assert side.asked("Contains") - before == 1
         side.report(segments={0: {own.id: "own"}})
         side.put(plain)
-        assert side.matched(plain) == (CHUNKS * CHUNK, not sync)
+        assert side.matched(plain) == (CHUNKS * CHUNK, True)
         side.allocated(plain)
         assert side.half.hit_sources(plain, CHUNKS * CHUNK) == {"device": CHUNKS * CHUNK}
-        assert side.asked("Contains") - before == (0 if sync else 1)
+        assert side.asked("Contains") - before == 1
         announced = new_request(announced=True)
         assert side.half.hit_sources(announced, CHUNK) == {}, "it loads nothing"
         assert side.matched(announced) == (CHUNKS * CHUNK, True)
@@ -809,8 +674,8 @@ def test_vllm_hears_where_the_tokens_of_a_hit_lay(
         assert peer.drop_segment(far.id)
 
 
-def test_a_request_that_ends_while_it_loads_is_cancelled(asynchronous: Side) -> None:
-    request, side = new_request(), asynchronous
+def test_a_request_that_ends_while_it_loads_is_cancelled(side: Side) -> None:
+    request = new_request()
     side.put(request)
     side.matched(request)
     side.allocated(request)
@@ -847,26 +712,15 @@ def test_a_store_has_blocks_of_every_table_and_all_that_get_an_owner_are_fenced(
     ]
 
 
-def test_who_goes_on_gets_blocks_of_every_table_and_what_a_load_left_out_is_not_built_on(
-    make: Callable[..., Side],
-) -> None:
-    """The step also has a load of which nobody knows what it is: all blocks of its request count as
-    not filled.
-    """
-    side, request, other = make(window=WINDOW), new_request(), new_request()
+def test_who_goes_on_gets_blocks_of_every_table(make: Callable[..., Side]) -> None:
+    side, request = make(window=WINDOW), new_request()
     side.matched(request)
     assert not side.begun(request, 0, CHUNK - 1, tuple(row[:4] for row in ROWS)).stores
-    side.matched(other)
-    side.half.lost(
-        other, SimpleNamespace(get_block_ids=lambda: ([0, 30, 31], [130, 131, 132])), CHUNK
-    )
     rows = tuple(row[4:8] for row in ROWS)
     meta = side.step(cached=(request, CHUNK - 1, CHUNK + 1, rows))
-    assert meta.fresh[1:] == list(rows)
-    (load,), (store,) = meta.loads, meta.stores
-    assert load.wanted == [30, 31, 130, 131, 132]
+    assert meta.fresh == list(rows)
+    (store,) = meta.stores
     assert store.blocks == [101, 102, 103, 104, 3, 4, 105, 106, 107, 108, 7, 8]
-    assert sorted(store.before) == [*range(1, 9), *range(101, 109)]
     # A table that ends before the others has no more chunks than it has whole.
     (store,) = side.step(
         cached=(request, 2 * CHUNK, 2 * CHUNK, (ROWS[0][8:15], ROWS[1][8:16]))
@@ -891,7 +745,7 @@ def test_of_what_windows_have_passed_nothing_is_stored(make: Callable[..., Side]
 def test_a_hit_ends_with_a_chunk_and_is_loaded_where_vllm_wants_it(
     make: Callable[..., Side],
 ) -> None:
-    side, request = make(window=WINDOW, sync_below_tokens=0), new_request(CHUNKS * CHUNK)
+    side, request = make(window=WINDOW), new_request(CHUNKS * CHUNK)
     side.put(request)
     assert side.matched(request, CHUNK + BLOCK) == (3 * CHUNK - BLOCK, True)
     end = 4 * CHUNK
@@ -920,7 +774,6 @@ def test_a_hit_ends_with_a_chunk_and_is_loaded_where_vllm_wants_it(
         15,
         16,
     ]
-    assert load.wanted == [*range(106, 117), 15, 16]
 
 
 def test_pages_of_several_sizes_which_vllm_shows_workers_alone_are_refused_by_their_word(
@@ -964,16 +817,14 @@ def test_workers_that_never_describe_their_kv_caches_are_named(
 
 
 def test_a_load_of_which_an_exception_comes_late_is_told_once(
-    asynchronous: Side, monkeypatch: pytest.MonkeyPatch
+    side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM takes a request that is over twice for a defect of its own."""
-    side, request = asynchronous, new_request()
+    request = new_request()
     side.put(request)
     assert side.matched(request) == (CHUNKS * CHUNK, True)
     monkeypatch.setattr(hints, "tell", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         side.allocated(request)
-    side.half.lost(
-        request, SimpleNamespace(get_block_ids=lambda: (blocks_of(CHUNKS * CHUNK),)), CHUNKS * CHUNK
-    )
+    side.half.lost(request)
     assert [load.lost for load in side.step().loads] == [True]

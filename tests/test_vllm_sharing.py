@@ -7,7 +7,6 @@ vLLM alone."""
 from __future__ import annotations
 
 import re
-import time
 from typing import Any
 
 import pytest
@@ -27,8 +26,6 @@ from vllm_cases import (
 from vllm_cases import quick as here
 from vllm_models import TOKEN_BYTES
 
-from vcache_backend.resident.pins import HOLD_SECONDS
-
 __all__ = ["here"]
 pytestmark = [
     pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"),
@@ -36,8 +33,7 @@ pytestmark = [
 ]
 
 PULL = "vcache_backend.vram_pool.copier:HostCopier.pull"
-NOTE = "vcache_backend.integration.vllm.loads:Loads._note"
-VERDICT = "vcache_backend.transfer.resident:_ResidentPart.settle"
+VERDICT = "vcache_backend.transfer.resident:_ResidentPiece.settle"
 FIND_OVER = "vcache_backend.integration.vllm.scheduler:SchedulerSide.allocated"
 MAPPING = "vcache_backend.metadata_server.resident_calls:ResidentCalls.open_cache"
 """Places: a copy begins; it is over, and was it right; a hit was found, its load is not described
@@ -116,68 +112,6 @@ def test_a_hit_is_what_vllms_own_prefix_cache_would_have_given(
     (row,) = here.stats().reads
     assert {row.instance, row.reader} == ids, "one instance has read the other"
     assert b.counter("vllm:vcache_stored_bytes") == 0
-
-
-def test_a_hit_is_part_of_the_step_where_nothing_else_runs_and_its_owner_keeps_the_blocks(
-    here: Node, a: Instance, b: Instance, tiny: Instance, aside: Instance
-) -> None:
-    """From the second one on: b has a's KV cache mapped by then. Of the smaller cache it would pin
-    too large a part.
-    """
-    b.one(keep_new(a, 1))
-    before = b.counter("vllm:vcache_failures")
-    for _ in range(2):
-        tokens = keep_new(a, 6)
-        b.add("alone", tokens, max_tokens=1)
-        answer = b.step(1)["alone"]
-        assert answer.cached == 6 * CHUNK
-        own = a.one(tokens, max_tokens=1)
-        assert (own.cached, own.said) == (6 * CHUNK, answer.said)
-    tokens = keep_new(a, 3)
-    b.add("other", new_tokens(5), max_tokens=40)
-    b.step(2)
-    b.add("beside", tokens, max_tokens=1)
-    assert "beside" in b.step(1), "it is short, and vLLM computes again what does not come"
-    b.finish("other")
-    b.add("tiny's", keep_new(tiny, 3), max_tokens=1)
-    assert b.step(1) == {}
-    assert b.finish("tiny's")["tiny's"].cached == 3 * CHUNK
-    assert b.counter("vllm:vcache_failures") == before
-
-
-def test_a_reader_that_stops_in_a_step_does_not_hold_its_owner_up(
-    here: Node, a: Instance, c: Instance, aside: Instance
-) -> None:
-    """Before it reads what it has pinned: its owner then writes other KV there, the reader finds
-    out, and computes.
-    """
-    c.one(keep_new(a, 1))
-    c.add("alone", keep_new(a, 1), max_tokens=1)
-    assert c.step(1)["alone"].cached == CHUNK
-    tokens = keep_new(a, 6)
-
-    def overwritten() -> None:
-        time.sleep(HOLD_SECONDS)
-        for _ in range(10):
-            a.one(new_tokens(14 * CHUNK), max_tokens=1)
-
-    with stopped_at(c, PULL) as place:
-        answers = place.while_there(overwritten, Prompt(tokens))
-    assert c.counter("vllm:vcache_failures", cause="changed") == 1
-    assert answers[0].agrees(aside.one(tokens))
-
-
-def test_the_verdict_of_a_load_in_a_step_is_not_lost_with_an_error_beside_it(
-    here: Node, a: Instance, c: Instance, aside: Instance
-) -> None:
-    """vLLM counted on it."""
-    c.one(keep_new(a, 1))
-    tokens = keep_new(a, 3)
-    before = c.counter("vllm:vcache_failures", cause="copy")
-    with meddled(c, f"{PULL}|{NOTE}", "raise", times=2):
-        answer = c.one(tokens)
-    assert answer.agrees(aside.one(tokens))
-    assert c.counter("vllm:vcache_failures", cause="copy") == before + 1
 
 
 def test_an_answer_is_found_too_and_a_reader_passes_on_what_it_has(

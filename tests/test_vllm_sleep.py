@@ -158,7 +158,7 @@ def test_a_load_under_way_fails_and_is_computed_where_vllm_did_not_wait_for_it(
     first, tokens = new_tokens(2 * CHUNK + 1), new_tokens(4 * CHUNK + 1)
     here.keep(b, first)
     computed = here.keep(b, tokens)
-    with instance(here, "later", sync_below_tokens=0) as later:
+    with instance(here, "later") as later:
         assert later.one(first, max_tokens=1).cached == 2 * CHUNK
         later.ask(patience, 0.1)
         with meddled(later, SCATTER, "slow", 60.0):

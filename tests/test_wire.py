@@ -44,8 +44,6 @@ REQUESTS: list[m.AnyRequest] = [
     m.Unusable(m.SegmentId("s")),
     m.Report("warn", "slow"),
     m.Join(INSTANCE, b"namespac", 64, 2, 4),
-    m.ShowPins(INSTANCE),
-    m.OpenPins(INSTANCE),
     m.ShowCache(
         INSTANCE,
         1,

@@ -283,7 +283,7 @@ class Place:
         return pickle.loads(self._file.read_bytes())
 
 
-NO_SEGMENTS = "vcache-witness", "vcache-kv", "vcache-generations", "vcache-pins"
+NO_SEGMENTS = "vcache-witness", "vcache-kv", "vcache-generations"
 """Other memory that the server has fds of."""
 OURS = "vcache_backend.integration.vllm"
 _CLIENT = "vcache_backend.metadata_server.client:Client"

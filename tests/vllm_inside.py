@@ -88,11 +88,9 @@ class Serving:
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vcache_backend.integration import amx
         from vcache_backend.integration.vllm import lookups, tracked
-        from vcache_backend.resident import pins
 
         # Tests count questions, and a slow machine must not ask again what it has asked.
         lookups.AHEAD_SECONDS = tracked.FRESH_SECONDS = PATIENCE_SECONDS
-        pins._LATE = pins._HOLD
         transfer = {
             "kv_connector": "LMCacheConnectorV1",
             "kv_role": "kv_both",

@@ -247,7 +247,6 @@ class ConnectorConfig(_Section, frozen=True, kw_only=True):
 
     share: Literal["auto", "in_place", "pool"] = "auto"
     min_hit_tokens: PositiveInt = 256
-    sync_below_tokens: Annotated[int, msgspec.Meta(ge=0)] = 2048
     store: Literal["all", "prompt"] = "all"
     wait_seconds: Positive = 10.0
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import time
 import traceback
 from collections import defaultdict
 from importlib import import_module
@@ -24,10 +23,9 @@ from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 
 from integration import amx
-from vcache_backend.resident.pins import HOLD_SECONDS
 
 from ..forked import Forked
-from ..inplace_instance import Outcomes, Settings, Told, forced_lately, stop_self, tell_forced
+from ..inplace_instance import Outcomes, Settings, Told, stop_self
 from ..inplace_reader import Slowly, believe_copies, live_as
 from ..processes import die_with_parent
 from .answers import Answer
@@ -162,13 +160,6 @@ class Whole(Engine):
         """See each load, and slow some down."""
         session, note = worker._worker.session, worker.loads._note
         scheduler = self.engine.engine_core.engine_core.scheduler
-        publications, instance = (
-            scheduler.connector._scheduler.publications,
-            scheduler.connector._scheduler.instance,
-        )
-        tell_forced(publications._pool, self._settings, publications.instance)
-        if self._settings.control == "pins unseen":
-            publications.pins.on = lambda blocks: None
         session.copier = Slowly(session.copier, self, SLOW, SLOW_SECONDS)
 
         def noted(loading: Any) -> None:
@@ -182,25 +173,6 @@ class Whole(Engine):
             outcomes.reuse_hits += loading.cause == "changed"
             outcomes.stale += loading.cause == "absent"
             outcomes.launched += bool(resident or loading.cause == "changed")
-            outcomes.add_kept(publications._pool)
-            if loading.spec.pinned:
-                until = max(
-                    (
-                        held[0]
-                        for held in instance.pinning._held
-                        if held[1] == loading.spec.request_id
-                    ),
-                    default=0,
-                )
-                forced = forced_lately(
-                    self._settings,
-                    {one[0] for one in loading.spec.residents.values()},
-                    HOLD_SECONDS,
-                )
-                if outcomes.add_pinned(not loading.invalid, time.monotonic_ns() >= until, forced):
-                    self.told.wrong.append(
-                        f"request {loading.spec.request_id} refused under a pin: {loading.cause}"
-                    )
 
         worker.loads._note = noted
         self.stops_behind(scheduler.connector, "get_num_new_matched_tokens", "looked up")

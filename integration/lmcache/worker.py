@@ -106,7 +106,7 @@ class PoolWorker:
         part.
 
         Chunks of the offload tier are not promised: one that does not come must be recomputed,
-        which not every vLLM does correctly (see `model_spec._recomputes`)."""
+        which not every vLLM does correctly (vLLM issue #49250)."""
         asked = len(names)
         if self._ranks > 1:
             names = names[: self.session.client.lookup(of_rank(names, 0), self._ranks)]

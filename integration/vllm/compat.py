@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import msgspec
@@ -119,8 +120,7 @@ def _sleep_refusal(model_config: Any) -> str | None:
 
 
 def read_model(vllm_config: Any, kv_cache_config: Any, name: str) -> model_spec.ModelSpec:
-    """`model_spec.read_model`, adapted to models with several groups: vLLM cannot recompute a
-    failed synchronous load of these, since it cannot tell whose the blocks are."""
+    """`model_spec.read_model`, adapted to models with several groups."""
     model = model_spec.read_model(vllm_config, name)
     if not groups.several(kv_cache_config):
         return model
@@ -130,22 +130,15 @@ def read_model(vllm_config: Any, kv_cache_config: Any, name: str) -> model_spec.
         return model
     # MLA's ranks hold equal latents, but each has states of its own.
     mla = model.use_mla and not found.states
-    return msgspec.structs.replace(
-        model, recomputes=False, use_mla=mla, extra=model.extra | {"groups": found.text}
-    )
+    return msgspec.structs.replace(model, use_mla=mla, extra=model.extra | {"groups": found.text})
 
 
-def writes_blocks_first(output: Any) -> bool:
-    """Whether vLLM clears or copies blocks before the step's model run. A load of this step may
-    fill some of them.
-    """
-    return any(
-        getattr(output, name, None) for name in ("new_block_ids_to_zero", "kv_cache_block_copies")
-    )
-
-
-def transfer_results(recving: set[str], failed: set[str]) -> Any:
+def transfer_results(
+    recving: AbstractSet[str] = frozenset(), failed: AbstractSet[str] = frozenset()
+) -> Any:
     """vLLM's object for loads that are over. recving, failed: requests; failed ones need not be in
     `recving`.
     """
-    return base.KVConnectorTransferResults(finished_recving=recving | failed, failed_recving=failed)
+    return base.KVConnectorTransferResults(
+        finished_recving={*recving, *failed}, failed_recving={*failed}
+    )

@@ -194,10 +194,9 @@ class Completions:
                 # A chunk is stored whole: the state's last block, repeated, fills what is left of
                 # it.
                 blocks = blocks + blocks[-1:] * (groups.parts * groups.blocks - len(blocks))
-                before = [block for row in tracked.rows for block in row] if meta.loads else []
                 keys = state_keys(tracked.keys[chunks - 1 : chunks], groups.parts)
                 meta.stores.append(
-                    StoreSpec(request.request_id, keys, blocks, tracked.keys[:chunks], before)
+                    StoreSpec(request.request_id, keys, blocks, tracked.keys[:chunks])
                 )
 
     def _complete(self, tracked: Tracked, before: int, computed: int, meta: StepMetadata) -> None:
@@ -221,26 +220,15 @@ class Completions:
         self.expect(tracked, first, ready)
         if self._publications is not None:
             loaded = ready * size <= tracked.supplied
-            meta.publications += self._publications.complete(
-                tracked, first, ready, bool(meta.loads), loaded
-            )
+            meta.publications += self._publications.complete(tracked, first, ready, loaded)
             self.stored(tracked, ready)
             return
-        keys, earlier = tracked.keys[first:ready], list[int]()
-        each = self._per_chunk
+        keys, each = tracked.keys[first:ready], self._per_chunk
         blocks = (
             rows[0][first * each : ready * each].tolist()
             if several is None
             else several.chunks(rows, first, ready)
         )
-        if meta.loads:
-            earlier = (
-                rows[0][: first * each].tolist()
-                if several is None
-                else [block for row in rows for block in row]
-            )
         if keys:
-            meta.stores.append(
-                StoreSpec(request.request_id, keys, blocks, tracked.keys[:first], earlier)
-            )
+            meta.stores.append(StoreSpec(request.request_id, keys, blocks, tracked.keys[:first]))
         self.stored(tracked, ready)

@@ -1,9 +1,8 @@
 """The connector class that vLLM loads. It hands each call to the scheduler's or the worker's half,
 and lets none raise into vLLM.
 
-A failure is logged and counts as a miss. Two calls do raise: the constructor for bad settings
-(ConfigError), and `get_block_ids_with_load_errors` where vLLM would go on with wrong tokens
-(RuntimeError)."""
+A failure is logged and counts as a miss. Only the constructor raises, for bad settings
+(ConfigError)."""
 
 from __future__ import annotations
 
@@ -12,11 +11,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 
 from vcache_backend.errors import VCacheError
@@ -27,15 +28,15 @@ from ..guard import answers
 from . import compat, settings, stats
 from .metadata import REFUSED, StepMetadata
 from .scheduler import SchedulerSide
-from .silent import SilentConnector
 from .worker import WorkerSide
 
 log = logging.getLogger("vllm.vcache")
 
 
-class VCacheConnector(SilentConnector):
+class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """One half of vcache in vLLM: the scheduler's or a worker's, by `role`. See scheduler.py and
-    worker.py.
+    worker.py. A half that is refused is laid aside: then each call answers as vLLM's default does,
+    so that a step loses next to no time.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -48,16 +49,21 @@ class VCacheConnector(SilentConnector):
         config = settings.read(transfer.kv_connector_extra_config)
         if config.connector.start_server:
             start.try_ensure(config)
-        self.failures, self._engine = set(), str(transfer.engine_id)
+        self.failures: set[str] = set()
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._half: SchedulerSide | WorkerSide
+        """Either of them, also while it is laid aside, for `shutdown`."""
         if role == KVConnectorRole.SCHEDULER:
             self._meter = stats.Meter()
             # vLLM's scheduler reads the policy after this constructor has run.
             transfer.kv_load_failure_policy = config.connector.kv_load_failure_policy
             loads, stores = transfer.is_kv_consumer, transfer.is_kv_producer
-            self._scheduler = SchedulerSide(
+            self._half = self._scheduler = SchedulerSide(
                 vllm_config, kv_cache_config, config, loads, stores, self._meter
             )
-            self._silent_if(bool(self._scheduler.instance.refused))
+            if self._scheduler.instance.refused:
+                self._scheduler = None
         else:
             from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
@@ -65,12 +71,20 @@ class VCacheConnector(SilentConnector):
             # All workers move the same tokens: only the first counts them.
             self._meter = stats.Meter(counts_tokens=ranks == (0, 0))
             self._policy = config.connector.kv_load_failure_policy if ranks == (0, 0) else ""
-            self._worker = WorkerSide(vllm_config, kv_cache_config, config, *ranks, self._meter)
+            self._half = self._worker = WorkerSide(
+                vllm_config, kv_cache_config, config, *ranks, self._meter
+            )
 
-    def _silent_if(self, refused: bool) -> None:
-        """Become a `SilentConnector`, for good, if the instance is refused."""
-        if refused:
-            self.__class__ = SilentConnector
+    def note_failure(self, name: str, error: Exception) -> None:
+        """Log a failure with its traceback, once for each call and type of exception."""
+        kind = f"{name}: {type(error).__name__}"
+        if kind not in self.failures:
+            self.failures.add(kind)
+            log.error("vcache: %s failed, which counts as a miss", name, exc_info=error)
+
+    @answers(None)
+    def shutdown(self) -> None:
+        self._half.close()
 
     # ---- in the scheduler
 
@@ -87,16 +101,21 @@ class VCacheConnector(SilentConnector):
         if self._scheduler is not None:
             self._scheduler.arrived(request)
 
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Whether another instance waits for what this one computes. If not, a chunk that is not
+        stored is only a later miss.
+        """
+        return bool(self._kv_transfer_config.kv_role == "kv_producer")
+
     @answers((0, False))
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         side = self._scheduler
-        return (
-            side.matched(request, num_computed_tokens)
-            if side is not None and not side.instance.refused
-            else (0, False)
-        )
+        if side is None or side.instance.refused:
+            return 0, False
+        return side.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         side = self._scheduler
@@ -105,7 +124,7 @@ class VCacheConnector(SilentConnector):
             and num_external_tokens > 0
             and not self._allocated(side, request, blocks, num_external_tokens)
         ):
-            side.lost(request, blocks, num_external_tokens)
+            side.lost(request)
 
     @answers(False)
     def _allocated(
@@ -114,53 +133,32 @@ class VCacheConnector(SilentConnector):
         scheduler.allocated(request, blocks, external)
         return True
 
+    @answers(None)
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
-    ) -> dict[Any, int]:
+    ) -> dict[Any, int] | None:
         """Tokens of a hit by where they lay. vLLM 0.32 and later call it after
         `update_state_after_alloc`.
         """
-        found = (
-            self._hit_sources(request, num_external_tokens) if self._scheduler is not None else {}
-        )
-        return compat.hit_sources(found, num_external_tokens)
-
-    @answers({})
-    def _hit_sources(self, request: Any, external: int) -> dict[str, int]:
-        return self._scheduler.hit_sources(request, external) if self._scheduler is not None else {}
+        side = self._scheduler
+        tokens = side.hit_sources(request, num_external_tokens) if side is not None else {}
+        return compat.hit_sources(tokens, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         side = self._scheduler
-        if side is None or side.instance.refused:
-            self._silent_if(side is not None)
+        if side is None:
             return REFUSED
-        meta = side.begin(scheduler_output)
+        meta = StepMetadata()
+        side.begin(meta)
+        if side.instance.refused and not meta.loads:
+            self._scheduler = None
+            return REFUSED
         try:
-            side.add_stores(scheduler_output, meta)
+            side.plan(scheduler_output, meta)
         except Exception as error:  # noqa: BLE001 - nothing of ours raises into vLLM
             side.stop_stores(meta)
             self.note_failure("build_connector_meta", error)
-        self._begin_ahead(side, scheduler_output, meta)
         return meta
-
-    @answers(None)
-    def _begin_ahead(self, side: SchedulerSide, output: Any, meta: StepMetadata) -> None:
-        if (
-            not any(load.synchronous for load in meta.loads)
-            or side.states
-            or compat.writes_blocks_first(output)
-        ):
-            return
-        # Only without another connector (MultiConnector), which may still read the blocks: vLLM's
-        # OffloadingConnector stores what a step computed just before the next one runs
-        # (`handle_preemptions`).
-        alone = get_kv_transfer_group() if has_kv_transfer_group() else None
-        if (
-            isinstance(alone, VCacheConnector)
-            and alone._engine == self._engine
-            and alone._worker is not None
-        ):
-            alone._worker.begin_ahead(meta)
 
     def update_connector_output(self, connector_output: Any) -> None:
         if (
@@ -214,7 +212,8 @@ class VCacheConnector(SilentConnector):
         except Exception as error:
             log.exception("vcache caches nothing here")
             self._worker.refuse(f"{type(error).__name__}: {error}")
-        self._silent_if(self._worker.needless)
+        if self._worker.needless:
+            self._worker = None
 
     @answers(None)
     def unregister_kv_caches(self) -> None:
@@ -247,48 +246,44 @@ class VCacheConnector(SilentConnector):
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        if connector_metadata is REFUSED:
-            self._silent_if(True)
-        elif self._worker is not None and isinstance(connector_metadata, StepMetadata):
+        if self._worker is not None and isinstance(connector_metadata, StepMetadata):
             self._begin(self._worker, connector_metadata)
 
     @answers(None)
     def _begin(self, worker: WorkerSide, meta: StepMetadata) -> None:
+        if meta is REFUSED and worker.loads.over:
+            # The scheduler's half plans nothing any more.
+            self._worker = None
+            return
         worker.begin(meta)
 
-    @answers(None)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        if self._worker is not None:
-            self._worker.load_synchronously()
+        """Nothing: loads begin in `get_transfer_results`, once the step's model run is queued."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: no step waits for a load."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: all layers go in one launch, after the model run."""
 
     @answers(None)
     def wait_for_save(self) -> None:
         if self._worker is not None:
             self._worker.store()
 
+    @answers(compat.transfer_results)
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        if self._worker is None:
-            return compat.transfer_results(set(), set())
-        over = self._finished(self._worker)
-        return compat.transfer_results(over, self._worker.loads.failed())
+        worker = self._worker
+        if worker is None:
+            return compat.transfer_results()
+        return compat.transfer_results(worker.finished(), worker.loads.failed())
 
     @answers(set)
-    def _finished(self, worker: WorkerSide) -> set[str]:
-        return worker.finished()
-
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """The blocks that loads did not fill since the last call, vLLM's numbers.
-
-        RuntimeError, which ends the engine, if the step's tokens may be wrong and vLLM would not
-        recompute them; see docs/adr/0004."""
-        if self._worker is None:
-            return set()
-        invalid = self._worker.loads.invalid()
-        if self._worker.loads.unsafe:
-            raise RuntimeError(
-                f"vcache: {self._worker.loads.unsafe}, and this vLLM cannot recompute such a step"
-            )
-        return invalid
+        """The blocks that loads did not fill since the last call, vLLM's numbers."""
+        return self._worker.loads.invalid() if self._worker is not None else set()
 
     @answers(None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
@@ -298,9 +293,7 @@ class VCacheConnector(SilentConnector):
 
     @answers(None)
     def get_kv_connector_stats(self) -> Any:
-        """This process's counts since the last call. The scheduler's half is asked once a step's
-        output is there.
-        """
+        """This process's counts since the last call."""
         if self._worker is not None:
             self._worker.measured()
         return self._meter.take()

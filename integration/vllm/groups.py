@@ -111,12 +111,6 @@ class Groups:
         """Chunks that one state takes."""
         return -(-len(self.states) // self.blocks) if self.states else 0
 
-    def most_blocks(self, tokens: int) -> int:
-        """The most blocks that a request of so many tokens takes when it begins. For each group of
-        states four: the loaded state's, the one in which the request goes on, one for a state
-        within the step, and a copy."""
-        return sum(-(-tokens // group.block_size) for group in self.groups) + 4 * len(self.states)
-
     def length(self, rows: Sequence[Sequence[int]]) -> int:
         """How many of the request's tokens have blocks in every group."""
         return min(len(rows[group.number]) * group.block_size for group in self.groups)
@@ -173,21 +167,6 @@ class Groups:
             for group in self.states
         ]
         return [block for row in found for block in row if block != NULL]
-
-    def running(self, rows: Sequence[Sequence[int]], end: int) -> list[int]:
-        """The blocks to which vLLM has copied the state at `end`, and in which its next step goes
-        on; padded with -1 to whole chunks.
-
-        ValueError if there are none.
-        """
-        found = [
-            row[-1]
-            for row in (rows[group.number][end // group.block_size :] for group in self.states)
-            if row
-        ]
-        if len(found) < len(self.states) or NULL in found:
-            raise ValueError(f"vLLM has no block in which it goes on from token {end}")
-        return found + [-1] * (self.parts * self.blocks - len(found))
 
     def ended(
         self, rows: Sequence[Sequence[int]], reached: int, offered: Sequence[tuple[int, int, int]]

@@ -22,8 +22,8 @@ def split(
     """The `external` tokens of a load by where they lie for the first worker, as far as that is
     known.
 
-    size: tokens of a chunk. Asks the server, once, about chunks that are loaded without a lease,
-    unless all segments lie in one place."""
+    size: tokens of a chunk. Asks the server, once, about chunks in the pool, unless all segments
+    lie in one place."""
     first, end = tracked.local // size, tracked.local + external
     tokens = Counter[str]()
     for number, name in enumerate(_names(instance, tracked, load, first, -(-end // size)), first):
@@ -52,20 +52,16 @@ def _names(
         segments, named = [""] * len(pooled), {"": everywhere.pop()}
     else:
         named = {id_: NAMES[place] for id_, place in instance.places.items()}
-        segments = _segments(instance, tracked, load, first, pooled)
+        segments = _segments(instance, tracked, first, pooled)
     for number, segment in zip(pooled, segments, strict=False):
         names[number] = named.get(segment, "")
     return names
 
 
-def _segments(
-    instance: Introduction, tracked: Tracked, load: LoadSpec, first: int, pooled: list[int]
-) -> list[str]:
+def _segments(instance: Introduction, tracked: Tracked, first: int, pooled: list[int]) -> list[str]:
     """The segments of these chunks, which are numbered from the load's first one. Empty if the
     server does not answer.
     """
-    if load.lease is not None:
-        return [load.lease.locations[number * load.lease.ranks].segment for number in pooled]
     if instance.client is not None and pooled:
         with suppress(VCacheError):
             return instance.client.segments_of([tracked.keys[first + number] for number in pooled])

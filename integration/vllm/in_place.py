@@ -5,7 +5,6 @@ what its steps compute.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from functools import partial
 
 import numpy as np
@@ -72,27 +71,20 @@ class InPlace:
         self._shown = Shown(session.client, instance, session.rank, self._shape, self._regions)
         self.publisher = Publisher(session.client, session.stats, instance, self._each)
 
-    def publish(self, specs: Sequence[PublicationSpec], unfilled: AbstractSet[int]) -> set[str]:
+    def publish(self, specs: Sequence[PublicationSpec]) -> None:
         """Publish the chunks of the step's model run, all of which is queued, once it has computed
         them.
-
-        Returns the requests of which nothing is published, since their chunks were computed from an
-        `unfilled` block."""
-        spoiled = {
-            spec.request_id for spec in specs if unfilled and not unfilled.isdisjoint(_blocks(spec))
-        }
+        """
         session, publisher = self._session, self.publisher
-        wanted = [spec for spec in specs if spec.request_id not in spoiled]
-        if session is None or publisher is None or not wanted:
-            return spoiled
+        if session is None or publisher is None or not specs:
+            return
         written = session.copier.mark()
-        for spec in wanted:
+        for spec in specs:
             keys = of_rank(spec.keys, session.rank)
             publication = Publication(
                 keys, spec.blocks, spec.generations, spec.sequence, spec.epoch
             )
             publisher.submit(publication, written, soon=not spec.loaded)
-        return spoiled
 
     def save(self, spec: PublicationSpec, stores: Stores) -> None:
         """Store in the pool those of these chunks that were published. One that loses its blocks
@@ -126,8 +118,3 @@ class InPlace:
         for part in (self.publisher, self._shown, self.neighbours):
             if part is not None:
                 part.close()
-
-
-def _blocks(spec: PublicationSpec) -> list[int]:
-    blocks: list[int] = np.frombuffer(spec.blocks, dtype="<u4").tolist()
-    return spec.before + blocks

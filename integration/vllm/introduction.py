@@ -16,7 +16,6 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server import start
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import SegmentId
-from vcache_backend.resident.pins import Pinning
 from vcache_backend.resident.tables import Tables
 from vcache_backend.transfer.keys import BlockHashKeys
 from vcache_backend.transfer.layout import with_codec
@@ -41,11 +40,9 @@ class Introduction:
     """In the scheduler's thread. Nothing waits longer than one call of the client.
 
     refused: why nothing is cached; empty if the instance caches. ranks: shards of a chunk.
-    readable: the segments that all workers can read. places: where segments lie for the first
-    worker. mapped: the instances whose KV caches all workers can read. keys, client, sender: the
+    places: where segments lie for the first worker. keys, client, courier: the
     namespace's; None before `open`. announcer: None unless somebody wants KV events. For sharing in
-    place, else None. shared: what this instance publishes. tables: other instances' generations.
-    pinning: keeps their blocks during synchronous loads."""
+    place, else None. shared: what this instance publishes. tables: other instances' generations."""
 
     def __init__(
         self,
@@ -69,15 +66,10 @@ class Introduction:
         self.tables: Tables | None = None
         self.keys: BlockHashKeys | None = None
         self.client: Client | None = None
-        self.sender: BackgroundSender | None = None
-        self.readable: frozenset[SegmentId] = frozenset()
+        self.courier: Courier | None = None
         self.places: Mapping[SegmentId, Where] = {}
-        self.mapped: frozenset[bytes] = frozenset()
-        self.pinning: Pinning | None = None
         self.ranks = model.pp_size * (1 if model.use_mla else model.tp_size)
         self.workers = model.pp_size * model.tp_size
-        self._segments: dict[int, Mapping[SegmentId, Where]] = {}
-        self._mapped: dict[int, frozenset[bytes]] = {}
         self.offload: OffloadLookup | None = None
         self.refused = ""
         if refused:
@@ -131,19 +123,11 @@ class Introduction:
         if links and self.offload is not None:
             self.offload.note(links)
 
-    def reads(
-        self,
-        segments: Mapping[int, Mapping[SegmentId, Where]],
-        mapped: Mapping[int, frozenset[bytes]],
-    ) -> None:
-        """Take in what workers can read, by worker's number; only those that report a change."""
-        self._segments |= segments
-        self._mapped |= mapped
-        if len(self._segments) == self.workers:
-            self.readable = frozenset.intersection(*map(frozenset, self._segments.values()))
-            self.places = self._segments[0]
-        if len(self._mapped) == self.workers:
-            self.mapped = frozenset.intersection(*self._mapped.values())
+    def reads(self, segments: Mapping[int, Mapping[SegmentId, Where]]) -> None:
+        """Take in which segments workers can read, by worker's number; only those that report a
+        change.
+        """
+        self.places = segments.get(0, self.places)
 
     def open(self) -> bool:
         """Connect once all that the namespace depends on is known: the engine runs, and every
@@ -175,7 +159,6 @@ class Introduction:
             self.client.on_beat.append(self._check)
         if self.shared is not None:
             self.tables = Tables(self.client)
-            self.pinning = Pinning(self.client, self.tables)
             self.shared.view = self.tables.view
             self.shared.retract = partial(self.sender.retract, self.shared.instance)
             self.client.on_return.append(self._join)
@@ -206,8 +189,6 @@ class Introduction:
                 here.each,
                 here.generations.fd,
             )
-            if here.pins is not None:
-                client.show_pins(here.instance, here.pins.fd)
         except VCacheError as error:
             if str(error) != self._not_joined:
                 log.warning("vcache: others cannot read this instance's KV cache: %s", error)

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
 from vcache_backend.config import Config
 from vcache_backend.transfer.keys import state_keys
 
@@ -43,12 +41,10 @@ class LoadSpecs:
             instance,
         )
 
-    def of(self, tracked: Tracked, rows: Sequence[list[int]], number: int) -> LoadSpec:
+    def of(self, tracked: Tracked, rows: Sequence[list[int]]) -> LoadSpec:
         """The load of the tokens from `tracked.local` up to `tracked.supplied`, as the look-up
-        found them. number: the load's.
-
-        ValueError if the chunks, or the lease on them, do not fit the blocks that vLLM wants
-        filled."""
+        found them. ValueError if the chunks do not fit the blocks that vLLM wants filled.
+        """
         size, asked, answer, end = self._size, tracked.params, tracked.answer, tracked.supplied
         first, stop = tracked.local // size, -(-end // size)
         if self._several is None:
@@ -57,22 +53,9 @@ class LoadSpecs:
         else:
             chosen, skip = self._several.wanted(rows, tracked.local, end), 0
         keys = tracked.keys[first:stop] + state_keys(tracked.keys[stop - 1 : stop], self._parts)
-        lease, below = (
-            answer.lease_from(first) if answer is not None else None,
-            self._instance.offload,
-        )
+        below = self._instance.offload
         # Also if the pool had all chunks: it may lose some before they are read.
-        offload = lease is None and not asked.announced and below is not None and below.usable
-        offload = offload and not tracked.pinned and not self._parts
-        if self._several is not None and self._parts and lease is not None:
-            if len(lease.locations) != len(keys) * lease.ranks:
-                raise ValueError(f"the lease is not on the state at token {end}")
-            # vLLM copies the state to the block that the step goes on in before we load, so we fill
-            # that block as well.
-            keys, chosen = keys + keys[-self._parts :], chosen + self._several.running(rows, end)
-            lease = msgspec.structs.replace(
-                lease, locations=lease.locations + lease.locations[-self._parts * lease.ranks :]
-            )
+        offload = not (asked.announced or self._parts) and below is not None and below.usable
         waits = self._wait_seconds if asked.wait_seconds is None else asked.wait_seconds
         return LoadSpec(
             request_id=tracked.request.request_id,
@@ -81,43 +64,8 @@ class LoadSpecs:
             skip=skip,
             stop=len(chosen),
             wait_seconds=waits if asked.announced else 0.0,
-            lease=lease,
-            pinned=tracked.pinned,
             offload=offload,
             promote=offload and self._stores and asked.store and self._instance.shared is None,
             prefix=tracked.keys[:first] if offload else [],
             residents=answer.residents_of(first, stop) if answer is not None else {},
-            number=number,
-        )
-
-    def lost(
-        self,
-        request_id: str,
-        tracked: Tracked | None,
-        rows: Sequence[list[int]],
-        external: int,
-        number: int,
-    ) -> LoadSpec:
-        """A load of `external` tokens that could not be described: workers load nothing and report
-        it as failed.
-
-        tracked: the request's, if it is known.
-        """
-        local = tracked.local // self._block if tracked is not None else 0
-        chosen, first, stop = rows[0], local, min(local - (-external // self._block), len(rows[0]))
-        if self._several is not None:
-            chosen = [block for row in rows for block in row if block != groups.NULL]
-            first, stop = 0, len(chosen)
-        return LoadSpec(
-            request_id=request_id,
-            keys=[],
-            blocks=chosen,
-            skip=first,
-            stop=stop,
-            lease=tracked.answer.lease
-            if tracked is not None and tracked.answer is not None
-            else None,
-            pinned=tracked is not None and tracked.pinned,
-            lost=True,
-            number=number,
         )

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from vcache_backend.metadata_server.messages import of_rank
 from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.transfer import load as transfer
-from vcache_backend.transfer.leases import FOREIGN, Lease
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.resident import ResidentChunk
 from vcache_backend.transfer.session import Session
@@ -34,22 +33,16 @@ class Attached(NamedTuple):
 class Loading(transfer.Load):
     """The load of one request's blocks."""
 
-    def __init__(self, worker: Attached, spec: LoadSpec, mark: Mark, patience: float) -> None:
-        """mark: a point in the model's stream behind all work of the blocks' earlier owners.
-        patience: seconds, see `Lease`.
-        """
-        session, held, lease = worker.session, spec.lease, None
+    def __init__(self, worker: Attached, spec: LoadSpec, mark: Mark) -> None:
+        """mark: a point in the model's stream behind all work of the blocks' earlier owners."""
+        session = worker.session
         keys = of_rank(spec.keys, session.rank)
-        if held is not None:
-            own = held.locations[session.rank :: held.ranks][: len(keys)]
-            lease = Lease(held.id, keys, own, held.deadline, held.seconds, FOREIGN, patience)
         super().__init__(
             session,
             BlockPlaces(
                 worker.kv, session.chunk_size, spec.blocks, worker.block_size, spec.skip, spec.stop
             ),
             keys,
-            lease=lease,
             mark=mark,
             wait_seconds=spec.wait_seconds,
             offload=spec.offload,

@@ -1,6 +1,4 @@
-"""A worker's loads: an asynchronous one runs beside the model until it is over, a synchronous one
-is part of its step.
-"""
+"""A worker's loads. Each runs beside the model until it is over."""
 
 from __future__ import annotations
 
@@ -20,19 +18,15 @@ from .stores import Stores
 
 log = logging.getLogger("vllm.vcache")
 
-IDLE_SECONDS = 0.002
-"""How long a step without a model run waits for a load. A request that arrives meanwhile waits as
-long.
+IDLE_SECONDS, COPY_SECONDS = 0.002, 0.02
+"""How long a step without a model run waits for a load to go on, and for the end of one whose last
+copy is under way. vLLM sleeps after each such step, so an end that the step itself sees spares the
+request a step and a sleep. A request that arrives meanwhile waits as long.
 """
-SYNCHRONOUS_SECONDS = 30.0
-"""How long a step waits for a load that it needs, at most. A copy takes a thousandth of that."""
 
 
 class Loads:
-    """All loads of one worker. In its main thread, in the order of vLLM's steps.
-
-    unsafe: why the tokens of the last step may be wrong in a way that vLLM would not mend; empty if
-    they are right."""
+    """All loads of one worker. In its main thread, in the order of vLLM's steps."""
 
     def __init__(
         self, model: ModelSpec, several: bool, report: Reporter, stores: Stores, meter: Meter
@@ -47,18 +41,21 @@ class Loads:
             stores,
             meter,
         )
-        self._asynchronous: list[Loading] = []
-        self._synchronous: list[Loading] = []
+        self._under_way: list[Loading] = []
         self._lost: list[LoadSpec] = []
         self._invalid: set[int] = set()
         self._failed: set[str] = set()
-        self.unsafe = ""
 
     # ---- a step
 
+    @property
+    def over(self) -> bool:
+        """Whether vLLM waits for no load of this worker."""
+        return not self._under_way and not self._lost
+
     def expect(self, specs: Iterable[LoadSpec]) -> None:
         """The step wants these loads. From here on each one's end is reported, whatever happens:
-        vLLM waits for it or counts on it.
+        vLLM waits for it.
         """
         self._lost += specs
 
@@ -70,83 +67,38 @@ class Loads:
         mark = worker.session.copier.mark() if specs else None
         for spec in specs:
             assert mark is not None
-            loading = Loading(
-                worker, spec, mark, 0.0 if self._model.recomputes else SYNCHRONOUS_SECONDS
-            )
-            (self._synchronous if spec.synchronous else self._asynchronous).append(loading)
+            self._under_way.append(Loading(worker, spec, mark))
             self._lost.remove(spec)
-        for loading in self._asynchronous:
+        for loading in self._under_way:
             if loading.spec.request_id in meta.found:
                 loading.found(unpacked(meta.found[loading.spec.request_id]))
             if loading.spec.request_id in meta.cancelled:
                 loading.cancel()
 
-    def begin_copies(self) -> None:
-        """Launch the copies of the synchronous loads before vLLM asks for them."""
-        for loading in self._synchronous:
-            loading.advance()
-
-    def follow(self) -> None:
-        """Launch the step's synchronous loads, and make the model's stream wait for them."""
-        for loading in self._synchronous:
-            # A load that was launched ahead needs no second look here: `settle` asks for its
-            # verdict.
-            if not loading.launched:
-                loading.advance()
-            loading.follow()
-
-    def settle(self) -> None:
-        """Wait for the synchronous loads of the step that just ran. Launches nothing more: the
-        model has read the blocks.
-        """
-        deadline = time.monotonic() + SYNCHRONOUS_SECONDS
-        while self._synchronous:
-            # The load stays in the list until its verdict is noted: if this raises in `store`,
-            # `invalid` tries again.
-            loading = self._synchronous[0]
-            loading.hold()
-            while not loading.advance():
-                if time.monotonic() > deadline:
-                    loading.abandon()
-                    break
-                loading.wait(IDLE_SECONDS)
-            self._note(loading)
-            if loading.invalid:
-                self._synchronous_failed(loading.spec)
-            del self._synchronous[0]
-
     def finished(self, idle: bool) -> set[str]:
-        """Requests whose asynchronous load is over, successful or not. Advances the others.
+        """Requests whose load is over, successful or not. Advances the others.
 
-        idle: the step runs no model, so it waits up to `IDLE_SECONDS` for a load to end.
+        idle: the step runs no model, so it waits for a load to end, within bounds.
         """
         done = self._advance() | self._give_up()
         began = time.monotonic()
-        while idle and self._asynchronous and not done:
-            first = self._asynchronous[0]
-            if time.monotonic() > began + IDLE_SECONDS:
+        while idle and self._under_way and not done:
+            first = self._under_way[0]
+            if time.monotonic() > began + (COPY_SECONDS if first.launched else IDLE_SECONDS):
                 break
             first.wait(IDLE_SECONDS)
             done = self._advance()
         return done
 
-    def unfilled(self) -> set[int]:
-        """Blocks that a load should have filled by now and has not, vLLM's numbers."""
-        return self._invalid.union(*(spec.wanted for spec in self._lost))
-
     def invalid(self) -> set[int]:
-        """Blocks that loads did not fill, since the last call, vLLM's numbers; none where failures
-        are told by request.
-
-        Waits for the synchronous loads.
-        """
-        self.settle()
-        found, self._invalid = self._invalid, set()
-        return found if not self._several else set()
+        """Blocks that loads did not fill, since the last call, vLLM's numbers. See `failed`."""
+        invalid, self._invalid = self._invalid, set()
+        return invalid
 
     def failed(self) -> set[str]:
-        """Requests whose asynchronous load failed since the last call; none where failures are told
-        by block.
+        """Requests whose load failed since the last call, to be computed from the start: loads that
+        never began and, with several block tables, all others. For the rest `invalid` names the
+        blocks, and vLLM keeps those before them.
         """
         failed, self._failed = self._failed, set()
         return failed
@@ -154,41 +106,39 @@ class Loads:
     # ---- the end
 
     def stop(self, deadline: float) -> None:
-        """vLLM takes the KV cache's memory away: cancel the asynchronous loads, and abandon those
-        that still run at `deadline`.
+        """vLLM takes the KV cache's memory away: cancel the loads, and abandon those that
+        still run at `deadline`.
         """
-        for loading in self._asynchronous:
+        for loading in self._under_way:
             loading.cancel()
-        for loading in self._asynchronous:
+        for loading in self._under_way:
             while not loading.advance() and time.monotonic() < deadline:
                 loading.wait(IDLE_SECONDS)
             loading.abandon()
             # vLLM still waits for its end, and its bytes are gone in any case.
             self._lost.append(loading.spec)
-        self._asynchronous.clear()
+        self._under_way.clear()
 
     def close(self, deadline: float) -> None:
-        """Cancel the asynchronous loads, and let copies under way end until `deadline`
-        (time.monotonic).
-        """
-        for loading in self._asynchronous:
+        """Cancel the loads, and let copies under way end until `deadline` (time.monotonic)."""
+        for loading in self._under_way:
             loading.cancel()
-        while self._asynchronous and time.monotonic() < deadline:
+        while self._under_way and time.monotonic() < deadline:
             self._advance(closing=True)
-            for loading in self._asynchronous[:1]:
+            for loading in self._under_way[:1]:
                 loading.wait(IDLE_SECONDS)
 
     # ---- inside
 
     def _advance(self, closing: bool = False) -> set[str]:
         over = set()
-        for loading in list(self._asynchronous):
+        for loading in list(self._under_way):
             if loading.advance():
-                self._asynchronous.remove(loading)
+                self._under_way.remove(loading)
                 try:
                     self._note(loading)
                     if loading.spec.promote and not loading.cause and not closing:
-                        self._stores.promote(loading, loading.spec, self._invalid)
+                        self._stores.promote(loading, loading.spec)
                     over.add(loading.spec.request_id)
                 except Exception:  # vLLM waits for the end of this one too
                     log.exception("vcache: a load's end could not be noted, so it counts as failed")
@@ -196,37 +146,23 @@ class Loads:
         return over
 
     def _give_up(self) -> set[str]:
-        """Report the loads that never began as failed. The requests of those that are
-        asynchronous.
-        """
+        """Report the loads that never began as failed. Their requests."""
         lost, self._lost = self._lost, []
         for spec in lost:
             self._report.failed.add(spec.request_id)
-            self._invalid |= set(spec.wanted)
-            self._note_failed(spec)
-            self._say(spec, None)
-            if spec.synchronous:
-                self._report.read.add(spec.number)
-                self._synchronous_failed(spec)
-        return {spec.request_id for spec in lost if not spec.synchronous}
-
-    def _note_failed(self, spec: LoadSpec) -> None:
-        if self._several and not spec.synchronous:
             self._failed.add(spec.request_id)
-
-    def _synchronous_failed(self, spec: LoadSpec) -> None:
-        if not self._model.recomputes:
-            self.unsafe = f"a load of request {spec.request_id} failed that its step had counted on"
+            self._say(spec, None)
+        return {spec.request_id for spec in lost}
 
     def _note(self, loading: Loading) -> None:
         """Report a load that is over, and count it."""
         invalid, name = loading.invalid, loading.spec.request_id
-        if loading.spec.synchronous:
-            self._report.read.add(loading.spec.number)
         if invalid:
             self._report.failed.add(name)
-            self._invalid |= set(invalid)
-            self._note_failed(loading.spec)
+            if self._several:
+                self._failed.add(name)
+            else:
+                self._invalid |= set(invalid)
         self._say(loading.spec, loading)
         with suppress(Exception):  # a number too few
             if loading.stats.tokens.total() or not loading.cause:

@@ -1,35 +1,28 @@
-"""Look-ups and leases: which of a request's chunks the pool and the offload tier have. In the
+"""Look-ups: which of a request's chunks the pool, other instances and the offload tier have. In the
 scheduler's thread.
 
 `send` asks when a request arrives, while the scheduler does other work; `find` reads that answer,
-or asks itself. An answer is used for `FRESH_SECONDS`, one with a lease for half of the lease."""
+or asks itself. An answer is used for `FRESH_SECONDS`."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 from math import inf
 from time import monotonic, perf_counter
-
-import msgspec
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.channel import Sent
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import (
-    GRACE_SECONDS,
     ChunkKey,
     Count,
     Found,
-    Leased,
     of_ranks,
 )
 from vcache_backend.transfer.keys import adapter_digest, state_keys
 
 from .adapters import Adapters
 from .introduction import Introduction
-from .metadata import HeldLease, LoadSpec
 from .replicas import Replica
 from .request_params import NOTHING
 from .stats import Meter
@@ -40,10 +33,6 @@ log = logging.getLogger("vllm.vcache")
 AHEAD_SECONDS = 0.05
 """How long after it was sent a question's answer is still read: chunks stored since are not in
 it.
-"""
-AGED_SECONDS = GRACE_SECONDS / 2
-"""A lease older than this is renewed before vLLM counts on it: past the grace the copy's verdict
-needs the server, which may be gone.
 """
 
 
@@ -74,105 +63,43 @@ class Lookups:
             tracked.keys += self._instance.keys.keys(request.block_hashes, known, whole, adapter)
         return True
 
-    def send(self, tracked: Tracked, stop: int, lease: bool) -> None:
-        """Ask for the chunks [0, stop), whose keys are known; `find` reads the answer. lease: take
-        a lease on them, too.
-        """
+    def send(self, tracked: Tracked, stop: int) -> None:
+        """Ask for the chunks [0, stop), whose keys are known; `find` reads the answer."""
         client, started = self._instance.client, perf_counter()
         if client is None or tracked.question is not None:
             return
         at, keys = monotonic(), tracked.keys[:stop]
         try:
-            sent = (
-                client.send_acquire(keys, self._instance.ranks)
-                if lease and not self._parts
-                else self._send(client, keys)
-            )
+            sent = self._send(client, keys)
         except VCacheError as error:
             log.debug("look-up: %s", error)
             return
         if sent is not None:
             tracked.question = Question(sent, stop, at, perf_counter() - started)
 
-    def find(self, tracked: Tracked, first: int, whole: int, lease: bool) -> Answer:
+    def find(self, tracked: Tracked, first: int, whole: int) -> Answer:
         """What can be loaded of the chunks [first, whole), whose keys are known. No hits if the
         server does not answer.
-
-        lease: the load may be synchronous, so lease the chunks now. If the answer has no lease all
-        the same (a worker cannot read all of them at once), the load is asynchronous."""
+        """
         question = tracked.question
         if question is not None and question.at + AHEAD_SECONDS > monotonic():
             self._read(tracked, question)
-        answer = tracked.answer
-        # With states, only the look-up tells where a hit can end: the lease is taken after it.
-        at_once = lease and not self._parts
-        if answer is None or not answer.counts(
-            first, at_once or (lease and answer.lease is not None)
-        ):
-            self.drop(tracked)
-            answer = self._ask(tracked, first, whole, at_once)
-        elif not lease:
-            self.drop(tracked)
-        if lease and not at_once and answer.lease is None and answer.hits > first:
-            self._hold(tracked, answer)
-        self._renew(tracked, answer)
+        answer, tracked.question = tracked.answer, None
+        if answer is None or not answer.counts(first):
+            answer = self._ask(tracked, first, whole)
         self._count(tracked, answer, first, whole)
         return answer
 
     def look(self, tracked: Tracked, first: int, whole: int) -> Answer:
-        """Ask now, without a lease, for chunks that another instance may still be computing. Not
-        counted in the metrics.
+        """Ask now for chunks that another instance may still be computing. Not counted in the
+        metrics.
         """
-        return self._ask(tracked, first, whole, lease=False)
+        return self._ask(tracked, first, whole)
 
     def gone(self, instance: bytes) -> bool:
         """Whether this instance's KV cache can no longer be read. Takes some microseconds."""
         tables = self._instance.tables
         return tables is None or tables.view(instance) is None
-
-    def pin(self, tracked: Tracked, answer: Answer, first: int) -> bool:
-        """Pin the answer's chunks from `first` on for a synchronous load, so that their owners keep
-        them. False if it cannot be: not all of them lie in KV caches that the workers have mapped,
-        or an owner has lost some."""
-        pinning, mapped, shared = (
-            self._instance.pinning,
-            self._instance.mapped,
-            self._instance.shared,
-        )
-        residents = answer.residents_of(first, answer.hits)
-        if pinning is None or shared is None or len(residents) < answer.hits - first:
-            return False
-        if not all(one[0] in mapped for one in residents.values()):
-            return False
-        return pinning.pin(tracked.request.request_id, shared.read(residents))
-
-    def unpin(self, names: AbstractSet[str]) -> None:
-        """Release the pins of these requests: their synchronous loads are over, or will not
-        come.
-        """
-        if names and self._instance.pinning is not None:
-            self._instance.pinning.release(names)
-
-    def over(self, loads: Sequence[LoadSpec]) -> None:
-        """All workers are done with these synchronous loads: release their pins and leases."""
-        self.unpin({load.request_id for load in loads if load.pinned})
-        for load in loads:
-            if load.lease is not None and self._instance.sender is not None:
-                self._instance.sender.release(load.lease.id)
-
-    def drop(self, tracked: Tracked) -> None:
-        """End the request's lease, which no load uses, and the one that a question under way may
-        bring. In the background.
-        """
-        question, answer, sender = tracked.question, tracked.answer, self._instance.sender
-        tracked.question = None
-        if sender is None:
-            return
-        if question is not None and question.sent.kind is Leased:
-            sender.release_asked(question.sent)
-        if answer is not None and answer.lease is not None:
-            sender.release(answer.lease.id)
-            answer.lease = None
 
     # ---- inside
 
@@ -193,16 +120,14 @@ class Lookups:
                 "look-up %s: %d of %d chunks", tracked.request.request_id, found, whole - first
             )
 
-    def _ask(self, tracked: Tracked, first: int, whole: int, lease: bool) -> Answer:
+    def _ask(self, tracked: Tracked, first: int, whole: int) -> Answer:
         client, started, at = self._instance.client, perf_counter(), monotonic()
         tracked.answer = None
         if client is None:
             return NO_ANSWER
         keys = tracked.keys[first:whole]
         try:
-            reply = (
-                client.acquire(keys, self._instance.ranks) if lease else self._look_up(client, keys)
-            )
+            reply = self._look_up(client, keys)
         except VCacheError as error:
             return self._failed(error)
         return self._answered(tracked, first, whole, reply, at, started)
@@ -213,7 +138,6 @@ class Lookups:
         try:
             reply = question.sent.answer()
         except VCacheError as error:
-            # The answer may still come: `drop` then ends its lease.
             self._failed(error)
             return
         tracked.question = None
@@ -251,7 +175,7 @@ class Lookups:
         tracked: Tracked,
         first: int,
         stop: int,
-        reply: Found | Leased | int,
+        reply: Found | int,
         at: float,
         started: float,
     ) -> Answer:
@@ -262,7 +186,7 @@ class Lookups:
         if isinstance(reply, Found):
             found, residents = self._chosen(reply, first)
         else:
-            found = reply if isinstance(reply, int) else len(reply.locations) // instance.ranks
+            found = reply
         if self._parts and found:
             found = self._with_state(tracked.keys[first : first + found])
         pooled = hits = first + found
@@ -274,11 +198,8 @@ class Lookups:
         ):
             hits = first + instance.offload.extend(instance.client, tracked.keys[first:stop], found)
         answer = tracked.answer = Answer(
-            first, hits, pooled, at, perf_counter() - started, residents=residents
+            first, hits, pooled, at, perf_counter() - started, residents
         )
-        if isinstance(reply, Leased):
-            # No lease covers chunks in the offload tier.
-            self._lease(tracked, answer, reply, at, hits - first)
         return answer
 
     def _with_state(self, keys: list[ChunkKey]) -> int:
@@ -299,45 +220,6 @@ class Lookups:
         return next(
             (end // each for end in range(len(there), 0, -each) if all(there[end - each : end])), 0
         )
-
-    def _hold(self, tracked: Tracked, answer: Answer) -> None:
-        """Take one lease on all chunks of the answer and on the state at their end, or none."""
-        instance, at, keys = self._instance, monotonic(), tracked.keys[answer.first : answer.hits]
-        keys += state_keys(keys[-1:], self._parts)
-        try:
-            if instance.client is not None:
-                self._lease(
-                    tracked, answer, instance.client.acquire(keys, instance.ranks), at, len(keys)
-                )
-        except VCacheError as error:
-            self._failed(error)
-
-    def _renew(self, tracked: Tracked, answer: Answer) -> None:
-        """Renew a lease older than `AGED_SECONDS`; drop it if that fails."""
-        client, held, at = self._instance.client, answer.lease, monotonic()
-        if held is None or at < held.deadline - held.seconds + AGED_SECONDS:
-            return
-        try:
-            if client is not None and client.renew(held.id):
-                answer.lease = msgspec.structs.replace(held, deadline=at + held.seconds)
-                return
-        except VCacheError as error:
-            self._failed(error)
-        self.drop(tracked)
-
-    def _lease(
-        self, tracked: Tracked, answer: Answer, reply: Leased, at: float, wanted: int
-    ) -> None:
-        """Give the answer this lease, but drop it if it covers fewer than `wanted` chunks or a
-        segment that a worker cannot read.
-        """
-        ranks, there = self._instance.ranks, {location.segment for location in reply.locations}
-        if reply.lease:
-            answer.lease = HeldLease(
-                reply.lease, reply.locations, at + reply.seconds, reply.seconds, ranks
-            )
-            if len(reply.locations) < wanted * ranks or not there <= self._instance.readable:
-                self.drop(tracked)
 
     def _chosen(self, reply: Found, first: int) -> tuple[int, dict[int, Replica]]:
         """How many leading chunks can be loaded, and those read in place, by number. first: the

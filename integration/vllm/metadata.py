@@ -11,24 +11,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from vcache_backend.metadata_server.messages import ChunkKey, Location, SegmentId
+from vcache_backend.metadata_server.messages import ChunkKey, SegmentId
 from vcache_backend.vram_pool.devices import Where
 
 from .model_spec import ShardSpec
-
-
-class HeldLease(msgspec.Struct, frozen=True):
-    """A lease that the scheduler takes, and ends, for all workers.
-
-    locations: all `ranks` parts of a chunk, chunk by chunk; parts of one incomplete chunk may
-    follow. deadline: by time.monotonic, which all processes of a node share; `seconds` after the
-    lease was asked for."""
-
-    id: int
-    locations: list[Location]
-    deadline: float
-    seconds: float
-    ranks: int = 1
 
 
 class Link(msgspec.Struct, frozen=True):
@@ -53,58 +39,41 @@ def _unpacked(kind: type[_Spec], data: bytes) -> _Spec:
     return msgspec.msgpack.decode(data, type=kind)
 
 
-class LoadSpec(_Spec, frozen=True, kw_only=True):
+class LoadSpec(_Spec, frozen=True):
     """Blocks of one request to be filled from consecutive chunks of the pool.
 
     keys: rank 0's. blocks: vLLM's numbers, from the first block of the first chunk on; -1: not
     wanted. skip, stop: fill `blocks[skip:stop]`; vLLM's own cache has those before. wait_seconds:
-    how long to wait for chunks that are not there yet; 0: all are there. lease: the scheduler's, of
-    a synchronous load. pinned: a synchronous load whose chunks lie in KV caches that keep them
-    until it is over. offload: chunks that the pool lacks may be in the offload tier. promote: store
-    in the pool again what comes from there. prefix: the keys of all earlier chunks, if `offload`.
-    residents: by number within the load, the chunks that lie in another instance's KV cache: the
-    instance, its blocks and their generations, as published. lost: the scheduler could not describe
-    the load; load nothing and report that it failed. number: unique; workers report it when a
-    synchronous load is over."""
+    how long to wait for chunks that are not there yet; 0: all are there. offload: chunks that the
+    pool lacks may be in the offload tier. promote: store in the pool again what comes from there.
+    prefix: the keys of all earlier chunks, if `offload`. residents: by number within the load, the
+    chunks that lie in another instance's KV cache: the instance, its blocks and their generations,
+    as published. lost: the scheduler could not describe the load; load nothing and report that it
+    failed."""
 
     request_id: str
-    keys: list[ChunkKey]
-    blocks: list[int]
-    skip: int
-    stop: int
+    keys: list[ChunkKey] = []
+    blocks: list[int] = []
+    skip: int = 0
+    stop: int = 0
     wait_seconds: float = 0.0
-    lease: HeldLease | None = None
-    pinned: bool = False
     offload: bool = False
     promote: bool = False
     prefix: list[ChunkKey] = []
     residents: dict[int, tuple[bytes, bytes, bytes]] = {}
     lost: bool = False
-    number: int = 0
-
-    @property
-    def synchronous(self) -> bool:
-        """Whether the model run of its own step needs the load."""
-        return self.pinned or self.lease is not None
-
-    @property
-    def wanted(self) -> list[int]:
-        """The blocks to fill, vLLM's numbers."""
-        return [block for block in self.blocks[self.skip : self.stop] if block >= 0]
 
 
 class StoreSpec(_Spec, frozen=True):
     """Consecutive chunks of a request that this step completes, to be stored.
 
     keys: rank 0's. blocks: vLLM's numbers, those of all chunks in order. prefix: the keys of all
-    earlier chunks. before: the blocks of the earlier chunks, in a step that also loads: if a load
-    leaves one unfilled, nothing is stored."""
+    earlier chunks."""
 
     request_id: str
     keys: list[ChunkKey]
     blocks: list[int]
     prefix: list[ChunkKey]
-    before: list[int] = []
 
 
 class PublicationSpec(_Spec, frozen=True):
@@ -112,16 +81,14 @@ class PublicationSpec(_Spec, frozen=True):
     over.
 
     keys: rank 0's. blocks, generations: those of all chunks in order (vLLM's numbers), packed as in
-    `Publish`. sequence, epoch: see `Publish`. before: the blocks of the request up to the last
-    chunk, in a step that also loads. loaded: the request loaded or hit all of these chunks, so that
-    nobody waits for them."""
+    `Publish`. sequence, epoch: see `Publish`. loaded: the request loaded or hit all of these
+    chunks, so that nobody waits for them."""
 
     request_id: str
     keys: list[ChunkKey]
     blocks: bytes
     generations: bytes
     sequence: int
-    before: list[int] = []
     epoch: int = 0
     loaded: bool = False
 
@@ -137,8 +104,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     the name under which to show the KV cache to others, in a step that introduces; empty: do not
     show it. found: more `LoadSpec.residents`, by request, for loads that wait for chunks; an empty
     entry: no more will come. victims: chunks to save in the pool before their blocks are used
-    again. echo: report this number as that
-    of a load that is over with this step; 0: none."""
+    again. echo: report this number once this step's model run is over; 0: none."""
 
     loads: list[LoadSpec] = field(default_factory=list)
     stores: list[StoreSpec] = field(default_factory=list)
@@ -196,14 +162,13 @@ class LoadSpan(NamedTuple):
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """What the workers tell the scheduler after a step. It works under MultiConnector, too.
 
-    failed: requests whose loads failed, or that built on blocks of a load that failed. flushed: the
-    step's `flush`: every store so far has its reservation, so that a reset voids it. segments: by
-    worker's number, the segments that it can read and where they lie for it, if that changed or the
-    step introduces. mapped: by worker's number, the instances whose KV caches it can read,
-    likewise. read: the numbers of the synchronous loads that are over; all workers report one in
-    the same step. links: how workers reach the offload tier, if that changed. shards: by (pipeline
-    rank, tensor rank), what they hold, if the step asked. stored: by rank, the keys (rank 0's) of
-    what it has stored, if somebody wants KV events. spans: of every load that is over."""
+    failed: requests whose loads failed. flushed: the step's `flush`: every store so far has its
+    reservation, so that a reset voids it. segments: by worker's number, the segments that it can
+    read and where they lie for it, if that changed or the step introduces. echoes: the step's
+    `echo`; all workers report it in the same step. links: how workers reach the offload tier, if
+    that changed. shards: by (pipeline rank, tensor rank), what they hold, if the step asked.
+    stored: by rank, the keys (rank 0's) of what it has stored, if somebody wants KV events. spans:
+    of every load that is over."""
 
     failed: set[str] = field(default_factory=set)
     flushed: int = 0
@@ -211,8 +176,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     links: dict[int, Link] = field(default_factory=dict)
     shards: dict[tuple[int, int], Shard] = field(default_factory=dict)
     stored: dict[int, list[ChunkKey]] = field(default_factory=dict)
-    mapped: dict[int, frozenset[bytes]] = field(default_factory=dict)
-    read: set[int] = field(default_factory=set)
+    echoes: set[int] = field(default_factory=set)
     spans: list[LoadSpan] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
@@ -230,7 +194,6 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
             self.links | other.links,
             self.shards | other.shards,
             stored,
-            self.mapped | other.mapped,
-            self.read | other.read,
+            self.echoes | other.echoes,
             self.spans + other.spans,
         )

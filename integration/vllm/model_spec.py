@@ -31,7 +31,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     product of both sizes. unnamed_inputs: images and the like are told apart within one process
     only. new_weights: weights may change while it runs. named: the user has named the weights.
     block_size: tokens of the blocks that vLLM hands out. gpu_memory_utilization: None if it does
-    not apply. hash_algorithm: of vLLM's block hashes. recomputes: see `_recomputes`. extra: what
+    not apply. hash_algorithm: of vLLM's block hashes. extra: what
     else the bytes depend on, by name."""
 
     model: str
@@ -57,7 +57,6 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: float | None = None
     device_type: str = ""
     hash_algorithm: str = ""
-    recomputes: bool = True
     extra: dict[str, str] = {}
 
 
@@ -122,7 +121,6 @@ def read_model(vllm_config: Any, name: str = "") -> ModelSpec:
         device_type=device_type,
         block_size=cache.block_size,
         hash_algorithm=text(getattr(cache, "prefix_caching_hash_algo", "")),
-        recomputes=_recomputes(vllm_config),
         extra=extra(vllm_config),
     )
 
@@ -392,18 +390,6 @@ def layer_names(kv_caches: Mapping[str, Any] | None) -> str:
 def plain(dtype: object) -> str:
     """A torch dtype, or the name of one, without `torch.`."""
     return str(dtype).removeprefix("torch.")
-
-
-def _recomputes(vllm_config: Any) -> bool:
-    """Whether vLLM recomputes tokens correctly after a load failed in the very step that counted on
-    it.
-
-    Its V2 model runner does not take the failed tokens back, and with asynchronous scheduling the
-    next step is already under way: both silently give wrong tokens (vLLM issue #49250)."""
-    second = bool(getattr(vllm_config, "use_v2_model_runner", True))
-    return not second and not getattr(
-        getattr(vllm_config, "scheduler_config", None), "async_scheduling", False
-    )
 
 
 def _cache_dtype(name: object, model_dtype: object) -> str:

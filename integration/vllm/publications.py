@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,8 @@ from vcache_backend.metadata_server.messages import (
     Heard,
     InstanceId,
 )
-from vcache_backend.resident import pins
 from vcache_backend.resident.generations import Generations, GenerationView
 from vcache_backend.resident.tables import Tables
-from vcache_backend.transfer.resident import ResidentChunk
 
 from .duplicates import Duplicates
 from .hints import Hints
@@ -51,10 +49,6 @@ class Publications:
         self.blocks, self.each, self.sequence = blocks, each, 1
         self.epoch = self.heard = 0
         self.generations = Generations(self.instance, blocks)
-        self.pins = pins.Pins(self.generations) if pins.possible() else None
-        """The blocks that readers ask this instance not to hand out; None if this machine cannot
-        have pins.
-        """
         self.retract: Callable[[int], None] = lambda sequence: None
         """Called on a reset: publications with a lower sequence are void."""
         self._told: dict[ChunkKey, Lies] = {}
@@ -90,9 +84,7 @@ class Publications:
         self.duplicates = Duplicates(
             pool, self.generations, self.each, lambda instance: self.view(instance)
         )
-        self._pool = ResidentPool(
-            pool, self.generations, self._reset, self.pins, self.duplicates.give_way
-        )
+        self._pool = ResidentPool(pool, self.generations, self._reset, self.duplicates.give_way)
         self.hints = Hints(pool, self.generations, self.each)
 
     def reset(self) -> None:
@@ -123,15 +115,6 @@ class Publications:
     def choose(self, found: Found, tables: Tables) -> tuple[int, dict[int, Replica]]:
         """See `replicas.choose`."""
         return choose(found, tables, self.each)
-
-    def read(self, residents: Mapping[int, Replica]) -> list[ResidentChunk]:
-        """The blocks that a load of these chunks reads, one entry for each owner."""
-        lies: dict[bytes, tuple[list[bytes], list[bytes]]] = {}
-        for owner, blocks, generations in residents.values():
-            of_owner = lies.setdefault(owner, ([], []))
-            of_owner[0].append(blocks)
-            of_owner[1].append(generations)
-        return [ResidentChunk.unpacked(owner, *map(b"".join, both)) for owner, both in lies.items()]
 
     def loads(self, tracked: Tracked, first: int) -> None:
         """A load will fill the request's blocks from number `first` on; the request has them
@@ -176,18 +159,17 @@ class Publications:
         """The step is planned, and has got all its blocks: show others what it fills."""
         if self._pool is not None and self.hints is not None:
             self._fill()
-            self._pool.planned()
             self.hints.planned()
 
     def complete(
-        self, tracked: Tracked, first: int, ready: int, loads: bool, loaded: bool
+        self, tracked: Tracked, first: int, ready: int, loaded: bool
     ) -> list[PublicationSpec]:
         """What to publish of the request's chunks [first, ready) once the step that completes them
         is over.
 
         Leaves out chunks that were published already, and those behind a block that was handed out
-        or voided since the request got it. loads: the step loads, too. loaded: the request loaded
-        or hit all of these chunks."""
+        or voided since the request got it. loaded: the request loaded or hit all of these
+        chunks."""
         if self._pool is None or self._pool.broken:
             return []
         self._counts(tracked)
@@ -199,7 +181,6 @@ class Publications:
             for at in range(first * each, stop * each, each)
         ]
         fresh = self._fresh(tracked, enumerate(lies, first))
-        before = row[: stop * each].tolist() if loads else []
         for some in (fresh[at : at + MAX_PUBLISHED] for at in range(0, len(fresh), MAX_PUBLISHED)):
             blocks, stand = (b"".join(part) for part in zip(*(one for _, one in some), strict=True))
             made.append(
@@ -208,7 +189,6 @@ class Publications:
                     [tracked.keys[chunk] for chunk, _ in some],
                     blocks,
                     stand,
-                    before,
                     loaded,
                 )
             )
@@ -226,9 +206,6 @@ class Publications:
 
     def close(self) -> None:
         """Idempotent."""
-        pins, self.pins = self.pins, None
-        if pins is not None:
-            pins.close()
         self.generations.close()
 
     # ---- inside
@@ -281,14 +258,11 @@ class Publications:
         keys: list[ChunkKey],
         blocks: bytes,
         generations: bytes,
-        before: list[int],
         loaded: bool,
     ) -> PublicationSpec:
         self.sequence += 1
         name, sequence = tracked.request.request_id, self.sequence - 1
-        return PublicationSpec(
-            name, keys, blocks, generations, sequence, before, self.epoch, loaded
-        )
+        return PublicationSpec(name, keys, blocks, generations, sequence, self.epoch, loaded)
 
     def _void_all(self) -> None:
         (self.generations if self._pool is None else self._pool).void_all()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 
 from vcache_backend.metadata_server.messages import ChunkKey, SegmentId, of_rank
-from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.devices import Where
 
@@ -30,19 +29,15 @@ class Reporter:
         self._place, self.number, self._rank, self._events = place, number, rank, events
         self._session: Session | None = None
         self.refuse("it was given no KV caches")
-        self.failed, self.read, self.spans = set[str](), set[int](), list[LoadSpan]()
+        self.failed, self.echoes, self.spans = set[str](), set[int](), list[LoadSpan]()
         self.introduce, self.flushed = False, 0
         self._segments: dict[SegmentId, Where] = {}
         self._link = Link()
         self._stored: deque[ChunkKey] = deque(maxlen=MOST_STORED)
-        self._neighbours: Neighbours | None = None
-        self._mapped: frozenset[bytes] = frozenset()
 
-    def open(self, session: Session, shard: Shard, neighbours: Neighbours | None = None) -> None:
-        """The worker has joined the pool. neighbours: the KV caches that it reads in place; None if
-        it shares through the pool.
-        """
-        self._session, self._shard, self._neighbours = session, shard, neighbours
+    def open(self, session: Session, shard: Shard) -> None:
+        """The worker has joined the pool."""
+        self._session, self._shard = session, shard
         self._segments = self._readable()
         if self._events:
             session.on_stored.append(lambda keys: self._stored.extend(of_rank(keys, 0)))
@@ -57,14 +52,10 @@ class Reporter:
     def take(self) -> WorkerReport | None:
         """The report since the last call; None if there is nothing to say."""
         segments, link, introduce = self._readable(), self._reached(), self.introduce
-        mapped = self._neighbours.mapped if self._neighbours is not None else self._mapped
-        new_segments, new_link, new_mapped = (
-            introduce or segments != self._segments,
-            link != self._link,
-            mapped != self._mapped,
-        )
-        told = self.failed or self.read or self.spans or self.flushed or self._stored
-        if not (told or new_segments or new_link or new_mapped):
+        new_segments = introduce or segments != self._segments
+        new_link = link != self._link
+        told = self.failed or self.echoes or self.spans or self.flushed or self._stored
+        if not (told or new_segments or new_link):
             return None
         stored = [self._stored.popleft() for _ in range(len(self._stored))]
         report = WorkerReport(
@@ -74,19 +65,12 @@ class Reporter:
             {self.number: link} if new_link else {},
             {self._place: self._shard} if introduce else {},
             {self._rank: stored} if stored else {},
-            {self.number: mapped} if new_mapped else {},
-            self.read,
+            self.echoes,
             self.spans,
         )
-        self.read, self.spans = set(), []
-        self.failed, self.flushed, self._segments, self._link, self._mapped = (
-            set(),
-            0,
-            segments,
-            link,
-            mapped,
-        )
-        self.introduce = False
+        self.failed, self.echoes, self.spans = set(), set(), []
+        self._segments, self._link = segments, link
+        self.flushed, self.introduce = 0, False
         return report
 
     # ---- inside

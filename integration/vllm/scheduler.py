@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from itertools import dropwhile
 from typing import Any
@@ -27,6 +26,7 @@ from . import (
 from .awaited import Awaited
 from .completions import Completions
 from .events import Announcer
+from .foreign_loads import ForeignLoads
 from .introduction import Introduction
 from .leftovers import Leftovers
 from .load_specs import LoadSpecs
@@ -36,9 +36,7 @@ from .publications import Publications
 from .resets import Resets
 from .resident_pool import NUMBERS
 from .stats import Meter
-from .synchronous import SynchronousLoads, most_tokens
 from .tracked import NEVER, Tracked
-from .unconfirmed import Unconfirmed
 from .victims import Victims
 
 log = logging.getLogger("vllm.vcache")
@@ -70,7 +68,6 @@ class SchedulerSide:
         self._block = model.block_size
         self._per_chunk = self._size // self._block
         in_place = config.connector.share == "in_place"
-        self._recomputes = model.recomputes
         self._hash_block = compat.hash_block_size(vllm_config, kv_cache_config)
         self._hashes = self._size // self._hash_block
         refused = compat.refusal(vllm_config, kv_cache_config, model, config)
@@ -78,11 +75,6 @@ class SchedulerSide:
         self._groups = groups.read(kv_cache_config, self._size) if several else None
         """None if all layers attend to all tokens and share one block table."""
         self._parts = self._groups.parts if self._groups is not None else 0
-        self.states = self._parts > 0
-        """Whether layers keep states (Mamba): vLLM copies these between blocks before a model run,
-        over what was loaded by then.
-        """
-        below = most_tokens(vllm_config, config, model, several)
         self._tables = len(kv_cache_config.kv_cache_groups)
         if self._groups is not None:
             self._block = self._groups.block
@@ -103,7 +95,6 @@ class SchedulerSide:
             config, model, self._hash_block, refused, self.publications, name
         )
         self.lookups = Lookups(self.instance, self._size, meter, self._parts)
-        self._synchronous = SynchronousLoads(below, model.recomputes, self._size, self.instance)
         self._specs = LoadSpecs(
             config, stores, self._groups, self._block, self._parts, self.instance
         )
@@ -129,9 +120,7 @@ class SchedulerSide:
         self.prefix_cache: Any = None
         """vLLM's `BlockPool`, once it is known."""
         self._requests: dict[str, Tracked] = {}
-        self._unconfirmed = Unconfirmed(self.lookups)
-        self._pinned: set[str] = set()
-        """Requests whose synchronous loads in the step being planned read pinned blocks."""
+        self._foreign = ForeignLoads()
         self._loads: list[LoadSpec] = []
         self._cancelled: set[str] = set()
 
@@ -165,50 +154,36 @@ class SchedulerSide:
         ):
             return
         if self.lookups.name(tracked, whole):
-            self.lookups.send(
-                tracked, whole, self._synchronous.leases_ahead(tracked, tokens, self._requests)
-            )
+            self.lookups.send(tracked, whole)
 
     def matched(self, request: Any, local: int) -> tuple[int | None, bool]:
         """How many tokens can be loaded after the first `local`, which vLLM has itself, and whether
-        that load is asynchronous.
+        there are any: each load is asynchronous.
 
         None in place of a number: ask again in the next step.
         """
-        if self.instance.waits() or (self._recomputes and self._builds_on_load(request, local)):
+        if self.instance.waits():
             return None, False
         self._resets.learn()
         tracked = self._track(request)
         tracked.local, tracked.supplied, tracked.loaded = local, local, NEVER
-        tokens, synchronous = self._matched(tracked, local)
-        if tokens is None:
-            return None, False
+        tokens = self._matched(tracked, local)
         if self._spans is not None:
             self._spans.looked_up(tracked, local, tokens)
-        tracked.pinned = synchronous and self.publications is not None
-        if tracked.pinned:
-            self._pinned.add(request.request_id)
-        if synchronous:
-            self._synchronous.promise(tokens)
-        else:
-            self.lookups.drop(tracked)
-        return tokens, tokens > 0 and not synchronous
+        return tokens, tokens > 0
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         """vLLM has reserved `blocks` for the request: load `external` tokens into them."""
         tracked, rows = self._requests[request.request_id], blocks.get_block_ids()
         tracked.supplied = tracked.local + external
-        load = self._specs.of(tracked, rows, self._unconfirmed.number())
-        first, answer = tracked.local // self._size, tracked.answer
-        hints.tell(self.instance.sender, tracked.keys, first, load.residents)
+        load, first = self._specs.of(tracked, rows), tracked.local // self._size
+        hints.tell(self.instance.courier, tracked.keys, first, load.residents)
         self._stands(tracked, load, rows, first)
         if self._spans is not None:
-            self._spans.loading(tracked, external, load.synchronous)
+            self._spans.loading(tracked, external)
         # Last: if anything before raises, `lost` describes this load to the workers instead.
         self._loads.append(load)
-        tracked.loading = not load.synchronous
-        if answer is not None:
-            answer.lease = None
+        tracked.loading = True
 
     def hit_sources(self, request: Any, external: int) -> dict[str, int]:
         """The tokens of the request's last load, by where they lay: see `hit_sources.split`."""
@@ -228,45 +203,38 @@ class SchedulerSide:
             )
         )
 
-    def lost(self, request: Any, blocks: Any, external: int) -> None:
-        """`allocated` raised, but vLLM counts on the load: have the workers report that it
+    def lost(self, request: Any) -> None:
+        """`allocated` raised, but vLLM waits for the load: have the workers report that it
         failed.
         """
-        tracked, number = self._requests.get(request.request_id), self._unconfirmed.number()
-        self._loads.append(
-            self._specs.lost(request.request_id, tracked, blocks.get_block_ids(), external, number)
-        )
+        self._loads.append(LoadSpec(request.request_id, lost=True))
 
-    def begin(self, output: Any) -> StepMetadata:
-        """The metadata of the step that `output` describes, with the loads that begin in it."""
-        loads, self._loads = self._loads, []
-        self._unconfirmed.begin(loads, self._requests)
-        cancelled, self._cancelled = self._cancelled, set()
-        self._synchronous.begin(output.num_scheduled_tokens)
-        self.lookups.unpin(self._pinned - {load.request_id for load in loads})
-        self._pinned = set()
-        fresh, idle = [load.blocks for load in loads], not output.total_num_scheduled_tokens
-        introduce = self.instance.keys is None and not self.instance.over
-        name = self.publications.instance if introduce and self.publications is not None else b""
-        flush = self._resets.flushes()
-        return StepMetadata(loads, [], fresh, cancelled, flush, idle, False, introduce, name)
+    def begin(self, meta: StepMetadata) -> None:
+        """Move the loads that begin in the step being planned to its metadata. Never raises."""
+        meta.loads, self._loads = self._loads, []
 
-    def add_stores(self, output: Any, meta: StepMetadata) -> None:
-        """Add to `meta` what the step stores, which blocks get a new owner, and chunks found since
-        for loads that wait.
+    def plan(self, output: Any, meta: StepMetadata) -> None:
+        """Add to `meta` the rest of the step that `output` describes: what it stores, which blocks
+        get a new owner, and chunks found since for loads that wait.
         """
+        meta.cancelled, self._cancelled = self._cancelled, set()
+        meta.fresh = [load.blocks for load in meta.loads]
+        meta.idle = not output.total_num_scheduled_tokens
+        meta.introduce = self.instance.keys is None and not self.instance.over
+        if meta.introduce and self.publications is not None:
+            meta.instance = self.publications.instance
+        meta.flush = self._resets.flushes()
         self._resets.learn()
         meta.found = {} if self._resets.clearing else self._awaited.found(meta.idle)
-        meta.echo = self._unconfirmed.others(output, self._requests)
-        unsure = self._unconfirmed.blocks(self._groups is not None, self.instance.workers)
-        self._completions.plan(output, self._requests, meta, unsure)
+        meta.echo = self._foreign.begin(output, self._requests)
+        self._completions.plan(output, self._requests, meta, self._foreign.blocks())
         if self.publications is not None:
             self.publications.planned()
         if self.victims is not None:
             self.victims.plan(meta)
 
     def stop_stores(self, meta: StepMetadata) -> None:
-        """`add_stores` raised: store nothing more of the present requests, since their blocks are
+        """`plan` raised: store nothing more of the present requests, since their blocks are
         no longer known.
         """
         meta.stores, meta.publications, meta.victims, meta.opaque = [], [], None, True
@@ -296,7 +264,6 @@ class SchedulerSide:
                 self._cancelled.add(request.request_id)
             elif self.publications is not None and self.publications.duplicates is not None:
                 self.publications.duplicates.finished(tracked, self._block)
-            self.lookups.drop(tracked)
 
     def reset(self) -> bool:
         """See `Resets.reset`."""
@@ -324,8 +291,7 @@ class SchedulerSide:
 
     def _drop_answers(self) -> None:
         for tracked in self._requests.values():
-            self.lookups.drop(tracked)
-            tracked.answer = None
+            tracked.question = tracked.answer = None
 
     def _outdate(self) -> None:
         if self.publications is None:
@@ -369,17 +335,15 @@ class SchedulerSide:
             log.warning("request %s is served uncached: %s", request.request_id, error)
             return request_params.NOTHING
 
-    def _matched(self, tracked: Tracked, local: int) -> tuple[int | None, bool]:
-        """Tokens after the first `local` that can be loaded, and whether that load is synchronous.
-        None: ask again.
-        """
+    def _matched(self, tracked: Tracked, local: int) -> int:
+        """How many tokens after the first `local` can be loaded."""
         if (
             not tracked.loads
             or self._resets.clearing
             or local % self._block
             or not self.instance.open()
         ):
-            return 0, False
+            return 0
         request, size, least = tracked.request, self._size, self._least
         most, whole = self._most(request), len(request.block_hashes) // self._hashes
         if self._groups is not None:
@@ -388,34 +352,12 @@ class SchedulerSide:
             whole = min(whole, most // size)
         tokens = min(whole * size, most) - local
         if tokens < least or not self.lookups.name(tracked, whole):
-            return 0, False
+            return 0
         if tracked.params.announced:
-            return tokens, False
-        fits, in_place = (
-            self._synchronous.fits(tracked, tokens, self._requests),
-            self.publications is not None,
-        )
-        fits = fits and self._has_room(request)
-        answer = self.lookups.find(tracked, local // size, whole, fits and not in_place)
+            return tokens
+        answer = self.lookups.find(tracked, local // size, whole)
         external = min(answer.hits * size, most) - local
-        if external < least:
-            return 0, False
-        synchronous = (
-            self.lookups.pin(tracked, answer, local // size)
-            if fits and in_place
-            else answer.lease is not None
-        )
-        return external, synchronous
-
-    def _has_room(self, request: Any) -> bool:
-        """Whether vLLM has all blocks that a synchronous load may take. With states vLLM reckons
-        one block too few, and its scheduler raises if that one is missing (seen in 0.32)."""
-        if self._groups is None or not self.states:
-            return True
-        pool = self.prefix_cache
-        return pool is not None and bool(
-            pool.get_num_free_blocks() >= self._groups.most_blocks(request.num_tokens)
-        )
+        return external if external >= least else 0
 
     def _stands(self, tracked: Tracked, load: LoadSpec, rows: Any, first: int) -> None:
         """Note which chunks need no store because a load brings them. first: number of the load's
@@ -448,13 +390,9 @@ class SchedulerSide:
         return int(request.num_tokens - 1) // whole * whole
 
     def _note(self, report: WorkerReport, invalid: AbstractSet[int]) -> None:
-        # Including requests that ended while their step ran: vLLM's prefix cache still has the
-        # blocks that they should have filled.
-        known, lost = self._unconfirmed.over(report.read, invalid)
-        known |= self._requests
-        for tracked in (known[request_id] for request_id in report.failed & known.keys()):
-            if not tracked.loading and self._groups is None:
-                lost.update(tracked.rows[0][tracked.local // self._block :])
+        lost = self._foreign.over(report.echoes, invalid)
+        for request_id in report.failed & self._requests.keys():
+            tracked = self._requests[request_id]
             tracked.loads = False
             if self.publications is None:
                 # With several groups vLLM recomputes from the start.
@@ -465,36 +403,20 @@ class SchedulerSide:
                 self._completions.stored(tracked, 0)
                 self.publications.forget(tracked, tracked.local // self._block)
         if lost and self.prefix_cache is not None:
-            self._evict(lost, known.values())
-        self.instance.reads(report.segments, report.mapped)
+            self._evict(lost)
+        self.instance.reads(report.segments)
         self.instance.note(report.shards, report.links)
         if self.instance.announcer is not None:
             self.instance.announcer.note(report.stored)
         self._resets.note(report)
 
-    def _builds_on_load(self, request: Any, local: int) -> bool:
-        """Whether vLLM's prefix cache would let this request build on blocks that another request's
-        load fills in this step.
-
-        If that load fails, vLLM recomputes the blocks for the first request only and goes on with
-        the second one, even if the first has ended by then or not come that far."""
-        first = [
-            self._requests[load.request_id]
-            for load in self._loads
-            if load.synchronous and load.request_id in self._requests
-        ]
-        return any(
-            local > one.local
-            and request.block_hashes[at := one.local // self._block] == one.request.block_hashes[at]
-            for one in first
-        )
-
-    def _evict(self, lost: set[int], requests: Iterable[Tracked]) -> None:
-        """Take blocks that a synchronous load did not fill, and those computed behind them, out of
-        vLLM's prefix cache.
+    def _evict(self, lost: set[int]) -> None:
+        """Take blocks that another connector's load did not fill, and those computed behind them,
+        out of vLLM's prefix cache.
 
         vLLM recomputes them, unless their request ends or is preempted first. It does not cache
         them again for the same request (`num_cached_block`), so the next request with this prompt
         computes them once more."""
-        behind = [dropwhile(lambda block: block not in lost, one.rows[0]) for one in requests]
-        self.prefix_cache.evict_blocks(lost.union(*behind))
+        rows = [row for tracked in self._requests.values() for row in tracked.rows]
+        behind = [dropwhile(lambda block: block not in lost, row) for row in rows]
+        self.prefix_cache.evict_blocks(lost.union(*behind) - {groups.NULL})

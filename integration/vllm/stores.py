@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from time import perf_counter
 from typing import NamedTuple
@@ -69,27 +68,17 @@ class Stores:
             if meta.opaque or any(not gather.blocks.isdisjoint(blocks) for blocks in meta.fresh):
                 self._session.copier.fence(gather.copy)
 
-    def start(self, stores: Sequence[StoreSpec], unfilled: AbstractSet[int]) -> set[str]:
-        """Store the chunks that the step's model run, all of which is queued, completes.
-
-        Returns the requests of which nothing is stored, since their chunks were computed from an
-        `unfilled` block, their own or another request's: vLLM lets requests share blocks before
-        they are filled."""
-        spoiled = {
-            spec.request_id
-            for spec in stores
-            if unfilled and not unfilled.isdisjoint(spec.before + spec.blocks)
-        }
+    def start(self, stores: Sequence[StoreSpec]) -> None:
+        """Store the chunks that the step's model run, all of which is queued, completes."""
+        session, kv = self._session, self._kv
+        if session is None or kv is None:
+            return
         for spec in stores:
-            session, kv = self._session, self._kv
-            if spec.request_id in spoiled or session is None or kv is None:
-                continue
             keys, prefix = of_rank(spec.keys, session.rank), of_rank(spec.prefix, session.rank)
             places = BlockPlaces(kv, session.chunk_size, spec.blocks, self._block_size)
             self._store(session, places, keys, range(len(keys)), prefix, spec.blocks)
-        return spoiled
 
-    def promote(self, load: Load, spec: LoadSpec, unfilled: AbstractSet[int]) -> None:
+    def promote(self, load: Load, spec: LoadSpec) -> None:
         """Store in the pool again what a load has brought from the offload tier."""
         chunks, session = load.to_promote(), self._session
         if not chunks or session is None:
@@ -99,9 +88,8 @@ class Stores:
         blocks = [
             block for chunk in chunks for block in spec.blocks[chunk * each : (chunk + 1) * each]
         ]
-        if unfilled.isdisjoint(blocks):
-            prefix = of_rank(spec.prefix, session.rank)
-            self._store(session, load.places, load.keys, chunks, prefix, blocks, load.epoch)
+        prefix = of_rank(spec.prefix, session.rank)
+        self._store(session, load.places, load.keys, chunks, prefix, blocks, load.epoch)
 
     def save(
         self, keys: list[ChunkKey], blocks: list[int], epoch: int, holds: Callable[[], bool]

@@ -72,15 +72,14 @@ class Spans:
             )
             span.end()
 
-    def loading(self, tracked: Tracked, tokens: int, synchronous: bool) -> None:
+    def loading(self, tracked: Tracked, tokens: int) -> None:
         """The request's load of so many tokens begins."""
         name = tracked.request.request_id
         self._end(name)
         if len(self._loads) == MOST_LOADS:
             self._end(next(iter(self._loads)))
         with suppress(Exception):
-            said = {"vcache.tokens": tokens, "vcache.synchronous": synchronous}
-            self._loads[name] = self._span("vcache.load", tracked, said), []
+            self._loads[name] = self._span("vcache.load", tracked, {"vcache.tokens": tokens}), []
 
     def loaded(self, spans: Iterable[LoadSpan]) -> None:
         """Workers have ended these loads; the requests may have ended, too."""

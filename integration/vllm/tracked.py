@@ -12,9 +12,8 @@ from typing import Any
 import msgspec
 
 from vcache_backend.metadata_server.channel import Sent
-from vcache_backend.metadata_server.messages import ChunkKey, Count, Found, Leased
+from vcache_backend.metadata_server.messages import ChunkKey, Count, Found
 
-from .metadata import HeldLease
 from .replicas import Replica
 from .request_params import RequestParams
 from .resident_pool import GENERATIONS
@@ -29,7 +28,7 @@ class Answer(msgspec.Struct):
     """What can be loaded of a request as of `at` (time.monotonic): the chunks [first, hits).
 
     pooled: chunks before this number are in the pool or in KV caches, the others in the offload
-    tier. lease: on the pool's chunks. residents: by number, the chunks that lie in others' KV
+    tier. residents: by number, the chunks that lie in others' KV
     caches. seconds: spent on asking. counted: whether the metrics have it."""
 
     first: int
@@ -37,7 +36,6 @@ class Answer(msgspec.Struct):
     pooled: int
     at: float
     seconds: float
-    lease: HeldLease | None = None
     residents: dict[int, Replica] = {}
     counted: bool = False
 
@@ -46,28 +44,9 @@ class Answer(msgspec.Struct):
         """Whether some of it lies in the offload tier."""
         return self.hits > self.pooled
 
-    def counts(self, first: int, lease: bool) -> bool:
-        """Whether the answer can still be used for the chunks from `first` on. lease: the load
-        needs a lease.
-        """
-        if self.first > first or self.hits < first:
-            return False
-        now = monotonic()
-        if lease and self.lease is not None:
-            return self.pooled > first and self.lease.deadline - now > self.lease.seconds / 2
-        # A synchronous load needs a lease. Without hits there is nothing to lease, and with
-        # offloaded chunks the load is asynchronous.
-        useless = lease and self.hits > first and not self.offloaded
-        return not useless and self.at + FRESH_SECONDS > now
-
-    def lease_from(self, first: int) -> HeldLease | None:
-        """The lease, with the locations of the chunks from `first` on only."""
-        lease = self.lease
-        if lease is None or first == self.first:
-            return lease
-        return msgspec.structs.replace(
-            lease, locations=lease.locations[(first - self.first) * lease.ranks :]
-        )
+    def counts(self, first: int) -> bool:
+        """Whether the answer can still be used for the chunks from `first` on."""
+        return self.first <= first <= self.hits and self.at + FRESH_SECONDS > monotonic()
 
     def residents_of(self, first: int, stop: int) -> dict[int, Replica]:
         """Those of the chunks [first, stop), numbered from the first one of them."""
@@ -86,7 +65,7 @@ class Question(msgspec.Struct):
     what sending took.
     """
 
-    sent: Sent[Count] | Sent[Leased] | Sent[Found]
+    sent: Sent[Count] | Sent[Found]
     stop: int
     at: float
     seconds: float
@@ -98,8 +77,7 @@ class Tracked(msgspec.Struct):
     loads: whether it may load anything. local: its tokens in vLLM's own cache when it was matched.
     supplied: those and the tokens that we load. stored: chunks from its start that are stored,
     published or on their way. complete_at: the number of computed tokens that completes one more
-    chunk; infinite if it stores nothing more. loading: an asynchronous load is under way. pinned:
-    the chunks that it loads are pinned, so that the load can be synchronous. outdated: see
+    chunk; infinite if it stores nothing more. loading: its load is under way. outdated: see
     `Leftovers`. asked, promised: its chunks that the metrics count as looked up, and as found.
 
     For sharing in place. rows: its blocks, by block table. generations: those in which its leading
@@ -128,7 +106,6 @@ class Tracked(msgspec.Struct):
     question: Question | None = None
     answer: Answer | None = None
     loading: bool = False
-    pinned: bool = False
     outdated: bool = False
     asked: int = 0
     promised: int = 0

@@ -1,15 +1,14 @@
 """The half of the connector in a worker of vLLM: it moves chunks between the pool and vLLM's KV
 cache.
 
-An asynchronous load runs on a stream of its own, and its request is scheduled when it is over. A
-synchronous load comes before the model run of its step. Stores read on another stream what a step
-has computed; only a step that hands such a block out again waits for them, on the device."""
+A load runs on a stream of its own, and its request is scheduled when it is over. Stores read on
+another stream what a step has computed; only a step that hands such a block out again waits for
+them, on the device."""
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -77,10 +76,8 @@ class WorkerSide:
         self._worker: Attached | None = None
         """None before `register`, and while vLLM sleeps."""
         self._asleep: Attached | None = None
-        self._meta, self._open = StepMetadata(), False
-        """The last step's metadata, and whether that step is under way."""
-        self._models: tuple[int, int] | None = None
-        """The thread and the stream on which vLLM queues model runs; None before the first."""
+        self._meta = StepMetadata()
+        """The last step's metadata."""
         self._stores = Stores(meter, groups.keep_states(kv_cache_config))
         number = pp_rank * self._model.tp_size + tp_rank
         self.report = Reporter(
@@ -149,7 +146,7 @@ class WorkerSide:
             session, kv, block_size, self.in_place.neighbours if self.in_place is not None else None
         )
         self._stores.open(session, kv, block_size)
-        self.report.open(session, Shard(shard, session.tier is not None), self._worker.neighbours)
+        self.report.open(session, Shard(shard, session.tier is not None))
         does = (
             "lends to and reads from"
             if self.in_place is None
@@ -186,26 +183,12 @@ class WorkerSide:
 
     # ---- a step
 
-    def begin_ahead(self, meta: StepMetadata) -> None:
-        """Begin the copies of a step's synchronous loads while vLLM prepares its model run, which
-        takes milliseconds for a long prompt.
-
-        Called by the scheduler's half in the same process. Does nothing while another step is under
-        way, or if model runs are queued from another thread or stream."""
-        if not self._open and self._models == self._here():
-            self.begin(meta)
-            self.loads.begin_copies()
-
     def begin(self, meta: StepMetadata) -> None:
-        """A step begins: none of its model run is queued yet. A second call for the same step does
-        nothing.
-        """
-        if meta is self._meta:
-            return
-        self._meta, self._open = meta, True
+        """A step begins: none of its model run is queued yet."""
+        self._meta = meta
         self.loads.expect(meta.loads)
         self.report.introduce |= meta.introduce
-        self.report.read |= {meta.echo} if meta.echo else set()
+        self.report.echoes |= {meta.echo} if meta.echo else set()
         worker = self._worker
         if worker is None:
             return
@@ -214,30 +197,21 @@ class WorkerSide:
         self._stores.fence(meta)
         self.loads.begin(worker, meta)
 
-    def load_synchronously(self) -> None:
-        """Make the model's stream wait for this step's synchronous loads."""
-        self.loads.follow()
-        # Last, since it may raise.
-        self._models = self._here()
-
     def store(self) -> None:
         """Store, or publish, the chunks that the step's model run completes. All of that run is
         queued.
         """
-        if self._worker is None or self.loads.unsafe:
+        if self._worker is None:
             return
-        self.loads.settle()
-        unfilled = self.loads.unfilled()
-        self.report.failed |= self._stores.start(self._meta.stores, unfilled)
+        self._stores.start(self._meta.stores)
         if self._meta.publications and self.in_place is not None:
-            self.report.failed |= self.in_place.publish(self._meta.publications, unfilled)
+            self.in_place.publish(self._meta.publications)
         # Every store so far has its reservation, which the scheduler's reset voids: no need to wait
         # for the copies.
         self.report.flushed = self._meta.flush or self.report.flushed
 
     def finished(self) -> set[str]:
-        """Requests whose asynchronous load is over, successful or not. Advances the others."""
-        self._open = False
+        """Requests whose load is over, successful or not. Advances the others."""
         victims, self._meta.victims = self._meta.victims, None
         if victims is not None and self.in_place is not None:
             self.in_place.save(victims, self._stores)
@@ -257,7 +231,6 @@ class WorkerSide:
         if worker is None:
             return
         self._asleep = worker
-        self.loads.settle()
         deadline = time.monotonic() + CLOSE_SECONDS
         self.loads.stop(deadline)
         if not worker.session.flush(max(deadline - time.monotonic(), 0.0)):
@@ -290,12 +263,3 @@ class WorkerSide:
         if self.in_place is not None:
             self.in_place.close()
         worker.session.close()
-
-    # ---- inside
-
-    def _here(self) -> tuple[int, int]:
-        """This thread, and its current CUDA stream (0 on a CPU)."""
-        return (
-            threading.get_ident(),
-            torch.cuda.current_stream().cuda_stream if self._model.device_type == "cuda" else 0,
-        )

@@ -101,10 +101,9 @@ class Client(ResidentCalls):
             for id_ in reply.segments
         ]
 
-    def acquire(self, keys: list[m.ChunkKey], ranks: int = 1) -> m.Leased:
-        """Lease the leading run, of at most `MAX_KEYS` chunks. ranks: parts of each chunk (keys are
-        of rank 0); locations come chunk by chunk, and some parts of one more chunk may follow."""
-        return self._call(_acquire(keys, ranks), m.Leased)
+    def acquire(self, keys: list[m.ChunkKey]) -> m.Leased:
+        """Lease the leading run, of at most `MAX_KEYS` chunks."""
+        return self._call(m.Acquire(keys[: m.MAX_KEYS]), m.Leased)
 
     def send_lookup(self, keys: list[m.ChunkKey], ranks: int = 1) -> Sent[m.Count] | None:
         """Send `lookup` without waiting for the answer; None if one request cannot hold so many
@@ -113,9 +112,9 @@ class Client(ResidentCalls):
         most = min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks)
         return self._send(m.Lookup(keys, ranks), m.Count) if len(keys) <= most else None
 
-    def send_acquire(self, keys: list[m.ChunkKey], ranks: int = 1) -> Sent[m.Leased]:
+    def send_acquire(self, keys: list[m.ChunkKey]) -> Sent[m.Leased]:
         """Send `acquire` without waiting for the answer."""
-        return self._send(_acquire(keys, ranks), m.Leased)
+        return self._send(m.Acquire(keys[: m.MAX_KEYS]), m.Leased)
 
     def renew(self, lease: int) -> bool:
         return self._call(m.Renew(lease), m.Verdict).held
@@ -290,10 +289,6 @@ class Client(ResidentCalls):
         infos = self.list_segments()
         self._avoided.intersection_update({info.id for info in infos})
         self.on_segments(infos)
-
-
-def _acquire(keys: list[m.ChunkKey], ranks: int) -> m.Acquire:
-    return m.Acquire(m.of_ranks(keys[: m.MAX_KEYS // ranks], ranks))
 
 
 def _call_all(hooks: list[Callable[[], None]], when: str) -> None:

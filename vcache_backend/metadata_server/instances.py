@@ -27,7 +27,6 @@ from vcache_backend.metadata_server.shown import (
     no_table,
     only,
 )
-from vcache_backend.seals import lacking
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +86,7 @@ class Instances:
             for known in self._of.values()
             if known.table is not None and known.table.peer is not None
         ]
-        shown = len(tables) + sum(table.pins is not None for table in tables)
-        return shown + sum(
+        return len(tables) + sum(
             len(cache.regions) for known in self._of.values() for cache in known.caches.values()
         )
 
@@ -115,18 +113,6 @@ class Instances:
             self._residents.close(request.instance)
         self._residents.open(client, request)
         self._changed(request.instance)
-        return m.Count(1)
-
-    def show_pins(self, client: Peer, instance: m.InstanceId, fds: list[int]) -> m.Count:
-        """A scheduler shows the memory in which its blocks are pinned."""
-        table = self._of[instance].table if self.owns(client, instance, m.SCHEDULER) else None
-        if table is None:
-            raise Refuse("this connection has not joined as that")
-        if reason := lacking(only(fds)):
-            raise Refuse(reason)
-        if table.pins is None:
-            self._make_sure_of_room()
-        table.pins = Descriptor(fds.pop())
         return m.Count(1)
 
     def show_cache(self, client: Peer, request: m.ShowCache) -> m.Count:
@@ -213,13 +199,6 @@ class Instances:
         assert shown is not None
         assert shown.table is not None
         return m.Joined(shown.request.blocks, shown.request.ranks, shown.request.each), shown.table
-
-    def open_pins(self, instance: m.InstanceId) -> tuple[m.Count, Descriptor]:
-        """The memory in which its blocks are pinned."""
-        shown = self._whole(instance).table
-        if shown is None or shown.pins is None:
-            raise Refuse("it takes no pins")
-        return m.Count(shown.request.blocks), shown.pins
 
     def open_cache(self, instance: m.InstanceId, rank: int) -> m.Cache:
         """The description of one worker's KV cache."""

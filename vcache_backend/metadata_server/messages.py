@@ -489,22 +489,6 @@ class OpenInstance(Request, frozen=True, tag="open_instance"):
     instance: Named
 
 
-class ShowPins(Request, frozen=True, tag="show_pins"):
-    """The scheduler that has joined shows the memory in which readers pin its blocks, whose fd
-    comes along → `Count` (1).
-    """
-
-    instance: Named
-
-
-class OpenPins(Request, frozen=True, tag="open_pins"):
-    """→ `Count` (of its blocks), with the fd of that memory. Also refused if the instance takes no
-    pins.
-    """
-
-    instance: Named
-
-
 class OpenCache(Request, frozen=True, tag="open_cache"):
     """→ `Cache`."""
 
@@ -821,11 +805,9 @@ _OfChunks = (
 )
 OfInstances = (
     Join
-    | ShowPins
     | ShowCache
     | ShowRegion
     | OpenInstance
-    | OpenPins
     | OpenCache
     | OpenRegion
     | CloseInstance

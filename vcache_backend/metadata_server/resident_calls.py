@@ -32,12 +32,6 @@ class ResidentCalls(Channel, ABC):
         request = m.Join(m.InstanceId(instance), namespace, blocks, ranks, each)
         self._call(request, m.Count, self._config.control_seconds, fd)
 
-    def show_pins(self, instance: bytes, fd: int) -> None:
-        """Show the memory in which the blocks of the scheduler that joined are pinned. To be
-        repeated after each `join`.
-        """
-        self._call(m.ShowPins(m.InstanceId(instance)), m.Count, self._config.control_seconds, fd)
-
     def show_cache(self, instance: bytes, rank: int, shape: m.CacheShape) -> int:
         """Describe a worker's KV cache. Returns how many regions are now to be shown. To be
         repeated after a reconnection.
@@ -131,10 +125,6 @@ class ResidentCalls(Channel, ABC):
     def open_instance(self, instance: bytes) -> tuple[m.Joined, int]:
         """An instance's generation table."""
         return self._open(m.OpenInstance(m.InstanceId(instance)), m.Joined)
-
-    def open_pins(self, instance: bytes) -> int:
-        """The fd of the memory in which an instance's blocks are pinned."""
-        return self._open(m.OpenPins(m.InstanceId(instance)), m.Count)[1]
 
     def open_cache(self, instance: bytes, rank: int) -> m.CacheShape:
         """The description of one worker's KV cache."""

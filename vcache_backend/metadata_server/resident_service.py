@@ -46,16 +46,12 @@ class ResidentService:
         match request:
             case m.Join():
                 return instances.join(client, request, fds), None
-            case m.ShowPins(instance):
-                return instances.show_pins(client, instance, fds), None
             case m.ShowCache():
                 return instances.show_cache(client, request), None
             case m.ShowRegion():
                 return instances.show_region(client, request, fds), None
             case m.OpenInstance(instance):
                 return instances.open(instance)
-            case m.OpenPins(instance):
-                return instances.open_pins(instance)
             case m.OpenCache(instance, rank):
                 return instances.open_cache(instance, rank), None
             case m.OpenRegion(instance, rank, number):

@@ -25,7 +25,6 @@ class ShownTable:
     def __init__(self, peer: Peer, request: m.Join, table: Descriptor) -> None:
         self.peer: Peer | None = peer
         self.table: Descriptor | None = table
-        self.pins: Descriptor | None = None
         self.process, self.request = peer.process, request
         status = os.fstat(table.fd)
         self.memory = status.st_dev, status.st_ino
@@ -34,7 +33,7 @@ class ShownTable:
         """Its connection is closed. The description is kept, since the same process may connect
         again.
         """
-        self.peer = self.table = self.pins = None
+        self.peer = self.table = None
 
 
 class ShownCache:

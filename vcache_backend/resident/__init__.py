@@ -1,3 +1,3 @@
-"""Sharing in place: which blocks of a KV cache hold what (generations, pins), and other instances'
+"""Sharing in place: which blocks of a KV cache hold what (generations), and other instances'
 KV caches mapped into this process.
 """

@@ -23,7 +23,6 @@ import platform
 import struct
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -33,12 +32,11 @@ from vcache_backend.metadata_server.messages import INSTANCE_BYTES, MAX_BLOCKS
 from vcache_backend.seals import FUTURE_WRITE, RESIZING, lacking
 
 MAGIC = b"vcache-g"
-VERSION = 2
+VERSION = 3
 MACHINE = "x86_64"
-_HEADER = struct.Struct(f"<8sII{INSTANCE_BYTES}sQQQ")
-"""Magic, version, 1 once the owner gave the table up, instance, number of blocks, the `clock()` by
-which the owner honours pins (0: it honours none), and how many blocks the owner can hand out."""
-_DEAD_AT, _CLOCK_AT, _FREE_AT = 12, 40, 48
+_HEADER = struct.Struct(f"<8sII{INSTANCE_BYTES}sQ")
+"""Magic, version, 1 once the owner gave the table up, instance, number of blocks."""
+_DEAD_AT = 12
 VOID = np.uint64(1)
 """The counter of a block that holds nothing that may be read."""
 SEALS = RESIZING | FUTURE_WRITE
@@ -82,7 +80,7 @@ class Generations:
             self._memory, dtype="<u8", offset=mmap.PAGESIZE, count=blocks
         )
         self.counters[:], self.coming = 2, 4
-        _HEADER.pack_into(self._memory, 0, MAGIC, VERSION, 0, instance, blocks, 0, 0)
+        _HEADER.pack_into(self._memory, 0, MAGIC, VERSION, 0, instance, blocks)
 
     def void(self, blocks: Blocks | int) -> None:
         """Mark blocks as holding nothing that may be read until they are `filled`. From now on they
@@ -91,15 +89,6 @@ class Generations:
         Raises IndexError, and changes nothing, if the cache does not have one of them.
         """
         self.counters[blocks] = VOID
-
-    def honours_pins(self, does: bool) -> None:
-        """Say whether readers may count on pins from now on; see `pins`. At first they may not."""
-        struct.pack_into("<Q", self._memory, _CLOCK_AT, clock() if does else 0)
-
-    def show_free(self, blocks: int) -> None:
-        """Say how many blocks can be handed out, of which a reader pins only a part."""
-        with suppress(ValueError):  # closed
-            struct.pack_into("<Q", self._memory, _FREE_AT, blocks)
 
     def filled(self, blocks: Blocks) -> None:
         """Give these blocks, all of them void, the next even number, which stands for what is being
@@ -144,8 +133,6 @@ class GenerationView:
             memory, dtype="<u8", offset=mmap.PAGESIZE, count=blocks
         )
         self._dead: UInt32s = np.frombuffer(memory, dtype="<u4", offset=_DEAD_AT, count=1)
-        self._clock: UInt64s = np.frombuffer(memory, dtype="<u8", offset=_CLOCK_AT, count=1)
-        self._free: UInt64s = np.frombuffer(memory, dtype="<u8", offset=_FREE_AT, count=1)
 
     @classmethod
     def open(cls, fd: int, instance: bytes, blocks: int) -> GenerationView:
@@ -158,7 +145,7 @@ class GenerationView:
         with raising_as({OSError: SegmentError}, "generation table"):
             _check(fd, blocks)
             memory = mmap.mmap(fd, _size(blocks), flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        magic, version, _, theirs, count, *_ = _HEADER.unpack_from(memory)
+        magic, version, _, theirs, count = _HEADER.unpack_from(memory)
         if magic != MAGIC or version != VERSION:
             raise SegmentError(
                 f"generation table: begins with {magic!r}, version {version}, not {MAGIC!r}, {VERSION}; install the same vcache-backend"
@@ -173,11 +160,6 @@ class GenerationView:
     def dead(self) -> bool:
         """Whether the owner gave it up. An owner that was killed did not."""
         return bool(self._dead[0])
-
-    @property
-    def free(self) -> int:
-        """How many blocks the owner could hand out a moment ago."""
-        return int(self._free[0])
 
     def leading(self, blocks: UInt32s, generations: UInt64s, each: int) -> int:
         """How many leading chunks, of `each` blocks each, still hold what `generations` stand for:
@@ -201,30 +183,6 @@ class GenerationView:
         # Read after the counters: an owner that cannot keep its counters gives the table up before
         # it hands out a block.
         return np.zeros_like(same) if self.dead else same
-
-    def pinned(self, blocks: UInt32s, generations: UInt64s) -> bool:
-        """Whether the owner will honour a pin that was just written for these blocks of its cache,
-        and they have these `generations`.
-
-        It must honour pins by this process's clock.
-        """
-        # In this order: blocks handed out while the owner honoured no pins were void before it
-        # honoured them again.
-        honoured = int(self._clock[0]) == clock()
-        same = bool(
-            (self.counters[blocks] == generations).all() and not (generations & np.uint64(1)).any()
-        )
-        return honoured and same and not self.dead
-
-
-@cache
-def clock() -> int:
-    """A number for this process's time namespace (its inode): processes with the same number have
-    the same `time.monotonic`.
-    """
-    with suppress(OSError):
-        return os.stat("/proc/self/ns/time").st_ino
-    return 1
 
 
 def _check(fd: int, blocks: int) -> None:

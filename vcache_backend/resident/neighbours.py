@@ -172,11 +172,6 @@ class Neighbours:
                 self._refused.failed(instance, error)
                 return None
 
-    @property
-    def mapped(self) -> frozenset[bytes]:
-        """The instances whose KV caches are mapped."""
-        return frozenset(self._here)
-
     def close(self) -> None:
         """Unmap all KV caches, each once its last copy is over. Waits at most `CLOSE_SECONDS`.
         Idempotent.

@@ -12,9 +12,6 @@ from typing import Generic, Protocol, TypeVar
 
 log = logging.getLogger(__name__)
 
-GRACE_SECONDS = 0.25
-"""How long after its owner's end new copies out of its memory may still begin. A step may count on
-copies that it has not launched yet, and they must not fail."""
 LOOK_SECONDS = 0.5
 """How often to check whether a living owner has given its memory up."""
 
@@ -54,7 +51,7 @@ class Unmapper(Generic[B]):
         """Held for moments only: nothing waits under it."""
         self._pidfds: dict[int, B] = {}
         self._going: list[B] = []
-        self._closing, self._hurry = False, threading.Event()
+        self._closing = False
         self._events = select.epoll()
         self._wake_fd: int | None = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._events.register(self._wake_fd, select.EPOLLIN)
@@ -107,7 +104,6 @@ class Unmapper(Generic[B]):
         """
         with self._lock:
             self._closing = True
-        self._hurry.set()
         self.wake()
         self._thread.join(seconds)
         if self._thread.is_alive():
@@ -146,8 +142,6 @@ class Unmapper(Generic[B]):
             # Looked up before any pidfd is closed, since its number may be used again at once.
             ended = {self._pidfds[fd] for fd in ready if fd in self._pidfds}
             here = set(self._pidfds.values())
-        if ended and not self._closing:
-            self._linger()
         for each in here:
             if each in ended or self._closing or each.given_up:
                 self._end(each)
@@ -156,9 +150,6 @@ class Unmapper(Generic[B]):
         staying = [each for each in going if not each.unmap()]
         with self._lock:
             self._going += staying
-
-    def _linger(self) -> None:
-        self._hurry.wait(GRACE_SECONDS)
 
     def _end(self, borrowed: B) -> None:
         borrowed.forbid()

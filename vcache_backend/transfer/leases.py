@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 import msgspec
 
@@ -15,22 +14,13 @@ from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Lea
 from vcache_backend.transfer.sender import BackgroundSender
 from vcache_backend.transfer.stats import EngineStats
 
-ASK_AGAIN_SECONDS = 0.02
-"""How often `verdict` asks again while a lease has patience."""
-FOREIGN = -1
-"""The `connection` of a lease that another process took. Others may read under it, too, and that
-process ends it.
-"""
-
 
 class Lease(msgspec.Struct, eq=False):
     """The right to read the chunks `keys`, which lie at `locations`.
 
     deadline: when it ends (time.monotonic): `seconds` after it was asked for or renewed.
     connection: the number of the client's connection on which it was granted, and with which it
-    ends; FOREIGN if another process of this node took it. patience: seconds for which `verdict`
-    asks again if the lease did not hold or the server does not answer; for reads that cannot be
-    taken back."""
+    ends."""
 
     id: int
     keys: list[ChunkKey]
@@ -38,7 +28,6 @@ class Lease(msgspec.Struct, eq=False):
     deadline: float
     seconds: float
     connection: int
-    patience: float = 0.0
 
     @property
     def seconds_left(self) -> float:
@@ -163,16 +152,14 @@ class LeaseClient:
         while other copies go on under it.
 
         Within `GRACE_SECONDS` of the grant it holds by itself: True at once. Later the server is
-        asked, and no answer means False. A lease that is not ended here may have patience: then the
-        answer is True if its chunks turn out to lie where they lay."""
-        end = end and lease.connection != FOREIGN
+        asked, and no answer means False."""
         granted = lease.deadline - lease.seconds
         if time.monotonic() < min(granted + GRACE_SECONDS, lease.deadline):
             if end:
                 self.release(lease)
             return True
         if not end:
-            return self.renew(lease) or self._untouched(lease)
+            return self.renew(lease)
         try:
             with self._stats.timed("release"):
                 return self.client.release(lease.id)
@@ -180,29 +167,9 @@ class LeaseClient:
             self._stats.miss("release", error)
             return False
 
-    def _untouched(self, lease: Lease) -> bool:
-        """Whether its chunks still lie at the locations in the lease; asks for `patience` seconds.
-
-        A slot that was used again has another generation, even after a restart of the server.
-        Chunks that are missing may come back with their segment, so it asks again."""
-        until, before = (
-            time.monotonic() + lease.patience,
-            dict(zip(lease.keys, lease.locations, strict=True)),
-        )
-        while time.monotonic() < until:
-            with suppress(VCacheError):
-                found = self.client.acquire(list(before))
-                if found.lease:
-                    self._sender.release(found.lease)
-                if len(found.locations) == len(before):
-                    return found.locations == list(before.values())
-            time.sleep(ASK_AGAIN_SECONDS)
-        return False
-
     def release(self, lease: Lease) -> None:
-        """End a lease in the background, without a verdict. Leaves a FOREIGN one alone."""
-        if lease.connection != FOREIGN:
-            self._sender.release(lease.id)
+        """End a lease in the background, without a verdict."""
+        self._courier.release(lease.id)
 
     def end_asked(self, sent: Sent[Leased]) -> None:
         """End, in the background, a lease whose answer is still to come."""

@@ -172,18 +172,6 @@ class Load:
         """Whether no further copy will start."""
         return self._over or self.reached >= self._end
 
-    def follow(self) -> None:
-        """Order the current stream behind the copies under way. Only needed with a `mark`; without
-        one it already is.
-        """
-        try:
-            for part in self._parts:
-                self._session.copier.fence(part.copy.moving)
-        except Exception as error:  # noqa: BLE001 - what is not known to be right does not count
-            self._fail("copy")
-            with suppress(Exception):
-                self._session.miss("load", error)
-
     def found(self, residents: Mapping[int, ResidentChunk]) -> None:
         """These chunks, by number, have been found in neighbours' KV caches. An empty mapping: stop
         waiting for more.

@@ -10,8 +10,8 @@ from time import perf_counter
 import numpy as np
 
 from vcache_backend.errors import VCacheError
-from vcache_backend.transfer.leases import FOREIGN, AskedLease, Lease
-from vcache_backend.transfer.memory import MemoryPart
+from vcache_backend.transfer.leases import AskedLease, Lease
+from vcache_backend.transfer.memory import Piece
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.sources import LoadContext, Settled
 from vcache_backend.vram_pool.paged import Int64s
@@ -95,12 +95,10 @@ class Pooled:
         every: float,
         numbers: Sequence[int] | None = None,
     ) -> None:
-        """lease: one that was taken or asked for. If another process took it (FOREIGN), the server
-        is not asked for any other. numbers: of the chunks it is on; None: consecutive ones, from
-        the first one taken on. every: the least seconds between two requests for a lease; 0: no
-        limit."""
+        """lease: one that was taken or asked for. numbers: of the chunks it is on; None:
+        consecutive ones, from the first one taken on. every: the least seconds between two requests
+        for a lease; 0: no limit."""
         self._context, self._given, self._numbers, self._every = context, lease, numbers, every
-        self._only = isinstance(lease, Lease) and lease.connection == FOREIGN
         self._run: _LeasedRun | None = None
         self._next_look = 0.0
         self.cause = ""
@@ -155,7 +153,7 @@ class Pooled:
         if given is not None and given.keys[0] != self._context.keys[chunk]:
             self._context.session.leases.release(given)
             given = None
-        if given is not None or self._only:
+        if given is not None:
             return _consecutive(given, chunk)
         session, now = self._context.session, time.monotonic()
         if self._every and now < self._next_look:
