@@ -40,7 +40,7 @@ class Introduction:
     """In the scheduler's thread. Nothing waits longer than one call of the client.
 
     refused: why nothing is cached; empty if the instance caches. ranks: shards of a chunk.
-    places: where segments lie for the first worker. keys, client, courier: the
+    places: where segments lie for the first worker. keys, client, sender: the
     namespace's; None before `open`. announcer: None unless somebody wants KV events. For sharing in
     place, else None. shared: what this instance publishes. tables: other instances' generations."""
 
@@ -66,7 +66,7 @@ class Introduction:
         self.tables: Tables | None = None
         self.keys: BlockHashKeys | None = None
         self.client: Client | None = None
-        self.courier: Courier | None = None
+        self.sender: BackgroundSender | None = None
         self.places: Mapping[SegmentId, Where] = {}
         self.ranks = model.pp_size * (1 if model.use_mla else model.tp_size)
         self.workers = model.pp_size * model.tp_size

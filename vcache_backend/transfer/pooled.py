@@ -11,7 +11,7 @@ import numpy as np
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.transfer.leases import AskedLease, Lease
-from vcache_backend.transfer.memory import Piece
+from vcache_backend.transfer.memory import MemoryPart
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.sources import LoadContext, Settled
 from vcache_backend.vram_pool.paged import Int64s
