@@ -25,18 +25,13 @@ from vcache_backend.transfer.arguments import (
 )
 from vcache_backend.transfer.keys import TokenHasher, as_tokens
 from vcache_backend.transfer.layout import Layout
-from vcache_backend.transfer.leases import AskedLease
-from vcache_backend.transfer.load import Load
+from vcache_backend.transfer.load import COPY_SECONDS, Load
 from vcache_backend.transfer.places import SlotPlaces
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool.copier import Copier
 from vcache_backend.vram_pool.paged import PagedKV
 
-COPY_SECONDS = 10.0
-"""How long `retrieve` waits for its next chunk, on top of `offload.get_seconds`. A copy takes
-milliseconds.
-"""
 Tokens = Sequence[int] | torch.Tensor | npt.NDArray[np.integer[Any]]
 
 
@@ -173,7 +168,8 @@ class VCacheEngine:
                 if kv is None:
                     return torch.zeros(len(ids), dtype=torch.bool)
                 places = self._places(kv, slots, first, len(keys))
-                return self._loaded(keys[start:], places, keys[:start], lease)
+                load = Load(self._session, places, keys[start:], lease=lease)
+                return torch.from_numpy(places.loaded(load.finish(self._patience, keys[:start])))
 
     def contains(self, cache_key: bytes) -> int:
         """0: the chunk of this key is in the pool; 1: in the offload tier; -1: in neither, as far
@@ -279,21 +275,3 @@ class VCacheEngine:
         )
         places.refuse_shared()
         return places
-
-    def _loaded(
-        self, keys: list[ChunkKey], places: SlotPlaces, prefix: list[ChunkKey], lease: AskedLease
-    ) -> torch.Tensor:
-        """Load the chunks `keys`, which come after those of `prefix`. Returns a boolean for each
-        token: whether it is loaded. lease: on the first chunks of `keys`.
-        """
-        loaded, session = 0, self._session
-        try:
-            load = Load(session, places, keys, lease=lease)
-            loaded = load.run(self._patience)
-            if prefix:
-                session.committer.touch(prefix)
-            if chunks := load.to_promote():
-                store(session, places, keys, chunks, prefix, fetched_in=load.epoch)
-        except Exception as error:  # noqa: BLE001 - nothing is raised into the caller
-            session.miss("promote", error)
-        return torch.from_numpy(places.loaded(loaded))

@@ -5,10 +5,10 @@ keep that from LMCache.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,7 +23,7 @@ from vcache_backend.transfer.arguments import KVCaches
 from vcache_backend.transfer.held import HeldChunk
 from vcache_backend.transfer.keys import TaggedHashKeys, Tags
 from vcache_backend.transfer.leases import Lease
-from vcache_backend.transfer.load import SLICE_SECONDS, Load
+from vcache_backend.transfer.load import COPY_SECONDS, Load
 from vcache_backend.transfer.places import SlotPlaces
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.store import store
@@ -34,10 +34,6 @@ from .scope import scoped
 
 log = logging.getLogger(__name__)
 
-COPY_SECONDS = 10.0
-"""How long a load waits for its next chunk, on top of the offload tier's deadline. A copy takes
-milliseconds.
-"""
 Slots = npt.NDArray[np.int64]
 
 
@@ -53,10 +49,9 @@ class Hit:
     held: dict[int, HeldChunk] = field(default_factory=dict)
 
 
-@dataclass
-class _PendingLoad:
-    """A load that was launched and not settled yet. starts: the first token of each chunk. slots:
-    those of the request's tokens. skip: tokens before this one are not written."""
+class _Launched(NamedTuple):
+    """A load under way. slots: those of the request's tokens. starts: the first token of each chunk
+    that it was to bring. skip: tokens before this one are not written."""
 
     load: Load
     slots: Slots
@@ -87,7 +82,7 @@ class PoolWorker:
         self._names = TaggedHashKeys(session.namespace, session.rank)
         self._ranks, self._needs_scope, self._unscoped = ranks, needs_scope, False
         self._patience = COPY_SECONDS + offload.get_seconds
-        self._loading: list[_PendingLoad] = []
+        self._launched: list[_Launched] = []
 
     # ---- look-ups
 
@@ -182,23 +177,12 @@ class PoolWorker:
             for number in range(first, count)
             if number in hit.held
         }
-        loading = _PendingLoad(
-            Load(self.session, places, names, lease=lease, held=held), slots, starts, skip
-        )
+        load = Load(self.session, places, names, lease=lease, held=held)
         if not self.settles:
-            return self._finished(loading)
-        load, reached, until = loading.load, 0, time.monotonic() + self._patience
-        while not load.advance() and load.reached < len(names):
-            if load.reached > reached:
-                reached, until = load.reached, time.monotonic() + self._patience
-            elif time.monotonic() > until:
-                break
-            else:
-                load.wait(SLICE_SECONDS)
-        load.hold()
-        loading.starts = starts[: load.reached]
-        self._loading.append(loading)
-        return load.reached
+            return load.finish(self._patience)
+        reached = load.launch(self._patience)
+        self._launched.append(_Launched(load, slots, starts[:reached], skip))
+        return reached
 
     def _part(self, hit: Hit, first: int, count: int) -> Lease | None:
         """The hit's first lease that covers some of these chunks, cut to them. None if there is
@@ -215,35 +199,16 @@ class PoolWorker:
                 return msgspec.structs.replace(lease, keys=keys, locations=lease.locations[part])
         return None
 
-    def _finished(self, loading: _PendingLoad) -> int:
-        """Wait for a load, and store in the pool again what came from the offload tier. How many
-        leading chunks are valid.
-        """
-        load = loading.load
-        loaded = load.run(self._patience)
-        try:
-            if chunks := load.to_promote():
-                store(self.session, load.places, load.keys, chunks, fetched_in=load.epoch)
-        except (VCacheError, RuntimeError) as error:
-            self.session.miss("promote", error)
-        return loaded
-
     def settle(self, block_size: int) -> set[int]:
-        """Wait for the loads that were launched. The KV blocks, of `block_size` tokens each, that
-        they did not fill.
+        """Wait for the loads that were launched. Returns the KV blocks, of `block_size` tokens
+        each, that they did not fill.
         """
-        loads, self._loading = self._loading, []
+        loads, self._launched = self._launched, []
         bad: set[int] = set()
-        for loading in loads:
-            try:
-                loaded = self._finished(loading)
-            except Exception as error:  # noqa: BLE001 - what is not known to be right is reported to vLLM as wrong
-                loaded = self.session.miss("load", error)
-            for start in loading.starts[loaded:]:
-                tokens = slice(
-                    max(start, loading.skip), max(start + self.session.chunk_size, loading.skip)
-                )
-                bad |= set((loading.slots[tokens] // block_size).tolist())
+        for load, slots, starts, skip in loads:
+            for start in starts[load.finish(self._patience) :]:
+                tokens = slots[max(start, skip) : max(start + self.session.chunk_size, skip)]
+                bad |= set((tokens // block_size).tolist())
         return bad
 
     # ---- stores

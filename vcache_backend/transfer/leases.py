@@ -169,7 +169,7 @@ class LeaseClient:
 
     def release(self, lease: Lease) -> None:
         """End a lease in the background, without a verdict."""
-        self._courier.release(lease.id)
+        self._sender.release(lease.id)
 
     def end_asked(self, sent: Sent[Leased]) -> None:
         """End, in the background, a lease whose answer is still to come."""
