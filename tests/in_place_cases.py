@@ -203,7 +203,7 @@ class Engine:
             self.tell(meta)
         if fails:
             (load,) = meta.loads
-            report = WorkerReport(failed={load.request_id}, read={load.number})
+            report = WorkerReport(failed={load.request_id})
             said = {"invalid_block_ids": set(load.wanted), "kv_connector_worker_meta": report}
         ids = list(output.num_scheduled_tokens)
         finished = [
