@@ -207,6 +207,7 @@ PARTS: dict[str, Part] = {
         _trio(offload.EAGER),
         40,
         lambda run: offload.equal(run.fleet, run.clock, run.source),
+        OURS,
         in_place=False,
     ),
     "fp8": _few("fp8", 20),

@@ -264,6 +264,13 @@ def test_chunks_evicted_before_the_load_are_not_retrieved(pool: Pool) -> None:
     assert pool.settled()
 
 
+def test_there_is_no_offload_tier_behind_lmcache_and_the_log_says_so(served: Pool) -> None:
+    engine = served.engine(extra={"vcache.offload.policy": "write_through"})
+    engine.store(chunks(2))
+    assert said(engine.retrieve(chunks(2))) == all_of(2 * CHUNK)
+    assert engine.do("logged", "there is no offload tier behind LMCache")
+
+
 # ---- several ranks
 
 

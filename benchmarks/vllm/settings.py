@@ -132,10 +132,7 @@ def lmcache_file(scale: Scale, spec: Spec, integration: Integration) -> dict[str
         "vcache.pool.segment_bytes": lends,
         **integration.settings(spec),
     }
-    # Without the last one look-ups promise the pool alone.
-    return lmcache(
-        own, {"chunk_size": scale.chunk, **({"enable_async_loading": True} if spec.below else {})}
-    )
+    return lmcache(own, {"chunk_size": scale.chunk})
 
 
 def lmcache(extra: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from ..guard import answers
 from .memory import NoAllocator, StoredObj, described
 from .patches import StepAside
 from .startup import Starter
-from .verbs import Verbs
 from .worker import PoolWorker
 
 log = logging.getLogger(__name__)
@@ -56,7 +55,6 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         )
         logs.join_vllm()
         self.worker: PoolWorker | None = None
-        self.verbs: Verbs | None = None
         self._failures: set[str] = set()
         self.reason = ""
         self._starter = Starter(config, metadata, self)
@@ -237,8 +235,6 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         """Finish stores, and leave the pool. The chunks stay there."""
         worker, self.worker = self.worker, None
         self.reason = self.reason or "closed"
-        if self.verbs is not None:
-            self.verbs.close()
         if worker is not None:
             worker.session.close()
 

@@ -1,8 +1,7 @@
-"""The memory objects that we give to LMCache, and host memory for chunks that were read ahead."""
+"""The memory objects that we give to LMCache."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -50,49 +49,6 @@ class StoredObj(TensorMemoryObj):  # type: ignore[misc]
 
     def __init__(self, metadata: MemoryObjMetadata) -> None:
         super().__init__(None, metadata, None)
-
-
-class HostMemory:
-    """Host memory for chunks that were read ahead. Any thread. held: bytes handed out.
-
-    It reuses memory: the first write into new memory takes 15 ms for a chunk of 32 MiB, since the
-    kernel adds it page by page; a copy into memory written before takes 3 ms (2-core CPU machine).
-    """
-
-    def __init__(self, most: int, spare: int) -> None:
-        """most: bytes that may be handed out at once. spare: bytes that are kept for reuse."""
-        self.most, self.held = most, 0
-        self._spare = spare
-        self._kept: list[torch.Tensor] = []
-        # Reentrant: garbage collection may call `give` in the middle of a method here.
-        self._lock = threading.RLock()
-
-    def take(self, nbytes: int) -> torch.Tensor | None:
-        """A 1-D uint8 tensor of so many bytes, contents undefined. None if too much is handed out,
-        or there is no memory.
-        """
-        with self._lock:
-            if self.held + nbytes > self.most:
-                return None
-            self.held += nbytes
-            memory = self._kept.pop() if self._kept else None
-        try:
-            return (
-                memory
-                if memory is not None and memory.numel() == nbytes
-                else torch.empty(nbytes, dtype=torch.uint8)
-            )
-        except RuntimeError:
-            with self._lock:
-                self.held -= nbytes
-            return None
-
-    def give(self, memory: torch.Tensor) -> None:
-        """Give memory back that nobody reads or writes any more."""
-        with self._lock:
-            self.held -= memory.numel()
-            if (len(self._kept) + 1) * memory.numel() <= self._spare:
-                self._kept.append(memory)
 
 
 class NoAllocator(MemoryAllocatorInterface):  # type: ignore[misc]

@@ -30,7 +30,6 @@ from .scope import Scheduler
 
 if TYPE_CHECKING:
     from .backend import VCacheBackend
-    from .verbs import Verbs
 
 CONNECTOR_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector"
 CONNECTOR_CLASS = "LMCacheConnectorV1"
@@ -269,7 +268,7 @@ def engine_of(metadata: Any) -> Any:
     )
 
 
-def install(engine: Any, backend: VCacheBackend, adapter: Any) -> Verbs:
+def install(engine: Any, backend: VCacheBackend, adapter: Any) -> None:
     """Put `backend` into its engine, and into LMCache's adapter in vLLM if there is one, in place
     of an earlier backend of ours.
 
@@ -318,7 +317,6 @@ def install(engine: Any, backend: VCacheBackend, adapter: Any) -> Verbs:
         # Moved to a GPU, as the adapter would have it, a slot mapping waits for the forward pass.
         # Copies are planned on the host.
         adapter.device = importlib.import_module("torch").device("cpu")
-    return verbs
 
 
 def _load_under_full_graphs(adapter: Any, theirs: Callable[..., Any]) -> Callable[..., Any]:

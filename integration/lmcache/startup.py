@@ -9,7 +9,9 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vcache_backend.config import hash_seed, load
+import msgspec
+
+from vcache_backend.config import OffloadConfig, hash_seed, load
 from vcache_backend.metadata_server import start
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.transfer.arguments import KVCaches
@@ -30,9 +32,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_NOT_COUNTED = (
-    "look-ups do not count what is in the offload tier: vLLM may compute wrongly if it does not come (vLLM issue #49250). "
-    "Set enable_async_loading: true in LMCache's configuration"
+_NO_TIER = (
+    "offload.policy is %s, but there is no offload tier behind LMCache, and nothing is offloaded: "
+    'start vLLM with "kv_connector":"VCacheConnector"'
 )
 
 
@@ -66,7 +68,7 @@ class Starter:
         _refuse(model_spec.seed(hash_seed()) if self._instance.adapter is not None else None)
         for line in checks.remarks(self._config, self._instance):
             log.warning("%s", line)
-        self._backend.verbs = patches.install(self._engine, self._backend, self._instance.adapter)
+        patches.install(self._engine, self._backend, self._instance.adapter)
         if self._settings.start_server:
             start.try_ensure(self._settings.config)
         kvcaches = self._instance.kvcaches
@@ -91,8 +93,10 @@ class Starter:
         name = served_at(
             data_parallel_rank(instance.vllm_config) if instance.vllm_config is not None else None
         )
+        if config.offload.policy != "off":
+            log.warning("vcache: " + _NO_TIER, config.offload.policy)
         session = Session(
-            config,
+            msgspec.structs.replace(config, offload=OffloadConfig()),
             layout,
             over_budget=over_budget,
             rank=instance.rank,
@@ -117,12 +121,8 @@ class Starter:
             f"not connected: {trouble}" if trouble else f"at {config.server.path}",
         )
         under_vllm = instance.adapter is not None
-        worker = PoolWorker(session, kvcaches, instance.ranks, under_vllm, config.offload)
+        worker = PoolWorker(session, kvcaches, instance.ranks, under_vllm)
         worker.settles = under_vllm
-        if session.tier is not None:
-            log.warning("vcache: offload tier: %s", config.offload)
-            if not getattr(self._config, "enable_async_loading", False):
-                log.warning("vcache: %s", _NOT_COUNTED)
         return worker
 
     def say_stepped_aside(self, reason: str, error: Exception | None) -> None:

@@ -12,7 +12,6 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,8 +33,6 @@ MOST = 1024
 """Look-ups that are remembered. Requests that are never scheduled leave theirs behind, so the
 oldest are dropped.
 """
-READERS = 4
-"""Requests whose chunks are read ahead at the same time."""
 
 
 class Hits:
@@ -67,12 +64,9 @@ class Hits:
             return self._kept.pop(request, None) if request is not None else None
 
     def end(self, hit: Hit | None) -> None:
-        """Release what the hit holds: leases, and chunks that were read ahead."""
-        if hit is not None:
-            for _, lease in hit.leases:
-                self._release(lease)
-            for chunk in hit.held.values():
-                chunk.give_back()
+        """Release the hit's lease."""
+        if hit is not None and hit.lease is not None:
+            self._release(hit.lease)
 
 
 class Verbs:
@@ -84,7 +78,6 @@ class Verbs:
         self._engine, self._backend = engine, backend
         self._size: int = engine.token_database.chunk_size
         self._hits = Hits(self._release)
-        self._readers = ThreadPoolExecutor(READERS, "vcache-ahead")
 
     # ---- look-ups
 
@@ -140,32 +133,22 @@ class Verbs:
         pin: bool = False,
         request_configs: dict[str, Any] | None = None,
     ) -> None:
-        """The look-up of `enable_async_loading`. Returns at once; LMCache's scheduler, where the
-        request waits, gets the answer once the chunks are leased or in host memory."""
-        manager = self._engine.storage_manager
-
-        def answer() -> None:
-            found, worker = 0, self._backend.worker
-            try:
-                if worker is not None and self._engine.is_healthy():
-                    known = self._hashes(tokens) if hashes is None else hashes
-                    found = self._look_up(
-                        worker, worker.fetch_ahead, lookup_id, known, request_configs, search_range
-                    )
-            except Exception as error:  # noqa: BLE001 the request would wait for ever
-                self._backend.note_failure("lookup", error)
-            # The server's socket belongs to this loop.
-            manager.loop.call_soon_threadsafe(
-                manager.async_lookup_server.send_response_to_scheduler,
-                lookup_id,
-                found * self._size,
-            )
-
+        """The look-up of `enable_async_loading`: like `lookup`, and sends the answer to LMCache's
+        scheduler, where the request waits.
+        """
+        manager, worker, found = self._engine.storage_manager, self._backend.worker, 0
         try:
-            self._readers.submit(answer)
-        except RuntimeError:
-            # `_readers` was shut down.
-            theirs(lookup_id, tokens, hashes, offsets, search_range, pin, request_configs)
+            if worker is not None and self._engine.is_healthy():
+                hashes = self._hashes(tokens) if hashes is None else hashes
+                found = self._look_up(
+                    worker, worker.promise, lookup_id, hashes, request_configs, search_range
+                )
+        except Exception as error:  # noqa: BLE001 the request would wait for ever
+            self._backend.note_failure("lookup", error)
+        # The server's socket belongs to this loop.
+        manager.loop.call_soon_threadsafe(
+            manager.async_lookup_server.send_response_to_scheduler, lookup_id, found * self._size
+        )
 
     def unpin(self, theirs: Callable[[str], None], lookup_id: str) -> None:
         """A look-up has ended, whether its chunks were retrieved or not: release them."""
@@ -266,6 +249,3 @@ class Verbs:
             return worker.load(hit, first, count, as_slots(mapping, len(mapping), 0), skip)
         finally:
             self._hits.end(hit)
-
-    def close(self) -> None:
-        self._readers.shutdown(wait=False, cancel_futures=True)

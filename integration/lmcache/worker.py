@@ -16,11 +16,8 @@ import numpy.typing as npt
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryObj
 
-from vcache_backend.config import OffloadConfig
-from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey, of_rank
 from vcache_backend.transfer.arguments import KVCaches
-from vcache_backend.transfer.held import HeldChunk
 from vcache_backend.transfer.keys import TaggedHashKeys, Tags
 from vcache_backend.transfer.leases import Lease
 from vcache_backend.transfer.load import COPY_SECONDS, Load
@@ -28,7 +25,6 @@ from vcache_backend.transfer.places import SlotPlaces
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.store import store
 
-from .host import Host
 from .memory import NotedSlots, StoredObj
 from .scope import scoped
 
@@ -39,14 +35,12 @@ Slots = npt.NDArray[np.int64]
 
 @dataclass
 class Hit:
-    """What a look-up found: the keys of the leading chunks that it promises.
-
-    leases: each with the number of its first chunk. held: by number, chunks that are in host memory
-    already."""
+    """What a look-up found: the keys of the leading chunks that it promises, and the lease on
+    them.
+    """
 
     names: list[ChunkKey] = field(default_factory=list)
-    leases: list[tuple[int, Lease]] = field(default_factory=list)
-    held: dict[int, HeldChunk] = field(default_factory=dict)
+    lease: Lease | None = None
 
 
 class _Launched(NamedTuple):
@@ -72,16 +66,13 @@ class PoolWorker:
         kvcaches: KVCaches,
         ranks: int,
         needs_scope: bool,
-        offload: OffloadConfig,
     ) -> None:
         """ranks: how many hold a shard of every chunk. needs_scope: do not cache requests without
         our tag (see `scope`).
         """
         self.session, self.kvcaches, self.settles = session, kvcaches, False
-        self.host = Host(session, offload.staging_bytes)
         self._names = TaggedHashKeys(session.namespace, session.rank)
         self._ranks, self._needs_scope, self._unscoped = ranks, needs_scope, False
-        self._patience = COPY_SECONDS + offload.get_seconds
         self._launched: list[_Launched] = []
 
     # ---- look-ups
@@ -91,54 +82,19 @@ class PoolWorker:
         return self._names.of_request(hashes, tags) if hashes and self._mine(tags) else []
 
     def contains(self, keys: Sequence[CacheEngineKey]) -> int:
-        """How many leading chunks every rank has, in the pool or the offload tier. No lease."""
+        """How many leading chunks every rank has. Takes no lease."""
         found = self.session.lookup(of_rank(self._named(keys), 0), self._ranks)
         self._count(len(keys), found)
         return found
 
     def promise(self, names: list[ChunkKey]) -> Hit:
-        """The leading chunks that every rank can load from the pool, with a lease on this rank's
-        part.
-
-        Chunks of the offload tier are not promised: one that does not come must be recomputed,
-        which not every vLLM does correctly (vLLM issue #49250)."""
+        """The leading chunks that every rank can load, with a lease on this rank's part."""
         asked = len(names)
         if self._ranks > 1:
             names = names[: self.session.client.lookup(of_rank(names, 0), self._ranks)]
         lease = self.session.leases.acquire(names) if names else None
-        hit = Hit(names[: self._readable(lease)], [(0, lease)]) if lease is not None else Hit()
+        hit = Hit(names[: self._readable(lease)], lease) if lease is not None else Hit()
         self._count(asked, len(hit.names))
-        return hit
-
-    def fetch_ahead(self, names: list[ChunkKey]) -> Hit:
-        """The leading chunks that can be loaded: leases those in the pool, and waits until the
-        others are read from the offload tier.
-        """
-        hit, there, asked = Hit(), 0, len(names)
-        names = (
-            names[: self.session.lookup(of_rank(names, 0), self._ranks)]
-            if self._ranks > 1
-            else names
-        )
-        try:
-            while there < len(names):
-                lease = self.session.leases.acquire(names[there:])
-                if lease is not None:
-                    hit.leases.append((there, lease))
-                    there += (readable := self._readable(lease))
-                    if readable < len(lease.keys):
-                        break
-                fetch = self.session.fetch(names[there:])
-                came = self.host.fetched(fetch) if fetch is not None else []
-                hit.held |= dict(enumerate(came, there))
-                there += len(came)
-                if not came:
-                    break
-        except VCacheError as error:
-            self.session.miss("get", error)
-        self.session.stats.count(chunks_missed=len(names) - there)
-        hit.names = names[:there]
-        self._count(asked, there)
         return hit
 
     def _count(self, asked: int, found: int) -> None:
@@ -166,38 +122,26 @@ class PoolWorker:
         right, or will be if the worker `settles`.
 
         slots: int64, the slots of the request's tokens. skip: tokens before this one are not
-        written. Uses the hit's lease, if it has time for a copy, and its held chunks; other chunks
-        are looked up again."""
+        written. Uses the hit's lease, if it has time for a copy; else the pool is asked again."""
         size, names = self.session.chunk_size, hit.names[first:count]
         starts = range(first * size, count * size, size)
         places = SlotPlaces(self.session.bind(self.kvcaches), size, slots, starts, skip, whole=True)
-        lease = self._part(hit, first, count)
-        held = {
-            number - first: hit.held.pop(number)
-            for number in range(first, count)
-            if number in hit.held
-        }
-        load = Load(self.session, places, names, lease=lease, held=held)
+        load = Load(self.session, places, names, lease=self._lease_on(hit, first, count))
         if not self.settles:
-            return load.finish(self._patience)
-        reached = load.launch(self._patience)
+            return load.finish(COPY_SECONDS)
+        reached = load.launch(COPY_SECONDS)
         self._launched.append(_Launched(load, slots, starts[:reached], skip))
         return reached
 
-    def _part(self, hit: Hit, first: int, count: int) -> Lease | None:
-        """The hit's first lease that covers some of these chunks, cut to them. None if there is
-        none, or it has no time for a copy.
-        """
-        for number, lease in hit.leases:
-            part = slice(max(first - number, 0), max(count - number, 0))
-            if keys := lease.keys[part]:
-                if not (
-                    self.session.leases.good_for_a_copy(lease) or self.session.leases.renew(lease)
-                ):
-                    return None
-                hit.leases.remove((number, lease))
-                return msgspec.structs.replace(lease, keys=keys, locations=lease.locations[part])
-        return None
+    def _lease_on(self, hit: Hit, first: int, count: int) -> Lease | None:
+        """The hit's lease, cut to these chunks. None if it has no time for a copy."""
+        lease, leases = hit.lease, self.session.leases
+        if lease is None or not (leases.good_for_a_copy(lease) or leases.renew(lease)):
+            return None
+        hit.lease = None
+        return msgspec.structs.replace(
+            lease, keys=lease.keys[first:count], locations=lease.locations[first:count]
+        )
 
     def settle(self, block_size: int) -> set[int]:
         """Wait for the loads that were launched. Returns the KV blocks, of `block_size` tokens
@@ -206,7 +150,7 @@ class PoolWorker:
         loads, self._launched = self._launched, []
         bad: set[int] = set()
         for load, slots, starts, skip in loads:
-            for start in starts[load.finish(self._patience) :]:
+            for start in starts[load.finish(COPY_SECONDS) :]:
                 tokens = slots[max(start, skip) : max(start + self.session.chunk_size, skip)]
                 bad |= set((tokens // block_size).tolist())
         return bad
@@ -246,19 +190,13 @@ class PoolWorker:
             store(self.session, places, [name for name, _ in part], range(len(part)))
 
     def remove(self, keys: Sequence[CacheEngineKey], force: bool) -> int:
-        """Forget chunks of this rank. Returns how many were in the pool.
-
-        force: include chunks that are leased, and, a little later, those in the offload tier. Else
-        only evict from the pool."""
-        names = self._names.keys(keys)
-        if force and self.session.tier is not None:
-            self.session.tier.forget(names)
-        return self.session.client.remove(names, force)
+        """Forget chunks of this rank. Returns how many were in the pool. force: leased chunks,
+        too.
+        """
+        return self.session.client.remove(self._names.keys(keys), force)
 
     def clear(self) -> int:
-        """Forget every chunk of the namespace, of all instances and ranks, offloaded ones too.
-        Returns how many were in the pool.
-        """
+        """Forget every chunk of the namespace, of all instances and ranks. Returns how many."""
         return self.session.client.clear(self.session.namespace.prefix, reset=True)
 
     # ---- inside

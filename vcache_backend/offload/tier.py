@@ -12,7 +12,7 @@ from vcache_backend.config import Config, OffloadConfig
 from vcache_backend.errors import ConfigError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey, Location
-from vcache_backend.offload import codecs, objects
+from vcache_backend.offload import codecs
 from vcache_backend.offload.index import Index
 from vcache_backend.offload.objects import Format
 from vcache_backend.offload.read import Bound, Fetch, Reader, batch_chunks
@@ -118,11 +118,6 @@ class OffloadTier(Index):
         """Write chunks that are now in the pool, in the background. Never blocks."""
         if self._writer is not None:
             self._writer.offer(keys)
-
-    def forget(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove chunks from the store, in the background."""
-        self.absent(keys)
-        self._store.forget([objects.name(key, self.epoch) for key in keys])
 
     # ---- the rest
 

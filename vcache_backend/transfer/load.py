@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey
-from vcache_backend.transfer.held import HeldChunk, HeldSource
 from vcache_backend.transfer.leases import AskedLease, Lease
 from vcache_backend.transfer.load_stats import LoadStats
 from vcache_backend.transfer.memory import MemorySource
@@ -65,7 +64,6 @@ class Load:
         wait_seconds: float = 0.0,
         offload: bool = True,
         name: str = "",
-        held: Mapping[int, HeldChunk] | None = None,
         residents: Mapping[int, ResidentChunk] | None = None,
         neighbours: Neighbours | None = None,
     ) -> None:
@@ -74,11 +72,11 @@ class Load:
         lease: an existing lease on the leading chunks, or one that was asked for; the load ends it,
         and asks for one on the rest. mark: see `LoadContext`; None: the current stream continues
         behind the copies. wait_seconds: how long to wait for chunks that are not there yet.
-        offload: look in the offload tier for what the pool lacks. name: the request's, for the log. held: chunks that the caller has in
-        host memory, by number. A lease then begins with the first of the others. residents: chunks
-        in the KV caches of `neighbours`, by number. A KV cache that is new is mapped in the
-        background, and the load waits for it. Chunks that are gone when their copy would start may
-        come from elsewhere. If there is no lease, the pool is asked for the other chunks at once."""
+        offload: look in the offload tier for what the pool lacks. name: the request's, for the log.
+        residents: chunks in the KV caches of `neighbours`, by number. A KV cache that is new is
+        mapped in the background, and the load waits for it. Chunks that are gone when their copy
+        would start may come from elsewhere. If there is no lease, the pool is asked for the other
+        chunks at once."""
         self.keys, self.places, self.stats = (
             keys,
             places,
@@ -102,11 +100,9 @@ class Load:
             if offload and session.tier is not None
             else None
         )
-        self._held = HeldSource(self._context, held or {})
         self._sources: list[Source] = [
             self._memory,
             *([self._offload] if self._offload is not None else ()),
-            self._held,
         ]
         self._parts: deque[Part] = deque()
         self._until, self._late = (
@@ -304,7 +300,7 @@ class Load:
             parts = source.launch(self.reached)
             if parts:
                 self._parts += parts
-                if not (self._held.expects(self.reached) or self._memory.has(self.reached)):
+                if not self._memory.has(self.reached):
                     for other in self._sources:
                         other.prepare(self.reached)
                 return True

@@ -98,7 +98,9 @@ class Session:
         self.leases = LeaseClient(self.client, self.committer, self.stats, self.note_epoch)
         self.miss = self.stats.miss
         self.uploader: Uploader | None = None
-        """Copies chunks from host memory into KV caches. None until it is needed, see `uploads`."""
+        """Copies chunks of the offload tier from host memory into KV caches; None without a
+        tier.
+        """
         self._paged: PagedKV | None = None
         self._tensors: list[torch.Tensor] = []
         self._addresses: list[int] = []
@@ -141,14 +143,6 @@ class Session:
             and all(map(operator.is_, kvcaches, known))
         )
         return same and [tensor.data_ptr() for tensor in known] == self._addresses
-
-    def uploads(self, kv: PagedKV) -> Uploader:
-        """Copies chunks from host memory into KV caches. It takes device memory, so it is made on
-        first use.
-        """
-        if self.uploader is None:
-            self.uploader = make_uploader(self.copier, kv, kv.chunk_bytes(self.chunk_size))
-        return self.uploader
 
     @property
     def chunk_bytes(self) -> int:

@@ -24,7 +24,6 @@ from vcache_backend.vram_pool.uploads import Uploader
 if TYPE_CHECKING:
     from vcache_backend.offload.read import Fetch, Staged
     from vcache_backend.offload.tier import OffloadTier
-    from vcache_backend.transfer.held import HeldChunk
     from vcache_backend.transfer.resident import ResidentChunk
 
 CAUSES = {"absent": "store_absent", "bad": "store_bad", "timeout": "store_late"}
@@ -198,7 +197,7 @@ def upload(
     context: LoadContext,
     uploader: Uploader,
     first: int,
-    chunks: Sequence[HeldChunk | Staged],
+    chunks: Sequence[Staged],
     give_back: Callable[[], None],
 ) -> list[Part]:
     """Launch the copy of chunks of the offload tier that are in host memory, from number `first`
