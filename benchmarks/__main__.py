@@ -14,7 +14,7 @@ try:
     import msgspec
     import torch
 
-    from . import copies, engine, inplace_campaign, journal_mutations, metadata, mooncake, turns
+    from . import copies, engine, inplace_campaign, metadata, mooncake, turns
     from .mooncake_store import missing
     from .results import Report, Row
 except ModuleNotFoundError as absent:
@@ -27,11 +27,10 @@ SUBJECTS: dict[str, Callable[[], list[Row]]] = {
     "turns": turns.run,
     "copies": copies.run,
     "engine": engine.run,
-    "journal": journal_mutations.run,
     "inplace": inplace_campaign.run,
     "mooncake": mooncake.run,
 }
-LONG = ("journal", "inplace", "mooncake")
+LONG = ("inplace", "mooncake")
 """Subjects that run only where `--only` names them."""
 
 

@@ -1,81 +1,62 @@
 #!/usr/bin/env bash
-# How to check on GPUs: everything that needs two of them, in calls of at most nine minutes, the most important first.
+# How to check on two GPUs: calls of at most nine minutes, the most important first. Rows go to $OUT/*.json as they are measured, output
+# to $OUT/*.txt, the logs of instances to $OUT/logs.tar.xz.
 #
-#   shared/gpu/pack.sh DIR                        once: vLLM 0.26 and LMCache 0.5.3 for a host that reaches no package registry
-#   benchmarks/gpu_night.sh CALL [PART.tar.xz...]  on that host, in the checkout, one call after the other:
-#     pool      copies, engine, metadata server, the GPU tests            needs deps.tar.xz
-#     speed     our connector: scheduler, a refused one, TTFT, prefill apart, decoding   needs vllm.tar.xz and vllm_c.tar.xz too
-#     equal     200 hits through each integration beside each other, a flipped byte, a restart; compiled, with their control
-#     kinds     failures, eager, TP=2 (both integrations); fp8, MLA, ngram
-#     groups    models of several block tables, shapes of Gemma 3 and gpt-oss: equal, sensitive, TTFT; gpt-oss needs the part of MOE=1, too
-#     states    models whose layers keep states: Granite 4 (Mamba-2; with CUDA graphs, too), LFM 2 (short convolutions), Qwen3-Next (gated
-#               delta nets; its kernels of experts): equal, sensitive, TTFT. vLLM lies where SITE says; ours of 0.33 beside
-#               torch 2.11, unpacked apart:
-#                 SITE=/tmp/site33 benchmarks/gpu_night.sh states vllm33.tar.xz c33.tar.xz m33.tar.xz deps.tar.xz
-#               (deps.tar.xz is that of 0.26; without FlashInfer, FlashAttention 2 and quack, which it does not need.)
-#     lmcache   TTFT, decoding, misses through LMCache; misses through our connector
-#     inplace   our connector without a pool, hits out of vLLM's own KV cache: 200 of them, TTFT, misses, decoding, prefill apart
-#     inplace2  the death of an owner; likewise eager, TP=2, fp8, MLA, ngram; copies out of a KV cache
-#     hostpool  our connector with a pool in host memory: equality, TTFT, a restart
-#     deploy    data and expert parallel ranks of one `vllm serve`; instances in containers of their own: in the pool, then in place
-#     four      two instances on four GPUs: TP=2 (equality, TTFT), PP=2 (equality, a restart); in the pool, then in place; some 500 s
-#     campaign  live KV caches of two vLLMs under load, read by others while they are used again (at most 540 s with the start), and its
-#               control (at most 120 s)
-#   Serving at equal VRAM, our KV caches in place in turn with one peer (alone, offload, mp, pool); estimates from the runs of
-#   2026-11-21: servers start in some 60 s, `prefix` takes 17 to 28 s, `trace` 20, 600 unfiltered requests 80 to 100. RUNS=0,1,2 by default.
-#     serving_PEER     prefix and trace, three runs each                  about 400 s
-#     unfiltered_PEER  the unfiltered trace, one run a call: RUNS=0, RUNS=1, ...    about 320 s, each further run 190
-#     host             in place with 96 GiB of host memory for what leaves the KV caches, against mp; needs serving_mp's rows in $OUT.
-#                      RUNS=0 first: the memory is taken and locked before the first request, some 40 s beside the servers' start.
-#     x4               four servers on four GPUs, prefix, alone and in place      about 280 s
-#   All of it is 4 x 400 + 4 x 700 s for three runs: on four GPUs two calls run beside each other, and that is two sessions' time.
+#   benchmarks/gpu_night.sh unpack FILE...   parts of vLLM 0.33 and LMCache 0.5.3 for a host that reaches no package registry
+#   benchmarks/gpu_night.sh later CALL...    begin these calls in the background, one after the other, from a copy of this checkout
+#   benchmarks/gpu_night.sh fetch SECONDS    wait at most so long for them; copy what there is to $OUT
+#   benchmarks/gpu_night.sh CALL...          one after the other; A+B beside each other
 #
-# Calls that go on while nobody waits, which on a lent machine with a limit a call does twice the work (it keeps /tmp and its processes
-# from call to call; what travels with a call is 64 MiB, which is not all parts):
-#     stay [PART.tar.xz...]       unpack these, copy the checkout out of the way of later calls; begins nothing
-#     later "CALL CALL..."        begin these in the background, one after the other, from that copy
-#     fetch SECONDS "CALL..."     wait at most so long until these are over, and copy what there is to $OUT
+#   tests    pytest -m gpu                                                                          3 minutes
+#   equal    200 hits each in place, through a pool and through LMCache beside each other, with their control   6 minutes
+#   speed    in place and through a pool: async_ttft, the scheduler's time, in place misses         7 minutes; nothing beside it
+#   short    short_tax in place                                                                     4 minutes; nothing beside it
+#   models   through a pool: Gemma 3, gpt-oss, Granite 4, LFM 2, Qwen3-Next; fp8, MLA, n-gram, tensor parallel 2   7 minutes
+#   death    whole vLLMs paused, stopped, starved and killed, in place and through a pool, with controls   5 minutes
+#   campaign live KV caches of two vLLMs, read by others while they are used again                  9 minutes
+#   copies   copies, engine, metadata server, turns                                                 2 minutes
+#   lmcache  TTFT, decoding and misses through LMCache                                              6 minutes
+#   decode   running requests beside loads, prefill apart, the death of an owner, in place          8 minutes
+#   serving  two servers, vLLM alone and in place, prefix repetition: RUNS=0,1,2                    7 minutes
 #
-# CALL+CALL runs two beside each other on a host of four GPUs, each on a pair of its own, into $OUT/CALL.
-#
-# With CUDA_VISIBLE_DEVICES=0 calls whose instances take a GPU each run on one GPU, too, which all share. Rows say so. Equality is worth
-# as much there; times are not, as no byte crosses a link. Instances of several ranks run there, too, with NCCL 2.30 or later preloaded:
-#     LD_PRELOAD=.../libnccl.so.2 CUDA_VISIBLE_DEVICES=0 python3 -m benchmarks.vllm_ttft --scale short --only tp2ttft,pp2,ep --integration vllm
-#
-# A call unpacks the parts it is given and goes on after whatever fails. Rows go to $OUT/*.json as they are measured, the logs of
-# instances to $OUT/logs.tar.xz. Speed is worth something only on GPUs that nobody else uses. TINY=1 runs it without GPUs, for its own sake.
+# Within 30 minutes of device time: `unpack` in four calls, the first with `later tests` behind it; `equal`; `speed`; `short death+models`.
+# SECONDS_IN_ALL (520): when everything must be over. GRAPHS=1: nothing is compiled, CUDA graphs of decode steps alone, should vLLM not
+# compile beside this torch. With CUDA_VISIBLE_DEVICES=0 all instances share one GPU: equality counts, times do not. Two ranks on one GPU
+# need NCCL 2.30 or later, preloaded. TINY=1 runs the script on the CPU, to check it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-call=${1:?"usage: $0 CALL [PART.tar.xz...]; the calls are at the top of this script"}; shift
-stay=${STAY:-/tmp/vcache-stay}
-case $call in
-  stay)
-    mkdir -p "$stay/out" "${SITE:-/tmp/site}"
-    [ -d "$stay/tree" ] || { cp -r . "$stay/new" && mv "$stay/new" "$stay/tree"; }
-    for part in "$@"; do tar xJf "$part" -C "${SITE:-/tmp/site}" & done; wait
+stay=${STAY:-/tmp/vcache-stay} site=${SITE:-/tmp/site}
+case ${1:?"see the top of $0"} in
+  unpack)
+    shift; mkdir -p "$site" "$stay/parts"
+    for file in "$@"; do
+      case $file in
+        *.xz) tar xJf "$file" -C "$site" & ;;
+        *) cp "$file" "$stay/parts/" ;;  # A piece of a file that is too large for one call: NAME.tar.xz.0, NAME.tar.xz.1
+      esac
+    done
+    wait
+    for first in "$stay"/parts/*.0; do
+      [ -f "$first" ] && [ -f "${first%.0}.1" ] && cat "$first" "${first%.0}.1" | tar xJ -C "$site" && rm "$first" "${first%.0}.1"
+    done
+    echo "== unpacked; in $site/vllm: $(cd "$site/vllm" 2> /dev/null && echo *.so vllm_flash_attn/*.so)"
     exit ;;
   later)
+    shift; mkdir -p "$stay/out"
+    [ -d "$stay/tree" ] || { cp -r . "$stay/new" && mv "$stay/new" "$stay/tree"; }
     cd "$stay/tree" || exit 2
-    setsid nohup bash -c 'for one in $1; do OUT=$2/$one benchmarks/gpu_night.sh "$one"; echo "rc $?" > "$2/$one.over"; done' \
-      later "$1" "$stay/out" > "$stay/out/later.txt" 2>&1 < /dev/null &
+    OUT=$stay/out setsid nohup bash -c 'benchmarks/gpu_night.sh "$@"; echo "rc $?" > "$OUT/over.txt"' later "$@" > "$stay/out/later.txt" 2>&1 < /dev/null &
     exit ;;
   fetch)
-    for ((i = 0; i < $1; i++)); do
-      over=1; for one in $2; do [ -f "$stay/out/$one.over" ] || over=; done
-      [ -z "$over" ] || break
-      sleep 1
-    done
-    cp -r "$stay/out/." "${OUT:?}"; tail -n 20 "$stay/out/later.txt"; for one in $2; do echo "== $one: $(cat "$stay/out/$one.over" 2> /dev/null || echo 'not over')"; done
+    for ((i = 0; i < $2; i++)); do [ ! -f "$stay/out/over.txt" ] || break; sleep 1; done
+    cp -r "$stay/out/." "${OUT:?}"; tail -n 20 "$stay/out/later.txt"; cat "$stay/out/over.txt" 2> /dev/null || echo '== not over'
     exit ;;
 esac
-known="pool speed equal kinds groups groups2 states lmcache inplace inplace2 hostpool deploy four campaign host x4"
-for peer in alone offload mp pool; do known="$known serving_$peer unfiltered_$peer"; done
-for one in ${call//+/ }; do [[ " $known " == *" $one "* ]] || { echo "no call $one; there are: $known"; exit 2; }; done
-out=${OUT:-/tmp/vcache-gpu}; site=${SITE:-/tmp/site}; logs=/tmp/vcache-gpu-logs/$call; began=$SECONDS
-mkdir -p "$out" "$site/vcache_backend-0.1.0.dist-info" "$logs"
-for part in "$@"; do tar xJf "$part" -C "$site" & done; wait
+out=${OUT:-/tmp/vcache-gpu} logs=/tmp/vcache-gpu-logs until=$((SECONDS + ${SECONDS_IN_ALL:-520}))
+mkdir -p "$out" "$logs"
 if [ -z "${TINY:-}" ]; then
   # What an installation would do: the two folders are one package, and vLLM finds our plugin.
+  mkdir -p "$site/vcache_backend-0.1.0.dist-info"
   [ -e vcache_backend/integration ] || ln -s ../integration vcache_backend/integration
   printf 'Metadata-Version: 2.1\nName: vcache-backend\nVersion: 0.1.0\n' > "$site/vcache_backend-0.1.0.dist-info/METADATA"
   printf '[vllm.general_plugins]\nvcache = vcache_backend.integration.plugin:register\n' > "$site/vcache_backend-0.1.0.dist-info/entry_points.txt"
@@ -83,117 +64,84 @@ if [ -z "${TINY:-}" ]; then
 fi
 export PYTHONUNBUFFERED=1
 python=${PYTHON:-python3}
-trace=${TRACE:-shared/traces/mooncake-conversation.jsonl}
 
 # What is missing is found now, in seconds, not by the first instance that does not start.
-gpus=2
-[[ $call != x4 && $call != four ]] || gpus=4
-[[ $call != *+* ]] || gpus=4
-[[ ${CUDA_VISIBLE_DEVICES-,} == *,* ]] || gpus=1
-needs="torch msgspec vcache_backend vcache_backend.integration.vllm_connector"
-[ "$call" = pool ] || needs="$needs vllm"
-[[ ! $call =~ speed|equal|kinds|lmcache|_mp ]] || needs="$needs lmcache"
-if ! "$python" - ${TINY:+0} ${TINY:-$gpus} $needs <<'END'
-import importlib.metadata, importlib.util, sys
+"$python" - "$*" "${TINY:-}" << 'END' || { echo "== $*: cannot run here"; exit 2; }
+import importlib, importlib.metadata, sys
 import torch
-gpus, names = int(sys.argv[1]), [name for name in sys.argv[2:] if not name.isdigit()]
-
-def found(name):
+calls, tiny = sys.argv[1], sys.argv[2]
+names = ["msgspec", "vcache_backend.integration.vllm_connector"] + ([] if calls in ("tests", "copies") else ["vllm", "vllm.v1.engine.core"])
+if not tiny and "vllm" in names:
+    names += ["vllm._C_stable_libtorch", "vllm.vllm_flash_attn._vllm_fa3_C"]
+names += ["lmcache"] if "equal" in calls or "lmcache" in calls else []
+problems = []
+for name in names:
     try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # its parent
-        return False
-
-missing = [name for name in names if not found(name)]
-points = [point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")]
-problems = [f"no module {name}: is its part unpacked, is PYTHONPATH right?" for name in missing]
-if "vcache" not in points:
-    problems.append(f"vLLM would not find our plugin; there are {points}")
-if torch.cuda.device_count() < gpus:
-    problems.append(f"{torch.cuda.device_count()} GPUs where {gpus} are needed")
+        importlib.import_module(name)
+    except Exception as error:
+        problems.append(f"{name}: {type(error).__name__}: {error}")
+if "vcache" not in [point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")]:
+    problems.append("vLLM would not find our plugin")
+if not tiny and torch.cuda.device_count() < 2:
+    print(f"only {torch.cuda.device_count()} GPUs")
 sys.exit("\n".join(problems) or 0)
 END
-then echo "== $call: cannot run here"; exit 2; fi
-if [[ $call =~ serving|unfiltered|host ]] && [ ! -f "$trace" ]; then echo "== no trace at $trace: TRACE=FILE"; exit 2; fi
 
-# vllm INTEGRATION SECONDS PARTS [OPTION...]: rows of these parts; SECONDS of the call's are over at the latest then.
-vllm() {
-  local integration=$1 seconds=$(($2 - SECONDS + began)) parts=$3 file=$1; shift 3
-  if [[ " $* " == *" in_place "* ]]; then file=inplace; fi
-  echo "== $integration: $parts, $seconds s"
-  "$python" -m benchmarks.vllm_ttft --integration "$integration" --only "$parts" --seconds "$seconds" --out "$out/$file.json" \
-    --logs "$logs/$file" --commit "${COMMIT:-}" ${TINY:+--scale tiny --rounds 1} "$@" > >(tee "$out/$call.$file.txt") 2>&1
+# bench NAME SECONDS MODULE [OPTION...]: rows go to $out/NAME.json; it is over after SECONDS, or when everything must be.
+bench() {
+  local name=$1 seconds=$2 module=$3; shift 3
+  [ "$seconds" -lt $((until - SECONDS)) ] || seconds=$((until - SECONDS))
+  echo "== $name: $module $*, $seconds s"
+  "$python" -m "benchmarks.$module" --out "$out/$name.json" --commit "${COMMIT:-}" --seconds "$seconds" "$@" > "$out/$name.txt" 2>&1
+  echo "== $name: rc $?"; grep -E "ratio|FAILED|failed:" "$out/$name.txt" | tail -n 40
 }
+# ttft NAME SECONDS PARTS [OPTION...]: of benchmarks.vllm_ttft.
+ttft() {
+  local name=$1 seconds=$2 parts=$3; shift 3
+  bench "$name" "$seconds" vllm_ttft --only "$parts" --logs "$logs/$name" "$@" ${GRAPHS:+--graphs-only} ${TINY:+--scale tiny --rounds 1}
+}
+pool=(--integration vllm --isolated --pool-gib 8) in_place=(--integration vllm --share in_place --isolated)
 
-# serving SECONDS SYSTEMS WORKLOADS RUNS [OPTION...]: rows of these go to $out/serving.json, which calls share.
+tests() {
+  timeout $((until - SECONDS)) "$python" -m pytest -q -m gpu -n 6 --dist loadfile -p no:cacheprovider -p no:benchmark tests > "$out/tests.txt" 2>&1
+  echo "== tests: rc $?"; tail -n 15 "$out/tests.txt"
+}
+equal() {
+  local parts=agreeing,sensitive,flipped,equal
+  ttft equal_in_place 500 $parts "${in_place[@]}" --scale beside &
+  ttft equal_pool 500 $parts,restart --integration vllm --isolated --scale beside &
+  ttft equal_lmcache 500 $parts,restart --integration lmcache --scale beside &
+  wait
+}
+speed() {
+  ttft speed_in_place 270 ttft,scheduler,miss "${in_place[@]}" --kv-gib 6 --rounds 7
+  ttft speed_pool 250 ttft,scheduler "${pool[@]}" --kv-gib 6 --rounds 7
+}
+short() { ttft short 300 short "${in_place[@]}" --kv-gib 6; }
+models() {
+  ttft models 500 gemma3,gptoss,state_mamba2,state_conv,state_gdn --integration vllm --isolated --scale beside --rounds 3 &
+  ttft modes 500 fp8,mla,ngram,tp2ttft --integration vllm --scale beside --rounds 3 &
+  wait
+}
+death() {
+  bench death 200 inplace_campaign --level death &
+  bench death_pool 200 inplace_campaign --level death_pool &
+  wait
+}
+campaign() { bench campaign 440 inplace_campaign --level gpu; }
+copies() { "$python" -m benchmarks --only engine --only copies --only metadata --only turns --out "$out/copies.json" --commit "${COMMIT:-}" > "$out/copies.txt" 2>&1; }
+lmcache() { ttft lmcache 500 ttft,tpot,miss --integration lmcache --kv-gib 6 --pool-gib 8 --rounds 7; }
+decode() { ttft decode 500 tpot,pd,death "${in_place[@]}" --kv-gib 6; }
 serving() {
-  local seconds=$(($1 - SECONDS + began)) systems=$2 workloads=$3 runs=${RUNS:-$4}; shift 4
-  "$python" -m benchmarks.vllm_serving --systems "$systems" --workloads "$workloads" --runs "$runs" --trace "$trace" --seconds "$seconds" \
-    --out "$out/serving.json" --logs "$logs/serving" --commit "${COMMIT:-}" ${TINY:+--scale tiny} "$@" > >(tee "$out/$call.txt") 2>&1
+  bench serving 500 vllm_serving --systems alone,inplace --workloads prefix --runs "${RUNS:-0}" --memory 0.6 --logs "$logs/serving" ${TINY:+--scale tiny}
 }
 
-if [[ $call == *+* ]]; then
-  IFS=+ read -ra calls <<< "$call"
-  for i in "${!calls[@]}"; do
-    CUDA_VISIBLE_DEVICES=$((2 * i)),$((2 * i + 1)) OUT=$out/${calls[i]} SITE=$site benchmarks/gpu_night.sh "${calls[i]}" &
+for beside in "$@"; do
+  for call in ${beside//+/ }; do
+    [[ " tests equal speed short models death campaign copies lmcache decode serving " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
+    "$call" &
   done
   wait
-  exit
-fi
-case $call in
-  pool)
-    "$python" -m benchmarks --only engine --only copies --only metadata --only turns --out "$out/pool.json" --commit "${COMMIT:-}"
-    timeout $((500 - SECONDS + began)) "$python" -m pytest -q -m gpu -n 6 --dist loadfile -p no:cacheprovider -p no:benchmark tests 2>&1 | tee "$out/gpu-tests.txt" | tail -15
-    ;;
-  speed)
-    vllm vllm 520 scheduler,refused,ttft,agreeing,tpot,pd --rounds 9 --isolated --with-lmcache
-    ;;
-  equal)
-    vllm vllm 520 agreeing,sensitive,flipped,equal,restart --pool-gib 8 --isolated &
-    vllm lmcache 520 agreeing,sensitive,flipped,equal,restart --pool-gib 8 &
-    wait
-    ;;
-  kinds)
-    vllm vllm 350 failures,eager,tp2 --pool-gib 8 --isolated &
-    vllm lmcache 350 failures,eager,tp2 --pool-gib 8 &
-    wait
-    vllm vllm 520 fp8,mla,ngram --pool-gib 8 --isolated
-    ;;
-  groups)
-    vllm vllm 520 gemma3,gptoss --pool-gib 8 --isolated --rounds 9
-    ;;
-  states)
-    vllm vllm 520 state_mamba2,state_conv,state_gdn,state_graphs --pool-gib 8 --isolated --rounds 9
-    ;;
-  lmcache)
-    vllm lmcache 350 ttft,tpot,miss --rounds 9 --isolated
-    vllm vllm 520 miss --isolated
-    ;;
-  inplace)
-    vllm vllm 520 ttft,scheduler,miss,tpot,pd,agreeing,sensitive,flipped,equal --share in_place --isolated --rounds 9 --kv-gib 24
-    ;;
-  inplace2)
-    vllm vllm 470 death,eager,tp2,fp8,mla,ngram --share in_place --isolated
-    [ -n "${TINY:-}" ] || "$python" -m benchmarks --only copies --out "$out/copies.json" --commit "${COMMIT:-}"
-    ;;
-  hostpool)
-    vllm vllm 400 agreeing,equal,ttft,restart --pool-gib 16 --set vcache.pool.device=host --suffix _hostmem --prompts 40 --isolated
-    ;;
-  deploy)
-    vllm vllm 300 dp,ep,isolated --rounds 9 --pool-gib 8
-    vllm vllm 520 dp,isolated --rounds 9 --share in_place
-    ;;
-  four)
-    vllm vllm 300 tp2ttft,pp2 --rounds 9 --pool-gib 8
-    vllm vllm 560 tp2ttft,pp2 --rounds 9 --share in_place
-    ;;
-  campaign)
-    "$python" -m benchmarks.inplace_campaign --level gpu ${TINY:+--loads 200} --out "$out/campaign.json" 2>&1 | tee "$out/campaign.txt"
-    ;;
-  serving_*) peer=${call#serving_}; serving 570 "${peer/pool/vcache},inplace" prefix,trace 0,1,2 ;;
-  unfiltered_*) peer=${call#unfiltered_}; serving 570 "${peer/pool/vcache},inplace" unfiltered 0 ;;
-  host) serving 570 inplace_host prefix,trace,unfiltered 0,1,2 ;;
-  x4) serving 570 alone,inplace prefix 0,1,2 --gpus 0,1,2,3 --concurrency 32 ;;
-esac
-tar cJf "$out/logs.tar.xz" -C "$logs" . --exclude='model*' 2> /dev/null
-echo "== $call: $((SECONDS - began)) s; in $out: $(ls "$out" | tr '\n' ' ')"
+done
+tar cJf "$out/logs.tar.xz" -C "$logs" --exclude='model*' . 2> /dev/null
+echo "== $*: $SECONDS s; in $out: $(ls "$out" | tr '\n' ' ')"

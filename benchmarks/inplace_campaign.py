@@ -17,10 +17,15 @@ that shares nothing (`vllm.campaign`).
 `gpu`: owners are live vLLMs on two GPUs, or a tiny one on the CPU. Readers do not run vLLM; they
 compare what they load with checksums from the owners (`inplace_live`).
 
+`death`, `death_pool`: whole vLLMs, on GPUs if there are any, that share in place or through a pool.
+Readers pause between the launch of every second load and its verdict; all of them, and the server,
+are stopped, starved and killed. No answer may be wrong, and no engine may end or leave a request
+without an answer.
+
 Controls run the same with one rule broken: readers ignore the generations after a copy; owners
 change generations only after writing, or publish before writing. There wrong bytes must be seen, or
-the zeros above prove nothing. Another control runs
-vLLMs without any connector, to tell apart faults of their own prefix caches (vLLM #37164)."""
+the zeros above prove nothing. Another control runs vLLMs without any connector, to tell apart
+faults of their own prefix caches (vLLM #37164)."""
 
 from __future__ import annotations
 
@@ -48,12 +53,19 @@ def run() -> list[Row]:
 
 
 def measure(
-    name: str, loads: int, seed: int, add: Callable[[Sequence[Row]], object], control: Control = ""
+    name: str,
+    loads: int,
+    seed: int,
+    add: Callable[[Sequence[Row]], object],
+    control: Control = "",
+    seconds: float = 0.0,
 ) -> list[str]:
     """Run a level's campaign and its controls, or one control alone, and `add` rows as they come.
     Returns descriptions of wrong loads.
     """
     level, wrong = LEVELS[name](), list[str]()
+    if seconds:
+        level = level._replace(seconds=seconds, control_seconds=seconds / 2)
     with tempfile.TemporaryDirectory(prefix="vcache-inplace-shared-") as folder:
         level.prepare(shared := Path(folder))
         if not control:
@@ -78,14 +90,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--loads", type=int, default=0, help="that bring something; default: the level's"
     )
+    parser.add_argument(
+        "--seconds", type=float, default=0.0, help="at most; its control half of it"
+    )
     parser.add_argument("--seed", type=int, default=int(time.time()), help="default: the time")
     parser.add_argument(
         "--control", choices=get_args(Control)[1:], default="", help="this control alone"
     )
     parser.add_argument("--out", type=Path, help="result file; one that is there is continued")
+    parser.add_argument("--commit", default="", help="the commit measured, where git cannot tell")
     options = parser.parse_args(arguments)
-    report = Report(options.out)
-    wrong = measure(options.level, options.loads, options.seed, report.add, options.control)
+    report = Report(options.out, options.commit)
+    wrong = measure(
+        options.level, options.loads, options.seed, report.add, options.control, options.seconds
+    )
     print("\n".join(wrong[:SHOWN]))
     return int(report.missed)
 

@@ -65,7 +65,9 @@ Control = Literal["", "no verdict", "counted late", "published early", "no conne
 class Settings(msgspec.Struct, frozen=True):
     """stops: share of the steps at which the instance stops itself. control: the rule of the
     protocol that is broken, see `inplace_campaign`; empty: none. shared: a folder that all
-    instances use. number: the instance's place among them."""
+    instances use. number: the instance's place among them. pauses: share of the loads between whose
+    launch and verdict the instance stops itself; 0: as often as elsewhere. lends: bytes that it
+    lends to a pool, through which it shares; 0: it shares in place."""
 
     config: Config
     role: Role
@@ -75,6 +77,8 @@ class Settings(msgspec.Struct, frozen=True):
     control: Control = ""
     shared: str = ""
     number: int = 0
+    pauses: float = 0.0
+    lends: int = 0
 
 
 class Outcomes(Counts):
@@ -84,9 +88,9 @@ class Outcomes(Counts):
     with whole vLLMs, requests for which something was loaded. reuse_hits: loads whose verdict
     refused some chunks, since a block changed between launch and verdict. differed: those of them
     whose refused chunks did hold other bytes. stale: loads that found a chunk gone before the
-    launch. misses: look-ups that found nothing. written: chunks that owners have written. by_step:
-    how often a process stopped itself, by the step of the protocol. answers: vLLM's, to whole
-    requests."""
+    launch. misses: look-ups that found nothing. written: chunks that owners
+    have written. by_step: how often a process stopped itself, by the step of the protocol. answers:
+    vLLM's, to whole requests."""
 
     loads: int = 0
     launched: int = 0
@@ -105,6 +109,11 @@ class Outcomes(Counts):
     answers: int = 0
     by_step: Counter[str] = msgspec.field(default_factory=Counter)
     causes: Counter[str] = msgspec.field(default_factory=Counter)
+
+    @property
+    def pauses(self) -> int:
+        """How often a process stopped itself between a load's launch and its verdict."""
+        return self.by_step["copying"] + self.by_step["copied"]
 
 
 class Told(NamedTuple):

@@ -18,13 +18,19 @@ from .vllm.environment import prepare_host
 
 LOADS = 100_000
 STOPS = 0.0005
+LONGEST_STOP = 0.6
+LENT = 2 << 20
+"""Bytes that an instance lends to the pool: together they hold fewer chunks than are asked for."""
 
 
 class Level(NamedTuple):
     """A campaign. counts: processes by role. mishaps: each one's weight. stops: see `Settings`.
     loads: how many must bring something, and what share of them verdicts must refuse. controls:
-    each with its least number of loads, and its most seconds. seconds: the longest that the campaign itself takes. silence: seconds
-    after which a silent process counts as ended. prepare: fills the shared folder."""
+    each with its least number of loads, and its most seconds. seconds: the longest that the
+    campaign itself takes. silence: seconds after which a silent process counts as ended. prepare:
+    fills the shared folder.
+    longest_stop: seconds that a process stays stopped, at most. pauses, lends: see `Settings`.
+    least_pauses: how often readers must have stopped between a load's launch and its verdict."""
 
     life: Callable[[Settings, Connection], None]
     counts: dict[Role, int]
@@ -38,6 +44,15 @@ class Level(NamedTuple):
     seconds: float = float("inf")
     silence: float = SECONDS
     prepare: Callable[[Path], None] = lambda folder: None
+    longest_stop: float = LONGEST_STOP
+    pauses: float = 0.0
+    least_pauses: int = 0
+    lends: int = 0
+
+    @property
+    def answers(self) -> bool:
+        """Whether answers of whole vLLMs are compared, not bytes."""
+        return "vllm" in self.counts
 
 
 CPU = Level(
@@ -81,6 +96,42 @@ def whole_requests() -> Level:
     )
 
 
+def death(lends: int = 0) -> Level:
+    """Real vLLMs, on GPUs if there are any, that are paused, stopped, starved and killed around
+    their loads, as is the server. lends: see `Settings`.
+    """
+    from .vllm import campaign as vllm
+
+    on_gpus = torch.cuda.is_available()
+    prepare_host(cpu=not on_gpus)
+    return Level(
+        life=vllm.live,
+        counts={"vllm": 4 if on_gpus else 3},
+        mishaps={
+            "vllm killed": 1,
+            "vllm stopped": 20,
+            "vllm starved": 10,
+            "server killed": 1,
+            "server stopped": 3,
+            "server starved": 2,
+        },
+        stops=0.005,
+        loads=1000,
+        reuse_hits=0.02,
+        controls=("no verdict",),
+        control_loads=200,
+        control_seconds=120.0,
+        seconds=360.0 if on_gpus else 1200.0,
+        silence=240.0,
+        prepare=vllm.prepare,
+        # Longer than a lease.
+        longest_stop=1.2,
+        pauses=0.5,
+        least_pauses=500,
+        lends=lends,
+    )
+
+
 def live_caches() -> Level:
     """KV caches of live vLLMs (two on two GPUs, or one on the CPU), and readers that do not run
     vLLM. Its time includes vLLM's start.
@@ -116,4 +167,6 @@ LEVELS: dict[str, Callable[[], Level]] = {
     "cpu": lambda: CPU,
     "vllm": whole_requests,
     "gpu": live_caches,
+    "death": death,
+    "death_pool": lambda: death(LENT),
 }

@@ -18,7 +18,7 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey, Found
 from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.resident.tables import Tables
-from vcache_backend.transfer import resident
+from vcache_backend.transfer import pooled, resident
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.resident import ResidentChunk
@@ -224,14 +224,19 @@ class Slowly:
 
 
 def believe_copies() -> None:
-    """For a control: count every copy as right, whatever the generations say after it."""
-    settle = resident._ResidentPart.settle
+    """For a control: count every copy as right, whatever the generations, or the lease, say after
+    it.
+    """
+    for part in (resident._ResidentPart, pooled._PooledPart):
+        part.settle = _believed(part.settle)  # type: ignore[method-assign]
 
-    def settled(part: resident._ResidentPart) -> Settled:
+
+def _believed(settle: Callable[[Any], Settled]) -> Callable[[Any], Settled]:
+    def settled(part: Any) -> Settled:
         settle(part)
         return Settled(part.count)
 
-    resident._ResidentPart.settle = settled  # type: ignore[method-assign, assignment]
+    return settled
 
 
 class Living(Protocol):

@@ -27,49 +27,45 @@ def rows(result: Result, loads: int = LOADS, name: str = "cpu", level: Level = C
     seen = result.outcomes
     more = dict(sorted(result.mishaps.items())) | {"stops": result.stops, "seed": result.seed}
     what = f"{json.dumps(msgspec.to_builtins(seen) | more)} in {result.seconds:.0f} s; {load()}"
-    refused = "loads refused by their verdict"
-    differed = "" if name == "vllm" else f", {seen.differed:,} of which had read other bytes"
-    hits = f"{refused}{differed}; before launch: {seen.stale:,}"
-    whole = name == "vllm"
-    with_what = (
-        "whose tokens or log probabilities are not those of vLLM alone"
-        if whole
-        else "with a wrong byte"
-    )
-    return [
-        row(f"inplace_loads_{name}", "loads", seen.loads, loads, what=what, at_least=1),
-        row(
-            f"inplace_reuse_hits_{name}",
-            "loads",
-            seen.reuse_hits,
-            level.reuse_hits * loads,
-            what=hits,
-            at_least=1,
-        ),
-        none(
-            f"inplace_wrong_{name}",
-            "answers" if whole else "loads",
-            seen.wrong,
-            with_what,
-            seen.answers if whole else seen.loads,
-        ),
-        none(
-            f"inplace_failed_{name}",
-            "times",
-            result.ended + seen.raised,
-            "a process ended by itself, or a call raised",
-        ),
+    differed = "" if level.answers else f", {seen.differed:,} of which had read other bytes"
+    hits = f"loads refused by their verdict{differed}; before launch: {seen.stale:,}"
+    least = level.reuse_hits * loads
+    if level.answers:
+        wrong = "whose tokens or log probabilities are not those of vLLM alone"
+        unit, compared = "answers", seen.answers
+    else:
+        wrong, unit, compared = "with a wrong byte", "loads", seen.loads
+    ended, why = result.ended + seen.raised, "a process ended by itself, or a call raised"
+    made = [
+        row(_case("loads", name), "loads", seen.loads, loads, what=what, at_least=1),
+        row(_case("reuse_hits", name), "loads", seen.reuse_hits, least, what=hits, at_least=1),
+        none(_case("wrong", name), unit, seen.wrong, wrong, compared),
+        none(_case("failed", name), "times", ended, why),
     ]
+    if level.least_pauses:
+        what = "readers stopped between a load's launch and its verdict"
+        paused, due = seen.pauses, level.least_pauses
+        made.append(row(_case("pauses", name), "times", paused, due, what=what, at_least=1))
+        fewest = min(result.mishaps[what] for what in level.mishaps)
+        what = f"the rarest of these: {dict(result.mishaps)}"
+        made.append(row(_case("mishaps", name), "times", fewest, 1, what=what, at_least=1))
+    return made
+
+
+def _case(figure: str, name: str) -> str:
+    """A row's name. The campaigns of death have their own: `death_engines` are those that failed."""
+    if not name.startswith("death"):
+        return f"inplace_{figure}_{name}"
+    return f"{name}_{'engines' if figure == 'failed' else figure}"
 
 
 def control_row(control: Control, its: Result, name: str) -> Row:
     """A control's row: how much it saw go wrong."""
-    seen, case = its.outcomes, f"inplace_{CONTROLS[control]}_{name}"
+    seen, case = its.outcomes, _case(CONTROLS[control], name)
     loads = f"{seen.wrong_bytes:,} wrong bytes in {seen.loads:,} loads"
     told = json.dumps(msgspec.to_builtins(seen)) if seen.answers else loads
     what = f"{control}; {told} in {its.seconds:.0f} s; seed {its.seed}"
-    of_answers = name == "vllm"
-    unit, runs = ("answers", seen.answers) if of_answers else ("loads", seen.loads)
+    unit, runs = ("answers", seen.answers) if seen.answers else ("loads", seen.loads)
     if control == "no connector":
         return row(case, unit, seen.wrong, 0, what=what, runs=runs)
     return row(case, unit, seen.wrong, 1, what=f"{what}; reference 1", at_least=1, runs=runs)

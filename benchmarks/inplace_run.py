@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from threading import Thread
 from typing import Self
 
 import msgspec
@@ -31,8 +32,8 @@ from .soak.node import Node
 
 PAUSE = 0.5
 """Seconds between two mishaps, on average."""
-LONGEST_STOP = 0.6
 SERVER_STOP = 1.2
+STARVED_SECONDS = 2.0
 PROGRESS_SECONDS = 15.0
 MOST_ENDED, MOST_AT_FIRST = 20, 3
 """How many processes may end by themselves before a campaign is given up: in all, and before
@@ -75,7 +76,10 @@ class Campaign:
         )
         self._level, self._shared = level, str(shared)
         self._seed, self._control, self._starts = seed, control, 0
-        self._dice, self._waker = random.Random(f"mishaps {seed}"), Waker(str(seed), LONGEST_STOP)
+        self._dice, self._waker = (
+            random.Random(f"mishaps {seed}"),
+            Waker(str(seed), level.longest_stop),
+        )
         self._server_wakes = float("inf")
         with ExitStack() as undo:
             self._folder = Path(
@@ -111,7 +115,7 @@ class Campaign:
                 self._server_wakes = float("inf")
                 self._node.signal(signal.SIGCONT)
             self._node.look()
-            if now > due:
+            if now > due and (self.outcomes.answers or not self._level.answers):
                 due = now + self._dice.uniform(0, 2 * pause)
                 self._mishap()
             if now - shown > PROGRESS_SECONDS:
@@ -149,6 +153,8 @@ class Campaign:
         if who == "server" and how == "killed":
             self._server_wakes = float("inf")
             self._node.restart()
+        elif who == "server" and how == "starved":
+            self._starve(self._node.pid)
         elif who == "server":
             self._server_wakes = time.monotonic() + self._dice.uniform(0, SERVER_STOP)
             self._node.signal(signal.SIGSTOP)
@@ -158,9 +164,15 @@ class Campaign:
             )
             if how == "killed":
                 self._again(chosen.number)
+            elif how == "starved":
+                self._starve(chosen.pid)
             else:
                 with suppress(ProcessLookupError):
                     os.kill(chosen.pid, signal.SIGSTOP)
+
+    def _starve(self, pid: int) -> None:
+        """Let the process run a fifth of the next moments, as where others use its cores."""
+        Thread(target=starve, args=(pid, self._dice.uniform(0.2, STARVED_SECONDS))).start()
 
     def _show(self, seconds: float) -> None:
         seen = self.outcomes
@@ -181,8 +193,18 @@ class Campaign:
             engine=EngineConfig(chunk_size=EACH * BLOCK_SIZE),
         )
         log, seed = str(self._folder / f"{role}{number}.log"), f"{self._seed} {self._starts}"
+        level = self._level
         settings = Settings(
-            config, role, seed, log, self._level.stops, self._control, self._shared, number
+            config=config,
+            role=role,
+            seed=seed,
+            log=log,
+            stops=level.stops,
+            control=self._control,
+            shared=self._shared,
+            number=number,
+            pauses=level.pauses,
+            lends=level.lends,
         )
         return Instance(self._level.life, settings, number)
 
@@ -198,6 +220,17 @@ class Campaign:
             instance.kill()
 
 
+def starve(pid: int, seconds: float) -> None:
+    """Stop and continue the process in turn for so many seconds."""
+    until = time.monotonic() + seconds
+    with suppress(ProcessLookupError):
+        while time.monotonic() < until:
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(0.02)
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(0.005)
+
+
 def campaign(
     loads: int, seed: int, pause: float = PAUSE, level: Level = CPU, shared: Path = NOWHERE
 ) -> Result:
@@ -207,7 +240,11 @@ def campaign(
     with Campaign(level, seed, shared) as made:
         return made.run(
             lambda seen, passed: (
-                (seen.loads >= loads and seen.reuse_hits >= level.reuse_hits * loads)
+                (
+                    seen.loads >= loads
+                    and seen.reuse_hits >= level.reuse_hits * loads
+                    and seen.pauses >= level.least_pauses
+                )
                 or passed > level.seconds
             ),
             pause,

@@ -24,7 +24,7 @@ from typing import NamedTuple, NoReturn
 import msgspec
 
 from .results import Clock, Report, Row
-from .vllm import death, dp, equality, failures, groups, latency, offload, pd, scheduling
+from .vllm import death, equality, groups, latency, offload, pd, scheduling
 from .vllm.environment import container, on_one_gpu
 from .vllm.fleet import Fleet
 from .vllm.instances import KINDS
@@ -101,11 +101,6 @@ def _few(
     return Part(_trio(kind), seconds, run, of, cpu)
 
 
-def _expert_parallel(run: Run) -> list[Row]:
-    source = Prompts(run.fleet.of("gptoss"), seed=run.source.seed)
-    return dp.first_token(run.fleet, run.clock, source, run.rounds, "gptoss")
-
-
 def _tp2_ttft(run: Run) -> list[Row]:
     """TTFT with tensor parallelism. No rows if the ranks take turns on one GPU, whose cost would
     hide the rest.
@@ -121,7 +116,7 @@ def _restart(run: Run) -> list[Row]:
 
 
 def _groups(kind: str, seconds: int, cpu: bool = True) -> Part:
-    """A part for a model with several block tables, which is shared through a pool only."""
+    """A part for a model with several block tables, which is shared through a pool."""
 
     def run(run: Run) -> list[Row]:
         return groups.measure(run.fleet, run.clock, run.source, kind, run.rounds)
@@ -158,12 +153,6 @@ PARTS: dict[str, Part] = {
         lambda run: scheduling.scheduler_time(run.fleet, run.clock, run.source),
         OURS,
     ),
-    "refused": Part(
-        ("refused",),
-        15,
-        lambda run: scheduling.refused_step(run.fleet, run.clock, run.source),
-        OURS,
-    ),
     "ttft": Part(
         PAIR,
         85,
@@ -191,17 +180,8 @@ PARTS: dict[str, Part] = {
     ),
     "eager": _few("eager", 20, INTEGRATIONS),
     "isolated": _few("isolated", 20, then=lambda run: [], where=_apart),
-    "dp": Part(
-        (), 60, lambda run: dp.first_token(run.fleet, run.clock, run.source, run.rounds), OURS
-    ),
     "tp2": Part(
         ("tp2",), 20, lambda run: equality.tensor_parallel(run.fleet, run.source), cpu=False
-    ),
-    "failures": Part(
-        _trio("failing"),
-        40,
-        lambda run: failures.failures(run.fleet, run.clock, run.source),
-        in_place=False,
     ),
     "below": Part(
         _trio(offload.EAGER),
@@ -222,27 +202,29 @@ PARTS: dict[str, Part] = {
     "state_conv": _groups("state_conv", 90),
     "state_gdn": _groups("state_gdn", 90),
     "state_graphs": _groups("state_graphs", 90, cpu=False),
-    "ep": Part((), 60, _expert_parallel, OURS, cpu=False),
+    "short": Part(
+        ("busy_alone", "busy_a"),
+        160,
+        lambda run: latency.short_tax(run.fleet, run.clock, run.source),
+        OURS,
+    ),
 }
 """In the order in which they run. A part's number is the seed of its prompts, so new parts go to
-the end. Some are not for sharing in place: `restart`, since an instance's KV goes with it;
-`failures`, since a promised chunk is in its owner's memory, not under the server's control; and
-`below`, since without a pool nothing is offloaded."""
+the end. Some are not for sharing in place: `restart`, since an instance's KV goes with it; `below`,
+since without a pool nothing is offloaded; and models with several block tables."""
 APART = (
     ("pd",),
     ("eager",),
     ("isolated",),
-    ("dp",),
     ("tp2",),
     ("tp2ttft",),
     ("pp2",),
-    ("failures",),
     ("below",),
     ("fp8", "mla", "ngram"),
     ("gemma3", "gptoss"),
     groups.STATES,
     ("state_graphs",),
-    ("ep",),
+    ("short",),
 )
 """Groups of parts whose instances start after all others have ended; those of one group start
 together, on the CPU one at a time.
@@ -258,6 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         scale = msgspec.structs.replace(scale, pool_bytes=int(options.pool_gib * GIB))
     if options.kv_gib and not scale.cpu:
         scale = msgspec.structs.replace(scale, kv_bytes=int(options.kv_gib * GIB))
+    scale = msgspec.structs.replace(scale, compiled=not options.graphs_only)
     clock, report = Clock(options.seconds), Report(options.out, options.commit, options.suffix)
     in_place = options.share == "in_place"
     names = [name for name in options.only or PARTS if _is_for(name, options.integration, in_place)]
@@ -413,6 +396,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         help="vLLM's KV cache of each instance, twice as much of who computes in place; default: the scale's. A load in the step reads at "
         "most an eighth of its owner's",
+    )
+    parser.add_argument(
+        "--graphs-only",
+        action="store_true",
+        help="CUDA graphs of decode steps, and nothing compiled",
     )
     parser.add_argument("--prompts", type=int, default=0, help="how many prompts `equal` takes")
     parser.add_argument(

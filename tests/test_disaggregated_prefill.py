@@ -1,5 +1,5 @@
 """Disaggregated prefill with real vLLM servers on the CPU: the example, its proxy, a prefill server
-that is gone; the benchmark's rows.
+that is gone.
 
 The example goes through the pool. In place the same proxy stands before two servers of the tests'.
 """
@@ -23,8 +23,6 @@ from test_vllm_processes import counted, serving
 from vllm_cases import forking, new_tokens, node
 
 from benchmarks.processes import free_ports
-from benchmarks.results import Row
-from benchmarks.vllm.pd import Samples, rows
 from vcache_backend.metadata_server.client import Client
 
 EXAMPLE, PROXY = (
@@ -253,25 +251,3 @@ def test_ctrl_c_ends_whatever_was_started(site: Site) -> None:
     site.example.signal(signal.SIGINT)
     assert site.example.answer() == 130, site.example.log
     eventually(lambda: not printing(site.folder))
-
-
-# ---- the benchmark's rows
-
-
-def judged(together: float, **more: list[bool]) -> dict[str, Row]:
-    """Rows of three rounds: prefill 0.3 s, 2 GiB at 350 GB/s, and the first token after `together`
-    seconds.
-    """
-    samples = Samples()
-    samples.seconds |= {
-        "prefill": [0.2, 0.3, 0.9],
-        "in_turn": [0.4] * 3,
-        "together": [together] * 3,
-    }
-    samples.full, samples.equal = more.get("full", [True]), more.get("equal", [True])
-    return {row.case: row for row in rows(samples, 16384, 2 << 30, 350.0)}
-
-
-def test_one_answer_that_is_wrong_or_was_computed_misses_its_row() -> None:
-    found = judged(0.3, full=[True, False], equal=[False, True])
-    assert (found["pd_full_hits"].ok, found["pd_equal"].ok) == (False, False)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from model import FakeClock, chunk_key
 
-from benchmarks import journal_mutations
 from vcache_backend.config import ServerConfig
 from vcache_backend.metadata_server import journal
 from vcache_backend.metadata_server import records as r
@@ -232,13 +231,3 @@ def test_compaction_shrinks_a_file_of_things_long_gone_and_loses_nothing_that_ha
         )
     file.close()
     assert (largest < 20_000, len(files) > 1, path.stat().st_mode & 0o777) == (True, True, 0o600)
-
-
-def test_no_mutation_of_a_journal_is_believed() -> None:
-    """As `journal_mutations` does it a hundred thousand times; its control, which asks no witness,
-    sees what that costs.
-    """
-    counts = journal_mutations.campaign(160, seed=2)
-    assert (counts.mutations, counts.wrong) == (160, 0)
-    assert counts.warm["untouched"] == 10
-    assert journal_mutations.campaign(160, believe=True).wrong > 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from mooncake_cases import needs_mooncake
 
-from benchmarks import __main__ as bench
 from benchmarks import mooncake
 from benchmarks.kv import Size
 
@@ -25,7 +24,3 @@ def test_every_row_comes_out_beside_the_librarys() -> None:
     for row in rows[:2]:
         assert row.ratio == pytest.approx(row.value / row.reference)
         assert all(way in row.what for way in mooncake.WAYS)
-
-
-def test_what_takes_long_runs_only_where_it_is_asked_for() -> None:
-    assert "--only mooncake" in bench._why_not("mooncake", asked=False)

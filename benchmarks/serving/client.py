@@ -77,9 +77,8 @@ class Run:
             answer.error = f"{type(error).__name__}: {error}"
 
 
-async def complete(port: int, body: bytes, answer: Answer, rank: int | None = None) -> None:
-    """Send one request and note its times. rank: the data parallel rank that must answer; None:
-    vLLM chooses.
+async def complete(port: int, body: bytes, answer: Answer) -> None:
+    """Send one request and note its times.
 
     Raises OSError, ValueError or EOFError if the answer is not a completion's stream.
     """
@@ -87,7 +86,6 @@ async def complete(port: int, body: bytes, answer: Answer, rank: int | None = No
     reader, writer = await asyncio.open_connection(HOST, port)
     try:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        head += f"X-data-parallel-rank: {rank}\r\n" if rank is not None else ""
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         status = await reader.readline()
         headers = b""

@@ -6,7 +6,7 @@ stopped, damaged and filled up.
 
 Workers share one metadata server and a pool far too small for their prompts, so that slots are
 constantly rewritten. Workers are killed and stopped, also in the middle of copies. The server is
-killed, stopped, and started again with a damaged journal, on a full disk, with no descriptors left,
+killed, stopped, and started again on a full disk, with no descriptors left,
 with a clock that was set back, or beside a second one; clients send garbage. A verified retrieve is
 one that brought something: each byte of its tokens is compared with what it must be, in blocks that
 were poisoned before, and all other blocks with their poison. One seed gives the same decisions

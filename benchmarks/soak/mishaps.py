@@ -20,7 +20,6 @@ import msgspec
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
 
-from . import damage
 from .node import Node
 
 KINDS = {
@@ -30,7 +29,6 @@ KINDS = {
     "server terminated": 1,
     "server stopped": 2,
     "clock set back": 1,
-    "journal damaged": 8,
     "disk full": 2,
     "descriptors exhausted": 2,
     "started with few descriptors": 1,
@@ -43,8 +41,6 @@ LONGEST_STOP = 3.0
 SERVER_STOP = 1.2
 HOUR_NS = 3600 * 10**9
 BALLAST = "ballast"
-COPIED = 0.3
-"""Share of the mishaps before which the journal is copied."""
 HOSTILE = 6
 """Connections of one hostile client."""
 
@@ -116,11 +112,7 @@ class NodeMishaps(Mishaps):
         kinds; all by default.
         """
         super().__init__(node, pids, seed)
-        self._disk, self._journal, self._hostile = (
-            disk,
-            damage.Kept(node.journal, self._dice),
-            ExitStack(),
-        )
+        self._disk, self._hostile = disk, ExitStack()
         acts: tuple[Callable[[], object], ...] = (
             self._kill_worker,
             self._stop_worker,
@@ -128,7 +120,6 @@ class NodeMishaps(Mishaps):
             self._terminate_server,
             self._stop_server,
             self._set_clock,
-            self._damage,
             self._fill_disk,
             self._take_descriptors,
             self._start_poor,
@@ -140,13 +131,6 @@ class NodeMishaps(Mishaps):
             for kind, act in zip(KINDS, acts, strict=True)
             if kind in only or not only
         }
-
-    def happen(self, kind: str) -> None:
-        """As `Mishaps.happen`; now and then it first copies the journal, to put it back later."""
-        if self._dice.random() < COPIED:
-            with suppress(FileNotFoundError):
-                self._journal.take()
-        super().happen(kind)
 
     # ---- the server
 
@@ -186,13 +170,6 @@ class NodeMishaps(Mishaps):
             self._node.restart()
 
     # ---- its journal
-
-    def _damage(self) -> None:
-        """Damage the journal between the end of one server and the start of the next."""
-        self._dice.choice([self._node.kill, self._node.terminate])()
-        with suppress(FileNotFoundError, ValueError, IndexError):
-            self._journal.change(self._dice.choice(damage.KINDS))
-        self._node.restart()
 
     def _fill_disk(self) -> None:
         """Fill the journal's disk for a while; in a third of the cases a server starts on the full

@@ -1,15 +1,17 @@
-"""An instance of the in-place campaign that is a whole vLLM. Its answers are compared with those of
-a vLLM that shares nothing.
+"""An instance of a campaign that is a whole vLLM. Its answers are compared with those of a vLLM that
+shares nothing.
 
-Tiny models on the CPU, with so few KV blocks that these are constantly used again. Prompts are
-prefixes of one another and end alike, so the answers depend on the KV that was loaded. Some copies
-are slow, and the process stops itself at their steps."""
+A tiny model, on the CPU or on a GPU, with so few KV blocks that these are constantly used again.
+Prompts are prefixes of one another and end alike, so the answers depend on the KV that was loaded.
+Some copies are slow, and the process stops itself at their steps. On GPUs vLLM schedules
+asynchronously."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
+import time
 import traceback
 from collections import defaultdict
 from importlib import import_module
@@ -30,7 +32,7 @@ from ..inplace_reader import Slowly, believe_copies, live_as
 from ..processes import die_with_parent
 from .answers import Answer
 from .scale import TINY, Scale
-from .settings import our_connector
+from .settings import DECODE_GRAPHS, our_connector
 from .weights import write_model
 
 TAIL, ANSWER = 8, 6
@@ -56,6 +58,8 @@ class Size(NamedTuple):
 
 WHOLE = Size(TINY, families=12, chunks=6, at_once=3, tokens=36 * TINY.block)
 """Fewer tokens than the longest prompts need: some requests are preempted."""
+UNANSWERED_SECONDS = 60.0
+"""A request that has no answer after so long counts as the end of its engine."""
 SLOW, SLOW_SECONDS = 0.3, 0.3
 """Share of the loads that go block by block, and the most seconds that one pauses in all."""
 
@@ -65,15 +69,20 @@ class Engine:
 
     def __init__(self, settings: Settings, dice: random.Random, size: Size) -> None:
         self.dice, self.told, self.over = dice, Told(Outcomes(), []), False
-        self.size, self._stops, self._count = size, settings.stops, 0
+        self.size, self._settings, self._count = size, settings, 0
         if settings.control == "no verdict":
             believe_copies()
         transfer = None if settings.control == "no connector" else _transfer(settings, size)
         self.engine = make(settings.shared, transfer, size).llm_engine
+        asynchronous = self.engine.vllm_config.scheduler_config.async_scheduling
+        # vLLM never schedules so on CPUs.
+        assert asynchronous or current_platform.is_cpu()
         self.asked: dict[str, tuple[int, int]] = {}
+        self._asked_at: dict[str, float] = {}
         if transfer is not None:
             connector: Any = import_module("vllm.distributed.kv_transfer").get_kv_transfer_group()
-            assert connector._worker.in_place is not None, "this vLLM shares nothing in place"
+            shares = connector._worker.in_place is not None
+            assert shares or settings.lends, "this vLLM shares nothing in place"
             self.watch(connector._worker)
 
     def round(self) -> None:
@@ -85,21 +94,27 @@ class Engine:
             self._count += 1
             family = min(self.dice.randrange(size.families), self.dice.randrange(size.families))
             asked = self.asked[str(self._count)] = family, self.dice.randint(1, size.chunks)
+            self._asked_at[str(self._count)] = time.monotonic()
             self.engine.add_request(
                 str(self._count), {"prompt_token_ids": size.prompt(*asked)}, _sampling()
             )
         try:
             outputs = self.engine.step()
+            oldest = min(self._asked_at.values())
+            if time.monotonic() > oldest + UNANSWERED_SECONDS:
+                raise TimeoutError(f"a request has no answer: {self._asked_at}")
         except Exception:  # noqa: BLE001 - it answers nothing any more
             traceback.print_exc()
             os._exit(1)
         for output in outputs:
             if output.finished:
+                del self._asked_at[output.request_id]
                 self.answered(output, *self.asked.pop(output.request_id))
 
     def step(self, name: str) -> None:
         """A step of the protocol, at which the process may stop itself."""
-        if self.dice.random() < self._stops:
+        pauses = self._settings.pauses if name == "copied" else 0.0
+        if self.dice.random() < (pauses or self._settings.stops):
             self.told.outcomes.by_step[name] += 1
             stop_self()
 
@@ -133,8 +148,7 @@ class Whole(Engine):
         self._right = msgspec.json.decode(
             Path(settings.shared, "answers.json").read_bytes(), type=dict[str, Answer]
         )
-        self._resident: dict[str, int] = defaultdict(int)
-        self._settings = settings
+        self._loaded: dict[str, int] = defaultdict(int)
         super().__init__(settings, dice, WHOLE)
 
     def answered(self, output: Any, family: int, chunks: int) -> None:
@@ -143,17 +157,17 @@ class Whole(Engine):
             self._right[f"{family} {chunks}"],
             self.told.outcomes,
         )
-        resident = self._resident.pop(output.request_id, 0)
+        loaded = self._loaded.pop(output.request_id, 0)
         outcomes.answers += 1
-        outcomes.loads += bool(resident)
-        outcomes.chunks += resident // TINY.chunk
-        outcomes.nbytes += resident * TINY.token_bytes
+        outcomes.loads += bool(loaded)
+        outcomes.chunks += loaded // TINY.chunk
+        outcomes.nbytes += loaded * TINY.token_bytes
         outcomes.misses += not answer.cached
         if answer.differs(right):
             outcomes.wrong += 1
             what = f"process {os.getpid()}, request {output.request_id}: prompt {family}, {chunks} chunks, {answer.cached} tokens cached"
             self.told.wrong.append(
-                f"{what}, {resident} of them loaded for it: {answer.said}, where vLLM alone says {right.said}"
+                f"{what}, {loaded} of them loaded for it: {answer.said}, where vLLM alone says {right.said}"
             )
 
     def watch(self, worker: Any) -> None:
@@ -164,15 +178,15 @@ class Whole(Engine):
 
         def noted(loading: Any) -> None:
             note(loading)
-            resident, outcomes = loading.stats.tokens["resident"], self.told.outcomes
+            loaded, outcomes = loading.stats.tokens.total(), self.told.outcomes
+            refused = loading.cause in ("changed", "lease_lost")
             # vLLM appends a suffix to the request's name.
-            self._resident[
-                loading.spec.request_id.rpartition("-")[0] or loading.spec.request_id
-            ] += resident
+            name = loading.spec.request_id
+            self._loaded[name.rpartition("-")[0] or name] += loaded
             outcomes.causes[loading.cause] += 1
-            outcomes.reuse_hits += loading.cause == "changed"
+            outcomes.reuse_hits += refused
             outcomes.stale += loading.cause == "absent"
-            outcomes.launched += bool(resident or loading.cause == "changed")
+            outcomes.launched += bool(loaded or refused)
 
         worker.loads._note = noted
         self.stops_behind(scheduler.connector, "get_num_new_matched_tokens", "looked up")
@@ -183,19 +197,21 @@ class Whole(Engine):
 
 def make(folder: str, transfer: dict[str, Any] | None, size: Size) -> Any:
     """A vLLM of the model in the folder. transfer: `kv_transfer_config`."""
-    scale = size.scale
-    given: dict[str, Any] = (
-        {"enforce_eager": True}
-        if scale.cpu
-        else {"load_format": "dummy", "gpu_memory_utilization": 0.15}
-    )
-    if scale.cpu:
+    scale, model = size.scale, Path(folder, "model")
+    given: dict[str, Any] = {}
+    if not (model / "model.safetensors").exists():
+        given["load_format"] = "dummy"
+    if current_platform.is_cpu():
+        given["enforce_eager"] = True
         # vLLM would inspect the model in a new process, which has to import vLLM first.
         registry._run_in_subprocess = lambda look: look()
         # With our connector, the connector does this.
         amx.permit()
+    else:
+        # Engines start often, so nothing is compiled.
+        given |= {"gpu_memory_utilization": 0.15, "compilation_config": DECODE_GRAPHS}
     return vllm.LLM(
-        model=str(Path(folder, "model")),
+        model=str(model),
         skip_tokenizer_init=True,
         dtype="bfloat16",
         block_size=scale.block,
@@ -204,6 +220,7 @@ def make(folder: str, transfer: dict[str, Any] | None, size: Size) -> Any:
         max_num_seqs=size.at_once,
         max_num_batched_tokens=256 if scale.cpu else scale.batched_tokens,
         enable_prefix_caching=True,
+        async_scheduling=True,
         disable_log_stats=True,
         kv_transfer_config=transfer,
         **given,
@@ -221,9 +238,8 @@ def _transfer(settings: Settings, size: Size) -> dict[str, Any]:
         f"client.{name}": json.dumps(value)
         for name, value in msgspec.to_builtins(settings.config.client).items()
     }
-    return our_connector(
-        settings.config.server.path, 0, size.scale.chunk, client | {"connector.share": "in_place"}
-    )
+    client["connector.share"] = "pool" if settings.lends else "in_place"
+    return our_connector(settings.config.server.path, settings.lends, size.scale.chunk, client)
 
 
 def answer_all(folder: str, pipe: Connection) -> None:
@@ -254,7 +270,10 @@ def prepare(folder: Path) -> None:
 
 
 def live(settings: Settings, pipe: Connection) -> None:
-    """The main function of an instance's process."""
+    """The main function of an instance's process, on one of the GPUs in turn."""
+    if not current_platform.is_cpu():
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[settings.number % len(gpus)]
     live_as(Whole, settings, pipe)
 
 

@@ -115,7 +115,7 @@ class Fleet:
             for name in new:
                 self.model(INSTANCES[name].kind)
         first: dict[tuple[str, bool], str] = {}
-        for name in new if not self.scale.cpu else ():
+        for name in new if self.scale.compiled and not self.scale.cpu else ():
             spec = INSTANCES[name]
             key = spec.kind, spec.variant == "alone"
             if key not in self._compiled and KINDS[spec.kind].shares_code:

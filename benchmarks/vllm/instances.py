@@ -186,18 +186,15 @@ KINDS = {
             }
         },
     ),
-    # What comes out of a request does not depend on which others share its steps: who runs beside a
-    # failure can be compared. Compiled: in eager steps vLLM 0.26 takes a kernel for norms that
-    # depends on the batch (4 of 60 requests beside others differed).
-    "steady": Kind(environment={"VLLM_BATCH_INVARIANT": "1", "TORCHINDUCTOR_DETERMINISTIC": "0"}),
+    # Where requests are many and short.
+    "busy": Kind(arguments={"max_num_seqs": 128}),
 }
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
     """An instance. variant: alone, vcache (as the run's integration has it), lmcache (vcache
     through LMCache in any run). role: producer, consumer or both (""). scheduler: a function of
-    `scheduler`. below: with an offload tier. refused: with a setting with which nothing can be
-    cached."""
+    `scheduler`. below: with an offload tier."""
 
     variant: str
     gpu: int
@@ -205,7 +202,6 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     role: str = ""
     scheduler: str = ""
     below: bool = False
-    refused: bool = False
 
 
 def _trio(
@@ -228,7 +224,6 @@ INSTANCES = {
     "lm_a": Spec(variant="lmcache", gpu=0),
     "lm_b": Spec(variant="lmcache", gpu=1),
     "timed": Spec(variant="vcache", gpu=1, scheduler="probed"),
-    "refused": Spec(variant="vcache", gpu=1, scheduler="probed", refused=True),
     "tp2": Spec(variant="vcache", gpu=0, kind="tp2", scheduler="in_chunks"),
     # The same GPUs the other way round: rank 0 reads from the other GPU, as do all.
     "tp2_turned": Spec(variant="vcache", gpu=1, kind="tp2", scheduler="in_chunks"),
@@ -247,7 +242,7 @@ INSTANCES = {
     **_trio("state_conv_", "state_conv", alone="known"),
     **_trio("state_gdn_", "state_gdn", alone="known"),
     **_trio("state_graphs_", "state_graphs", alone="known"),
-    **_trio("failing_", "steady", "probed"),
+    **_trio("busy_", "busy"),
     **_trio("below_eager_", "eager", below=True),
 }
 """Those with the scheduler `in_chunks` are what others are compared with."""

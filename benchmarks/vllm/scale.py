@@ -21,7 +21,7 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: vLLM's KV cache of each instance. pool_bytes: what each instance lends to the pool.
     decode_*: see `decoding`. beside: requests that decode while a load fails. whole_blocks: hits
     end with a whole block of vLLM's, as those of our own connector do, not with the last token but
-    one."""
+    one. compiled: vLLM compiles the model; else it has CUDA graphs of decode steps alone."""
 
     name: str
     model: dict[str, Any]
@@ -41,6 +41,7 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
     running: int = 16
     beside: int = 4
     whole_blocks: bool = False
+    compiled: bool = True
     cpu: bool = False
 
     @property
@@ -173,6 +174,10 @@ SHORT = msgspec.structs.replace(
 """For ranks that share a GPU: each layer's exchange between them waits until the GPU has turned to
 the other one.
 """
+BESIDE = msgspec.structs.replace(
+    SHORT, name="beside", kv_bytes=GIB * 3 // 2, few=FULL.few, answer=FULL.answer
+)
+"""For three runs beside each other on GPUs of 80 GiB."""
 TINY = Scale(
     name="tiny",
     model=TINY_LLAMA,
@@ -193,4 +198,4 @@ TINY = Scale(
     beside=2,
     cpu=True,
 )
-SCALES = {scale.name: scale for scale in (FULL, SHORT, TINY)}
+SCALES = {scale.name: scale for scale in (FULL, SHORT, BESIDE, TINY)}

@@ -8,8 +8,7 @@ as LMCache's, whole chunks, and of a prompt that is whole chunks all but the las
 vLLM copies the block the hit ends in, as it does for any partial hit. With `"whole_blocks": True`
 too: as our connector's, whole chunks, and of such a prompt all but the last block, as vLLM itself.
 
-`probed`: a request may ask what the KV connector costs the scheduler, or that the chunks it has
-been promised get lost (`probe`).
+`probed`: a request may ask what the KV connector costs the scheduler (`probe`).
 
 `known`: `states` says which blocks hold states that vLLM's own prefix cache has, to code in the
 same process.
@@ -82,11 +81,6 @@ class _Probed:
     def add_request(self, request: Any) -> None:
         self._probe.take(request.request_id, _asked(request))
         super().add_request(request)  # type: ignore[misc]
-
-    def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        self._probe.scheduled()
-        return output
 
 
 class _Known:

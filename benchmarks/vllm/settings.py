@@ -24,6 +24,8 @@ COMPILED_BY_RULE = {
 for themselves may differ.
 """
 
+DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+"""CUDA graphs of decode steps, and nothing compiled."""
 ONE_GPU = {"distributed_executor_backend": "mp", "disable_custom_all_reduce": True}
 """For ranks that share a GPU: by itself vLLM refuses more of them than there are GPUs, and its
 all-reduce reads the peer GPU's memory.
@@ -66,7 +68,8 @@ def arguments(scale: Scale, spec: Spec, model: Path, integration: Integration) -
         "pipeline_parallel_size": kind.pipeline_parallel,
     }
     if not scale.cpu:
-        given |= {"gpu_memory_utilization": 0.15, "compilation_config": COMPILED_BY_RULE}
+        graphs = COMPILED_BY_RULE if scale.compiled else DECODE_GRAPHS
+        given |= {"gpu_memory_utilization": 0.15, "compilation_config": graphs}
     if not (model / "model.safetensors").exists():
         given["load_format"] = "dummy"
     if kind.gpus > 1 and not scale.cpu and on_one_gpu():
@@ -86,8 +89,7 @@ def _transfer(scale: Scale, spec: Spec, integration: Integration) -> dict[str, A
         path.removeprefix("vcache."): value for path, value in integration.settings(spec).items()
     }
     lends = 0 if spec.role == "consumer" else scale.pool_bytes
-    # A chunk of one token less is not made of whole blocks.
-    return our_connector(integration.socket, lends, scale.chunk - spec.refused, more) | (
+    return our_connector(integration.socket, lends, scale.chunk, more) | (
         {"kv_role": f"kv_{spec.role}"} if spec.role else {}
     )
 

@@ -61,16 +61,15 @@ class Owner(Engine):
         new.replace(self._folder / SHAPE)
         publish = worker.in_place.publish
 
-        def published(specs: Any, *more: Any) -> Any:
-            spoiled = publish(specs, *more)
+        def published(specs: Any) -> None:
+            publish(specs)
             # Behind the step on its own stream, before another one can write these blocks.
-            for spec in [spec for spec in specs if spec.request_id not in spoiled]:
+            for spec in specs:
                 blocks = np.frombuffer(spec.blocks, dtype="<u4").tolist()
                 computed = sums(kv, blocks)
                 host = torch.empty(len(blocks), dtype=torch.int64, pin_memory=computed.is_cuda)
                 host.copy_(computed, non_blocking=True)
                 self._untold.append((spec, host, worker._worker.session.copier.mark()))
-            return spoiled
 
         worker.in_place.publish = published
         scheduler = self.engine.engine_core.engine_core.scheduler
