@@ -228,7 +228,7 @@ def believe_copies() -> None:
     it.
     """
     for part in (resident._ResidentPart, pooled._PooledPart):
-        part.settle = _believed(part.settle)  # type: ignore[method-assign]
+        part.settle = _believed(part.settle)  # type: ignore[method-assign, assignment]
 
 
 def _believed(settle: Callable[[Any], Settled]) -> Callable[[Any], Settled]:
