@@ -13,7 +13,7 @@ import torch
 
 from vcache_backend.config import Config
 from vcache_backend.errors import LayoutError, VCacheError
-from vcache_backend.metadata_server.messages import ChunkKey, of_rank
+from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.transfer.arguments import (
     KVCaches,
     SlotMapping,
@@ -68,7 +68,7 @@ class VCacheEngine:
             config, layout, rank=rank, copier=copier, kv_device=kv_device
         )
         self._layout, self._ranks, self._stats = session.layout, ranks, session.stats
-        self._hasher, self._rank = TokenHasher(session.namespace, layout.chunk_size), rank
+        self._hasher = TokenHasher(session.namespace, layout.chunk_size, rank)
         self._patience = COPY_SECONDS + config.offload.get_seconds
         self.device = session.device
 
@@ -122,7 +122,10 @@ class VCacheEngine:
         with self._stats.timed("store"):
             ids, size = as_tokens(tokens), self._layout.chunk_size
             first = first_wanted(mask, len(ids)) // size
-            slots, keys = as_slots(slot_mapping, len(ids), offset), self._keys(ids, as_salt(salt))
+            slots, keys = (
+                as_slots(slot_mapping, len(ids), offset),
+                self._hasher.keys(ids, as_salt(salt)),
+            )
             kv = self._bound("store", kvcaches)
             if kv is None:
                 return
@@ -161,7 +164,7 @@ class VCacheEngine:
         with self._stats.timed("retrieve"):
             ids, size = as_tokens(tokens), self._layout.chunk_size
             first = first_wanted(mask, len(ids))
-            start, keys = first // size, self._keys(ids, as_salt(salt))
+            start, keys = first // size, self._hasher.keys(ids, as_salt(salt))
             # The server answers while the places are worked out.
             with self._session.leases.ask(keys[start:]) as lease:
                 slots, kv = as_slots(slot_mapping, len(ids), 0), self._bound("retrieve", kvcaches)
@@ -219,7 +222,7 @@ class VCacheEngine:
 
     def keys(self, tokens: Tokens, *, salt: bytes | None = None) -> list[ChunkKey]:
         """The keys of the whole chunks of `tokens`, as `contains` takes them."""
-        return self._keys(tokens, as_salt(salt))
+        return self._hasher.keys(tokens, as_salt(salt))
 
     def flush(self, timeout: float = 5.0, through: bool = False) -> bool:
         """Wait until the stores so far are visible or given up; False after `timeout` seconds.
@@ -245,10 +248,6 @@ class VCacheEngine:
         self._session.close()
 
     # ---- inside
-
-    def _keys(self, tokens: Tokens, salt: bytes) -> list[ChunkKey]:
-        keys = self._hasher.keys(tokens, salt)
-        return of_rank(keys, self._rank) if self._rank else keys
 
     def _bound(self, call: str, kvcaches: KVCaches) -> PagedKV | None:
         """The geometry of the KV caches. ValueError if they are none, or not what the layout says;

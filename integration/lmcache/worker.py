@@ -16,7 +16,7 @@ import numpy.typing as npt
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryObj
 
-from vcache_backend.metadata_server.messages import ChunkKey, of_rank
+from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.transfer.arguments import KVCaches
 from vcache_backend.transfer.keys import TaggedHashKeys, Tags
 from vcache_backend.transfer.leases import Lease
@@ -83,7 +83,7 @@ class PoolWorker:
 
     def contains(self, keys: Sequence[CacheEngineKey]) -> int:
         """How many leading chunks every rank has. Takes no lease."""
-        found = self.session.lookup(of_rank(self._named(keys), 0), self._ranks)
+        found = self.session.lookup(self._named(keys), self._ranks)
         self._count(len(keys), found)
         return found
 
@@ -91,7 +91,7 @@ class PoolWorker:
         """The leading chunks that every rank can load, with a lease on this rank's part."""
         asked = len(names)
         if self._ranks > 1:
-            names = names[: self.session.client.lookup(of_rank(names, 0), self._ranks)]
+            names = names[: self.session.lookup(names, self._ranks)]
         lease = self.session.leases.acquire(names) if names else None
         hit = Hit(names[: self._readable(lease)], lease) if lease is not None else Hit()
         self._count(asked, len(hit.names))
