@@ -62,7 +62,7 @@ if [ -z "${TINY:-}" ]; then
   printf '[vllm.general_plugins]\nvcache = vcache_backend.integration.plugin:register\n' > "$site/vcache_backend-0.1.0.dist-info/entry_points.txt"
   export PYTHONPATH=$PWD:$site
 fi
-export PYTHONUNBUFFERED=1
+export PYTHONUNBUFFERED=1 CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0,1}
 python=${PYTHON:-python3}
 
 # What is missing is found now, in seconds, not by the first instance that does not start.
@@ -120,7 +120,7 @@ speed() {
 short() { ttft short 300 short "${in_place[@]}" --kv-gib 6; }
 models() {
   ttft models 500 gemma3,gptoss,state_mamba2,state_conv,state_gdn --integration vllm --isolated --scale beside --rounds 3 &
-  ttft modes 500 fp8,mla,ngram,tp2ttft --integration vllm --scale beside --rounds 3 &
+  ttft modes 500 fp8,mla,ngram,tp2 --integration vllm --scale beside --rounds 3 &
   wait
 }
 death() {

@@ -34,10 +34,10 @@ from typing import NamedTuple
 import msgspec
 
 from .processes import ChildFailed
-from .results import Clock, Report, Row, row, write
-from .serving.client import Answer, Job, Run
+from .results import Clock, Report, write
+from .serving.client import Job, Run
 from .serving.servers import START_SECONDS, Servers
-from .serving.summary import case, compared, figures, of_runs, raw_rows
+from .serving.summary import compared, figures, of_runs, raw_rows
 from .serving.systems import MODEL, SIZES, SYSTEMS, Sizes, memory
 from .serving.workloads import (
     WORKLOADS,
@@ -47,7 +47,6 @@ from .serving.workloads import (
     Tokens,
     ceilings,
     describe,
-    simulated,
     warm_up,
 )
 from .vllm.weights import write_model
@@ -64,8 +63,6 @@ PLANNED = tuple(
     for name in Plan.__struct_fields__
     if name not in ("vocabulary", "block", "warm", "servers")
 )
-HIT_RATE = 0.98
-"""In place, of what a simulation of the unfiltered trace has."""
 
 
 class Workload(NamedTuple):
@@ -189,32 +186,7 @@ def _measure(
                 raw_rows(system, name, found, known, work.what, memory(system, sizes)),
             )
         )
-        report.add(
-            [*compared(report.rows, name), *_simulated(system, sizes, work, report, run.answers)]
-        )
-
-
-def _simulated(
-    system: str, sizes: Sizes, work: Workload, report: Report, answers: Sequence[Answer]
-) -> list[Row]:
-    """In place, the unfiltered trace's hit rate against that of a simulation with as many blocks
-    and the answers' times.
-    """
-    if system != "inplace" or work.name != "unfiltered":
-        return []
-    capacity = (sizes.kv_bytes + sizes.pool_bytes) // (sizes.plan.block * sizes.scale.token_bytes)
-    known = simulated(
-        work.requests,
-        sizes.plan.block,
-        capacity,
-        [(answer.sent, answer.first) for answer in answers],
-    )
-    found = report.rows[case(system, work.name, f"hit_rate_run{work.run}")]
-    what = f"{found.what}; reference: live_sim, blocks of {sizes.plan.block} tokens, {capacity:,} a server, requests as they were answered"
-    mine = row(
-        "inplace_hit_rate_unfiltered", "fraction", found.value, known, what=what, runs=found.runs
-    )
-    return of_runs(report.rows, work.run, [mine], at_least=HIT_RATE)
+        report.add(compared(report.rows, name))
 
 
 def _warm(ports: Sequence[int], plan: Plan) -> list[str]:

@@ -180,9 +180,6 @@ PARTS: dict[str, Part] = {
     ),
     "eager": _few("eager", 20, INTEGRATIONS),
     "isolated": _few("isolated", 20, then=lambda run: [], where=_apart),
-    "tp2": Part(
-        ("tp2",), 20, lambda run: equality.tensor_parallel(run.fleet, run.source), cpu=False
-    ),
     "below": Part(
         _trio(offload.EAGER),
         40,
@@ -195,7 +192,7 @@ PARTS: dict[str, Part] = {
     "ngram": _few("ngram", 20),
     "gemma3": _groups("gemma3", 90),
     "gptoss": _groups("gptoss", 90),
-    "tp2ttft": _few("tp2", 60, then=_tp2_ttft),
+    "tp2": _few("tp2", 60, cpu=False, then=_tp2_ttft),
     "pp2": _few("pp2", 60, cpu=False, then=_restart),
     # vLLM 0.32's Mamba-2 kernels for CPUs end with an IndexError if there is a prefix cache.
     "state_mamba2": _groups("state_mamba2", 90, cpu=False),
@@ -217,7 +214,6 @@ APART = (
     ("eager",),
     ("isolated",),
     ("tp2",),
-    ("tp2ttft",),
     ("pp2",),
     ("below",),
     ("fp8", "mla", "ngram"),
@@ -294,8 +290,6 @@ def _arrange(fleet: Fleet, names: Sequence[str], variants: Sequence[str]) -> Non
     rest = {name for group in apart for name in group}
     now = [name for name in names if (name in group if group else name not in rest)]
     needed = {instance for name in now for instance in PARTS[name].instances}
-    if "tp2" in now and fleet.in_place:
-        needed.add("tp2_turned")
     if "ttft" in now:
         needed |= {instance for variant in variants for instance in latency.SIDES[variant]}
     fleet.end(fleet.running - needed - {"memory"})

@@ -21,7 +21,7 @@ AHEAD = {("inplace", "mp", "prefix"): 1.1, ("inplace", "alone", FOUR): 1.5}
 """By (ours, theirs, workload): the least ratio of throughputs that is asked for; 1 for all
 others.
 """
-OF_RUNS = ("requests_per_second", "ttft_p50", "hit_rate", "inplace_hit_rate_unfiltered")
+OF_RUNS = ("requests_per_second", "ttft_p50", "hit_rate")
 """Figures for which every run's row is kept, besides the median of all runs."""
 
 
@@ -131,14 +131,12 @@ def case(system: str, workload: str, figure: str) -> str:
     return f"vllm_serving_{system}_{workload}_{figure}"
 
 
-def of_runs(
-    rows: Mapping[str, Row], run: int, raw: Sequence[Row], at_least: float | None = None
-) -> list[Row]:
+def of_runs(rows: Mapping[str, Row], run: int, raw: Sequence[Row]) -> list[Row]:
     """The raw rows of run number `run`, with the figures in OF_RUNS replaced by medians of all runs
     so far, with their spread.
 
-    rows: those of the earlier runs. at_least: the limit of a median's ratio to the references'
-    median. The workload's text names all seeds, since comparisons need the same ones."""
+    rows: those of the earlier runs. The workload's text names all seeds, since comparisons need the
+    same ones."""
     made = []
     for one in raw:
         if not one.case.endswith(OF_RUNS):
@@ -156,7 +154,7 @@ def of_runs(
         )
         what = re.sub(r", seed \d+", f", seeds {', '.join(map(str, seeds))}", one.what)
         values, references = [each.value for each in runs], [each.reference for each in runs]
-        made.append(row(one.case, one.unit, values, references, what=what, at_least=at_least))
+        made.append(row(one.case, one.unit, values, references, what=what))
     return made
 
 

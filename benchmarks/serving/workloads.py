@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -175,42 +174,6 @@ def ceilings(requests: Sequence[Request], block: int) -> Ceilings:
         shared.update(chain)
         single[request.server].update(chain)
     return Ceilings(known / max(1, total), own / max(1, total), len(shared) * block)
-
-
-def simulated(
-    requests: Sequence[Request], block: int, capacity: int, times: Sequence[tuple[float, float]]
-) -> float:
-    """The hit rate, as a share of all prompt tokens, of LRU caches of `capacity` blocks, one for
-    each server, that all servers read.
-
-    times: when each request was sent and when its first token came, in seconds; 0 for no token. A
-    request hits what the caches hold when it is sent, and its own blocks are there with its first
-    token, or never. A read from another's cache counts as a use there, and is also kept in the
-    reader's. Blocks in use by running requests do not reduce the capacity."""
-    caches = [
-        OrderedDict[int, None]() for _ in range(1 + max(request.server for request in requests))
-    ]
-    chains = [_chain(request.tokens, block) for request in requests]
-    events = [(sent, index, False) for index, (sent, _) in enumerate(times)]
-    events += [(first, index, True) for index, (_, first) in enumerate(times) if first]
-    hits = 0
-    for _, index, done in sorted(events):
-        own = caches[requests[index].server]
-        for key in chains[index] if done else ():
-            own[key] = None
-            own.move_to_end(key)
-            if len(own) > capacity:
-                own.popitem(last=False)
-        for key in () if done else chains[index][: (len(requests[index].tokens) - 1) // block]:
-            if (
-                owner := own
-                if key in own
-                else next((cache for cache in caches if key in cache), None)
-            ) is None:
-                break
-            owner.move_to_end(key)
-            hits += 1
-    return hits * block / max(1, sum(len(request.tokens) for request in requests))
 
 
 def _leading(chain: Sequence[int], known: set[int]) -> int:

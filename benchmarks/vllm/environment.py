@@ -106,7 +106,11 @@ def visible(gpu: int) -> str:
     the other of its pair.
 
     The run's are those in its own CUDA_VISIBLE_DEVICES, so that a host of four may do two runs at a
-    time. Of a single one all instances are on it, and what they read of each other crosses no link.
+    time. Past the last one they begin again, the other way round: ranks of an instance then read
+    from the other GPU. Of a single one all instances are on it, and what they read of each other
+    crosses no link.
     """
     own = _own()
+    if gpu >= len(own) > 1:
+        gpu = (gpu ^ 1) % len(own)
     return ",".join((own[gpu], own[gpu ^ 1])) if len(own) > 1 else own[0]

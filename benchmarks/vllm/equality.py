@@ -21,7 +21,7 @@ import msgspec
 
 from ..processes import Child
 from ..results import Clock, OutOfTime, Row, fraction
-from .environment import on_one_gpu, peer
+from .environment import peer
 from .fleet import Fleet
 from .prompts import Hit, Prompts
 
@@ -293,34 +293,3 @@ def restart(fleet: Fleet, prompts: Prompts, kind: str = "") -> list[Row]:
         f"the second what it stored itself; cached {cached} of {[theirs.cached, own.cached]} tokens, equal to the own prefix cache"
     )
     return [fraction(f"{fleet.rows}_restart_hits{suffix}", good, what)]
-
-
-def tensor_parallel(fleet: Fleet, prompts: Prompts) -> list[Row]:
-    """One instance on both GPUs: compares its own prefix-cache hit with the pool's, after its
-    blocks are overwritten. In place a second such instance reads what the first still holds.
-
-    Only whole hits: the reference is the instance that computed them, and it would store what it
-    computes of a longer prompt."""
-    child, scale = fleet.instance("tp2"), fleet.scale
-    reader = fleet.instance("tp2_turned") if fleet.in_place else child
-    hits = [prompts.whole(length) for length in scale.few * 2]
-    fleet.pool.clear()
-    expected = []
-    for hit in hits:
-        child.ask("generate", SECONDS, tokens=hit.first, count=1)
-        expected.append(reference(child, fleet, hit))
-    fleet.stored(sum(len(hit.first) // scale.chunk for hit in hits), writer="tp2")
-    reader.ask("reset")
-    soil(reader, fleet, prompts)
-    reader.ask("reset")
-    good, full = [], 0
-    for hit, one in zip(hits, expected, strict=True):
-        got = reader.ask(
-            "generate", SECONDS, tokens=hit.then, count=scale.answer, logprobs=LOGPROBS
-        )
-        full += got["cached"] == hit.cached
-        good.append(got["cached"] == hit.cached and said(got) == said(one))
-    where = "out of another such instance's KV cache" if fleet.in_place else "from the pool"
-    gpus = "one GPU" if on_one_gpu() else "two GPUs"
-    what = f"tensor parallel 2 on {gpus}, hits {where} on overwritten blocks against the own prefix cache; {full} full hits"
-    return [fraction(f"{fleet.rows}_tp2_equal", good, what)]

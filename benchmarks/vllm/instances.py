@@ -224,9 +224,6 @@ INSTANCES = {
     "lm_a": Spec(variant="lmcache", gpu=0),
     "lm_b": Spec(variant="lmcache", gpu=1),
     "timed": Spec(variant="vcache", gpu=1, scheduler="probed"),
-    "tp2": Spec(variant="vcache", gpu=0, kind="tp2", scheduler="in_chunks"),
-    # The same GPUs the other way round: rank 0 reads from the other GPU, as do all.
-    "tp2_turned": Spec(variant="vcache", gpu=1, kind="tp2", scheduler="in_chunks"),
     **_trio("tp2_", "tp2"),
     **_trio("pp2_", "pp2"),
     "producer": Spec(variant="vcache", gpu=0, role="producer"),
