@@ -104,8 +104,8 @@ class Verbs:
                 "search_range": search_range,
             }
             return theirs(**asked, lookup_id=lookup_id, pin=pin, request_configs=request_configs)
-        asked = len(tokens) if tokens is not None else sum(offsets or ())
-        stats = engine.stats_monitor.on_lookup_request(asked)
+        total = len(tokens) if tokens is not None else sum(offsets or ())
+        stats = engine.stats_monitor.on_lookup_request(total)
         found = self._look_up(worker, lookup_id, tokens, hashes, request_configs, search_range)
         engine.stats_monitor.on_lookup_finished(stats, found)
         return found
