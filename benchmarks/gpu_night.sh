@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# How to check on two GPUs: calls of at most nine minutes, the most important first. Rows go to $OUT/*.json as they are measured, output
-# to $OUT/*.txt, the logs of instances to $OUT/logs.tar.xz.
+# How to check on two GPUs: calls of at most nine minutes, the most important first. Rows go to $OUT/*.json as they are measured, the
+# output and the logs of instances to one file, $OUT/logs-CALL.tar.xz: a lent machine gives eight files back.
 #
 #   benchmarks/gpu_night.sh unpack FILE...   parts of vLLM 0.33 and LMCache 0.5.3 for a host that reaches no package registry
 #   benchmarks/gpu_night.sh later CALL...    begin these calls in the background, one after the other, from a copy of this checkout
@@ -20,7 +20,7 @@
 #   serving  two servers, vLLM alone and in place, prefix repetition: RUNS=0,1,2                    7 minutes
 #
 # Within 30 minutes of device time: `unpack` in four calls, the first with `later tests` behind it; `equal`; `speed`; `short death+models`.
-# SECONDS_IN_ALL (520): when everything must be over. GRAPHS=1: nothing is compiled, CUDA graphs of decode steps alone, should vLLM not
+# SECONDS_IN_ALL (560): when everything must be over. GRAPHS=1: nothing is compiled, CUDA graphs of decode steps alone, should vLLM not
 # compile beside this torch. With CUDA_VISIBLE_DEVICES=0 all instances share one GPU: equality counts, times do not. Two ranks on one GPU
 # need NCCL 2.30 or later, preloaded. TINY=1 runs the script on the CPU, to check it.
 set -uo pipefail
@@ -52,7 +52,7 @@ case ${1:?"see the top of $0"} in
     cp -r "$stay/out/." "${OUT:?}"; tail -n 20 "$stay/out/later.txt"; cat "$stay/out/over.txt" 2> /dev/null || echo '== not over'
     exit ;;
 esac
-out=${OUT:-/tmp/vcache-gpu} logs=/tmp/vcache-gpu-logs until=$((SECONDS + ${SECONDS_IN_ALL:-520}))
+out=${OUT:-/tmp/vcache-gpu} logs=$(mktemp -d /tmp/vcache-gpu-logs.XXXX) until=$((SECONDS + ${SECONDS_IN_ALL:-560}))
 mkdir -p "$out" "$logs"
 if [ -z "${TINY:-}" ]; then
   # What an installation would do: the two folders are one package, and vLLM finds our plugin.
@@ -70,7 +70,9 @@ python=${PYTHON:-python3}
 import importlib, importlib.metadata, sys
 import torch
 calls, tiny = sys.argv[1], sys.argv[2]
-names = ["msgspec", "vcache_backend.integration.vllm_connector"] + ([] if calls in ("tests", "copies") else ["vllm", "vllm.v1.engine.core"])
+names = ["msgspec", "vcache_backend.engine"]
+if calls not in ("tests", "copies"):
+    names += ["vllm", "vllm.v1.engine.core", "vcache_backend.integration.vllm_connector"]
 if not tiny and "vllm" in names:
     names += ["vllm._C_stable_libtorch", "vllm.vllm_flash_attn._vllm_fa3_C"]
 names += ["lmcache"] if "equal" in calls or "lmcache" in calls else []
@@ -92,8 +94,10 @@ bench() {
   local name=$1 seconds=$2 module=$3; shift 3
   [ "$seconds" -lt $((until - SECONDS)) ] || seconds=$((until - SECONDS))
   echo "== $name: $module $*, $seconds s"
-  "$python" -m "benchmarks.$module" --out "$out/$name.json" --commit "${COMMIT:-}" --seconds "$seconds" "$@" > "$out/$name.txt" 2>&1
-  echo "== $name: rc $?"; grep -E "ratio|FAILED|failed:" "$out/$name.txt" | tail -n 40
+  "$python" -m "benchmarks.$module" --out "$out/$name.json" --commit "${COMMIT:-}" --seconds "$seconds" "$@" > "$logs/$name.txt" 2>&1
+  local rc=$?
+  echo "== $name: rc $rc"; grep -E "ratio|FAILED|failed:|wrong" "$logs/$name.txt" | cut -c1-200 | tail -n 30
+  [ "$rc" = 0 ] || tail -n 12 "$logs/$name.txt" | cut -c1-300
 }
 # ttft NAME SECONDS PARTS [OPTION...]: of benchmarks.vllm_ttft.
 ttft() {
@@ -119,8 +123,8 @@ speed() {
 }
 short() { ttft short 300 short "${in_place[@]}" --kv-gib 6; }
 models() {
-  ttft models 500 gemma3,gptoss,state_mamba2,state_conv,state_gdn --integration vllm --isolated --scale beside --rounds 3 &
-  ttft modes 500 fp8,mla,ngram,tp2 --integration vllm --scale beside --rounds 3 &
+  ttft models 550 gemma3,gptoss,state_mamba2,state_conv,state_gdn --integration vllm --isolated --pool-gib 4 --rounds 3 &
+  ttft modes 550 fp8,mla,ngram,tp2 --integration vllm --scale beside --rounds 3 &
   wait
 }
 death() {
@@ -129,7 +133,7 @@ death() {
   wait
 }
 campaign() { bench campaign 440 inplace_campaign --level gpu; }
-copies() { "$python" -m benchmarks --only engine --only copies --only metadata --only turns --out "$out/copies.json" --commit "${COMMIT:-}" > "$out/copies.txt" 2>&1; }
+copies() { "$python" -m benchmarks --only engine --only copies --only metadata --only turns --out "$out/copies.json" --commit "${COMMIT:-}" 2>&1 | tail -n 60; }
 lmcache() { ttft lmcache 500 ttft,tpot,miss --integration lmcache --kv-gib 6 --pool-gib 8 --rounds 7; }
 decode() { ttft decode 500 tpot,pd,death "${in_place[@]}" --kv-gib 6; }
 serving() {
@@ -143,5 +147,6 @@ for beside in "$@"; do
   done
   wait
 done
-tar cJf "$out/logs.tar.xz" -C "$logs" --exclude='model*' . 2> /dev/null
+calls=$*
+tar cJf "$out/logs-${calls//[ +]/-}.tar.xz" -C "$logs" . 2> /dev/null
 echo "== $*: $SECONDS s; in $out: $(ls "$out" | tr '\n' ' ')"

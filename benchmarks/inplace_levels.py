@@ -20,7 +20,7 @@ LOADS = 100_000
 STOPS = 0.0005
 LONGEST_STOP = 0.6
 LENT = 2 << 20
-"""Bytes that an instance lends to the pool: together they hold fewer chunks than are asked for."""
+"""Bytes that an instance lends to the pool."""
 
 
 class Level(NamedTuple):
@@ -116,7 +116,7 @@ def death(lends: int = 0) -> Level:
             "server starved": 2,
         },
         stops=0.005,
-        loads=1000,
+        loads=500,
         reuse_hits=0.02,
         controls=("no verdict",),
         control_loads=200,

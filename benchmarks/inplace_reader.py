@@ -222,6 +222,13 @@ class Slowly:
         instance.step("copied")
         return copy
 
+    def scatter(self, *given: Any, **more: Any) -> Completion:
+        """Out of the pool: one stop under the lease before bytes are read, one before the verdict."""
+        self._instance.step("copied")
+        copy = self._inner.scatter(*given, **more)
+        self._instance.step("copied")
+        return copy
+
 
 def believe_copies() -> None:
     """For a control: count every copy as right, whatever the generations, or the lease, say after

@@ -203,8 +203,7 @@ def _reside(client: Client, path: Path, end: float, number: int) -> None:
         segment.create(Device("host", "host"), 4096) as memory,
     ):
         client.join(instance, key(0)[: m.NAMESPACE_BYTES], blocks, 1, each, table.fd)
-        client.show_cache(instance, 0, shape)
-        client.show_region(instance, 0, 0, memory.fd)
+        client.show_cache(instance, 0, shape, [memory.fd])
         for turn in range(200):
             if time.monotonic() > end:
                 return

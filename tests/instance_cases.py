@@ -82,13 +82,16 @@ def show(
     client: Client, instance: bytes, rank: int = 0, regions: int = 1, blocks: int = 64
 ) -> None:
     """Show a cache and its regions, as a worker does."""
-    what = shape(blocks, regions)
-    assert client.show_cache(instance, rank, what) == regions
-    for number, nbytes in enumerate(what.regions):
-        memory = make_memfd(nbytes)
-        try:
-            assert client.show_region(instance, rank, number, memory) == regions - number - 1
-        finally:
+    show_shape(client, instance, rank, shape(blocks, regions))
+
+
+def show_shape(client: Client, instance: bytes, rank: int, what: m.CacheShape) -> None:
+    """Show memory for a cache of that shape."""
+    memories = [make_memfd(nbytes) for nbytes in what.regions]
+    try:
+        client.show_cache(instance, rank, what, memories)
+    finally:
+        for memory in memories:
             os.close(memory)
 
 

@@ -61,9 +61,9 @@ class Raw:
     def receive(self) -> list[Any] | None:
         """The next message, or None if the server closed the connection."""
         try:
-            data, fds, _, _ = socket.recv_fds(self.socket, m.MAX_MESSAGE_BYTES, 4)
+            data, fds, _, _ = socket.recv_fds(self.socket, m.MAX_MESSAGE_BYTES, m.MAX_FDS)
         except ConnectionResetError:  # told once, before the last that the server said
-            data, fds, _, _ = socket.recv_fds(self.socket, m.MAX_MESSAGE_BYTES, 4)
+            data, fds, _, _ = socket.recv_fds(self.socket, m.MAX_MESSAGE_BYTES, m.MAX_FDS)
         self.fds += fds
         message: list[Any] | None = (
             msgpack.unpackb(data, raw=False, strict_map_key=False) if data else None

@@ -214,7 +214,7 @@ def test_a_server_that_refuses_a_cache_is_heard_and_asked_again(
     beats: list[int] = []
     client.on_beat.append(lambda: beats.append(1))
     shown = Shown(client, ONE, 0, shape, wrong)
-    assert f"show_region {ONE.hex()}, rank 0, region 0: " in shown.trouble
+    assert f"show_cache {ONE.hex()}, rank 0: region 0: " in shown.trouble
     eventually(lambda: len(beats) > 2)
     assert caplog.text.count("this KV cache is not shared in place") == 1
     shown._regions = tuple(cache.regions)

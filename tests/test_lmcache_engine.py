@@ -193,7 +193,7 @@ def load_under_anothers_lease(inside: Inside, prompt: list[int]) -> bool:
 
     worker, slots = inside.worker, places(inside.setup.sizes, len(prompt), 1)
     names = worker._named(inside.keys(prompt))
-    hit = Hit(names, [(0, worker.session.leases.acquire(names[1:]))])
+    hit = Hit(names, worker.session.leases.acquire(names[1:]))
     inside.cache.poison()
     loaded = worker.load(hit, 0, len(names), slots.numpy(), 0)
     return loaded == len(names) and inside.cache.holds_only(inside.shard(prompt), slots)

@@ -98,9 +98,9 @@ def test_a_neighbour_is_mapped_once_and_only_to_be_read(stage: Stage, reader: Re
     with owner(stage, regions=2):
         neighbour = reader.there()
         assert kv_mapped() == 2
-        asked_before = asked(reader.client, "OpenRegion")
+        asked_before = asked(reader.client, "OpenCache")
         assert reader.neighbours.get(ONE) is neighbour
-        assert (kv_mapped(), asked(reader.client, "OpenRegion")) == (2, asked_before)
+        assert (kv_mapped(), asked(reader.client, "OpenCache")) == (2, asked_before)
 
 
 def test_each_rank_reads_from_the_same_rank(stage: Stage) -> None:
@@ -401,7 +401,7 @@ def test_an_fd_of_something_else_is_never_mapped(tmp_path: Path) -> None:
         ]:
             neighbour = Neighbour(ONE, shape, view, EACH, lambda: None)
             with pytest.raises(SegmentError, match=why):
-                neighbour.map(fd, nbytes, HOST)
+                neighbour.map([fd], HOST)
     for fd in (reading, writing, short, unsealed):
         os.close(fd)
     table.close()
@@ -440,8 +440,7 @@ def test_a_gpus_mapping_goes_in_the_thread_once_the_device_has_no_work(
     neighbour = Neighbour(
         ONE, shape, GenerationView.open(table.fd, ONE, SMALL.blocks), EACH, unmapper.wake
     )
-    neighbour.map(fd, nbytes, GPU0)
-    neighbour.begin()
+    neighbour.map([fd], GPU0)
     os.close(fd)
     assert (
         neighbour.bases - neighbour.bases[0] == cache.kv.planes[:, 0] - cache.kv.planes[0, 0]

@@ -31,6 +31,7 @@ from instance_cases import (
     shape,
     show,
 )
+from neighbour_cases import few_descriptors
 from processes import PATIENT, QUICK, Child, Raw, Stage, eventually, hung, info, make_memfd, running
 from test_directory import work_of
 
@@ -39,6 +40,7 @@ from vcache_backend.metadata_server import instances, reads, residence, resident
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.placement import Peer
+from vcache_backend.metadata_server.processes import is_pidfd
 from vcache_backend.metadata_server.records import ProcessId
 from vcache_backend.seals import FUTURE_WRITE, RESIZING
 from vcache_backend.status import verdict
@@ -62,8 +64,7 @@ WORK = (
     + 'print("shown"); time.sleep(60)'
 )
 SHOW_A_CACHE = (
-    OWNER[: OWNER.index("A =")]
-    + "from instance_cases import shape; client.show_cache(instance_id(40), 0, shape()); print('shown'); time.sleep(60)"
+    OWNER[: OWNER.index("A =")] + "show(client, instance_id(40)); print('shown'); time.sleep(60)"
 )
 OWN = OWNER + 'print("shown"); time.sleep(60)'
 OWN_AND_LEAVE_A_CHILD = (
@@ -122,11 +123,11 @@ def test_what_an_instance_shows_and_publishes_others_find_and_open(
     assert sent is not None
     assert sent.answer().residents == [[one] for one in here[:2]]
 
-    joined, table = reader.open_instance(A)
+    joined, (table, *pidfds) = reader.open_instance(A)
     assert joined == m.Joined(64, 1, EACH)
-    assert reader.open_cache(A, 0) == shape(64, 2)
-    regions = [reader.open_region(A, 0, number) for number in (0, 1)]
-    pidfds = [reader.open_process(A, rank) for rank in (-1, 0)]
+    assert [is_pidfd(fd, os.getpid()) for fd in pidfds] == [True, True]
+    described, regions = reader.open_cache(A, 0)
+    assert described == shape(64, 2)
     assert [os.fstat(fd).st_size for fd in (table, *regions)] == [
         4096 + 64 * 8,
         4 * 64 * 64,
@@ -260,8 +261,7 @@ def test_nothing_is_found_before_all_of_an_instance_is_shown_in_whatever_order(
         assert (found(reader, 2, 2), reader.stats().instances[0].missing) == (0, what)
         for ask in (
             lambda: reader.open_instance(A),
-            lambda: reader.open_region(A, 0, 0),
-            lambda: reader.open_process(A, -1),
+            lambda: reader.open_cache(A, 0),
         ):
             with pytest.raises(Refused, match=f"{what} is not here yet"):
                 ask()
@@ -272,10 +272,8 @@ def test_nothing_is_found_before_all_of_an_instance_is_shown_in_whatever_order(
     join(scheduler, A, ranks=2)
     assert publish(first, A, keys(2)) == 2
     lacks("rank 1")
-    second.show_cache(A, 1, shape(64, 2))
-    lacks("2 regions of rank 1")
-    assert publish(second, A, keys(2, rank=1)) == 2
     show(second, A, 1, regions=2)
+    assert publish(second, A, keys(2, rank=1)) == 2
     assert (found(reader, 2, 2), reader.stats().instances[0].missing) == (2, "")
     assert found(reader, 2, 1) == 0
 
@@ -314,14 +312,12 @@ def test_nobody_takes_over_an_instance_or_a_rank_of_it_or_publishes_for_it(
     finally:
         os.close(table)
     with pytest.raises(Refused, match=f"pid {owner.pid} is this part"):
-        reader.show_cache(A, 0, shape())
-    with pytest.raises(Refused, match="this connection has not shown that cache"):
-        reader.show_region(A, 0, 0, 0)
+        show(reader, A)
     with pytest.raises(Refused, match="this connection has shown no cache of its rank 0"):
         publish(reader, A, keys(3), sequence=9)
     with pytest.raises(Refused, match="this connection is no part of it"):
         reader.retract(A, 100)
-    reader.show_cache(A, 1, shape())  # beyond its ranks: harmless
+    show(reader, A, 1)  # beyond its ranks: harmless
     with pytest.raises(Refused, match="rank 1 of an instance that joined with 1"):
         publish(reader, A, keys(3, rank=1))
     with pytest.raises(Refused, match="this connection is no part of it"):
@@ -361,12 +357,14 @@ def test_with_its_owner_goes_an_instance_and_the_server_keeps_nothing_of_its_mem
 ) -> None:
     owner = owning(alone)
     owner.expect("shown")
-    pidfd = reader.open_process(A, 0)
+    _, (table, *pidfds) = reader.open_instance(A)
+    os.close(table)
     assert (found(reader), memories(server)) == (3, 2)
     owner.signal(number)
     eventually(lambda: found(reader) == memories(server) == 0)
-    assert select.select([pidfd], [], [], 20)[0]
-    os.close(pidfd)
+    for pidfd in pidfds:
+        assert select.select([pidfd], [], [], 20)[0]
+        os.close(pidfd)
 
 
 def test_with_a_worker_goes_its_memory_though_its_scheduler_and_the_other_workers_stay(
@@ -412,7 +410,7 @@ def test_who_comes_back_shows_again_and_finds_what_it_had_published(
         worker.stats()
     eventually(lambda: worker.connected and found(reader) == 3)
     assert worker.connections_lost == 1
-    worker.show_cache(A, 0, shape(32))
+    show(worker, A, blocks=32)
     show(worker, A)
     assert found(reader) == 0
 
@@ -531,8 +529,7 @@ def test_a_publication_that_does_not_fit_together_is_refused_and_the_connection_
 ) -> None:
     raw, table, memory = alone.raw(), make_table(64), make_memfd(4 * 64 * 64)
     assert raw.ask("join", A, NAMESPACE, 64, 1, EACH, fds=(table,)) == ["count", 1]
-    assert raw.ask("show_cache", A, 0, packed(shape())) == ["count", 1]
-    assert raw.ask("show_region", A, 0, 0, fds=(memory,)) == ["count", 0]
+    assert raw.ask("show_cache", A, 0, packed(shape()), fds=(memory,)) == ["count", 1]
     good = {
         "instance": A,
         "sequence": 1,
@@ -568,7 +565,7 @@ NO_CACHES: list[tuple[dict[str, Any], str]] = [
     ({"stride": 32}, "pages of 64 B every 32 B"),
     ({"num_blocks": 1 << 40}, "plane 0 lies at bytes 0 to"),
     ({"regions": []}, ">= 1"),
-    ({"regions": [1 << 10] * (m.MAX_REGIONS + 1)}, "<= 256"),
+    ({"regions": [1 << 10] * (m.MAX_REGIONS + 1)}, "<= 253"),
     ({"layers": 0}, ">= 1"),
     ({"medium": "disk"}, "Invalid enum value"),
     ({"device": "\x1b]0;owned\x07"}, "regex"),
@@ -582,7 +579,6 @@ def test_a_cache_that_cannot_be_is_refused(alone: Stage, server: Child) -> None:
         refused = raw.ask("show_cache", A, 0, list(fields.values()))
         assert (refused[0], refused[2]) == ("error", False)
         assert why in refused[1]
-    assert raw.ask("show_cache", A, 0, packed(shape())) == ["count", 1]
 
 
 def test_memory_that_readers_could_not_trust_is_refused_and_closed(
@@ -604,28 +600,104 @@ def test_memory_that_readers_could_not_trust_is_refused_and_closed(
     with pytest.raises(Refused, match="too few for the generations of 1,000 blocks"):
         owner.join(A, NAMESPACE, 1000, 1, EACH, small)
     owner.join(A, NAMESPACE, 64, 1, EACH, good)
-    owner.show_cache(A, 0, shape())
+    memory, (pipe, end) = make_memfd(4 * 64 * 64), os.pipe()
     for fd, why in (
         (file, "no memfd"),
+        (pipe, "not open for reading and|no memfd"),
         (loose, "not sealed against"),
         (small_memory, "fewer than the 16,384 B announced"),
     ):
-        with pytest.raises(Refused, match=why):
-            owner.show_region(A, 0, 0, fd)
-    with pytest.raises(Refused, match="its cache has 1 regions"):
-        owner.show_region(A, 0, 1, good)
+        with pytest.raises(Refused, match=f"region 1: .*({why})"):
+            owner.show_cache(A, 0, shape(regions=2), [memory, fd])
+    assert not owner.stats().instances[0].regions
     sealed = make_memfd(4 * 64 * 64, seals=False)
     fcntl.fcntl(sealed, fcntl.F_ADD_SEALS, RESIZING | FUTURE_WRITE)
     read_only = os.open(f"/proc/self/fd/{sealed}", os.O_RDONLY)
-    assert owner.show_region(A, 0, 0, read_only) == 0
-    raw = alone.raw()
-    for message in (["join", B, NAMESPACE, 64, 1, EACH], ["show_cache", B, 0, packed(shape())]):
-        raw.ask(*message)
-    refused = raw.ask("show_region", B, 0, 0)
-    assert "0 fds came along" in refused[1]
+    owner.show_cache(A, 0, shape(), [read_only])
     eventually(lambda: memories(server) == 2)
-    for fd in (file, writable, small, good, small_memory, loose, sealed, read_only):
+    for fd in (file, writable, small, good, small_memory, loose, sealed, read_only, memory):
         os.close(fd)
+    os.close(pipe)
+    os.close(end)
+
+
+def test_a_cache_comes_with_one_fd_for_each_region_and_every_other_number_is_refused(
+    alone: Stage, server: Child, reader: Client
+) -> None:
+    memory, raw, most = make_memfd(4 * 64 * 64), alone.raw(), m.MAX_REGIONS
+    with pytest.raises(Refused, match="0 fds came along; exactly 1 is needed"):
+        reader._call(m.Join(B, NAMESPACE, 64, 1, EACH), m.Count)
+    for regions, fds in ((2, 0), (2, 1), (2, 3), (1, most), (most, most - 1)):
+        refused = raw.ask("show_cache", A, 0, packed(shape(regions=regions)), fds=(memory,) * fds)
+        assert f"{fds} fds came along; its {regions} regions need one each" in refused[1]
+        assert not refused[2]
+    assert not reader.stats().instances
+    eventually(lambda: not memories(server))
+    join(reader, A)
+    assert raw.ask("show_cache", A, 0, packed(shape(regions=most)), fds=(memory,) * most) == [
+        "count",
+        most,
+    ]
+    described, fds = reader.open_cache(A, 0)
+    number = os.fstat(memory).st_ino
+    assert (len(described.regions), {os.fstat(fd).st_ino for fd in fds}) == (most, {number})
+    assert (len(fds), memories(server)) == (most, most + 1)
+    for fd in (memory, *fds):
+        os.close(fd)
+    raw.close()
+    eventually(lambda: memories(server) == 1)
+
+
+def test_a_server_at_its_limit_of_descriptors_refuses_a_cache_and_takes_it_later(
+    alone: Stage, server: Child, reader: Client
+) -> None:
+    """The kernel hands over as many fds as there is room for, and drops the others."""
+    owner = alone.client()
+    server.descriptors(limit=max(server.descriptors()) + 3)
+    with pytest.raises(Refused, match="[2-7] fds came along; its 8 regions need one each"):
+        show(owner, A, regions=8)
+    assert owner.stats().instances == []
+    eventually(lambda: not memories(server))
+    server.descriptors(limit=1024)
+    show(owner, A, regions=8)
+    assert [one.regions for one in owner.stats().instances] == [8]
+
+
+def test_a_client_at_its_limit_of_descriptors_opens_nothing_and_leaks_nothing(
+    alone: Stage, server: Child, reader: Client
+) -> None:
+    owner = alone.client()
+    join(owner, A)
+    show(owner, A, regions=100)
+    with few_descriptors() as taken:
+        for _ in range(3):
+            os.close(taken.pop())
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(VCacheError, match="100 were due; if fewer came, this process has"):
+            reader.open_cache(A, 0)
+        assert len(os.listdir("/proc/self/fd")) == before
+    for fd in reader.open_cache(A, 0)[1]:
+        os.close(fd)
+
+
+def test_readers_that_do_not_read_their_answers_use_up_no_descriptors_of_the_server(
+    alone: Stage, server: Child, reader: Client
+) -> None:
+    owner = alone.client()
+    join(owner, A)
+    show(owner, A)
+    for fd in reader.open_instance(A)[1]:
+        os.close(fd)
+    raws = [alone.raw() for _ in range(8)]
+    before = len(server.descriptors())
+    for raw in raws:
+        raw.send("open_instance", A)
+        raw.send("open_cache", A, 0)
+    for fd in reader.open_cache(A, 0)[1]:
+        os.close(fd)
+    assert len(server.descriptors()) == before
+    for raw in raws:
+        assert [(raw.receive() or ["none"])[0] for _ in range(2)] == ["joined", "cache"]
 
 
 # ---- bounds
@@ -649,7 +721,7 @@ def test_nobody_waits_while_the_memory_of_an_instance_that_is_gone_is_freed(
         shown = server._service.instances._of[A]
         assert shown.table is not None
         assert shown.table.table is not None
-        slow |= {shown.table.table.fd, shown.caches[0].regions[0].fd}
+        slow |= {shown.table.table.fd, *(region.fd for region in shown.caches[0].regions)}
         monkeypatch.setattr(os, "close", closed)
         owner.close()
         eventually(lambda: not other.stats().instances)
@@ -670,11 +742,10 @@ def test_nobody_waits_while_memory_that_was_refused_is_freed(
 
     with running(alone.path):
         owner, other = alone.client(), alone.client()
-        owner.show_cache(A, 0, shape())
         monkeypatch.setattr(os, "close", closed)
         with pytest.raises(Refused, match="not sealed"):
-            owner.show_region(A, 0, 0, memory)
-        assert [one.missing for one in other.stats().instances] == ["its scheduler"]
+            owner.show_cache(A, 0, shape(), [memory])
+        assert other.stats().instances == []
         freed.set()
         monkeypatch.undo()
         os.close(memory)
@@ -702,19 +773,18 @@ def test_one_client_cannot_take_all_the_room_there_is_for_others(
 ) -> None:
     monkeypatch.setattr(instances, "MAX_INSTANCES", 40)
     with running(alone.path) as server:
-        server._service.max_segments = 4
+        server._service.max_segments = 12
         greedy, other = alone.client(), alone.client()
         for number in range(instances.MAX_PARTS):
-            greedy.show_cache(instance_id(number), 0, shape(regions=4))
+            show(greedy, instance_id(number))
         with pytest.raises(Refused, match="this connection shows 8 parts of instances already"):
-            greedy.show_cache(instance_id(20), 0, shape())
+            show(greedy, instance_id(20))
         memory = make_memfd(4 * 64 * 64)
-        for number in range(3):
-            greedy.show_region(instance_id(0), 0, number, memory)
-        greedy.show_region(instance_id(0), 0, 2, memory)  # once more, in its own place
+        show(greedy, instance_id(0), regions=4)  # in place of what it showed before
+        show(greedy, instance_id(0), regions=4)
         join(other, A)
         for refused in (
-            lambda: greedy.show_region(instance_id(0), 0, 3, memory),
+            lambda: show(greedy, instance_id(0), regions=5),
             lambda: join(other, B),
         ):
             with pytest.raises(
@@ -723,28 +793,29 @@ def test_one_client_cannot_take_all_the_room_there_is_for_others(
                 refused()
         with pytest.raises(
             Refused,
-            match="0 segments are there and 4 fds of instances, more would leave no descriptors",
+            match="0 segments are there and 12 fds of instances, more would leave no descriptors",
         ):
             other.add_segment(info("s0", 4096), memory)
         os.close(memory)
+        server._service.max_segments = 20
         with pytest.raises(
             Refused,
             match=f"pid {os.getpid()} is part of 8 instances, .* so that 32 are left for others",
         ):
-            other.show_cache(instance_id(30), 0, shape())
+            show(other, instance_id(30))
         monkeypatch.setattr(instances, "MAX_INSTANCES", 60)
         alone.script(SHOW_A_CACHE).expect("shown")
-        other.show_cache(instance_id(30), 0, shape())
+        show(other, instance_id(30))
         monkeypatch.setattr(instances, "MAX_OF_PROCESS", 9)
         with pytest.raises(
             Refused,
             match=f"pid {os.getpid()} is part of 9 instances already, the most for one process",
         ):
-            other.show_cache(instance_id(40), 1, shape())
+            show(other, instance_id(40), 1)
         monkeypatch.setattr(instances, "MAX_INSTANCES", 10)
         monkeypatch.setattr(instances, "MAX_OF_PROCESS", 16)
         with pytest.raises(Refused, match="10 instances share in place"):
-            other.show_cache(instance_id(32), 0, shape())
+            show(other, instance_id(32))
         monkeypatch.setattr(instances, "MAX_INSTANCES", 40)
         greedy.close()
         eventually(lambda: len(other.stats().instances) == 3)
@@ -826,8 +897,7 @@ def test_the_protocol_s_own_words(alone: Stage, server: Child) -> None:
     raw, other, table, memory = alone.raw(), alone.raw(), make_table(64), make_memfd(4 * 64 * 64)
     assert isinstance(raw, Raw)
     raw.ask("join", A, NAMESPACE, 64, 1, EACH, fds=(table,))
-    raw.ask("show_cache", A, 0, packed(shape()))
-    raw.ask("show_region", A, 0, 0, fds=(memory,))
+    assert raw.ask("show_cache", A, 0, packed(shape()), fds=(memory,)) == ["count", 1]
     assert raw.ask("publish", A, 1, keys(1), chunk_blocks(0), chunk_generations(2)) == ["count", 1]
     one = [0, chunk_blocks(0), chunk_generations(2)]
     assert other.ask("find", keys(2), 1, B) == ["found", b"\0", [A], [[one]], 0, False]
@@ -836,14 +906,14 @@ def test_the_protocol_s_own_words(alone: Stage, server: Child) -> None:
     assert cache is not None
     assert cache[0] == "cache"
     assert cache[1][:3] == ["host", "host", "tokens heads"]
-    assert other.ask("open_region", A, 0, 0) == ["count", 4 * 64 * 64]
-    assert other.ask("open_process", A, -1) == ["count", os.getpid()]
-    assert len(other.fds) == 4  # with the hello came the witness
+    _witness, generations, scheduler, worker, region = other.fds
+    assert [is_pidfd(fd, os.getpid()) for fd in (scheduler, worker)] == [True, True]
+    assert [os.fstat(fd).st_ino for fd in (generations, region)] == [
+        os.fstat(fd).st_ino for fd in (table, memory)
+    ]
     assert [other.ask("close_instance", A) for _ in range(2)] == [["count", 1], ["count", 0]]
     for message in (
         ["open_cache", A, 1],
-        ["open_region", A, 0, 1],
-        ["open_process", A, 1],
         ["open_instance", B],
     ):
         refused = other.ask(*message)

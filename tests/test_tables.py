@@ -133,13 +133,14 @@ def test_an_end_is_noticed_once_though_somebody_else_holds_the_same_pidfd(
     """
     with owner(stage, 1) as part, owner(stage, 2):
         there(tables)
-        held = client.open_process(ONE, -1)
+        _, (table, held, worker) = client.open_instance(ONE)
         part.kill()
         assert tables.view(ONE) is None
         again = there(tables, TWO)
         assert [tables.view(TWO) for _ in range(3)] == [again] * 3
         assert tables.view(ONE) is None
-        os.close(held)
+        for fd in (table, held, worker):
+            os.close(fd)
 
 
 def test_closed_tables_show_nothing_and_leave_no_descriptor(stage: Stage, client: Client) -> None:

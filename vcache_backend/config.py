@@ -1,10 +1,9 @@
-"""The configuration: frozen values, read once at the start. Other modules take no settings from the
+"""The configuration: frozen values, read once at the start. No other module reads settings from the
 environment.
 
-`load(path)` reads a YAML file strictly: an unknown key is an error that names its place. Without a
-path it reads the file that `VCACHE_CONFIG` names, or takes the defaults. `VCACHE_SOCKET` overrides
-`server.socket`. configs/vcache.yaml explains every key; a test compares it with the sections here.
-Times are in seconds."""
+`load(path)` reads a YAML file strictly: an unknown key is an error. Without a path it reads the file
+that `VCACHE_CONFIG` names, or takes the defaults. `VCACHE_SOCKET` overrides `server.socket`.
+configs/vcache.yaml explains every key. Times are in seconds."""
 
 from __future__ import annotations
 
@@ -60,9 +59,7 @@ class ByteSize(int):
 
     @classmethod
     def parse(cls, value: object) -> ByteSize:
-        """Read an integer, or text such as `8 GiB`. Raises ValueError: no size, negative, or above
-        `MAX_BYTES`.
-        """
+        """Read an integer, or text such as `8 GiB`. Raises ValueError."""
         if isinstance(value, int) and not isinstance(value, bool):
             return cls._within(value)
         match = (
@@ -318,12 +315,8 @@ class OffloadConfig(_Section, frozen=True, kw_only=True):
         )
 
     def least_bandwidth(self, on_gpu: bool) -> ByteSize:
-        """`min_bandwidth` in bytes a second, or its default. on_gpu: whether the KV caches are on
-        GPUs.
-
-        The default for GPUs is 5 GB/s over TCP: an H200 computes as much KV of an 8B model, with
-        prompts of 4k to 16k tokens. TCP brought
-        4.4 GB/s within one host. Else it is 0.
+        """`min_bandwidth` in bytes a second, or its default: 5 GB/s for GPUs over TCP, which is how
+        fast an H200 computes KV of an 8B model; else 0. on_gpu: whether the KV caches are on GPUs.
         """
         if self.min_bandwidth is not None:
             return self.min_bandwidth
@@ -354,24 +347,22 @@ def whole(path: Path) -> Path:
 
 
 def default_socket() -> Path:
-    """`$XDG_RUNTIME_DIR/vcache/vcache.sock`, or `/tmp/vcache-UID/vcache.sock`. The server makes the
-    folder for this user alone.
-    """
+    """`$XDG_RUNTIME_DIR/vcache/vcache.sock`, or `/tmp/vcache-UID/vcache.sock`."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(runtime) / "vcache" if runtime else Path(f"/tmp/vcache-{os.getuid()}")
     return folder / "vcache.sock"
 
 
 def hash_seed() -> str | None:
-    """`PYTHONHASHSEED` of the environment, in which vLLM, and through it LMCache, root their block
-    hashes. None if it is not set.
+    """`PYTHONHASHSEED`, with which vLLM's and LMCache's block hashes begin; None if it is not
+    set.
     """
     return os.environ.get("PYTHONHASHSEED")
 
 
 def expandable_segments() -> bool:
-    """Whether `expandable_segments` is on for torch's CUDA allocator. Of its two variables the
-    first that is set counts, as in torch.
+    """Whether `expandable_segments` is on for torch's CUDA allocator. As in torch, the first of its
+    two variables that is set counts.
     """
     given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     fields = (field.partition(":") for field in given.split(","))
@@ -383,11 +374,10 @@ def expandable_segments() -> bool:
 
 def mooncake_environment(section: MooncakeConfig) -> dict[str, str]:
     """Set the environment variables of Mooncake's library that the user has not set. Returns the
-    values in force.
+    values in force. Call it before the library is loaded.
 
-    The library's own defaults wait for minutes: 20 times 4 s for a missing master, 30 s for one
-    that hangs, 30 s for a provider that hangs. Call it before the library is loaded. All clients of
-    the process share these values."""
+    The library's own defaults wait too long: 80 s for a missing master, 30 s for a master or
+    provider that hangs."""
     wanted = {
         "MC_STORE_CLIENT_SETUP_RETRIES": "1",
         "MC_RPC_TIMEOUT_MS": str(max(1, round(1000 * section.rpc_seconds))),
@@ -444,17 +434,13 @@ def from_dict(
 
 def _asks_for_pool(config: Config) -> bool:
     """Whether a setting needs a pool."""
-    lends, offloads = (
-        config.pool.segment_bytes or config.pool.device != "auto",
-        config.offload.policy != "off",
-    )
+    lends = config.pool.segment_bytes or config.pool.device != "auto"
+    offloads = config.offload.policy != "off"
     return bool(lends) or offloads
 
 
 def sharing(config: Config, share: Literal["in_place", "pool"]) -> Config:
-    """`config` with `connector.share` set to `share`. In place, `pool.segment_bytes` becomes 0 if
-    it is not set.
-    """
+    """Set `connector.share`, and in place also `pool.segment_bytes: 0` unless it is given."""
     config = msgspec.structs.replace(
         config, connector=msgspec.structs.replace(config.connector, share=share)
     )
@@ -466,9 +452,7 @@ def sharing(config: Config, share: Literal["in_place", "pool"]) -> Config:
 
 
 def with_socket(config: Config, socket: str, source: str) -> Config:
-    """`config` with another `server.socket`. source: where it was set, for errors. Raises
-    ConfigError.
-    """
+    """Set `server.socket`. source: where it was given, for errors. Raises ConfigError."""
     try:
         return msgspec.structs.replace(
             config, server=msgspec.structs.replace(config.server, socket=socket)
@@ -478,9 +462,7 @@ def with_socket(config: Config, socket: str, source: str) -> Config:
 
 
 def check_socket_is_whole(config: Config, source: str) -> None:
-    """ConfigError unless `server.socket` is a whole path. A serving program may be started in any
-    folder.
-    """
+    """Raise ConfigError unless `server.socket` is a whole path: programs start in any folder."""
     if not config.server.path.is_absolute():
         path = config.server.path
         raise ConfigError(
@@ -489,17 +471,13 @@ def check_socket_is_whole(config: Config, source: str) -> None:
 
 
 def load(path: str | Path | None = None) -> Config:
-    """Read and check the configuration: see the module's docstring. Raises ConfigError: unreadable,
-    not YAML, unknown key, bad value.
-    """
+    """Read and check the configuration; see the module's docstring. Raises ConfigError."""
     return from_dict(*read(path))
 
 
 def read(path: str | Path | None = None) -> tuple[dict[str, Any], str, dict[str, int]]:
     """Read the file that `load` reads, without checking keys and values. Returns its values, its
-    name, and the lines of its keys.
-
-    Raises ConfigError: unreadable, not YAML, no sections, a key twice.
+    name, and the lines of its keys. Raises ConfigError.
     """
     path = path or os.environ.get("VCACHE_CONFIG")
     if not path:
@@ -530,9 +508,7 @@ def read(path: str | Path | None = None) -> tuple[dict[str, Any], str, dict[str,
 
 
 def dump(config: Config) -> dict[str, Any]:
-    """`config` as plain values, with the socket's path and all defaults. None where the default
-    depends on something else.
-    """
+    """`config` as plain values, with the socket's path and all defaults."""
     plain: dict[str, Any] = msgspec.to_builtins(config, enc_hook=_encode)
     plain["server"]["socket"] = str(config.server.path)
     return plain

@@ -54,10 +54,8 @@ def not_yaml(error: msgspec.DecodeError, text: bytes) -> str:
     if isinstance(told, yaml.reader.ReaderError):
         at = len(text[: told.position].splitlines())
         return f"line {max(1, at)}: not YAML: {told.reason}"
-    said, mark = (
-        getattr(told, "problem", None) or str(error).partition("\n")[0],
-        getattr(told, "problem_mark", None),
-    )
+    said = getattr(told, "problem", None) or str(error).partition("\n")[0]
+    mark = getattr(told, "problem_mark", None)
     return (
         f"line {min(mark.line, len(text.splitlines()) - 1) + 1}: " if mark is not None else ""
     ) + f"not YAML: {said}"

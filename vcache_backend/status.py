@@ -1,6 +1,4 @@
-"""Makes the tables and the JSON of `vcache status` from a server's statistics. Uses neither socket
-nor clock.
-"""
+"""Makes the tables and the JSON of `vcache status` from a server's statistics."""
 
 from __future__ import annotations
 
@@ -28,14 +26,10 @@ from vcache_backend.metadata_server.messages import (
 
 BAR_WIDTH = 24
 READABLE = 32
-"""Columns of the terminal that a text which may take several lines is given, before others are left
-out.
-"""
+"""Terminal columns that a text of several lines gets before other columns are left out."""
 SHOWN_REPORTS = 5
 SILENT_SECONDS = 10.0
-"""An instance of which the server has heard nothing for so long does not answer. Heartbeats come
-every second by default.
-"""
+"""An instance that is silent for so long does not answer: heartbeats come every second."""
 ABSENT = "absent: lost when the server was restarted, unless a worker still maps it and offers it again; `vcache segment add` lends anew"
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _UUID = re.compile(r"\b(GPU-[0-9a-f]{8})(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
@@ -44,9 +38,7 @@ _STYLES = {"ok": "green", "warn": "yellow", "error": "bold red", "fail": "bold r
 
 
 def plain(value: Any) -> Any:
-    """`value` for JSON, with every struct as a dict of its fields. (msgspec itself would make the
-    wire's arrays of them.)
-    """
+    """Convert `value` for JSON, with structs as dicts. (msgspec makes the wire's arrays of them.)"""
     if isinstance(value, msgspec.Struct):
         return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, dict):
@@ -70,18 +62,14 @@ def lately(stats: ServerStats, since: float) -> ServerStats:
 
 
 def tokens(stats: ServerStats) -> tuple[int, int]:
-    """Prompt tokens that instances have asked for since the server's start, and those that were
-    found.
-    """
+    """Prompt tokens that instances asked for since the server's start, and those found."""
     return sum(asked for asked, _ in stats.hits.values()), sum(
         found for _, found in stats.hits.values()
     )
 
 
 def hit_rate(stats: ServerStats) -> float | None:
-    """Tokens found over tokens asked for, in place and in the pool. None before the first
-    look-up.
-    """
+    """Tokens found over tokens asked for; None before the first look-up."""
     asked, found = tokens(stats)
     return found / asked if asked else None
 
@@ -144,9 +132,7 @@ def _named(one: InstanceStats) -> str:
 
 
 def bar(fraction: float) -> Text:
-    """A bar of `BAR_WIDTH` cells, exact to an eighth of a cell. It never turns red: a full cache is
-    a good one.
-    """
+    """A bar of `BAR_WIDTH` cells. It never turns red: a full cache is a good one."""
     eighths = round(max(0.0, min(1.0, fraction)) * BAR_WIDTH * 8)
     full, rest = divmod(eighths, 8)
     cells = "█" * full + (_EIGHTHS[rest] if rest else "")
@@ -175,18 +161,14 @@ class _Fitted(Table):
 
 
 def _needed(column: Column) -> int:
-    """Columns of the terminal that `column` takes, with the space behind it; at most `READABLE` if
-    its text may take several lines.
-    """
+    """Terminal columns that `column` needs: at most `READABLE` if its text may be wrapped."""
     widest = max(cell_len(str(cell)) for cell in (column.header, *column.cells))
     return 2 + (widest if column.no_wrap else min(widest, READABLE))
 
 
 def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
-    """A table without rules. Cells are plain text, never markup.
-
-    A column's name may begin with marks: `>` for right-justified, `~` for text that may take
-    several lines, `-` for a column that is left out if the terminal is too narrow."""
+    """A table without rules. Cells are plain text, never markup. Marks before a column's name: `>`
+    right-justified, `~` may be wrapped, `-` is left out if the terminal is too narrow."""
     made = _Fitted(
         title=title,
         title_justify="left",
@@ -218,11 +200,9 @@ def render(
     reports: int | None = SHOWN_REPORTS,
     everything: bool = False,
 ) -> RenderableType:
-    """What `vcache status` shows: the verdict, what is wrong, who shares, and the pool. everything:
-    counters, latencies and reads, too.
-
-    before: the statistics of `seconds` ago; counters then get a column with their change a second,
-    unless the server was restarted. reports: how many of the newest are shown; None for all."""
+    """The output of `vcache status`: the verdict, what is wrong, who shares, and the pool. reports:
+    how many to show; None for all. everything: counters, latencies and reads, too. before: the
+    statistics of `seconds` ago, for the counters' change a second."""
     good, said = verdict(stats)
     first = Text(
         said,
@@ -277,9 +257,7 @@ def render(
 
 
 def segments_table(segments: Sequence[SegmentInfo]) -> RenderableType:
-    """One row for each segment, or a sentence if there is none. GPUs are named by the start of
-    their UUID.
-    """
+    """One row for each segment, or a sentence if there is none."""
     if not segments:
         return Text(
             "no segments: start a worker, or lend memory with `vcache segment add`", style="yellow"
@@ -324,9 +302,7 @@ def segments_table(segments: Sequence[SegmentInfo]) -> RenderableType:
 
 
 def instances_table(instances: Sequence[InstanceStats]) -> Table:
-    """One row for each instance. Names are cut so that it fits 80 columns; the JSON has them
-    whole.
-    """
+    """One row for each instance."""
     rows = []
     for one in instances:
         wrong = trouble(one)
@@ -343,9 +319,7 @@ def instances_table(instances: Sequence[InstanceStats]) -> Table:
 
 
 def in_place_table(instances: Sequence[InstanceStats]) -> Table:
-    """One row for each instance that shares in place: its KV cache, and the chunks resident in
-    it.
-    """
+    """One row for each instance that shares in place."""
     rows = [
         (
             one.id[:8],
@@ -366,9 +340,7 @@ def in_place_table(instances: Sequence[InstanceStats]) -> Table:
 
 
 def _still_mapped(readers: Sequence[StillMapped]) -> Table:
-    """One row for each process that still maps the KV cache of an instance that has ended: its
-    memory is not free.
-    """
+    """One row for each process that still maps the KV cache of an ended instance."""
     rows = []
     for one in readers:
         what = Text(
@@ -380,9 +352,7 @@ def _still_mapped(readers: Sequence[StillMapped]) -> Table:
 
 
 def _reads(stats: ServerStats) -> Table:
-    """One row for each reader and owner, the reader of the most bytes first. Where the reader is no
-    instance its own pid is shown.
-    """
+    """One row for each reader and owner, the reader of the most bytes first."""
     known = {
         one.id: (one.id[:8], str(one.pid or "–"), one.name or "–")
         for one in stats.instances
@@ -473,9 +443,7 @@ def _reports(reports: Sequence[Reported], most: int) -> Table:
 
 
 def _mismatches(stats: ServerStats) -> Iterator[tuple[str, ...]]:
-    """Rows of the instances that do not share: one for each value of each field in which instances
-    of one model differ.
-    """
+    """One row for each value of each field in which instances of one model differ."""
     for mismatch in stats.mismatches:
         advice = mismatch.advice or f"make {mismatch.field} the same everywhere"
         for number, (value, who) in enumerate(mismatch.values):

@@ -300,11 +300,9 @@ class NodeMishaps(Mishaps):
         names += [
             "join",
             "show_cache",
-            "show_region",
             "open_instance",
-            "open_region",
+            "open_cache",
             "close_instance",
-            "open_process",
             "publish",
             "retract",
             "find",

@@ -239,7 +239,9 @@ def _transfer(settings: Settings, size: Size) -> dict[str, Any]:
         for name, value in msgspec.to_builtins(settings.config.client).items()
     }
     client["connector.share"] = "pool" if settings.lends else "in_place"
-    return our_connector(settings.config.server.path, settings.lends, size.scale.chunk, client)
+    # Two lend, so that the pool holds fewer chunks than are asked for.
+    lends = settings.lends if settings.number < 2 else 0
+    return our_connector(settings.config.server.path, lends, size.scale.chunk, client)
 
 
 def answer_all(folder: str, pipe: Connection) -> None:

@@ -1,8 +1,8 @@
 """`vcache doctor`: finds what is wrong with this machine for vcache, and says what to do about it.
 
-It changes nothing for longer than a moment: a CUDA context on each GPU, to ask for free memory; a
-MiB of locked host memory, if GPUs read the pool there; one small object in the offload tier. It
-imports neither LMCache nor vLLM, and torch only for that host memory."""
+For a moment it makes a CUDA context on each GPU, locks a MiB of host memory if GPUs read the pool
+there, and puts one small object into the offload tier. It imports neither LMCache nor vLLM, and
+torch only to lock memory."""
 
 from __future__ import annotations
 
@@ -21,11 +21,8 @@ from vcache_backend.doctor.system import check_hash_seed, check_kernel, check_li
 
 
 def diagnose(config: Config, model: str = "") -> list[Finding]:
-    """All findings, in the order of the checks; with `model`, those about this model only. Never
-    raises.
-
-    Takes seconds; up to a minute if an offload tier hangs; with `model` some 20 s, since vLLM is
-    asked about it."""
+    """All findings, or those about `model` only. Never raises. Takes seconds; with `model` some 20,
+    and up to a minute if an offload tier hangs."""
     if model:
         return _made(partial(check_model, model), "model", config)
     checks: list[Callable[[Config], Iterator[Finding]]] = [

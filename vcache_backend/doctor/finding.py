@@ -8,9 +8,7 @@ import msgspec
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """What one check found. detail: what is the case. advice: what to do; empty if there is nothing
-    to do.
-    """
+    """The result of one check. advice: what to do; empty if there is nothing to do."""
 
     check: str
     status: Literal["ok", "warn", "fail"]

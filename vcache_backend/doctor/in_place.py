@@ -30,8 +30,8 @@ _WAY_OUT = "set connector.share: pool"
 
 
 def check_in_place(config: Config) -> Iterator[Finding]:
-    """One finding: that it can, or the first reason why not. A failure only if nothing would be
-    cached with this configuration.
+    """One finding: that it can, or the first reason why not. It fails only if this configuration
+    caches nothing then.
     """
     share = config.connector.share
     name, version = packages.installed(packages.VLLM.name, *packages.VLLM.builds)

@@ -1,7 +1,6 @@
-"""Checks the offload tier: whether its settings fit this machine, and whether the Mooncake store's
-library, master and providers work.
+"""Checks the offload tier: its settings, and the Mooncake store's library, master and providers.
 
-The store is asked through an offload process, as workers do, since the library may hang or crash.
+It asks the store through an offload process, as workers do, since the library may hang or crash.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ def check_offload(config: Config) -> Iterator[Finding]:
 
 
 def _staging(tier: OffloadConfig, chunk_tokens: int) -> Finding:
-    """Check `offload.staging_bytes`: it must fit host memory. The model is not known, so it should
-    hold `LEAST_CHUNKS` of most models.
+    """Check that `offload.staging_bytes` fits host memory, and holds `LEAST_CHUNKS` chunks of most
+    models.
     """
     token = ByteSize(tier.staging_bytes // LEAST_CHUNKS // chunk_tokens)
     detail = f"{tier.staging_bytes}: room for {LEAST_CHUNKS} chunks of {chunk_tokens} tokens if a token's KV is at most {token.about}"
@@ -76,9 +75,7 @@ def _staging(tier: OffloadConfig, chunk_tokens: int) -> Finding:
 
 
 def _locked_memory(tier: OffloadConfig) -> Finding:
-    """Check the limit of locked memory. RDMA's registration of the staging memory counts against
-    it; what CUDA pins does not.
-    """
+    """Check the limit of locked memory, which RDMA needs for the staging memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY or soft >= tier.staging_bytes:
         return Finding(
@@ -143,14 +140,10 @@ def _master(process: OffloadProcess, master: str, fd: int) -> Iterator[Finding]:
 
 
 def _provider(process: OffloadProcess, fd: int) -> Finding:
-    """Whether an object comes back as it was. fd: the memory that it passes through, 2 *
-    `NBYTES`.
-    """
-    names, content, step = (
-        [f"vcache1/doctor-{secrets.token_hex(8)}"],
-        secrets.token_bytes(NBYTES),
-        "put",
-    )
+    """Check that an object comes back unchanged. fd: memory of 2 * `NBYTES` bytes for it."""
+    names = [f"vcache1/doctor-{secrets.token_hex(8)}"]
+    content = secrets.token_bytes(NBYTES)
+    step = "put"
     try:
         with mmap.mmap(fd, 2 * NBYTES) as memory:
             memory[:NBYTES] = content

@@ -33,10 +33,8 @@ def check_socket(config: Config) -> Iterator[Finding]:
         return
     named, path = config.client.server_uid, whole(path)
     try:
-        fault, folder = (
-            folder_fault(path, {os.getuid(), 0} | ({named} if named is not None else set())),
-            path.parent.lstat(),
-        )
+        fault = folder_fault(path, {os.getuid(), 0} | ({named} if named is not None else set()))
+        folder = path.parent.lstat()
     except FileNotFoundError:
         yield Finding(
             "socket", "warn", f"{path.parent} does not exist yet", "`vcache serve` makes it"
@@ -63,9 +61,8 @@ def check_socket(config: Config) -> Iterator[Finding]:
 
 
 def check_server(config: Config) -> Iterator[Finding]:
-    """Check that the server answers, within `SERVER_SECONDS` each for connecting and statistics.
-    Then what these say: instances that do not share, memory of ended instances that is still
-    mapped, reports."""
+    """Check that the server answers. Then look for instances that do not share, for memory of ended
+    instances that is still mapped, and for reports."""
     within = ClientConfig(
         connect_seconds=SERVER_SECONDS,
         request_seconds=SERVER_SECONDS,
@@ -76,10 +73,8 @@ def check_server(config: Config) -> Iterator[Finding]:
             # An absent server may only have to be started: a warning. One that is there and does
             # not answer is a failure.
             absent = client.trouble.startswith("no metadata server at")
-            detail, advice = (
-                client.trouble,
-                "see its log; `kill -CONT` it, or restart it with this version",
-            )
+            detail = client.trouble
+            advice = "see its log; `kill -CONT` it, or restart it with this version"
             if absent or "is no socket" in detail:
                 detail, _, advice = detail.rpartition("; ")
             yield Finding("server", "warn" if absent else "fail", detail, advice)
@@ -127,8 +122,8 @@ def check_server(config: Config) -> Iterator[Finding]:
 
 
 def _reported(report: Reported, here: bool) -> Finding:
-    """The finding of a report: a failure if it is an error and its process still runs, else a
-    warning. here: whether the server's pids are valid in this process."""
+    """A report's finding: a failure if it is an error and its process still runs. here: whether the
+    server's pids are valid in this process."""
     check = f"report of pid {report.pid}" if report.pid else "report"
     when = time.strftime("%H:%M:%S", time.localtime(report.time))
     if here and report.pid and not _there_since(report.pid, report.time):

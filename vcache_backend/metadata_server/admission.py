@@ -22,9 +22,12 @@ from vcache_backend.metadata_server.shares import Shares
 log = logging.getLogger(__name__)
 
 SPARE_DESCRIPTORS = 64
-"""Descriptors kept for sockets, journals and /proc. Connections, their pidfds and segments get a
-third each of the rest.
+"""Descriptors kept for sockets, journals and /proc. `FDS_WAITING` and `MAX_FDS` more, but a quarter
+of all at most, are kept for fds that come with requests. Connections, their pidfds and segments get
+a third each of the rest.
 """
+FDS_WAITING = 32
+"""While so many fds have come with requests that wait for their answers, no request is read."""
 OF_PROCESS, OF_USER, LEAST = 8, 1 / 4, 4
 """How many times the connections of a process, and those of a user, must be free beside them, and
 how many a process may have in any case. A worker of vLLM has three at most."""
@@ -37,7 +40,8 @@ class Admission:
 
     def __init__(self, config: ServerConfig, endpoint: Endpoint, epoll: select.epoll) -> None:
         limit = processes.raise_descriptor_limit()
-        share = max(1, (limit - SPARE_DESCRIPTORS) // 3)
+        coming = min(FDS_WAITING + m.MAX_FDS, limit // 4)
+        share = max(1, (limit - SPARE_DESCRIPTORS - coming) // 3)
         self.max_segments = share
         self._max_clients = min(config.max_clients, share)
         self._few_descriptors = self._max_clients < config.max_clients
@@ -158,7 +162,7 @@ class Admission:
                 len(mismatches),
             )
         connection.queue(
-            m.Welcome(m.PROTOCOL_VERSION, service.epoch, *self._times, mismatches), witness
+            m.Welcome(m.PROTOCOL_VERSION, service.epoch, *self._times, mismatches), [witness]
         )
 
 

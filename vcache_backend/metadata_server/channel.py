@@ -11,7 +11,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -172,35 +172,40 @@ class Channel(ABC):
         request: m.Request,
         kind: type[R],
         seconds: float | None = None,
-        fd: int | None = None,
+        fds: Sequence[int] = (),
         received: list[int] | None = None,
     ) -> R:
-        """Send a request and wait up to `seconds` for the answer. `fd` goes along; fds that come
+        """Send a request and wait up to `seconds` for the answer. `fds` go along; fds that come
         back are put into `received`.
         """
         data, sent = wire.encode(request), Sent(self, request, kind, received)
 
         def exchange(link: ServerLink, deadline: float) -> None:
-            link.send(data, deadline, () if fd is None else (fd,))
+            link.send(data, deadline, fds)
             self._unread.append(sent)
             self._read_unread(link, deadline, sent)
 
         self._alone(request, exchange, seconds)
         return sent.answer()
 
-    def _open(self, request: m.Request, kind: type[R]) -> tuple[R, int]:
-        """Ask for something that comes with an fd, which the caller closes."""
+    def _open(
+        self, request: m.Request, kind: type[R], due: Callable[[R], int]
+    ) -> tuple[R, list[int]]:
+        """Ask for something that comes with fds, which the caller closes. due: how many fds come
+        with a reply. ProtocolError if others came.
+        """
         fds: list[int] = []
         try:
             reply = self._call(request, kind, received=fds)
-            if len(fds) != 1:
+            if len(fds) != due(reply):
                 raise ProtocolError(
-                    f"{type(request).__name__}: {len(fds)} fds came along; exactly 1 was due"
+                    f"{type(request).__name__}: {len(fds)} fds came along, {due(reply)} were due; "
+                    "if fewer came, this process has reached its limit of descriptors (ulimit -n)"
                 )
         except VCacheError:
             wire.close_fds(fds)
             raise
-        return reply, fds[0]
+        return reply, fds
 
     def _send(self, request: m.Request, kind: type[R]) -> Sent[R]:
         """Send a request whose answer is read later."""

@@ -171,7 +171,7 @@ class Client(ResidentCalls):
         self._add_segment(m.AddSegment(info.id, info.device, info.medium, info.nbytes, claim), fd)
 
     def _add_segment(self, request: m.AddSegment, fd: int) -> m.Added:
-        return self._call(request, m.Added, self._config.control_seconds, fd)
+        return self._call(request, m.Added, self._config.control_seconds, [fd])
 
     def offer(self, info: m.SegmentInfo, fd: int, claim: int = 0) -> None:
         """`add_segment` now, and after every reconnection until `withdraw`, or until a server
@@ -194,8 +194,8 @@ class Client(ResidentCalls):
 
     def open_segment(self, id_: m.SegmentId) -> tuple[m.SegmentInfo, int]:
         """A segment and its fd, which the caller closes."""
-        opened, fd = self._open(m.OpenSegment(id_), m.Opened)
-        return opened.segment, fd
+        opened, fds = self._open(m.OpenSegment(id_), m.Opened, lambda opened: 1)
+        return opened.segment, fds[0]
 
     def avoid(self, id_: m.SegmentId) -> None:
         """Say that this process cannot map the segment: it gets no slot there, also after a

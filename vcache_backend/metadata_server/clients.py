@@ -14,7 +14,7 @@ import msgspec
 from vcache_backend.errors import ProtocolError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
-from vcache_backend.metadata_server.admission import Admission
+from vcache_backend.metadata_server.admission import FDS_WAITING, Admission
 from vcache_backend.metadata_server.client_lines import CALLER, caused_by
 from vcache_backend.metadata_server.connection import Connection, Turns
 from vcache_backend.metadata_server.journal import Witness
@@ -52,6 +52,8 @@ class Clients:
         self._connections: dict[int, Connection] = {}
         self._receiver = wire.Receiver()
         self._turns = Turns()
+        self._with_fds: dict[Connection, int] = {}
+        """Connections whose requests wait, and how many fds came with each of these."""
         self._concerned: dict[Connection, None] = {}
         """Connections that have changed in this turn."""
 
@@ -151,7 +153,11 @@ class Clients:
             CALLER.reset(caused)
 
     def _read(self, connection: Connection) -> None:
+        if sum(self._with_fds.values()) >= FDS_WAITING:
+            return  # it is ready in the next turn, too
         data, connection.fds = self._receiver.receive(connection.sock)
+        if connection.fds:
+            self._with_fds[connection] = len(connection.fds)
         if not data:
             self._disconnect(connection)
             return
@@ -163,6 +169,7 @@ class Clients:
     def _answer(self, connection: Connection) -> None:
         data, connection.request = connection.request, None
         assert data is not None
+        self._with_fds.pop(connection, None)
         try:
             request = wire.request_decoder.decode(data)
         except msgspec.ValidationError as error:
@@ -201,6 +208,7 @@ class Clients:
         if self._connections.pop(connection.sock.fileno(), None) is None:
             return
         connection.close()
+        self._with_fds.pop(connection, None)
         self._admission.left(connection)
         if connection.client is not None:
             self._watch.left(connection.client.process)

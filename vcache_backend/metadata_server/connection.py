@@ -4,6 +4,7 @@ that leave with answers.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import heapq
 import os
@@ -12,6 +13,7 @@ import socket
 import stat
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Protocol
 
 from vcache_backend.errors import ProtocolError
@@ -44,6 +46,10 @@ class Descriptor:
         closer.close(self.fd)
 
 
+Answer = tuple[m.Reply, Sequence[Descriptor]]
+"""A reply, and what keeps the fds that go with it."""
+
+
 class Connection:
     """One client's socket, and the requests and answers on their way. caller: its pid as seen in
     this pid namespace, or 0.
@@ -58,7 +64,7 @@ class Connection:
         self.accepted = time.monotonic()
         self.request: bytes | None = None
         self.fds: list[int] = []
-        self.unsent: deque[tuple[bytes, Holder | None, int]] = deque()
+        self.unsent: deque[tuple[bytes, Sequence[Holder], int]] = deque()
         self.mask = select.EPOLLIN
         self.closing = self.closed = False
         self.queued = False
@@ -73,8 +79,8 @@ class Connection:
             return select.EPOLLOUT
         return 0 if self.queued else select.EPOLLIN
 
-    def queue(self, reply: m.Reply, held: Holder | None = None) -> None:
-        """Queue a reply. `held`, whose fd goes with it, is kept until the reply has left."""
+    def queue(self, reply: m.Reply, held: Sequence[Holder] = ()) -> None:
+        """Queue a reply. `held`, whose fds go with it, are kept until the reply has left."""
         try:
             data = wire.encode(reply)
         except ProtocolError as error:
@@ -92,11 +98,20 @@ class Connection:
         while self.unsent:
             data, held, _ = self.unsent[0]
             try:
-                self.sock.send(data) if held is None else socket.send_fds(
-                    self.sock, [data], [held.fd]
-                )
+                if held:
+                    socket.send_fds(self.sock, [data], [each.fd for each in held])
+                else:
+                    self.sock.send(data)
             except BlockingIOError:
                 return
+            except OSError as error:
+                if error.errno != errno.ETOOMANYREFS:
+                    raise
+                # Others do not read what they have asked for, and Linux counts the fds on their
+                # way to them.
+                refusal = m.Error("too many fds are on their way to clients; ask again later")
+                self.unsent[0] = wire.encode(refusal), (), 0
+                continue
             self.unsent.popleft()
 
     def close_fds(self) -> None:

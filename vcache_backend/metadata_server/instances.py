@@ -14,7 +14,7 @@ from typing import Any
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.client_lines import caused_by
-from vcache_backend.metadata_server.connection import Descriptor, unmappable
+from vcache_backend.metadata_server.connection import Answer, Descriptor, unmappable
 from vcache_backend.metadata_server.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
 from vcache_backend.metadata_server.refuse import Refuse
@@ -74,21 +74,20 @@ class Instances:
         self._parts: dict[int, set[tuple[m.InstanceId, int]]] = {}
         """What each connection shows."""
         self._readers: dict[tuple[m.InstanceId, int], tuple[Peer, str]] = {}
-        """Who has opened regions of an instance and not said that they are unmapped, and on which
-        device they lie.
+        """Who has opened a KV cache of an instance and not said that it is unmapped, and on which
+        device it lies.
         """
 
     @property
     def descriptors(self) -> int:
         """The number of fds kept."""
-        tables = [
-            known.table
-            for known in self._of.values()
-            if known.table is not None and known.table.peer is not None
-        ]
-        return len(tables) + sum(
-            len(cache.regions) for known in self._of.values() for cache in known.caches.values()
-        )
+        kept = 0
+        for known in self._of.values():
+            if known.table is not None:
+                kept += known.table.table is not None
+            kept += sum(len(cache.regions) for cache in known.caches.values())
+            kept += sum(part.pidfd is not None for _, part in known.parts())
+        return kept
 
     def processes(self) -> set[ProcessId]:
         """The processes whose end ends what they have shown, whoever else holds their
@@ -115,19 +114,32 @@ class Instances:
         self._changed(request.instance)
         return m.Count(1)
 
-    def show_cache(self, client: Peer, request: m.ShowCache) -> m.Count:
-        """A worker describes its KV cache."""
+    def show_cache(self, client: Peer, request: m.ShowCache, fds: list[int]) -> m.Count:
+        """A worker shows its KV cache."""
         instance, rank, shape = request.instance, request.rank, request.shape
         if reason := shape.misfit():
             raise Refuse(reason)
+        if len(fds) != len(shape.regions):
+            raise Refuse(
+                f"{len(fds)} fds came along; its {len(shape.regions)} regions need one each"
+            )
+        for number, (nbytes, fd) in enumerate(zip(shape.regions, fds, strict=True)):
+            if reason := unmappable(shape.medium, nbytes, fd, to_write=False):
+                raise Refuse(f"region {number}: {reason}")
         shown = ShownCache(client, shape)
         if shown.nbytes > self._residents.room(client):
             raise Refuse(
                 f"its description takes {shown.nbytes:,} B, more than this process may hold in the server now"
             )
+        replaced = (
+            self._of[instance].caches[rank].regions if self.owns(client, instance, rank) else ()
+        )
+        self._make_sure_of_room(len(fds) - len(replaced))
         known = self._enter(client, instance, rank)
         before = known.caches.get(rank)
         known.caches[rank] = shown
+        shown.regions = [Descriptor(fd) for fd in fds]
+        fds.clear()
         self._residents.charge(client, shown.nbytes)
         if before is not None:
             self._residents.charge(before.owner, -before.nbytes)
@@ -135,23 +147,6 @@ class Instances:
             self._residents.empty(instance)
         self._changed(instance)
         return m.Count(len(shape.regions))
-
-    def show_region(self, client: Peer, request: m.ShowRegion, fds: list[int]) -> m.Count:
-        """A worker shows one region of its KV cache."""
-        instance, rank, number = request.instance, request.rank, request.number
-        if not self.owns(client, instance, rank):
-            raise Refuse("this connection has not shown that cache")
-        cache = self._of[instance].caches[rank]
-        if number >= len(cache.shape.regions):
-            raise Refuse(f"its cache has {len(cache.shape.regions)} regions")
-        if reason := unmappable(
-            cache.shape.medium, cache.shape.regions[number], only(fds), to_write=False
-        ):
-            raise Refuse(reason)
-        self._make_sure_of_room()
-        cache.regions[number] = Descriptor(fds.pop())
-        self._changed(instance)
-        return m.Count(cache.missing)
 
     def owns(self, client: Peer, instance: m.InstanceId, rank: int) -> bool:
         """Whether this connection shows that part."""
@@ -193,46 +188,30 @@ class Instances:
 
     # ---- opened
 
-    def open(self, instance: m.InstanceId) -> tuple[m.Joined, Descriptor]:
-        """The table of an instance that is shown as a whole."""
-        shown = self._whole(instance).table
+    def open(self, instance: m.InstanceId) -> Answer:
+        """The table of an instance that is shown as a whole, and pidfds of its processes."""
+        known = self._whole(instance)
+        shown = known.table
         assert shown is not None
         assert shown.table is not None
-        return m.Joined(shown.request.blocks, shown.request.ranks, shown.request.each), shown.table
+        join = shown.request
+        pidfds = [self._pidfd_of(shown)]
+        pidfds += [self._pidfd_of(known.caches[rank]) for rank in range(join.ranks)]
+        return m.Joined(join.blocks, join.ranks, join.each), [shown.table, *pidfds]
 
-    def open_cache(self, instance: m.InstanceId, rank: int) -> m.Cache:
-        """The description of one worker's KV cache."""
-        return m.Cache(self._cache(instance, rank).shape)
-
-    def open_region(
-        self, client: Peer, instance: m.InstanceId, rank: int, number: int
-    ) -> tuple[m.Count, Descriptor]:
-        """One region of one worker's KV cache. The connection is a reader until `close_instance`,
-        or until it closes.
+    def open_cache(self, client: Peer, instance: m.InstanceId, rank: int) -> Answer:
+        """One worker's KV cache. The connection is a reader until `close_instance`, or until it
+        closes.
         """
         cache = self._cache(instance, rank)
-        if number not in cache.regions:
-            raise Refuse(f"there are {len(cache.regions)} regions, none has that number")
         self._readers[instance, client.id] = client, cache.shape.device
         if len(self._readers) > MAX_READERS:
             del self._readers[next(iter(self._readers))]
-        return m.Count(cache.shape.regions[number]), cache.regions[number]
+        return m.Cache(cache.shape), cache.regions
 
     def close_instance(self, client: Peer, instance: m.InstanceId) -> m.Count:
         """The connection's process has unmapped what it had opened of an instance."""
         return m.Count(int(self._readers.pop((instance, client.id), None) is not None))
-
-    def open_process(self, instance: m.InstanceId, rank: int) -> tuple[m.Count, Descriptor]:
-        """A pidfd of one of an instance's processes."""
-        part = self._whole(instance).table if rank == m.SCHEDULER else self._cache(instance, rank)
-        assert part is not None
-        try:
-            pidfd = self._pidfd(part.process)
-        except OSError as error:
-            raise Refuse(f"no pidfd of pid {part.process.pid}: {error}") from error
-        if pidfd is None:
-            raise Refuse(f"pid {part.process.pid} is gone, or sent no pidfd with its hello")
-        return m.Count(part.process.pid), Descriptor(pidfd)
 
     # ---- gone
 
@@ -366,8 +345,22 @@ class Instances:
             > 0
         )
 
-    def _make_sure_of_room(self) -> None:
-        if self._spare() <= 0:
+    def _pidfd_of(self, part: ShownTable | ShownCache) -> Descriptor:
+        """A pidfd of the process that shows this part. It is kept for who asks next, so that
+        clients that do not read their answers use up no descriptors."""
+        if part.pidfd is None:
+            self._make_sure_of_room()
+            try:
+                pidfd = self._pidfd(part.process)
+            except OSError as error:
+                raise Refuse(f"no pidfd of pid {part.process.pid}: {error}") from error
+            if pidfd is None:
+                raise Refuse(f"pid {part.process.pid} is gone, or sent no pidfd with its hello")
+            part.pidfd = Descriptor(pidfd)
+        return part.pidfd
+
+    def _make_sure_of_room(self, fds: int = 1) -> None:
+        if fds > 0 and self._spare() < fds:
             raise Refuse(
                 f"{self.descriptors} fds of instances are kept, more would leave none for clients; raise ulimit -n"
             )

@@ -3,7 +3,8 @@
 A message is one packet of a Unix socket (SOCK_SEQPACKET): a MessagePack array whose first element
 is the message's name, `["lookup", [key, ...], ranks]`. The server answers a connection's requests
 in their order, each with the reply type that its docstring names after the arrow, or with `Error`.
-Fds travel as SCM_RIGHTS with their message."""
+Fds travel as SCM_RIGHTS with their message, `MAX_FDS` at most. A message that should bring fds and
+brings another number of them is refused, and all of them are closed."""
 
 from __future__ import annotations
 
@@ -26,8 +27,10 @@ MAX_LOOKED_UP = 16_384
 """The most keys times ranks of one look-up; more are refused in the same way."""
 MAX_SLOTS = 1024
 """The most slots that one request reserves; the keys beyond are refused as FULL."""
+MAX_FDS = 253
+"""The most fds of one message: more than that Linux does not send."""
 INSTANCE_BYTES = 16
-MAX_REGIONS = 256
+MAX_REGIONS = MAX_FDS
 """The most allocations in which one worker's KV cache lies."""
 MAX_PLANES = 1024
 """The most planes of one worker's KV cache. A plane is one part of one layer."""
@@ -460,8 +463,8 @@ class Join(Request, frozen=True, tag="join"):
 
 
 class ShowCache(Request, frozen=True, tag="show_cache"):
-    """A worker of an instance describes its KV cache, before or after its scheduler joined →
-    `Count` of regions to show now.
+    """A worker of an instance shows its KV cache, before or after its scheduler joined → `Count` of
+    regions. The fd of each region comes along, in the order of `shape.regions`.
 
     Refused while another process is this rank. What this rank showed before is void.
     """
@@ -471,20 +474,8 @@ class ShowCache(Request, frozen=True, tag="show_cache"):
     shape: CacheShape
 
 
-class ShowRegion(Request, frozen=True, tag="show_region"):
-    """Show a region of the cache that this connection described; its fd comes along → `Count` of
-    regions still missing.
-    """
-
-    instance: Named
-    rank: Rank
-    number: Annotated[int, msgspec.Meta(ge=0, lt=MAX_REGIONS)]
-
-
 class OpenInstance(Request, frozen=True, tag="open_instance"):
-    """→ `Joined`, with the fd of the generation table. Refused, like all `Open…` below, unless all
-    of the instance is shown.
-    """
+    """→ `Joined`. Refused, like all `Open…` below, unless all of the instance is shown."""
 
     instance: Named
 
@@ -496,29 +487,12 @@ class OpenCache(Request, frozen=True, tag="open_cache"):
     rank: Rank
 
 
-class OpenRegion(Request, frozen=True, tag="open_region"):
-    """→ `Count` (of its bytes), with the region's fd."""
-
-    instance: Named
-    rank: Rank
-    number: Annotated[int, msgspec.Meta(ge=0, lt=MAX_REGIONS)]
-
-
 class CloseInstance(Request, frozen=True, tag="close_instance"):
     """This connection's process no longer maps any region of the instance → `Count` (1, or 0 if it
     had opened none).
     """
 
     instance: Named
-
-
-class OpenProcess(Request, frozen=True, tag="open_process"):
-    """→ `Count` (the pid, 0 if it is not visible), with a pidfd of the process of this rank; -1: of
-    the scheduler.
-    """
-
-    instance: Named
-    rank: Annotated[int, msgspec.Meta(ge=-1, lt=MAX_RANKS)]
 
 
 class Publish(Request, frozen=True, tag="publish"):
@@ -687,7 +661,8 @@ class Leased(Reply, frozen=True, tag="leased"):
 
 
 class Joined(Reply, frozen=True, tag="joined"):
-    """An instance. The fd of its generation table comes along."""
+    """An instance. Fds that come along: its generation table, a pidfd of its scheduler, and a pidfd
+    of each rank's process, in the order of ranks."""
 
     blocks: int
     ranks: int
@@ -695,6 +670,8 @@ class Joined(Reply, frozen=True, tag="joined"):
 
 
 class Cache(Reply, frozen=True, tag="cache"):
+    """One worker's KV cache. The fd of each region comes along, in the order of `shape.regions`."""
+
     shape: CacheShape
 
 
@@ -803,16 +780,7 @@ _OfChunks = (
     | Remove
     | Clear
 )
-OfInstances = (
-    Join
-    | ShowCache
-    | ShowRegion
-    | OpenInstance
-    | OpenCache
-    | OpenRegion
-    | CloseInstance
-    | OpenProcess
-)
+OfInstances = Join | ShowCache | OpenInstance | OpenCache | CloseInstance
 OfResidents = Publish | Retract | Hint | Listen | Find | ShowReads
 OfOthers = Hello | _OfSegments | OfInstances | OfResidents | Stats | Report
 AnyRequest = _OfChunks | OfOthers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC
+from collections.abc import Sequence
 
 import msgspec
 
@@ -18,7 +19,7 @@ _KEY_BYTES = m.KEY_BYTES + 2
 class ResidentCalls(Channel, ABC):
     """Part of `Client`, whose contract holds here: deadlines, errors, any thread.
 
-    The caller keeps an fd that it passes, and closes one that is returned.
+    The caller keeps fds that it passes, and closes those that are returned.
     """
 
     # ---- an owner's
@@ -30,20 +31,16 @@ class ResidentCalls(Channel, ABC):
         repeated after a reconnection.
         """
         request = m.Join(m.InstanceId(instance), namespace, blocks, ranks, each)
-        self._call(request, m.Count, self._config.control_seconds, fd)
+        self._call(request, m.Count, self._config.control_seconds, [fd])
 
-    def show_cache(self, instance: bytes, rank: int, shape: m.CacheShape) -> int:
-        """Describe a worker's KV cache. Returns how many regions are now to be shown. To be
-        repeated after a reconnection.
+    def show_cache(
+        self, instance: bytes, rank: int, shape: m.CacheShape, fds: Sequence[int]
+    ) -> None:
+        """Show a worker's KV cache. fds: one for each of `shape.regions`. To be repeated after a
+        reconnection.
         """
-        return self._call(
-            m.ShowCache(m.InstanceId(instance), rank, shape), m.Count, self._config.control_seconds
-        ).count
-
-    def show_region(self, instance: bytes, rank: int, number: int, fd: int) -> int:
-        """Show one region of a worker's cache. Returns how many are still missing."""
-        request = m.ShowRegion(m.InstanceId(instance), rank, number)
-        return self._call(request, m.Count, self._config.control_seconds, fd).count
+        request = m.ShowCache(m.InstanceId(instance), rank, shape)
+        self._call(request, m.Count, self._config.control_seconds, fds)
 
     def publish(
         self,
@@ -122,25 +119,21 @@ class ResidentCalls(Channel, ABC):
         """
         self._call(m.ShowReads(reads, m.InstanceId(instance)), m.Count)
 
-    def open_instance(self, instance: bytes) -> tuple[m.Joined, int]:
-        """An instance's generation table."""
-        return self._open(m.OpenInstance(m.InstanceId(instance)), m.Joined)
+    def open_instance(self, instance: bytes) -> tuple[m.Joined, list[int]]:
+        """An instance. Its fds: the generation table, and pidfds of the scheduler and of each
+        rank."""
+        request = m.OpenInstance(m.InstanceId(instance))
+        return self._open(request, m.Joined, lambda joined: 2 + joined.ranks)
 
-    def open_cache(self, instance: bytes, rank: int) -> m.CacheShape:
-        """The description of one worker's KV cache."""
-        return self._call(m.OpenCache(m.InstanceId(instance), rank), m.Cache).shape
-
-    def open_region(self, instance: bytes, rank: int, number: int) -> int:
-        """The fd of one region of that cache."""
-        return self._open(m.OpenRegion(m.InstanceId(instance), rank, number), m.Count)[1]
+    def open_cache(self, instance: bytes, rank: int) -> tuple[m.CacheShape, list[int]]:
+        """The description of one worker's KV cache, and an fd for each of its regions."""
+        request = m.OpenCache(m.InstanceId(instance), rank)
+        cache, fds = self._open(request, m.Cache, lambda cache: len(cache.shape.regions))
+        return cache.shape, fds
 
     def close_instance(self, instance: bytes) -> None:
         """Say that none of an instance's regions is mapped here any more."""
         self._call(m.CloseInstance(m.InstanceId(instance)), m.Count)
-
-    def open_process(self, instance: bytes, rank: int) -> int:
-        """A pidfd of the process of one of its ranks; -1: its scheduler."""
-        return self._open(m.OpenProcess(m.InstanceId(instance), rank), m.Count)[1]
 
 
 def _most(keys: int, blocks: bytes) -> int:

@@ -7,7 +7,7 @@ from typing import assert_never
 import msgspec
 
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server.connection import Descriptor
+from vcache_backend.metadata_server.connection import Answer
 from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.instances import Instances
 from vcache_backend.metadata_server.placement import Peer
@@ -22,44 +22,28 @@ class ResidentService:
         self.directory, self.instances = directory, instances
         self.reads = ReadsTold()
 
-    def shown(
-        self, client: Peer, request: m.OfInstances, fds: list[int]
-    ) -> tuple[m.Reply, Descriptor | None]:
+    def shown(self, client: Peer, request: m.OfInstances, fds: list[int]) -> Answer:
         """What an instance shows of itself, and what of that is opened. A refusal says of what."""
         try:
             return self._shown(client, request, fds)
         except Refuse as refusal:
-            named = {"rank": "rank", "number": "region"}.items()
-            of = "".join(
-                f", {word} {getattr(request, name)}"
-                for name, word in named
-                if hasattr(request, name)
-            )
-            raise Refuse(
-                f"{request.__struct_config__.tag} {request.instance.hex()}{of}: {refusal}"
-            ) from refusal
+            rank = getattr(request, "rank", None)
+            whose = request.instance.hex() + ("" if rank is None else f", rank {rank}")
+            raise Refuse(f"{request.__struct_config__.tag} {whose}: {refusal}") from refusal
 
-    def _shown(
-        self, client: Peer, request: m.OfInstances, fds: list[int]
-    ) -> tuple[m.Reply, Descriptor | None]:
+    def _shown(self, client: Peer, request: m.OfInstances, fds: list[int]) -> Answer:
         instances = self.instances
         match request:
             case m.Join():
-                return instances.join(client, request, fds), None
+                return instances.join(client, request, fds), ()
             case m.ShowCache():
-                return instances.show_cache(client, request), None
-            case m.ShowRegion():
-                return instances.show_region(client, request, fds), None
+                return instances.show_cache(client, request, fds), ()
             case m.OpenInstance(instance):
                 return instances.open(instance)
             case m.OpenCache(instance, rank):
-                return instances.open_cache(instance, rank), None
-            case m.OpenRegion(instance, rank, number):
-                return instances.open_region(client, instance, rank, number)
+                return instances.open_cache(client, instance, rank)
             case m.CloseInstance(instance):
-                return instances.close_instance(client, instance), None
-            case m.OpenProcess(instance, rank):
-                return instances.open_process(instance, rank)
+                return instances.close_instance(client, instance), ()
             case _:
                 assert_never(request)
 

@@ -14,7 +14,7 @@ import msgspec
 from vcache_backend.histogram import Histogram
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes
-from vcache_backend.metadata_server.connection import Descriptor, Longest, unmappable
+from vcache_backend.metadata_server.connection import Answer, Descriptor, Longest, unmappable
 from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.instances import Instances
 from vcache_backend.metadata_server.layouts import Layouts, Reports
@@ -69,88 +69,80 @@ class Service:
         self.longest = Longest()
         self.started = time.monotonic()
 
-    def answer(
-        self, client: Peer, request: m.AnyRequest, fds: list[int]
-    ) -> tuple[m.Reply, Descriptor | None]:
-        """Answer a request. Returns the reply and the fd that goes with it, if any, to be kept
-        until the reply is sent.
+    def answer(self, client: Peer, request: m.AnyRequest, fds: list[int]) -> Answer:
+        """Answer a request. Returns the reply and the fds that go with it, to be kept until the
+        reply is sent.
 
         fds: came with the request. One that is kept is taken out of the list.
         """
         started = time.perf_counter()
         try:
-            reply, fd = self._answer(client, request, fds)
+            answer = self._answer(client, request, fds)
         except Refuse as refusal:
-            reply, fd = m.Error(str(refusal)), None
+            answer = m.Error(str(refusal)), ()
         name = type(request).__name__
         histogram = self.latency.get(name)
         if histogram is None:
             histogram = self.latency[name] = Histogram()
         histogram.add((time.perf_counter() - started) * 1e6)
-        return reply, fd
+        return answer
 
-    def _answer(
-        self, client: Peer, request: m.AnyRequest, fds: list[int]
-    ) -> tuple[m.Reply, Descriptor | None]:
+    def _answer(self, client: Peer, request: m.AnyRequest, fds: list[int]) -> Answer:
         directory = self.directory
         match request:
             case m.Lookup(keys, ranks):
-                return self._lookup(keys, ranks), None
+                return self._lookup(keys, ranks), ()
             case m.Acquire(keys):
-                return _in_epoch(directory.acquire(client, keys), directory.epochs.of(keys)), None
+                return _in_epoch(directory.acquire(client, keys), directory.epochs.of(keys)), ()
             case m.Release(lease):
-                return m.Verdict(directory.release(lease)), None
+                return m.Verdict(directory.release(lease)), ()
             case m.Reserve(keys, nbytes):
                 return _in_epoch(
                     directory.reserve(client, keys, nbytes), directory.epochs.of(keys)
-                ), None
+                ), ()
             case m.Commit(reservation, prefix):
-                return m.Count(directory.commit(client, reservation, prefix)), None
+                return m.Count(directory.commit(client, reservation, prefix)), ()
             case m.Abort(reservation):
-                return m.Count(directory.abort(client, reservation)), None
+                return m.Count(directory.abort(client, reservation)), ()
             case m.Renew(lease):
-                return m.Verdict(directory.renew(lease)), None
+                return m.Verdict(directory.renew(lease)), ()
             case m.Contains(keys, where):
                 segments = directory.segments_of(keys) if where else []
-                return m.Present(
-                    directory.contains(keys), directory.epochs.of(keys), segments
-                ), None
+                return m.Present(directory.contains(keys), directory.epochs.of(keys), segments), ()
             case m.Touch(keys):
-                return m.Count(directory.touch(keys)), None
+                return m.Count(directory.touch(keys)), ()
             case m.Remove(keys, force):
-                return m.Count(directory.remove(keys, force)), None
+                return m.Count(directory.remove(keys, force)), ()
             case m.Clear(namespace, reset):
-                return self._clear(namespace, reset), None
+                return self._clear(namespace, reset), ()
             case _:
                 return self._answer_other(client, request, fds)
 
-    def _answer_other(
-        self, client: Peer, request: m.OfOthers, fds: list[int]
-    ) -> tuple[m.Reply, Descriptor | None]:
+    def _answer_other(self, client: Peer, request: m.OfOthers, fds: list[int]) -> Answer:
         """Answer requests that are rarer, or not about chunks in the pool."""
         directory = self.directory
         if isinstance(request, m.OfResidents):
-            return self.of_instances.resident(client, request), None
+            return self.of_instances.resident(client, request), ()
         if isinstance(request, m.OfInstances):
             return self.of_instances.shown(client, request, fds)
         match request:
             case m.AddSegment():
-                return self._add_segment(client, request, fds), None
+                return self._add_segment(client, request, fds), ()
             case m.Lend(nbytes):
-                return directory.lend(client, nbytes), None
+                return directory.lend(client, nbytes), ()
             case m.OpenSegment(id_):
                 return self._open_segment(id_)
             case m.Unusable(id_):
-                return m.Count(directory.avoid(client, id_)), None
+                return m.Count(directory.avoid(client, id_)), ()
             case m.DropSegment(id_):
-                return self._drop_segment(id_), None
+                return self._drop_segment(id_), ()
             case m.ListSegments(asked, found):
                 self.layouts.looked_up(client.id, asked, found)
-                return m.Segments(directory.segment_infos()), None
+                return m.Segments(directory.segment_infos()), ()
             case m.Stats():
-                return server_stats(self), None
+                return server_stats(self), ()
             case m.Report(level, text):
-                return self._report(client, level, text), None
+                return self._report(client, level, text), ()
             case m.Hello():
                 raise Refuse("hello was said already on this connection")
             case _:
@@ -248,13 +240,13 @@ class Service:
         )
         return m.Added(0, taken=False)
 
-    def _open_segment(self, id_: m.SegmentId) -> tuple[m.Reply, Descriptor]:
+    def _open_segment(self, id_: m.SegmentId) -> Answer:
         segment = self.directory.segments.get(id_)
         if segment is None:
             raise Refuse(
                 f"segment {id_} is not here: it was dropped, or nobody offered it since the server's restart"
             )
-        return m.Opened(segment.info()), self.fds[id_]
+        return m.Opened(segment.info()), [self.fds[id_]]
 
     def _lookup(self, keys: list[m.ChunkKey], ranks: int) -> m.Count:
         if len(keys) * ranks > m.MAX_LOOKED_UP:

@@ -24,6 +24,8 @@ class ShownTable:
 
     def __init__(self, peer: Peer, request: m.Join, table: Descriptor) -> None:
         self.peer: Peer | None = peer
+        self.pidfd: Descriptor | None = None
+        """Of its process, once somebody has asked for it."""
         self.table: Descriptor | None = table
         self.process, self.request = peer.process, request
         status = os.fstat(table.fd)
@@ -33,7 +35,7 @@ class ShownTable:
         """Its connection is closed. The description is kept, since the same process may connect
         again.
         """
-        self.peer = self.table = None
+        self.peer = self.pidfd = self.table = None
 
 
 class ShownCache:
@@ -41,24 +43,20 @@ class ShownCache:
 
     def __init__(self, peer: Peer, shape: m.CacheShape) -> None:
         self.peer: Peer | None = peer
+        self.pidfd: Descriptor | None = None
         self.owner, self.process, self.shape = peer, peer.process, shape
         self.nbytes = (
             CACHE_BYTES + PLANE_BYTES * len(shape.planes) + REGION_BYTES * len(shape.regions)
         )
         """About how many bytes of the server's memory its description takes."""
-        self.regions: dict[int, Descriptor] = {}
+        self.regions: list[Descriptor] = []
 
     def gone(self) -> None:
         """Its connection is closed: close its fds. The description is kept, since the same process
         may connect again.
         """
-        self.peer = None
-        self.regions = {}
-
-    @property
-    def missing(self) -> int:
-        """How many regions are still to be shown."""
-        return len(self.shape.regions) - len(self.regions)
+        self.peer = self.pidfd = None
+        self.regions = []
 
 
 class KnownInstance:
@@ -86,8 +84,6 @@ class KnownInstance:
             cache = self.caches.get(rank)
             if cache is None or cache.peer is None:
                 return f"rank {rank}"
-            if cache.missing:
-                return f"{cache.missing} regions of rank {rank}"
         return ""
 
 

@@ -12,6 +12,7 @@ import msgspec
 
 from vcache_backend.errors import ProtocolError
 from vcache_backend.metadata_server.messages import (
+    MAX_FDS,
     MAX_MESSAGE_BYTES,
     AnyReply,
     AnyRequest,
@@ -19,8 +20,6 @@ from vcache_backend.metadata_server.messages import (
     Request,
 )
 
-MAX_FDS = 4
-"""The most fds accepted with one message. The kernel closes the others."""
 _FD_SPACE = socket.CMSG_SPACE(MAX_FDS * 4)
 
 _encoder = msgspec.msgpack.Encoder()
@@ -52,8 +51,9 @@ class Receiver:
         """Read the next message, valid until the next call, and its fds (close-on-exec, the
         caller's to close).
 
-        Empty at the end of the connection; no message is empty. OSError from recvmsg; ProtocolError
-        if the message is too long."""
+        Empty at the end of the connection; no message is empty. Fewer fds than were sent arrive
+        where this process's limit of descriptors is reached: the caller counts them. OSError from
+        recvmsg; ProtocolError if the message is too long."""
         try:
             size, ancillary, flags, _address = sock.recvmsg_into(
                 [self._buffer], _FD_SPACE, socket.MSG_CMSG_CLOEXEC

@@ -51,7 +51,18 @@ _COUNTERS = {
     "refused_too_large": "Chunks that were not stored because they are larger than any segment.",
     "refused_no_segment": "Chunks that were not stored because the pool has no segment that their worker can use.",
 }
-"""What the server counts. There from the start, at 0, or nothing could be said of the first one."""
+"""The server's counters. They start at 0, so that a scraper sees the first increase."""
+_OF_SEGMENTS = {
+    "bytes": ("nbytes", "Size of a segment."),
+    "used_bytes": (
+        "used",
+        "Bytes of a segment that hold chunks. A full one is a good one: chunks that were used least make room.",
+    ),
+    "chunks": ("chunks", "Chunks in a segment."),
+    "leased": ("leased", "Chunks of a segment that are being read, and cannot make room."),
+    "reserved": ("reserved", "Slots of a segment that are being written, or are in quarantine."),
+}
+"""Gauges of each segment: the field of `SegmentInfo`, and the help text."""
 _SEGMENT = ("segment", "device", "medium")
 _INSTANCE = ("instance_id", "device", "pid")
 _READER = ("pid", "device", "instance_id")
@@ -59,21 +70,19 @@ Row = tuple[Sequence[str], float]
 
 
 class ServerMetrics(Collector):
-    """Makes all metrics, at each scrape, in the thread of its HTTP request. path: the server's
-    socket. pid: the server's; 0 if unknown.
+    """Makes all metrics at each scrape. path: the server's socket. pid: the server's; 0 if
+    unknown.
     """
 
     def __init__(self, samples: Samples, path: Path, pid: int) -> None:
         self._samples, self._journal, self._pid = samples, beside(path, ".journal"), pid
         self._models: dict[str, str] = {}
-        """The model of each namespace that has hits. Kept when its last instance goes: another
+        """The model of each namespace with hits. It stays when the last instance goes: a changed
         label would begin another series.
         """
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics. Only `vcache_server_up` if the last question was not answered: older values
-        may be wrong by now.
-        """
+        """All metrics; only `vcache_server_up` if the server did not answer the last question."""
         stats = None if self._samples.problem else self._samples.stats
         yield _gauge(
             "server_up",
@@ -132,8 +141,8 @@ def _whole(stats: ServerStats) -> Iterator[Metric]:
 
 
 def _files(pid: int, journal: Path) -> Iterator[Metric]:
-    """What the system knows of the server: fds, their limit, size of the journal. What cannot be
-    read is left out.
+    """The server's open descriptors, their limit, and the journal's size, as far as they can be
+    read.
     """
     with suppress(OSError, ValueError):
         yield _gauge(
@@ -177,7 +186,7 @@ def _hits(stats: ServerStats, samples: Samples, models: Mapping[str, str]) -> It
 
 
 def _requests(stats: ServerStats) -> Iterator[Metric]:
-    """A summary with its quantiles, for which prometheus_client has no family."""
+    """A summary with quantiles. prometheus_client has no family for that."""
     what = "Time of requests inside the server; quantiles since its start. Near client.request_seconds, requests fail."
     made = Metric("vcache_server_request_seconds", what, "summary")
     for name, latency in stats.latency.items():
@@ -189,25 +198,20 @@ def _requests(stats: ServerStats) -> Iterator[Metric]:
 
 
 def _segments(segments: Sequence[SegmentInfo]) -> Iterator[Metric]:
-    def rows(field: str) -> list[Row]:
-        return [((one.id, one.device, one.medium), float(getattr(one, field))) for one in segments]
+    labels = [(one.id, one.device, one.medium) for one in segments]
 
-    sizes = [((one.id, one.device, one.medium), float(one.nbytes)) for one in segments]
-    yield _family(GaugeMetricFamily, "segment_bytes", "Size of a segment.", _SEGMENT, sizes)
-    what = "Bytes of a segment that hold chunks. A full one is a good one: chunks that were used least make room."
-    yield _family(GaugeMetricFamily, "segment_used_bytes", what, _SEGMENT, rows("used"))
-    yield _family(
-        GaugeMetricFamily, "segment_chunks", "Chunks in a segment.", _SEGMENT, rows("chunks")
-    )
-    what = "Chunks of a segment that are being read, and cannot make room."
-    yield _family(GaugeMetricFamily, "segment_leased", what, _SEGMENT, rows("leased"))
-    what = "Slots of a segment that are being written, or are in quarantine."
-    yield _family(GaugeMetricFamily, "segment_reserved", what, _SEGMENT, rows("reserved"))
+    def rows(field: str) -> list[Row]:
+        values = [float(getattr(one, field)) for one in segments]
+        return list(zip(labels, values, strict=True))
+
+    for name, (field, what) in _OF_SEGMENTS.items():
+        yield _family(GaugeMetricFamily, f"segment_{name}", what, _SEGMENT, rows(field))
     what = "Chunks of a segment that made room for others. If they rise while the hit rate falls, the pool is too small."
     yield _family(CounterMetricFamily, "segment_evictions", what, _SEGMENT, rows("evictions"))
     what = "1 if chunks can be stored in a segment; 0 if it is being dropped, or was lost when the server was restarted."
-    live = [((one.id, one.device, one.medium), float(one.state == "live")) for one in segments]
-    yield _family(GaugeMetricFamily, "segment_live", what, _SEGMENT, live)
+    live = [float(one.state == "live") for one in segments]
+    live_rows = list(zip(labels, live, strict=True))
+    yield _family(GaugeMetricFamily, "segment_live", what, _SEGMENT, live_rows)
 
 
 def _in_place(stats: ServerStats) -> Iterator[Metric]:

@@ -34,11 +34,10 @@ class Point(NamedTuple):
 
 
 class Samples:
-    """The server's answers. Asks in a background thread, from construction to `close`; all methods
-    may be called in any thread.
+    """Asks the server in a background thread until `close`. Any thread may call the methods.
 
     path: the server's socket. stats: the last answer; None before the first. problem: why the last
-    question was not answered; empty if it was."""
+    question failed; empty if it did not."""
 
     def __init__(self, path: Path, every: float = EVERY_SECONDS) -> None:
         self.path, self._every = path, every
@@ -61,9 +60,7 @@ class Samples:
         return self.late_seconds < 3 * (self._every + ANSWER_SECONDS)
 
     def points(self) -> list[Point]:
-        """The points that are kept, oldest first: the last hour's if every question was
-        answered.
-        """
+        """The points of the last hour, oldest first."""
         return list(self._points)
 
     def hit_rate(self) -> float | None:
@@ -75,8 +72,8 @@ class Samples:
         return (last.found - first.found) / asked if asked > 0 else None
 
     def hits(self) -> dict[str, tuple[int, int]]:
-        """By namespace, prompt tokens asked for in the last minute, and found. Namespaces without
-        any are left out.
+        """By namespace, the prompt tokens that were asked for in the last minute, and those
+        found.
         """
         if (ends := self._last(MINUTE_SECONDS)) is None:
             return {}
@@ -94,8 +91,8 @@ class Samples:
         self._thread.join(self._every + 2 * ANSWER_SECONDS)
 
     def _last(self, seconds: float) -> tuple[Point, Point] | None:
-        """The first and the last point of the last `seconds`, not before the server's last start;
-        None without a point.
+        """The first and the last point of the last `seconds` since the server's start; None without
+        one.
         """
         points = self.points()
         if not points:

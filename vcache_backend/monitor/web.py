@@ -1,11 +1,9 @@
 """The monitor's HTTP server: metrics, health, statistics as JSON, and a page.
 
-It reads HTTP with h11, a small package in pure Python that vLLM's own server needs anyway. Servers
-made for applications would bring more packages and lack what this one needs: when all places are
-taken, the oldest connection makes room for the newest. Whoever sends no request, or does not read
-the answer, grows old; a scraper or a probe is answered as soon as it has asked. A connection gets
-one answer. One thread serves all of them, and what is costly to make is made at most once a second,
-however many ask for it."""
+It reads HTTP with h11, a small package that vLLM's server needs anyway. One thread serves all
+connections, and each gets one answer. When all places are taken, the oldest connection makes room
+for the newest, so a client that sends nothing or reads nothing keeps no scraper out. Costly answers
+are made at most once a second."""
 
 from __future__ import annotations
 
@@ -32,15 +30,12 @@ from vcache_backend.status import summary, trouble
 
 MOST_AT_ONCE = 256
 BACKLOG = 64
-"""Connections that are accepted at a time. Far fewer than `MOST_AT_ONCE`, or a burst could push out
-who has just asked.
-"""
+"""Connections that are accepted at a time. Far fewer than `MOST_AT_ONCE`, so that a burst does not
+push out a client that has just asked."""
 ANSWER_SECONDS = 10.0
 """The most seconds that a connection may take, from its start to the last byte of its answer."""
 PIECE_BYTES = 64 << 10
-"""An answer is sent in such pieces, so that one that nobody reads does not lie in memory for each
-connection.
-"""
+"""Answers are sent in such pieces, so that unread ones do not fill the memory."""
 SAME_SECONDS = 1.0
 """For so long the same metrics and statistics are sent to all who ask."""
 _TEXT = "text/plain; charset=utf-8"
@@ -67,9 +62,7 @@ class Web:
         registry: CollectorRegistry,
         hosts: Sequence[str] = (),
     ) -> None:
-        """hosts: names by which it may be reached, besides `host`, `localhost` and the machine's
-        own.
-        """
+        """hosts: further names by which clients may reach it."""
         self._samples, self._registry = samples, registry
         self._page = files("vcache_backend.monitor").joinpath("page.html").read_bytes()
         self._policy = _policy(self._page)
@@ -91,8 +84,8 @@ class Web:
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def is_named(self, host: str) -> bool:
-        """Whether a `Host` header has one of our names, or an IP address. Other names are refused:
-        a foreign page whose name resolves to us (DNS rebinding) could read our answers."""
+        """Whether a `Host` header is one of our names, or an IP address. With other names a foreign
+        page could read our answers (DNS rebinding)."""
         try:
             name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
             return name in self._names or ip_address(name) is not None
@@ -216,8 +209,8 @@ class Web:
         return _Response(HTTPStatus.OK, "application/json", json.dumps(told).encode())
 
     def _health(self, path: str) -> _Response:
-        """`/healthz` is for `Samples.healthy`, `/readyz` for whether the last question was
-        answered.
+        """`/healthz`: `Samples.healthy`. `/readyz`: whether the server answered the last
+        question.
         """
         samples = self._samples
         well = samples.healthy if path == "/healthz" else not samples.problem

@@ -23,12 +23,10 @@ class Breaker:
         retry_max_seconds: float,
         now: Callable[[], float],
     ) -> None:
-        self._failures, self._retry, self._retry_max, self._now = (
-            failures,
-            retry_seconds,
-            retry_max_seconds,
-            now,
-        )
+        self._failures = failures
+        self._retry = retry_seconds
+        self._retry_max = retry_max_seconds
+        self._now = now
         self._lock = threading.Lock()
         self._in_a_row = 0
         self._pause, self._due = retry_seconds, now()
@@ -37,9 +35,7 @@ class Breaker:
         """How often failures have opened it."""
 
     def succeeded(self) -> None:
-        """Note a call that succeeded. A call that began before the breaker opened does not close
-        it; only a trial does.
-        """
+        """Note a call that succeeded. It does not close an open breaker; only a trial does."""
         with self._lock:
             if not self.is_open:
                 self._in_a_row = 0

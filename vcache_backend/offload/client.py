@@ -28,29 +28,26 @@ log = logging.getLogger(__name__)
 OPEN_SECONDS = 15.0
 """More than loading the library or opening the store was seen to take (4.6 s, without a master)."""
 LAST_WORDS = 5
-"""Lines of the process's that are shown if it ends."""
+"""Lines of its output that are shown if it ends."""
 LAST_WORDS_SECONDS = 1.0
-"""How long they are waited for: what it started may still hold its output."""
+"""How long to wait for them: a child of the process may keep its output open."""
 ERRORS: dict[str, type[VCacheError]] = {"ConfigError": ConfigError, "StoreLost": StoreLost}
 
 
 class OffloadProcess:
-    """One offload process, from its start to its end. Any thread, but only of the process that
-    started it.
+    """One offload process. Any thread of the process that started it.
 
-    Once a call has returned or raised, nothing writes into its memory any more: a call that takes
-    too long is ended by killing the process."""
+    A call that takes too long is ended by killing the process. So once a call has returned or
+    raised, nothing writes into its memory."""
 
     def __init__(self, config: MooncakeConfig, memory: int = -1) -> None:
         """Start the process and have it load the library. memory: a memfd with all buffers that
-        calls name; it may get its size later, before the first such call. Raises ConfigError if the
-        library does not load, StoreDown."""
+        calls name; it needs its size only then. Raises ConfigError if the library does not load,
+        StoreDown."""
         self._connection, theirs = Pipe()
         with theirs:
-            fds, settings = (
-                [theirs.fileno(), *([memory] if memory >= 0 else [])],
-                msgspec.json.encode(config),
-            )
+            fds = [theirs.fileno(), *([memory] if memory >= 0 else [])]
+            settings = msgspec.json.encode(config)
             arguments = [str(theirs.fileno()), str(os.getpid()), str(memory), settings.decode()]
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "vcache_backend.offload.process", *arguments],
@@ -101,15 +98,13 @@ class OffloadProcess:
         return call
 
     def call(self, verb: str, *arguments: Any, seconds: float) -> Any:
-        """Send a call and wait for its answer. Raises StoreDown; after `seconds` the process is
-        killed, which ends its other calls, too.
+        """Send a call and wait for its answer. After `seconds` the process is killed, with its other
+        calls. Raises StoreDown.
         """
         return self._wait(self.ask(verb, *arguments), verb, seconds)
 
     def kill(self) -> None:
-        """Kill the process and wait for its end; then nothing but this process uses the memory.
-        Calls under way fail. Idempotent.
-        """
+        """Kill the process and wait for its end. Calls under way fail. Idempotent."""
         self._leaving = True
         self._process.kill()
         self._process.wait()
@@ -126,9 +121,7 @@ class OffloadProcess:
     # ---- its three threads
 
     def _send(self) -> None:
-        """Send what is queued, in a thread of its own: a process that stops reading holds up no
-        caller.
-        """
+        """Send queued messages, so that a process that does not read holds up no caller."""
         with suppress(OSError):
             while (message := self._outbox.get()) is not None:
                 self._connection.send_bytes(message)
@@ -173,8 +166,8 @@ class OffloadProcess:
 
 
 def remove_under(config: MooncakeConfig, start: str) -> int:
-    """Remove all objects whose names begin with a prefix, in a process of its own. Returns how
-    many. Raises ConfigError, StoreDown.
+    """Remove all objects whose names begin with `start`. Returns how many. Raises ConfigError,
+    StoreDown.
     """
     process = OffloadProcess(config)
     try:

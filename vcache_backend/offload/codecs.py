@@ -25,9 +25,8 @@ DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32"
 SCALE_BYTES: Final = 2
 LEAST_SCALE: Final = torch.finfo(torch.bfloat16).tiny
 PIECE_NUMBERS: Final = 1 << 20
-"""At a time on a CPU, where what lies between stays in the cache then; on a GPU so many times
-GPU_PIECES, which bounds its memory.
-"""
+"""Numbers at a time on a CPU, so that they stay in its cache; on a GPU GPU_PIECES times as many,
+which bounds its memory."""
 GPU_PIECES: Final = 8
 
 
@@ -95,10 +94,8 @@ class Codec:
         """Views of the numbers, scales and codes, some vectors at a time."""
         numbers = chunk.view(self._dtype).view(-1, self._head_dim)
         split = SCALE_BYTES * len(numbers)
-        scales, codes = (
-            payload[:split].view(torch.bfloat16),
-            payload[split:].view(self._code).view(len(numbers), self._head_dim),
-        )
+        scales = payload[:split].view(torch.bfloat16)
+        codes = payload[split:].view(self._code).view(len(numbers), self._head_dim)
         step = max(1, PIECE_NUMBERS * (GPU_PIECES if chunk.is_cuda else 1) // self._head_dim)
         for start in range(0, len(numbers), step):
             part = slice(start, start + step)
@@ -116,8 +113,7 @@ def _rounded_up(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _from_fp8(codes: torch.Tensor) -> torch.Tensor:
-    """The bits in their places of a float16, whose exponent has 8 more of bias: torch's own
-    conversion takes 10 times as long on a CPU. The two codes of NaN, which are never written,
-    become 480."""
+    """Convert through float16's bits, whose exponent has a bias larger by 8. Torch's conversion takes
+    10 times as long on a CPU. The two codes of NaN, which are never written, become 480."""
     bits = codes.view(torch.int8).to(torch.int16)
     return (((bits & 0x7F) << 7) | (bits & -0x8000)).view(torch.float16).float().mul_(256.0)

@@ -76,17 +76,13 @@ class Index:
         return self._store.usable
 
     def note_epoch(self, epoch: int) -> None:
-        """Note the namespace's epoch, as the server said it. A new epoch forgets what was absent in
-        the old one.
-        """
+        """Note the namespace's epoch. A new one forgets which chunks were absent."""
         if epoch != self.epoch:
             self.epoch = epoch
             self._absent.clear()
 
     def may_have(self, key: ChunkKey) -> bool:
-        """Whether asking is worth it: the store is usable, and the chunk was not found absent a
-        short while ago.
-        """
+        """Whether the store is usable and did not lack the chunk a moment ago."""
         return self.usable and key not in self._absent
 
     def measured(self, nbytes: int, seconds: float) -> None:
@@ -96,8 +92,8 @@ class Index:
             self.bandwidth = rate if self.bandwidth is None else 0.5 * self.bandwidth + 0.5 * rate
 
     def too_slow(self) -> bool:
-        """Whether computing is faster than loading, as far as is known. False once every
-        `retry_max_seconds`, to measure again.
+        """Whether computing is faster than loading. False once every `retry_max_seconds`, to
+        measure again.
         """
         if not self._least or self.bandwidth is None or self.bandwidth >= self._least:
             return False
@@ -108,8 +104,8 @@ class Index:
         return False
 
     def lookup(self, keys: Sequence[ChunkKey], epoch: int) -> int:
-        """Count the leading chunks that the store has, within `lookup_seconds`. epoch: from the
-        server's answer to the same look-up.
+        """Count the leading chunks that the store has, within `lookup_seconds`. epoch: the
+        namespace's.
         """
         self.note_epoch(epoch)
         asked = self._absent.first(keys)
@@ -119,9 +115,9 @@ class Index:
         return found or 0
 
     def extend(self, client: Client, keys: Sequence[ChunkKey], ranks: int, found: int) -> int:
-        """How many leading chunks can be loaded by all `ranks` ranks (keys of rank 0), given that
-        the pool has the first `found` and not the next one. Those after it may lie here or there.
-        Raises VCacheError if the pool does not answer."""
+        """How many leading chunks all `ranks` ranks can load from pool and store, if the pool has
+        the first `found` and not the next one. keys: rank 0's. Raises VCacheError if the server does
+        not answer."""
         rest = keys[found:]
         if not rest or not self.may_have(rest[0]) or self.too_slow():
             return found

@@ -32,28 +32,25 @@ THREADS = 16
 PARENT_SECONDS = 1.0
 """How often it looks whether the parent is still there."""
 NICENESS = 10
-"""How much more than the rest the threads that wait for a transfer step back. On two cores 512 MiB
-came 15 % faster; at 19 a load waited
-0.3 s where others computed."""
+"""Of threads that wait for a transfer. On two cores 512 MiB came 15 % faster; with 19 a load waited
+0.3 s beside others that computed."""
 
 
 class OffloadService:
-    """Runs the calls of one parent. Look-ups, transfers and removals have threads of their own and
-    do not wait for each other.
-    """
+    """Runs the calls of one parent. Look-ups do not wait for transfers."""
 
     def __init__(self, connection: Connection, load: Callable[[], Mooncake]) -> None:
         self._connection, self._sending = connection, threading.Lock()
         self._store: Mooncake | None = None
-        asks, removals = ThreadPoolExecutor(THREADS, "ask"), ThreadPoolExecutor(1, "remove")
+        asks = ThreadPoolExecutor(THREADS, "ask")
         transfers = ThreadPoolExecutor(THREADS, "transfer", initializer=_step_back)
         self._threads = {
             "open": asks,
             "exist": asks,
             "put": transfers,
             "get": transfers,
-            "remove": removals,
-            "remove_under": removals,
+            "remove": asks,
+            "remove_under": asks,
         }
         self._answer(0, "load", lambda: self._load(load), [])
 
@@ -86,16 +83,16 @@ class OffloadService:
 
 
 def _step_back() -> None:
-    """The library's transfers are moved by threads of its own, while the one that called spins, a
-    core full, until they are through (0.3.13: 100 % of the time, measured). Where there are not
-    cores enough it takes the core that moves the bytes, or computes."""
-    # Of this thread alone: that is what Linux does.
+    """Lower this thread's priority. The library moves bytes in threads of its own, and the thread
+    that called it spins until they are done (0.3.13). With few cores it would take theirs."""
+    # Linux applies it to this thread alone.
     os.nice(NICENESS)
 
 
 def _end_with(parent: int) -> None:
-    """In a thread: end when the parent has, be it before this began, though a process that it
-    forked may still hold the other end of the socket."""
+    """In a thread: end this process once the parent has ended. A process that the parent forked may
+    keep the socket open.
+    """
     while os.getppid() == parent:
         time.sleep(PARENT_SECONDS)
     os._exit(0)

@@ -35,8 +35,8 @@ copy of what came goes on beside.
 """
 BATCH_MOST = 16
 BUFFER_SECONDS = 10.0
-"""How long a thread waits for buffers, which come back as the chunks in them are copied: in vLLM
-once a step. The load that wants them looks at the clock itself."""
+"""How long a thread waits for buffers. They come back as the chunks in them are copied: in vLLM once
+a step."""
 CHECKERS = 4
 """Threads at most that hash what came, beside the calls; one for each four cores. One hashes 10
 GB/s on an H200's host, where 4 GB/s came over loopback. On two cores, which the transfer fills, a
@@ -46,7 +46,7 @@ runs)."""
 
 @dataclass(frozen=True)
 class Bound:
-    """What the reads and writes of one worker share. codec: None for raw."""
+    """Shared by the reads and writes of one worker. codec: None for raw."""
 
     store: Store
     index: Index
@@ -56,8 +56,8 @@ class Bound:
 
 
 class Staged(NamedTuple):
-    """One chunk that has arrived. epoch: the one it was stored in. payload: 1-D uint8 on the host,
-    the chunk's bytes or, with a codec, what decodes to them; valid until `give_back`."""
+    """One chunk that has arrived. epoch: in which it was stored. payload: 1-D uint8 on the host, as
+    the codec wrote it; valid until `give_back`."""
 
     epoch: int
     payload: torch.Tensor
@@ -94,8 +94,9 @@ class Reader:
         return Fetch(self, keys, epoch)
 
     def try_again(self, name: str) -> None:
-        """Read once more what was late, to find out whether the store can be trusted again. Absence
-        counts as an answer. Raises StoreDown."""
+        """Read an object that was late once more. Its absence counts as an answer. Raises
+        StoreDown.
+        """
         buffers = self.ring.take(1, 0.1)
         if not buffers:
             raise StoreDown("all staging buffers wait for calls of the store's")
@@ -105,7 +106,7 @@ class Reader:
             self.ring.give(buffers)
 
     def close(self, seconds: float) -> None:
-        """End the threads. Called once the store is closed and its calls have failed."""
+        """End the threads, after the store is closed."""
         self.calls.close(seconds)
         self.checks.close(seconds)
 
@@ -176,9 +177,8 @@ class Fetch:
     # ---- inside
 
     def _look_at_clock(self) -> None:
-        """End the fetch if it has waited too long. It counts as a failure of the store only if the
-        store's call took most of that time, and not the wait for a thread or for buffers behind
-        other loads."""
+        """End the fetch if nothing came for `get_seconds`. That counts as a failure of the store only
+        if its call took most of the time, and not the wait for a thread or for buffers."""
         reader, now = self._reader, self._reader.now()
         if self._given >= self._end or now - self._moved < reader.seconds:
             return
@@ -209,7 +209,7 @@ class Fetch:
         self.give_back(dropped)
 
     def _read(self, part: range) -> None:
-        """In a reader thread: make one call to the store. A checker thread looks at the result, so
+        """In a reader thread: read some chunks in one call. Checker threads look at the result, so
         that the next call begins at once.
         """
         reader, keys = self._reader, self.keys[part.start : part.stop]
@@ -231,7 +231,7 @@ class Fetch:
             reader.checks.submit(partial(self._look_at, index, buffer, nbytes))
 
     def _look_at(self, index: int, buffer: Buffer, nbytes: int) -> None:
-        """In a checker thread: hand over one object of `nbytes` bytes if it is the right one."""
+        """In a checker thread: hand over the object of `nbytes` bytes if it is right."""
         came, good = 0, index < self._end and self._is_right(index, buffer, nbytes)
         with self._arrived:
             if good and index < self._end:
@@ -261,7 +261,7 @@ class Fetch:
                 log.error(
                     "an object of the store is not what it should be, and is removed: %s", error
                 )
-            bound.store.forget([objects.name(key, self.epoch)])
+            bound.store.forget(objects.name(key, self.epoch))
             bound.index.absent([key])
             self._stop(index, "bad")
             return False
@@ -274,8 +274,8 @@ def batch_chunks(chunk_bytes: int) -> int:
 
 
 def parts(count: int, most: int) -> list[range]:
-    """How many of `count` chunks each call reads: `most`, but half as many in the first, so that
-    concurrent calls do not end together, and in the last, whose check nothing hides."""
+    """Which of `count` chunks each call reads: `most`, but half as many in the first, so that
+    concurrent calls do not end together, and in the last, whose check delays the end."""
     half, made, at = max(1, most // 2), list[range](), 0
     while at < count:
         left = count - at

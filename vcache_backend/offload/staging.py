@@ -1,8 +1,7 @@
-"""Buffers of one size in host memory, which chunks pass through on their way to and from the store.
+"""Buffers of one size in host memory, for chunks on their way to and from the store.
 
-Whoever takes a buffer owns it until it gives it back. A buffer that a call to the store may still
-read or write is given back only when that call has returned; until then the ring has one buffer
-less."""
+Who takes a buffer owns it until it is given back, which is not before the store's call has
+returned."""
 
 # torch.cuda's runtime bindings have no types.
 # mypy: allow-untyped-calls
@@ -51,9 +50,7 @@ class Staging:
         ]
 
     def close(self) -> None:
-        """Unlock the pages, after the last copy. The memory goes with the last tensor over it.
-        Idempotent.
-        """
+        """Unlock the pages, after the last copy. Idempotent."""
         pinned, self._pinned = self._pinned, False
         if pinned:
             _cuda("cudaHostUnregister", self._whole.data_ptr())

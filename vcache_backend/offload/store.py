@@ -26,38 +26,31 @@ PROBE = "vcache1/probe"
 """The name of an object that is never there."""
 WATCH_SECONDS = 0.25
 CLOSE_SECONDS = 1.0
-MOST_REMOVALS = 64
-"""Calls that may be under way; what is to be removed beyond that stays."""
 
 
 class Store:
-    """The tier's only way to its objects. Any thread; in a forked child the store is always empty.
-    No failure of the store raises.
+    """The tier's only way to its objects. Any thread. No failure of the store raises. In a forked
+    child the store is never usable.
 
-    `usable` returns at once. It turns False when the breaker opens or the process ends, and True
-    again when the background thread has opened the store and got an answer."""
+    `usable` turns False when the breaker opens or the process ends, and True again when the
+    background thread has opened the store and got an answer."""
 
     def __init__(self, config: OffloadConfig, stats: EngineStats) -> None:
         self._config, self._stats = config, stats
         self._pid = os.getpid()
         self.memory = os.memfd_create("vcache-staging", os.MFD_CLOEXEC)
-        """What objects are put from and got into. Whoever wants to do that gives it its size. Open
-        until `close`.
-        """
+        """Objects are put from this memory and got into it. `Staging` sets its size."""
         self.breaker = Breaker(
             config.failures, config.retry_seconds, config.longest_pause, time.monotonic
         )
         self._process: OffloadProcess | None = None
         self._started = 0
         self._late: Future[Any] | None = None
-        self._removals = 0
         self._suspect: Callable[[], None] | None = None
         self._said = ""
-        self._tried, self._wake, self._stop = (
-            threading.Event(),
-            threading.Event(),
-            threading.Event(),
-        )
+        self._tried = threading.Event()
+        self._wake = threading.Event()
+        self._stop = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="vcache-offload", daemon=True)
         self._keeper.start()
 
@@ -72,8 +65,8 @@ class Store:
     # ---- calls
 
     def lookup(self, names: Sequence[str]) -> int | None:
-        """Count the leading objects that are there, within `lookup_seconds`; None if unknown. A
-        late answer counts as a failure.
+        """Count the leading objects that are there. None if there is no answer within
+        `lookup_seconds`.
         """
         process = self._usable_process()
         if not names or process is None:
@@ -97,17 +90,17 @@ class Store:
         return there.index(False) if False in there else len(there)
 
     def there(self, names: Sequence[str]) -> list[bool]:
-        """Which objects are there, as far as is known. Takes as long as `get` at most."""
+        """Which objects are there, as far as is known, within `call_seconds`."""
         return self._call("exist", names) or [False] * len(names)
 
     def get(self, names: Sequence[str], places: Sequence[Place]) -> list[int]:
-        """Read objects into their places, which may be larger: the bytes of each, 0 if it is not
-        there, -1 if unknown. Takes `call_seconds` at most; after that nothing writes into its
-        memory."""
+        """Read objects into their places, which may be larger, within `call_seconds`. Returns the
+        bytes of each, 0 if it is absent, -1 if unknown. Nothing writes into the memory afterwards.
+        """
         return self._call("get", names, places) or [-1] * len(names)
 
     def put(self, names: Sequence[str], places: Sequence[Place]) -> list[str]:
-        """Write objects: STORED, FULL or FAILED for each. Takes as long as `get` at most."""
+        """Write objects within `call_seconds`. Returns STORED, FULL or FAILED for each."""
         return self._call("put", names, places) or [FAILED] * len(names)
 
     def try_get(self, name: str, place: Place) -> None:
@@ -115,18 +108,15 @@ class Store:
         if self._process is not None:
             self._process.call("get", [name], [place], seconds=self._config.call_seconds)
 
-    def forget(self, names: Sequence[str]) -> None:
-        """Remove objects in the background. Look-ups neither wait for it nor learn of its
-        failure.
-        """
+    def forget(self, name: str) -> None:
+        """Remove an object in the background. Nobody learns of a failure."""
         process = self._usable_process()
-        if process is not None and self._removals < MOST_REMOVALS:
-            self._removals += 1
-            process.ask("remove", names).add_done_callback(self._removed)
+        if process is not None:
+            process.ask("remove", [name])
 
     def failed(self, what: str, why: str, again: Callable[[], None] | None = None) -> None:
-        """Note a call that failed or was late. again: a call to repeat before the store is trusted
-        again; it raises StoreDown.
+        """Count a failed or late call. again: repeats the call, or raises StoreDown; it must succeed
+        before the store is used again.
         """
         self._stats.failed(f"offload_{what}")
         if again is not None:
@@ -165,12 +155,6 @@ class Store:
         self.breaker.succeeded()
         return answer
 
-    def _removed(self, call: Future[Any]) -> None:
-        self._removals -= 1
-        if (error := call.exception()) is not None:
-            self._stats.failed("offload_remove")
-            log.debug("remove: %s", error)
-
     # ---- life
 
     def close(self) -> None:
@@ -187,9 +171,7 @@ class Store:
             self.memory = -1
 
     def _keep(self) -> None:
-        """The background thread: start the process, open the store, and try it while the breaker is
-        open.
-        """
+        """The background thread: try the store whenever the breaker wants a trial."""
         while not self._stop.is_set():
             if self._process is not None and not self._process.alive:
                 self.breaker.lost()
@@ -204,7 +186,9 @@ class Store:
             self._process.kill()
 
     def _try(self) -> bool:
-        """Whether the store answers, and the call that failed last now succeeds."""
+        """Start the process if there is none, and open the store. Returns whether it answers, and
+        the call that failed last now succeeds.
+        """
         try:
             if self._process is None or not self._process.alive:
                 self._process = OffloadProcess(self._config.mooncake, self.memory)

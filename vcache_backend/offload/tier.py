@@ -1,6 +1,4 @@
-"""The offload tier of one process: look-ups, and, once it is bound to KV caches, reads and
-background writes of their chunks.
-"""
+"""The offload tier of one process: look-ups, reads, and background writes of chunks."""
 
 from __future__ import annotations
 
@@ -37,16 +35,12 @@ Views = Callable[[Sequence[Location]], list[SlotView]]
 
 
 class OffloadTier(Index):
-    """What one process uses of the offload tier.
-
-    Look-ups in any thread; `bind` and `fetch` in the worker's thread; `offer` in any. Only the
-    tier's own threads, callers of `Fetch.wait`, and look-ups, for `lookup_seconds`, wait for the
-    store. No failure of the store raises."""
+    """The offload tier in one process. `bind` and `fetch` in the worker's thread, the rest in any.
+    Only look-ups, for `lookup_seconds`, wait for the store. No failure of the store raises."""
 
     def __init__(self, config: OffloadConfig, stats: EngineStats, on_gpu: bool) -> None:
-        """Open the tier for look-ups. on_gpu: whether the KV caches are on a GPU. Returns once it
-        is known whether the store can be reached, or after START_SECONDS; the background thread
-        goes on trying."""
+        """Open the tier for look-ups. Waits START_SECONDS at most for the store; the background
+        thread goes on trying. on_gpu: whether the KV caches are on a GPU."""
         super().__init__(config, Store(config, stats), on_gpu)
         self._settings, self._stats = config, stats
         self._bound: Bound | None = None
@@ -59,11 +53,10 @@ class OffloadTier(Index):
     def bind(
         self, config: Config, layout: Layout, device: Device, chunk_bytes: int, views: Views
     ) -> None:
-        """Make the buffers for the chunks of this process's KV caches, once. In the worker's
-        thread. views: the addresses of slots.
+        """Make the buffers for chunks of these KV caches, once. views: returns the addresses of
+        slots.
 
-        Raises ConfigError if there is too little memory for them, CodecError if the codec does not
-        fit such KV."""
+        Raises ConfigError if there is too little memory, CodecError if the codec does not fit."""
         if self._bound is not None:
             there = self._bound.format.chunk_bytes
             if there != chunk_bytes:
@@ -71,10 +64,8 @@ class OffloadTier(Index):
                     f"chunks of {chunk_bytes:,} B; the offload tier was made ready for chunks of {there:,} B"
                 )
             return
-        settings, codec = (
-            self._settings,
-            codecs.make(self._settings.codec, layout.dtype, layout.head_dim),
-        )
+        settings = self._settings
+        codec = codecs.make(self._settings.codec, layout.dtype, layout.head_dim)
         payload = chunk_bytes if codec is None else codec.payload_bytes(chunk_bytes)
         form = Format(
             layout.namespace().fingerprint,
@@ -108,7 +99,7 @@ class OffloadTier(Index):
     # ---- reads and writes
 
     def fetch(self, keys: Sequence[ChunkKey], epoch: int) -> Fetch | None:
-        """Begin to read chunks that were stored in `epoch`; None if the store cannot be used."""
+        """Begin to read chunks that were stored in `epoch`; None if the store is not usable."""
         self.note_epoch(epoch)
         if self._reader is None or not keys or not self.may_have(keys[0]):
             return None
@@ -122,9 +113,7 @@ class OffloadTier(Index):
     # ---- the rest
 
     def flush(self, seconds: float) -> bool:
-        """Wait until all offered chunks are written or dropped. False if that takes more than
-        `seconds`.
-        """
+        """Wait until all offered chunks are written or dropped; False after `seconds`."""
         return self._writer is None or self._writer.flush(seconds)
 
     def snapshot(self) -> dict[str, Any]:

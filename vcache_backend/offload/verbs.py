@@ -27,9 +27,9 @@ from vcache_backend.config import MooncakeConfig, mooncake_environment
 from vcache_backend.errors import ConfigError, VCacheError
 
 STORED, FULL, FAILED = "stored", "full", "failed"
-"""What becomes of an object that is put. FULL: again later may do. FAILED: its bytes did not
-arrive, or nobody knows; the store shows no half written object under its name. STORED is no proof:
-the store says it for half a minute of an object whose put was cut short."""
+"""Outcomes of a put. FULL: a later try may succeed. FAILED: the bytes did not arrive, or nobody
+knows; no reader finds half of an object. STORED is no proof: for half a minute the store also says
+it of an object whose put was cut short."""
 NO_ROOM, TRANSFER_FAILED, RPC_FAILED, RPC_TIMED_OUT = -200, -800, -900, -901
 Place = tuple[int, int]
 """First byte in the shared memory, bytes."""
@@ -204,8 +204,8 @@ def _load_library() -> Any:
 
 
 def _check_master(master: str, seconds: float) -> None:
-    """Raise StoreDown unless something answers at HOST:PORT. It is sent what is no request of
-    Mooncake's: a live master hangs up.
+    """Raise StoreDown unless a master answers at HOST:PORT: it hangs up on 64 zero bytes, which are
+    no request.
     """
     host, _, port = master.rpartition(":")
     try:

@@ -1,6 +1,4 @@
-"""Threads for calls that take long: the caller does not wait, and a call that hangs holds up nobody
-outside its threads.
-"""
+"""Threads for calls that take long or hang, so that the caller does not wait."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ log = logging.getLogger(__name__)
 
 
 class Workers:
-    """`count` threads that make calls in order. They are daemons, unlike an executor's: the process
-    can end while one hangs.
+    """`count` threads that make calls in order. They are daemons, unlike an executor's, so the
+    process can end while a call hangs.
     """
 
     def __init__(self, name: str, count: int) -> None:

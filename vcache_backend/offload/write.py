@@ -47,9 +47,8 @@ Sealed = list[tuple[str, Place]]
 
 
 class Writer:
-    """Writes the chunks it is offered. Each thread takes some chunks, copies them out of the pool
-    and puts them into the store. One thread copies at a time, and `writers` threads put, so that
-    copies go on beside the store's calls."""
+    """Writes the chunks that it is offered. Each thread takes some of them, copies them out of the
+    pool, and puts them into the store. One thread copies at a time while `writers` threads put."""
 
     def __init__(
         self,
@@ -60,9 +59,8 @@ class Writer:
         views: Callable[[Sequence[Location]], list[SlotView]],
         ordinal: int | None,
     ) -> None:
-        """shares: the buffers of each thread. client: the writer's own, since requests must not
-        wait for it; `close` closes it. views: the addresses of pool slots. ordinal: of the GPU that
-        copies, if any."""
+        """shares: the buffers of each thread. client: the writer's own; `close` closes it. views:
+        returns the addresses of slots. ordinal: of the GPU that copies, if any."""
         self._bound, self._most = bound, config.queue_chunks
         self._client, self._views, self._ordinal = client, views, ordinal
         self._waiting: deque[ChunkKey] = deque()
@@ -86,8 +84,8 @@ class Writer:
             thread.start()
 
     def offer(self, keys: Sequence[ChunkKey]) -> None:
-        """Write chunks that are in the pool, in the background. Never blocks: what is too much is
-        dropped and counted.
+        """Queue chunks that are in the pool. Never blocks: if the queue is full, they are dropped and
+        counted.
         """
         with self._changed:
             room = max(self._most - len(self._waiting), 0)
@@ -96,16 +94,12 @@ class Writer:
         self._dropped("backlog", len(keys) - room)
 
     def flush(self, seconds: float) -> bool:
-        """Wait until everything offered so far is written or dropped. False if that takes more than
-        `seconds`.
-        """
+        """Wait until all offered chunks are written or dropped; False after `seconds`."""
         with self._changed:
             return self._changed.wait_for(lambda: not (self._waiting or self._busy), seconds)
 
     def close(self, seconds: float) -> None:
-        """Drop what is queued, and let the writes under way end, for `seconds` at most.
-        Idempotent.
-        """
+        """Drop the queue, and let writes under way end, for `seconds` at most. Idempotent."""
         with self._changed:
             self._stop.set()
             waiting, self._waiting = len(self._waiting), deque()
@@ -139,8 +133,9 @@ class Writer:
                     self._changed.notify_all()
 
     def _take(self, most: int) -> list[ChunkKey]:
-        """Take some queued chunks, once the store is usable and no other thread copies: chunks may
-        stay in the pool for longer than a master takes to come back. None after `close`."""
+        """Take some queued chunks once the store is usable and no other thread copies. None after
+        `close`.
+        """
         with self._changed:
             while not self._stop.is_set():
                 if self._waiting and not self._copying and self._bound.store.usable:
@@ -153,9 +148,9 @@ class Writer:
         return []
 
     def _copy_out(self, keys: list[ChunkKey], buffers: Sequence[Buffer]) -> Sealed:
-        """Those that the pool still has, and the store has not: it has what was read from there and
-        is in the pool again, and what others wrote. What comes after one that the pool has not
-        waits again."""
+        """Copy chunks out of the pool into buffers, those that the store lacks. If the pool has lost
+        one, the chunks after it are queued again.
+        """
         later = keys
         try:
             epoch = self._client.present(keys).epoch
@@ -184,7 +179,7 @@ class Writer:
     def _sealed(
         self, keys: Sequence[ChunkKey], leased: Leased, buffers: Sequence[Buffer]
     ) -> Sealed:
-        """Turn leased chunks into objects in buffers. What cannot be copied is dropped."""
+        """Make objects of leased chunks, in buffers. A chunk that cannot be copied is dropped."""
         bound, sealed = self._bound, Sealed()
         views = self._views(leased.locations)
         self._dropped("gone", len(keys) - len(views))
@@ -202,8 +197,8 @@ class Writer:
         return sealed
 
     def _copy(self, chunk: torch.Tensor, payload: torch.Tensor) -> int | None:
-        """Encode a chunk where it lies, and wait until it is in host memory. Returns its digest, if
-        known.
+        """Encode a chunk on its device, and wait until it is in host memory. Returns its digest if
+        that is known.
         """
         codec = self._bound.codec
         if chunk.device.type != "cuda":

@@ -140,9 +140,8 @@ class Shown:
             if self._closed:
                 return
             try:
-                self._client.show_cache(self._instance, self._rank, self._shape)
-                for number, region in enumerate(self._regions):
-                    self._client.show_region(self._instance, self._rank, number, region.fd)
+                fds = [region.fd for region in self._regions]
+                self._client.show_cache(self._instance, self._rank, self._shape, fds)
                 self.trouble = ""
             except VCacheError as error:
                 if str(error) != self.trouble:

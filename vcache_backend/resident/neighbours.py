@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import logging
 import mmap
-import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 
 import numpy as np
 import torch
 
-from vcache_backend.errors import ServerTimeout, VCacheError
+from vcache_backend.errors import VCacheError
+from vcache_backend.metadata_server import wire
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import SCHEDULER, CacheShape
+from vcache_backend.metadata_server.messages import CacheShape
 from vcache_backend.resident.exported import check_shape
 from vcache_backend.resident.generations import GenerationView
-from vcache_backend.resident.tables import Refusals, open_process, open_table
+from vcache_backend.resident.tables import Refusals, open_instance
 from vcache_backend.resident.unmapper import Unmapper
 from vcache_backend.vram_pool import cuda_segment, host_segment
 from vcache_backend.vram_pool.devices import Device
@@ -32,10 +32,6 @@ from vcache_backend.vram_pool.paged import Int64s, PagedKV
 
 log = logging.getLogger(__name__)
 
-OPEN_SECONDS = 2.0
-"""The most time for the requests to the server about one new instance, of which there are some
-tens.
-"""
 CLOSE_SECONDS = 5.0
 """How long `Neighbours.close` waits for copies under way."""
 
@@ -84,17 +80,16 @@ class Neighbour:
 
     # ---- of Neighbours and its thread
 
-    def map(self, fd: int, nbytes: int, device: Device) -> None:
-        """Map the next region for `device`. Raises SegmentError, OSError."""
-        if device.medium == "cuda":
-            self._mapped.append(cuda_segment.map_fd(fd, nbytes, self.shape.device, device))
-        else:
-            # It has this size and cannot shrink, so no read is a SIGBUS.
-            host_segment.check(fd, nbytes)
-            self._mapped.append(mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
-
-    def begin(self) -> None:
-        """Work out `bases`, once all regions are mapped."""
+    def map(self, fds: Sequence[int], device: Device) -> None:
+        """Map the regions for `device`, and work out `bases`. Raises SegmentError, OSError."""
+        for fd, nbytes in zip(fds, self.shape.regions, strict=True):
+            if device.medium == "cuda":
+                self._mapped.append(cuda_segment.map_fd(fd, nbytes, self.shape.device, device))
+            else:
+                # It has this size and cannot shrink, so no read is a SIGBUS.
+                host_segment.check(fd, nbytes)
+                mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+                self._mapped.append(mapping)
         addresses = [_address(held) for held in self._mapped]
         self.bases = np.array(
             [addresses[region] + offset for region, offset in self.shape.planes], dtype=np.int64
@@ -156,8 +151,8 @@ class Neighbours:
         """The KV cache of `instance`; None while it cannot be read, and for good once its owner has
         ended.
 
-        If it is not mapped, and `expects` was not called, it is mapped in the caller's thread: some
-        tens of requests to the server, then some 10 ms for 40 GiB of a GPU. A KV cache that cannot
+        If it is not mapped, and `expects` was not called, it is mapped in the caller's thread: two
+        requests to the server, then some 10 ms for 40 GiB of a GPU. A KV cache that cannot
         be read here is logged once and not tried again. If this process ran short of something, or
         the server failed, it is tried again after a while (`tables.pause`)."""
         known = self._here.get(instance)
@@ -193,19 +188,21 @@ class Neighbours:
 
     def _open(self, instance: bytes) -> Neighbour | None:
         started = time.perf_counter()
-        joined, view = open_table(self._client, instance)
-        shape = self._client.open_cache(instance, self._rank)
-        check_shape(shape, joined.blocks, self._kv, self._device)
-        neighbour = Neighbour(instance, shape, view, joined.each, self._unmapper.wake, self._tell)
         with ExitStack() as undo:
-            pidfds: list[int] = []
-            for rank in range(SCHEDULER, joined.ranks):
-                _in_time(started)
-                pidfds.append(open_process(self._client, instance, rank))
-                undo.callback(os.close, pidfds[-1])
-            # In `_here` before `admit`, from which on the owner's end is noticed.
-            undo.callback(self._forget, neighbour)
-            self._map(neighbour, started)
+            joined, view, pidfds = open_instance(self._client, instance)
+            undo.callback(wire.close_fds, pidfds)
+            shape, fds = self._client.open_cache(instance, self._rank)
+            try:
+                check_shape(shape, joined.blocks, self._kv, self._device)
+                neighbour = Neighbour(
+                    instance, shape, view, joined.each, self._unmapper.wake, self._tell
+                )
+                # In `_here` before `admit`, from which on the owner's end is noticed.
+                undo.callback(self._forget, neighbour)
+                neighbour.map(fds, self._device)
+            finally:
+                # Each mapping keeps its memory.
+                wire.close_fds(fds)
             self._here[instance] = neighbour
             if not self._unmapper.admit(neighbour, pidfds):
                 return None
@@ -219,17 +216,6 @@ class Neighbours:
             ms,
         )
         return neighbour
-
-    def _map(self, neighbour: Neighbour, started: float) -> None:
-        for number, nbytes in enumerate(neighbour.shape.regions):
-            _in_time(started)
-            fd = self._client.open_region(neighbour.instance, self._rank, number)
-            try:
-                neighbour.map(fd, nbytes, self._device)
-            finally:
-                # The mapping keeps the memory.
-                os.close(fd)
-        neighbour.begin()
 
     def _forget(self, neighbour: Neighbour) -> None:
         """Undo `_open`. What is mapped already is unmapped in the unmapper's thread, since a step
@@ -262,13 +248,6 @@ class Neighbours:
             log.debug(
                 "the server was not told that instance %s is unmapped: %s", instance.hex(), error
             )
-
-
-def _in_time(started: float) -> None:
-    if time.perf_counter() - started > OPEN_SECONDS:
-        raise ServerTimeout(
-            f"the metadata server takes more than {OPEN_SECONDS:g} s to hand over a KV cache"
-        )
 
 
 def _address(held: mmap.mmap | torch.Tensor) -> int:

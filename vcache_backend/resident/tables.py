@@ -13,7 +13,7 @@ import time
 from contextlib import ExitStack
 
 from vcache_backend.errors import LayoutError, SegmentError, ServerTimeout, VCacheError
-from vcache_backend.metadata_server import processes
+from vcache_backend.metadata_server import processes, wire
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import SCHEDULER, Joined
 from vcache_backend.resident.generations import GenerationView
@@ -139,35 +139,30 @@ class Tables:
 
     def _open(self, instance: bytes) -> GenerationView:
         with ExitStack() as undo:
-            # Opened before the table, so that the end of a process in between is noticed.
-            pidfd = open_process(self._client, instance, SCHEDULER)
+            _, view, (pidfd, *others) = open_instance(self._client, instance)
+            wire.close_fds(others)
             undo.callback(os.close, pidfd)
-            _, view = open_table(self._client, instance)
             self._ends.register(pidfd, select.EPOLLIN)
             undo.pop_all()
         self._pidfds[pidfd], self._views[instance] = instance, view
         return view
 
 
-def open_table(client: Client, instance: bytes) -> tuple[Joined, GenerationView]:
-    """What the server knows of `instance`, and its generation table. Raises SegmentError if the
-    table is another's, and VCacheError.
-    """
-    joined, fd = client.open_instance(instance)
-    try:
-        return joined, GenerationView.open(fd, instance, joined.blocks)
-    finally:
-        os.close(fd)
+def open_instance(client: Client, instance: bytes) -> tuple[Joined, GenerationView, list[int]]:
+    """What the server knows of `instance`, its generation table, and pidfds of its scheduler and of
+    each rank, which the caller closes.
 
-
-def open_process(client: Client, instance: bytes, rank: int) -> int:
-    """A pidfd of the process of `rank` of `instance`; the caller closes it. Raises SegmentError if
-    it is none, OSError, and what the client raises."""
-    fd = client.open_process(instance, rank)
+    Raises SegmentError if the table is another's or an fd is no pidfd, OSError, and what the client
+    raises."""
+    joined, (table, *pidfds) = client.open_instance(instance)
     try:
-        if not processes.is_pidfd(fd, 0):
-            raise SegmentError(f"fd {fd} is no pidfd: nobody would notice the end of rank {rank}")
+        for rank, pidfd in enumerate(pidfds, SCHEDULER):
+            if not processes.is_pidfd(pidfd, 0):
+                what = f"fd {pidfd} is no pidfd: nobody would notice the end of rank {rank}"
+                raise SegmentError(what)
+        return joined, GenerationView.open(table, instance, joined.blocks), pidfds
     except BaseException:
-        os.close(fd)
+        wire.close_fds(pidfds)
         raise
-    return fd
+    finally:
+        os.close(table)
