@@ -43,7 +43,7 @@ format: setup  ## put the code in its one format, repair what lint can repair
 bench: setup  ## measure this machine; ARGS are those of `python -m benchmarks`
 	@$(BIN)/python -m benchmarks $(ARGS)
 
-soak: setup  ## a quarter of an hour of kills, stops, damaged journals and full disks; every byte is checked; ARGS="--seed 1"
+soak: setup  ## a quarter of an hour of kills, stops and exhausted descriptors; every byte is checked; ARGS="--seed 1"
 	@$(BIN)/python -m benchmarks.soak $(ARGS)
 
 clean:  ## remove .venv and everything built

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from vcache_backend.vram_pool import segment
-from vcache_backend.vram_pool.copier import Completion
-from vcache_backend.vram_pool.cuda_copier import CudaCopier
+from vcache_backend.vram_pool.copies.copier import Completion
+from vcache_backend.vram_pool.copies.cuda_copier import CudaCopier
+from vcache_backend.vram_pool.copies.planner import CopyPlan, plan_blocks
 from vcache_backend.vram_pool.devices import Device, resolve
 from vcache_backend.vram_pool.paged import Int64s, PagedKV
-from vcache_backend.vram_pool.planner import CopyPlan, plan_blocks
 from vcache_backend.vram_pool.segment import MappedSegment
 from vcache_backend.vram_pool.slots import SlotView
 

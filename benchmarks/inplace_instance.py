@@ -28,14 +28,14 @@ from integration.vllm.resident_pool import ResidentPool
 from vcache_backend.config import Config
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import INSTANCE_BYTES, ChunkKey, InstanceId
-from vcache_backend.resident.exported import Shown, cache_shape
 from vcache_backend.resident.generations import Generations, UInt64s
+from vcache_backend.resident.own_cache import Shown, cache_shape
 from vcache_backend.transfer.keys import TokenHasher
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.transfer.publisher import Publication, Publisher
 from vcache_backend.transfer.session import Session
-from vcache_backend.vram_pool.copier import Mark
-from vcache_backend.vram_pool.host_exportable import HostExportable
+from vcache_backend.vram_pool.copies.copier import Mark
+from vcache_backend.vram_pool.exports.host_memory import HostExportable
 
 from .forked import Counts
 from .inplace_blocks import BlockPool

@@ -31,7 +31,7 @@ from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.resident.tables import Tables
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.transfer.session import Session
-from vcache_backend.vram_pool.copier import Mark
+from vcache_backend.vram_pool.copies.copier import Mark
 from vcache_backend.vram_pool.paged import PagedKV
 
 from .inplace_blocks import BlockPool

@@ -23,7 +23,7 @@ from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.resident import ResidentChunk
 from vcache_backend.transfer.sources import Settled
-from vcache_backend.vram_pool.copier import Completion, Copier
+from vcache_backend.vram_pool.copies.copier import Completion, Copier
 from vcache_backend.vram_pool.paged import Int64s, PagedKV
 
 from .forked import begin

@@ -16,10 +16,10 @@ import torch
 from vcache_backend.errors import SegmentError, VCacheError
 from vcache_backend.metadata_server.messages import KEY_BYTES, NAMESPACE_BYTES, ChunkKey
 from vcache_backend.transfer.session import Session
-from vcache_backend.vram_pool.copier import Completion, Copier
+from vcache_backend.vram_pool.copies.copier import Completion, Copier
+from vcache_backend.vram_pool.copies.planner import plan_blocks
 from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.pinned_pool import PinnedPool
-from vcache_backend.vram_pool.planner import plan_blocks
 from vcache_backend.vram_pool.slots import SlotView
 
 log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from vcache_backend.metadata_server.messages import (
     SegmentInfo,
 )
 from vcache_backend.metadata_server.placement import Peer
-from vcache_backend.metadata_server.records import JournalState, ProcessId, Record
+from vcache_backend.metadata_server.records import LedgerState, ProcessId, Record
 
 LIMITS = ServerConfig(lease_seconds=10, reservation_seconds=30, max_chunks=14)
 SEGMENTS = {
@@ -46,12 +46,12 @@ one_of = st.integers(0, 1 << 16)
 _decoder = msgspec.msgpack.Decoder(Record)
 
 
-class Journal:
-    """What a journal holds, and what it tells, through its encoding."""
+class Ledger:
+    """What a ledger holds, and what it tells, through its encoding."""
 
     def __init__(self) -> None:
         self.records: list[Record] = []
-        self.state = JournalState()
+        self.state = LedgerState()
 
     def write(self, records: Iterable[Record]) -> None:
         for record in records:
@@ -68,9 +68,8 @@ class Clients(RuleBasedStateMachine):
         self.memory = Memory()
         self.model = Model(LIMITS.lease_seconds, LIMITS.reservation_seconds, LIMITS.max_chunks)
         self.directory = Directory(LIMITS, self.clock)
-        self.journal = Journal()
-        self.journal.write(JournalState().records())
-        self.compacting: tuple[Journal, Iterator[Record]] | None = None
+        self.ledger = Ledger()
+        self.compacting: tuple[Ledger, Iterator[Record]] | None = None
         self.clients: list[Peer] = []
         self.processes: list[ProcessId] = []
         self.writers: dict[int, ProcessId] = {}
@@ -81,11 +80,11 @@ class Clients(RuleBasedStateMachine):
 
     # ---- helpers
 
-    def keep_journal(self) -> None:
-        """As the server does between a turn's work and its answers: every record to the journal,
+    def keep_ledger(self) -> None:
+        """As the server does between a turn's work and its answers: every record to the ledger,
         and to the one being made.
         """
-        self.journal.write(self.directory.records)
+        self.ledger.write(self.directory.records)
         if self.compacting is not None:
             self.compacting[0].write(self.directory.records)
         self.directory.records.clear()
@@ -96,7 +95,7 @@ class Clients(RuleBasedStateMachine):
             chunks = self.directory.add_segment(
                 SegmentInfo(SegmentId(name), device, "cuda", nbytes)
             )
-        self.keep_journal()
+        self.keep_ledger()
         return chunks
 
     def new_slots(self, reply_slots: list[Location | int], asked: list[ChunkKey]) -> list[Slot]:

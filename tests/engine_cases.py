@@ -30,9 +30,9 @@ from vcache_backend.config import (
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.transfer.layout import Layout
-from vcache_backend.vram_pool.copier import Copier, Finished, HostCopier, Mark
+from vcache_backend.vram_pool.copies.copier import Copier, Finished, HostCopier, Mark
+from vcache_backend.vram_pool.copies.planner import CopyPlan
 from vcache_backend.vram_pool.paged import PagedKV
-from vcache_backend.vram_pool.planner import CopyPlan
 from vcache_backend.vram_pool.slots import SlotView
 
 ROOMY = 1 << 20

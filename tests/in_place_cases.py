@@ -44,10 +44,10 @@ from vcache_backend.integration.vllm.metadata import (
     WorkerReport,
 )
 from vcache_backend.integration.vllm.model_spec import ShardSpec
-from vcache_backend.resident.exported import Shown, cache_shape
+from vcache_backend.resident.own_cache import Shown, cache_shape
 from vcache_backend.transfer.publisher import Publication, Publisher
 from vcache_backend.transfer.stats import EngineStats
-from vcache_backend.vram_pool.copier import Finished
+from vcache_backend.vram_pool.copies.copier import Finished
 
 BLOCK, CHUNK, BLOCKS = 32, 64, 24
 EACH = CHUNK // BLOCK

@@ -23,13 +23,13 @@ from vcache_backend import seals
 from vcache_backend.config import ClientConfig
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import InstanceId
-from vcache_backend.resident.exported import Shown, cache_shape
 from vcache_backend.resident.generations import Generations, GenerationView
 from vcache_backend.resident.neighbours import Neighbour, Neighbours
+from vcache_backend.resident.own_cache import Shown, cache_shape
 from vcache_backend.vram_pool import devices
-from vcache_backend.vram_pool.copier import Completion, Copier, HostCopier
+from vcache_backend.vram_pool.copies.copier import Completion, Copier, HostCopier
 from vcache_backend.vram_pool.devices import Device
-from vcache_backend.vram_pool.exportable import Region
+from vcache_backend.vram_pool.exports.memory import Region
 from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.segment import create, map_segment
 

@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -35,6 +35,8 @@ from raw_protocol import Raw
 from vcache_backend.config import ClientConfig, ServerConfig
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.ledger import EarlierLedger
+from vcache_backend.metadata_server.records import LedgerState
 from vcache_backend.metadata_server.server import Server
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -668,6 +670,26 @@ def stage(folder: Path) -> Iterator[Stage]:
     made = Stage(folder)
     with made.undo:
         yield made
+
+
+# ---- ledgers
+
+
+def ledger_of(path: Path) -> LedgerState:
+    """What the server's ledger says."""
+    with Raw(path) as raw, closing(EarlierLedger(raw.fds[0])) as ledger:
+        return ledger.read()
+
+
+@contextmanager
+def leaving_nothing(path: Path) -> Iterator[None]:
+    """The server ends in this block, and leaves nothing to the next one: yet another server, which
+    is gone by then, has taken over the ledger.
+    """
+    with Raw(path) as raw:
+        yield
+        with closing(EarlierLedger(raw.fds[0])) as ledger:
+            assert ledger.take_over(1)
 
 
 # ---- segments

@@ -22,9 +22,9 @@ from processes import PATIENT, SECONDS, Worker, eventually, make_memfd, with_tor
 from vcache_backend.config import ClientConfig
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey
-from vcache_backend.resident.exported import Shown, cache_shape
 from vcache_backend.resident.generations import Generations
 from vcache_backend.resident.neighbours import Neighbours
+from vcache_backend.resident.own_cache import Shown, cache_shape
 from vcache_backend.transfer.keys import TokenHasher
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import BlockPlaces
@@ -32,8 +32,8 @@ from vcache_backend.transfer.resident import ResidentChunk, UInt64s
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool import devices, segment
-from vcache_backend.vram_pool.copier import HostCopier, Mark
-from vcache_backend.vram_pool.exportable import Region
+from vcache_backend.vram_pool.copies.copier import HostCopier, Mark
+from vcache_backend.vram_pool.exports.memory import Region
 from vcache_backend.vram_pool.paged import Int64s, PagedKV
 
 NAMESPACE = b"resident"

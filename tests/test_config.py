@@ -115,8 +115,8 @@ def test_an_empty_file_means_the_defaults(write: Any) -> None:
             "got `str` - at `$.client.request_seconds`, which is '1e-3'; write digits, 0.001 for 1e-3",
         ),
         (
-            "server: {journal: 'true'}",
-            "got `str` - at `$.server.journal`, which is 'true'; write true or false",
+            "connector: {start_server: 'true'}",
+            "got `str` - at `$.connector.start_server`, which is 'true'; write true or false",
         ),
         (
             "server: {max_chunks: 4e6}",
@@ -160,7 +160,7 @@ def test_an_empty_file_means_the_defaults(write: Any) -> None:
             "line 2: Expected `str`, got `bool` - at `$.offload.policy`, which is True; expected off or write_through",
         ),
         (
-            "server:\n  journal: true\n  1: 2",
+            "server:\n  max_clients: 9\n  1: 2",
             "line 3: a key is a name, and this is none to YAML: '1'",
         ),
         ("server:\n  socket: /tmp/\0", "line 2: not YAML: control characters are not allowed"),
@@ -192,7 +192,7 @@ def test_an_empty_file_means_the_defaults(write: Any) -> None:
             "Expected sections (server, client, pool, engine, connector, offload), got list",
         ),
         (
-            "server:\n  journal: true\npool:\n",
+            "server:\n  max_clients: 9\npool:\n",
             "line 3: Expected `object`, got `null` - at `$.pool`; nothing stands under it",
         ),
         ("server: [", "line 1: not YAML: "),
@@ -201,11 +201,11 @@ def test_an_empty_file_means_the_defaults(write: Any) -> None:
             "not YAML: month must be in 1..12; put it in quotes if it is text",
         ),
         ("server: {max_chunks: " + 5000 * "9" + "}", "not YAML: Exceeds the limit (4300 digits)"),
-        ("server: {journal: !!bool maybe}", "not YAML: 'maybe'; put it"),
+        ("server: {socket: !!bool maybe}", "not YAML: 'maybe'; put it"),
         ("server: {metrics: !!timestamp now}", "not YAML: 'NoneType' object has no"),
         ("pool:\n\tdevice: host", "line 2: not YAML: "),
         (
-            "server:\n  journal: true\n  metrics: '9419'",
+            "server:\n  max_clients: 9\n  metrics: '9419'",
             "line 3: metrics must be HOST:PORT, got '9419'; write \":9419\"",
         ),
         (

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from vcache_backend.vram_pool.cuda_copier import CudaCopier
+from vcache_backend.vram_pool.copies.cuda_copier import CudaCopier
+from vcache_backend.vram_pool.copies.planner import CopyPlan, plan_blocks
 from vcache_backend.vram_pool.paged import PagedKV
-from vcache_backend.vram_pool.planner import CopyPlan, plan_blocks
 from vcache_backend.vram_pool.slots import SlotView
 
 pytestmark = pytest.mark.gpu(count=1)

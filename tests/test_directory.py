@@ -16,7 +16,7 @@ from vcache_backend.metadata_server import backlog
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.placement import MAX_SEARCH, Peer
-from vcache_backend.metadata_server.records import JournalState, ProcessId, SegmentAdded
+from vcache_backend.metadata_server.records import LedgerState, ProcessId, SegmentAdded
 from vcache_backend.metadata_server.reservations import CLAIM_SECONDS, ROUNDING_BYTES
 
 KIB = 1 << 10
@@ -240,7 +240,7 @@ def test_what_takes_long_is_begun_at_once_and_done_in_later_turns(
 
 
 def test_what_is_cleared_is_not_found_while_its_slots_come_back(clock: FakeClock) -> None:
-    """Nor is it in a journal; and what is stored meanwhile stays."""
+    """Nor is it in a ledger; and what is stored meanwhile stays."""
     directory = make(clock)
     keys = filled(directory, MANY)
     assert directory.clear(b"namespac") == MANY
@@ -255,7 +255,7 @@ def test_what_is_cleared_is_not_found_while_its_slots_come_back(clock: FakeClock
 
 def test_a_segment_of_many_chunks_comes_back_in_several_turns(clock: FakeClock) -> None:
     """What is not found yet gives way to what is stored anew."""
-    directory, state = make(clock), JournalState()
+    directory, state = make(clock), LedgerState()
     keys = filled(directory, MANY)
     for record in directory.records:
         state.apply(record)
@@ -384,7 +384,7 @@ def test_memory_that_may_be_offered_again_is_not_made_anew(clock: FakeClock) -> 
         make(clock),
         SegmentAdded(m.SegmentId("s0"), WRITER.device, WRITER.medium, 4 * KIB),
     )
-    directory.restore(JournalState(segments={m.SegmentId("s0"): added}))
+    directory.restore(LedgerState(segments={m.SegmentId("s0"): added}))
     assert directory.lend(WRITER, 4 * KIB).nbytes == 0
     directory.forget_absent([m.SegmentId("s0")])
     assert directory.lend(WRITER, 4 * KIB).nbytes == 4 * KIB

@@ -1,10 +1,10 @@
 """The directory against a simple model, in every order of events hypothesis can think of.
 
 Several processes with several connections each store, read, die and linger; leases and reservations
-run out; segments come and go; the server restarts from its journal, whole or compacted. After every
+run out; segments come and go; the server restarts from its ledger, whole or compacted. After every
 step: every leased location holds the bytes last committed under its key, for its grace also where
 the connection or the server is gone; no two occupied places overlap, no chunk is lost or counted
-twice, and the journal tells the truth. `HYPOTHESIS_PROFILE=thorough` runs many more, and longer
+twice, and the ledger tells the truth. `HYPOTHESIS_PROFILE=thorough` runs many more, and longer
 ones."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 from collections.abc import Collection
 
 import pytest
-from directory_machine import ALL_KEYS, DEVICES, LIMITS, SEGMENTS, Clients, Journal, one_of
+from directory_machine import ALL_KEYS, DEVICES, LIMITS, SEGMENTS, Clients, Ledger, one_of
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
@@ -115,19 +115,19 @@ class DirectoryMachine(Clients):
 
     @rule(offered=st.integers(0, 3), wait=st.booleans())
     def restart(self, offered: int, wait: bool) -> None:
-        """The server dies and another one starts from the journal; the workers and their kernels go
+        """The server dies and another one starts from the ledger; the workers and their kernels go
         on. wait: until it reserves.
         """
         self.restarted = True
-        self.keep_journal()
-        state = self.journal.state
+        self.keep_ledger()
+        state = self.ledger.state
         assert state.generation >= self.highest_generation
         self.model.restart(self.clock.now)
         self.model.rested = {key: place for place, key in enumerate(state.chunks)}
         self.directory = Directory(LIMITS, self.clock, first_id=self.highest_id + 1000)
         self.directory.restore(state)
-        self.journal, self.compacting = Journal(), None
-        self.journal.write(state.records())
+        self.ledger, self.compacting = Ledger(), None
+        self.keep_ledger()
         self.clients = [
             Peer(10_000 + client.id, client.process, client.device, "cuda")
             for client in self.clients
@@ -142,21 +142,21 @@ class DirectoryMachine(Clients):
     @rule()
     @precondition(lambda self: self.compacting is None)
     def start_compaction(self) -> None:
-        self.keep_journal()
-        self.compacting = Journal(), iter(self.journal.records[:])
+        self.keep_ledger()
+        self.compacting = Ledger(), iter(self.ledger.records[:])
         self.compact_a_slice()
 
     @rule()
     @precondition(lambda self: self.compacting is not None)
     def compact_a_slice(self) -> None:
-        self.keep_journal()
+        self.keep_ledger()
         assert self.compacting is not None
-        journal, told = self.compacting
+        ledger, told = self.compacting
         record = next(told, None)
         if record is None:
-            self.journal, self.compacting = journal, None
+            self.ledger, self.compacting = ledger, None
         else:
-            journal.write(self.directory.still(record))
+            ledger.write(self.directory.still(record))
 
     @rule(slices=st.integers(0, 3), key=st.sampled_from(ALL_KEYS))
     def restart_and_compact_at_once(self, slices: int, key: ChunkKey) -> None:
@@ -201,9 +201,9 @@ class DirectoryMachine(Clients):
     # ---- what always holds
 
     @invariant()
-    def the_journal_tells_the_truth(self) -> None:
-        self.keep_journal()
-        state = self.journal.state
+    def the_ledger_tells_the_truth(self) -> None:
+        self.keep_ledger()
+        state = self.ledger.state
         assert state.chunks == {
             s.key: s.location for s in self.model.slots if s.state in ("live", "resting")
         }

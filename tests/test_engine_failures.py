@@ -21,7 +21,7 @@ from vcache_backend.errors import LayoutError, SegmentError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.vram_pool import segment as segments
-from vcache_backend.vram_pool.copier import Finished, HostCopier
+from vcache_backend.vram_pool.copies.copier import Finished, HostCopier
 from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.pool import Pool
 from vcache_backend.vram_pool.segment import MappedSegment

@@ -27,11 +27,13 @@ from torch.overrides import TorchFunctionMode
 from vcache_backend import config
 from vcache_backend.errors import LayoutError, SegmentError
 from vcache_backend.integration.vllm.exportable import begin
-from vcache_backend.vram_pool import cuda_driver, cuda_exportable, host_exportable
+from vcache_backend.vram_pool import cuda_driver
 from vcache_backend.vram_pool.cuda_driver import Driver
-from vcache_backend.vram_pool.cuda_exportable import CudaExportable
-from vcache_backend.vram_pool.exportable import Region
-from vcache_backend.vram_pool.host_exportable import HostExportable
+from vcache_backend.vram_pool.exports import cuda_memory as cuda_exportable
+from vcache_backend.vram_pool.exports import host_memory as host_exportable
+from vcache_backend.vram_pool.exports.cuda_memory import CudaExportable
+from vcache_backend.vram_pool.exports.host_memory import HostExportable
+from vcache_backend.vram_pool.exports.memory import Region
 
 
 def kv(nbytes: int = MIB + 100, **more: Any) -> torch.Tensor:
@@ -113,7 +115,7 @@ print(hashlib.sha256(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ)[:]).hexdigest())
 def test_a_forked_child_cannot_write_vllms_memory() -> None:
     text = """
 import os, torch
-from vcache_backend.vram_pool.host_exportable import HostExportable
+from vcache_backend.vram_pool.exports.host_memory import HostExportable
 memory = HostExportable()
 with memory.context():
     cache = torch.zeros(4096, dtype=torch.int8)

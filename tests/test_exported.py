@@ -17,10 +17,10 @@ from processes import PATIENT, QUICK, Stage, eventually
 
 from vcache_backend.errors import LayoutError
 from vcache_backend.metadata_server.messages import MAX_REGIONS, CacheShape, InstanceStats
-from vcache_backend.resident.exported import Shown, cache_shape, check_shape
 from vcache_backend.resident.generations import Generations
+from vcache_backend.resident.own_cache import Shown, cache_shape, check_shape
 from vcache_backend.vram_pool.devices import Device
-from vcache_backend.vram_pool.exportable import Region
+from vcache_backend.vram_pool.exports.memory import Region
 from vcache_backend.vram_pool.paged import PagedKV
 
 ONE = instance(1)

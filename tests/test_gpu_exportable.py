@@ -18,8 +18,8 @@ from processes import IMPORT_SECONDS, ROOT, SECONDS
 
 from vcache_backend.integration.vllm.exportable import Exporter, begin
 from vcache_backend.vram_pool import devices
-from vcache_backend.vram_pool.cuda_exportable import CudaExportable
-from vcache_backend.vram_pool.exportable import Region
+from vcache_backend.vram_pool.exports.cuda_memory import CudaExportable
+from vcache_backend.vram_pool.exports.memory import Region
 
 MIB = 1 << 20
 SIZE = 64 * MIB

@@ -15,7 +15,7 @@ from processes import SECONDS, Stage, eventually
 
 from vcache_backend.resident.neighbours import Neighbour, Neighbours
 from vcache_backend.vram_pool import devices
-from vcache_backend.vram_pool.cuda_copier import CudaCopier
+from vcache_backend.vram_pool.copies.cuda_copier import CudaCopier
 
 SIZES = Sizes(layers=4, heads=8, dim=128, blocks=64)
 LIVES = 4

@@ -18,10 +18,10 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from vcache_backend.errors import LayoutError
-from vcache_backend.vram_pool import kernels, reference
-from vcache_backend.vram_pool.kernels import Tuning
+from vcache_backend.vram_pool.copies import kernels, reference
+from vcache_backend.vram_pool.copies.kernels import Tuning
+from vcache_backend.vram_pool.copies.planner import CopyPlan, plan_blocks, plane_offsets
 from vcache_backend.vram_pool.paged import Int64s, PagedKV, Share
-from vcache_backend.vram_pool.planner import CopyPlan, plan_blocks, plane_offsets
 from vcache_backend.vram_pool.slots import SlotView
 
 POISON = 0xA5

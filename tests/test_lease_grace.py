@@ -20,9 +20,9 @@ from vcache_backend.transfer.leases import AskedLease
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import SlotPlaces
 from vcache_backend.transfer.session import Session
-from vcache_backend.vram_pool.copier import HostCopier, Mark
+from vcache_backend.vram_pool.copies.copier import HostCopier, Mark
+from vcache_backend.vram_pool.copies.planner import CopyPlan
 from vcache_backend.vram_pool.paged import PagedKV
-from vcache_backend.vram_pool.planner import CopyPlan
 from vcache_backend.vram_pool.slots import SlotView
 
 __all__ = ["here"]

@@ -15,7 +15,7 @@ from lmcache_cases import Pool, Retrieved, chunks, needs_lmcache, pool, served
 from processes import QUICK, SECONDS, eventually, hasty
 
 from vcache_backend.config import ClientConfig
-from vcache_backend.vram_pool.copier import Finished, HostCopier
+from vcache_backend.vram_pool.copies.copier import Finished, HostCopier
 
 if TYPE_CHECKING:
     from lmcache_worker import Inside
@@ -348,7 +348,7 @@ def every_method_for_stepped_aside(inside: Inside) -> dict[str, Any]:
 
 def spoil_the_slot() -> None:
     """A planted bug: what is gathered is not what was there."""
-    from vcache_backend.vram_pool.copier import HostCopier
+    from vcache_backend.vram_pool.copies.copier import HostCopier
 
     gather = HostCopier.gather
 

@@ -46,7 +46,7 @@ def test_single_values_are_set_at_any_depth() -> None:
         ("vcache.pool.max_ctas", "24", "pool.max_ctas", 24),
         ("vcache.pool.segment_bytes", " 512MiB", "pool.segment_bytes", 512 << 20),
         ("vcache.client.request_seconds", "1e-1", "client.request_seconds", 0.1),
-        ("vcache.server.journal", "False", "server.journal", False),
+        ("vcache.connector.start_server", "False", "connector.start_server", False),
         ("vcache.server.allow_uids", "[1000, 1001]", "server.allow_uids", [1000, 1001]),
         ("vcache.server.socket", "/123", "server.socket", "/123"),
     ],

@@ -40,9 +40,9 @@ from vcache_backend.config import from_dict
 from vcache_backend.doctor import check_server
 from vcache_backend.errors import SegmentError
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.resident.exported import cache_shape
 from vcache_backend.resident.generations import Generations, GenerationView
 from vcache_backend.resident.neighbours import Neighbour, Neighbours
+from vcache_backend.resident.own_cache import cache_shape
 from vcache_backend.resident.unmapper import Unmapper
 from vcache_backend.vram_pool import cuda_driver, cuda_segment
 from vcache_backend.vram_pool.cuda_driver import Driver

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,7 @@ from engine_cases import Node, get, put
 from kv_cases import CHUNK, Cache, layout_of, prompt
 from mooncake_cases import Raw, depot, model, needs_mooncake, own_depot, raw
 from offload_cases import LENGTH, ROOMY, TIER, engine, nodes, through, two_nodes
-from processes import SECONDS, eventually
+from processes import SECONDS, eventually, leaving_nothing
 from test_cli import vcache
 
 from benchmarks.mooncake_store import Depot
@@ -316,10 +317,8 @@ def test_what_was_offloaded_before_a_reset_is_not_found_after_it(
 
     assert nothing()
     for forgetful in (False, True):
-        nodes[0].server.kill()
-        if forgetful:
-            (journal,) = nodes[0].path.parent.glob("*.journal")
-            journal.unlink()
+        with leaving_nothing(nodes[0].path) if forgetful else nullcontext():
+            nodes[0].server.kill()
         nodes[0].serve()
         eventually(lambda: one._session.client.connected and two._session.client.connected)
         assert nothing()

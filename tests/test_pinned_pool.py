@@ -22,7 +22,7 @@ from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import SegmentError
 from vcache_backend.integration import round_trip
 from vcache_backend.vram_pool import devices, pinned_pool, pinned_segment
-from vcache_backend.vram_pool.copier import HostCopier
+from vcache_backend.vram_pool.copies.copier import HostCopier
 from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.pinned_pool import PinnedPool
 from vcache_backend.vram_pool.segment import create, map_segment

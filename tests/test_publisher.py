@@ -19,8 +19,8 @@ from processes import QUICK, SECONDS, eventually
 from vcache_backend.errors import ServerTimeout, VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey, Found
-from vcache_backend.resident.exported import Shown, cache_shape
 from vcache_backend.resident.generations import Generations
+from vcache_backend.resident.own_cache import Shown, cache_shape
 from vcache_backend.transfer import publisher, sender
 from vcache_backend.transfer.publisher import Publication, Publisher
 from vcache_backend.transfer.stats import EngineStats

@@ -24,10 +24,10 @@ from vcache_backend.metadata_server import wire
 from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.layouts import MAX_NAMESPACES, MAX_REPORTS, Layouts, Reports
 from vcache_backend.metadata_server.placement import Peer
-from vcache_backend.metadata_server.records import JournalState, ProcessId
+from vcache_backend.metadata_server.records import ProcessId
 from vcache_backend.metadata_server.server_stats import fitting
 from vcache_backend.metadata_server.service import Service
-from vcache_backend.metadata_server.succession import Predecessor
+from vcache_backend.metadata_server.succession import Predecessors
 
 SEED = "stepped aside: PYTHONHASHSEED is not set"
 
@@ -120,7 +120,7 @@ def test_reports_and_segments_that_no_message_could_hold_leave_the_statistics_an
     memfd: int,
 ) -> None:
     directory = Directory(ServerConfig(), lambda: 0.0)
-    service = Service(directory, 1, Predecessor(directory, JournalState(), 1), max_segments=4096)
+    service = Service(directory, 1, Predecessors(directory, 1, 60.0), max_segments=4096)
     for number in range(MAX_REPORTS):
         service.answer(
             peer(),

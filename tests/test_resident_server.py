@@ -906,7 +906,7 @@ def test_the_protocol_s_own_words(alone: Stage, server: Child) -> None:
     assert cache is not None
     assert cache[0] == "cache"
     assert cache[1][:3] == ["host", "host", "tokens heads"]
-    _witness, generations, scheduler, worker, region = other.fds
+    _ledger, generations, scheduler, worker, region = other.fds
     assert [is_pidfd(fd, os.getpid()) for fd in (scheduler, worker)] == [True, True]
     assert [os.fstat(fd).st_ino for fd in (generations, region)] == [
         os.fstat(fd).st_ino for fd in (table, memory)

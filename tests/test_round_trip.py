@@ -15,10 +15,10 @@ from vllm_objects import BLOCK, BLOCKS
 
 from vcache_backend.errors import LayoutError
 from vcache_backend.integration.round_trip import round_trip
-from vcache_backend.vram_pool import reference
-from vcache_backend.vram_pool.copier import Finished, HostCopier
+from vcache_backend.vram_pool.copies import reference
+from vcache_backend.vram_pool.copies.copier import Finished, HostCopier
+from vcache_backend.vram_pool.copies.planner import CopyPlan
 from vcache_backend.vram_pool.paged import PagedKV
-from vcache_backend.vram_pool.planner import CopyPlan
 from vcache_backend.vram_pool.slots import SlotView
 
 CHUNK = 16
@@ -178,7 +178,7 @@ def test_a_copy_that_does_not_end_is_given_up() -> None:
 
 @pytest.mark.gpu
 def test_bytes_come_back_on_a_gpu() -> None:
-    from vcache_backend.vram_pool.cuda_copier import CudaCopier
+    from vcache_backend.vram_pool.copies.cuda_copier import CudaCopier
 
     kv = PagedKV.describe(
         [torch.randn((BLOCKS, BLOCK, 2, 16), device="cuda:0").bfloat16() for _ in range(3)], BLOCK

@@ -6,13 +6,11 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from model import chunk_key
-from processes import QUICK, Child, Stage, eventually, info, make_memfd, running
+from processes import QUICK, Child, Raw, Stage, eventually, info, make_memfd, running
 from server_cases import (
     IN_A_PID_NAMESPACE,
     IN_A_TIME_NAMESPACE,
@@ -24,12 +22,10 @@ from server_cases import (
     reserving,
 )
 
-from vcache_backend.config import ServerConfig
-from vcache_backend.errors import ConfigError, ServerUnavailable
+from vcache_backend.errors import ServerUnavailable
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.endpoint import beside
-from vcache_backend.metadata_server.server import Server
 
 A, B, C, D, E = (chunk_key(n) for n in range(5))
 
@@ -42,12 +38,6 @@ def restart_with(stage_: Stage, client: Client, server: Child, **config: Any) ->
     again = stage_.server(**config)
     eventually(lambda: client.connected and client.epoch != before)
     return again
-
-
-def flipped(journal: Path, old: bytes) -> bytes:
-    data = bytearray(journal.read_bytes())
-    data[-40] ^= 4
-    return bytes(data)
 
 
 def test_a_slot_leased_from_a_killed_server_is_not_handed_out_before_the_grace_of_the_lease_is_over(
@@ -84,7 +74,7 @@ def test_a_lease_of_another_life_names_nothing_though_the_clock_was_set_back(
     monkeypatch.setattr(time, "time_ns", lambda: 1_700_000_000 * 10**9)
     leases, epochs = [], set()
     for name in ("s0", "s1"):
-        with running(stage_.path, journal=False):
+        with running(stage_.path):
             client = stage_.client(reconnect=False)
             client.add_segment(info(name, 4 * KIB), memfd)
             eventually(lambda client=client: client.reserve([A], KIB).reservation)
@@ -95,68 +85,115 @@ def test_a_lease_of_another_life_names_nothing_though_the_clock_was_set_back(
     assert len(epochs) == 2
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        flipped,
-        lambda journal, old: old,
-        lambda journal, old: journal.read_bytes()[: len(old)] + b"torn",
-    ],
-    ids=["a bit flipped", "an older copy of it put back", "cut"],
-)
-def test_a_journal_that_is_not_the_last_word_costs_the_contents_and_nothing_else(
-    stage_: Stage, memfd: int, damage: Callable[[Path, bytes], bytes]
-) -> None:
-    """When the older copy was made, C was where E is now."""
-    server, journal = stage_.server(), beside(stage_.path, ".journal")
-    client = offering(stage_, memfd)
-    put(client, A, B, C, D)
-    old = journal.read_bytes()
-    client.remove([C])
-    put(client, E)
-    assert old != journal.read_bytes()[: len(old) - 1]
-    journal.write_bytes(damage(journal, old))
-    server = restart_with(stage_, client, server)
-    eventually(lambda: client.list_segments() == [])
-    assert client.contains([A, B, C, D, E]) == [False] * 5
-    fresh = make_memfd(4 * KIB)
-    stage_.undo.callback(os.close, fresh)
-    client.offer(info("s1", 4 * KIB), fresh)
-    eventually(lambda: has_room(client))  # not at once: readers of before count on their grace
-    put(client, E)
-    restart_with(stage_, client, server)
-    eventually(lambda: client.contains([C, E]) == [False, True])
-    assert beside(journal, ".damaged").exists() is (damage is flipped)
-
-
-def test_a_server_that_can_neither_write_nor_remove_its_journal_goes_on_and_the_next_does_not_believe_it(
+def test_a_ledger_that_another_server_took_over_costs_the_contents_and_nothing_else(
     stage_: Stage, memfd: int
 ) -> None:
-    server, journal = stage_.server(), beside(stage_.path, ".journal")
+    """A client was stopped while the next server gave C's slot to E, and has still the ledger of
+    before.
+    """
+    server = stage_.server()
     client = offering(stage_, memfd)
     put(client, A, B, C, D)
-    stale = journal.rename(beside(journal, ".stale"))
-    journal.mkdir()
-    size = stale.stat().st_size
-    resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (size, size))
+    late = stage_.undo.enter_context(Raw(stage_.path))
+    server = restart_with(stage_, client, server)
+    eventually(lambda: client.lookup([A, B, C, D]) == 4)
+    client.remove([C])
+    eventually(lambda: client.reserve([], KIB).reason == "")  # readers of before have their grace
+    put(client, E)
+    server.kill()
+    client.close()
+    server = stage_.server()
+    with Raw(stage_.path, hello=False) as raw:
+        hello = "hello", m.PROTOCOL_VERSION, "host", "host", {}
+        raw.send(*hello, fds=(late.fds[0],))
+        assert raw.receive()
+        raw.send("add_segment", "s0", "host", "host", 4 * KIB, 0, True, fds=(memfd,))
+        assert raw.receive() == ["added", 0, False]
+        assert raw.ask("list_segments") == ["segments", []]
+
+
+def test_every_ledger_that_nobody_has_taken_over_is_believed(stage_: Stage, memfd: int) -> None:
+    """A client was stopped through the whole life of the next server, which served others."""
+    server = stage_.server()
+    away = stage_.client(QUICK)
+    away.offer(info("s0", 4 * KIB), memfd)
+    put(away, A, B)
+    kept = os.dup(away._ledger)
+    server.kill()
+    away.close()
+    server = stage_.server()
+    fresh = make_memfd(4 * KIB)
+    stage_.undo.callback(os.close, fresh)
+    client = stage_.client(QUICK)
+    client.offer(info("s1", 4 * KIB), fresh)
+    put(client, B, C)
+    restart_with(stage_, client, server)
+    eventually(lambda: client.contains([B, C]) == [True, True])
+    with Raw(stage_.path, hello=False) as raw:
+        raw.send("hello", m.PROTOCOL_VERSION, "host", "host", {}, fds=(kept,))
+        assert raw.receive()
+        raw.send("add_segment", "s0", "host", "host", 4 * KIB, 0, True, fds=(memfd,))
+        assert raw.receive() == ["added", 1, True], "A; B was stored anew"
+    os.close(kept)
+    assert client.contains([A, B, C]) == [True] * 3
+    server.kill()
+
+
+def test_what_came_before_the_news_of_a_reset_is_forgotten(stage_: Stage, memfd: int) -> None:
+    """A new client is quicker than those of before, and could have it from the offload tier."""
+    server = stage_.server()
+    client = offering(stage_, memfd)
+    client.clear(A[:8], reset=True)
+    put(client, B)
+    epoch = client.present([A]).epoch
+    with Raw(stage_.path) as old:
+        server.kill()
+        client.close()
+        stage_.server()
+        fresh = make_memfd(4 * KIB)
+        stage_.undo.callback(os.close, fresh)
+        hasty = stage_.client(QUICK)
+        hasty.offer(info("s1", 4 * KIB), fresh)
+        put(hasty, A)
+        with Raw(stage_.path, hello=False) as raw:
+            raw.send("hello", m.PROTOCOL_VERSION, "host", "host", {}, fds=(old.fds[0],))
+            assert raw.receive()
+            raw.send("add_segment", "s0", "host", "host", 4 * KIB, 0, True, fds=(memfd,))
+            assert raw.receive() == ["added", 1, True]
+    assert (hasty.contains([A, B]), hasty.present([A]).epoch) == ([False, True], epoch)
+
+
+def test_a_server_whose_ledger_cannot_be_written_goes_on_and_the_next_does_not_believe_it(
+    stage_: Stage, memfd: int
+) -> None:
+    server = stage_.server()
+    client = offering(stage_, memfd)
+    put(client, A, B, C, D)
+    resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (4096, 4096))
     client.remove([C])
     put(client, E)
-    server.expect("journal: [Errno 27] File too large; going on without one")
+    server.expect("ledger: [Errno 27] File too large; going on without one")
     assert client.lookup([E]) == 1
-    journal.rmdir()
-    stale.rename(journal)
     restart_with(stage_, client, server)
     eventually(lambda: client.list_segments() == [])
     assert client.contains([A, B, C, D, E]) == [False] * 5
 
 
-def test_no_server_starts_beside_one_that_still_writes_the_journal(stage_: Stage) -> None:
+def test_the_ledger_of_a_server_that_still_lives_is_not_taken_over(
+    stage_: Stage, memfd: int
+) -> None:
+    """It is stopped; lock and socket were taken from under it."""
     server = stage_.server()
+    client = offering(stage_, memfd)
+    put(client, A)
     with server.stopped():
         for path in (stage_.path, beside(stage_.path, ".lock")):
             path.unlink()
-        with pytest.raises(ConfigError, match=f"pid {server.pid} still serves"):
-            Server(ServerConfig(socket=str(stage_.path)))
+        before = client.epoch
+        stage_.server()
+        eventually(lambda: client.connected and client.epoch != before)
+        eventually(lambda: client.list_segments() == [])
+    assert server.wait()[0] == 1
 
 
 def test_slots_being_written_at_the_crash_are_not_given_to_others(
@@ -188,7 +225,7 @@ def test_slots_being_written_at_the_crash_are_not_given_to_others(
 def test_a_server_that_starts_again_in_another_namespace_takes_nobody_for_gone(
     stage_: Stage, memfd: int, elsewhere: list[str]
 ) -> None:
-    """The journal has the writer's pid of before, which here is nobody's, or somebody else's; and
+    """The ledger has the writer's pid of before, which here is nobody's, or somebody else's; and
     its start, by a clock of before.
     """
     server = stage_.server()

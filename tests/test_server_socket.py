@@ -54,14 +54,14 @@ def test_a_second_server_leaves_a_living_one_s_socket_alone_even_without_its_loc
 
 def test_a_server_whose_path_leads_to_another_one_answers_nothing_more(stage_: Stage) -> None:
     """Stopped while lock and socket were taken from under it, with a question waiting for when it
-    goes on. Without a journal: a living writer of it would keep the second server away."""
-    first = stage_.server(journal=False)
+    goes on."""
+    first = stage_.server()
     asker = stage_.raw()
     with first.stopped():
         asker.send("list_segments")
         beside(stage_.path, ".lock").unlink()
         stage_.path.unlink()
-        second = stage_.server(journal=False)
+        second = stage_.server()
     assert asker.receive() is None
     status, said = first.wait()
     assert status == 1
@@ -76,12 +76,11 @@ def test_what_cleaners_of_tmp_would_find_old_is_touched(
 ) -> None:
     path = tmp_path / "vcache.sock"
     with Endpoint(path) as endpoint:
-        files = [path, beside(path, ".lock"), beside(path, ".journal")]
-        files[2].touch()
+        files = [path, beside(path, ".lock")]
         for file in files:
             os.utime(file, (0, 0))
         endpoint.keep_fresh()
-        assert [file.stat().st_mtime for file in files] == [0, 0, 0]
+        assert [file.stat().st_mtime for file in files] == [0, 0]
         later = time.monotonic() + FRESH_SECONDS
         monkeypatch.setattr(time, "monotonic", lambda: later)
         endpoint.keep_fresh()
@@ -99,12 +98,8 @@ def test_a_socket_path_that_cannot_be_used_is_said(where: str) -> None:
 
 
 def test_what_is_there_and_not_ours_stays_and_is_said(tmp_path: Path) -> None:
-    """A folder where the journal would be, a file or a link in the socket's place, a link in the
-    lock's.
-    """
-    path, file, link = tmp_path / "vcache.sock", tmp_path / "notes.txt", tmp_path / "link"
-    beside(path, ".journal").mkdir()
-    assert f"server.journal: cannot use {beside(path, '.journal')}" in refused(path)
+    """A file or a link in the socket's place, a link in the lock's."""
+    file, link = tmp_path / "notes.txt", tmp_path / "link"
     file.write_text("mine")
     for made in (link, beside(tmp_path / "other", ".lock")):
         made.symlink_to(file)
@@ -116,14 +111,14 @@ def test_what_is_there_and_not_ours_stays_and_is_said(tmp_path: Path) -> None:
 
 def test_every_name_of_a_socket_has_files_of_its_own_for_its_user_alone(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
-    names = ("pool.gpu0", "pool.gpu1", "pool", "x.journal")
+    names = ("pool.gpu0", "pool.gpu1", "pool", "x.lock")
     servers = [start_server(folder / name) for name in names]
     try:
         for name in names:
             with Raw(folder / name) as raw:
                 assert raw.ask("list_segments") == ["segments", []]
         assert {file.name for file in folder.iterdir() if file.is_file()} == {
-            f"{name}{suffix}" for name in names for suffix in (".lock", ".journal")
+            f"{name}.lock" for name in names
         }
         assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {0o600}
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700

@@ -22,9 +22,9 @@ from neighbour_cases import (
 from processes import SECONDS, eventually, script
 
 from vcache_backend.metadata_server.messages import CacheShape
-from vcache_backend.resident.exported import cache_shape
 from vcache_backend.resident.generations import Generations, GenerationView
 from vcache_backend.resident.neighbours import Neighbour
+from vcache_backend.resident.own_cache import cache_shape
 from vcache_backend.resident.unmapper import Unmapper
 
 

@@ -25,7 +25,7 @@ from vcache_backend.integration.vllm.stats import Meter
 from vcache_backend.integration.vllm.stores import Stores
 from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey
 from vcache_backend.transfer.session import Session
-from vcache_backend.vram_pool.copier import Completion
+from vcache_backend.vram_pool.copies.copier import Completion
 
 FIRST, SECOND = [3, 4], [7, 8]
 

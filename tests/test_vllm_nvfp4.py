@@ -19,8 +19,8 @@ from vllm_cases import beside_vllm, missing
 
 from vcache_backend.config import EngineConfig
 from vcache_backend.integration.vllm import model_spec
-from vcache_backend.vram_pool.copier import HostCopier
-from vcache_backend.vram_pool.planner import plan_blocks
+from vcache_backend.vram_pool.copies.copier import HostCopier
+from vcache_backend.vram_pool.copies.planner import plan_blocks
 from vcache_backend.vram_pool.slots import SlotView
 
 pytestmark = [

@@ -48,9 +48,9 @@ pytestmark = [
 ]
 
 UNCACHED = {"vcache": {"load": False, "store": False}}
-FETCH, UPLOAD = f"{SESSION}.fetch", "vcache_backend.vram_pool.uploads:HostUploader.scatter"
+FETCH, UPLOAD = f"{SESSION}.fetch", "vcache_backend.vram_pool.copies.uploads:HostUploader.scatter"
 GATHER, FENCE = (
-    f"vcache_backend.vram_pool.copier:HostCopier.{name}" for name in ("gather", "fence")
+    f"vcache_backend.vram_pool.copies.copier:HostCopier.{name}" for name in ("gather", "fence")
 )
 READ = "vcache_backend.offload.tier:OffloadTier.fetch"
 

@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-PULL = "vcache_backend.vram_pool.copier:HostCopier.pull"
+PULL = "vcache_backend.vram_pool.copies.copier:HostCopier.pull"
 VERDICT = "vcache_backend.transfer.resident:_ResidentPart.settle"
 FIND_OVER = "vcache_backend.integration.vllm.scheduler:SchedulerSide.allocated"
 MAPPING = "vcache_backend.metadata_server.resident_calls:ResidentCalls.open_cache"

@@ -32,15 +32,14 @@ from processes import (
     Worker,
     asked,
     eventually,
+    ledger_of,
     nursery,
 )
 from vllm_models import TOKEN_BYTES, VOCABULARY, write_model
 
 from benchmarks.vllm.answers import Answer as Answer
 from benchmarks.vllm.settings import lmcache as lmcache_settings
-from vcache_backend.metadata_server import journal
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.endpoint import beside
 from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey
 
 CHUNK, BLOCK = 64, 32
@@ -283,7 +282,7 @@ class Place:
         return pickle.loads(self._file.read_bytes())
 
 
-NO_SEGMENTS = "vcache-witness", "vcache-kv", "vcache-generations"
+NO_SEGMENTS = "vcache-ledger", "vcache-kv", "vcache-generations"
 """Other memory that the server has fds of."""
 OURS = "vcache_backend.integration.vllm"
 _CLIENT = "vcache_backend.metadata_server.client:Client"
@@ -291,7 +290,7 @@ LOOK_UP, LEASE = f"{_CLIENT}.lookup,send_lookup", f"{_CLIENT}.acquire,send_acqui
 COMMIT, LATE = f"{_CLIENT}.commit", "vcache_backend.metadata_server.channel:Channel._late"
 SESSION, LOAD = "vcache_backend.transfer.session:Session", "vcache_backend.transfer.load:Load"
 VIEWS, RELEASE = f"{SESSION}.views", "vcache_backend.transfer.leases:LeaseClient.verdict"
-SCATTER = "vcache_backend.vram_pool.copier:HostCopier.scatter"
+SCATTER = "vcache_backend.vram_pool.copies.copier:HostCopier.scatter"
 """Places: in the order in which a load comes by, but for the second line."""
 
 
@@ -505,8 +504,8 @@ class Node:
             self.stored(chunks)
 
     def chunk_keys(self) -> list[ChunkKey]:
-        """Of the chunks in the pool, from the server's journal."""
-        return list(journal.read(beside(self.socket, ".journal")).chunks)
+        """Of the chunks in the pool, from the server's ledger."""
+        return list(ledger_of(self.socket).chunks)
 
     def unleased(self) -> None:
         """Wait until nobody has a lease: those under which nothing is read end in the

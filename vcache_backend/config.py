@@ -150,7 +150,6 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     reservation_seconds: Positive = 30.0
     recover_seconds: Positive = 60.0
     spin_seconds: NotNegative | None = None
-    journal: bool = True
     max_chunks: PositiveInt = 4_000_000
     max_clients: PositiveInt = 1024
     allow_uids: list[Id] = []

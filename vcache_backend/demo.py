@@ -45,7 +45,7 @@ SECONDS = 60.0
 CLIENT = ClientConfig(connect_seconds=5.0, request_seconds=10.0, control_seconds=30.0)
 FOLDER = None if len(tempfile.gettempdir()) < 70 else "/tmp"
 """Where the socket's folder is made. A socket's path has at most 107 bytes."""
-NEXT = "Next: `vcache doctor`, then connect vLLM: docs/vllm.md or docs/lmcache.md"
+NEXT = "Next: `vcache doctor`, then connect vLLM: docs/vllm/start.md or docs/lmcache.md"
 
 
 class DemoError(VCacheError):

@@ -64,7 +64,7 @@ class Servers:
         self.ports = free_ports(len(gpus))
         self._started = time.monotonic()
         with ExitStack() as undo:
-            # Not among the logs: a journal beside the socket would bring another run's pool back.
+            # Not among the logs, which may be another run's too.
             self._own = Path(
                 undo.enter_context(
                     tempfile.TemporaryDirectory(

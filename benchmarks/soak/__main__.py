@@ -1,13 +1,14 @@
 """Is a byte ever wrong? Engines retrieve, check and store while all that they share is killed,
-stopped, damaged and filled up.
+stopped and damaged.
 
     python -m benchmarks.soak [--retrieves 100000] [--minutes M] [--seed N] [--only KIND]
                               [--store] [--out FILE]
 
 Workers share one metadata server and a pool far too small for their prompts, so that slots are
 constantly rewritten. Workers are killed and stopped, also in the middle of copies. The server is
-killed, stopped, and started again on a full disk, with no descriptors left,
-with a clock that was set back, or beside a second one; clients send garbage. A verified retrieve is
+killed, stopped, and started again with no descriptors left, with a clock that was set back, or
+beside a second one; its ledger cannot grow, and clients show ledgers of earlier servers, or send
+garbage. A verified retrieve is
 one that brought something: each byte of its tokens is compared with what it must be, in blocks that
 were poisoned before, and all other blocks with their poison. One seed gives the same decisions
 again, but not the same timing.
@@ -21,14 +22,9 @@ leases, or accept every object. It must see wrong bytes, or the zero above prove
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -47,7 +43,6 @@ CONTROL_MISHAPS = {False: ("worker stopped",), True: ("objects damaged",)}
 """Without a store and with one."""
 CONTROL_SECONDS = 120.0
 SHOWN = 10
-DISK_BYTES = 32 << 20
 
 
 class Result(msgspec.Struct):
@@ -60,7 +55,6 @@ class Result(msgspec.Struct):
     stops: int
     workers_died: int
     servers_ended: int
-    disk: str
     found: list[Found]
     control: Outcomes | None = None
 
@@ -85,13 +79,8 @@ def run(
     def over(outcomes: Outcomes, seconds: float) -> bool:
         return seconds > 60 * minutes if minutes else outcomes.verified >= retrieves
 
-    with small_disk() as disk, Soak(seed, workers, disk, only, store=store) as soak:
+    with Soak(seed, workers, only, store=store) as soak:
         seconds = soak.run(over, pause)
-        what = (
-            "a file system of its own"
-            if disk is not None
-            else "a limit on the size of the server's files"
-        )
         counts = dict(sorted(soak.mishaps.counts.items()))
         result = Result(
             seed,
@@ -101,7 +90,6 @@ def run(
             soak.stops,
             soak.died,
             soak.servers_ended,
-            what,
             soak.found,
         )
     result.control = run_control(seed, workers, store)
@@ -110,7 +98,7 @@ def run(
 
 def run_control(seed: int, workers: int = WORKERS, store: bool = False) -> Outcomes:
     """Run workers that trust what they must not, until a byte is wrong or the time is up."""
-    with Soak(seed, workers, None, CONTROL_MISHAPS[store], trusting=True, store=store) as soak:
+    with Soak(seed, workers, CONTROL_MISHAPS[store], trusting=True, store=store) as soak:
         soak.run(
             lambda outcomes, passed: outcomes.wrong > 0 or passed > CONTROL_SECONDS,
             PAUSE / 4 if store else PAUSE,
@@ -118,36 +106,10 @@ def run_control(seed: int, workers: int = WORKERS, store: bool = False) -> Outco
         return soak.outcomes
 
 
-@contextlib.contextmanager
-def small_disk() -> Iterator[Path | None]:
-    """An empty folder on a small file system of its own; None unless this process has its own
-    mounts and may add one.
-    """
-    with tempfile.TemporaryDirectory(prefix="vcache-soak-disk-") as folder:
-        mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES},mode=0700", "soak", folder]
-        if (
-            not _own_mounts()
-            or subprocess.run(mount, check=False, capture_output=True, timeout=20).returncode
-        ):
-            yield None
-            return
-        try:
-            yield Path(folder)
-        finally:
-            subprocess.run(["umount", "--lazy", folder], check=True, timeout=20)
-
-
-def _own_mounts() -> bool:
-    """Whether `main` started this process in a mount namespace of its own."""
-    with contextlib.suppress(OSError):
-        return os.readlink("/proc/self/ns/mnt") != os.readlink(f"/proc/{os.getppid()}/ns/mnt")
-    return False
-
-
 def rows(result: Result, asked: int, name: str = "soak") -> list[Row]:
     """The rows. asked: how many verified retrieves were asked for; 0: any number."""
     outcomes, control = result.outcomes, result.control
-    what = json.dumps(result.counted() | {"seed": result.seed, "disk": result.disk})
+    what = json.dumps(result.counted() | {"seed": result.seed})
     what = f"{what} in {result.seconds:.0f} s; {load()}"
     asked = asked or outcomes.verified
     made = [
@@ -193,9 +155,7 @@ def told(result: Result) -> str:
         f"wrong at {each.at:g} s, after {', '.join(each.before)}: {each.wrong}"
         for each in result.found[:SHOWN]
     ]
-    return "\n".join(
-        [*lines, f"{result.seconds:.0f} s; seed {result.seed}; the disk was {result.disk}"]
-    )
+    return "\n".join([*lines, f"{result.seconds:.0f} s; seed {result.seed}"])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -246,19 +206,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(row.ok is False for row in made))
 
 
-def _with_own_mounts() -> None:
-    """Run this program again in a mount namespace of its own, if root may: only there can it fill a
-    disk that nobody else uses.
-    """
-    if os.geteuid() == 0 and not _own_mounts():
-        probe = subprocess.run(["unshare", "--mount", "true"], check=False, capture_output=True)
-        if probe.returncode == 0:
-            module = "benchmarks.soak"
-            os.execvp(
-                "unshare", ["unshare", "--mount", sys.executable, "-m", module, *sys.argv[1:]]
-            )
-
-
 if __name__ == "__main__":
-    _with_own_mounts()
     raise SystemExit(main())

@@ -63,15 +63,13 @@ class Soak:
         self,
         seed: int,
         workers: int,
-        disk: Path | None,
         only: Sequence[str] = (),
         trusting: bool = False,
         store: bool = False,
     ) -> None:
-        """disk: an empty folder on a small file system of its own, for socket and journal. only:
-        kinds of mishaps; all by default. trusting: workers believe that every lease held, and that
-        every object is right. store: with an offload tier, to which the mishaps happen instead of
-        to the server."""
+        """only: kinds of mishaps; all by default. trusting: workers believe that every lease held,
+        and that every object is right. store: with an offload tier, to which the mishaps happen
+        instead of to the server."""
         self.outcomes, self.found, self.died, self._waker = (
             Outcomes(),
             list[Found](),
@@ -84,7 +82,7 @@ class Soak:
             self._folder = Path(
                 undo.enter_context(tempfile.TemporaryDirectory(prefix="vcache-soak-"))
             )
-            self._node = Node(disk or self._folder / "node", self._folder / "server.log")
+            self._node = Node(self._folder / "node", self._folder / "server.log")
             undo.callback(self._node.kill)
             self._node.restart()
             self._depot = (
@@ -94,7 +92,7 @@ class Soak:
             undo.callback(self._kill_all)
             self._workers += [self._start(number) for number in range(workers)]
             self.mishaps: Mishaps = (
-                NodeMishaps(self._node, disk, self._pids, str(seed), only)
+                NodeMishaps(self._node, self._pids, str(seed), only)
                 if self._depot is None
                 else StoreMishaps(self._node, self._depot, self._pids, str(seed), only)
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import random
 import resource
@@ -12,7 +11,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -29,7 +27,8 @@ KINDS = {
     "server terminated": 1,
     "server stopped": 2,
     "clock set back": 1,
-    "disk full": 2,
+    "old ledger shown": 4,
+    "ledger not writable": 2,
     "descriptors exhausted": 2,
     "started with few descriptors": 1,
     "lock and socket removed": 1,
@@ -40,7 +39,8 @@ LONGEST_STOP = 3.0
 """The longest stop of a worker, in seconds: longer than leases and reservations last."""
 SERVER_STOP = 1.2
 HOUR_NS = 3600 * 10**9
-BALLAST = "ballast"
+KEPT = 8
+"""Ledgers of earlier servers that are kept, to be shown later."""
 HOSTILE = 6
 """Connections of one hostile client."""
 
@@ -98,21 +98,20 @@ class Mishaps:
 
 
 class NodeMishaps(Mishaps):
-    """Mishaps of workers, of the metadata server, of its journal and of its descriptors."""
+    """Mishaps of workers, of the metadata server, of its ledger and of its descriptors."""
 
     def __init__(
         self,
         node: Node,
-        disk: Path | None,
         pids: Callable[[], list[int]],
         seed: str,
         only: Sequence[str] = (),
     ) -> None:
-        """disk: the journal's folder if that is a small file system of its own, else None. only:
-        kinds; all by default.
-        """
+        """only: kinds; all by default."""
         super().__init__(node, pids, seed)
-        self._disk, self._hostile = disk, ExitStack()
+        self._hostile = ExitStack()
+        self._ledgers: list[int] = []
+        """Of earlier servers, and of this one."""
         acts: tuple[Callable[[], object], ...] = (
             self._kill_worker,
             self._stop_worker,
@@ -120,7 +119,8 @@ class NodeMishaps(Mishaps):
             self._terminate_server,
             self._stop_server,
             self._set_clock,
-            self._fill_disk,
+            self._show_ledger,
+            self._refuse_memory,
             self._take_descriptors,
             self._start_poor,
             self._remove_socket,
@@ -169,40 +169,38 @@ class NodeMishaps(Mishaps):
         if not path.exists():
             self._node.restart()
 
-    # ---- its journal
+    # ---- its ledger
 
-    def _fill_disk(self) -> None:
-        """Fill the journal's disk for a while; in a third of the cases a server starts on the full
-        disk.
+    def _show_ledger(self) -> None:
+        """As a client that was stopped for long: show the server, or the next one, a ledger that
+        is the server's own, or older. Keep the server's.
         """
+        if self._dice.random() < 0.5:
+            self._node.kill()
+            self._node.restart()
         with ExitStack() as undo:
-            if self._disk is None:
-                soft, hard = resource.prlimit(self._node.pid, resource.RLIMIT_FSIZE)
-                size = self._node.journal.stat().st_size if self._node.journal.exists() else 0
-                resource.prlimit(
-                    self._node.pid, resource.RLIMIT_FSIZE, (size + self._dice.randrange(2000), hard)
-                )
-                undo.callback(self._lift, self._node.pid, resource.RLIMIT_FSIZE, (soft, hard))
-            else:
-                undo.callback((self._disk / BALLAST).unlink, missing_ok=True)
-                self._fill(self._disk / BALLAST)
+            client = self._connect(undo)
+            if client is None:
+                return
+            hello = wire.encode(m.Hello(m.PROTOCOL_VERSION, "host", "host", {}))
+            shown = [self._dice.choice(self._ledgers)] if self._ledgers else []
+            with suppress(OSError):
+                socket.send_fds(client, [hello], shown)
+                self._ledgers += socket.recv_fds(client, m.MAX_MESSAGE_BYTES, 4)[1]
+        while len(self._ledgers) > KEPT:
+            os.close(self._ledgers.pop(0))
+
+    def _refuse_memory(self) -> None:
+        """Let the ledger grow no more, for a while. Half of the servers end before that is over."""
+        limits = resource.prlimit(self._node.pid, resource.RLIMIT_FSIZE)
+        with ExitStack() as undo:
+            undo.callback(self._lift, self._node.pid, resource.RLIMIT_FSIZE, limits)
+            most = self._dice.randrange(1 << 17)
+            resource.prlimit(self._node.pid, resource.RLIMIT_FSIZE, (most, limits[1]))
             self._over.wait(self._dice.uniform(0.1, 1.5))
-            if self._disk is not None and self._dice.random() < 0.3:
-                self._node.kill()
-                self.counts["no start on a full disk"] += not self._node.start()
         if self._dice.random() < 0.5:
             self._node.kill()
         self._awake()
-
-    def _fill(self, ballast: Path) -> None:
-        with ballast.open("wb", buffering=0) as file:
-            while True:
-                try:
-                    file.write(bytes(4096))
-                except OSError as error:
-                    if error.errno != errno.ENOSPC:
-                        raise
-                    return
 
     # ---- its descriptors
 

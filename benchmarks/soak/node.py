@@ -41,11 +41,9 @@ class Node:
     """A folder with a socket, and the server on it. One thread."""
 
     def __init__(self, folder: Path, log: Path) -> None:
-        """folder: that of the socket and the journal, which may be a small disk. log: the server's,
-        outside of it.
-        """
+        """folder: that of the socket. log: the server's."""
         self.path = folder / "vcache.sock"
-        self.lock, self.journal = beside(self.path, ".lock"), beside(self.path, ".journal")
+        self.lock = beside(self.path, ".lock")
         self._log, self._config = log, log.with_suffix(".yaml")
         self._config.write_bytes(msgspec.yaml.encode({"server": TIMES}))
         self._server: Program | None = None

@@ -30,10 +30,10 @@ from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Lea
 from vcache_backend.offload import objects
 from vcache_backend.transfer.layout import Layout, Namespace
 from vcache_backend.transfer.leases import Lease
-from vcache_backend.vram_pool import reference
-from vcache_backend.vram_pool.copier import Finished, HostCopier
+from vcache_backend.vram_pool.copies import reference
+from vcache_backend.vram_pool.copies.copier import Finished, HostCopier
+from vcache_backend.vram_pool.copies.planner import CopyPlan
 from vcache_backend.vram_pool.paged import PagedKV
-from vcache_backend.vram_pool.planner import CopyPlan
 from vcache_backend.vram_pool.slots import SlotView
 
 from ..forked import Counts, begin

@@ -81,8 +81,7 @@ class Fleet:
         self.more = more or {}
         self.in_place, self.rows = in_place, "inplace" if in_place else integration
         self._undo = ExitStack()
-        # A folder apart from the logs, which may be another run's too: a journal beside the socket
-        # would bring that run's pool back.
+        # A folder apart from the logs, which may be another run's too.
         own = self._undo.enter_context(tempfile.TemporaryDirectory(prefix="vcache-vllm-"))
         self._settings = Integration(
             name=integration, socket=Path(own, "vcache.sock"), more=self.more

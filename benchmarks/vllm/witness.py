@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from vcache_backend.metadata_server.messages import of_rank
-from vcache_backend.vram_pool.copier import Mark
+from vcache_backend.vram_pool.copies.copier import Mark
 from vcache_backend.vram_pool.paged import PagedKV
 
 from ..inplace_instance import Settings

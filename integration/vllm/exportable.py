@@ -19,9 +19,9 @@ from vcache_backend import config
 from vcache_backend.config import Config
 from vcache_backend.errors import LayoutError, SegmentError, VCacheError
 from vcache_backend.resident.generations import MACHINE
-from vcache_backend.vram_pool.cuda_exportable import CudaExportable
-from vcache_backend.vram_pool.exportable import Exportable, Region
-from vcache_backend.vram_pool.host_exportable import HostExportable
+from vcache_backend.vram_pool.exports.cuda_memory import CudaExportable
+from vcache_backend.vram_pool.exports.host_memory import HostExportable
+from vcache_backend.vram_pool.exports.memory import Exportable, Region
 
 from .groups import several
 from .model_spec import ModelSpec

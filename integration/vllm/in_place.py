@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from vcache_backend.metadata_server.messages import InstanceId, Reads
-from vcache_backend.resident.exported import Shown, cache_shape
 from vcache_backend.resident.neighbours import Neighbours
+from vcache_backend.resident.own_cache import Shown, cache_shape
 from vcache_backend.transfer.publisher import Publication, Publisher
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool import devices
-from vcache_backend.vram_pool.exportable import Region
+from vcache_backend.vram_pool.exports.memory import Region
 from vcache_backend.vram_pool.paged import PagedKV
 
 from .exportable import Exporter

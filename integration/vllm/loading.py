@@ -11,7 +11,7 @@ from vcache_backend.transfer import load as transfer
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.resident import ResidentChunk
 from vcache_backend.transfer.session import Session
-from vcache_backend.vram_pool.copier import Mark
+from vcache_backend.vram_pool.copies.copier import Mark
 from vcache_backend.vram_pool.paged import PagedKV
 
 from .metadata import LoadSpec

@@ -16,7 +16,7 @@ from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import BlockPlaces, Places
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.store import store
-from vcache_backend.vram_pool.copier import Completion
+from vcache_backend.vram_pool.copies.copier import Completion
 from vcache_backend.vram_pool.paged import PagedKV
 
 from .metadata import LoadSpec, StepMetadata, StoreSpec

@@ -1,3 +1,3 @@
-"""The metadata server: directory, allocator, leases, fds, journal. No torch, no CUDA; no data
+"""The metadata server: directory, allocator, leases, fds, ledger. No torch, no CUDA; no data
 passes through it.
 """

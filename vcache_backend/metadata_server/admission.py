@@ -13,7 +13,7 @@ from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.client_lines import Caller
 from vcache_backend.metadata_server.connection import Connection
 from vcache_backend.metadata_server.endpoint import Endpoint
-from vcache_backend.metadata_server.journal import Witness
+from vcache_backend.metadata_server.ledger import Ledger
 from vcache_backend.metadata_server.placement import Peer
 from vcache_backend.metadata_server.processes import Watch
 from vcache_backend.metadata_server.service import Service
@@ -22,7 +22,7 @@ from vcache_backend.metadata_server.shares import Shares
 log = logging.getLogger(__name__)
 
 SPARE_DESCRIPTORS = 64
-"""Descriptors kept for sockets, journals and /proc. `FDS_WAITING` and `MAX_FDS` more, but a quarter
+"""Descriptors kept for sockets, the ledger and /proc. `FDS_WAITING` and `MAX_FDS` more, but a quarter
 of all at most, are kept for fds that come with requests. Connections, their pidfds and segments get
 a third each of the rest.
 """
@@ -129,9 +129,9 @@ class Admission:
         request: m.AnyRequest,
         service: Service,
         watch: Watch,
-        witness: Witness,
+        ledger: Ledger,
     ) -> None:
-        """Answer a connection's first request: a hello, with its pidfd and the witness that the
+        """Answer a connection's first request: a hello, with its pidfd and the ledger that the
         client holds. ProtocolError if it is another one."""
         if not isinstance(request, m.Hello):
             raise ProtocolError(f"the first message is {type(request).__name__}, not hello")
@@ -143,7 +143,7 @@ class Admission:
         process = processes.identity(connection.caller.pid, request.token)
         watch.joined(process, _take_pidfd(connection))
         for fd in connection.fds:
-            service.predecessor.hear(fd)
+            service.predecessors.hear(fd)
         connection.close_fds()
         connection.client = Peer(
             connection.number,
@@ -162,7 +162,7 @@ class Admission:
                 len(mismatches),
             )
         connection.queue(
-            m.Welcome(m.PROTOCOL_VERSION, service.epoch, *self._times, mismatches), [witness]
+            m.Welcome(m.PROTOCOL_VERSION, service.epoch, *self._times, mismatches), [ledger]
         )
 
 

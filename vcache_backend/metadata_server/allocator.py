@@ -27,7 +27,7 @@ class Extents:
     """
 
     def __init__(self, nbytes: int, taken: Iterable[tuple[int, int]] = ()) -> None:
-        """taken: (start, size) of the slots in use, as a journal has them. ValueError if they
+        """taken: (start, size) of the slots in use, as a ledger has them. ValueError if they
         overlap or lie outside.
         """
         self.free = 0

@@ -86,7 +86,7 @@ class Channel(ABC):
         self._lock = threading.Lock()
         self._link: ServerLink | None = None
         self._unread: deque[Sent[Any]] = deque()
-        self._witness: int | None = None
+        self._ledger: int | None = None
         self._down = f"never connected to {path}"
         self._complained = ""
         self.on_killed: Callable[[], None] = lambda: None
@@ -146,7 +146,7 @@ class Channel(ABC):
         if forked or self._lock.acquire(timeout=self._config.control_seconds):
             if self._link is not None:
                 self._drop(self._link, "the client was closed")
-            self._keep_witness([])
+            self._keep_ledger([])
             if not forked:
                 self._lock.release()
 
@@ -293,24 +293,24 @@ class Channel(ABC):
         link = ServerLink(self._config.server_uid)
         received: list[int] = []
         try:
-            welcome = link.open(self._path, self._hello, deadline, self._witness, received)
+            welcome = link.open(self._path, self._hello, deadline, self._ledger, received)
         except (OSError, ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
             link.close()
             wire.close_fds(received)
             self._down = self._no_connection(error)
             self._killed = isinstance(error, ConnectionRefusedError) and self._path.is_socket()
             return False
-        self._keep_witness(received)
+        self._keep_ledger(received)
         self._link = link
         self._greet(welcome)
         return True
 
-    def _keep_witness(self, fds: list[int]) -> None:
-        """Keep the witness of the server that has just welcomed this client, in place of its
+    def _keep_ledger(self, fds: list[int]) -> None:
+        """Keep the ledger of the server that has just welcomed this client, in place of its
         predecessor's.
         """
-        wire.close_fds(([] if self._witness is None else [self._witness]) + fds[1:])
-        self._witness = fds[0] if fds else None
+        wire.close_fds(([] if self._ledger is None else [self._ledger]) + fds[1:])
+        self._ledger = fds[0] if fds else None
 
     def _no_connection(self, error: Exception) -> str:
         """Why there is no connection and what to do about it, as far as is known."""

@@ -17,7 +17,7 @@ from vcache_backend.metadata_server import wire
 from vcache_backend.metadata_server.admission import FDS_WAITING, Admission
 from vcache_backend.metadata_server.client_lines import CALLER, caused_by
 from vcache_backend.metadata_server.connection import Connection, Turns
-from vcache_backend.metadata_server.journal import Witness
+from vcache_backend.metadata_server.ledger import Ledger
 from vcache_backend.metadata_server.processes import Watch
 from vcache_backend.metadata_server.service import Service
 
@@ -42,12 +42,12 @@ class Clients:
         epoll: select.epoll,
         service: Service,
         watch: Watch,
-        witness: Witness,
+        ledger: Ledger,
         spin_seconds: float,
     ) -> None:
         self.spin_until = 0.0
         self._admission, self._epoll, self._service = admission, epoll, service
-        self._watch, self._witness, self._spin_seconds = watch, witness, spin_seconds
+        self._watch, self._ledger, self._spin_seconds = watch, ledger, spin_seconds
         self._directory = service.directory
         self._connections: dict[int, Connection] = {}
         self._receiver = wire.Receiver()
@@ -184,7 +184,7 @@ class Clients:
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             raise ProtocolError(f"a packet is no MessagePack message: {error}") from error
         if connection.client is None:
-            self._admission.greet(connection, request, self._service, self._watch, self._witness)
+            self._admission.greet(connection, request, self._service, self._watch, self._ledger)
             return
         if isinstance(request, FOLLOWED):
             self.spin_until = time.monotonic() + self._spin_seconds

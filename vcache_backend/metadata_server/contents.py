@@ -14,11 +14,11 @@ from vcache_backend.metadata_server.backlog import Steps
 from vcache_backend.metadata_server.chunks import Chunks, Space
 from vcache_backend.metadata_server.messages import ChunkKey, Location, SegmentInfo
 from vcache_backend.metadata_server.placement import MAX_SEARCH, Entry, Peer, Placement, Segment
-from vcache_backend.metadata_server.records import Cleared, Gone, JournalState, Live, Record
+from vcache_backend.metadata_server.records import Cleared, Gone, LedgerState, Live, Record
 
 
 class Contents:
-    """Chunks and slots. `records`: changes that the journal must hold before anybody is told of
+    """Chunks and slots. `records`: changes that the ledger must hold before anybody is told of
     them.
     """
 
@@ -60,13 +60,14 @@ class Contents:
 
     # ---- chunks come
 
-    def restore(self, state: JournalState) -> dict[int, list[Entry]]:
+    def restore(self, state: LedgerState) -> dict[int, list[Entry]]:
         """Restore an earlier server's segments, absent, and their chunks, resting; the least
         recently used ones come back first.
 
         Returns the slots that were being written, by reservation.
         """
-        self.placement.generations = count(1 + state.generation)
+        newest = max(state.generation, next(self.placement.generations))
+        self.placement.generations = count(1 + newest)
         for id_, added in state.segments.items():
             info = SegmentInfo(id_, added.device, added.medium, added.nbytes, state="absent")
             self.placement.segments[id_] = Segment(info)
@@ -76,13 +77,13 @@ class Contents:
             entry.segment.order.append(entry, use)
         for entry in reversed(entries):
             entry.segment.returning.append(entry)
-        self._uses = len(entries)
+        self._uses = max(self._uses, len(entries))
         written = {
             number: self.occupy(held.keys, held.locations, number)
             for number, held in state.held.items()
         }
-        for segment in self.placement.segments.values():
-            segment.find_holes()
+        for id_ in state.segments:
+            self.placement.segments[id_].find_holes()
         return written
 
     def occupy(

@@ -1,14 +1,14 @@
 """The directory: where each chunk lies, who writes it and who reads it. A pure state machine.
 
 It has no socket, thread or file: it takes a clock, returns replies, and leaves in `records` what
-the journal must hold before the replies may leave. It keeps three rules: nobody sees a chunk before
+the ledger must hold before the replies may leave. It keeps three rules: nobody sees a chunk before
 its commit (1); a leased slot is not reused before its lease ends (2); a reserved slot is freed only
 once its writer says so or the writer's process has ended (3)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
-from itertools import repeat
+from collections.abc import Callable, Container, Iterable, Iterator
+from itertools import count, repeat
 
 from vcache_backend.config import ServerConfig
 from vcache_backend.metadata_server import messages as m
@@ -31,7 +31,7 @@ class Directory(SegmentDirectory):
     `go_on` does in later turns of the loop what is too much for one.
 
     The ids of leases and reservations count up from `first_id`, far from those of earlier lives of
-    the server. Generations count up from the newest one that `restore` brings."""
+    the server. Generations count up beyond the newest one that `restore` brings."""
 
     def __init__(self, limits: ServerConfig, now: Callable[[], float], first_id: int = 1) -> None:
         super().__init__(limits, now, first_id)
@@ -39,6 +39,7 @@ class Directory(SegmentDirectory):
         self.leases = Leases(limits.lease_seconds, self.contents.let_go)
         self.residents = Residents(self.backlog, self.counters, limits.max_chunks)
         self.epochs = Epochs()
+        self.records.append(records.Counted(0))
 
     def __len__(self) -> int:
         """The number of live chunks."""
@@ -244,13 +245,26 @@ class Directory(SegmentDirectory):
         """Do up to `steps` steps of what earlier turns left to do."""
         self.backlog.run(steps)
 
-    # ---- journal
+    # ---- ledger
 
-    def restore(self, state: records.JournalState) -> None:
+    def restore(self, state: records.LedgerState) -> None:
         """Take over an earlier server's state. Segments are absent until offered again and their
-        chunks rest; reservations are void.
+        chunks rest; reservations are void. What is here already stays, unless that server had heard
+        of resets: what came here since may be of before them.
         """
-        self.epochs.restore(state.epochs)
+        resets = any(state.epochs.values())
+        if resets:
+            self.clear(b"")
+            if any(self.epochs.all().values()):
+                self.raise_epoch(b"")
+            else:
+                self.epochs.restore(state.epochs)
+        state.epochs = self.epochs.all()
+        for id_ in state.segments.keys() & self.segments.keys():
+            state.apply(records.SegmentGone(id_))
+        state.apply(records.Gone(list(filter(self._stored, state.chunks))))
+        self._ids = count(_clear_of(state.held, next(self._ids)))
+        self.records.extend(state.records())
         for number, entries in self.contents.restore(state).items():
             self.reservations.restore(number, state.held[number].process, entries)
         if state.segments:
@@ -258,12 +272,11 @@ class Directory(SegmentDirectory):
             self._reserves_from = self._now() + m.GRACE_SECONDS
 
     def still(self, record: records.Record) -> Iterator[records.Record]:
-        """The parts of an old journal's record that still hold, for a new, shorter journal.
+        """The parts of an earlier record that still hold, for a compacted ledger.
 
-        The new journal also gets every change from the turn on in which its first record was
-        written."""
+        That one also gets every change from the turn on in which its first record was written."""
         match record:
-            case records.Counted():  # the first
+            case records.Counted():  # the first record, or the first of an earlier server's
                 yield records.Counted(next(self.contents.placement.generations))
                 yield records.EpochTable(self.epochs.all())
                 yield from map(added, self.segments.values())
@@ -281,6 +294,10 @@ class Directory(SegmentDirectory):
                 yield from self.contents.lying(keys, locations)
 
     # ---- inside
+
+    def _stored(self, key: m.ChunkKey) -> bool:
+        """Whether the key has a chunk, be it of before a restart and not back yet."""
+        return (self.contents.live.get(key) or self.contents.resting.get(key)) is not None
 
     def _refusal(self, client: Peer, nbytes: int) -> tuple[m.Refusal | None, str]:
         """Why no chunk of this size can ever get a slot at present; (None, "") if it can."""
@@ -324,6 +341,16 @@ class Directory(SegmentDirectory):
         self.records.append(records.Returned(id_))
         self.counters["aborted"] += len(reservation.entries)
         return len(reservation.entries)
+
+
+def _clear_of(taken: Iterable[int], first: int) -> int:
+    """A number from which ids can count up without meeting any of `taken`: `first`, or a later
+    one.
+    """
+    for number in sorted(taken):
+        if first <= number < first + (1 << 48):
+            first = number + 1
+    return first
 
 
 def _answers(

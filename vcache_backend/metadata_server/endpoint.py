@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from vcache_backend.errors import ConfigError
+from vcache_backend.metadata_server import processes
 
 FRESH_SECONDS = 3600.0
 """How often the files are touched, since cleaners of /tmp remove what nobody has touched for
@@ -25,7 +26,7 @@ LISTENS_SECONDS = 1.0
 
 
 def beside(path: Path, suffix: str) -> Path:
-    """The path of a socket's lock, journal or log: the socket's whole name and `suffix`, so that no
+    """The path of a socket's lock or log: the socket's whole name and `suffix`, so that no
     two sockets share one.
     """
     return path.with_name(path.name + suffix)
@@ -103,15 +104,13 @@ class Endpoint:
         return "" if found == self._own else "another socket is there"
 
     def keep_fresh(self) -> None:
-        """Touch socket, lock and journal when it is time to."""
+        """Touch socket and lock when it is time to."""
         if time.monotonic() < self._fresh_until:
             return
         self._fresh_until = time.monotonic() + FRESH_SECONDS
-        for path in (self._path, beside(self._path, ".lock"), beside(self._path, ".journal")):
-            try:
+        for path in (self._path, beside(self._path, ".lock")):
+            with suppress(OSError):  # a socket that is gone is `lost`
                 os.utime(path, follow_symlinks=False)
-            except OSError:
-                continue  # a journal there need not be; a socket that is gone is `lost`
 
     def _make_folder(self) -> None:
         folder = self._path.parent
@@ -142,10 +141,8 @@ class Endpoint:
             raise ConfigError(
                 f"server.socket: another server already serves {self._path}"
             ) from error
-        mine = _namespaces()
-        self.same_pids = os.pread(lock, 2 * len(mine), 0) == mine
         os.ftruncate(lock, 0)
-        os.pwrite(lock, mine, 0)
+        os.pwrite(lock, processes.namespaces(), 0)
 
     def _make_way(self) -> None:
         """Remove the socket of a server that is gone, and nothing else."""
@@ -194,20 +191,9 @@ def same_pids(path: Path) -> bool:
     that is unknown.
     """
     try:
-        return beside(path, ".lock").read_bytes() == _namespaces()
+        return beside(path, ".lock").read_bytes() == processes.namespaces()
     except OSError:
         return False
-
-
-def _namespaces() -> bytes:
-    """Names what this process's pids and start times refer to: its pid and time namespaces, and the
-    boot.
-    """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    here = [os.readlink("/proc/self/ns/pid")]
-    with suppress(FileNotFoundError):  # Linux before 5.6
-        here.append(os.readlink("/proc/self/ns/time"))
-    return f"{' '.join(here)} of boot {boot}\n".encode()
 
 
 def _identity(path: Path) -> tuple[int, int]:

@@ -38,12 +38,12 @@ class ServerLink:
         self._spin = processes.spin(0.0002, 0.001)
 
     def open(
-        self, path: Path, hello: m.Hello, deadline: float, witness: int | None, received: list[int]
+        self, path: Path, hello: m.Hello, deadline: float, ledger: int | None, received: list[int]
     ) -> m.Welcome:
         """Connect, say hello and wait for the welcome. Unwelcome: another user serves there, or
         could, or the server refuses; OSError.
 
-        Sends nothing before it knows whose server it is. witness: of the server before, to be shown
+        Sends nothing before it knows whose server it is. ledger: of the server before, to be shown
         to this one, whose own is put into `received`."""
         if fault := folder_fault(path, self._trusted):
             raise Unwelcome(f"{fault}, or name its user in client.server_uid if that is meant")
@@ -55,7 +55,7 @@ class ServerLink:
             raise Unwelcome(
                 f"a process of uid {uid} serves there, this one has uid {os.getuid()}; set client.server_uid: {uid} to trust it"
             )
-        reply = self._introduce(hello, deadline, witness, received)
+        reply = self._introduce(hello, deadline, ledger, received)
         if not isinstance(reply, m.Welcome):
             raise Unwelcome(
                 reply.message
@@ -65,14 +65,14 @@ class ServerLink:
         return reply
 
     def _introduce(
-        self, hello: m.Hello, deadline: float, witness: int | None, received: list[int]
+        self, hello: m.Hello, deadline: float, ledger: int | None, received: list[int]
     ) -> m.AnyReply:
         """Say hello, with a pidfd of this process, by which the server sees it end, whichever pid
         namespace it is in.
         """
         pidfd = processes.own_pidfd()
         try:
-            fds = [fd for fd in (pidfd, witness) if fd is not None]
+            fds = [fd for fd in (pidfd, ledger) if fd is not None]
             self.send(wire.encode(hello), deadline, fds)
             return self.read(deadline, received)
         finally:

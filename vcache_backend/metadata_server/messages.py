@@ -288,7 +288,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Hello(Request, frozen=True, tag="hello"):
     """The first message of a connection → `Welcome`, or `Error` and the connection closes.
 
-    Fds, either of which may be missing: a pidfd of the client, and the witness of the server that
+    Fds, either of which may be missing: a pidfd of the client, and the ledger of the server that
     it was connected to before. `layout`: the instance's layout as text, field by field (see
     `transfer.layout.Layout`); empty for tools. `token`: a number that the client keeps, by which
     the server recognises it where it cannot see its pid. `name`: what people know the instance by,
@@ -582,8 +582,8 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Welcome(Reply, frozen=True, tag="welcome"):
-    """`epoch`: another one at every start of the server, whose witness comes along as an fd (see
-    `journal.Witness`). `mismatches`: for each other namespace of the model, a line that says why
+    """`epoch`: another one at every start of the server, whose ledger comes along as an fd (see
+    `ledger.Ledger`). `mismatches`: for each other namespace of the model, a line that says why
     the client cannot share with it."""
 
     version: int

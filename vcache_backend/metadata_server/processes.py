@@ -167,6 +167,17 @@ def is_pidfd(fd: int, pid: int) -> bool:
     return False
 
 
+def namespaces() -> bytes:
+    """Names what this process's pids and start times refer to: its pid and time namespaces, and the
+    boot.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    here = [os.readlink("/proc/self/ns/pid")]
+    with suppress(FileNotFoundError):  # Linux before 5.6
+        here.append(os.readlink("/proc/self/ns/time"))
+    return f"{' '.join(here)} of boot {boot}\n".encode()
+
+
 def own_pidfd() -> int | None:
     """A pidfd of this process, for a server that may be in another pid namespace; None if the
     system has none.
@@ -201,13 +212,6 @@ class Watch:
         self._epoll = epoll
         self._processes: dict[ProcessId, _Process] = {}
         self._waited: dict[int, ProcessId] = {}
-        self._unseen: set[ProcessId] = set()
-
-    def cannot_see(self, unseen: set[ProcessId]) -> None:
-        """These pids are of another pid namespace, so nothing here tells whether the processes have
-        ended.
-        """
-        self._unseen = unseen
 
     def __contains__(self, fd: int) -> bool:
         """Whether the end of this pidfd's process is awaited."""
@@ -228,7 +232,7 @@ class Watch:
         known = self._processes.get(process)
         if known is not None and known.pidfd is not None:
             return os.dup(known.pidfd)
-        return open_pidfd(process) if process.pid and process not in self._unseen else None
+        return open_pidfd(process) if process.pid else None
 
     def left(self, process: ProcessId) -> None:
         """The process has one connection less. Its pidfd is kept until the next `wait_for`."""
@@ -245,7 +249,7 @@ class Watch:
         gone = []
         for process in wanted:
             known = self._processes.setdefault(process, _Process(None))
-            if known.pidfd is None and process.pid and process not in self._unseen:
+            if known.pidfd is None and process.pid:
                 try:
                     known.pidfd = open_pidfd(process)
                 except OSError as error:

@@ -1,7 +1,8 @@
-"""What the journal holds, record by record, and the state that a sequence of records describes."""
+"""What the ledger holds, record by record, and the state that a sequence of records describes."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice, pairwise
 
@@ -11,6 +12,7 @@ from vcache_backend.metadata_server.allocator import ALIGNMENT, padded
 from vcache_backend.metadata_server.messages import (
     KEY_BYTES,
     NAMESPACE_BYTES,
+    TOKEN_BITS,
     ChunkKey,
     Location,
     Medium,
@@ -62,8 +64,8 @@ class Returned(msgspec.Struct, frozen=True, array_like=True, tag="R", gc=False):
 
 
 class Live(msgspec.Struct, frozen=True, array_like=True, tag="L", gc=False):
-    """Committed chunks, the least recently used first: what remains of reservations when a journal
-    is rewritten.
+    """Committed chunks, the least recently used first: what remains of reservations when a ledger
+    is compacted.
     """
 
     keys: list[ChunkKey]
@@ -83,7 +85,7 @@ class Cleared(msgspec.Struct, frozen=True, array_like=True, tag="c"):
 
 
 class Counted(msgspec.Struct, frozen=True, array_like=True, tag="N"):
-    """The first record of a journal: every generation up to this one may have been used before."""
+    """The first record of a ledger: every generation up to this one may have been used before."""
 
     generation: int
 
@@ -108,15 +110,10 @@ Record = (
 )
 
 
-class JournalState(msgspec.Struct):
-    """What a journal describes: segments, committed chunks with their locations, the least recently
-    used first, and reservations neither committed nor returned.
+class LedgerState(msgspec.Struct):
+    """What a ledger describes: segments, committed chunks with their locations, the least recently
+    used first, reservations neither committed nor returned, and the newest generation."""
 
-    Also the server's `epoch` (0 without a journal), the number of the last frame, and the newest
-    generation."""
-
-    epoch: int = 0
-    frame: int = 0
     generation: int = 0
     segments: dict[SegmentId, SegmentAdded] = {}
     chunks: dict[ChunkKey, Location] = {}
@@ -184,6 +181,17 @@ class JournalState(msgspec.Struct):
     def _note(spaces: dict[bytes, set[ChunkKey]], keys: Iterable[ChunkKey]) -> None:
         for key in keys:
             spaces.setdefault(key[:NAMESPACE_BYTES], set()).add(key)
+
+    def hide_processes(self) -> None:
+        """The pids are of another pid namespace: nothing tells whether these processes have ended,
+        so that no pid may name them.
+        """
+        hidden: dict[ProcessId, ProcessId] = {}
+        for number, held in self.held.items():
+            process = held.process
+            if process.pid:
+                unseen = hidden.setdefault(process, ProcessId(0, secrets.randbits(TOKEN_BITS)))
+                self.held[number] = msgspec.structs.replace(held, process=unseen)
 
     def records(self) -> Iterator[Record]:
         """A short sequence of records that describes this state."""

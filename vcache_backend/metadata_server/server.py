@@ -1,7 +1,7 @@
 """The server process: one thread, with one epoll loop over its socket, its connections and the
 processes it waits for.
 
-In each turn the loop reads and answers requests, writes the journal, and then sends the answers. So
+In each turn the loop reads and answers requests, writes the ledger, and then sends the answers. So
 whatever an answer promises has been written before it leaves."""
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from contextlib import ExitStack
 
 from vcache_backend.config import ServerConfig
 from vcache_backend.errors import ConfigError
-from vcache_backend.metadata_server import processes, succession
+from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.admission import Admission
 from vcache_backend.metadata_server.client_lines import ClientLines
 from vcache_backend.metadata_server.clients import Clients
 from vcache_backend.metadata_server.directory import Directory
-from vcache_backend.metadata_server.endpoint import Endpoint, beside
+from vcache_backend.metadata_server.endpoint import Endpoint
+from vcache_backend.metadata_server.ledger import Ledger
 from vcache_backend.metadata_server.monitoring import MonitorProcess
 from vcache_backend.metadata_server.service import Service
-from vcache_backend.metadata_server.succession import Legacy, Predecessor
+from vcache_backend.metadata_server.succession import Predecessors
 
 log = logging.getLogger(__name__)
 
@@ -55,43 +56,28 @@ class Server:
             self._epoll = undo.enter_context(select.epoll())
             self._watch = processes.Watch(self._epoll)
             undo.callback(self._watch.close)
-            self._take_over(undo)
+            self._make_parts(undo)
             self._undo = undo.pop_all()
         self._watch_processes()
 
-    def _take_over(self, undo: ExitStack) -> None:
-        """Take over what the server before left, and begin this one's journal and witness."""
-        config, epoch, path = (
-            self._config,
-            1 + secrets.randbits(62),
-            beside(self._config.path, ".journal"),
-        )
+    def _make_parts(self, undo: ExitStack) -> None:
+        config = self._config
         admission = Admission(config, self._endpoint, self._epoll)
-        state = succession.inherit(path, config.journal)
-        self._directory = Directory(config, time.monotonic, succession.first_id(state.held))
-        self._directory.restore(state)
-        self._legacy = Legacy(path, config.journal, epoch, self._directory, state)
-        undo.callback(self._legacy.close)
-        predecessor = Predecessor(self._directory, state, epoch)
+        epoch, first_id = 1 + secrets.randbits(62), 1 + secrets.randbits(62)
+        self._directory = Directory(config, time.monotonic, first_id)
+        self._ledger = Ledger(epoch)
+        undo.callback(self._ledger.close)
+        self._predecessors = Predecessors(self._directory, epoch, config.recover_seconds)
         self._service = Service(
-            self._directory, epoch, predecessor, admission.max_segments, self._watch.pidfd
+            self._directory, epoch, self._predecessors, admission.max_segments, self._watch.pidfd
         )
         undo.callback(self._service.close)
         few, many = (0.005, 1.0) if config.spin_seconds is None else 2 * (config.spin_seconds,)
         spin_seconds = processes.spin(few, many)
         self._clients = Clients(
-            admission, self._epoll, self._service, self._watch, self._legacy.witness, spin_seconds
+            admission, self._epoll, self._service, self._watch, self._ledger, spin_seconds
         )
         undo.callback(self._clients.close)
-        if state.segments:
-            waiting = f"{len(state.chunks)} chunks in {len(state.segments)} segments are back once their workers offer them again"
-            log.warning(
-                "journal: %s; segments of `vcache segment add` that nobody has mapped are lost: add them again",
-                waiting,
-            )
-        if not self._endpoint.same_pids:
-            self._watch.cannot_see(self._directory.reservations.processes())
-        self._recover_until = time.monotonic() + config.recover_seconds
 
     def run(self) -> None:
         """Serve until stopped. On return everything is closed and the socket removed.
@@ -127,7 +113,8 @@ class Server:
                 self._tick()
                 next_tick = now + (BUSY_TICK_SECONDS if self._busy() else IDLE_TICK_SECONDS)
             self._check_path()
-            self._legacy.write()
+            self._ledger.write(directory.records, directory.still)
+            directory.records.clear()
             clients.send()
             longest.end()
 
@@ -170,7 +157,7 @@ class Server:
         absent = self._directory.absent_segments()
         if (
             absent
-            and time.monotonic() > self._recover_until
+            and time.monotonic() > self._predecessors.until
             and (lost := self._directory.forget_absent(absent))
         ):
             seconds = self._config.recover_seconds

@@ -23,7 +23,7 @@ from vcache_backend.metadata_server.records import ProcessId
 from vcache_backend.metadata_server.refuse import Refuse
 from vcache_backend.metadata_server.resident_service import ResidentService
 from vcache_backend.metadata_server.server_stats import server_stats
-from vcache_backend.metadata_server.succession import Predecessor
+from vcache_backend.metadata_server.succession import Predecessors
 
 log = logging.getLogger(__name__)
 
@@ -49,18 +49,18 @@ class Service:
         self,
         directory: Directory,
         epoch: int,
-        predecessor: Predecessor,
+        predecessors: Predecessors,
         max_segments: int = 1024,
         pidfd: Callable[[ProcessId], int | None] = processes.open_pidfd,
     ) -> None:
-        """predecessor: of the server that the directory was restored from. max_segments: the most
+        """predecessors: whose pools the directory takes over. max_segments: the most
         fds to keep, of segments and of instances' tables and regions. pidfd: makes a new pidfd of a
         connected process, or None."""
         self.max_segments = max_segments
         self.instances = Instances(directory.residents, self._spare, pidfd)
         self.of_instances = ResidentService(directory, self.instances)
         self.directory = directory
-        self.predecessor = predecessor
+        self.predecessors = predecessors
         self.epoch = epoch
         self.layouts = Layouts()
         self.latency: dict[str, Histogram] = {}
@@ -190,8 +190,8 @@ class Service:
             )
         if known and known.state != "absent":
             return m.Added(0)
-        if request.again and not (known and self.predecessor.proven):
-            return self._decline(request.id, known is not None)
+        if request.again and not known:
+            return self._decline(request.id)
         if known and not request.again:
             raise Refuse(
                 f"segment {request.id} is known from before a restart: offer it again, or make one with another id"
@@ -223,20 +223,14 @@ class Service:
         self.fds[request.id] = Descriptor(fds.pop())
         return m.Added(self.directory.add_segment(info))
 
-    def _decline(self, id_: m.SegmentId, known: bool) -> m.Added:
-        """Refuse memory from before a restart that nothing proves to be as the journal says: an
-        earlier writer may still write there.
+    def _decline(self, id_: m.SegmentId) -> m.Added:
+        """Refuse memory from before a restart that is in no ledger: an earlier writer may still
+        write there.
         """
-        lost = self.directory.forget_absent([id_] if known else [])
-        why = (
-            "no journal knows it"
-            if not known
-            else f"no witness proves the journal; {lost} chunks are lost"
-        )
         log.warning(
-            "segment %s is not taken again: %s. A worker lends fresh memory; what `vcache segment add` lent, add again",
+            "segment %s is not taken again: no ledger knows it. A worker lends fresh memory; "
+            "what `vcache segment add` lent, add again",
             id_,
-            why,
         )
         return m.Added(0, taken=False)
 

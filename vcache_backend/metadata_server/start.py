@@ -28,9 +28,7 @@ from vcache_backend.metadata_server.endpoint import beside, folder_fault
 log = logging.getLogger(__name__)
 
 SECONDS = 30.0
-"""How long a new server may take to answer: its interpreter and a long journal take time on a busy
-machine.
-"""
+"""How long a new server may take to answer: its interpreter takes time on a busy machine."""
 _PAUSE_SECONDS = 0.05
 _EXITED_SECONDS = 1.0
 """How long, after our server has ended, another one that was started by hand at the same moment may

@@ -51,7 +51,7 @@ def main() -> int:
     log_format.begin(arguments.log_format)
     samples = Samples(arguments.socket, arguments.every)
     registry = CollectorRegistry()
-    registry.register(ServerMetrics(samples, arguments.socket, arguments.pid))
+    registry.register(ServerMetrics(samples, arguments.pid))
     try:
         web = Web(
             *split_address(arguments.listen, "--listen"),

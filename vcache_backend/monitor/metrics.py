@@ -13,7 +13,6 @@ from typing import get_args
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from vcache_backend.metadata_server.endpoint import beside
 from vcache_backend.metadata_server.messages import Level, SegmentInfo, ServerStats
 from vcache_backend.monitor.samples import Samples
 from vcache_backend.status import SILENT_SECONDS
@@ -70,12 +69,12 @@ Row = tuple[Sequence[str], float]
 
 
 class ServerMetrics(Collector):
-    """Makes all metrics at each scrape. path: the server's socket. pid: the server's; 0 if
+    """Makes all metrics at each scrape. pid: the server's; 0 if
     unknown.
     """
 
-    def __init__(self, samples: Samples, path: Path, pid: int) -> None:
-        self._samples, self._journal, self._pid = samples, beside(path, ".journal"), pid
+    def __init__(self, samples: Samples, pid: int) -> None:
+        self._samples, self._pid = samples, pid
         self._models: dict[str, str] = {}
         """The model of each namespace with hits. It stays when the last instance goes: a changed
         label would begin another series.
@@ -92,7 +91,7 @@ class ServerMetrics(Collector):
         if stats is None:
             return
         yield from _whole(stats)
-        yield from _files(self._pid, self._journal)
+        yield from _descriptors(self._pid)
         if (rate := self._samples.hit_rate()) is not None:
             yield _gauge(
                 "server_hit_ratio_1m",
@@ -140,10 +139,8 @@ def _whole(stats: ServerStats) -> Iterator[Metric]:
         yield _counter(f"server_{name.removesuffix('_total')}", what, total)
 
 
-def _files(pid: int, journal: Path) -> Iterator[Metric]:
-    """The server's open descriptors, their limit, and the journal's size, as far as they can be
-    read.
-    """
+def _descriptors(pid: int) -> Iterator[Metric]:
+    """How many fds the server has, and may have. Nothing if that cannot be read."""
     with suppress(OSError, ValueError):
         yield _gauge(
             "server_open_fds",
@@ -157,8 +154,6 @@ def _files(pid: int, journal: Path) -> Iterator[Metric]:
             "File descriptors that the server may have open.",
             float(most.replace("unlimited", "inf")),
         )
-    with suppress(OSError):
-        yield _gauge("server_journal_bytes", "Size of the journal on disk.", journal.stat().st_size)
 
 
 def _hits(stats: ServerStats, samples: Samples, models: Mapping[str, str]) -> Iterator[Metric]:

@@ -22,8 +22,8 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server import wire
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import CacheShape
-from vcache_backend.resident.exported import check_shape
 from vcache_backend.resident.generations import GenerationView
+from vcache_backend.resident.own_cache import check_shape
 from vcache_backend.resident.tables import Refusals, open_instance
 from vcache_backend.resident.unmapper import Unmapper
 from vcache_backend.vram_pool import cuda_segment, host_segment

@@ -12,7 +12,7 @@ from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.transfer.sender import BackgroundSender
 from vcache_backend.transfer.stats import EngineStats
-from vcache_backend.vram_pool.copier import Completion
+from vcache_backend.vram_pool.copies.copier import Completion
 
 log = logging.getLogger(__name__)
 

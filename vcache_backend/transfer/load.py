@@ -23,7 +23,7 @@ from vcache_backend.transfer.pooled import POLL_SECONDS, Pooled
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.sources import LoadContext, OffloadSource, Part, Source
 from vcache_backend.transfer.store import store
-from vcache_backend.vram_pool.copier import Mark
+from vcache_backend.vram_pool.copies.copier import Mark
 
 if TYPE_CHECKING:
     from vcache_backend.resident.neighbours import Neighbours

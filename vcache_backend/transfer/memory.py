@@ -13,9 +13,9 @@ import numpy as np
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.transfer.sources import LoadContext, Part, RunningCopy, Source
-from vcache_backend.vram_pool.copier import Completion
+from vcache_backend.vram_pool.copies.copier import Completion
+from vcache_backend.vram_pool.copies.planner import CopyPlan
 from vcache_backend.vram_pool.paged import Int64s
-from vcache_backend.vram_pool.planner import CopyPlan
 from vcache_backend.vram_pool.slots import SlotView
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vcache_backend.errors import LayoutError
+from vcache_backend.vram_pool.copies.planner import CopyPlan, plan_blocks, whole_blocks
 from vcache_backend.vram_pool.paged import PagedKV
-from vcache_backend.vram_pool.planner import CopyPlan, plan_blocks, whole_blocks
 
 Int64s = npt.NDArray[np.int64]
 

@@ -14,8 +14,8 @@ from vcache_backend.transfer.leases import AskedLease, Lease
 from vcache_backend.transfer.memory import MemoryPart
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.sources import LoadContext, Settled
+from vcache_backend.vram_pool.copies.planner import plane_offsets
 from vcache_backend.vram_pool.paged import Int64s
-from vcache_backend.vram_pool.planner import plane_offsets
 
 POLL_SECONDS = 0.0002
 """How often a load asks for chunks that another instance is still computing."""

@@ -20,7 +20,7 @@ from vcache_backend.resident.tables import Tables
 from vcache_backend.transfer import sender
 from vcache_backend.transfer.sender import BackgroundSender
 from vcache_backend.transfer.stats import EngineStats
-from vcache_backend.vram_pool.copier import Mark
+from vcache_backend.vram_pool.copies.copier import Mark
 
 log = logging.getLogger(__name__)
 

@@ -23,11 +23,11 @@ from vcache_backend.transfer.layout import Layout, with_codec
 from vcache_backend.transfer.leases import LeaseClient
 from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.vram_pool import devices, pool
-from vcache_backend.vram_pool.copier import Copier, HostCopier
+from vcache_backend.vram_pool.copies.copier import Copier, HostCopier
+from vcache_backend.vram_pool.copies.uploads import Uploader, make_uploader
 from vcache_backend.vram_pool.paged import PagedKV
 from vcache_backend.vram_pool.pinned_pool import PinnedPool
 from vcache_backend.vram_pool.slots import SlotView
-from vcache_backend.vram_pool.uploads import Uploader, make_uploader
 
 if TYPE_CHECKING:
     from vcache_backend.offload.read import Fetch
@@ -281,6 +281,6 @@ def make_copier(device: devices.Device, config: Config) -> Copier:
     if device.ordinal is None:
         return HostCopier()
     # Needs Triton, which a machine without a GPU may not have.
-    from vcache_backend.vram_pool.cuda_copier import CudaCopier
+    from vcache_backend.vram_pool.copies.cuda_copier import CudaCopier
 
     return CudaCopier(device.ordinal, config.pool.max_ctas)

@@ -17,9 +17,9 @@ from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.transfer.load_stats import LoadStats
 from vcache_backend.transfer.places import Places
 from vcache_backend.transfer.session import Session
-from vcache_backend.vram_pool.copier import Completion, Mark
-from vcache_backend.vram_pool.planner import CopyPlan
-from vcache_backend.vram_pool.uploads import Uploader
+from vcache_backend.vram_pool.copies.copier import Completion, Mark
+from vcache_backend.vram_pool.copies.planner import CopyPlan
+from vcache_backend.vram_pool.copies.uploads import Uploader
 
 if TYPE_CHECKING:
     from vcache_backend.offload.read import Fetch, Staged

@@ -12,7 +12,7 @@ from vcache_backend.metadata_server.messages import ChunkKey, Location, Refusal,
 from vcache_backend.transfer.committer import PendingStore
 from vcache_backend.transfer.places import Places
 from vcache_backend.transfer.stats import EngineStats
-from vcache_backend.vram_pool.copier import Mark
+from vcache_backend.vram_pool.copies.copier import Mark
 
 if TYPE_CHECKING:
     from vcache_backend.transfer.session import Session

@@ -12,7 +12,7 @@ from vcache_backend.errors import LayoutError, VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import MAX_PLANES, MAX_REGIONS, CacheShape
 from vcache_backend.vram_pool.devices import Device
-from vcache_backend.vram_pool.exportable import Region
+from vcache_backend.vram_pool.exports.memory import Region
 from vcache_backend.vram_pool.paged import PagedKV
 
 log = logging.getLogger(__name__)

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 
 from vcache_backend.errors import LayoutError, VCacheError, raising_as
-from vcache_backend.vram_pool import cuda_driver, kernels
-from vcache_backend.vram_pool.copier import Completion, Finished, Mark, check, check_rows
+from vcache_backend.vram_pool import cuda_driver
+from vcache_backend.vram_pool.copies import kernels
+from vcache_backend.vram_pool.copies.copier import Completion, Finished, Mark, check, check_rows
+from vcache_backend.vram_pool.copies.planner import CopyPlan
 from vcache_backend.vram_pool.paged import Int64s, PagedKV
-from vcache_backend.vram_pool.planner import CopyPlan
 from vcache_backend.vram_pool.slots import SlotView
 
 CLOSE_SECONDS = 5.0

@@ -24,7 +24,7 @@ from torch import overrides
 from torch.overrides import TorchFunctionMode
 
 from vcache_backend.seals import FUTURE_WRITE, RESIZING
-from vcache_backend.vram_pool.exportable import Region
+from vcache_backend.vram_pool.exports.memory import Region
 
 _MADV_POPULATE_WRITE = 23
 """In Linux since 5.14; not in Python's mmap."""

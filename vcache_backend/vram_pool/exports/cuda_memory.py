@@ -25,7 +25,7 @@ import torch
 from vcache_backend.errors import SegmentError
 from vcache_backend.vram_pool import cuda_driver
 from vcache_backend.vram_pool.cuda_driver import Driver
-from vcache_backend.vram_pool.exportable import Region
+from vcache_backend.vram_pool.exports.memory import Region
 
 log = logging.getLogger(__name__)
 

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from vcache_backend.vram_pool.copier import Completion, Copier, Mark
+from vcache_backend.vram_pool.copies.copier import Completion, Copier, Mark
+from vcache_backend.vram_pool.copies.planner import CopyPlan
 from vcache_backend.vram_pool.paged import PagedKV
-from vcache_backend.vram_pool.planner import CopyPlan
 from vcache_backend.vram_pool.slots import SlotView
 
 if TYPE_CHECKING:
-    from vcache_backend.vram_pool.cuda_copier import CudaCompletion
+    from vcache_backend.vram_pool.copies.cuda_copier import CudaCompletion
 
 BOUNCE_BYTES = 256 << 20
 """The most device memory for chunks on their way into the KV cache: as much as crosses the link to
@@ -98,7 +98,7 @@ class CudaUploader:
     def scatter(
         self, kv: PagedKV, plan: CopyPlan, chunks: Sequence[HostChunk], after: Mark | None = None
     ) -> Completion:
-        from vcache_backend.vram_pool.cuda_copier import CudaCompletion, CudaMark
+        from vcache_backend.vram_pool.copies.cuda_copier import CudaCompletion, CudaMark
 
         with torch.cuda.device(self._device):
             if self._last is not None:

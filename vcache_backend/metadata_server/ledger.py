@@ -1,0 +1,254 @@
+"""The ledger: what the next server must know of the pool, in memory that the clients hold, too.
+
+The server writes each change there before it sends an answer that depends on the change. Every
+client gets a read-only descriptor of the memory with its welcome, and shows it to the next server.
+So the ledger lives as long as the segments do: as long as the server or any client.
+
+The memory is a memfd. Its first page is the header; behind it lie two areas, of which one is valid.
+An area holds frames: the length of a record, then the record as MessagePack. The server first
+writes the frames and then stores their number of bytes, with the area that holds them, as one word
+of the header. So whoever kills the server leaves the ledger of before the write or of after it.
+Compaction copies what still holds to the other area, a slice at a time, while new records go to
+both; the same word then switches from one area to the other, for all clients at once.
+
+Only the server's user and root can write there: the mode is 0600, and the clients' descriptors are
+open for reading alone. The server keeps the file locked until its process ends, so no other server
+takes over what this one may still change. Who takes over marks the ledger as ended, for good: from
+then on the memory of the segments follows another ledger."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import mmap
+import os
+import stat
+import struct
+from collections.abc import Callable, Iterable, Iterator
+
+import msgspec
+
+from vcache_backend.metadata_server import processes
+from vcache_backend.metadata_server.records import LedgerState, Record
+
+log = logging.getLogger(__name__)
+
+COMPACT_BYTES = 16 << 20
+"""A smaller ledger is never compacted."""
+GROWTH = 3
+"""A ledger is compacted once it is this many times as large as after the last compaction."""
+SLICE_BYTES = 1 << 16
+"""Bytes of records that are read again in one turn of the server's loop, and the rest of one."""
+FREED_BYTES = 1 << 20
+"""Bytes that are given back to the system in one turn."""
+AREAS = (mmap.PAGESIZE, 1 << 40)
+"""Where the two areas start. Pages that nobody has written take no memory."""
+MAGIC = int.from_bytes(b"vcacheL1")
+"""Changes with the format."""
+_MAGIC, _EPOCH, _VALID, _ENDED = range(4)
+"""The words of the header. The lowest bit of the valid word names the area."""
+_WORDS = struct.Struct("=4Q")
+_NAMESPACES = 64
+"""Where the header names the namespaces to which the records' pids belong."""
+_LENGTH = struct.Struct("=I")
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+
+
+class Damaged(Exception):
+    """The ledger cannot be what a server wrote. The text says why."""
+
+
+class Ledger:
+    """The ledger of this server. One thread."""
+
+    def __init__(self, epoch: int) -> None:
+        """`fd` is for clients; it stays this object's."""
+        self._file = os.memfd_create("vcache-ledger", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        os.fchmod(self._file, 0o600)
+        os.ftruncate(self._file, mmap.PAGESIZE)
+        fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _SEALS)
+        os.pwrite(self._file, processes.namespaces(), _NAMESPACES)
+        self._header = mmap.mmap(self._file, mmap.PAGESIZE)
+        self._words = memoryview(self._header).cast("Q")
+        self._words[_MAGIC], self._words[_EPOCH] = MAGIC, epoch
+        self.fd = os.open(_reopened(self._file), os.O_RDONLY | os.O_CLOEXEC)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._area = _Area(self._file, 0)
+        self._next: _Area | None = None
+        self._old: Iterator[tuple[int, Record]] = iter(())
+        self._freed: Iterator[None] = iter(())
+        self._base = 0
+        """The size of the valid area after the last compaction."""
+
+    def write(self, records: list[Record], still: Callable[[Record], Iterable[Record]]) -> None:
+        """Write records. On return they outlive this process, and answers may leave.
+
+        Also does a slice of compaction, if one is due: it keeps what is `still` true. If the memory
+        cannot be written, the ledger ends, and the next server starts empty."""
+        if self._words[_ENDED]:
+            return
+        try:
+            if records:
+                frames = self._encoded(records)
+                self._area.append(frames)
+                if self._next is not None:
+                    self._next.append(frames)
+            self._compact(still)
+            self._words[_VALID] = self._area.valid
+        except (OSError, Damaged) as error:
+            log.error("ledger: %s; going on without one, a restart will be cold", error)
+            self._words[_ENDED] = self._words[_EPOCH]
+
+    def close(self) -> None:
+        """Close the memory, which unlocks the ledger for the next server. Idempotent."""
+        if self.fd < 0:
+            return
+        self._words.release()
+        self._header.close()  # it has the file open, too
+        os.close(self._file)
+        os.close(self.fd)
+        self.fd = -1
+
+    def _encoded(self, records: Iterable[Record]) -> bytearray:
+        frames = bytearray()
+        for record in records:
+            body = self._encoder.encode(record)
+            frames += _LENGTH.pack(len(body)) + body
+        return frames
+
+    def _compact(self, still: Callable[[Record], Iterable[Record]]) -> None:
+        if self._next is None:
+            more_to_free = next(self._freed, True) is None
+            if more_to_free or self._area.size < max(COMPACT_BYTES, GROWTH * self._base):
+                return
+            self._next = _Area(self._file, 1 - self._area.number)
+            self._old = self._area.records(self._area.size)
+        kept = list[Record]()
+        read = 0
+        for nbytes, record in self._old:
+            kept += still(record)
+            read += nbytes
+            if read >= SLICE_BYTES:
+                break
+        self._next.append(self._encoded(kept))
+        if read < SLICE_BYTES:
+            self._freed = self._area.free()
+            self._area = self._next
+            self._next = None
+            self._base = self._area.size
+
+
+class _Area:
+    """One of the two areas: frames, one after the other."""
+
+    def __init__(self, file: int, number: int, size: int = 0) -> None:
+        self._file, self.number, self.size = file, number, size
+
+    @property
+    def valid(self) -> int:
+        """The word that makes this area, as it is now, the valid one."""
+        return self.size << 1 | self.number
+
+    def append(self, frames: bytearray) -> None:
+        view = memoryview(frames)
+        while view:
+            written = os.pwrite(self._file, view, AREAS[self.number] + self.size)
+            self.size += written
+            view = view[written:]
+
+    def records(self, size: int) -> Iterator[tuple[int, Record]]:
+        """The records in the first `size` bytes, each with the bytes of its frame. Raises
+        Damaged.
+        """
+        decoder = msgspec.msgpack.Decoder(Record)
+        at = 0
+        while at < size:
+            start = AREAS[self.number] + at
+            head = os.pread(self._file, _LENGTH.size, start)
+            length = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else size
+            at += _LENGTH.size + length
+            if at > size:
+                raise Damaged(f"the frame at byte {start:,} is longer than what is valid")
+            try:
+                record = decoder.decode(os.pread(self._file, length, start + _LENGTH.size))
+            except msgspec.DecodeError as error:
+                raise Damaged(f"the record at byte {start:,} cannot be decoded: {error}") from error
+            yield _LENGTH.size + length, record
+
+    def free(self) -> Iterator[None]:
+        """Give the memory back to the system, a piece at each step."""
+        with mmap.mmap(self._file, self.size, offset=AREAS[self.number]) as pages:
+            for at in range(0, self.size, FREED_BYTES):
+                pages.madvise(mmap.MADV_REMOVE, at, min(FREED_BYTES, self.size - at))
+                yield
+
+
+class EarlierLedger:
+    """The ledger of an earlier server, as a client shows it."""
+
+    def __init__(self, fd: int) -> None:
+        """OSError unless a server of this user made the memory. `fd` stays the caller's.
+
+        A client of another user cannot forge a ledger: the file would belong to that user. Nor can
+        it write one to other memory of this user, since none but a ledger has the mode 0600."""
+        status = os.fstat(fd)
+        own = stat.S_ISREG(status.st_mode) and stat.S_IMODE(status.st_mode) == 0o600
+        if not own or status.st_uid != os.geteuid():
+            raise OSError(f"it is no ledger of uid {os.geteuid()}")
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise OSError("it can shrink")
+        self._file = os.open(_reopened(fd), os.O_RDWR | os.O_CLOEXEC)
+        head = os.pread(self._file, _WORDS.size, 0)
+        if len(head) < _WORDS.size or _WORDS.unpack(head)[_MAGIC] != MAGIC:
+            os.close(self._file)
+            raise OSError("it is no ledger, or one of another version")
+        self.epoch = _WORDS.unpack(head)[_EPOCH]
+        """The epoch of the server that wrote the ledger."""
+
+    @property
+    def heir(self) -> int:
+        """The epoch of the server that took over. 0: nobody has. That of the writer: it gave up."""
+        return self._word(_ENDED)
+
+    @property
+    def same_pids(self) -> bool:
+        """Whether a pid means the same process here as in the records."""
+        mine = processes.namespaces()
+        return os.pread(self._file, len(mine), _NAMESPACES) == mine
+
+    def take_over(self, epoch: int) -> bool:
+        """End the ledger, so that nobody else takes it over. False if somebody has, or if its
+        server still runs, stopped or not.
+        """
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        if self.heir:
+            return False
+        os.pwrite(self._file, epoch.to_bytes(8, "little"), 8 * _ENDED)
+        return True
+
+    def read(self) -> LedgerState:
+        """What the ledger describes. Damaged if no server can have written it."""
+        state, valid = LedgerState(), self._word(_VALID)
+        try:
+            for _, record in _Area(self._file, valid & 1).records(valid >> 1):
+                state.apply(record)
+            state.check()
+        except ValueError as error:
+            raise Damaged(f"its records contradict each other: {error}") from error
+        return state
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def _word(self, number: int) -> int:
+        words: tuple[int, ...] = _WORDS.unpack(os.pread(self._file, _WORDS.size, 0))
+        return words[number]
+
+
+def _reopened(fd: int) -> str:
+    """A path by which an open file is opened once more, with another mode."""
+    return f"/proc/self/fd/{fd}"
