@@ -22,8 +22,13 @@ from vcache_backend.integration.vllm import duplicates
 from vcache_backend.integration.vllm.duplicates import Duplicates
 from vcache_backend.integration.vllm.metadata import LoadSpec
 from vcache_backend.integration.vllm.request_params import DEFAULT
-from vcache_backend.integration.vllm.resident_pool import GENERATIONS, NUMBERS, ResidentPool
-from vcache_backend.integration.vllm.tracked import Tracked
+from vcache_backend.integration.vllm.resident_pool import (
+    GENERATIONS,
+    NUMBERS,
+    KVBlocks,
+    ResidentPool,
+)
+from vcache_backend.integration.vllm.tracked import StoreState, Tracked
 from vcache_backend.resident.generations import Generations, GenerationView
 
 INSTANCE, OWNER, BLOCKS, EACH = b"i" * 16, b"o" * 16, 12, 2
@@ -57,7 +62,9 @@ class Watched:
         self.pool, self.resets = Observed(self.generations), 0
         self.owner = Generations(OWNER, BLOCKS)
         theirs = GenerationView.open(self.owner.fd, OWNER, BLOCKS)
-        self.duplicates = Duplicates(self.pool, self.generations, EACH, lambda instance: theirs)
+        self.duplicates = Duplicates(
+            KVBlocks(self.pool), self.generations, EACH, lambda instance: theirs
+        )
         self.watch = ResidentPool(
             self.pool, self.generations, self._reset, self.duplicates.give_way
         )
@@ -95,9 +102,9 @@ class Watched:
             SimpleNamespace(num_tokens=4 * len(ids)),
             DEFAULT,
             loads=True,
-            rows=[array(NUMBERS, ids)],
+            store=StoreState([array(NUMBERS, ids)]),
         )
-        tracked.generations = array(GENERATIONS, self.view.counters[ids])
+        tracked.resident.generations = array(GENERATIONS, self.view.counters[ids])
         at = np.array([[EACH * chunk, EACH * chunk + 1] for chunk in chunks], dtype="<u4")
         lies = {
             number: (OWNER, row.tobytes(), self.owner.counters[row].tobytes())
@@ -174,7 +181,7 @@ def test_nothing_that_lies_here_alone_leaves_before_a_copy_does(
                     SimpleNamespace(num_tokens=4),
                     DEFAULT,
                     loads=True,
-                    rows=[array(NUMBERS, [hit])],
+                    store=StoreState([array(NUMBERS, [hit])]),
                     local=4,
                 ),
                 4,

@@ -189,7 +189,7 @@ def test_what_two_requests_have_loaded_is_found_as_long_as_one_of_them_has_it(
     gone = [block for one in reader.published(both[1], meta) for block in one.blocks]
     for request in both:
         reader.finish(request)
-    reader.half.prefix_cache.evict_blocks(set(gone))
+    reader.half.blocks.evict(set(gone))
     last = reader.add(tokens)
     reader.step()
     assert reader.hit(last) == 3 * CHUNK
@@ -347,7 +347,7 @@ def test_what_was_found_before_a_reset_is_not_loaded_after_it(shared: Callable[[
     owner, other, reader, tokens = shared(), shared(), shared(), new_tokens(3 * CHUNK + 5)
     published = owner.published(computed(owner, tokens), owner.metas[0])
     request = reader.add(tokens)
-    assert reader.half._requests[request.request_id].question is not None
+    assert reader.half._requests[request.request_id].lookup.question is not None
     assert other.scheduler.reset_prefix_cache(reset_connector=True)
     eventually(lambda: reader.half.publications.heard == other.half.publications.heard)
     assert len(published) == 3

@@ -151,7 +151,7 @@ class Side:
     def keys(self, request: Request, count: int = CHUNKS) -> Any:
         tracked = self.half._track(request)
         assert self.half.lookups.name(tracked, count)
-        return tracked.keys[:count]
+        return tracked.lookup.keys[:count]
 
     def put(self, request: Request, count: int = CHUNKS, rank: int = 0) -> None:
         """The request's first chunks are in the pool."""
@@ -273,7 +273,7 @@ def test_an_answer_of_before_a_reset_is_no_answer_after_it(side: Side, ahead: bo
     else:
         assert side.matched(request) == side.matched(request) == (CHUNKS * CHUNK, True)
     assert side.half.reset()
-    assert side.half._track(request).answer is None
+    assert side.half._track(request).lookup.answer is None
     side.half._resets.clearing = False
     assert side.matched(request) == (0, False)
 
@@ -457,7 +457,7 @@ def test_a_chunk_missing_from_the_pool_that_vllm_has_itself_hides_nothing(
 def test_what_vllms_own_cache_has_is_not_asked_for(side: Side) -> None:
     request = new_request()
     own: set[bytes] = set()
-    side.half.prefix_cache = SimpleNamespace(get_cached_block=lambda block, groups: block in own)
+    side.half.blocks = SimpleNamespace(cached=lambda block: block in own)
     before = side.asked()
     own |= set(request.block_hashes[: (CHUNKS - 1) * CHUNK // BLOCK + 1])
     side.half.arrived(request)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -169,18 +169,15 @@ class Sharing:
         ]
         self.epoch = self.client.present(self.keys).epoch
 
-    def publish(
-        self, *specs: tuple[str, int, list[int]], unfilled: Collection[int] = ()
-    ) -> set[str]:
-        """Chunks of requests, each with blocks before it; those that must not be."""
+    def publish(self, *chunks: int) -> None:
+        """Each is a request's."""
         made = [
-            PublicationSpec(request, [self.keys[one]], *self._lies(one), 1, before, self.epoch)
-            for request, one, before in specs
+            PublicationSpec(str(one), [self.keys[one]], *self._lies(one), 1, self.epoch)
+            for one in chunks
         ]
-        spoiled = self.in_place.publish(made, set(unfilled))
+        self.in_place.publish(made)
         assert self.in_place.publisher is not None
         assert self.in_place.publisher.flush(SECONDS)
-        return spoiled
 
     def save(self, *chunks: int) -> None:
         keys, lies = (
@@ -188,7 +185,7 @@ class Sharing:
             zip(*map(self._lies, chunks), strict=True),
         )
         self.in_place.save(
-            PublicationSpec("", keys, *map(b"".join, lies), 0, [], self.epoch), self.stores
+            PublicationSpec("", keys, *map(b"".join, lies), 0, self.epoch), self.stores
         )
 
     def saved(self, chunk: int) -> bool:
@@ -208,14 +205,9 @@ def sharing(here: Node) -> Iterator[Sharing]:
         yield Sharing(here, undo)
 
 
-def test_what_was_computed_from_a_block_that_no_load_filled_is_not_published_nor_saved(
-    sharing: Sharing,
-) -> None:
-    """Its own, or one of a chunk before it; the scheduler is told whose it was."""
-    assert sharing.publish(
-        ("own", 0, []), ("before", 1, [9]), ("right", 2, []), unfilled={1, 9}
-    ) == {"own", "before"}
-    assert [len(sharing.client.find([key]).pooled) for key in sharing.keys] == [0, 0, 1, 0]
+def test_what_was_never_published_is_not_saved(sharing: Sharing) -> None:
+    """Nobody knows that it was computed from what it should be."""
+    sharing.publish(2)
     for chunk in range(4):
         sharing.save(chunk)
     assert [sharing.saved(chunk) for chunk in range(4)] == [False, False, True, False]
@@ -230,7 +222,7 @@ def test_what_changes_hands_while_it_is_saved_is_never_found(
 ) -> None:
     if not looks:
         monkeypatch.setattr(Publisher, "holds", lambda self, publication: True)
-    sharing.publish(("one", 0, []), ("other", 1, []))
+    sharing.publish(0, 1)
     sharing.save(0)
     if how == "reset":
         sharing.table.void_all()
@@ -250,7 +242,7 @@ def test_one_that_changes_hands_takes_few_others_along(
 ) -> None:
     """What leaves first is saved first, and is last in what the scheduler says."""
     monkeypatch.setattr(publisher, "TOGETHER", 2)
-    sharing.publish(*((str(chunk), chunk, []) for chunk in range(4)))
+    sharing.publish(*range(4))
     sharing.save(*range(4))
     sharing.table.void([7])
     assert [sharing.saved(chunk) for chunk in range(4)] == [True, True, False, False]
@@ -258,7 +250,7 @@ def test_one_that_changes_hands_takes_few_others_along(
 
 def test_what_was_published_before_somebody_elses_reset_is_not_saved(sharing: Sharing) -> None:
     """Its scheduler has not heard of it."""
-    sharing.publish(("one", 0, []))
+    sharing.publish(0)
     sharing.client.clear(sharing.session.namespace.prefix, reset=True)
     sharing.save(0)
     assert not sharing.saved(0)

@@ -168,8 +168,8 @@ class Scheduler:
         self._warned = False
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> int | None:
-        """As the adapter's, after the request got its tag. 0, without a look-up, if the request must
-        not be cached, or must compute every token for its prompt's log probabilities."""
+        """As the adapter's, after the request got its tag. 0, without a look-up, if the request
+        must not be cached, or must compute every token (for prompt log probabilities)."""
         try:
             cacheable = give_scope(request, self._adapters)
         except Exception as error:  # noqa: BLE001 - vLLM's scheduler would die of it

@@ -104,10 +104,22 @@ class Verbs:
                 "search_range": search_range,
             }
             return theirs(**asked, lookup_id=lookup_id, pin=pin, request_configs=request_configs)
-        total = len(tokens) if tokens is not None else sum(offsets or ())
-        stats = engine.stats_monitor.on_lookup_request(total)
-        found = self._look_up(worker, lookup_id, tokens, hashes, request_configs, search_range)
-        engine.stats_monitor.on_lookup_finished(stats, found)
+        found = 0
+        stats = engine.stats_monitor.on_lookup_request(
+            len(tokens) if tokens is not None else sum(offsets or ())
+        )
+        try:
+            hashes = self._hashes(tokens) if hashes is None else hashes
+            found = (
+                self._look_up(
+                    worker, worker.promise, lookup_id, hashes, request_configs, search_range
+                )
+                * self._size
+            )
+        except Exception as error:  # noqa: BLE001 vLLM's scheduler would wait for an answer
+            self._backend.note_failure("lookup", error)
+        finally:
+            engine.stats_monitor.on_lookup_finished(stats, found)
         return found
 
     def fetch(
@@ -125,11 +137,17 @@ class Verbs:
         scheduler, where the request waits.
         """
         manager, worker, found = self._engine.storage_manager, self._backend.worker, 0
-        if worker is not None and self._engine.is_healthy():
-            found = self._look_up(worker, lookup_id, tokens, hashes, request_configs, search_range)
+        try:
+            if worker is not None and self._engine.is_healthy():
+                hashes = self._hashes(tokens) if hashes is None else hashes
+                found = self._look_up(
+                    worker, worker.promise, lookup_id, hashes, request_configs, search_range
+                )
+        except Exception as error:  # noqa: BLE001 the request would wait for ever
+            self._backend.note_failure("lookup", error)
         # The server's socket belongs to this loop.
         manager.loop.call_soon_threadsafe(
-            manager.async_lookup_server.send_response_to_scheduler, lookup_id, found
+            manager.async_lookup_server.send_response_to_scheduler, lookup_id, found * self._size
         )
 
     def unpin(self, theirs: Callable[[str], None], lookup_id: str) -> None:
@@ -146,44 +164,31 @@ class Verbs:
         if worker is not None:
             worker.session.leases.release(lease)
 
+    def _hashes(self, tokens: Any) -> list[int]:
+        return [
+            known
+            for _, _, known in self._engine.token_database.process_tokens(tokens, make_key=False)
+        ]
+
     def _look_up(
         self,
         worker: PoolWorker,
+        find: Callable[[list[ChunkKey]], Hit],
         request: str,
-        tokens: Any,
-        hashes: Sequence[int] | None,
-        configs: dict[str, Any] | None,
-        search_range: list[str] | None,
-    ) -> int:
-        """Returns how many leading tokens can be loaded, and keeps the hit for the request. Never
-        raises, since the request waits for the answer.
-        """
-        hit = Hit()
-        try:
-            names = self._names(worker, tokens, hashes, configs, search_range)
-            hit = worker.promise(names) if names else hit
-        except Exception as error:  # noqa: BLE001 - vLLM's scheduler waits for an answer
-            self._backend.note_failure("lookup", error)
-        self._hits.keep(request, hit)
-        return len(hit.names) * self._size
-
-    def _names(
-        self,
-        worker: PoolWorker,
-        tokens: Any,
-        hashes: Sequence[int] | None,
+        hashes: Sequence[int],
         configs: dict[str, Any] | None,
         search_range: list[str] | None = None,
-    ) -> list[ChunkKey]:
-        """The keys of a request's chunks; none if LMCache is not to search this tier for them."""
-        if hashes is None:
-            chunks = self._engine.token_database.process_tokens(tokens, make_key=False)
-            hashes = [chunk_hash for _, _, chunk_hash in chunks]
-        names = worker.names(hashes, tags_of(configs))
-        tiers = self._engine.storage_manager.get_active_storage_backends(
+    ) -> int:
+        """How many leading chunks can be loaded; keeps the hit for the request. find: asks the
+        server.
+        """
+        manager, names = self._engine.storage_manager, worker.names(hashes, tags_of(configs))
+        tiers = manager.get_active_storage_backends(
             search_range=search_range or self._engine.retrieve_locations
         )
-        return names if any(tier is self._backend for _, tier in tiers) else []
+        hit = find(names) if names and any(tier is self._backend for _, tier in tiers) else Hit()
+        self._hits.keep(request, hit)
+        return len(hit.names)
 
     # ---- loads
 
@@ -231,10 +236,11 @@ class Verbs:
         kwargs: dict[str, Any],
     ) -> int:
         """Load the chunks from number `first` on. How many are in place, or will be."""
-        hit = self._hits.take(request)
+        hit, own = self._hits.take(request), f"{request} of vcache"
         if hit is None:
             # There was no look-up, or it was dropped.
-            hit = Hit(self._names(worker, tokens, None, kwargs.get("request_configs")))
+            self._look_up(worker, Hit, own, self._hashes(tokens), kwargs.get("request_configs"))
+            hit = self._hits.take(own) or Hit()
         try:
             count = min(len(hit.names), len(tokens) // self._size)
             if first >= count:

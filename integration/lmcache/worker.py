@@ -5,10 +5,10 @@ keep that from LMCache.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,11 +16,11 @@ import numpy.typing as npt
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryObj
 
-from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.metadata_server.messages import ChunkKey, of_rank
 from vcache_backend.transfer.arguments import KVCaches
 from vcache_backend.transfer.keys import TaggedHashKeys, Tags
 from vcache_backend.transfer.leases import Lease
-from vcache_backend.transfer.load import COPY_SECONDS, Load
+from vcache_backend.transfer.load import SLICE_SECONDS, Load
 from vcache_backend.transfer.places import SlotPlaces
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.store import store
@@ -30,6 +30,8 @@ from .scope import scoped
 
 log = logging.getLogger(__name__)
 
+COPY_SECONDS = 10.0
+"""How long a load waits for its next chunk. A copy takes milliseconds."""
 Slots = npt.NDArray[np.int64]
 
 
@@ -43,9 +45,10 @@ class Hit:
     lease: Lease | None = None
 
 
-class _Launched(NamedTuple):
-    """A load under way. slots: those of the request's tokens. starts: the first token of each chunk
-    that it was to bring. skip: tokens before this one are not written."""
+@dataclass
+class _PendingLoad:
+    """A load that was launched and not settled yet. starts: the first token of each chunk. slots:
+    those of the request's tokens. skip: tokens before this one are not written."""
 
     load: Load
     slots: Slots
@@ -73,7 +76,7 @@ class PoolWorker:
         self.session, self.kvcaches, self.settles = session, kvcaches, False
         self._names = TaggedHashKeys(session.namespace, session.rank)
         self._ranks, self._needs_scope, self._unscoped = ranks, needs_scope, False
-        self._launched: list[_Launched] = []
+        self._loading: list[_PendingLoad] = []
 
     # ---- look-ups
 
@@ -83,7 +86,7 @@ class PoolWorker:
 
     def contains(self, keys: Sequence[CacheEngineKey]) -> int:
         """How many leading chunks every rank has. Takes no lease."""
-        found = self.session.lookup(self._named(keys), self._ranks)
+        found = self.session.lookup(of_rank(self._named(keys), 0), self._ranks)
         self._count(len(keys), found)
         return found
 
@@ -91,7 +94,7 @@ class PoolWorker:
         """The leading chunks that every rank can load, with a lease on this rank's part."""
         asked = len(names)
         if self._ranks > 1:
-            names = names[: self.session.lookup(names, self._ranks)]
+            names = names[: self.session.client.lookup(of_rank(names, 0), self._ranks)]
         lease = self.session.leases.acquire(names) if names else None
         hit = Hit(names[: self._readable(lease)], lease) if lease is not None else Hit()
         self._count(asked, len(hit.names))
@@ -128,10 +131,18 @@ class PoolWorker:
         places = SlotPlaces(self.session.bind(self.kvcaches), size, slots, starts, skip, whole=True)
         load = Load(self.session, places, names, lease=self._lease_on(hit, first, count))
         if not self.settles:
-            return load.finish(COPY_SECONDS)
-        reached = load.launch(COPY_SECONDS)
-        self._launched.append(_Launched(load, slots, starts[:reached], skip))
-        return reached
+            return load.run(COPY_SECONDS)
+        reached, until = 0, time.monotonic() + COPY_SECONDS
+        while not load.advance() and load.reached < len(names):
+            if load.reached > reached:
+                reached, until = load.reached, time.monotonic() + COPY_SECONDS
+            elif time.monotonic() > until:
+                break
+            else:
+                load.wait(SLICE_SECONDS)
+        load.hold()
+        self._loading.append(_PendingLoad(load, slots, starts[: load.reached], skip))
+        return load.reached
 
     def _lease_on(self, hit: Hit, first: int, count: int) -> Lease | None:
         """The hit's lease, cut to these chunks. None if it has no time for a copy."""
@@ -144,15 +155,21 @@ class PoolWorker:
         )
 
     def settle(self, block_size: int) -> set[int]:
-        """Wait for the loads that were launched. Returns the KV blocks, of `block_size` tokens
-        each, that they did not fill.
+        """Wait for the loads that were launched. The KV blocks, of `block_size` tokens each, that
+        they did not fill.
         """
-        loads, self._launched = self._launched, []
+        loads, self._loading = self._loading, []
         bad: set[int] = set()
-        for load, slots, starts, skip in loads:
-            for start in starts[load.finish(COPY_SECONDS) :]:
-                tokens = slots[max(start, skip) : max(start + self.session.chunk_size, skip)]
-                bad |= set((tokens // block_size).tolist())
+        for loading in loads:
+            try:
+                loaded = loading.load.run(COPY_SECONDS)
+            except Exception as error:  # noqa: BLE001 - what is not known to be right is reported to vLLM as wrong
+                loaded = self.session.miss("load", error)
+            for start in loading.starts[loaded:]:
+                tokens = slice(
+                    max(start, loading.skip), max(start + self.session.chunk_size, loading.skip)
+                )
+                bad |= set((loading.slots[tokens] // block_size).tolist())
         return bad
 
     # ---- stores

@@ -10,8 +10,6 @@ from collections.abc import Set as AbstractSet
 from math import inf
 from typing import Any
 
-import msgspec
-
 from vcache_backend.config import Config
 from vcache_backend.transfer.keys import state_keys
 
@@ -22,7 +20,7 @@ from .leftovers import Leftovers
 from .lookups import Lookups
 from .metadata import StepMetadata, StoreSpec
 from .resident_pool import NUMBERS
-from .tracked import NEVER, Tracked
+from .tracked import Tracked
 
 
 class Completions:
@@ -92,7 +90,9 @@ class Completions:
                 continue
             if request_id in cached.resumed_req_ids:
                 self.own(
-                    tracked, added if added is not None else [[] for _ in tracked.rows], anew=True
+                    tracked,
+                    added if added is not None else [[] for _ in tracked.store.rows],
+                    anew=True,
                 )
                 self._begin(tracked, computed)
             elif added is not None:
@@ -111,26 +111,27 @@ class Completions:
     def stop(self, requests: Iterable[Tracked]) -> None:
         """The blocks of these requests are no longer known: store nothing more of them."""
         for tracked in requests:
-            tracked.params = msgspec.structs.replace(tracked.params, store=False)
-            tracked.complete_at, tracked.filled = inf, NEVER
+            tracked.store.complete_at = inf
+            if self._publications is not None:
+                self._publications.stop(tracked)
 
     def own(self, tracked: Tracked, rows: Sequence[Sequence[int]], anew: bool) -> None:
         """vLLM has given the request these blocks, by block table. anew: they are all that it
         has.
         """
         if anew:
-            tracked.rows = [array(NUMBERS, row) for row in rows]
+            tracked.store.rows = [array(NUMBERS, row) for row in rows]
         else:
-            for own, row in zip(tracked.rows, rows, strict=True):
+            for own, row in zip(tracked.store.rows, rows, strict=True):
                 own.extend(row)
 
     def stored(self, tracked: Tracked, chunks: int) -> None:
         """So many of the request's leading chunks are stored or on their way."""
-        tracked.stored = chunks
+        tracked.store.stored = chunks
         stores = self._stores_allowed and tracked.params.store and not self._instance.refused
         if stores and self._prompts_only:
             stores = tracked.request.num_prompt_tokens >= (chunks + 1) * self._size
-        tracked.complete_at = (chunks + 1) * self._size if stores else inf
+        tracked.store.complete_at = (chunks + 1) * self._size if stores else inf
 
     def expect(self, tracked: Tracked, first: int, stop: int) -> None:
         """The request's chunks [first, stop) may be stored: remember their KV events, if anybody
@@ -144,7 +145,7 @@ class Completions:
             event = block_stored(
                 tracked.request, *tokens, self._hash_block, self._event_medium, self._spec_kind
             )
-            announcer.expect(tracked.keys[number], event)
+            announcer.expect(tracked.lookup.keys[number], event)
 
     # ---- inside
 
@@ -157,17 +158,20 @@ class Completions:
 
     def _computes(self, tracked: Tracked, computed: int, reached: int, meta: StepMetadata) -> None:
         """The step computes tokens from number `computed` up to `reached` of the request."""
-        if self._publications is not None and reached >= (tracked.filled + 1) * self._block:
+        if (
+            self._publications is not None
+            and reached >= (tracked.resident.filled + 1) * self._block
+        ):
             # As vLLM counts them: speculative tokens do not count.
             known = min(reached, tracked.request.num_tokens) // self._block
-            filled = min(known, len(tracked.rows[0]))
-            if filled > tracked.filled:
+            filled = min(known, len(tracked.store.rows[0]))
+            if filled > tracked.resident.filled:
                 self._publications.fill(tracked, filled)
         # One table's blocks may be sure and another's not: ask of all.
-        sure = not tracked.outdated and (
-            not self._unsure or all(map(self._unsure.isdisjoint, tracked.rows))
+        sure = not tracked.leftover.outdated and (
+            not self._unsure or all(map(self._unsure.isdisjoint, tracked.store.rows))
         )
-        if reached >= tracked.complete_at and sure:
+        if reached >= tracked.store.complete_at and sure:
             self._complete(tracked, computed, reached, meta)
         if self._groups is not None and self._groups.states and sure:
             self._keep_states(tracked, self._groups, reached, meta)
@@ -179,7 +183,7 @@ class Completions:
         the one that it was loaded with.
         """
         request = tracked.request
-        ends = groups.ended(tracked.rows, reached, self._offered.get(request.request_id, ()))
+        ends = groups.ended(tracked.store.rows, reached, self._offered.get(request.request_id, ()))
         known = request.num_prompt_tokens if self._prompts_only else request.num_tokens
         stores = self._stores_allowed and tracked.params.store and not self._instance.refused
         for tokens, blocks in ends.items():
@@ -194,9 +198,9 @@ class Completions:
                 # A chunk is stored whole: the state's last block, repeated, fills what is left of
                 # it.
                 blocks = blocks + blocks[-1:] * (groups.parts * groups.blocks - len(blocks))
-                keys = state_keys(tracked.keys[chunks - 1 : chunks], groups.parts)
+                keys = state_keys(tracked.lookup.keys[chunks - 1 : chunks], groups.parts)
                 meta.stores.append(
-                    StoreSpec(request.request_id, keys, blocks, tracked.keys[:chunks])
+                    StoreSpec(request.request_id, keys, blocks, tracked.lookup.keys[:chunks])
                 )
 
     def _complete(self, tracked: Tracked, before: int, computed: int, meta: StepMetadata) -> None:
@@ -205,11 +209,11 @@ class Completions:
 
         Speculative tokens do not count: they, and what was computed from them, may be taken back.
         """
-        if computed < tracked.complete_at:
+        if computed < tracked.store.complete_at:
             return
-        request, size, first = tracked.request, self._size, tracked.stored
+        request, size, first = tracked.request, self._size, tracked.store.stored
         known = request.num_prompt_tokens if self._prompts_only else request.num_tokens
-        rows, several = tracked.rows, self._groups
+        rows, several = tracked.store.rows, self._groups
         length = len(rows[0]) * self._block if several is None else several.length(rows)
         ready = min(min(computed, known, length) // size, len(request.block_hashes) // self._hashes)
         if ready <= first or not self._instance.open() or not self._lookups.name(tracked, ready):
@@ -223,12 +227,14 @@ class Completions:
             meta.publications += self._publications.complete(tracked, first, ready, loaded)
             self.stored(tracked, ready)
             return
-        keys, each = tracked.keys[first:ready], self._per_chunk
+        keys, each = tracked.lookup.keys[first:ready], self._per_chunk
         blocks = (
             rows[0][first * each : ready * each].tolist()
             if several is None
             else several.chunks(rows, first, ready)
         )
         if keys:
-            meta.stores.append(StoreSpec(request.request_id, keys, blocks, tracked.keys[:first]))
+            meta.stores.append(
+                StoreSpec(request.request_id, keys, blocks, tracked.lookup.keys[:first])
+            )
         self.stored(tracked, ready)

@@ -280,9 +280,10 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return compat.transfer_results()
         return compat.transfer_results(worker.finished(), worker.loads.failed())
 
-    @answers(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """The blocks that loads did not fill since the last call, vLLM's numbers."""
+        """The blocks that loads did not fill since the last call, vLLM's numbers. Not guarded,
+        since it cannot raise: after no answer vLLM would count the blocks as filled.
+        """
         return self._worker.loads.invalid() if self._worker is not None else set()
 
     @answers(None)

@@ -9,8 +9,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
-from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +19,7 @@ from vcache_backend.transfer.resident import ResidentChunk
 
 from .metadata import LoadSpec
 from .replicas import Replica
-from .resident_pool import NUMBERS
+from .resident_pool import KVBlocks
 from .tracked import Tracked
 
 log = logging.getLogger("vllm.vcache")
@@ -37,7 +36,6 @@ MOST_LOOKED = 128
 """Useless copies skipped at once, at most: thousands of them, when an owner is gone, would hold up
 a step for 20 ms.
 """
-_USERS = attrgetter("ref_cnt")
 
 
 class Copy(NamedTuple):
@@ -55,12 +53,12 @@ class Duplicates:
 
     def __init__(
         self,
-        pool: Any,
+        pool: KVBlocks,
         generations: Generations,
         each: int,
         view: Callable[[bytes], GenerationView | None],
     ) -> None:
-        """pool: vLLM's `BlockPool`. each: blocks of a chunk. view: another instance's generations;
+        """each: blocks of a chunk. view: another instance's generations;
         None if it is gone.
         """
         self._pool, self._generations, self._each, self._view = pool, generations, each, view
@@ -88,7 +86,7 @@ class Duplicates:
         """The request has ended: note its duplicates, unless it looks like a conversation (see
         SHORT). block_size: in tokens.
         """
-        each, row, right = self._each, tracked.rows[0], tracked.generations
+        each, row, right = self._each, tracked.store.rows[0], tracked.resident.generations
         if used := row[: tracked.local // block_size]:
             self._marked[used] = self._next[used] = 0
         copies = [
@@ -130,36 +128,20 @@ class Duplicates:
     # ---- inside
 
     def _give_way(self, count: int) -> None:
-        queue, counters = self._pool.free_block_queue, self._generations.counters
-        needed, block = min(count, queue.num_free_blocks), queue.fake_free_list_head.next_free_block
+        counters = self._generations.counters
+        count = min(count, self._pool.free)
         # Reading one number from a memoryview takes half as long as from an array.
-        given, now = self._next.data, counters.data
-        while needed > 0 and (
-            block.block_hash is None or given[block.block_id] == now[block.block_id]
-        ):
-            needed, block = needed - 1, block.next_free_block
-        chosen, looks = list[Any](), min(MOST_LOOKED + needed // self._each, len(self._copies))
+        useless = self._pool.useless(count, self._next.data, counters.data)
+        needed, chosen = count - useless, list[int]()
+        looks = min(MOST_LOOKED + needed // self._each, len(self._copies))
         while len(chosen) < needed and looks:
-            some = [
-                self._copies.popleft()
-                for _ in range(min(looks, -(-(needed - len(chosen)) // self._each)))
-            ]
-            looks -= len(some)
-            chosen += self._taken(some)
-        # Often they are at the head already, in this order.
-        there = 0
-        while there < len(chosen) and chosen[there] is block:
-            there, block = there + 1, block.next_free_block
-        out = list[Any]()
-        try:
-            for one in chosen[there:]:
-                queue.remove(one)
-                out.append(one)
-        finally:
-            # Whatever fails, no block stays out of the queue.
-            queue.prepend_n(out)
-        numbers = array(NUMBERS, [one.block_id for one in chosen])
-        self._next[numbers] = counters[numbers]
+            most = min(looks, -(-(needed - len(chosen)) // self._each))
+            chosen += self._taken([self._copies.popleft() for _ in range(most)])
+            looks -= most
+        if chosen:
+            # Often they lie there already.
+            self._pool.to_head(chosen, useless)
+            self._next[chosen] = counters[chosen]
 
     def _intact(self, blocks: UInt32s, generations: UInt64s) -> npt.NDArray[np.bool_]:
         """For each copy, whether its blocks are unchanged and unused since."""
@@ -169,11 +151,11 @@ class Duplicates:
         intact: npt.NDArray[np.bool_] = same.reshape(-1, self._each).all(axis=1)
         return intact
 
-    def _taken(self, some: list[Copy]) -> list[Any]:
+    def _taken(self, some: list[Copy]) -> list[int]:
         """The blocks of these copies, each copy's last block first; without copies that were or are
         used, or that their owner has lost.
         """
-        (blocks, generations), pool, each = _lie(some), self._pool.blocks, self._each
+        (blocks, generations), each = _lie(some), self._each
         right = self._intact(blocks, generations)
         for owner in {one.theirs[0] for one in some}:
             numbers, view = (
@@ -194,13 +176,17 @@ class Duplicates:
                 right[numbers] &= (
                     view.right(theirs.blocks, theirs.generations).reshape(-1, each).all(axis=1)
                 )
-        taken = [
-            pool[block] for block in blocks.reshape(-1, each)[right, ::-1].reshape(-1).tolist()
-        ]
-        if not any(map(_USERS, taken)):
+        taken: list[int] = blocks.reshape(-1, each)[right, ::-1].reshape(-1).tolist()
+        used = self._pool.used(taken)
+        if not any(used):
             return taken
-        chunks = [taken[at : at + each] for at in range(0, len(taken), each)]
-        return [block for chunk in chunks if not any(map(_USERS, chunk)) for block in chunk]
+        chunks = range(0, len(taken), each)
+        return [
+            block
+            for at in chunks
+            if not any(used[at : at + each])
+            for block in taken[at : at + each]
+        ]
 
 
 def _lie(some: list[Copy]) -> tuple[UInt32s, UInt64s]:

@@ -7,15 +7,15 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from vcache_backend.metadata_server.messages import ChunkKey, Heard
 from vcache_backend.resident.generations import Generations, UInt32s, UInt64s
-from vcache_backend.transfer.sender import BackgroundSender
+from vcache_backend.transfer.outbox import Outbox
 
 from .replicas import Replica
+from .resident_pool import KVBlocks
 
 log = logging.getLogger("vllm.vcache")
 
@@ -28,10 +28,7 @@ earlier.
 
 
 def tell(
-    sender: BackgroundSender | None,
-    keys: list[ChunkKey],
-    first: int,
-    residents: Mapping[int, Replica],
+    outbox: Outbox | None, keys: list[ChunkKey], first: int, residents: Mapping[int, Replica]
 ) -> None:
     """Tell the owners of these chunks, in the background, that a load reads them. residents:
     numbered from the request's chunk `first` on.
@@ -39,9 +36,9 @@ def tell(
     The hint names the whole prefix, since the chunks are useless without those before them.
     """
     ends = {owner: first + chunk + 1 for chunk, (owner, _, _) in sorted(residents.items())}
-    if sender is not None:
+    if outbox is not None:
         for owner, end in ends.items():
-            sender.hint(owner, keys[:end])
+            outbox.hint(owner, keys[:end])
 
 
 class Hints:
@@ -49,9 +46,9 @@ class Hints:
     the rest in the scheduler's.
     """
 
-    def __init__(self, pool: Any, generations: Generations, each: int) -> None:
-        """pool: vLLM's `BlockPool`. each: blocks of a chunk."""
-        self._pool, self._generations, self._each = pool, generations, each
+    def __init__(self, blocks: KVBlocks, generations: Generations, each: int) -> None:
+        """each: blocks of a chunk."""
+        self._blocks, self._generations, self._each = blocks, generations, each
         self._waiting: deque[tuple[UInt32s, UInt64s]] = deque()
         self._left = MOST_BLOCKS
 
@@ -87,9 +84,5 @@ class Hints:
             self._waiting.appendleft((blocks[left:], generations[left:]))
         blocks, generations = blocks[:left], generations[:left]
         self._left -= len(blocks)
-        pool, queue = self._pool, self._pool.free_block_queue
-        for number in blocks[self._generations.counters[blocks] == generations].tolist():
-            block = pool.blocks[number]
-            if not block.ref_cnt:
-                queue.remove(block)
-                queue.append(block)
+        same = self._generations.counters[blocks] == generations
+        self._blocks.to_end(blocks[same].tolist())

@@ -36,7 +36,7 @@ def _names(
     instance: Introduction, tracked: Tracked, load: LoadSpec, first: int, stop: int
 ) -> list[str]:
     """The place of each of the chunks [first, stop); "" if it is not known."""
-    answer, everywhere = tracked.answer, {NAMES[place] for place in instance.places.values()}
+    answer, everywhere = tracked.lookup.answer, {NAMES[place] for place in instance.places.values()}
     if tracked.params.announced:
         # Another instance is computing these chunks, so it is not known yet where in the pool they
         # will lie.
@@ -64,5 +64,7 @@ def _segments(instance: Introduction, tracked: Tracked, first: int, pooled: list
     """
     if instance.client is not None and pooled:
         with suppress(VCacheError):
-            return instance.client.segments_of([tracked.keys[first + number] for number in pooled])
+            return instance.client.segments_of(
+                [tracked.lookup.keys[first + number] for number in pooled]
+            )
     return []

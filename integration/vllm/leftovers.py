@@ -5,9 +5,9 @@ not stored.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from .groups import NULL, Groups
+from .resident_pool import KVBlocks
 from .tracked import Tracked
 
 
@@ -32,19 +32,19 @@ class Leftovers:
         self._right: set[int] = set()
         """Blocks that requests got since the last reset and that hold nothing from before it."""
 
-    def reset(self, pool: Any, requests: Iterable[Tracked]) -> None:
-        """The namespace is reset. pool: vLLM's `BlockPool`, which vLLM may just have reset; None if
-        vLLM has not shown it.
+    def reset(self, blocks: KVBlocks | None, requests: Iterable[Tracked]) -> None:
+        """The namespace is reset. blocks: vLLM may just have reset them; None if vLLM has not shown
+        them.
         """
-        self._kept = pool is None or pool.get_num_free_blocks() < pool.num_gpu_blocks - 1
+        self._kept = blocks is None or blocks.free < blocks.count - 1
         self._resets += 1
         self._right.clear()
         for tracked in requests:
-            tracked.outdated = self._kept
+            tracked.leftover.outdated = self._kept
 
     def loads(self, tracked: Tracked) -> None:
         """A load of the request begins. If a reset comes before its end, it brings old chunks."""
-        tracked.resets = self._resets
+        tracked.leftover.resets = self._resets
 
     def begin(self, tracked: Tracked, computed: int) -> None:
         """The request begins, or resumes, with all of its blocks and `computed` tokens: decide
@@ -56,21 +56,21 @@ class Leftovers:
         # whichever block it is in.
         local = tracked.local
         strange = computed > tracked.supplied or any(local % size for size in self._sizes)
-        late = tracked.supplied > local and tracked.resets != self._resets
+        late = tracked.supplied > local and tracked.leftover.resets != self._resets
         found = {
             block
-            for row, size in zip(tracked.rows, self._sizes, strict=False)
+            for row, size in zip(tracked.store.rows, self._sizes, strict=False)
             for block in row[: local // size]
         }
-        tracked.outdated = strange or late or not found - {NULL} <= self._right
-        self.more(tracked, tracked.rows)
+        tracked.leftover.outdated = strange or late or not found - {NULL} <= self._right
+        self.more(tracked, tracked.store.rows)
 
     def more(self, tracked: Tracked, rows: Iterable[Sequence[int]]) -> None:
         """The request has got more blocks, by block table."""
         if not self._kept:
             return
         for row in rows:
-            if tracked.outdated:
+            if tracked.leftover.outdated:
                 self._right.difference_update(row)
             else:
                 self._right.update(row)

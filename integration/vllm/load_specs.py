@@ -45,14 +45,21 @@ class LoadSpecs:
         """The load of the tokens from `tracked.local` up to `tracked.supplied`, as the look-up
         found them. ValueError if the chunks do not fit the blocks that vLLM wants filled.
         """
-        size, asked, answer, end = self._size, tracked.params, tracked.answer, tracked.supplied
+        size, asked, answer, end = (
+            self._size,
+            tracked.params,
+            tracked.lookup.answer,
+            tracked.supplied,
+        )
         first, stop = tracked.local // size, -(-end // size)
         if self._several is None:
             begin = first * (size // self._block)
             chosen, skip = rows[0][begin : end // self._block], tracked.local // self._block - begin
         else:
             chosen, skip = self._several.wanted(rows, tracked.local, end), 0
-        keys = tracked.keys[first:stop] + state_keys(tracked.keys[stop - 1 : stop], self._parts)
+        keys = tracked.lookup.keys[first:stop] + state_keys(
+            tracked.lookup.keys[stop - 1 : stop], self._parts
+        )
         below = self._instance.offload
         # Also if the pool had all chunks: it may lose some before they are read.
         offload = not (asked.announced or self._parts) and below is not None and below.usable
@@ -69,6 +76,6 @@ class LoadSpecs:
             and self._stores
             and asked.store
             and self._instance.publications is None,
-            prefix=tracked.keys[:first] if offload else [],
+            prefix=tracked.lookup.keys[:first] if offload else [],
             residents=answer.residents_of(first, stop) if answer is not None else {},
         )

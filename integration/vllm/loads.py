@@ -106,27 +106,38 @@ class Loads:
     # ---- the end
 
     def stop(self, deadline: float) -> None:
-        """vLLM takes the KV cache's memory away, or ends: cancel the loads, and abandon those that
-        still run at `deadline` (time.monotonic).
+        """vLLM takes the KV cache's memory away: cancel the loads, and abandon those that
+        still run at `deadline`.
         """
         for loading in self._under_way:
             loading.cancel()
         for loading in self._under_way:
-            loading.end(deadline)
+            while not loading.advance() and time.monotonic() < deadline:
+                loading.wait(IDLE_SECONDS)
+            loading.abandon()
             # vLLM still waits for its end, and its bytes are gone in any case.
             self._lost.append(loading.spec)
         self._under_way.clear()
 
+    def close(self, deadline: float) -> None:
+        """Cancel the loads, and let copies under way end until `deadline` (time.monotonic)."""
+        for loading in self._under_way:
+            loading.cancel()
+        while self._under_way and time.monotonic() < deadline:
+            self._advance(closing=True)
+            for loading in self._under_way[:1]:
+                loading.wait(IDLE_SECONDS)
+
     # ---- inside
 
-    def _advance(self) -> set[str]:
+    def _advance(self, closing: bool = False) -> set[str]:
         over = set()
         for loading in list(self._under_way):
             if loading.advance():
                 self._under_way.remove(loading)
                 try:
                     self._note(loading)
-                    if loading.spec.promote and not loading.cause:
+                    if loading.spec.promote and not loading.cause and not closing:
                         self._stores.promote(loading, loading.spec)
                     over.add(loading.spec.request_id)
                 except Exception:  # vLLM waits for the end of this one too

@@ -7,8 +7,8 @@ or asks itself. An answer is used for `FRESH_SECONDS`."""
 from __future__ import annotations
 
 import logging
-from math import inf
 from time import monotonic, perf_counter
+from typing import Any
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.channel import Sent
@@ -24,7 +24,6 @@ from vcache_backend.transfer.keys import adapter_digest, state_keys
 from .adapters import Adapters
 from .introduction import Introduction
 from .replicas import Replica
-from .request_params import NOTHING
 from .stats import Meter
 from .tracked import NO_ANSWER, Answer, Question, Tracked
 
@@ -48,43 +47,52 @@ class Lookups:
         self._instance, self._size, self._meter, self._parts = instance, chunk_size, meter, parts
         self._adapters = Adapters()
 
+    def knows(self, lora_request: Any) -> bool:
+        """Whether it is known what this adapter does, so that requests with it may be cached."""
+        return bool(self._adapters.content(lora_request))
+
+    def forget(self, tracked: Tracked) -> None:
+        """What was asked of the request, and answered, does not count any more."""
+        tracked.lookup.question = tracked.lookup.answer = None
+
     def name(self, tracked: Tracked, whole: int) -> bool:
-        """Compute the keys of the request's first `whole` chunks. False if the request may never be
-        cached (its adapter is unknown).
+        """Compute the keys of the request's first `whole` chunks. False if its adapter is not
+        known.
         """
-        request, adapter, known = tracked.request, b"", len(tracked.keys)
+        request, adapter, known = tracked.request, b"", len(tracked.lookup.keys)
         if request.lora_request is not None:
             content = self._adapters.content(request.lora_request)
             if not content:
-                tracked.params, tracked.loads, tracked.complete_at = NOTHING, False, inf
                 return False
             adapter = adapter_digest(request.lora_request, content)
         if known < whole and self._instance.keys is not None:
-            tracked.keys += self._instance.keys.keys(request.block_hashes, known, whole, adapter)
+            tracked.lookup.keys += self._instance.keys.keys(
+                request.block_hashes, known, whole, adapter
+            )
         return True
 
     def send(self, tracked: Tracked, stop: int) -> None:
         """Ask for the chunks [0, stop), whose keys are known; `find` reads the answer."""
         client, started = self._instance.client, perf_counter()
-        if client is None or tracked.question is not None:
+        if client is None or tracked.lookup.question is not None:
             return
-        at, keys = monotonic(), tracked.keys[:stop]
+        at, keys = monotonic(), tracked.lookup.keys[:stop]
         try:
             sent = self._send(client, keys)
         except VCacheError as error:
             log.debug("look-up: %s", error)
             return
         if sent is not None:
-            tracked.question = Question(sent, stop, at, perf_counter() - started)
+            tracked.lookup.question = Question(sent, stop, at, perf_counter() - started)
 
     def find(self, tracked: Tracked, first: int, whole: int) -> Answer:
         """What can be loaded of the chunks [first, whole), whose keys are known. No hits if the
         server does not answer.
         """
-        question = tracked.question
+        question = tracked.lookup.question
         if question is not None and question.at + AHEAD_SECONDS > monotonic():
             self._read(tracked, question)
-        answer, tracked.question = tracked.answer, None
+        answer, tracked.lookup.question = tracked.lookup.answer, None
         if answer is None or not answer.counts(first):
             answer = self._ask(tracked, first, whole)
         self._count(tracked, answer, first, whole)
@@ -110,9 +118,12 @@ class Lookups:
         if not answer.counted:
             answer.counted = True
             found = max(min(answer.hits, whole) - first, 0)
-            asked, hit = tracked.asked, tracked.promised
-            tracked.asked, tracked.promised = max(asked, whole - first), max(hit, found)
-            more, more_found = tracked.asked - asked, tracked.promised - hit
+            asked, hit = tracked.lookup.asked, tracked.lookup.promised
+            tracked.lookup.asked, tracked.lookup.promised = (
+                max(asked, whole - first),
+                max(hit, found),
+            )
+            more, more_found = tracked.lookup.asked - asked, tracked.lookup.promised - hit
             self._meter.looked_up(more * self._size, more_found * self._size, answer.seconds)
             if self._instance.client is not None:
                 self._instance.client.looked_up(more * self._size, more_found * self._size)
@@ -122,10 +133,10 @@ class Lookups:
 
     def _ask(self, tracked: Tracked, first: int, whole: int) -> Answer:
         client, started, at = self._instance.client, perf_counter(), monotonic()
-        tracked.answer = None
+        tracked.lookup.answer = None
         if client is None:
             return NO_ANSWER
-        keys = tracked.keys[first:whole]
+        keys = tracked.lookup.keys[first:whole]
         try:
             reply = self._look_up(client, keys)
         except VCacheError as error:
@@ -140,7 +151,7 @@ class Lookups:
         except VCacheError as error:
             self._failed(error)
             return
-        tracked.question = None
+        tracked.lookup.question = None
         if isinstance(reply, Found) and reply.cut:
             # One message did not hold the whole answer: ask again.
             return
@@ -188,7 +199,7 @@ class Lookups:
         else:
             found = reply
         if self._parts and found:
-            found = self._with_state(tracked.keys[first : first + found])
+            found = self._with_state(tracked.lookup.keys[first : first + found])
         pooled = hits = first + found
         if (
             not self._parts
@@ -196,8 +207,10 @@ class Lookups:
             and instance.client is not None
             and pooled < stop
         ):
-            hits = first + instance.offload.extend(instance.client, tracked.keys[first:stop], found)
-        answer = tracked.answer = Answer(
+            hits = first + instance.offload.extend(
+                instance.client, tracked.lookup.keys[first:stop], found
+            )
+        answer = tracked.lookup.answer = Answer(
             first, hits, pooled, at, perf_counter() - started, residents
         )
         return answer

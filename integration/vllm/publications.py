@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
 from vcache_backend.metadata_server.messages import (
+    GENERATION_BYTES,
     INSTANCE_BYTES,
     MAX_PUBLISHED,
+    NUMBER_BYTES,
     ChunkKey,
     Found,
     Heard,
@@ -26,11 +27,11 @@ from .duplicates import Duplicates
 from .hints import Hints
 from .metadata import PublicationSpec
 from .replicas import Replica, choose
-from .resident_pool import GENERATIONS, NUMBERS, ResidentPool
+from .resident_pool import GENERATIONS, NUMBERS, KVBlocks, ResidentPool
 from .tracked import NEVER, Tracked
 
-Lies = tuple[Sequence[int], Sequence[int]]
-"""A chunk's blocks, and their generations."""
+Lies = tuple[bytes, bytes]
+"""A chunk's blocks (uint32), and their generations (uint64), packed as in the protocol."""
 
 
 class Publications:
@@ -73,18 +74,18 @@ class Publications:
         """
         return self._pool is not None
 
-    def watch(self, pool: Any) -> None:
-        """vLLM shows its `BlockPool`, before the first request. ValueError if its number of blocks
-        is not the KV cache's.
+    def watch(self, pool: KVBlocks) -> None:
+        """vLLM has shown its pool, before the first request. ValueError if its number of blocks is
+        not the KV cache's.
         """
-        if pool.num_gpu_blocks != self.blocks:
-            raise ValueError(
-                f"vLLM's pool has {pool.num_gpu_blocks} blocks, its KV cache {self.blocks}"
-            )
+        if pool.count != self.blocks:
+            raise ValueError(f"vLLM's pool has {pool.count} blocks, its KV cache {self.blocks}")
         self.duplicates = Duplicates(
             pool, self.generations, self.each, lambda instance: self.view(instance)
         )
-        self._pool = ResidentPool(pool, self.generations, self._reset, self.duplicates.give_way)
+        self._pool = ResidentPool(
+            pool.pool, self.generations, self._reset, self.duplicates.give_way
+        )
         self.hints = Hints(pool, self.generations, self.each)
 
     def reset(self) -> None:
@@ -121,7 +122,15 @@ class Publications:
         all.
         """
         if self._pool is not None:
-            tracked.loaded, tracked.resets = first, self._pool.resets
+            tracked.resident.loaded, tracked.resident.resets = first, self._pool.resets
+
+    def matched(self, tracked: Tracked) -> None:
+        """vLLM looks for the request's tokens anew, so no earlier load counts."""
+        tracked.resident.loaded = NEVER
+
+    def stop(self, tracked: Tracked) -> None:
+        """Publish nothing of what the request computes with its present blocks."""
+        tracked.resident.filled = NEVER
 
     def begin(self, tracked: Tracked, computed: int) -> None:
         """The step being planned is the first with these blocks of the request.
@@ -131,29 +140,29 @@ class Publications:
         behind them is published."""
         if self._pool is None:
             return
-        loaded, tracked.loaded = tracked.loaded, NEVER
-        late = loaded < NEVER and tracked.resets != self._pool.resets
-        tracked.resets, tracked.evicted, tracked.filled = (
+        loaded, tracked.resident.loaded = tracked.resident.loaded, NEVER
+        late = loaded < NEVER and tracked.resident.resets != self._pool.resets
+        tracked.resident.resets, tracked.resident.evicted, tracked.resident.filled = (
             self._pool.resets,
             self._pool.evicted,
             min(loaded, computed),
         )
         self._fill()
-        tracked.generations = array(GENERATIONS)
-        if tracked.filled:
-            known = self.generations.counters[tracked.rows[0][: tracked.filled]]
-            tracked.generations.frombytes(known.tobytes())
-        if late or (tracked.filled and not self._right(tracked)):
-            tracked.filled = NEVER
+        tracked.resident.generations = array(GENERATIONS)
+        if tracked.resident.filled:
+            known = self.generations.counters[tracked.store.rows[0][: tracked.resident.filled]]
+            tracked.resident.generations.frombytes(known.tobytes())
+        if late or (tracked.resident.filled and not self._right(tracked)):
+            tracked.resident.filled = NEVER
 
     def fill(self, tracked: Tracked, blocks: int) -> None:
         """The step being planned fills the request's blocks up to number `blocks`."""
         if self._pool is None or not self._counts(tracked):
             return
-        filled = tracked.rows[0][tracked.filled : blocks]
-        tracked.generations += array(GENERATIONS, [self.generations.coming]) * len(filled)
+        filled = tracked.store.rows[0][tracked.resident.filled : blocks]
+        tracked.resident.generations += array(GENERATIONS, [self.generations.coming]) * len(filled)
         self._filling += filled
-        tracked.filled = blocks
+        tracked.resident.filled = blocks
 
     def planned(self) -> None:
         """The step is planned, and has got all its blocks: show others what it fills."""
@@ -173,22 +182,28 @@ class Publications:
         if self._pool is None or self._pool.broken:
             return []
         self._counts(tracked)
-        row, generations, each = tracked.rows[0], tracked.generations, self.each
-        made = list[PublicationSpec]()
-        stop = min(ready, len(generations) // each)
+        state, each = tracked.resident, self.each
+        stop = min(ready, len(state.generations) // each)
+        blocks = tracked.store.rows[0][first * each : stop * each].tobytes()
+        generations = state.generations[first * each : stop * each].tobytes()
+        number, counter = each * NUMBER_BYTES, each * GENERATION_BYTES
         lies = [
-            (row[at : at + each], generations[at : at + each])
-            for at in range(first * each, stop * each, each)
+            (
+                blocks[at * number : (at + 1) * number],
+                generations[at * counter : (at + 1) * counter],
+            )
+            for at in range(stop - first)
         ]
-        fresh = self._fresh(tracked, enumerate(lies, first))
-        for some in (fresh[at : at + MAX_PUBLISHED] for at in range(0, len(fresh), MAX_PUBLISHED)):
-            blocks, stand = (b"".join(part) for part in zip(*(one for _, one in some), strict=True))
+        fresh = self._fresh(tracked.lookup.keys[first:stop], lies)
+        made = list[PublicationSpec]()
+        for at in range(0, len(fresh), MAX_PUBLISHED):
+            some = fresh[at : at + MAX_PUBLISHED]
             made.append(
                 self._spec(
                     tracked,
-                    [tracked.keys[chunk] for chunk, _ in some],
-                    blocks,
-                    stand,
+                    [key for key, _ in some],
+                    b"".join([one[0] for _, one in some]),
+                    b"".join([one[1] for _, one in some]),
                     loaded,
                 )
             )
@@ -198,11 +213,11 @@ class Publications:
         """Forget what was published of the request, of which vLLM recomputes the blocks from number
         `first` on: publish it all again.
         """
-        for key in tracked.keys:
+        for key in tracked.lookup.keys:
             self._told.pop(key, None)
-        if first < tracked.filled < NEVER:
-            del tracked.generations[first:]
-            tracked.filled = first
+        if first < tracked.resident.filled < NEVER:
+            del tracked.resident.generations[first:]
+            tracked.resident.filled = first
 
     def close(self) -> None:
         """Idempotent."""
@@ -210,15 +225,16 @@ class Publications:
 
     # ---- inside
 
-    def _fresh(self, tracked: Tracked, lies: Iterable[tuple[int, Lies]]) -> list[tuple[int, Lies]]:
-        """Those of the request's chunks, by number, that are not published at this place yet. They
-        count as published from now on.
+    def _fresh(self, keys: list[ChunkKey], lies: list[Lies]) -> list[tuple[ChunkKey, Lies]]:
+        """Those of these chunks that are not published at this place yet. They count as published
+        from now on.
         """
-        fresh = [(chunk, one) for chunk, one in lies if self._told.get(tracked.keys[chunk]) != one]
-        if len(self._told) > self.blocks:
+        told = self._told
+        fresh = [(key, one) for key, one in zip(keys, lies, strict=True) if told.get(key) != one]
+        if len(told) > self.blocks:
             # Most of these chunks are gone. The others are published again when they are hit.
-            self._told.clear()
-        self._told.update((tracked.keys[chunk], one) for chunk, one in fresh)
+            told.clear()
+        told.update(fresh)
         return fresh
 
     def _fill(self) -> None:
@@ -231,20 +247,20 @@ class Publications:
         block that was evicted.
         """
         assert self._pool is not None
-        if tracked.resets != self._pool.resets:
-            tracked.generations, tracked.filled = array(GENERATIONS), NEVER
-        elif tracked.evicted != self._pool.evicted:
+        if tracked.resident.resets != self._pool.resets:
+            tracked.resident.generations, tracked.resident.filled = array(GENERATIONS), NEVER
+        elif tracked.resident.evicted != self._pool.evicted:
             self._fill()
-            tracked.evicted = self._pool.evicted
+            tracked.resident.evicted = self._pool.evicted
             if not self._right(tracked):
-                tracked.filled = NEVER
-        return tracked.filled < NEVER
+                tracked.resident.filled = NEVER
+        return tracked.resident.filled < NEVER
 
     def _right(self, tracked: Tracked) -> bool:
         """Whether the request's known blocks still hold what it builds on. Forgets the first one
         that does not, and those behind it.
         """
-        row, generations = tracked.rows[0], tracked.generations
+        row, generations = tracked.store.rows[0], tracked.resident.generations
         there = np.array(generations)
         lost = (self.generations.counters[row[: len(there)]] != there) | (there & np.uint64(1) == 1)
         if lost.any():

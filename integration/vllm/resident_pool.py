@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,88 @@ NUMBERS, GENERATIONS = "I", "Q"
 """Type codes of `array` for blocks' numbers and for generations. Slicing an array copies bytes;
 slicing a list touches every number.
 """
+
+
+class KVBlocks:
+    """vLLM's `BlockPool`, as our scheduler's half looks at it: blocks by their numbers, and the
+    queue of free ones. In the scheduler's thread. No other module touches vLLM's pool.
+
+    pool: vLLM's."""
+
+    def __init__(self, pool: Any) -> None:
+        self.pool = pool
+
+    @property
+    def count(self) -> int:
+        """How many blocks there are, the null block included."""
+        return int(self.pool.num_gpu_blocks)
+
+    @property
+    def free(self) -> int:
+        """How many blocks can be handed out."""
+        return int(self.pool.get_num_free_blocks())
+
+    def cached(self, block_hash: Any) -> bool:
+        """Whether vLLM's own prefix cache has this block, of a model with one block table."""
+        return bool(self.pool.get_cached_block(block_hash, [0]))
+
+    def evict(self, numbers: set[int]) -> None:
+        """Take blocks out of vLLM's own prefix cache."""
+        self.pool.evict_blocks(numbers)
+
+    def head(self, most: int) -> list[int]:
+        """The next blocks, `most` of them, that vLLM will hand out, in order."""
+        numbers, block = list[int](), self._first
+        end = self.pool.free_block_queue.fake_free_list_tail
+        while block is not None and block is not end and len(numbers) < most:
+            numbers.append(block.block_id)
+            block = block.next_free_block
+        return numbers
+
+    def useless(self, most: int, given: memoryview, now: memoryview) -> int:
+        """How many of the next blocks, up to `most`, come before the first one that is worth
+        keeping: they hold nothing, or stand in `given` as they do in `now`, by block."""
+        count, block = 0, self._first
+        while count < most and (
+            block.block_hash is None or given[block.block_id] == now[block.block_id]
+        ):
+            count, block = count + 1, block.next_free_block
+        return count
+
+    def used(self, numbers: Sequence[int]) -> list[int]:
+        """For each of these blocks, by how many requests it is used."""
+        blocks = self.pool.blocks
+        return [blocks[number].ref_cnt for number in numbers]
+
+    def to_end(self, numbers: Iterable[int]) -> None:
+        """Have vLLM hand out these blocks last, those that nobody uses, as if just used."""
+        queue, blocks = self.pool.free_block_queue, self.pool.blocks
+        for block in (blocks[number] for number in numbers):
+            if not block.ref_cnt:
+                queue.remove(block)
+                queue.append(block)
+
+    def to_head(self, numbers: Sequence[int], behind: int) -> None:
+        """Have vLLM hand out these free blocks first, in this order. The leading ones may stay if
+        they lie in this order behind the queue's first `behind` blocks."""
+        queue, blocks, block = self.pool.free_block_queue, self.pool.blocks, self._first
+        for _ in range(behind):
+            block = block.next_free_block
+        staying = 0
+        while staying < len(numbers) and blocks[numbers[staying]] is block:
+            staying, block = staying + 1, block.next_free_block
+        out = list[Any]()
+        try:
+            for number in numbers[staying:]:
+                queue.remove(blocks[number])
+                out.append(blocks[number])
+        finally:
+            # Whatever fails, no block stays out of the queue.
+            queue.prepend_n(out)
+
+    @property
+    def _first(self) -> Any:
+        return self.pool.free_block_queue.fake_free_list_head.next_free_block
 
 
 class ResidentPool:
@@ -37,8 +119,8 @@ class ResidentPool:
         give_way: Callable[[int], None] = lambda count: None,
     ) -> None:
         """pool: vLLM's `BlockPool`, before it has handed out a block. on_reset: called when the
-        prefix cache is to be reset, even if vLLM then declines. give_way: called before so many blocks are handed out, to put others
-        first; must not raise."""
+        prefix cache is to be reset, even if vLLM then declines. give_way: called before so many
+        blocks are handed out, to put others first; must not raise."""
         self._give_way = give_way
         self.broken, self.resets, self.evicted = False, 0, 0
         # All of them, the null block included: none holds a request's bytes until it is handed out

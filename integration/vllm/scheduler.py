@@ -10,6 +10,8 @@ from collections.abc import Set as AbstractSet
 from itertools import dropwhile
 from typing import Any
 
+import msgspec
+
 from vcache_backend.config import Config
 from vcache_backend.errors import VCacheError
 
@@ -34,9 +36,9 @@ from .lookups import Lookups
 from .metadata import LoadSpec, StepMetadata, WorkerReport
 from .publications import Publications
 from .resets import Resets
-from .resident_pool import NUMBERS
+from .resident_pool import NUMBERS, KVBlocks
 from .stats import Meter
-from .tracked import NEVER, Tracked
+from .tracked import StoreState, Tracked
 from .victims import Victims
 
 log = logging.getLogger("vllm.vcache")
@@ -117,8 +119,8 @@ class SchedulerSide:
             self._leftovers,
         )
         self._spans = traces.begin(vllm_config, self.instance.workers)
-        self.prefix_cache: Any = None
-        """vLLM's `BlockPool`, once it is known."""
+        self.blocks: KVBlocks | None = None
+        """None until vLLM has shown its pool."""
         self._requests: dict[str, Tracked] = {}
         self._foreign = ForeignLoads()
         self._loads: list[LoadSpec] = []
@@ -128,11 +130,11 @@ class SchedulerSide:
 
     def watch(self, pool: Any) -> None:
         """vLLM shows its `BlockPool`, before the first request."""
-        self.prefix_cache = pool
+        self.blocks = blocks = KVBlocks(pool)
         if self.publications is not None:
-            self.publications.watch(pool)
+            self.publications.watch(blocks)
         if self.victims is not None:
-            self.victims.watch(pool)
+            self.victims.watch(blocks)
 
     def arrived(self, request: Any) -> None:
         """A new request: ask the server for its chunks now, so that the answer is here when vLLM
@@ -166,7 +168,9 @@ class SchedulerSide:
             return None, False
         self._resets.learn()
         tracked = self._track(request)
-        tracked.local, tracked.supplied, tracked.loaded = local, local, NEVER
+        tracked.local = tracked.supplied = local
+        if self.publications is not None:
+            self.publications.matched(tracked)
         tokens = self._matched(tracked, local)
         if self._spans is not None:
             self._spans.looked_up(tracked, local, tokens)
@@ -177,8 +181,8 @@ class SchedulerSide:
         tracked, rows = self._requests[request.request_id], blocks.get_block_ids()
         tracked.supplied = tracked.local + external
         load, first = self._specs.of(tracked, rows), tracked.local // self._size
-        hints.tell(self.instance.sender, tracked.keys, first, load.residents)
-        self._stands(tracked, load, rows, first)
+        hints.tell(self.instance.outbox, tracked.lookup.keys, first, load.residents)
+        self._stands(tracked, load, first)
         if self._spans is not None:
             self._spans.loading(tracked, external)
         # Last: if anything before raises, `lost` describes this load to the workers instead.
@@ -240,6 +244,8 @@ class SchedulerSide:
         meta.stores, meta.publications, meta.victims, meta.opaque = [], [], None, True
         if self.publications is not None:
             self.publications.planned()
+        for tracked in self._requests.values():
+            tracked.params = msgspec.structs.replace(tracked.params, store=False)
         self._completions.stop(self._requests.values())
 
     def update(self, output: Any) -> None:
@@ -291,11 +297,11 @@ class SchedulerSide:
 
     def _drop_answers(self) -> None:
         for tracked in self._requests.values():
-            tracked.question = tracked.answer = None
+            self.lookups.forget(tracked)
 
     def _outdate(self) -> None:
         if self.publications is None:
-            self._leftovers.reset(self.prefix_cache, self._requests.values())
+            self._leftovers.reset(self.blocks, self._requests.values())
             for tracked in self._requests.values():
                 self._completions.stored(tracked, 0)
 
@@ -303,11 +309,9 @@ class SchedulerSide:
         """Whether vLLM's own prefix cache has the block with this token, and so all blocks before
         it.
         """
-        if self.prefix_cache is None or self._hash_block != self._block or self._groups is not None:
+        if self.blocks is None or self._hash_block != self._block or self._groups is not None:
             return False
-        return bool(
-            self.prefix_cache.get_cached_block(request.block_hashes[token // self._block], [0])
-        )
+        return self.blocks.cached(request.block_hashes[token // self._block])
 
     def _track(self, request: Any) -> Tracked:
         tracked = self._requests.get(request.request_id)
@@ -322,8 +326,12 @@ class SchedulerSide:
         # connectors from hitting.
         rated = getattr(request.sampling_params, "prompt_logprobs", None) is not None
         computes = rated or getattr(request, "skip_reading_prefix_cache", False)
-        tracked = Tracked(request, asked, self._loads_allowed and asked.load and not computes)
-        tracked.rows = [array(NUMBERS) for _ in range(self._tables)]
+        adapter = request.lora_request
+        if adapter is not None and not self.lookups.knows(adapter):
+            asked = request_params.NOTHING
+        blocks = StoreState([array(NUMBERS) for _ in range(self._tables)])
+        loads = self._loads_allowed and asked.load and not computes
+        tracked = Tracked(request, asked, loads, store=blocks)
         self._requests[request.request_id] = tracked
         self._completions.stored(tracked, 0)
         return tracked
@@ -359,20 +367,21 @@ class SchedulerSide:
         external = min(answer.hits * size, most) - local
         return external if external >= least else 0
 
-    def _stands(self, tracked: Tracked, load: LoadSpec, rows: Any, first: int) -> None:
+    def _stands(self, tracked: Tracked, load: LoadSpec, first: int) -> None:
         """Note which chunks need no store because a load brings them. first: number of the load's
         first chunk.
         """
         end, stop = tracked.supplied // self._size, -(-tracked.supplied // self._size)
         # Chunks loaded from the pool are stored already. From the offload tier only whole chunks
         # are promoted.
-        partial = load.promote and tracked.answer is not None and tracked.answer.offloaded
+        partial = (
+            load.promote and tracked.lookup.answer is not None and tracked.lookup.answer.offloaded
+        )
         if self.publications is None:
-            self._completions.stored(tracked, max(tracked.stored, end if partial else stop))
+            self._completions.stored(tracked, max(tracked.store.stored, end if partial else stop))
             self._leftovers.loads(tracked)
         else:
             # Once loaded, these chunks are published as if computed here.
-            self._completions.own(tracked, rows, anew=True)
             self.publications.loads(tracked, tracked.local // self._block)
             if self.publications.duplicates is not None:
                 self.publications.duplicates.note(tracked, load, first)
@@ -402,21 +411,21 @@ class SchedulerSide:
             else:
                 self._completions.stored(tracked, 0)
                 self.publications.forget(tracked, tracked.local // self._block)
-        if lost and self.prefix_cache is not None:
-            self._evict(lost)
+        if lost and self.blocks is not None:
+            self._evict(self.blocks, lost)
         self.instance.reads(report.segments)
         self.instance.note(report.shards, report.links)
         if self.instance.announcer is not None:
             self.instance.announcer.note(report.stored)
         self._resets.note(report)
 
-    def _evict(self, lost: set[int]) -> None:
+    def _evict(self, blocks: KVBlocks, lost: set[int]) -> None:
         """Take blocks that another connector's load did not fill, and those computed behind them,
         out of vLLM's prefix cache.
 
         vLLM recomputes them, unless their request ends or is preempted first. It does not cache
         them again for the same request (`num_cached_block`), so the next request with this prompt
         computes them once more."""
-        rows = [row for tracked in self._requests.values() for row in tracked.rows]
+        rows = [row for tracked in self._requests.values() for row in tracked.store.rows]
         behind = [dropwhile(lambda block: block not in lost, row) for row in rows]
-        self.prefix_cache.evict_blocks(lost.union(*behind) - {groups.NULL})
+        blocks.evict(lost.union(*behind) - {groups.NULL})

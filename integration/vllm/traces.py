@@ -63,7 +63,7 @@ class Spans:
             return
         self._known.add(name)
         with suppress(Exception):
-            seconds = tracked.answer.seconds if tracked.answer is not None else 0.0
+            seconds = tracked.lookup.answer.seconds if tracked.lookup.answer is not None else 0.0
             span = self._span(
                 "vcache.lookup",
                 tracked,

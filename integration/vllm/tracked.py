@@ -71,41 +71,72 @@ class Question(msgspec.Struct):
     seconds: float
 
 
-class Tracked(msgspec.Struct):
-    """One request of vLLM's.
+class LookupState(msgspec.Struct):
+    """What `Lookups` knows of a request, which alone writes it.
 
-    loads: whether it may load anything. local: its tokens in vLLM's own cache when it was matched.
-    supplied: those and the tokens that we load. stored: chunks from its start that are stored,
-    published or on their way. complete_at: the number of computed tokens that completes one more
-    chunk; infinite if it stores nothing more. loading: its load is under way. outdated: see
-    `Leftovers`. asked, promised: its chunks that the metrics count as looked up, and as found.
+    keys: of its leading chunks. question: sent ahead, and not answered yet. asked, promised: its
+    chunks that the metrics count as looked up, and as found."""
 
-    For sharing in place. rows: its blocks, by block table. generations: those in which its leading
-    blocks hold what it has computed or found. filled: how many blocks its steps have filled;
-    `NEVER`: publish nothing of what it computes now. loaded: the first block that a load fills,
-    until a step runs. resets, evicted: the counters
-    of `ResidentPool` when `generations` were right; with a pool, `resets` is that of `Leftovers`
-    when the load began. copies: the chunks that it reads in others' KV caches, each with the
-    position of its first block."""
-
-    request: Any
-    params: RequestParams
-    loads: bool
     keys: list[ChunkKey] = []
+    question: Question | None = None
+    answer: Answer | None = None
+    asked: int = 0
+    promised: int = 0
+
+
+class StoreState(msgspec.Struct):
+    """What `Completions` knows of a request, which alone writes it.
+
+    rows: its blocks, by block table. stored: chunks from its start that are stored, published or on
+    their way. complete_at: the number of computed tokens that completes one more chunk; infinite if
+    it stores nothing more."""
+
     rows: list[array[int]] = []
+    stored: int = 0
+    complete_at: float = inf
+
+
+class ResidentState(msgspec.Struct):
+    """What `Publications` knows of a request, which alone writes it.
+
+    generations: those in which its leading blocks hold what it has computed or found. filled: how
+    many blocks its steps have filled; `NEVER`: publish nothing of what it computes now. loaded: the
+    first block that a load fills, until a step runs. resets, evicted: the counters of
+    `ResidentPool` when `generations` were right."""
+
     generations: array[int] = msgspec.field(default_factory=lambda: array(GENERATIONS))
     filled: int = 0
     loaded: int = NEVER
     resets: int = 0
     evicted: int = 0
-    copies: list[tuple[int, Replica]] = []
+
+
+class LeftoverState(msgspec.Struct):
+    """What `Leftovers` knows of a request, which alone writes it.
+
+    outdated: it goes on with KV from before a reset. resets: how many there had been when its load
+    began."""
+
+    outdated: bool = False
+    resets: int = 0
+
+
+class Tracked(msgspec.Struct):
+    """One request of vLLM's, as `SchedulerSide` knows it, and what its parts know.
+
+    loads: whether it may load anything. local: its tokens in vLLM's own cache when it was matched.
+    supplied: those and the tokens that we load. loading: its load is under way. copies: the chunks
+    that it reads in others' KV caches, each with the position of its first block; `Duplicates`
+    writes it."""
+
+    request: Any
+    params: RequestParams
+    loads: bool
     local: int = 0
     supplied: int = 0
-    stored: int = 0
-    complete_at: float = inf
-    question: Question | None = None
-    answer: Answer | None = None
     loading: bool = False
-    outdated: bool = False
-    asked: int = 0
-    promised: int = 0
+    lookup: LookupState = msgspec.field(default_factory=LookupState)
+    store: StoreState = msgspec.field(default_factory=StoreState)
+    resident: ResidentState = msgspec.field(default_factory=ResidentState)
+    leftover: LeftoverState = msgspec.field(default_factory=LeftoverState)
+    copies: list[tuple[int, Replica]] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +11,7 @@ from vcache_backend.metadata_server.messages import ChunkKey
 
 from .metadata import PublicationSpec, StepMetadata
 from .publications import Publications
+from .resident_pool import KVBlocks
 
 AHEAD_STEPS = 3
 """How many steps' worth of blocks at the head of vLLM's free queue are looked at. A step's saves
@@ -34,7 +34,7 @@ class Victims:
         """step_blocks: the most blocks that one step fills."""
         self._publications, self._each = publications, publications.each
         self._need = min(AHEAD_STEPS * step_blocks, MOST_AHEAD)
-        self._pool: Any = None
+        self._blocks: KVBlocks | None = None
         count = publications.blocks
         self._keys: dict[int, ChunkKey] = {}
         self._rows: npt.NDArray[np.uint32] = np.zeros((count, self._each), dtype=np.uint32)
@@ -50,9 +50,9 @@ class Victims:
         self._left = 0
         """How many of the blocks that were looked at are at least still in the queue."""
 
-    def watch(self, pool: Any) -> None:
-        """pool: vLLM's `BlockPool`."""
-        self._pool = pool
+    def watch(self, blocks: KVBlocks) -> None:
+        """vLLM has shown its pool."""
+        self._blocks = blocks
 
     def plan(self, meta: StepMetadata) -> None:
         """Have the step being planned, which has got all its blocks, save chunks that a later step
@@ -60,11 +60,11 @@ class Victims:
 
         Each chunk is saved once, and again after it was used again, since the pool may have lost it
         by then."""
-        if self._pool is None:
+        if self._blocks is None:
             return
         self._note(meta)
-        if self._left < min(self._need, self._pool.get_num_free_blocks()):
-            self._look(meta)
+        if self._left < min(self._need, self._blocks.free):
+            self._look(meta, self._blocks.head(self._need + self._need // 4))
 
     # ---- inside
 
@@ -80,8 +80,9 @@ class Victims:
             self._first[rows], self._rows[rows[:, 0]] = rows[:, :1], rows
             self._keys.update(zip(rows[:, 0].tolist(), spec.keys, strict=True))
 
-    def _look(self, meta: StepMetadata) -> None:
-        blocks, now = self._head(), self._publications.generations.counters
+    def _look(self, meta: StepMetadata, head: list[int]) -> None:
+        """head: the next blocks that vLLM will hand out."""
+        blocks, now = np.array(head, dtype=np.intp), self._publications.generations.counters
         self._left = len(blocks)
         held = np.flatnonzero(self._published[blocks] == now[blocks])
         first, at = np.unique(self._first[blocks[held]], return_index=True)
@@ -107,12 +108,3 @@ class Victims:
             meta.victims = PublicationSpec(
                 "", keys, *lies, sequence=0, epoch=self._publications.epoch
             )
-
-    def _head(self) -> npt.NDArray[np.intp]:
-        """The next blocks that vLLM will hand out, in order."""
-        queue, most, found = self._pool.free_block_queue, self._need + self._need // 4, list[int]()
-        block, end = queue.fake_free_list_head.next_free_block, queue.fake_free_list_tail
-        while block is not None and block is not end and len(found) < most:
-            found.append(block.block_id)
-            block = block.next_free_block
-        return np.array(found, dtype=np.intp)
