@@ -53,7 +53,7 @@ class Completions:
             config.connector.event_medium,
         )
         self._stores_allowed, self._groups = stores, groups
-        self._instance, self._lookups, self._publications = instance, lookups, instance.shared
+        self._instance, self._lookups, self._publications = instance, lookups, instance.publications
         self._leftovers = leftovers
         self._unsure: AbstractSet[int] = frozenset()
         self._offered: Mapping[str, list[tuple[int, int, int]]] = {}

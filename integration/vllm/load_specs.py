@@ -72,7 +72,10 @@ class LoadSpecs:
             stop=len(chosen),
             wait_seconds=waits if asked.announced else 0.0,
             offload=offload,
-            promote=offload and self._stores and asked.store and self._instance.shared is None,
+            promote=offload
+            and self._stores
+            and asked.store
+            and self._instance.publications is None,
             prefix=tracked.lookup.keys[:first] if offload else [],
             residents=answer.residents_of(first, stop) if answer is not None else {},
         )
