@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -137,18 +137,14 @@ class Load:
         """Wait until the load is over. Abandons it after `patience` seconds without another chunk.
         Returns how many chunks are in place.
         """
-        if not self._wait_until(self.advance, patience):
-            self.abandon()
+        loaded, until = self.loaded, time.monotonic() + patience
+        while not self.advance():
+            if self.loaded > loaded:
+                loaded, until = self.loaded, time.monotonic() + patience
+            elif time.monotonic() >= until:
+                self.abandon()
+            self.wait(SLICE_SECONDS)
         return self.loaded
-
-    def launch(self, patience: float) -> int:
-        """Launch its copies, for `run` or `finish` to wait for. Waits for chunks, but for none
-        longer than `patience` seconds; no copy starts later. Returns how many leading chunks are in
-        place or on their way.
-        """
-        self._wait_until(lambda: self.advance() or self.launched, patience)
-        self.hold()
-        return self.reached
 
     def finish(self, patience: float, prefix: Sequence[ChunkKey] = ()) -> int:
         """`run`, and then store in the pool again what the offload tier has brought. Never raises.
@@ -164,12 +160,6 @@ class Load:
         except Exception as error:  # noqa: BLE001 - what is loaded stays right
             session.miss("promote", error)
         return self.loaded
-
-    def end(self, deadline: float) -> None:
-        """Wait until the load is over, and abandon it at `deadline` (time.monotonic)."""
-        while not self.advance() and time.monotonic() < deadline:
-            self.wait(SLICE_SECONDS)
-        self.abandon()
 
     def wait(self, seconds: float) -> None:
         """Wait, at most so long, until `advance` may have something to do."""
@@ -253,17 +243,6 @@ class Load:
         ]
 
     # ---- inside
-
-    def _wait_until(self, done: Callable[[], bool], patience: float) -> bool:
-        """Wait until `done()`; False after `patience` seconds without another chunk."""
-        seen, until = (self.reached, self.loaded), time.monotonic() + patience
-        while not done():
-            if (self.reached, self.loaded) != seen:
-                seen, until = (self.reached, self.loaded), time.monotonic() + patience
-            elif time.monotonic() >= until:
-                return False
-            self.wait(SLICE_SECONDS)
-        return True
 
     def _of_others(
         self, residents: Mapping[int, ResidentChunk], neighbours: Neighbours | None
