@@ -22,8 +22,8 @@ from vllm.v1.request import Request
 from vcache_backend.errors import Refused
 from vcache_backend.integration.vllm import hints
 from vcache_backend.integration.vllm.metadata import StepMetadata, WorkerReport
+from vcache_backend.metadata_server.instances.publications import BLOCK_BYTES
 from vcache_backend.metadata_server.messages import MAX_BLOCKS
-from vcache_backend.metadata_server.residence import BLOCK_BYTES
 from vcache_backend.resident.generations import Generations
 
 __all__ = ["here"]

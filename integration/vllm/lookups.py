@@ -11,7 +11,7 @@ from time import monotonic, perf_counter
 from typing import Any
 
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.channel import Sent
+from vcache_backend.metadata_server.calls.channel import Sent
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import (
     ChunkKey,
