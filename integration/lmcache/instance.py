@@ -18,8 +18,9 @@ from vcache_backend.transfer.arguments import KVCaches
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.vram_pool.paged import PagedKV
 
-from ..vllm import groups, model_spec
-from ..vllm.model_spec import ModelSpec
+from ..vllm.model import groups
+from ..vllm.model import spec as model_spec
+from ..vllm.model.spec import ModelSpec
 from .settings import Settings
 
 

@@ -25,10 +25,12 @@ from vcache_backend.metadata_server import start
 
 from .. import logs
 from ..guard import answers
-from . import compat, settings, stats
+from . import settings
 from .metadata import REFUSED, StepMetadata
-from .scheduler import SchedulerSide
-from .worker import WorkerSide
+from .model import compat
+from .scheduler.side import SchedulerSide
+from .telemetry import stats
+from .worker.side import WorkerSide
 
 log = logging.getLogger("vllm.vcache")
 

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vcache_backend.metadata_server.messages import ChunkKey, SegmentId
 from vcache_backend.vram_pool.devices import Where
 
-from .model_spec import ShardSpec
+from .model.spec import ShardSpec
 
 
 class Link(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from .weights import located
+from ..model.weights import located
 
 log = logging.getLogger("vllm.vcache")
 

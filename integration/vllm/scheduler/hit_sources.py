@@ -7,8 +7,8 @@ from contextlib import suppress
 
 from vcache_backend.errors import VCacheError
 
+from ..metadata import LoadSpec
 from .introduction import Introduction
-from .metadata import LoadSpec
 from .tracked import Tracked
 
 NAMES = {"own": "device", "peer": "p2p", "host": "host"}

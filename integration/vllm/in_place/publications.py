@@ -23,12 +23,12 @@ from vcache_backend.metadata_server.messages import (
 from vcache_backend.resident.generations import Generations, GenerationView
 from vcache_backend.resident.tables import Tables
 
+from ..metadata import PublicationSpec
+from ..scheduler.tracked import NEVER, Tracked
+from .block_pool import GENERATIONS, NUMBERS, KVBlocks, ResidentPool
 from .duplicates import Duplicates
 from .hints import Hints
-from .metadata import PublicationSpec
 from .replicas import Replica, choose
-from .resident_pool import GENERATIONS, NUMBERS, KVBlocks, ResidentPool
-from .tracked import NEVER, Tracked
 
 Lies = tuple[bytes, bytes]
 """A chunk's blocks (uint32), and their generations (uint64), packed as in the protocol."""

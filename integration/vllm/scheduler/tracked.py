@@ -14,9 +14,9 @@ import msgspec
 from vcache_backend.metadata_server.calls.channel import Sent
 from vcache_backend.metadata_server.messages import ChunkKey, Count, Found
 
-from .replicas import Replica
+from ..in_place.block_pool import GENERATIONS
+from ..in_place.replicas import Replica
 from .request_params import RequestParams
-from .resident_pool import GENERATIONS
 
 NEVER = 1 << 62
 """More blocks than any request has: the place or the number of tokens is never reached."""

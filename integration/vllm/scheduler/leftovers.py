@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .groups import NULL
-from .resident_pool import KVBlocks
+from ..in_place.block_pool import KVBlocks
+from ..model.groups import NULL
 from .tracked import Tracked
 
 

@@ -19,10 +19,10 @@ from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.exports.memory import Region
 from vcache_backend.vram_pool.paged import PagedKV
 
-from .exportable import Exporter
-from .metadata import PublicationSpec
-from .stats import Meter
-from .stores import Stores
+from ..metadata import PublicationSpec
+from ..telemetry.stats import Meter
+from ..worker.stores import Stores
+from .exporter import Exporter
 
 
 class InPlace:

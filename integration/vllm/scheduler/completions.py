@@ -13,13 +13,13 @@ from typing import Any
 from vcache_backend.config import Config
 from vcache_backend.transfer.keys import state_keys
 
-from .events import block_stored
-from .groups import Groups
+from ..in_place.block_pool import NUMBERS
+from ..metadata import StepMetadata, StoreSpec
+from ..model.groups import Groups
+from ..telemetry.events import block_stored
 from .introduction import Introduction
 from .leftovers import Leftovers
 from .lookups import Lookups
-from .metadata import StepMetadata, StoreSpec
-from .resident_pool import NUMBERS
 from .tracked import Tracked
 
 

@@ -19,8 +19,8 @@ from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool.copies.copier import Completion
 from vcache_backend.vram_pool.paged import PagedKV
 
-from .metadata import LoadSpec, StepMetadata, StoreSpec
-from .stats import Meter
+from ..metadata import LoadSpec, StepMetadata, StoreSpec
+from ..telemetry.stats import Meter
 
 log = logging.getLogger("vllm.vcache")
 

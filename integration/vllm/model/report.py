@@ -1,5 +1,5 @@
 """What vLLM and our connector say of a model, as JSON: `python -m
-vcache_backend.integration.vllm.model_report NAME`.
+vcache_backend.integration.vllm.model.report NAME`.
 
 Run by `vcache doctor --model` and `vcache plan`, in a child process, with a configuration as JSON
 on stdin. vLLM makes its own configuration, the model without weights, its KV cache specs and block
@@ -37,7 +37,8 @@ from vllm.v1.worker.worker_base import WorkerBase
 from vcache_backend import config
 from vcache_backend.config import Config
 
-from . import compat, exportable, groups
+from ..in_place import exporter as exportable
+from . import compat, groups
 
 BLOCKS = 1 << 20
 """Blocks of the KV cache that is described, enough for any model's longest request. How many there

@@ -8,8 +8,8 @@ from time import monotonic
 
 import msgspec
 
+from ..in_place.replicas import Replica
 from .lookups import Lookups
-from .replicas import Replica
 from .tracked import Tracked
 
 AGAIN_SECONDS = 0.005

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
-from .metadata import LoadSpan
-from .tracked import Tracked
+from ..metadata import LoadSpan
+from ..scheduler.tracked import Tracked
 
 MOST_LOADS = 1024
 """Loads under way with a span; beyond it the oldest one's span ends."""

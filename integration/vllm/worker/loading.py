@@ -14,8 +14,8 @@ from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copies.copier import Mark
 from vcache_backend.vram_pool.paged import PagedKV
 
-from .metadata import LoadSpec
-from .replicas import Replica
+from ..in_place.replicas import Replica
+from ..metadata import LoadSpec
 
 
 class Attached(NamedTuple):

@@ -9,11 +9,11 @@ from contextlib import suppress
 
 from vcache_backend.transfer import load as transfer
 
+from ..metadata import LoadSpan, LoadSpec, StepMetadata
+from ..model.spec import ModelSpec
+from ..telemetry.stats import Meter
 from .loading import Attached, Loading, unpacked
-from .metadata import LoadSpan, LoadSpec, StepMetadata
-from .model_spec import ModelSpec
 from .report import Reporter
-from .stats import Meter
 from .stores import Stores
 
 log = logging.getLogger("vllm.vcache")

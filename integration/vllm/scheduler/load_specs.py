@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from vcache_backend.config import Config
 from vcache_backend.transfer.keys import state_keys
 
-from .groups import Groups
+from ..metadata import LoadSpec
+from ..model.groups import Groups
 from .introduction import Introduction
-from .metadata import LoadSpec
 from .tracked import Tracked
 
 

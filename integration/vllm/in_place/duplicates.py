@@ -17,10 +17,10 @@ import numpy.typing as npt
 from vcache_backend.resident.generations import Generations, GenerationView, UInt32s, UInt64s
 from vcache_backend.transfer.resident import ResidentChunk
 
-from .metadata import LoadSpec
+from ..metadata import LoadSpec
+from ..scheduler.tracked import Tracked
+from .block_pool import KVBlocks
 from .replicas import Replica
-from .resident_pool import KVBlocks
-from .tracked import Tracked
 
 log = logging.getLogger("vllm.vcache")
 

@@ -21,10 +21,10 @@ from vcache_backend.metadata_server.messages import (
 )
 from vcache_backend.transfer.keys import adapter_digest, state_keys
 
+from ..in_place.replicas import Replica
+from ..telemetry.stats import Meter
 from .adapters import Adapters
 from .introduction import Introduction
-from .replicas import Replica
-from .stats import Meter
 from .tracked import NO_ANSWER, Answer, Question, Tracked
 
 log = logging.getLogger("vllm.vcache")

@@ -22,11 +22,12 @@ from vcache_backend.transfer.layout import with_codec
 from vcache_backend.transfer.outbox import Outbox
 from vcache_backend.vram_pool.devices import Where
 
-from . import compat, model_spec
-from .events import Announcer
-from .metadata import Link, Shard
+from ..in_place.publications import Publications
+from ..metadata import Link, Shard
+from ..model import compat
+from ..model import spec as model_spec
+from ..telemetry.events import Announcer
 from .offload import OffloadLookup
-from .publications import Publications
 
 log = logging.getLogger("vllm.vcache")
 

@@ -15,31 +15,27 @@ import msgspec
 from vcache_backend.config import Config
 from vcache_backend.errors import VCacheError
 
-from ..served_at import data_parallel_rank, served_at
-from . import (
-    compat,
-    exportable,
-    groups,
-    hints,
-    hit_sources,
-    request_params,
-    traces,
-)
+from ...served_at import data_parallel_rank, served_at
+from ..in_place import exporter as exportable
+from ..in_place import hints
+from ..in_place.block_pool import NUMBERS, KVBlocks
+from ..in_place.publications import Publications
+from ..in_place.victims import Victims
+from ..metadata import LoadSpec, StepMetadata, WorkerReport
+from ..model import compat, groups
+from ..telemetry import traces
+from ..telemetry.events import Announcer
+from ..telemetry.stats import Meter
+from . import hit_sources, request_params
 from .awaited import Awaited
 from .completions import Completions
-from .events import Announcer
 from .foreign_loads import ForeignLoads
 from .introduction import Introduction
 from .leftovers import Leftovers
 from .load_specs import LoadSpecs
 from .lookups import Lookups
-from .metadata import LoadSpec, StepMetadata, WorkerReport
-from .publications import Publications
 from .resets import Resets
-from .resident_pool import NUMBERS, KVBlocks
-from .stats import Meter
 from .tracked import StoreState, Tracked
-from .victims import Victims
 
 log = logging.getLogger("vllm.vcache")
 

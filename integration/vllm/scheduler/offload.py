@@ -12,7 +12,7 @@ from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.transfer.session import make_tier
 from vcache_backend.transfer.stats import EngineStats
 
-from .metadata import Link
+from ..metadata import Link
 
 log = logging.getLogger("vllm.vcache")
 

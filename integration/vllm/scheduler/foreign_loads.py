@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from .groups import NULL
+from ..model.groups import NULL
 from .tracked import Tracked
 
 

@@ -8,8 +8,8 @@ from vcache_backend.metadata_server.messages import ChunkKey, SegmentId, of_rank
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.devices import Where
 
-from .metadata import Link, LoadSpan, Shard, WorkerReport
-from .model_spec import ShardSpec
+from ..metadata import Link, LoadSpan, Shard, WorkerReport
+from ..model.spec import ShardSpec
 
 NOTICEABLE = 0.1
 """Smaller relative changes of the bandwidth are not reported."""

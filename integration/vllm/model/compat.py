@@ -19,7 +19,8 @@ from vllm.v1.core import kv_cache_utils
 from vcache_backend import config
 from vcache_backend.errors import LayoutError
 
-from . import groups, model_spec
+from . import groups
+from . import spec as model_spec
 
 OLDEST, NEWEST = (0, 31), (0, 33)
 """The first and the last supported release of vLLM."""

@@ -23,8 +23,8 @@ from vcache_backend.vram_pool.exports.cuda_memory import CudaExportable
 from vcache_backend.vram_pool.exports.host_memory import HostExportable
 from vcache_backend.vram_pool.exports.memory import Exportable, Region
 
-from .groups import several
-from .model_spec import ModelSpec
+from ..model.groups import several
+from ..model.spec import ModelSpec
 
 log = logging.getLogger("vllm.vcache")
 

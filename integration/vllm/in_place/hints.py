@@ -14,8 +14,8 @@ from vcache_backend.metadata_server.messages import ChunkKey, Heard
 from vcache_backend.resident.generations import Generations, UInt32s, UInt64s
 from vcache_backend.transfer.outbox import Outbox
 
+from .block_pool import KVBlocks
 from .replicas import Replica
-from .resident_pool import KVBlocks
 
 log = logging.getLogger("vllm.vcache")
 

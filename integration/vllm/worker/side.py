@@ -21,14 +21,16 @@ from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import InstanceId
 from vcache_backend.transfer.session import Session
 
-from .. import amx, memory_budget, round_trip
-from . import compat, exportable, groups, model_spec
-from .in_place import InPlace
+from ... import amx, memory_budget, round_trip
+from ..in_place import exporter as exportable
+from ..in_place.worker import InPlace
+from ..metadata import Shard, StepMetadata
+from ..model import compat, groups
+from ..model import spec as model_spec
+from ..telemetry.stats import Meter
 from .loading import Attached
 from .loads import Loads
-from .metadata import Shard, StepMetadata
 from .report import Reporter
-from .stats import Meter
 from .stores import Stores
 
 log = logging.getLogger("vllm.vcache")

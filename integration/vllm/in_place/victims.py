@@ -9,9 +9,9 @@ import numpy.typing as npt
 
 from vcache_backend.metadata_server.messages import ChunkKey
 
-from .metadata import PublicationSpec, StepMetadata
+from ..metadata import PublicationSpec, StepMetadata
+from .block_pool import KVBlocks
 from .publications import Publications
-from .resident_pool import KVBlocks
 
 AHEAD_STEPS = 3
 """How many steps' worth of blocks at the head of vLLM's free queue are looked at. A step's saves

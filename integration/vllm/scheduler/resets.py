@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from ..metadata import WorkerReport
 from .introduction import Introduction
-from .metadata import WorkerReport
 
 log = logging.getLogger("vllm.vcache")
 
