@@ -1,6 +1,6 @@
 """Describes the serving instance that the plugin runs in, and makes its layout.
 
-Under vLLM it reads vLLM's configuration (`..vllm.model_spec`); without vLLM, LMCache's metadata and
+Under vLLM it reads vLLM's configuration (`..vllm.model.spec`); without vLLM, LMCache's metadata and
 our settings. It imports neither vLLM nor LMCache."""
 
 from __future__ import annotations
