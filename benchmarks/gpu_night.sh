@@ -94,7 +94,7 @@ bench() {
   local name=$1 seconds=$2 module=$3; shift 3
   [ "$seconds" -lt $((until - SECONDS)) ] || seconds=$((until - SECONDS))
   echo "== $name: $module $*, $seconds s"
-  "$python" -m "benchmarks.$module" --out "$out/$name.json" --commit "${COMMIT:-}" --seconds "$seconds" "$@" > "$logs/$name.txt" 2>&1
+  timeout -k 5 $((until - SECONDS + 25)) "$python" -m "benchmarks.$module" --out "$out/$name.json" --commit "${COMMIT:-}" --seconds "$seconds" "$@" > "$logs/$name.txt" 2>&1
   local rc=$?
   echo "== $name: rc $rc"; grep -E "ratio|FAILED|failed:|wrong" "$logs/$name.txt" | cut -c1-200 | tail -n 30
   [ "$rc" = 0 ] || tail -n 12 "$logs/$name.txt" | cut -c1-300
@@ -128,8 +128,8 @@ models() {
   wait
 }
 death() {
-  bench death 200 inplace_campaign --level death &
-  bench death_pool 200 inplace_campaign --level death_pool &
+  bench death 180 inplace_campaign --level death &
+  bench death_pool 180 inplace_campaign --level death_pool &
   wait
 }
 campaign() { bench campaign 440 inplace_campaign --level gpu; }

@@ -18,7 +18,7 @@ that shares nothing (`vllm.campaign`).
 compare what they load with checksums from the owners (`inplace_live`).
 
 `death`, `death_pool`: whole vLLMs, on GPUs if there are any, that share in place or through a pool.
-Readers pause between the launch of every second load and its verdict; all of them, and the server,
+Readers pause between the launch of most loads and their verdicts; all of them, and the server,
 are stopped, starved and killed. No answer may be wrong, and no engine may end or leave a request
 without an answer.
 

@@ -126,7 +126,7 @@ def death(lends: int = 0) -> Level:
         prepare=vllm.prepare,
         # Longer than a lease.
         longest_stop=1.2,
-        pauses=0.5,
+        pauses=0.7,
         least_pauses=500,
         lends=lends,
     )

@@ -21,7 +21,7 @@ from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey, Found
 from vcache_backend.resident.generations import Generations
 from vcache_backend.resident.own_cache import Shown, cache_shape
-from vcache_backend.transfer import courier, publisher
+from vcache_backend.transfer import outbox, publisher
 from vcache_backend.transfer.publisher import Publication, Publisher
 from vcache_backend.transfer.stats import EngineStats
 
@@ -115,8 +115,8 @@ def test_nothing_is_told_before_the_step_that_wrote_it_is_over(owner: Owner) -> 
 
 
 def test_what_can_be_read_is_told_at_once(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Letters that are not urgent may wait; whoever is asked next looks for these chunks."""
-    monkeypatch.setattr(courier, "LATER_SECONDS", 10 * SECONDS)
+    """Messages that are not urgent may wait; whoever is asked next looks for these chunks."""
+    monkeypatch.setattr(outbox, "LATER_SECONDS", 10 * SECONDS)
     owner = Owner(here)
     owner.join()
     owner.publish(1, Step())
@@ -128,7 +128,7 @@ def test_what_nobody_looks_for_is_told_later_or_with_what_somebody_does(
     here: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What an instance has loaded lies elsewhere, too; and it is on the way to a token."""
-    monkeypatch.setattr(courier, "LATER_SECONDS", 10 * SECONDS)
+    monkeypatch.setattr(outbox, "LATER_SECONDS", 10 * SECONDS)
     owner, steps = Owner(here), [Step() for _ in range(3)]
     owner.join()
     for number, step in enumerate(steps[:2]):

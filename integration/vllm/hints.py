@@ -12,7 +12,7 @@ import numpy as np
 
 from vcache_backend.metadata_server.messages import ChunkKey, Heard
 from vcache_backend.resident.generations import Generations, UInt32s, UInt64s
-from vcache_backend.transfer.courier import Courier
+from vcache_backend.transfer.outbox import Outbox
 
 from .replicas import Replica
 from .resident_pool import KVBlocks
@@ -28,7 +28,7 @@ earlier.
 
 
 def tell(
-    courier: Courier | None, keys: list[ChunkKey], first: int, residents: Mapping[int, Replica]
+    outbox: Outbox | None, keys: list[ChunkKey], first: int, residents: Mapping[int, Replica]
 ) -> None:
     """Tell the owners of these chunks, in the background, that a load reads them. residents:
     numbered from the request's chunk `first` on.
@@ -36,9 +36,9 @@ def tell(
     The hint names the whole prefix, since the chunks are useless without those before them.
     """
     ends = {owner: first + chunk + 1 for chunk, (owner, _, _) in sorted(residents.items())}
-    if courier is not None:
+    if outbox is not None:
         for owner, end in ends.items():
-            courier.hint(owner, keys[:end])
+            outbox.hint(owner, keys[:end])
 
 
 class Hints:

@@ -17,9 +17,9 @@ from vcache_backend.metadata_server import start
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import SegmentId
 from vcache_backend.resident.tables import Tables
-from vcache_backend.transfer.courier import Courier
 from vcache_backend.transfer.keys import BlockHashKeys
 from vcache_backend.transfer.layout import with_codec
+from vcache_backend.transfer.outbox import Outbox
 from vcache_backend.vram_pool.devices import Where
 
 from . import compat, model_spec
@@ -40,7 +40,7 @@ class Introduction:
     """In the scheduler's thread. Nothing waits longer than one call of the client.
 
     refused: why nothing is cached; empty if the instance caches. ranks: shards of a chunk.
-    places: where segments lie for the first worker. keys, client, courier: the
+    places: where segments lie for the first worker. keys, client, outbox: the
     namespace's; None before `open`. announcer: None unless somebody wants KV events. For sharing in
     place, else None. shared: what this instance publishes. tables: other instances' generations."""
 
@@ -66,7 +66,7 @@ class Introduction:
         self.tables: Tables | None = None
         self.keys: BlockHashKeys | None = None
         self.client: Client | None = None
-        self.courier: Courier | None = None
+        self.outbox: Outbox | None = None
         self.places: Mapping[SegmentId, Where] = {}
         self.ranks = model.pp_size * (1 if model.use_mla else model.tp_size)
         self.workers = model.pp_size * model.tp_size
@@ -152,7 +152,7 @@ class Introduction:
         self.client = Client(config.server.path, config.client, layout=fields, name=self._name)
         if config.connector.start_server:
             self.client.on_killed = partial(start.try_ensure, config)
-        self.courier = Courier(self.client)
+        self.outbox = Outbox(self.client)
         self._prefix = namespace.prefix
         self.keys = BlockHashKeys(namespace, config.engine.chunk_size // self._hash_block)
         if self.announcer is not None:
@@ -160,7 +160,7 @@ class Introduction:
         if self.shared is not None:
             self.tables = Tables(self.client)
             self.shared.view = self.tables.view
-            self.shared.retract = partial(self.courier.retract, self.shared.instance)
+            self.shared.retract = partial(self.outbox.retract, self.shared.instance)
             self.client.on_return.append(self._join)
             self.client.on_beat.append(self._beat)
             self._join()
@@ -242,7 +242,7 @@ class Introduction:
         if self.client is not None:
             with suppress(VCacheError):  # any call takes along what is still to be told
                 self.client.list_segments()
-        for part in (self.courier, self.client, self.offload):
+        for part in (self.outbox, self.client, self.offload):
             if part is not None:
                 part.close()
 

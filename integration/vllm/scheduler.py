@@ -181,7 +181,7 @@ class SchedulerSide:
         tracked, rows = self._requests[request.request_id], blocks.get_block_ids()
         tracked.supplied = tracked.local + external
         load, first = self._specs.of(tracked, rows), tracked.local // self._size
-        hints.tell(self.instance.courier, tracked.lookup.keys, first, load.residents)
+        hints.tell(self.instance.outbox, tracked.lookup.keys, first, load.residents)
         self._stands(tracked, load, first)
         if self._spans is not None:
             self._spans.loading(tracked, external)

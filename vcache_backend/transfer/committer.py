@@ -1,5 +1,5 @@
 """A session's background thread: commits its stores, and sends the server the messages of
-`courier`.
+`outbox`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey
-from vcache_backend.transfer.courier import Courier
+from vcache_backend.transfer.outbox import Outbox
 from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.vram_pool.copies.copier import Completion
 
@@ -39,7 +39,7 @@ class PendingStore(NamedTuple):
     holds: Callable[[], bool] | None = None
 
 
-class Committer(Courier):
+class Committer(Outbox):
     """Commits the stores of one session in the order of submission, each once its copy is
     complete. Other messages to the server do not wait for stores."""
 

@@ -4,21 +4,18 @@ key = namespace prefix (8 bytes) ‖ digest (16 bytes) ‖ rank (2 bytes, big-en
 
 The namespace is BLAKE2b-256 of the layout (see `layout`): model, revision, dtype, geometry, sizes
 of chunks and parallel groups, and what an integration adds. The digests are of several kinds. They
-cannot collide, since each has its own `person` or namespace:
+cannot collide, since each has its own `person` or namespace. Most are BLAKE2b-128, keyed with the
+namespace's fingerprint:
 
-| digest | is BLAKE2b-128, keyed with the namespace's fingerprint, of | `person` |
-| --- | --- | --- |
-| the engine's, chunk i | h(i-1) ‖ tokens of chunk i as little-endian uint32, with h(-1) the next
-line's | `vcache-chunk-1` |
-| its root | the salt | `vcache-salt-1` |
-| of a state that belongs to a chunk, part i | the chunk's digest ‖ i, one byte (not keyed) |
-`vcache-state-1` |
-| LMCache's | count of tag names and values ‖ those, sorted, each with its length ‖ LMCache's hash,
-signed | `vcache-lmcache-1` |
-| vLLM's | nothing: the first 16 bytes of vLLM's hash of the chunk's last block | |
-| vLLM's, with an adapter | that key, keyed with the adapter's digest | |
-| the adapter's digest (256 bits) | its name, its path, and its content, each with its length (not
-keyed) | `vcache-lora-2` |
+- the engine's, of chunk i (`vcache-chunk-1`): h(i-1), then the tokens of chunk i as little-endian
+  uint32; h(-1) is the digest of the salt (`vcache-salt-1`)
+- LMCache's (`vcache-lmcache-1`): the count of tag names and values, those, sorted, each with its
+  length, then LMCache's hash, signed
+- vLLM's: the first 16 bytes of vLLM's hash of the chunk's last block, as they are
+- vLLM's, with an adapter: that key, keyed with the adapter's digest
+- of an adapter (256 bits, not keyed, `vcache-lora-2`): its name, its path, and its content, each
+  with its length
+- of a state's part i (not keyed, `vcache-state-1`): the digest of its chunk, then i, one byte
 
 The engine's chain makes a key stand for its whole prefix. The fingerprint keeps namespaces apart
 whatever the tokens are. The salt, which clients of a tenant may choose, cannot imitate a chain.

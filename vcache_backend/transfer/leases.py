@@ -11,7 +11,7 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.channel import Sent
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Leased, Location
-from vcache_backend.transfer.courier import Courier
+from vcache_backend.transfer.outbox import Outbox
 from vcache_backend.transfer.stats import EngineStats
 
 
@@ -90,16 +90,14 @@ class LeaseClient:
     def __init__(
         self,
         client: Client,
-        courier: Courier,
+        outbox: Outbox,
         stats: EngineStats,
         note_epoch: Callable[[int], None],
     ) -> None:
-        self.client, self._courier, self._stats, self._note_epoch = (
-            client,
-            courier,
-            stats,
-            note_epoch,
-        )
+        self.client = client
+        self._outbox = outbox
+        self._stats = stats
+        self._note_epoch = note_epoch
 
     def acquire(self, keys: list[ChunkKey]) -> Lease | None:
         """Lease the leading run of `keys` that is in the pool; None if it is empty. Raises
@@ -169,8 +167,8 @@ class LeaseClient:
 
     def release(self, lease: Lease) -> None:
         """End a lease in the background, without a verdict."""
-        self._courier.release(lease.id)
+        self._outbox.release(lease.id)
 
     def end_asked(self, sent: Sent[Leased]) -> None:
         """End, in the background, a lease whose answer is still to come."""
-        self._courier.release_asked(sent)
+        self._outbox.release_asked(sent)

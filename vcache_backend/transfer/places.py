@@ -122,10 +122,8 @@ class SlotPlaces:
     @cached_property
     def _blocks(self) -> BlockPlaces:
         """The same places by blocks. Raises LayoutError."""
-        ids, block = (
-            whole_blocks(self.kv, self._size, self.slots, self._starts, self._skip),
-            self.kv.block_size,
-        )
+        ids = whole_blocks(self.kv, self._size, self.slots, self._starts, self._skip)
+        block = self.kv.block_size
         left_alone = -(-max(self._skip - self._begin, 0) // block)
         return BlockPlaces(self.kv, self._size, ids, block, left_alone, holes=not self._whole)
 

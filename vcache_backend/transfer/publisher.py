@@ -17,8 +17,8 @@ from vcache_backend.errors import ServerUnavailable, VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import NUMBER_BYTES, ChunkKey, InstanceId
 from vcache_backend.resident.tables import Tables
-from vcache_backend.transfer import courier
-from vcache_backend.transfer.courier import Courier
+from vcache_backend.transfer import outbox
+from vcache_backend.transfer.outbox import Outbox
 from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.vram_pool.copies.copier import Mark
 
@@ -37,7 +37,7 @@ them is saved.
 """
 SLOWEST_SECONDS = 60.0
 """The longest pause between two attempts to tell a server what it does not know. It refuses until
-the scheduler has shown it the generations. The first pause is `courier.RETRY_SECONDS`, and each is
+the scheduler has shown it the generations. The first pause is `outbox.RETRY_SECONDS`, and each is
 twice the one before."""
 
 
@@ -61,7 +61,7 @@ class _Waiting(NamedTuple):
     soon: bool
 
 
-class Publisher(Courier):
+class Publisher(Outbox):
     """Publishes one worker's chunks in the order they were submitted, each once the step that wrote
     it is over.
 
@@ -79,7 +79,7 @@ class Publisher(Courier):
         """The number of the present server, counted from 0, and of the one that knows all that is
         kept; -1: none does.
         """
-        self._again_at, self._pause = 0.0, courier.RETRY_SECONDS
+        self._again_at, self._pause = 0.0, outbox.RETRY_SECONDS
         super().__init__(client)
         client.on_return.append(self._returned)
 
@@ -87,7 +87,7 @@ class Publisher(Courier):
         """Queue chunks that can be read once `written` is reached. Any thread; never blocks.
 
         soon: publish them as soon as that, since others may look for them. Otherwise after
-        `courier.LATER_SECONDS`, or with later ones, so that the thread does not take the
+        `outbox.LATER_SECONDS`, or with later ones, so that the thread does not take the
         interpreter from the present step."""
         with self._changed:
             if len(self._queue) >= MOST_WAITING:
@@ -115,10 +115,8 @@ class Publisher(Courier):
         the server the first time.
         """
         view = self._tables.view(self._instance)
-        blocks, generations = (
-            np.frombuffer(publication.blocks, dtype="<u4"),
-            np.frombuffer(publication.generations, dtype="<u8"),
-        )
+        blocks = np.frombuffer(publication.blocks, dtype="<u4")
+        generations = np.frombuffer(publication.generations, dtype="<u8")
         return view is not None and view.leading(blocks, generations, self._each) == len(
             publication.keys
         )
@@ -134,11 +132,9 @@ class Publisher(Courier):
     def _returned(self) -> None:
         """Called when there is a server again, maybe another one. In the client's thread."""
         with self._changed:
-            self._servers, self._again_at, self._pause = (
-                self._servers + 1,
-                0.0,
-                courier.RETRY_SECONDS,
-            )
+            self._servers = self._servers + 1
+            self._again_at = 0.0
+            self._pause = outbox.RETRY_SECONDS
             self._changed.notify_all()
 
     def _has_work(self) -> bool:
@@ -163,7 +159,7 @@ class Publisher(Courier):
             self._keep(publication)
             if not self._tell(publication) and self._knows == self._servers:
                 # The scheduler may not have shown the generations yet, or the server is gone.
-                self._knows, self._pause = -1, courier.RETRY_SECONDS
+                self._knows, self._pause = -1, outbox.RETRY_SECONDS
                 self._wait()
 
     def _is_due(self) -> bool:
@@ -219,10 +215,8 @@ class Publisher(Courier):
         if view is None or not self._client.connected:
             return
         for first, one in list(self._kept.items()):
-            blocks, generations = (
-                np.frombuffer(one.blocks, dtype="<u4"),
-                np.frombuffer(one.generations, dtype="<u8"),
-            )
+            blocks = np.frombuffer(one.blocks, dtype="<u4")
+            generations = np.frombuffer(one.generations, dtype="<u8")
             if not view.leading(blocks, generations, self._each):
                 del self._kept[first]
         total = 0
@@ -252,10 +246,8 @@ def _joined(ones: Sequence[Publication]) -> Publication:
     """One publication of all these publications' chunks, in order. At least one; all of one
     sequence and one epoch.
     """
-    blocks, generations = (
-        b"".join(one.blocks for one in ones),
-        b"".join(one.generations for one in ones),
-    )
+    blocks = b"".join(one.blocks for one in ones)
+    generations = b"".join(one.generations for one in ones)
     return ones[0]._replace(
         keys=[key for one in ones for key in one.keys], blocks=blocks, generations=generations
     )

@@ -17,18 +17,18 @@ from vcache_backend.metadata_server.messages import ChunkKey, InstanceId, Leased
 
 log = logging.getLogger(__name__)
 
-MOST_LETTERS = 4096
-"""How many letters to keep until the server is back. Leases and reservations whose letters are
+MOST_MESSAGES = 4096
+"""How many messages to keep until the server is back. Leases and reservations whose messages are
 dropped expire by themselves.
 """
-MANY_LETTERS = 32
-"""With so many letters the thread starts at once."""
+MANY_MESSAGES = 32
+"""With so many messages the thread starts at once."""
 RETRY_SECONDS = 1.0
 LATER_SECONDS = 0.02
-"""How long letters that are not urgent wait."""
+"""How long messages that are not urgent wait."""
 
 
-class _Letter(NamedTuple):
+class _Message(NamedTuple):
     """One call of the client: `call(about)`. again: repeat it until the server has answered."""
 
     call: Callable[[Any], object]
@@ -36,50 +36,50 @@ class _Letter(NamedTuple):
     again: bool = False
 
 
-class Courier:
+class Outbox:
     """A thread that sends messages to the server while there is a connection. All methods may be
     called from any thread; only `flush` and `close` wait."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._letters: deque[_Letter] = deque(maxlen=MOST_LETTERS)
+        self._messages: deque[_Message] = deque(maxlen=MOST_MESSAGES)
         self._changed = threading.Condition()
         self._busy = self._stopping = self._urgent = False
-        self._thread = threading.Thread(target=self._run, name="vcache-courier", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="vcache-outbox", daemon=True)
         self._thread.start()
 
     def release(self, lease: int) -> None:
         """End a lease that nothing is read under any more, after `LATER_SECONDS`: if it started at
         once, the thread would take the interpreter from the caller, who is about to produce a
         token."""
-        self._post(_Letter(self._client.release, lease, again=True), urgent=False)
+        self._post(_Message(self._client.release, lease, again=True), urgent=False)
 
     def release_asked(self, sent: Sent[Leased]) -> None:
         """End a lease whose answer has not come yet."""
-        self._post(_Letter(self._release_asked, sent, again=True))
+        self._post(_Message(self._release_asked, sent, again=True))
 
     def give_back(self, reservation: int) -> None:
         """Abort a reservation. Nothing may be writing into its slots."""
-        self._post(_Letter(self._client.abort, reservation, again=True))
+        self._post(_Message(self._client.abort, reservation, again=True))
 
     def touch(self, keys: list[ChunkKey]) -> None:
         """Mark chunks as recently used."""
-        self._post(_Letter(self._client.touch, keys))
+        self._post(_Message(self._client.touch, keys))
 
     def retract(self, instance: InstanceId, sequence: int) -> None:
         """Withdraw what `instance` has published with a lower sequence number."""
         self._post(
-            _Letter(lambda before: self._client.retract(instance, before), sequence, again=True)
+            _Message(lambda before: self._client.retract(instance, before), sequence, again=True)
         )
 
     def hint(self, instance: bytes, keys: list[ChunkKey]) -> None:
         """Tell the owner `instance` that a load reads the last of these chunks, and perhaps others
         of them. After `LATER_SECONDS`.
         """
-        self._post(_Letter(lambda prefix: self._client.hint(instance, prefix), keys), urgent=False)
+        self._post(_Message(lambda prefix: self._client.hint(instance, prefix), keys), urgent=False)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all work is done or given up; False after `timeout` seconds. Letters that wait
+        """Wait until all work is done or given up; False after `timeout` seconds. Messages that wait
         for a connection do not count.
         """
         with self._changed:
@@ -101,9 +101,9 @@ class Courier:
 
     # ---- inside
 
-    def _post(self, letter: _Letter, urgent: bool = True) -> None:
+    def _post(self, message: _Message, urgent: bool = True) -> None:
         with self._changed:
-            self._letters.append(letter)
+            self._messages.append(message)
             self._urgent |= urgent
             self._changed.notify_all()
 
@@ -133,24 +133,24 @@ class Courier:
             self.release(leased.lease)
 
     def _has_work(self) -> bool:
-        return bool(self._letters) and self._client.connected
+        return bool(self._messages) and self._client.connected
 
     def _hurries(self) -> bool:
         """Whether some of the work is urgent. Under the lock."""
-        return self._urgent or len(self._letters) >= MANY_LETTERS
+        return self._urgent or len(self._messages) >= MANY_MESSAGES
 
     def _work(self) -> None:
-        """Send the letters that are there now, not those that arrive meanwhile: more important work
+        """Send the messages that are there now, not those that arrive meanwhile: more important work
         may be waiting.
         """
-        for _ in range(len(self._letters)):
+        for _ in range(len(self._messages)):
             if self._stopping or not self._client.connected:
                 return
-            letter = self._letters.popleft()
+            message = self._messages.popleft()
             try:
-                letter.call(letter.about)
+                message.call(message.about)
             except VCacheError as error:
-                log.debug("%s: %s", letter.call.__name__, error)
-                if letter.again and isinstance(error, ServerUnavailable):
-                    self._letters.appendleft(letter)
+                log.debug("%s: %s", message.call.__name__, error)
+                if message.again and isinstance(error, ServerUnavailable):
+                    self._messages.appendleft(message)
                     return
