@@ -1,14 +1,13 @@
-"""No mishap around a load ends an engine: real vLLM on the CPU, whose loads out of another
-instance's KV cache fail in every way.
+"""Nothing that happens around a load ends an engine. Real vLLM on the CPU, in-place sharing.
 
-A load is held at a place. There the reader, the owner or the server is stopped or killed, and the
-owner uses the blocks again if it can. The request is computed, the one beside it is undisturbed,
-every answer is vLLM's own, and the engine goes on and hits again."""
+A test holds the reader's load at a place. There it pauses or kills the reader's peer, or has the
+code of the place raise. Then every answer is equal to a computed one, also that of a second request
+in the same batch. The engine goes on, and its next loads succeed."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from processes import eventually
@@ -16,7 +15,7 @@ from vllm_cases import (
     BLOCK,
     CHUNK,
     OURS,
-    Instance,
+    Answer,
     Node,
     Prompt,
     meddled,
@@ -35,72 +34,62 @@ pytestmark = [
 
 IN_PLACE = {"connector": {"share": "in_place", "min_hit_tokens": CHUNK}}
 SMALL = {"kv_cache_memory_bytes": 15 * BLOCK * TOKEN_BYTES, "max_model_len": 448}
-"""KV blocks for 448 tokens: one more prompt uses all of them again."""
-LOOKED_UP, PULL, VERDICT = (
+"""KV blocks for 448 tokens: the next prompt of 6 chunks takes them from the prompt before."""
+LOOKED_UP, COPY, VERDICT = (
     f"{OURS}.scheduler:SchedulerSide.allocated",
-    "vcache_backend.vram_pool.copier:HostCopier.pull",
+    "vcache_backend.vram_pool.copies.copier:HostCopier.pull",
     "vcache_backend.transfer.resident:_ResidentPiece.settle",
 )
-"""Places: before a load is described, before its copy, and between its copy and the verdict."""
-PAUSE_SECONDS = 0.6
-"""More than twice as long as a lease or a connection holds by itself."""
+"""Places: before a load is described, before its copy, and between the copy and the verdict."""
+PLACES = pytest.mark.parametrize(
+    "place", [LOOKED_UP, COPY, VERDICT], ids=["look-up", "copy", "verdict"]
+)
+PAUSE_SECONDS = 0.4
 LENGTH = 5 * CHUNK
 
 
 class Trio:
-    """An owner with few blocks, a reader, and vLLM alone. An owner that was killed is replaced."""
+    """An owner with few blocks, a reader, and vLLM without a connector, which computes."""
 
     def __init__(self, here: Node) -> None:
-        self.here, self.aside = here, here.alone("aside")
+        self.here, self.computing = here, here.alone("computing")
         self.reader, self._owners = here.connect("reader", IN_PLACE), 0
-        self.owner = self._new_owner()
+        self.new_owner()
 
-    def _new_owner(self) -> Instance:
+    def new_owner(self) -> None:
         self._owners += 1
-        return self.here.connect(f"owner-{self._owners}", IN_PLACE, **SMALL)
+        self.owner = self.here.connect(f"owner-{self._owners}", IN_PLACE, **SMALL)
 
     def kept(self) -> list[int]:
-        """A prompt that the owner has computed and others can find."""
+        """A prompt that the owner has computed and the reader can find."""
         tokens = new_tokens(LENGTH + 1)
         self.owner.one(tokens)
         assert self.owner.ask("told")
         return tokens
 
-    def used_again(self) -> None:
+    def reuse(self) -> None:
+        """The owner gives the blocks of its last prompt to another prompt."""
         self.owner.one(new_tokens(6 * CHUNK))
 
-    def pause(self, who: str) -> None:
-        """Stop it while the owner, if it can, uses its blocks again."""
-        process = {"reader": self.reader, "owner": self.owner, "server": self.here.server}[who]
-        with process.stopped():
-            if who == "reader":
-                self.used_again()
-            time.sleep(PAUSE_SECONDS)
-        if who == "server":
-            self.used_again()
+    def compare(self, answers: Sequence[Answer], *prompts: Prompt) -> None:
+        """The answers are equal to computed ones, and so is the next one to the first prompt: the
+        reader's own prefix cache has nothing wrong.
+        """
+        for answer, prompt in zip(answers, prompts, strict=True):
+            assert answer.agrees(self.computing.run(prompt)[0])
+        tokens = prompts[0].tokens
+        assert self.reader.one(tokens).agrees(self.computing.one(tokens))
 
-    def kill(self, who: str) -> None:
-        if who == "server":
-            self.here.kill()
-        else:
-            self.owner.kill()
+    def loads_again(self) -> None:
+        """Sooner or later the reader loads a whole prompt again."""
 
-    def mend(self, who: str) -> None:
-        if who == "server":
-            self.here.serve_again(stores=False)
-        else:
-            self.owner = self._new_owner()
-
-    def hits_again(self) -> None:
-        unstored = {"vcache": {"store": False}}
-
-        def hit() -> bool:
+        def loaded() -> bool:
             tokens = self.kept()
-            answer = self.reader.one(tokens, params=unstored)
-            assert answer.agrees(self.aside.one(tokens))
+            answer = self.reader.one(tokens)
+            assert answer.agrees(self.computing.one(tokens))
             return answer.cached == LENGTH
 
-        eventually(hit, 60)
+        eventually(loaded)
 
 
 @pytest.fixture(scope="module")
@@ -108,30 +97,44 @@ def trio(here: Node) -> Trio:
     return Trio(here)
 
 
-def survives(trio: Trio, place: str, act: Callable[[], None]) -> None:
-    tokens, beside = trio.kept(), Prompt(new_tokens(40), max_tokens=14)
+def pause_reader(trio: Trio) -> None:
+    """Longer than a request to the server may take. Meanwhile the owner reuses the blocks."""
+    with trio.reader.stopped():
+        trio.reuse()
+        time.sleep(PAUSE_SECONDS)
+
+
+def pause_owner(trio: Trio) -> None:
+    with trio.owner.stopped():
+        time.sleep(PAUSE_SECONDS)
+
+
+def pause_server(trio: Trio) -> None:
+    with trio.here.server.stopped():
+        time.sleep(PAUSE_SECONDS)
+    trio.reuse()
+
+
+def kill_owner(trio: Trio) -> None:
+    trio.owner.kill()
+    trio.new_owner()
+
+
+def kill_server(trio: Trio) -> None:
+    trio.here.kill()
+    trio.here.serve()
+
+
+@PLACES
+@pytest.mark.parametrize("act", [pause_reader, pause_owner, pause_server, kill_owner, kill_server])
+def test_a_pause_or_death_around_a_load_ends_no_engine(
+    trio: Trio, act: Callable[[Trio], None], place: str
+) -> None:
+    prompts = Prompt(trio.kept()), Prompt(new_tokens(40), max_tokens=14)
     with stopped_at(trio.reader, place) as held:
-        answers = held.while_there(act, Prompt(tokens), beside)
-    for answer, prompt in zip(answers, (Prompt(tokens), beside), strict=True):
-        assert answer.agrees(trio.aside.run(prompt)[0])
-    assert trio.reader.alive
-    # Nothing wrong is in its own cache.
-    assert trio.reader.one(tokens).agrees(trio.aside.one(tokens))
-
-
-@pytest.mark.parametrize("place", [LOOKED_UP, PULL, VERDICT], ids=["look-up", "copy", "verdict"])
-@pytest.mark.parametrize("who", ["reader", "owner", "server"])
-def test_a_pause_of_anybody_ends_no_engine(trio: Trio, who: str, place: str) -> None:
-    survives(trio, place, lambda: trio.pause(who))
-    trio.hits_again()
-
-
-@pytest.mark.parametrize("place", [LOOKED_UP, PULL, VERDICT], ids=["look-up", "copy", "verdict"])
-@pytest.mark.parametrize("who", ["owner", "server"])
-def test_the_death_of_anybody_else_ends_no_engine(trio: Trio, who: str, place: str) -> None:
-    survives(trio, place, lambda: trio.kill(who))
-    trio.mend(who)
-    trio.hits_again()
+        answers = held.while_there(lambda: act(trio), *prompts)
+    trio.compare(answers, *prompts)
+    trio.loads_again()
 
 
 @pytest.mark.parametrize(
@@ -139,20 +142,20 @@ def test_the_death_of_anybody_else_ends_no_engine(trio: Trio, who: str, place: s
     [
         f"{OURS}.load_specs:LoadSpecs.of",
         f"{OURS}.scheduler:SchedulerSide.plan",
+        f"{OURS}.scheduler:SchedulerSide.update",
         f"{OURS}.loads:Loads.begin",
         f"{OURS}.loads:Loads._advance",
         f"{OURS}.loads:Loads._note",
         f"{OURS}.report:Reporter.take",
-        PULL,
+        COPY,
         VERDICT,
     ],
     ids=lambda place: place.rpartition(":")[2],
 )
-def test_whatever_raises_around_a_load_ends_no_engine(trio: Trio, place: str) -> None:
-    """Nor does a request wait for ever. Not meddled with are the few lines that hand over what failed."""
-    tokens, beside = trio.kept(), Prompt(new_tokens(40), max_tokens=14)
+def test_an_exception_around_a_load_ends_no_engine(trio: Trio, place: str) -> None:
+    """Each request gets an answer: none waits for ever."""
+    prompts = Prompt(trio.kept()), Prompt(new_tokens(40), max_tokens=14)
     with meddled(trio.reader, place, "raise", times=1):
-        answers = trio.reader.run(Prompt(tokens), beside, together=True)
-    for answer, prompt in zip(answers, (Prompt(tokens), beside), strict=True):
-        assert answer.agrees(trio.aside.run(prompt)[0])
-    trio.hits_again()
+        answers = trio.reader.run(*prompts, together=True)
+    trio.compare(answers, *prompts)
+    trio.loads_again()
