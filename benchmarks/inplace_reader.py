@@ -234,14 +234,14 @@ def believe_copies() -> None:
     """For a control: count every copy as right, whatever the generations, or the lease, say after
     it.
     """
-    for piece in (resident._ResidentPiece, pooled._PooledPiece):
-        piece.settle = _believed(piece.settle)  # type: ignore[method-assign]
+    for part in (resident._ResidentPart, pooled._PooledPart):
+        part.settle = _believed(part.settle)  # type: ignore[method-assign, assignment]
 
 
-def _believed(settle: Callable[..., Settled]) -> Callable[..., Settled]:
-    def settled(piece: Any, *arguments: Any) -> Settled:
-        settle(piece, *arguments)
-        return Settled(piece.count)
+def _believed(settle: Callable[[Any], Settled]) -> Callable[[Any], Settled]:
+    def settled(part: Any) -> Settled:
+        settle(part)
+        return Settled(part.count)
 
     return settled
 

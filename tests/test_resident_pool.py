@@ -110,9 +110,7 @@ class Watched:
             number: (OWNER, row.tobytes(), self.owner.counters[row].tobytes())
             for number, row in enumerate(at)
         }
-        load = LoadSpec(
-            request_id="r", keys=[], blocks=ids.tolist(), skip=0, stop=len(ids), residents=lies
-        )
+        load = LoadSpec(request_id="r", keys=[], blocks=ids.tolist(), residents=lies)
         self.duplicates.note(tracked, load, 0)
         self.known(blocks)
         return tracked, blocks

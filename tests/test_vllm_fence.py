@@ -154,7 +154,7 @@ def test_a_worker_that_closes_waits_for_the_copy_of_a_load(
     model: Any = SimpleNamespace(block_size=worker.block_size)
     loads = Loads(model, False, Reporter((0, 0), 0, 0, False), worker.stores, Meter())
     key = ChunkKey(bytes(KEY_BYTES))
-    spec = LoadSpec(request_id="r", keys=[key], blocks=[5, 6], skip=0, stop=2)
+    spec = LoadSpec(request_id="r", keys=[key], blocks=[5, 6])
     loads.expect([spec])
     loads.begin(Attached(worker.session, worker.kv, worker.block_size), StepMetadata(loads=[spec]))
     eventually(lambda: loads.finished(idle=False) == set() and begun.is_set())

@@ -345,7 +345,8 @@ class Written(Engine):
         for chunk in range(len(spec.keys)):
             one = ResidentChunk.unpacked(*spec.residents[chunk])
             right &= bool((counters[one.blocks] == one.generations).all())
-            at = np.arange(max(spec.skip, chunk * EACH), min(spec.stop, (chunk + 1) * EACH))
+            at = np.arange(chunk * EACH, min(len(spec.blocks), (chunk + 1) * EACH))
+            at = at[np.array(spec.blocks)[at] >= 0]
             self.holds[np.array(spec.blocks)[at]] = owner.holds[one.blocks[at - chunk * EACH]]
         return right
 

@@ -122,8 +122,6 @@ def _sleep_refusal(model_config: Any) -> str | None:
 def read_model(vllm_config: Any, kv_cache_config: Any, name: str) -> model_spec.ModelSpec:
     """`model_spec.read_model`, adapted to models with several groups."""
     model = model_spec.read_model(vllm_config, name)
-    if not groups.several(kv_cache_config):
-        return model
     try:
         found = groups.read(kv_cache_config, 0)
     except LayoutError:

@@ -30,30 +30,24 @@ class Completions:
         self,
         config: Config,
         stores: bool,
-        groups: Groups | None,
-        block: int,
+        groups: Groups,
         hash_block: int,
         spec_kind: str | None,
         instance: Introduction,
         lookups: Lookups,
         leftovers: Leftovers,
     ) -> None:
-        """stores: whether the instance's role allows stores. groups: None if all layers share one
-        block table. block, hash_block: tokens of a block, and of one of vLLM's hashes. spec_kind:
-        the KV cache's, for events."""
-        self._size, self._block, self._hash_block, self._spec_kind = (
-            config.engine.chunk_size,
-            block,
-            hash_block,
-            spec_kind,
-        )
-        self._per_chunk, self._hashes = self._size // block, self._size // hash_block
+        """stores: whether the instance's role allows stores. hash_block: tokens of one of vLLM's
+        hashes. spec_kind: the KV cache's, for events."""
+        self._size, self._block = config.engine.chunk_size, groups.block
+        self._hash_block, self._hashes = hash_block, config.engine.chunk_size // hash_block
+        self._spec_kind = spec_kind
         self._prompts_only, self._event_medium = (
             config.connector.store == "prompt",
             config.connector.event_medium,
         )
         self._stores_allowed, self._groups = stores, groups
-        self._instance, self._lookups, self._publications = instance, lookups, instance.shared
+        self._instance, self._lookups, self._publications = instance, lookups, instance.publications
         self._leftovers = leftovers
         self._unsure: AbstractSet[int] = frozenset()
         self._offered: Mapping[str, list[tuple[int, int, int]]] = {}
@@ -173,16 +167,14 @@ class Completions:
         )
         if reached >= tracked.store.complete_at and sure:
             self._complete(tracked, computed, reached, meta)
-        if self._groups is not None and self._groups.states and sure:
-            self._keep_states(tracked, self._groups, reached, meta)
+        if self._groups.states and sure:
+            self._keep_states(tracked, reached, meta)
 
-    def _keep_states(
-        self, tracked: Tracked, groups: Groups, reached: int, meta: StepMetadata
-    ) -> None:
+    def _keep_states(self, tracked: Tracked, reached: int, meta: StepMetadata) -> None:
         """Store the states that the request's layers have at chunks' ends after the step, but not
         the one that it was loaded with.
         """
-        request = tracked.request
+        request, groups = tracked.request, self._groups
         ends = groups.ended(tracked.store.rows, reached, self._offered.get(request.request_id, ()))
         known = request.num_prompt_tokens if self._prompts_only else request.num_tokens
         stores = self._stores_allowed and tracked.params.store and not self._instance.refused
@@ -213,27 +205,20 @@ class Completions:
             return
         request, size, first = tracked.request, self._size, tracked.store.stored
         known = request.num_prompt_tokens if self._prompts_only else request.num_tokens
-        rows, several = tracked.store.rows, self._groups
-        length = len(rows[0]) * self._block if several is None else several.length(rows)
+        rows, length = tracked.store.rows, self._groups.length(tracked.store.rows)
         ready = min(min(computed, known, length) // size, len(request.block_hashes) // self._hashes)
         if ready <= first or not self._instance.open() or not self._lookups.name(tracked, ready):
             return
-        if several is not None and self._publications is None:
-            # Chunks that a window has passed have lost blocks, and cannot be stored any more.
-            first = several.alive_from(rows, before, first, ready)
+        # Chunks that a window has passed have lost blocks, and cannot be stored any more.
+        first = self._groups.alive_from(rows, before, first, ready)
         self.expect(tracked, first, ready)
         if self._publications is not None:
             loaded = ready * size <= tracked.supplied
             meta.publications += self._publications.complete(tracked, first, ready, loaded)
             self.stored(tracked, ready)
             return
-        keys, each = tracked.lookup.keys[first:ready], self._per_chunk
-        blocks = (
-            rows[0][first * each : ready * each].tolist()
-            if several is None
-            else several.chunks(rows, first, ready)
-        )
-        if keys:
+        if keys := tracked.lookup.keys[first:ready]:
+            blocks = self._groups.chunks(rows, first, ready)
             meta.stores.append(
                 StoreSpec(request.request_id, keys, blocks, tracked.lookup.keys[:first])
             )

@@ -75,11 +75,11 @@ class Duplicates:
         """Note which of the request's chunks `load` reads in others' KV caches. first: the number
         of the load's first chunk.
         """
-        each = self._each
+        each, blocks = self._each, load.blocks
         tracked.copies = [
             ((first + number) * each, replica)
             for number, replica in load.residents.items()
-            if load.skip <= number * each and (number + 1) * each <= load.stop
+            if (number + 1) * each <= len(blocks) and blocks[number * each] >= 0
         ]
 
     def finished(self, tracked: Tracked, block_size: int) -> None:

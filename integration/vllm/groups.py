@@ -7,11 +7,9 @@ It does not import vLLM: it only reads numbers and the names of types from vLLM'
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
 
 from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool.paged import Share
@@ -52,12 +50,17 @@ class LayerGroup(NamedTuple):
 
 
 class Groups:
-    """The groups of one instance. Immutable; equal in the scheduler and in the workers.
+    """The block tables of one instance, one for each group of layers. Immutable; equal in the
+    scheduler and in the workers.
 
     groups: those whose layers keep tokens; first those that attend to all tokens. block: tokens,
-    the least common multiple of all block sizes. place: tokens, their greatest common divisor.
-    size: tokens of a chunk. shares: what a chunk holds of each group. Methods take `rows`, a
-    request's block tables by vLLM's number of the group.
+    the least common multiple of all block sizes. size: tokens of a chunk. plain: whether there is a
+    single table, whose layers attend to all tokens. whole: hits end at multiples of so many tokens:
+    at any block if the model is plain, else with a chunk. sizes: tokens of a block, by vLLM's
+    number of the group. shares: what a chunk holds of each group. Methods take `rows`, a request's
+    block tables by vLLM's number of the group.
+
+    A chunk's blocks are listed group by group, those of several chunks chunk by chunk.
 
     states: groups whose layers keep a state. A chunk holds nothing of them. The state after its
     last token, one block of each group, is stored as `parts` further chunks with keys of their own,
@@ -70,8 +73,8 @@ class Groups:
         tokens = [group for group in groups if not group.state]
         self.groups = sorted(tokens, key=lambda group: (group.window > 0, group.number))
         self.states = [group for group in groups if group.state]
-        sizes = [group.block_size for group in groups]
-        self.block, self.place, self.size = math.lcm(*sizes), math.gcd(*sizes), chunk_size
+        self.sizes = [group.block_size for group in groups]
+        self.block, self.size = math.lcm(*self.sizes), chunk_size
         if chunk_size % self.block:
             fitting = -(-chunk_size // self.block) * self.block
             raise LayoutError(
@@ -80,10 +83,16 @@ class Groups:
         self.shares = tuple(
             Share(group.block_size, _tail(group, chunk_size)) for group in self.groups
         )
+        self.plain = len(groups) == len(self.groups) == 1 and not self.groups[0].window
+        self.whole = self.block if self.plain else chunk_size
 
     @property
     def text(self) -> str:
-        """The groups' kinds and block sizes, on which two instances must agree to share."""
+        """The groups' kinds and block sizes, on which two instances must agree to share. Empty if
+        the model is plain.
+        """
+        if self.plain:
+            return ""
         kinds = (f"window{group.window}" if group.window else "full" for group in self.groups)
         named = [
             f"{kind}/{group.block_size}" for kind, group in zip(kinds, self.groups, strict=True)
@@ -115,50 +124,36 @@ class Groups:
         """How many of the request's tokens have blocks in every group."""
         return min(len(rows[group.number]) * group.block_size for group in self.groups)
 
-    def chunks(self, rows: Sequence[Sequence[int]], first: int, stop: int) -> list[int]:
-        """The blocks of the chunks [first, stop), chunk by chunk, within a chunk group by group."""
-        found: list[int] = self.table(rows, first, stop).reshape(-1).tolist()
-        return found
+    def chunks(self, rows: Sequence[array[int]], first: int, stop: int) -> list[int]:
+        """The blocks of the chunks [first, stop)."""
+        columns, begin, end = list[list[int]](), first * self.size, stop * self.size
+        for group in self.groups:
+            block = group.block_size
+            columns.append(rows[group.number][begin // block : end // block].tolist())
+        return self._listed(columns)
 
-    def wanted(self, rows: Sequence[Sequence[int]], local: int, end: int) -> list[int]:
+    def wanted(self, rows: Sequence[list[int]], local: int, end: int) -> list[int]:
         """The blocks to load for the tokens [local, end): as `chunks`, from the chunk with token
         `local` on; then the state's at `end`.
 
-        end: a multiple of the chunk size. -1 stands for blocks before `local`, which vLLM has, and
-        for blocks that vLLM does not want. ValueError if vLLM wants a block that chunks do not
-        hold."""
-        if end % self.size:
-            raise ValueError(f"vLLM wants {end} tokens, which are not chunks of {self.size}")
-        first, stop, tables, lacking = (
-            local // self.size,
-            end // self.size,
-            list[npt.NDArray[np.int64]](),
-            0,
-        )
+        end: a multiple of `whole`. -1 stands for blocks before `local`, which vLLM has, and for
+        blocks that vLLM does not want. ValueError if vLLM wants a block that chunks do not hold."""
+        if end % self.whole:
+            raise ValueError(f"vLLM wants {end} tokens, which is no multiple of {self.whole}")
+        columns, begin = list[list[int]](), local // self.size * self.size
         for group, share in zip(self.groups, self.shares, strict=True):
-            each, begin = self.size // group.block_size, local // group.block_size
-            row = rows[group.number][begin : end // group.block_size]
-            # Null blocks, which a window has passed, come first.
-            passed = row.count(NULL)
-            real = row[passed:]
-            table = np.full((stop - first) * each, -1, dtype=np.int64)
-            if real:
-                table[begin + passed - first * each :] = real
-            tables.append(table.reshape(-1, each)[:, -share.of(self.size) :])
-            lacking += len(real) - int((tables[-1] > NULL).sum())
-        if lacking:
-            raise ValueError(
-                f"of tokens {local} to {end} vLLM wants {lacking} blocks that chunks of {self.size} do not have"
-            )
-        state = self.state(rows, end)
-        # vLLM must want the state in its last block, and none before.
-        if len(state) < len(self.states) or any(
-            any(rows[group.number][local // group.block_size : end // group.block_size - 1])
-            for group in self.states
-        ):
-            raise ValueError(f"vLLM wants other states than the one at token {end}")
-        found: list[int] = np.concatenate(tables, axis=1).reshape(-1).tolist()
-        return found + state + [-1] * (self.parts * self.blocks - len(state))
+            block = group.block_size
+            row = rows[group.number][begin // block : end // block]
+            for own in range(local // block - begin // block):
+                row[own] = -1
+            if group.window:
+                row = [number if number != NULL else -1 for number in row]
+                self._refuse_earlier(row, self.size // block, share.of(self.size))
+            columns.append(row)
+        blocks = self._listed(columns)
+        if self.states:
+            blocks += self._state_wanted(rows, local, end)
+        return blocks
 
     def state(self, rows: Sequence[Sequence[int]], end: int) -> list[int]:
         """The blocks of the state after `end` tokens, one for each group of states that has it."""
@@ -189,34 +184,60 @@ class Groups:
     ) -> int:
         """The first of the chunks [first, stop) from which on all blocks are still the request's in
         a step that begins with `computed` tokens; `stop` if there is none."""
-        dead = (self.table(rows, first, stop) == NULL).any(axis=1)
-        ends = np.arange(first + 1, stop + 1) * self.size
+        alive = first
         for group, share in zip(self.groups, self.shares, strict=True):
-            if group.window:
-                gone = (computed - group.window + 1) // group.block_size * group.block_size
-                dead |= ends - (share.tail or self.size) < gone
-        return first + int(np.flatnonzero(dead)[-1]) + 1 if dead.any() else first
+            if not group.window:
+                continue
+            block, row = group.block_size, rows[group.number]
+            gone = (computed - group.window + 1) // block * block
+            for chunk in range(alive, stop):
+                end = (chunk + 1) * self.size
+                begin = end - (share.tail or self.size)
+                if begin < gone or NULL in row[begin // block : end // block]:
+                    alive = chunk + 1
+        return alive
 
-    def table(
-        self, rows: Sequence[Sequence[int] | npt.NDArray[Any]], first: int, stop: int
-    ) -> npt.NDArray[np.int64]:
-        """As `chunks`, with one row for each chunk: shape (stop - first, `blocks`). `rows` may hold
-        other numbers than blocks, too.
+    # ---- inside
+
+    def _state_wanted(self, rows: Sequence[Sequence[int]], local: int, end: int) -> list[int]:
+        """The blocks of the state at `end`, padded with -1 to whole chunks. ValueError if vLLM does
+        not want just these: in the last block of [local, end), and none before.
         """
-        found = []
-        for group, share in zip(self.groups, self.shares, strict=True):
-            each = self.size // group.block_size
-            row = np.array(rows[group.number][first * each : stop * each], dtype=np.int64).reshape(
-                stop - first, each
-            )
-            found.append(row[:, -share.of(self.size) :])
-        return np.concatenate(found, axis=1)
+        state = self.state(rows, end)
+        if len(state) < len(self.states) or any(
+            any(rows[group.number][local // group.block_size : end // group.block_size - 1])
+            for group in self.states
+        ):
+            raise ValueError(f"vLLM wants other states than the one at token {end}")
+        return state + [-1] * (self.parts * self.blocks - len(state))
+
+    def _listed(self, columns: list[list[int]]) -> list[int]:
+        """Blocks of consecutive chunks in the order in which they are listed. columns: for each
+        group all of its blocks of these chunks.
+        """
+        if len(columns) == 1 and not self.shares[0].tail:
+            return columns[0]
+        kept = [
+            (row, self.size // share.block_size, share.of(self.size))
+            for row, share in zip(columns, self.shares, strict=True)
+        ]
+        ends = range(max(-(-len(row) // each) for row, each, _ in kept))
+        return [
+            number
+            for end in ends
+            for row, each, held in kept
+            for number in row[(end + 1) * each - held : (end + 1) * each]
+        ]
+
+    def _refuse_earlier(self, row: list[int], each: int, held: int) -> None:
+        """ValueError if vLLM wants a block that lies before those `held` by its chunk."""
+        lacking = sum(number >= 0 for at, number in enumerate(row) if at % each < each - held)
+        if lacking:
+            raise ValueError(f"vLLM wants {lacking} blocks that chunks of {self.size} do not have")
 
 
 def several(kv_cache_config: Any) -> bool:
-    """Whether the model needs `Groups`: it has several block tables, or a single one of a sliding
-    window.
-    """
+    """Whether the model has several block tables, or a single one of a sliding window."""
     kinds = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
     return len(kinds) > 1 or kinds == [_WINDOWED]
 

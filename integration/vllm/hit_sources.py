@@ -40,7 +40,7 @@ def _names(
     if tracked.params.announced:
         # Another instance is computing these chunks, so it is not known yet where in the pool they
         # will lie.
-        everywhere = {"p2p"} if instance.shared is not None else everywhere
+        everywhere = {"p2p"} if instance.publications is not None else everywhere
         return [everywhere.pop() if len(everywhere) == 1 else "p2p"] * (stop - first)
     names = ["p2p" if number in load.residents else "" for number in range(stop - first)]
     pooled = [

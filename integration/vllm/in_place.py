@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from vcache_backend.metadata_server.messages import InstanceId, Reads, of_rank
+from vcache_backend.metadata_server.messages import InstanceId, Reads
 from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.resident.own_cache import Shown, cache_shape
 from vcache_backend.transfer.publisher import Publication, Publisher
@@ -80,7 +80,7 @@ class InPlace:
             return
         written = session.copier.mark()
         for spec in specs:
-            keys = of_rank(spec.keys, session.rank)
+            keys = session.own(spec.keys)
             publication = Publication(
                 keys, spec.blocks, spec.generations, spec.sequence, spec.epoch
             )
@@ -93,7 +93,7 @@ class InPlace:
         session, publisher = self._session, self.publisher
         if session is None or publisher is None:
             return
-        keys = of_rank(spec.keys, session.rank)
+        keys = session.own(spec.keys)
         for known in publisher.known(
             Publication(keys, spec.blocks, spec.generations, spec.sequence, spec.epoch)
         ):

@@ -42,7 +42,7 @@ class Introduction:
     refused: why nothing is cached; empty if the instance caches. ranks: shards of a chunk.
     places: where segments lie for the first worker. keys, client, outbox: the
     namespace's; None before `open`. announcer: None unless somebody wants KV events. For sharing in
-    place, else None. shared: what this instance publishes. tables: other instances' generations."""
+    place, else None. publications: what this instance publishes. tables: other instances' generations."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Introduction:
         self._prefix, self._name = b"", name
         self._not_joined = ""
         """Why the server has not taken our generations; empty if it has, or was not asked."""
-        self.shared = publications
+        self.publications = publications
         self.announcer: Announcer | None = None
         self.tables: Tables | None = None
         self.keys: BlockHashKeys | None = None
@@ -137,7 +137,7 @@ class Introduction:
         """
         if self.keys is not None or self.refused or not self.over:
             return not self.refused and self.keys is not None
-        if self.shared is not None and not self.shared.watches:
+        if self.publications is not None and not self.publications.watches:
             self._refuse(
                 "this vLLM has not passed its block pool to the connector, so nothing can be shared in place; set connector.share: pool"
             )
@@ -157,10 +157,10 @@ class Introduction:
         self.keys = BlockHashKeys(namespace, config.engine.chunk_size // self._hash_block)
         if self.announcer is not None:
             self.client.on_beat.append(self._check)
-        if self.shared is not None:
+        if self.publications is not None:
             self.tables = Tables(self.client)
-            self.shared.view = self.tables.view
-            self.shared.retract = partial(self.outbox.retract, self.shared.instance)
+            self.publications.view = self.tables.view
+            self.publications.retract = partial(self.outbox.retract, self.publications.instance)
             self.client.on_return.append(self._join)
             self.client.on_beat.append(self._beat)
             self._join()
@@ -177,17 +177,17 @@ class Introduction:
     def _join(self) -> None:
         """Show the server our generations. Called on connecting, on reconnecting, and with every
         heartbeat until the server takes them; so also in the client's background thread."""
-        here, client = self.shared, self.client
-        if here is None or client is None or not client.connected:
+        publications, client = self.publications, self.client
+        if publications is None or client is None or not client.connected:
             return
         try:
             client.join(
-                here.instance,
+                publications.instance,
                 self._prefix,
-                here.blocks,
+                publications.blocks,
                 self.ranks,
-                here.each,
-                here.generations.fd,
+                publications.each,
+                publications.generations.fd,
             )
         except VCacheError as error:
             if str(error) != self._not_joined:
@@ -207,11 +207,11 @@ class Introduction:
         """Ask for resets that others have made, and for chunks that they have read here. Also in
         the client's background thread.
         """
-        here, client = self.shared, self.client
-        if here is None or client is None:
+        publications, client = self.publications, self.client
+        if publications is None or client is None:
             return
         try:
-            here.hear(client.listen(here.instance))
+            publications.hear(client.listen(publications.instance))
         except VCacheError as error:
             log.debug("listen: %s", error)
 

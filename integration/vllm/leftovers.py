@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .groups import NULL, Groups
+from .groups import NULL
 from .resident_pool import KVBlocks
 from .tracked import Tracked
 
@@ -19,14 +19,9 @@ class Leftovers:
     cleared for a request that is preempted and recomputed. It costs nothing unless vLLM kept
     blocks."""
 
-    def __init__(self, groups: Groups | None, block: int) -> None:
-        """groups: None if all layers share one block table. block: tokens of its blocks."""
-        tables = (
-            {0: block}
-            if groups is None
-            else {one.number: one.block_size for one in [*groups.groups, *groups.states]}
-        )
-        self._sizes = [tables[number] for number in sorted(tables)]
+    def __init__(self, sizes: Sequence[int]) -> None:
+        """sizes: tokens of a block, by block table."""
+        self._sizes = sizes
         self._kept = False
         self._resets = 0
         self._right: set[int] = set()

@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from vcache_backend.metadata_server.messages import of_rank
 from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.transfer import load as transfer
 from vcache_backend.transfer.places import BlockPlaces
@@ -36,12 +35,10 @@ class Loading(transfer.Load):
     def __init__(self, worker: Attached, spec: LoadSpec, mark: Mark) -> None:
         """mark: a point in the model's stream behind all work of the blocks' earlier owners."""
         session = worker.session
-        keys = of_rank(spec.keys, session.rank)
+        keys = session.own(spec.keys)
         super().__init__(
             session,
-            BlockPlaces(
-                worker.kv, session.chunk_size, spec.blocks, worker.block_size, spec.skip, spec.stop
-            ),
+            BlockPlaces(worker.kv, session.chunk_size, spec.blocks, worker.block_size),
             keys,
             mark=mark,
             wait_seconds=spec.wait_seconds,
@@ -64,9 +61,7 @@ class Loading(transfer.Load):
         """
         if not self.cause or self.cause == transfer.CANCELLED:
             return []
-        missed = self.spec.blocks[
-            max(self.loaded * self._per_chunk, self.spec.skip) : self.spec.stop
-        ]
+        missed = self.spec.blocks[self.loaded * self._per_chunk :]
         return [block for block in missed if block >= 0]
 
     @property

@@ -11,7 +11,7 @@ from time import monotonic, perf_counter
 from typing import Any
 
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.channel import Sent
+from vcache_backend.metadata_server.calls.channel import Sent
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import (
     ChunkKey,
@@ -164,21 +164,21 @@ class Lookups:
         return NO_ANSWER
 
     def _send(self, client: Client, keys: list[ChunkKey]) -> Sent[Count] | Sent[Found] | None:
-        shared = self._instance.shared
+        publications = self._instance.publications
         ranks = self._instance.ranks
         return (
             client.send_lookup(keys, ranks)
-            if shared is None
-            else client.send_find(keys, ranks, shared.instance)
+            if publications is None
+            else client.send_find(keys, ranks, publications.instance)
         )
 
     def _look_up(self, client: Client, keys: list[ChunkKey]) -> Found | int:
-        shared = self._instance.shared
+        publications = self._instance.publications
         ranks = self._instance.ranks
         return (
             client.lookup(keys, ranks)
-            if shared is None
-            else client.find(keys, ranks, shared.instance)
+            if publications is None
+            else client.find(keys, ranks, publications.instance)
         )
 
     def _answered(
@@ -238,10 +238,10 @@ class Lookups:
         """How many leading chunks can be loaded, and those read in place, by number. first: the
         number of the first one asked for.
         """
-        shared, tables = self._instance.shared, self._instance.tables
-        if shared is None or tables is None:
+        publications, tables = self._instance.publications, self._instance.tables
+        if publications is None or tables is None:
             return 0, {}
         # The epoch only grows, and an older answer may be read late.
-        shared.heard = max(shared.heard, reply.epoch)
-        found, chosen = shared.choose(reply, tables)
+        publications.heard = max(publications.heard, reply.epoch)
+        found, chosen = publications.choose(reply, tables)
         return found, {first + chunk: replica for chunk, replica in chosen.items()}

@@ -43,19 +43,16 @@ class LoadSpec(_Spec, frozen=True):
     """Blocks of one request to be filled from consecutive chunks of the pool.
 
     keys: rank 0's. blocks: vLLM's numbers, from the first block of the first chunk on; -1: not
-    wanted. skip, stop: fill `blocks[skip:stop]`; vLLM's own cache has those before. wait_seconds:
-    how long to wait for chunks that are not there yet; 0: all are there. offload: chunks that the
-    pool lacks may be in the offload tier. promote: store in the pool again what comes from there.
-    prefix: the keys of all earlier chunks, if `offload`. residents: by number within the load, the
-    chunks that lie in another instance's KV cache: the instance, its blocks and their generations,
-    as published. lost: the scheduler could not describe the load; load nothing and report that it
-    failed."""
+    wanted. wait_seconds: how long to wait for chunks that are not there yet; 0: all are there.
+    offload: chunks that the pool lacks may be in the offload tier. promote: store in the pool again
+    what comes from there. prefix: the keys of all earlier chunks, if `offload`. residents: by
+    number within the load, the chunks that lie in another instance's KV cache: the instance, its
+    blocks and their generations, as published. lost: the scheduler could not describe the load;
+    load nothing and report that it failed."""
 
     request_id: str
     keys: list[ChunkKey] = []
     blocks: list[int] = []
-    skip: int = 0
-    stop: int = 0
     wait_seconds: float = 0.0
     offload: bool = False
     promote: bool = False

@@ -133,11 +133,6 @@ def _sizes(kv_cache: Any, chunk_size: int) -> dict[str, int]:
         if type(group.kv_cache_spec).__name__ != groups.STATES
     ]
     block = max(len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in tables)
-    if not groups.several(kv_cache):
-        return {
-            "chunk_bytes": block * chunk_size // tables[0].kv_cache_spec.block_size,
-            "state_bytes": 0,
-        }
     read = groups.read(kv_cache, chunk_size)
     return {"chunk_bytes": read.blocks * block, "state_bytes": read.parts * read.blocks * block}
 

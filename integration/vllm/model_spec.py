@@ -161,7 +161,9 @@ def describe_groups(
     chunk_size: int,
     engine_config: EngineConfig,
 ) -> PagedKV:
-    """`describe` for a model with several block tables."""
+    """The geometry of a worker's `kv_caches` by layer, tensors or the pages of a state. See
+    `describe`, which knows no block tables.
+    """
     held = [
         {name: kv_caches[name] for name in group.layers if isinstance(kv_caches.get(name), Tensor)}
         for group in groups.groups
@@ -205,11 +207,13 @@ def read_shard(
     chunk_size: int,
     pp_rank: int,
     tp_rank: int,
+    names: str = "",
 ) -> ShardSpec:
     """The shard of the worker whose `kv_caches` are described by `kv`, for its scheduler. In that
     worker, after the model is loaded.
 
-    chunk_size: in tokens. LayoutError if a chunk does not consist of whole blocks.
+    chunk_size: in tokens. names: a digest of the layers' names; by default that of `kv_caches`, in
+    their order. LayoutError if a chunk does not consist of whole blocks.
     """
     return ShardSpec(
         pp_rank=pp_rank,
@@ -222,7 +226,7 @@ def read_shard(
         block_size=kv.block_size,
         chunk_bytes=kv.chunk_bytes(chunk_size),
         attention=attention(vllm_config, kv_caches),
-        layer_names=layer_names(kv_caches),
+        layer_names=names or layer_names(kv_caches),
     )
 
 

@@ -41,10 +41,10 @@ class Resets:
         self._number += 1
         self._drop()
         self._outdate()
-        if self._instance.shared is not None:
-            self._instance.shared.reset()
+        if self._instance.publications is not None:
+            self._instance.publications.reset()
         cleared = self._instance.clear()
-        if self._instance.shared is not None and cleared:
+        if self._instance.publications is not None and cleared:
             # No need to wait: what the steps under way publish, or save in the pool, carries the
             # old epoch.
             self.clearing = False
@@ -52,7 +52,7 @@ class Resets:
 
     def learn(self) -> None:
         """Act on reads and resets by other instances of which the server has told."""
-        if self._instance.shared is not None and self._instance.shared.learn():
+        if self._instance.publications is not None and self._instance.publications.learn():
             self._drop()
 
     def flushes(self) -> int:

@@ -67,19 +67,13 @@ class SchedulerSide:
             stores,
             config.connector.min_hit_tokens,
         )
-        self._block = model.block_size
-        self._per_chunk = self._size // self._block
         in_place = config.connector.share == "in_place"
         self._hash_block = compat.hash_block_size(vllm_config, kv_cache_config)
         self._hashes = self._size // self._hash_block
         refused = compat.refusal(vllm_config, kv_cache_config, model, config)
-        several = not refused and groups.several(kv_cache_config)
-        self._groups = groups.read(kv_cache_config, self._size) if several else None
-        """None if all layers attend to all tokens and share one block table."""
-        self._parts = self._groups.parts if self._groups is not None else 0
-        self._tables = len(kv_cache_config.kv_cache_groups)
-        if self._groups is not None:
-            self._block = self._groups.block
+        self._groups = (
+            groups.Groups((), self._size) if refused else groups.read(kv_cache_config, self._size)
+        )
         self.publications: Publications | None = None
         """What is shared in place; None with `connector.share: pool`."""
         self.victims: Victims | None = None
@@ -96,12 +90,10 @@ class SchedulerSide:
         self.instance = Introduction(
             config, model, self._hash_block, refused, self.publications, name
         )
-        self.lookups = Lookups(self.instance, self._size, meter, self._parts)
-        self._specs = LoadSpecs(
-            config, stores, self._groups, self._block, self._parts, self.instance
-        )
+        self.lookups = Lookups(self.instance, self._size, meter, self._groups.parts)
+        self._specs = LoadSpecs(config, stores, self._groups, self.instance)
         self._awaited = Awaited(self.lookups)
-        self._leftovers = Leftovers(self._groups, self._block)
+        self._leftovers = Leftovers(self._groups.sizes)
         self._resets = Resets(self.instance, self._drop_answers, self._outdate)
         # Chunks shared in place need no events of ours: vLLM announces what its own KV cache holds.
         if compat.publishes_events(vllm_config) and (not in_place or self.victims is not None):
@@ -111,7 +103,6 @@ class SchedulerSide:
             config,
             stores,
             self._groups,
-            self._block,
             self._hash_block,
             kind,
             self.instance,
@@ -142,10 +133,7 @@ class SchedulerSide:
         """
         if self.instance.keys is None and not self.instance.open():
             return
-        tracked, whole = self._track(request), len(request.block_hashes) // self._hashes
-        tokens = min(whole * self._size, self._most(request))
-        if self._groups is not None:
-            whole = tokens // self._size
+        tracked, (tokens, chunks) = self._track(request), self._loadable(request)
         lacking = tokens - self._least
         if (
             lacking < 0
@@ -155,8 +143,8 @@ class SchedulerSide:
             or self._has(request, lacking)
         ):
             return
-        if self.lookups.name(tracked, whole):
-            self.lookups.send(tracked, whole)
+        if self.lookups.name(tracked, chunks):
+            self.lookups.send(tracked, chunks)
 
     def matched(self, request: Any, local: int) -> tuple[int | None, bool]:
         """How many tokens can be loaded after the first `local`, which vLLM has itself, and whether
@@ -269,7 +257,7 @@ class SchedulerSide:
                 tracked.loading = False
                 self._cancelled.add(request.request_id)
             elif self.publications is not None and self.publications.duplicates is not None:
-                self.publications.duplicates.finished(tracked, self._block)
+                self.publications.duplicates.finished(tracked, self._groups.block)
 
     def reset(self) -> bool:
         """See `Resets.reset`."""
@@ -288,11 +276,11 @@ class SchedulerSide:
         step_tokens: the most of one step.
         """
         try:
-            self.publications = Publications(kv_cache_config.num_blocks, self._per_chunk)
+            self.publications = Publications(kv_cache_config.num_blocks, self._groups.blocks)
         except VCacheError as error:
             return str(error)
         if config.pool.lent:
-            self.victims = Victims(self.publications, step_tokens // self._block)
+            self.victims = Victims(self.publications, step_tokens // self._groups.block)
         return None
 
     def _drop_answers(self) -> None:
@@ -309,9 +297,10 @@ class SchedulerSide:
         """Whether vLLM's own prefix cache has the block with this token, and so all blocks before
         it.
         """
-        if self.blocks is None or self._hash_block != self._block or self._groups is not None:
+        blocks, block = self.blocks, self._groups.block
+        if blocks is None or block != self._hash_block or not self._groups.plain:
             return False
-        return self.blocks.cached(request.block_hashes[token // self._block])
+        return blocks.cached(request.block_hashes[token // block])
 
     def _track(self, request: Any) -> Tracked:
         tracked = self._requests.get(request.request_id)
@@ -329,7 +318,7 @@ class SchedulerSide:
         adapter = request.lora_request
         if adapter is not None and not self.lookups.knows(adapter):
             asked = request_params.NOTHING
-        blocks = StoreState([array(NUMBERS) for _ in range(self._tables)])
+        blocks = StoreState([array(NUMBERS) for _ in self._groups.sizes])
         loads = self._loads_allowed and asked.load and not computes
         tracked = Tracked(request, asked, loads, store=blocks)
         self._requests[request.request_id] = tracked
@@ -348,24 +337,18 @@ class SchedulerSide:
         if (
             not tracked.loads
             or self._resets.clearing
-            or local % self._block
+            or local % self._groups.block
             or not self.instance.open()
         ):
             return 0
-        request, size, least = tracked.request, self._size, self._least
-        most, whole = self._most(request), len(request.block_hashes) // self._hashes
-        if self._groups is not None:
-            # With windows a hit's last blocks depend on where it ends, so ask for no more than may
-            # be loaded.
-            whole = min(whole, most // size)
-        tokens = min(whole * size, most) - local
-        if tokens < least or not self.lookups.name(tracked, whole):
+        most, chunks = self._loadable(tracked.request)
+        if most - local < self._least or not self.lookups.name(tracked, chunks):
             return 0
         if tracked.params.announced:
-            return tokens
-        answer = self.lookups.find(tracked, local // size, whole)
-        external = min(answer.hits * size, most) - local
-        return external if external >= least else 0
+            return most - local
+        answer = self.lookups.find(tracked, local // self._size, chunks)
+        external = min(answer.hits * self._size, most) - local
+        return external if external >= self._least else 0
 
     def _stands(self, tracked: Tracked, load: LoadSpec, first: int) -> None:
         """Note which chunks need no store because a load brings them. first: number of the load's
@@ -382,7 +365,7 @@ class SchedulerSide:
             self._leftovers.loads(tracked)
         else:
             # Once loaded, these chunks are published as if computed here.
-            self.publications.loads(tracked, tracked.local // self._block)
+            self.publications.loads(tracked, tracked.local // self._groups.block)
             if self.publications.duplicates is not None:
                 self.publications.duplicates.note(tracked, load, first)
             if tracked.params.announced:
@@ -390,27 +373,24 @@ class SchedulerSide:
         if partial:
             self._completions.expect(tracked, first, end)
 
-    def _most(self, request: Any) -> int:
-        """Tokens that may be loaded: whole blocks, without the one that holds the last token, which
-        vLLM computes in any case.
+    def _loadable(self, request: Any) -> tuple[int, int]:
+        """How many of the request's tokens may be loaded, and in how many chunks these lie. vLLM
+        computes the last token in any case.
         """
-        # With several groups whole chunks: a chunk holds what a hit needs that ends with it.
-        whole = self._block if self._groups is None else self._size
-        return int(request.num_tokens - 1) // whole * whole
+        size, whole = self._size, self._groups.whole
+        tokens = (request.num_tokens - 1) // whole * whole
+        chunks = min(len(request.block_hashes) // self._hashes, -(-tokens // size))
+        return min(tokens, chunks * size), chunks
 
     def _note(self, report: WorkerReport, invalid: AbstractSet[int]) -> None:
         lost = self._foreign.over(report.echoes, invalid)
         for request_id in report.failed & self._requests.keys():
             tracked = self._requests[request_id]
             tracked.loads = False
-            if self.publications is None:
-                # With several groups vLLM recomputes from the start.
-                self._completions.stored(
-                    tracked, tracked.local // self._size if self._groups is None else 0
-                )
-            else:
-                self._completions.stored(tracked, 0)
-                self.publications.forget(tracked, tracked.local // self._block)
+            # vLLM may compute it from the start.
+            self._completions.stored(tracked, 0)
+            if self.publications is not None:
+                self.publications.forget(tracked, tracked.local // self._groups.block)
         if lost and self.blocks is not None:
             self._evict(self.blocks, lost)
         self.instance.reads(report.segments)

@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.messages import ChunkKey, of_rank
+from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import BlockPlaces, Places
 from vcache_backend.transfer.session import Session
@@ -74,7 +74,7 @@ class Stores:
         if session is None or kv is None:
             return
         for spec in stores:
-            keys, prefix = of_rank(spec.keys, session.rank), of_rank(spec.prefix, session.rank)
+            keys, prefix = session.own(spec.keys), session.own(spec.prefix)
             places = BlockPlaces(kv, session.chunk_size, spec.blocks, self._block_size)
             self._store(session, places, keys, range(len(keys)), prefix, spec.blocks)
 
@@ -88,7 +88,7 @@ class Stores:
         blocks = [
             block for chunk in chunks for block in spec.blocks[chunk * each : (chunk + 1) * each]
         ]
-        prefix = of_rank(spec.prefix, session.rank)
+        prefix = session.own(spec.prefix)
         self._store(session, load.places, load.keys, chunks, prefix, blocks, load.epoch)
 
     def save(

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from vcache_backend.metadata_server.channel import Sent
+from vcache_backend.metadata_server.calls.channel import Sent
 from vcache_backend.metadata_server.messages import ChunkKey, Count, Found
 
 from .replicas import Replica

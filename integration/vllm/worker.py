@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 import torch
 
 from vcache_backend.config import Config
@@ -102,26 +101,16 @@ class WorkerSide:
         if self.in_place is not None:
             self.in_place.export(kv_caches)
         size, blocks = self._config.engine.chunk_size, self._kv_config.num_blocks
-        block_size = self._model.block_size
-        if groups.several(self._kv_config):
-            found = groups.read(self._kv_config, size)
-            kv = model_spec.describe_groups(found, kv_caches, blocks, size, self._config.engine)
-            block_size, names = found.groups[0].block_size, found.layers
-            # A state has several tensors, one behind the other: the first gives the address.
-            kv_caches = {
-                name: one if isinstance(one, torch.Tensor) else one[0]
-                for name, one in kv_caches.items()
-            }
-        else:
-            kv, names = (
-                model_spec.describe(self._vllm, dict(kv_caches), blocks, size, self._config.engine),
-                "",
-            )
+        tables = groups.read(self._kv_config, size)
+        kv = model_spec.describe_groups(tables, kv_caches, blocks, size, self._config.engine)
+        # A state has several tensors, one behind the other: the first gives the address.
+        kv_caches = {
+            name: held if isinstance(held, torch.Tensor) else held[0]
+            for name, held in kv_caches.items()
+        }
         shard = model_spec.read_shard(
-            self._vllm, dict(kv_caches), kv, size, self._pp_rank, self._tp_rank
+            self._vllm, kv_caches, kv, size, self._pp_rank, self._tp_rank, tables.layers
         )
-        if names:
-            shard = msgspec.structs.replace(shard, layer_names=names)
         session = Session(
             self._config,
             model_spec.layout(self._model, [shard], size, b""),
@@ -133,7 +122,7 @@ class WorkerSide:
             kv_device=str(kv.device),
         )
         try:
-            session.bind(dict(kv_caches), kv)
+            session.bind(kv_caches, kv)
             wrong = round_trip.through_pool(session, kv)
             if wrong:
                 raise VCacheError(wrong)
@@ -143,9 +132,12 @@ class WorkerSide:
             session.close()
             raise
         self._worker = Attached(
-            session, kv, block_size, self.in_place.neighbours if self.in_place is not None else None
+            session,
+            kv,
+            tables.groups[0].block_size,
+            self.in_place.neighbours if self.in_place is not None else None,
         )
-        self._stores.open(session, kv, block_size)
+        self._stores.open(session, kv, tables.groups[0].block_size)
         self.report.open(session, Shard(shard, session.tier is not None))
         does = (
             "lends to and reads from"

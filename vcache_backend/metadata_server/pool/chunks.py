@@ -7,7 +7,7 @@ from itertools import chain
 from typing import cast
 
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey, of_rank
-from vcache_backend.metadata_server.placement import Entry
+from vcache_backend.metadata_server.pool.placement import Entry
 
 Space = dict[ChunkKey, Entry]
 """The chunks of one namespace."""

@@ -20,8 +20,8 @@ from vcache_backend.errors import ProtocolError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
 from vcache_backend.metadata_server.client_lines import Caller
-from vcache_backend.metadata_server.closing import closer
-from vcache_backend.metadata_server.placement import Peer
+from vcache_backend.metadata_server.pool.placement import Peer
+from vcache_backend.metadata_server.serving.closing import closer
 from vcache_backend.metadata_server.shares import user
 from vcache_backend.seals import FUTURE_WRITE, lacking
 

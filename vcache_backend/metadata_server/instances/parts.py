@@ -9,10 +9,10 @@ import os
 from collections.abc import Iterator
 
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server.connection import Descriptor
-from vcache_backend.metadata_server.placement import Peer
+from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
 from vcache_backend.metadata_server.refuse import Refuse
+from vcache_backend.metadata_server.serving.connection import Descriptor
 from vcache_backend.seals import FUTURE_WRITE, RESIZING, lacking
 
 CACHE_BYTES, PLANE_BYTES, REGION_BYTES = 4096, 144, 256

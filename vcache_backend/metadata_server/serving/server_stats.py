@@ -11,7 +11,7 @@ import msgspec
 from vcache_backend.metadata_server import messages as m
 
 if TYPE_CHECKING:
-    from vcache_backend.metadata_server.service import Service
+    from vcache_backend.metadata_server.serving.service import Service
 
 _MOST_TOKENS = 1 << 62
 """A bound that a message can hold. Only a client that lies about the size of its chunks reaches

@@ -8,10 +8,10 @@ from itertools import count
 from vcache_backend.config import ServerConfig
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import records
-from vcache_backend.metadata_server.backlog import Backlog, Steps
-from vcache_backend.metadata_server.contents import Contents
-from vcache_backend.metadata_server.placement import Peer, Segment
-from vcache_backend.metadata_server.reservations import (
+from vcache_backend.metadata_server.pool.backlog import Backlog, Steps
+from vcache_backend.metadata_server.pool.contents import Contents
+from vcache_backend.metadata_server.pool.placement import Peer, Segment
+from vcache_backend.metadata_server.pool.reservations import (
     MAX_RESERVATIONS_PER_CLIENT,
     Claims,
     Reservations,

@@ -14,7 +14,6 @@ from typing import cast
 import msgspec
 
 from vcache_backend.metadata_server import shares
-from vcache_backend.metadata_server.allocator import ALIGNMENT, Extents, padded
 from vcache_backend.metadata_server.client_lines import Caller
 from vcache_backend.metadata_server.messages import (
     ChunkKey,
@@ -24,6 +23,7 @@ from vcache_backend.metadata_server.messages import (
     SegmentInfo,
     SegmentState,
 )
+from vcache_backend.metadata_server.pool.allocator import ALIGNMENT, Extents, padded
 from vcache_backend.metadata_server.records import ProcessId
 
 MAX_WINDOW_ATTEMPTS = 64

@@ -28,7 +28,7 @@ from vcache_backend.errors import (
 )
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
-from vcache_backend.metadata_server.link import ServerLink, Unwelcome
+from vcache_backend.metadata_server.calls.link import ServerLink, Unwelcome
 
 log = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ import msgspec
 from vcache_backend.errors import ProtocolError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
-from vcache_backend.metadata_server.admission import FDS_WAITING, Admission
 from vcache_backend.metadata_server.client_lines import CALLER, caused_by
-from vcache_backend.metadata_server.connection import Connection, Turns
 from vcache_backend.metadata_server.ledger import Ledger
 from vcache_backend.metadata_server.processes import Watch
-from vcache_backend.metadata_server.service import Service
+from vcache_backend.metadata_server.serving.admission import FDS_WAITING, Admission
+from vcache_backend.metadata_server.serving.connection import Connection, Turns
+from vcache_backend.metadata_server.serving.service import Service
 
 log = logging.getLogger(__name__)
 

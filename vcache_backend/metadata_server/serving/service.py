@@ -14,15 +14,20 @@ import msgspec
 from vcache_backend.histogram import Histogram
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes
-from vcache_backend.metadata_server.connection import Answer, Descriptor, Longest, unmappable
-from vcache_backend.metadata_server.directory import Directory
-from vcache_backend.metadata_server.instances import Instances
-from vcache_backend.metadata_server.layouts import Layouts, Reports
-from vcache_backend.metadata_server.placement import Peer
+from vcache_backend.metadata_server.instances.registry import Instances
+from vcache_backend.metadata_server.instances.requests import ResidentService
+from vcache_backend.metadata_server.pool.directory import Directory
+from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
 from vcache_backend.metadata_server.refuse import Refuse
-from vcache_backend.metadata_server.resident_service import ResidentService
-from vcache_backend.metadata_server.server_stats import server_stats
+from vcache_backend.metadata_server.serving.connection import (
+    Answer,
+    Descriptor,
+    Longest,
+    unmappable,
+)
+from vcache_backend.metadata_server.serving.layouts import Layouts, Reports
+from vcache_backend.metadata_server.serving.server_stats import server_stats
 from vcache_backend.metadata_server.succession import Predecessors
 
 log = logging.getLogger(__name__)

@@ -38,7 +38,7 @@ class Borrowed(Protocol):
 B = TypeVar("B", bound=Borrowed)
 
 
-class Caretaker(Generic[B]):
+class Unmapper(Generic[B]):
     """A thread that waits for the ends of owners' processes, and unmaps their memory once no copy
     reads it. Any thread.
 
@@ -53,8 +53,8 @@ class Caretaker(Generic[B]):
         self._going: list[B] = []
         self._closing = False
         self._events = select.epoll()
-        self._bell: int | None = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._events.register(self._bell, select.EPOLLIN)
+        self._wake_fd: int | None = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._events.register(self._wake_fd, select.EPOLLIN)
         self._thread = threading.Thread(target=self._run, name="vcache-neighbours", daemon=True)
         self._thread.start()
 
@@ -79,7 +79,7 @@ class Caretaker(Generic[B]):
         """
         borrowed.forbid()
         with self._lock:
-            running = self._bell is not None
+            running = self._wake_fd is not None
             if running:
                 self._going.append(borrowed)
         if running:
@@ -90,8 +90,8 @@ class Caretaker(Generic[B]):
     def wake(self) -> None:
         """Have the thread look again: a copy has left, or there is something new. Any thread."""
         with self._lock:
-            if self._bell is not None:
-                os.eventfd_write(self._bell, 1)
+            if self._wake_fd is not None:
+                os.eventfd_write(self._wake_fd, 1)
 
     @property
     def closed(self) -> bool:
@@ -124,20 +124,20 @@ class Caretaker(Generic[B]):
         finally:
             with self._lock:
                 self._closing = True
-                bell, self._bell = self._bell, None
+                wake_fd, self._wake_fd = self._wake_fd, None
             for each in set(self._pidfds.values()):
                 self._end(each)
             for each in self._going:
                 each.unmap()
             self._events.close()
-            if bell is not None:
-                os.close(bell)
+            if wake_fd is not None:
+                os.close(wake_fd)
 
     def _turn(self) -> None:
         ready = [fd for fd, _ in self._events.poll(LOOK_SECONDS if self._pidfds else None)]
-        if self._bell in ready:
+        if self._wake_fd in ready:
             with suppress(BlockingIOError):
-                os.eventfd_read(self._bell)
+                os.eventfd_read(self._wake_fd)
         with self._lock:
             # Looked up before any pidfd is closed, since its number may be used again at once.
             ended = {self._pidfds[fd] for fd in ready if fd in self._pidfds}

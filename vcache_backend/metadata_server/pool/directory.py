@@ -13,12 +13,12 @@ from itertools import count, repeat
 from vcache_backend.config import ServerConfig
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import records
-from vcache_backend.metadata_server.backlog import Steps
-from vcache_backend.metadata_server.epochs import Epochs
-from vcache_backend.metadata_server.leases import Leases
-from vcache_backend.metadata_server.placement import MAX_SEARCH, Entry, Peer
-from vcache_backend.metadata_server.residents import Residents
-from vcache_backend.metadata_server.segments import SegmentDirectory, added
+from vcache_backend.metadata_server.instances.resident_chunks import Residents
+from vcache_backend.metadata_server.pool.backlog import Steps
+from vcache_backend.metadata_server.pool.epochs import Epochs
+from vcache_backend.metadata_server.pool.leases import Leases
+from vcache_backend.metadata_server.pool.placement import MAX_SEARCH, Entry, Peer
+from vcache_backend.metadata_server.pool.segments import SegmentDirectory, added
 
 _ENOUGH = f"one request reserves at most {m.MAX_SLOTS:,} slots; reserve the others with another one"
 

@@ -22,10 +22,10 @@ from neighbour_cases import (
 from processes import SECONDS, eventually, script
 
 from vcache_backend.metadata_server.messages import CacheShape
-from vcache_backend.resident.caretaker import Caretaker
 from vcache_backend.resident.generations import Generations, GenerationView
 from vcache_backend.resident.neighbours import Neighbour
 from vcache_backend.resident.own_cache import cache_shape
+from vcache_backend.resident.unmapper import Unmapper
 
 
 class Owners:
@@ -36,9 +36,9 @@ class Owners:
         self.shape: CacheShape = cache_shape(self.cache.kv, self.cache.regions, HOST)
         self.table = Generations(instance(1), self.shape.num_blocks)
 
-    def neighbour(self, caretaker: Caretaker[Neighbour]) -> Neighbour:
+    def neighbour(self, unmapper: Unmapper[Neighbour]) -> Neighbour:
         view = GenerationView.open(self.table.fd, instance(1), self.shape.num_blocks)
-        made = Neighbour(instance(1), self.shape, view, EACH, caretaker.wake)
+        made = Neighbour(instance(1), self.shape, view, EACH, unmapper.wake)
         made.map(self.cache.regions[0].fd, self.shape.regions[0], HOST)
         made.begin()
         return made
@@ -63,21 +63,21 @@ def test_a_descriptor_that_is_used_again_at_once_does_not_end_its_new_owner(owne
     def admit_another(ended: Neighbour) -> None:
         if living:
             return
-        living.append(owners.neighbour(caretaker))
-        assert caretaker.admit(living[0], [os.pidfd_open(os.getpid()) for _ in ends])
+        living.append(owners.neighbour(unmapper))
+        assert unmapper.admit(living[0], [os.pidfd_open(os.getpid()) for _ in ends])
 
-    caretaker: Caretaker[Neighbour] = Caretaker(admit_another)
+    unmapper: Unmapper[Neighbour] = Unmapper(admit_another)
     with script("input()") as process:
         ends = [os.pidfd_open(process.pid) for _ in range(8)]
-        dead = owners.neighbour(caretaker)
-        assert caretaker.admit(dead, ends)
+        dead = owners.neighbour(unmapper)
+        assert unmapper.admit(dead, ends)
         process.kill()
     eventually(lambda: not enters(dead))
     eventually(lambda: living)
     eventually(lambda: kv_mapped() == 1)
     assert living[0].enter()
     living[0].leave()
-    caretaker.close(SECONDS)
+    unmapper.close(SECONDS)
     assert kv_mapped() == 0
 
 
@@ -85,61 +85,61 @@ def test_an_end_is_told_once_though_somebody_else_holds_the_same_pidfd(owners: O
     """As the server does, who sent it. Epoll would go on telling of it, under a number that is a
     living owner's by then.
     """
-    caretaker: Caretaker[Neighbour] = Caretaker(lambda ended: None)
-    dead, living = owners.neighbour(caretaker), owners.neighbour(caretaker)
+    unmapper: Unmapper[Neighbour] = Unmapper(lambda ended: None)
+    dead, living = owners.neighbour(unmapper), owners.neighbour(unmapper)
     with script("input()") as process:
         end = os.pidfd_open(process.pid)
         held = os.dup(end)
-        assert caretaker.admit(dead, [end])
+        assert unmapper.admit(dead, [end])
         process.kill()
         eventually(lambda: kv_mapped() == 1)
         with open(os.pidfd_open(os.getpid()), "rb", buffering=0) as own:
             again = fcntl.fcntl(own, fcntl.F_DUPFD_CLOEXEC, end)
         assert again == end
-        assert caretaker.admit(living, [again])
+        assert unmapper.admit(living, [again])
         for _ in range(10):
-            caretaker.wake()
+            unmapper.wake()
             time.sleep(0.01)
     assert enters(living)
     os.close(held)
-    caretaker.close(SECONDS)
+    unmapper.close(SECONDS)
     assert kv_mapped() == 0
 
 
 def test_what_was_never_admitted_is_unmapped_whether_there_is_a_thread_or_not(
     owners: Owners,
 ) -> None:
-    caretaker: Caretaker[Neighbour] = Caretaker(lambda ended: None)
-    first, second = owners.neighbour(caretaker), owners.neighbour(caretaker)
-    caretaker.discard(first)
+    unmapper: Unmapper[Neighbour] = Unmapper(lambda ended: None)
+    first, second = owners.neighbour(unmapper), owners.neighbour(unmapper)
+    unmapper.discard(first)
     eventually(lambda: kv_mapped() == 1)
-    caretaker.close(SECONDS)
-    assert not caretaker.admit(second, [])
-    caretaker.discard(second)
+    unmapper.close(SECONDS)
+    assert not unmapper.admit(second, [])
+    unmapper.discard(second)
     assert (kv_mapped(), first.enter(), second.enter()) == (0, False, False)
     second.forbid()
-    caretaker.wake()
+    unmapper.wake()
 
 
 def test_a_descriptor_that_cannot_be_waited_for_admits_nothing_and_leaves_nothing_watched(
     owners: Owners,
 ) -> None:
-    caretaker: Caretaker[Neighbour] = Caretaker(lambda ended: None)
-    neighbour = owners.neighbour(caretaker)
+    unmapper: Unmapper[Neighbour] = Unmapper(lambda ended: None)
+    neighbour = owners.neighbour(unmapper)
     with script("input()") as process, open("/dev/null") as never:
         before = descriptors()
         end = os.pidfd_open(process.pid)
         for bad in (never.fileno(), end):
             # A file that epoll does not take; the same number twice.
             with pytest.raises(OSError, match="Operation not permitted|File exists"):
-                caretaker.admit(neighbour, [end, bad])
+                unmapper.admit(neighbour, [end, bad])
         os.close(end)
         assert not added_to(before)
         process.kill()
     assert neighbour.enter()
     neighbour.leave()
-    caretaker.close(SECONDS)
-    caretaker.discard(neighbour)
+    unmapper.close(SECONDS)
+    unmapper.discard(neighbour)
     assert kv_mapped() == 0
 
 
@@ -152,13 +152,13 @@ def test_when_the_thread_fails_nothing_is_read_any_more(
         if ended is first:
             raise RuntimeError("planted")
 
-    caretaker: Caretaker[Neighbour] = Caretaker(fail)
-    first, second = owners.neighbour(caretaker), owners.neighbour(caretaker)
+    unmapper: Unmapper[Neighbour] = Unmapper(fail)
+    first, second = owners.neighbour(unmapper), owners.neighbour(unmapper)
     with script("input()") as process:
-        assert caretaker.admit(second, [os.pidfd_open(os.getpid())])
-        assert caretaker.admit(first, [os.pidfd_open(process.pid)])
+        assert unmapper.admit(second, [os.pidfd_open(os.getpid())])
+        assert unmapper.admit(first, [os.pidfd_open(process.pid)])
         process.kill()
-    eventually(lambda: caretaker.closed and kv_mapped() == 0)
+    eventually(lambda: unmapper.closed and kv_mapped() == 0)
     assert not second.enter()
-    caretaker.close(SECONDS)
+    unmapper.close(SECONDS)
     assert "their ends would not be noticed" in caplog.text

@@ -14,19 +14,19 @@ from typing import Any
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.client_lines import caused_by
-from vcache_backend.metadata_server.connection import Answer, Descriptor, unmappable
-from vcache_backend.metadata_server.placement import Peer
-from vcache_backend.metadata_server.records import ProcessId
-from vcache_backend.metadata_server.refuse import Refuse
-from vcache_backend.metadata_server.residents import Residents
-from vcache_backend.metadata_server.shares import room
-from vcache_backend.metadata_server.shown import (
+from vcache_backend.metadata_server.instances.parts import (
     KnownInstance,
     ShownCache,
     ShownTable,
     no_table,
     only,
 )
+from vcache_backend.metadata_server.instances.resident_chunks import Residents
+from vcache_backend.metadata_server.pool.placement import Peer
+from vcache_backend.metadata_server.records import ProcessId
+from vcache_backend.metadata_server.refuse import Refuse
+from vcache_backend.metadata_server.serving.connection import Answer, Descriptor, unmappable
+from vcache_backend.metadata_server.shares import room
 
 log = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ from typing import assert_never
 import msgspec
 
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server.connection import Answer
-from vcache_backend.metadata_server.directory import Directory
-from vcache_backend.metadata_server.instances import Instances
-from vcache_backend.metadata_server.placement import Peer
-from vcache_backend.metadata_server.reads import ReadsTold
+from vcache_backend.metadata_server.instances.reads import ReadsTold
+from vcache_backend.metadata_server.instances.registry import Instances
+from vcache_backend.metadata_server.pool.directory import Directory
+from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.refuse import Refuse
+from vcache_backend.metadata_server.serving.connection import Answer
 
 
 class ResidentService:

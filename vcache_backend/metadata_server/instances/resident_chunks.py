@@ -12,17 +12,17 @@ from collections import Counter
 import msgspec
 
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server.backlog import Backlog, Steps
-from vcache_backend.metadata_server.chunks import Chunks
-from vcache_backend.metadata_server.messages import of_rank
-from vcache_backend.metadata_server.placement import Peer
-from vcache_backend.metadata_server.residence import (
+from vcache_backend.metadata_server.instances.publications import (
     BLOCK_BYTES,
     PublishedChunk,
     Residence,
     Table,
     shape,
 )
+from vcache_backend.metadata_server.messages import of_rank
+from vcache_backend.metadata_server.pool.backlog import Backlog, Steps
+from vcache_backend.metadata_server.pool.chunks import Chunks
+from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.shares import Shares
 
 MAX_BYTES = 1 << 30

@@ -11,12 +11,12 @@ from vcache_backend.errors import ProtocolError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.client_lines import Caller
-from vcache_backend.metadata_server.connection import Connection
 from vcache_backend.metadata_server.endpoint import Endpoint
 from vcache_backend.metadata_server.ledger import Ledger
-from vcache_backend.metadata_server.placement import Peer
+from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.processes import Watch
-from vcache_backend.metadata_server.service import Service
+from vcache_backend.metadata_server.serving.connection import Connection
+from vcache_backend.metadata_server.serving.service import Service
 from vcache_backend.metadata_server.shares import Shares
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server.channel import Channel, Sent
+from vcache_backend.metadata_server.calls.channel import Channel, Sent
 
 _PUBLISHED_BYTES = m.MAX_MESSAGE_BYTES - 256
 _KEY_BYTES = m.KEY_BYTES + 2

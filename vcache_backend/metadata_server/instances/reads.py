@@ -6,7 +6,7 @@ from heapq import merge
 from itertools import islice
 
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server.placement import Peer
+from vcache_backend.metadata_server.pool.placement import Peer
 
 MAX_LISTED = 256
 """The most rows in the statistics: those with the most bytes."""

@@ -9,11 +9,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 
-from vcache_backend.metadata_server.allocator import padded
-from vcache_backend.metadata_server.backlog import Steps
-from vcache_backend.metadata_server.chunks import Chunks, Space
 from vcache_backend.metadata_server.messages import ChunkKey, Location, SegmentInfo
-from vcache_backend.metadata_server.placement import MAX_SEARCH, Entry, Peer, Placement, Segment
+from vcache_backend.metadata_server.pool.allocator import padded
+from vcache_backend.metadata_server.pool.backlog import Steps
+from vcache_backend.metadata_server.pool.chunks import Chunks, Space
+from vcache_backend.metadata_server.pool.placement import (
+    MAX_SEARCH,
+    Entry,
+    Peer,
+    Placement,
+    Segment,
+)
 from vcache_backend.metadata_server.records import Cleared, Gone, LedgerState, Live, Record
 
 

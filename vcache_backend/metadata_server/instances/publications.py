@@ -11,8 +11,8 @@ from itertools import islice, repeat
 import msgspec
 
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server.backlog import Steps
-from vcache_backend.metadata_server.placement import Peer
+from vcache_backend.metadata_server.pool.backlog import Steps
+from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.refuse import Refuse
 
 RETRACT_LOOKS = 4096
