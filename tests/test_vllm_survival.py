@@ -38,7 +38,7 @@ SMALL = {"kv_cache_memory_bytes": 15 * BLOCK * TOKEN_BYTES, "max_model_len": 448
 LOOKED_UP, COPY, VERDICT = (
     f"{OURS}.scheduler:SchedulerSide.allocated",
     "vcache_backend.vram_pool.copies.copier:HostCopier.pull",
-    "vcache_backend.transfer.resident:_ResidentPiece.settle",
+    "vcache_backend.transfer.resident:_ResidentPart.settle",
 )
 """Places: before a load is described, before its copy, and between the copy and the verdict."""
 PLACES = pytest.mark.parametrize(
