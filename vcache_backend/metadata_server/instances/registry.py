@@ -1,8 +1,7 @@
-"""The instances that share their KV caches in place: what each of their processes has shown, and
-its fds.
+"""The instances that share their KV caches in place: the parts that their processes show, with fds.
 
-What a process has shown ends with its connection, at once, and nothing in the instance is found
-until it is shown again. An instance is gone when none of its processes is left."""
+A part ends at once with its connection. Look-ups skip an instance until all of its parts are shown
+again. An instance is removed when its last process disconnects."""
 
 from __future__ import annotations
 
@@ -32,20 +31,20 @@ log = logging.getLogger(__name__)
 
 MAX_INSTANCES = 64
 MAX_OF_PROCESS = 16
-"""The most instances of which one process is part."""
+"""The most instances that one process belongs to."""
 SHARE_OF_PROCESS, SHARE_OF_USER, LEAST = 4, 1 / 4, 2
-"""How many times the instances of which a process is part, and those of a user, must be free beside
-them, and how many a process may have in any case."""
+"""Fair shares of the table of instances. A process with N instances gets one more only while more
+than 4 N places are free; a user with N, while more than N / 4 are. A process may have 2 in any
+case."""
 MAX_PARTS = 8
-"""The most parts of instances (a scheduler's or a rank's) that one connection shows."""
+"""The most parts (a scheduler or a rank) that one connection shows."""
 MAX_READERS = 4096
-"""The most readers that are remembered, one for each connection and instance; beyond it the oldest
-is forgotten.
-"""
+"""The most readers remembered, a reader being a connection and an instance. Beyond it the oldest
+reader is forgotten."""
 
 
 def liveness(peers: Sequence[Peer]) -> dict[str, Any]:
-    """`InstanceStats.silent` and `.stopped` of an instance with these connections."""
+    """Fill `InstanceStats.silent` and `.stopped` for an instance with these connections."""
     halted = (
         process.pid
         for process in dict.fromkeys(peer.process for peer in peers)
@@ -56,9 +55,8 @@ def liveness(peers: Sequence[Peer]) -> dict[str, Any]:
 
 
 class Instances:
-    """All instances. Called from the server's loop. Raises Refuse if something cannot be
-    granted.
-    """
+    """All instances. Called from the server's loop. Raises Refuse if a request cannot be
+    granted."""
 
     def __init__(
         self,
@@ -66,17 +64,15 @@ class Instances:
         spare: Callable[[], int],
         pidfd: Callable[[ProcessId], int | None],
     ) -> None:
-        """spare: how many more fds may be kept here. pidfd: makes a new pidfd of a process, or
-        None.
-        """
+        """spare: how many more fds the server may keep. pidfd: makes a new pidfd of a process, or
+        returns None."""
         self._residents, self._spare, self._pidfd = residents, spare, pidfd
         self._of: dict[m.InstanceId, KnownInstance] = {}
         self._parts: dict[int, set[tuple[m.InstanceId, int]]] = {}
-        """What each connection shows."""
+        """The parts that each connection shows."""
         self._readers: dict[tuple[m.InstanceId, int], tuple[Peer, str]] = {}
-        """Who has opened a KV cache of an instance and not said that it is unmapped, and on which
-        device it lies.
-        """
+        """Each connection that opened a KV cache of an instance and has not reported it unmapped,
+        with the device of the KV cache."""
 
     @property
     def descriptors(self) -> int:
@@ -90,15 +86,14 @@ class Instances:
         return kept
 
     def processes(self) -> set[ProcessId]:
-        """The processes whose end ends what they have shown, whoever else holds their
-        connection.
-        """
+        """The processes whose end removes their parts, even if a child holds the connection
+        open."""
         return set().union(*(known.processes() for known in self._of.values()))
 
     # ---- shown
 
     def join(self, client: Peer, request: m.Join, fds: list[int]) -> m.Count:
-        """A scheduler shows its generation table."""
+        """Register a scheduler's generation table."""
         if reason := no_table(only(fds), request.blocks):
             raise Refuse(reason)
         if lacking_bytes := self._residents.lacks(client, request):
@@ -115,7 +110,7 @@ class Instances:
         return m.Count(1)
 
     def show_cache(self, client: Peer, request: m.ShowCache, fds: list[int]) -> m.Count:
-        """A worker shows its KV cache."""
+        """Register a worker's KV cache."""
         instance, rank, shape = request.instance, request.rank, request.shape
         if reason := shape.misfit():
             raise Refuse(reason)
@@ -149,7 +144,7 @@ class Instances:
         return m.Count(len(shape.regions))
 
     def owns(self, client: Peer, instance: m.InstanceId, rank: int) -> bool:
-        """Whether this connection shows that part."""
+        """Whether this connection shows this part."""
         return (instance, rank) in self._parts.get(client.id, ())
 
     # ---- published
@@ -167,7 +162,8 @@ class Instances:
         return m.Count(self._residents.publish(rank, request))
 
     def retract(self, client: Peer, request: m.Retract) -> m.Count:
-        """Void what the instance has published with a lower sequence. Any of its parts may ask."""
+        """Void the instance's publications with a lower sequence. Any part of the instance may
+        ask."""
         instance = request.instance
         if instance not in self._of:
             return m.Count(0)
@@ -180,7 +176,8 @@ class Instances:
         return m.Count(self._residents.retract(instance, request.sequence))
 
     def listens(self, client: Peer, instance: m.InstanceId) -> bytes:
-        """The namespace of the instance whose scheduler asks."""
+        """Return the instance's namespace. Refuse a connection that is not the instance's
+        scheduler."""
         known = self._of.get(instance)
         if known is None or known.table is None or not self.owns(client, instance, m.SCHEDULER):
             raise Refuse(f"listen {instance.hex()}: this connection has shown no generations of it")
@@ -189,7 +186,8 @@ class Instances:
     # ---- opened
 
     def open(self, instance: m.InstanceId) -> Answer:
-        """The table of an instance that is shown as a whole, and pidfds of its processes."""
+        """Return an instance's generation table and pidfds of its processes. Refuse while a part is
+        missing."""
         known = self._whole(instance)
         shown = known.table
         assert shown is not None
@@ -200,9 +198,8 @@ class Instances:
         return m.Joined(join.blocks, join.ranks, join.each), [shown.table, *pidfds]
 
     def open_cache(self, client: Peer, instance: m.InstanceId, rank: int) -> Answer:
-        """One worker's KV cache. The connection is a reader until `close_instance`, or until it
-        closes.
-        """
+        """Return a worker's KV cache. The connection is a reader until it closes or sends
+        `CloseInstance`."""
         cache = self._cache(instance, rank)
         self._readers[instance, client.id] = client, cache.shape.device
         if len(self._readers) > MAX_READERS:
@@ -210,15 +207,14 @@ class Instances:
         return m.Cache(cache.shape), cache.regions
 
     def close_instance(self, client: Peer, instance: m.InstanceId) -> m.Count:
-        """The connection's process has unmapped what it had opened of an instance."""
+        """Forget that this connection reads the instance: its process has unmapped the KV cache."""
         return m.Count(int(self._readers.pop((instance, client.id), None) is not None))
 
     # ---- gone
 
     def disconnect(self, client: Peer, ended: bool = False) -> None:
-        """The connection is closed, which ends what it showed. A stopped process keeps its
-        connections. ended: the process has.
-        """
+        """Remove the parts of a closed connection. ended: whether the client's process has ended,
+        too; a process that was only stopped keeps its connections."""
         for reader in [reader for reader in self._readers if reader[1] == client.id]:
             del self._readers[reader]
         for instance, rank in self._parts.pop(client.id, ()):
@@ -235,7 +231,8 @@ class Instances:
             self._changed(instance)
 
     def process_gone(self, process: ProcessId) -> None:
-        """The process has ended, though a child of it may hold its connection open."""
+        """Remove the parts of a process that has ended, even if a child holds its connection
+        open."""
         peers = {
             part.peer.id: part.peer
             for known in self._of.values()
@@ -251,11 +248,11 @@ class Instances:
         self._of.clear()
 
     def stats(self) -> list[m.InstanceStats]:
-        """The instances as `vcache status` shows them."""
+        """The instances as `vcache status` lists them."""
         return [self._stats(instance, known) for instance, known in self._of.items()]
 
     def still_mapped(self) -> list[m.StillMapped]:
-        """The first of those who still hold memory of instances that are gone."""
+        """List readers that still map memory of ended instances, up to a limit."""
         gone = [
             (instance, *reader)
             for (instance, _), reader in self._readers.items()
@@ -285,9 +282,8 @@ class Instances:
         )
 
     def _enter(self, client: Peer, instance: m.InstanceId, rank: int) -> KnownInstance:
-        """The instance of which this connection becomes a part, in place of an earlier connection
-        of the same process.
-        """
+        """Make this connection a part of the instance, in place of an earlier connection of the
+        same process."""
         known = self._of.get(instance)
         part = (
             None
@@ -333,7 +329,8 @@ class Instances:
         return known
 
     def _leaves_room(self, client: Peer, its: int) -> bool:
-        """Whether one more instance of this client leaves some for others."""
+        """Whether enough places for instances stay free for others if this client takes one
+        more."""
         ours = sum(
             any(part.peer is not None and part.peer.user == client.user for _, part in one.parts())
             for one in self._of.values()
@@ -346,8 +343,8 @@ class Instances:
         )
 
     def _pidfd_of(self, part: ShownTable | ShownCache) -> Descriptor:
-        """A pidfd of the process that shows this part. It is kept for who asks next, so that
-        clients that do not read their answers use up no descriptors."""
+        """Return a pidfd of the process that shows this part. The pidfd is kept for later requests,
+        so clients that do not read their answers use up no descriptors."""
         if part.pidfd is None:
             self._make_sure_of_room()
             try:
@@ -380,7 +377,7 @@ class Instances:
         return known.caches[rank]
 
     def _changed(self, instance: m.InstanceId) -> None:
-        """A part has come or gone."""
+        """Update the instance after a part came or went."""
         known = self._of[instance]
         if all(part.peer is None for _, part in known.parts()):
             del self._of[instance]
@@ -392,7 +389,7 @@ class Instances:
 
 
 def _say(client: Peer, instance: m.InstanceId, rank: int, what: str) -> None:
-    """Log what becomes of one part of an instance."""
+    """Log a change of one part of an instance."""
     part = "scheduler" if rank == m.SCHEDULER else f"rank {rank}"
     with caused_by(client.caller):
         log.info(

@@ -1,4 +1,4 @@
-"""What the server answers about instances that share in place: the requests of `ResidentCalls`."""
+"""Answers requests about instances that share in place (the client's side is `InstanceCalls`)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from vcache_backend.metadata_server.serving.connection import Answer
 
 
 class ResidentService:
-    """Part of `Service`, whose contract holds here."""
+    """The part of `Service` that answers requests about instances; its contract holds here."""
 
     def __init__(self, directory: Directory, instances: Instances) -> None:
         self.directory, self.instances = directory, instances
         self.reads = ReadsTold()
 
     def shown(self, client: Peer, request: m.OfInstances, fds: list[int]) -> Answer:
-        """What an instance shows of itself, and what of that is opened. A refusal says of what."""
+        """Register or open a part of an instance. A refusal names the request and the part."""
         try:
             return self._shown(client, request, fds)
         except Refuse as refusal:
@@ -48,7 +48,7 @@ class ResidentService:
                 assert_never(request)
 
     def resident(self, client: Peer, request: m.OfResidents) -> m.Reply:
-        """Which chunks lie in which instance, and who reads them."""
+        """Answer requests about resident chunks and their readers."""
         epochs, residents = self.directory.epochs, self.directory.residents
         match request:
             case m.Find():
@@ -69,7 +69,7 @@ class ResidentService:
                 assert_never(request)
 
     def disconnect(self, client: Peer) -> None:
-        """The connection is gone."""
+        """Forget a closed connection."""
         self.reads.disconnect(client)
         self.instances.disconnect(client)
 

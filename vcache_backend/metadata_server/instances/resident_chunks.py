@@ -1,8 +1,8 @@
-"""Which chunks lie in which instances' own KV caches, as the instances have published them. A pure
-state machine: no socket, no fd.
+"""The chunks in the instances' own KV caches, as the instances have published them. A pure state
+machine: no socket, no fd.
 
-Nothing here is a promise, since an instance may reuse a block at any time. Its generation table
-tells a reader, before and after a read."""
+An answer promises nothing, since an instance may reuse a block at any time. A reader checks the
+instance's generation table before and after it reads."""
 
 from __future__ import annotations
 
@@ -26,55 +26,53 @@ from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.shares import Shares
 
 MAX_BYTES = 1 << 30
-"""About the most memory of the server that all instances take together. The process of one
-scheduler has at most half of it.
-"""
+"""About the most server memory for all instances together. The process of one scheduler gets at
+most half of it."""
 MAX_CELLS = 16_384
-"""The most keys times instances in one look-up; the keys beyond are left for the next one."""
+"""The most keys times instances in one look-up. Keys beyond it need another look-up."""
 FOUND_BYTES = m.MAX_MESSAGE_BYTES - 8192
-"""Bytes for the residents of one answer; the rest of the message is for what comes with them."""
+"""Bytes for the resident chunks in one answer; the rest of the message is for its other fields."""
 _RESIDENT_BYTES = 16
-"""The most bytes of a resident in a message, besides its blocks and generations."""
+"""The most bytes of a resident chunk in a message, besides its blocks and generations."""
 
 
 Column = list[PublishedChunk | None]
-"""What one instance has of each key of a look-up."""
+"""One instance's publication for each key of a look-up, or None."""
 
 
 class Residents:
-    """What all instances have published. `max_chunks`: the most chunks of all instances
-    together.
-    """
+    """The published chunks of all instances. `max_chunks`: the most chunks of all instances
+    together."""
 
     def __init__(self, backlog: Backlog, counters: Counter[str], max_chunks: int) -> None:
         self._backlog, self._counters, self._max_chunks = backlog, counters, max_chunks
         self._of: dict[m.InstanceId, Residence] = {}
         self.shares = Shares(MAX_BYTES, process=1, user=1 / 4)
-        """The bytes that each scheduler's process holds with its instances, and each worker's with
-        what it shows of its cache.
-        """
+        """The bytes charged to each process: a scheduler's for its publications, a worker's for the
+        description of its cache."""
 
     def count(self, instance: m.InstanceId) -> int:
-        """The number of chunks that are found in an instance, once all of it is shown."""
+        """The number of chunks that look-ups can return from an instance, once all of its parts are
+        shown."""
         residence = self._of.get(instance)
         return 0 if residence is None else len(residence.found)
 
     def room(self, owner: Peer) -> int:
-        """How many more bytes the process of this scheduler or worker may hold."""
+        """How many more bytes may be charged to the process of this scheduler or worker."""
         return self.shares.room(owner.process, owner.user)
 
     def charge(self, owner: Peer, nbytes: int) -> None:
-        """Note that it holds so many more."""
+        """Charge `nbytes` more to the owner's process."""
         self.shares.take(owner.process, owner.user, nbytes)
 
     def lacks(self, owner: Peer, join: m.Join) -> int:
-        """How many bytes there are too few for the tables of an instance that is to be opened."""
+        """How many bytes are missing for the tables of a joining instance; 0 if there is room."""
         known = self._of.get(join.instance)
         there = known is not None and known.shape == shape(join)
         return 0 if there else max(0, join.blocks * BLOCK_BYTES - self.room(owner))
 
     def open(self, owner: Peer, join: m.Join) -> None:
-        """Begin an instance. What it published before stays, unless its shape has changed."""
+        """Add an instance. Its earlier publications stay, unless its shape has changed."""
         known = self._of.get(join.instance)
         if known is None or known.shape != shape(join):
             self.close(join.instance)
@@ -82,12 +80,12 @@ class Residents:
             self._settle(self._of[join.instance])
 
     def show(self, instance: m.InstanceId, whole: bool) -> None:
-        """Set whether an instance's chunks are found."""
+        """Set whether look-ups may return chunks of this instance."""
         if (residence := self._of.get(instance)) is not None:
             residence.whole = whole
 
     def empty(self, instance: m.InstanceId) -> None:
-        """Forget everything that an instance has published."""
+        """Forget all publications of an instance."""
         if (residence := self._of.get(instance)) is not None:
             self._forget(residence, residence.clear())
 
@@ -99,9 +97,8 @@ class Residents:
             self._settle(residence)
 
     def publish(self, rank: int, request: m.Publish) -> int:
-        """Publish chunks of an instance. Returns how many were taken; 0 if it has not joined.
-        Refuse: impossible lengths or numbers.
-        """
+        """Publish chunks of an instance. Returns how many were taken; 0 if the instance has not
+        joined. Refuse impossible lengths or numbers."""
         residence = self._of.get(request.instance)
         if residence is None:
             return 0
@@ -114,9 +111,8 @@ class Residents:
         return taken
 
     def retract(self, instance: m.InstanceId, sequence: int) -> int:
-        """Void what an instance publishes with a lower sequence. Returns how many chunks it had
-        published so.
-        """
+        """Void an instance's publications with a lower sequence, also those that arrive later.
+        Returns how many chunks were voided."""
         residence = self._of.get(instance)
         if residence is None:
             return 0
@@ -125,7 +121,8 @@ class Residents:
         return sum(map(len, tables))
 
     def clear(self, namespace: bytes) -> int:
-        """Forget what is resident of a namespace, of all with b"". Returns how many chunks."""
+        """Forget the publications of a namespace, or of all namespaces with b"". Returns how
+        many."""
         dropped = 0
         for residence in self._of.values():
             if not namespace or residence.namespace == namespace:
@@ -136,8 +133,7 @@ class Residents:
 
     def _forget(self, residence: Residence, tables: tuple[Table, Table]) -> None:
         """Remove void chunks from memory in later turns. Their owner is charged for them until
-        then.
-        """
+        then."""
         if any(tables):  # else anybody could add to the backlog faster than it is done
             self._backlog.later(self._forgetting(residence, tables))
 
@@ -148,7 +144,7 @@ class Residents:
         self._settle(residence)
 
     def _settle(self, residence: Residence) -> None:
-        """Charge its owner for what it holds now."""
+        """Charge the owner for the present size of the publications."""
         if change := residence.nbytes - residence.charged:
             residence.charged += change
             self.charge(residence.owner, change)
@@ -156,16 +152,15 @@ class Residents:
     # ---- what others read
 
     def hint(self, instance: m.InstanceId, keys: list[m.ChunkKey]) -> int:
-        """Note that the prefix of these chunks is read in an instance. Returns how many of them are
-        found there.
-        """
+        """Note that a client reads the prefix of these chunks in an instance. Returns how many of
+        the chunks the instance holds."""
         residence = self._of.get(instance)
         noted = residence.recency.note(keys, residence.found) if residence is not None else 0
         self._counters["hints"] += noted
         return noted
 
     def heard(self, instance: m.InstanceId, epoch: int) -> m.Heard:
-        """What an instance's scheduler has yet to hear, with as many hints as the message holds."""
+        """Collect the news for an instance's scheduler, with as many hints as the message holds."""
         residence = self._of[instance]
         keys = residence.recency.take(
             FOUND_BYTES // (residence.each * (m.NUMBER_BYTES + m.GENERATION_BYTES))
@@ -178,9 +173,8 @@ class Residents:
     # ---- look-up
 
     def find(self, request: m.Find, pooled: Chunks) -> m.Found:
-        """Find which leading chunks are in the pool for all ranks, or resident in an instance other
-        than the asker.
-        """
+        """Find the leading chunks that are in the pool for all ranks, or resident in an instance
+        other than the asker."""
         others = self._others(request)
         keys = request.keys[: MAX_CELLS // max(1, len(others))]
         columns = {
@@ -201,7 +195,7 @@ class Residents:
     def _others(
         self, request: m.Find
     ) -> list[tuple[m.InstanceId, dict[m.ChunkKey, PublishedChunk]]]:
-        """What is found in each instance that may have some of the keys, in random order."""
+        """List the instances that may hold some of the keys, with their chunks, in random order."""
         if not self._of or not request.keys:
             return []
         namespace, ranks, asker = (
@@ -220,7 +214,7 @@ class Residents:
 
 
 def _column(found: dict[m.ChunkKey, PublishedChunk], keys: list[m.ChunkKey]) -> Column:
-    """What one instance has of each key; empty if it has none of them."""
+    """One instance's publication for each key; empty if the instance holds none of them."""
     column = list(map(found.get, keys))
     return column if column.count(None) < len(column) else []
 
@@ -240,8 +234,7 @@ def _present(keys: list[m.ChunkKey], ranks: int, pooled: Chunks) -> list[bool]:
 
 def _assemble(there: list[bool], columns: dict[m.InstanceId, Column], each: int) -> m.Found:
     """Build the answer, up to the first chunk that is nowhere or that no longer fits the message.
-    `each`: the most blocks of a chunk.
-    """
+    `each`: the most blocks of a chunk."""
     residents: list[list[m.Resident]] = []
     left, last = FOUND_BYTES // (_RESIDENT_BYTES + each * (m.NUMBER_BYTES + m.GENERATION_BYTES)), 0
     for pooled, row in zip(there, zip(*columns.values(), strict=True), strict=True):
@@ -258,9 +251,8 @@ def _assemble(there: list[bool], columns: dict[m.InstanceId, Column], each: int)
 
 
 def _places(row: tuple[PublishedChunk | None, ...], last: int) -> list[m.Resident]:
-    """Where one chunk is resident, `MAX_REPLICAS` places at most: `last` first, if it is among
-    them.
-    """
+    """List at most `MAX_REPLICAS` copies of one chunk. The copy in instance `last` comes first, if
+    `last` has one."""
     one = row[last]
     here = [m.Resident(last, one.blocks, one.generations)] if one is not None else []
     for at, one in enumerate(row) if len(row) > 1 else ():
