@@ -16,12 +16,12 @@ from vcache_backend.config import ClientConfig
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.calls.channel import R, Sent
-from vcache_backend.metadata_server.calls.instances import ResidentCalls
+from vcache_backend.metadata_server.calls.instances import InstanceCalls
 
 log = logging.getLogger(__name__)
 
 
-class Client(ResidentCalls):
+class Client(InstanceCalls):
     """A connection to the metadata server that is made again whenever it is lost.
 
     Any thread may call any method; requests go one after the other. Every call returns or raises

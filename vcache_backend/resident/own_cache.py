@@ -96,7 +96,7 @@ def check_shape(shape: CacheShape, blocks: int, kv: PagedKV, device: Device) -> 
         raise LayoutError(f"its KV cache has {reason}")
 
 
-class Shown:
+class OwnCache:
     """Shares this worker's KV cache through the server, until `close`.
 
     The constructor sends the KV cache in the caller's thread; after every reconnection the client's

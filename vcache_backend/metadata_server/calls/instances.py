@@ -16,7 +16,7 @@ _KEY_BYTES = m.KEY_BYTES + 2
 """Bytes of a key in a message that publishes chunks."""
 
 
-class ResidentCalls(Channel, ABC):
+class InstanceCalls(Channel, ABC):
     """Part of `Client`, whose contract holds here: deadlines, errors, any thread.
 
     The caller keeps fds that it passes, and closes those that are returned.

@@ -17,7 +17,7 @@ CACHE_BYTES, PLANE_BYTES, REGION_BYTES = 4096, 144, 256
 """Bytes of server memory for the description of a cache, of a plane and of a region."""
 
 
-class ShownTable:
+class SchedulerPart:
     """A scheduler's generation table. `peer` is None once the scheduler's connection is closed."""
 
     def __init__(self, peer: Peer, request: m.Join, table: Descriptor) -> None:
@@ -35,7 +35,7 @@ class ShownTable:
         self.peer = self.pidfd = self.table = None
 
 
-class ShownCache:
+class WorkerPart:
     """A worker's KV cache. `peer` is None once the worker's connection is closed."""
 
     def __init__(self, peer: Peer, shape: m.CacheShape) -> None:
@@ -55,14 +55,14 @@ class ShownCache:
         self.regions = []
 
 
-class KnownInstance:
+class RegisteredInstance:
     """The parts of one instance, by rank and `SCHEDULER`."""
 
     def __init__(self) -> None:
-        self.table: ShownTable | None = None
-        self.caches: dict[int, ShownCache] = {}
+        self.table: SchedulerPart | None = None
+        self.caches: dict[int, WorkerPart] = {}
 
-    def parts(self) -> Iterator[tuple[int, ShownTable | ShownCache]]:
+    def parts(self) -> Iterator[tuple[int, SchedulerPart | WorkerPart]]:
         """All parts, including parts whose connections are closed."""
         if self.table is not None:
             yield m.SCHEDULER, self.table

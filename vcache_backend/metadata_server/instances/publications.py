@@ -40,7 +40,7 @@ class PublishedChunk(msgspec.Struct, gc=False, eq=False):
 Table = dict[m.ChunkKey, PublishedChunk]
 
 
-class Residence:
+class InstancePublications:
     """All publications of one instance. A block is in at most one chunk, so the number of blocks
     bounds the number of chunks."""
 
@@ -55,7 +55,7 @@ class Residence:
         )
         self.whole = False
         """Whether every part of the instance is shown. Look-ups skip the instance until then."""
-        self.found: Table = {}
+        self.complete: Table = {}
         self.awaited: Table = {}
         """Chunks that some ranks have published, but not yet all."""
         self.holders: list[PublishedChunk | None] = [None] * self.blocks
@@ -73,7 +73,7 @@ class Residence:
         self._floor = 0
 
     def __len__(self) -> int:
-        return len(self.found) + len(self.awaited)
+        return len(self.complete) + len(self.awaited)
 
     @property
     def nbytes(self) -> int:
@@ -107,14 +107,14 @@ class Residence:
     def retract(self, sequence: int) -> tuple[Table, Table]:
         """Void publications with a lower sequence. Returns them, for `forget`."""
         self._floor = max(self._floor, sequence)
-        self.found, found = _split(self.found, sequence)
+        self.complete, complete = _split(self.complete, sequence)
         self.awaited, awaited = _split(self.awaited, sequence)
-        return found, awaited
+        return complete, awaited
 
     def clear(self) -> tuple[Table, Table]:
         """Void all publications. Returns the complete and the awaited chunks, for `forget`."""
-        tables = self.found, self.awaited
-        self.found, self.awaited = {}, {}
+        tables = self.complete, self.awaited
+        self.complete, self.awaited = {}, {}
         return tables
 
     def forget(self, tables: tuple[Table, ...]) -> Steps:
@@ -157,9 +157,9 @@ class Residence:
         a newer publication has its key or one of its blocks.
 
         full: take the chunk only if it replaces another."""
-        found, awaited, holders = self.found, self.awaited, self.holders
+        complete, awaited, holders = self.complete, self.awaited, self.holders
         key = new.key
-        old = found.get(key) or awaited.get(key)
+        old = complete.get(key) or awaited.get(key)
         if old is not None and old.blocks == new.blocks and old.generations == new.generations:
             return self._agree(old, new)
         rivals = {
@@ -177,16 +177,18 @@ class Residence:
             return False
         self._kept += 1 - len(rivals)
         for rival in rivals:
-            (found if found.get(rival.key) is rival else awaited).pop(rival.key)
+            (complete if complete.get(rival.key) is rival else awaited).pop(rival.key)
             self._vacate(rival)
         for block in numbers:
             holders[block] = new
-        (found if self.ranks == 1 else awaited)[key] = new
+        (complete if self.ranks == 1 else awaited)[key] = new
         return True
 
     def _agree(self, old: PublishedChunk, new: PublishedChunk) -> bool:
-        """Handle a chunk that some rank has published before: note that `new.agreed` agrees."""
-        if self.found.get(old.key) is old:
+        """Note that a rank publishes the same chunk as `old`. False if `old` is newer and still
+        awaited.
+        """
+        if self.complete.get(old.key) is old:
             old.sequence = max(old.sequence, new.sequence)
             return True
         if new.sequence < old.sequence:
@@ -194,17 +196,17 @@ class Residence:
         old.agreed = new.agreed | (old.agreed if new.sequence == old.sequence else 0)
         old.sequence = new.sequence
         if old.agreed == self._all_ranks:
-            self.found[old.key] = self.awaited.pop(old.key)
+            self.complete[old.key] = self.awaited.pop(old.key)
         return True
 
-    def _has(self, one: PublishedChunk) -> bool:
-        return self.found.get(one.key) is one or self.awaited.get(one.key) is one
+    def _has(self, chunk: PublishedChunk) -> bool:
+        return self.complete.get(chunk.key) is chunk or self.awaited.get(chunk.key) is chunk
 
-    def _vacate(self, one: PublishedChunk) -> None:
+    def _vacate(self, chunk: PublishedChunk) -> None:
         """Release all blocks of this publication."""
         holders = self.holders
-        for block in struct.unpack(f"<{self.each}I", one.blocks):
-            if holders[block] is one:
+        for block in struct.unpack(f"<{self.each}I", chunk.blocks):
+            if holders[block] is chunk:
                 holders[block] = None
 
 
@@ -218,12 +220,12 @@ def _split(table: Table, sequence: int) -> tuple[Table, Table]:
     """Split a table into chunks whose sequence is at least `sequence`, and older chunks. Reuses the
     table as one of the two."""
     newest = list(islice(reversed(table.values()), RETRACT_LOOKS))
-    kept = {one.key: one for one in reversed(newest) if one.sequence >= sequence}
+    kept = {chunk.key: chunk for chunk in reversed(newest) if chunk.sequence >= sequence}
     if len(table) > 2 * RETRACT_LOOKS:
         for key in kept:
             del table[key]
         return kept, table
-    void = {key: one for key, one in table.items() if key not in kept}
+    void = {key: chunk for key, chunk in table.items() if key not in kept}
     for key in void:
         del table[key]
     return table, void
@@ -239,10 +241,10 @@ class Recency:
     def __init__(self) -> None:
         self._keys: dict[m.ChunkKey, None] = {}
 
-    def note(self, keys: list[m.ChunkKey], there: Container[m.ChunkKey]) -> int:
+    def note(self, keys: list[m.ChunkKey], resident: Container[m.ChunkKey]) -> int:
         """Note reads of these chunks, in prefix order, as far as `resident` contains them. Returns
         how many were noted."""
-        before, noted = self._keys, [key for key in reversed(keys) if key in there]
+        before, noted = self._keys, [key for key in reversed(keys) if key in resident]
         for key in noted:
             before.pop(key, None)
             before[key] = None

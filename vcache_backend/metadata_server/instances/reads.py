@@ -12,7 +12,7 @@ MAX_LISTED = 256
 """The most rows in the statistics. Rows with the most bytes come first."""
 
 
-class ReadsTold:
+class ReadReports:
     """The last report of each client, kept until its connection closes."""
 
     def __init__(self) -> None:

@@ -7,20 +7,20 @@ from typing import assert_never
 import msgspec
 
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server.instances.reads import ReadsTold
-from vcache_backend.metadata_server.instances.registry import Instances
+from vcache_backend.metadata_server.instances.reads import ReadReports
+from vcache_backend.metadata_server.instances.registry import InstanceRegistry
 from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.refuse import Refuse
 from vcache_backend.metadata_server.serving.connection import Answer
 
 
-class ResidentService:
+class InstanceService:
     """The part of `Service` that answers requests about instances; its contract holds here."""
 
-    def __init__(self, directory: Directory, instances: Instances) -> None:
+    def __init__(self, directory: Directory, instances: InstanceRegistry) -> None:
         self.directory, self.instances = directory, instances
-        self.reads = ReadsTold()
+        self.reads = ReadReports()
 
     def shown(self, client: Peer, request: m.OfInstances, fds: list[int]) -> Answer:
         """Register or open a part of an instance. A refusal names the request and the part."""

@@ -13,7 +13,7 @@ from itertools import count, repeat
 from vcache_backend.config import ServerConfig
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import records
-from vcache_backend.metadata_server.instances.resident_chunks import Residents
+from vcache_backend.metadata_server.instances.resident_chunks import ResidentDirectory
 from vcache_backend.metadata_server.pool.backlog import Steps
 from vcache_backend.metadata_server.pool.epochs import Epochs
 from vcache_backend.metadata_server.pool.leases import Leases
@@ -37,7 +37,7 @@ class Directory(SegmentDirectory):
         super().__init__(limits, now, first_id)
         self._limits = limits
         self.leases = Leases(limits.lease_seconds, self.contents.let_go)
-        self.residents = Residents(self.backlog, self.counters, limits.max_chunks)
+        self.residents = ResidentDirectory(self.backlog, self.counters, limits.max_chunks)
         self.epochs = Epochs()
         self.records.append(records.Counted(0))
 

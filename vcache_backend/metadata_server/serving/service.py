@@ -14,8 +14,8 @@ import msgspec
 from vcache_backend.histogram import Histogram
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes
-from vcache_backend.metadata_server.instances.registry import Instances
-from vcache_backend.metadata_server.instances.requests import ResidentService
+from vcache_backend.metadata_server.instances.registry import InstanceRegistry
+from vcache_backend.metadata_server.instances.requests import InstanceService
 from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
@@ -62,8 +62,8 @@ class Service:
         fds to keep, of segments and of instances' tables and regions. pidfd: makes a new pidfd of a
         connected process, or None."""
         self.max_segments = max_segments
-        self.instances = Instances(directory.residents, self._spare, pidfd)
-        self.of_instances = ResidentService(directory, self.instances)
+        self.instances = InstanceRegistry(directory.residents, self._spare, pidfd)
+        self.of_instances = InstanceService(directory, self.instances)
         self.directory = directory
         self.predecessors = predecessors
         self.epoch = epoch
