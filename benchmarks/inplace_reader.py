@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from integration.vllm.replicas import Replica, choose
+from integration.vllm.in_place.replicas import Replica, choose
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey, Found
 from vcache_backend.resident.neighbours import Neighbours

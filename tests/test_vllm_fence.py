@@ -17,12 +17,12 @@ from processes import QUICK, SECONDS, eventually
 
 pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
 
-from vcache_backend.integration.vllm.loading import Attached
-from vcache_backend.integration.vllm.loads import Loads
 from vcache_backend.integration.vllm.metadata import LoadSpec, StepMetadata, StoreSpec
-from vcache_backend.integration.vllm.report import Reporter
-from vcache_backend.integration.vllm.stats import Meter
-from vcache_backend.integration.vllm.stores import Stores
+from vcache_backend.integration.vllm.telemetry.stats import Meter
+from vcache_backend.integration.vllm.worker.loading import Attached
+from vcache_backend.integration.vllm.worker.loads import Loads
+from vcache_backend.integration.vllm.worker.report import Reporter
+from vcache_backend.integration.vllm.worker.stores import Stores
 from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copies.copier import Completion

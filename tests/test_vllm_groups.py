@@ -51,7 +51,9 @@ from vllm.v1.request import Request
 
 from vcache_backend.config import EngineConfig, from_dict
 from vcache_backend.errors import LayoutError
-from vcache_backend.integration.vllm import compat, exportable, groups, model_spec
+from vcache_backend.integration.vllm.in_place import exporter as exportable
+from vcache_backend.integration.vllm.model import compat, groups
+from vcache_backend.integration.vllm.model import spec as model_spec
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.transfer.keys import state_keys
 

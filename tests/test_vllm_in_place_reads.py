@@ -20,7 +20,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installe
 from vllm.v1.request import Request
 
 from vcache_backend.errors import Refused
-from vcache_backend.integration.vllm import hints
+from vcache_backend.integration.vllm.in_place import hints
 from vcache_backend.integration.vllm.metadata import StepMetadata, WorkerReport
 from vcache_backend.metadata_server.instances.publications import BLOCK_BYTES
 from vcache_backend.metadata_server.messages import MAX_BLOCKS

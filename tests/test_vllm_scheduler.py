@@ -40,14 +40,7 @@ from vllm.v1.request import Request
 from vcache_backend import status
 from vcache_backend.config import ConnectorConfig
 from vcache_backend.engine import VCacheEngine
-from vcache_backend.integration.vllm import (
-    compat,
-    groups,
-    hints,
-    introduction,
-    lookups,
-    tracked,
-)
+from vcache_backend.integration.vllm.in_place import hints
 from vcache_backend.integration.vllm.metadata import (
     REFUSED,
     LoadSpan,
@@ -55,10 +48,12 @@ from vcache_backend.integration.vllm.metadata import (
     StepMetadata,
     WorkerReport,
 )
-from vcache_backend.integration.vllm.model_spec import ShardSpec
-from vcache_backend.integration.vllm.scheduler import SchedulerSide
-from vcache_backend.integration.vllm.stats import Meter
-from vcache_backend.integration.vllm.worker import WorkerSide
+from vcache_backend.integration.vllm.model import compat, groups
+from vcache_backend.integration.vllm.model.spec import ShardSpec
+from vcache_backend.integration.vllm.scheduler import introduction, lookups, tracked
+from vcache_backend.integration.vllm.scheduler.side import SchedulerSide
+from vcache_backend.integration.vllm.telemetry.stats import Meter
+from vcache_backend.integration.vllm.worker.side import WorkerSide
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey, of_rank
 

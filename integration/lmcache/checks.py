@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
-from ..vllm import model_spec
+from ..vllm.model import spec as model_spec
 from .instance import Instance
 from .patches import WANTED
 

@@ -1,6 +1,6 @@
 """Describes the serving instance that the plugin runs in, and makes its layout.
 
-Under vLLM it reads vLLM's configuration (`..vllm.model_spec`); without vLLM, LMCache's metadata and
+Under vLLM it reads vLLM's configuration (`..vllm.model.spec`); without vLLM, LMCache's metadata and
 our settings. It imports neither vLLM nor LMCache."""
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from vcache_backend.transfer.arguments import KVCaches
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.vram_pool.paged import PagedKV
 
-from ..vllm import groups, model_spec
-from ..vllm.model_spec import ModelSpec
+from ..vllm.model import groups
+from ..vllm.model import spec as model_spec
+from ..vllm.model.spec import ModelSpec
 from .settings import Settings
 
 

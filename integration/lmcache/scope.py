@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from ..vllm.adapters import Adapters
+from ..vllm.scheduler.adapters import Adapters
 
 if TYPE_CHECKING:
     from vcache_backend.transfer.keys import Tags

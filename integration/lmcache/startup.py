@@ -20,7 +20,7 @@ from vcache_backend.transfer.session import Session
 from ..memory_budget import beside_vllm
 from ..round_trip import through_pool
 from ..served_at import data_parallel_rank, served_at
-from ..vllm import model_spec
+from ..vllm.model import spec as model_spec
 from . import checks, patches
 from .instance import Instance, discover, hash_probe
 from .patches import StepAside

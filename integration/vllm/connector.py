@@ -25,17 +25,19 @@ from vcache_backend.metadata_server import start
 
 from .. import logs
 from ..guard import answers
-from . import compat, settings, stats
+from . import settings
 from .metadata import REFUSED, StepMetadata
-from .scheduler import SchedulerSide
-from .worker import WorkerSide
+from .model import compat
+from .scheduler.side import SchedulerSide
+from .telemetry import stats
+from .worker.side import WorkerSide
 
 log = logging.getLogger("vllm.vcache")
 
 
 class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """One half of vcache in vLLM: the scheduler's or a worker's, by `role`. See scheduler.py and
-    worker.py. A half that is refused is laid aside: then each call answers as vLLM's default does,
+    """One half of vcache in vLLM: the scheduler's or a worker's, by `role`. See scheduler/side.py and
+    worker/side.py. A half that is refused is laid aside: then each call answers as vLLM's default does,
     so that a step loses next to no time.
     """
 
