@@ -1,4 +1,4 @@
-"""Chunks of a load that are read out of other instances' KV caches, verified by their blocks'
+"""Reads a load's chunks in other instances' KV caches, and verifies them by their blocks'
 generations.
 """
 
@@ -19,12 +19,12 @@ from vcache_backend.vram_pool.paged import Int64s
 UInt32s = npt.NDArray[np.uint32]
 UInt64s = npt.NDArray[np.uint64]
 _NUMBER, _GENERATION = np.dtype("<u4"), np.dtype("<u8")
-"""Made once: parsing these from text took almost half of the time of unpacking."""
+"""Made once: parsing the types from text took almost half of the unpacking time."""
 
 
 class ResidentChunk(NamedTuple):
     """One chunk in the KV cache of `instance`. blocks: the owner's block numbers, in order.
-    generations: the blocks', when published.
+    generations: the blocks' generations at publication.
     """
 
     instance: bytes
@@ -33,7 +33,9 @@ class ResidentChunk(NamedTuple):
 
     @classmethod
     def unpacked(cls, instance: bytes, blocks: bytes, generations: bytes) -> Self:
-        """From little-endian numbers, as the protocol has them. ValueError if they are none."""
+        """Unpack little-endian numbers, as in the protocol. ValueError if the bytes are no whole
+        numbers.
+        """
         return cls(
             instance,
             np.frombuffer(blocks, dtype=_NUMBER),
@@ -42,7 +44,7 @@ class ResidentChunk(NamedTuple):
 
     @classmethod
     def all_unpacked(cls, packed: Sequence[tuple[bytes, bytes, bytes]]) -> list[Self]:
-        """Many at once, in a third of the time if they are equally long, as they mostly are."""
+        """Unpack many chunks, in a third of the time if all have the same length, as is usual."""
         instances, blocks, generations = zip(*packed, strict=True) if packed else ((), (), ())
         if len(set(map(len, blocks))) != 1 or len(set(map(len, generations))) != 1:
             return [cls.unpacked(*one) for one in packed]
@@ -59,7 +61,7 @@ class ResidentChunk(NamedTuple):
 
 @dataclass
 class _ResidentPart(MemoryPart):
-    """Lives between the neighbour's `enter` and `leave`, so that its KV cache stays mapped."""
+    """A part between the neighbour's `enter` and `leave`, which keep the KV cache mapped."""
 
     neighbour: Neighbour
     blocks: UInt32s
@@ -98,11 +100,10 @@ class _ResidentPart(MemoryPart):
 
 
 class ResidentChunks:
-    """Takes a load's chunks out of `LoadContext.resident`, as their copies start or they turn out
-    to be gone. In the worker's thread.
+    """Takes chunks out of `LoadContext.resident` when their copies start, or when they turn out to
+    be gone. Runs in the worker's thread.
 
-    gone: whether any chunk turned out to be gone.
-    """
+    gone: whether any chunk turned out to be gone."""
 
     def __init__(
         self, context: LoadContext, residents: Mapping[int, ResidentChunk], neighbours: Neighbours
@@ -118,13 +119,14 @@ class ResidentChunks:
             self._neighbours.expects(instance)
 
     def expects(self, chunk: int) -> bool:
-        """Whether the KV cache that this chunk lies in is still being mapped."""
+        """Whether this chunk's KV cache is still being mapped."""
         one = self._chunks.get(chunk)
         return one is not None and self._neighbours.expects(one.instance)
 
     def take(self, chunk: int) -> MemoryPart | None:
-        """The chunks from this number on that one neighbour still has as published. Forgets chunks
-        that it lost; they may come from elsewhere."""
+        """Take chunks from this number on that one neighbour has unchanged. Forgets chunks that the
+        neighbour has lost; other sources may have them.
+        """
         first = self._chunks.get(chunk)
         if first is None:
             return None

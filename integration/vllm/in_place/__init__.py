@@ -1,1 +1,3 @@
-"""Sharing in place: what this instance publishes of its KV cache, and what it reads of others'."""
+"""Sharing in place: publishes chunks of this instance's KV cache, and reads chunks of other
+instances'.
+"""

@@ -1,5 +1,5 @@
-"""Watches vLLM's block pool, so that a block's generation changes before the block may be written
-again or its bytes change meaning.
+"""Watches vLLM's block pool: changes a block's generation before the block may be written again, or
+its bytes change meaning.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ slicing a list touches every number.
 
 
 class KVBlocks:
-    """vLLM's `BlockPool`, as our scheduler's half looks at it: blocks by their numbers, and the
-    queue of free ones. In the scheduler's thread. No other module touches vLLM's pool.
+    """The scheduler half's access to vLLM's `BlockPool`: blocks by number, and the queue of free
+    blocks. Runs in the scheduler's thread. Only this module touches vLLM's pool.
 
     pool: vLLM's."""
 
@@ -32,12 +32,12 @@ class KVBlocks:
 
     @property
     def count(self) -> int:
-        """How many blocks there are, the null block included."""
+        """The number of blocks, with the null block."""
         return int(self.pool.num_gpu_blocks)
 
     @property
     def free(self) -> int:
-        """How many blocks can be handed out."""
+        """The number of blocks that can be handed out."""
         return int(self.pool.get_num_free_blocks())
 
     def cached(self, block_hash: Any) -> bool:
@@ -58,8 +58,10 @@ class KVBlocks:
         return numbers
 
     def useless(self, most: int, given: memoryview, now: memoryview) -> int:
-        """How many of the next blocks, up to `most`, come before the first one that is worth
-        keeping: they hold nothing, or stand in `given` as they do in `now`, by block."""
+        """Count the next blocks, up to `most`, before the first block worth keeping.
+
+        A block is not worth keeping if it holds nothing, or if its entry in `given` equals its
+        entry in `now`."""
         count, block = 0, self._first
         while count < most and (
             block.block_hash is None or given[block.block_id] == now[block.block_id]
@@ -68,12 +70,14 @@ class KVBlocks:
         return count
 
     def used(self, numbers: Sequence[int]) -> list[int]:
-        """For each of these blocks, by how many requests it is used."""
+        """The number of requests that use each of these blocks."""
         blocks = self.pool.blocks
         return [blocks[number].ref_cnt for number in numbers]
 
     def to_end(self, numbers: Iterable[int]) -> None:
-        """Have vLLM hand out these blocks last, those that nobody uses, as if just used."""
+        """Have vLLM hand out these blocks last, as if just used. Blocks in use stay
+        where they are.
+        """
         queue, blocks = self.pool.free_block_queue, self.pool.blocks
         for block in (blocks[number] for number in numbers):
             if not block.ref_cnt:
@@ -81,8 +85,9 @@ class KVBlocks:
                 queue.append(block)
 
     def to_head(self, numbers: Sequence[int], behind: int) -> None:
-        """Have vLLM hand out these free blocks first, in this order. The leading ones may stay if
-        they lie in this order behind the queue's first `behind` blocks."""
+        """Have vLLM hand out these free blocks first, in this order.
+
+        Leading blocks stay if they lie in this order behind the queue's first `behind` blocks."""
         queue, blocks, block = self.pool.free_block_queue, self.pool.blocks, self._first
         for _ in range(behind):
             block = block.next_free_block
@@ -95,7 +100,7 @@ class KVBlocks:
                 queue.remove(blocks[number])
                 out.append(blocks[number])
         finally:
-            # Whatever fails, no block stays out of the queue.
+            # Put removed blocks back, whatever fails.
             queue.prepend_n(out)
 
     @property
@@ -104,11 +109,11 @@ class KVBlocks:
 
 
 class ResidentPool:
-    """Replaces methods of vLLM's `BlockPool` to count generations. In the scheduler's thread.
+    """Replaces methods of vLLM's `BlockPool` to count generations. Runs in the scheduler's thread.
 
     vLLM's own results and exceptions come through unchanged. If our part fails, the whole table is
-    given up first, so that nobody reads a block whose next owner was not counted. broken: whether
-    that has happened. resets: how often all blocks were voided. evicted: how often vLLM has evicted
+    given up first, so that nobody reads a block whose next owner was not counted. broken: the table
+    was given up. resets: how often all blocks were voided. evicted: how often vLLM has evicted
     blocks."""
 
     def __init__(
@@ -120,11 +125,12 @@ class ResidentPool:
     ) -> None:
         """pool: vLLM's `BlockPool`, before it has handed out a block. on_reset: called when the
         prefix cache is to be reset, even if vLLM then declines. give_way: called before so many
-        blocks are handed out, to put others first; must not raise."""
+        blocks are handed out, to move others to the front; must not raise.
+        """
         self._give_way = give_way
         self.broken, self.resets, self.evicted = False, 0, 0
-        # All of them, the null block included: none holds a request's bytes until it is handed out
-        # and written.
+        # Void all blocks, the null block included: a block holds a request's bytes only once it
+        # was handed out and written.
         generations.void_all()
         self._generations, self._on_reset = generations, on_reset
         self._get, self._evict, self._reset = (
@@ -136,12 +142,12 @@ class ResidentPool:
         pool.reset_prefix_cache = self._reset_prefix_cache
 
     def void_all(self) -> None:
-        """Void all generations: the bytes stay, but mean something else."""
+        """Void all generations: the bytes stay, but their meaning changes."""
         self.resets += 1
         self._generations.void_all()
 
     def _get_new_blocks(self, num_blocks: int) -> Any:
-        """Count the blocks' new generation before vLLM can launch anything that writes them."""
+        """Change the blocks' generations before vLLM can launch work that writes them."""
         self._give_way(num_blocks)
         blocks = self._get(num_blocks)
         self._surely(lambda: self._take(blocks))
@@ -152,16 +158,16 @@ class ResidentPool:
         self._generations.void(blocks[0].block_id if len(blocks) == 1 else _numbers(blocks))
 
     def _evict_blocks(self, block_ids: Any) -> Any:
-        """Void blocks that vLLM evicts. After a failed load it recomputes into the same blocks
-        without allocating them anew.
+        """Void blocks that vLLM evicts: after a failed load vLLM recomputes into them without
+        allocating them anew.
         """
         self.evicted += 1
         self._surely(lambda: self._generations.void(list(block_ids)))
         return self._evict(block_ids)
 
     def _reset_prefix_cache(self) -> Any:
-        """Void all blocks even if vLLM answers that it cannot reset now: its caller changes the
-        weights all the same.
+        """Void all blocks even if vLLM cannot reset its cache now: its caller changes the weights
+        in any case.
         """
         self._surely(self.void_all)
         self._surely(self._on_reset)

@@ -1,5 +1,5 @@
-"""Frees duplicates first: chunks that were read out of another instance's KV cache lie in both, so
-the reader can spare its own.
+"""Frees duplicates first: chunks that were read in another KV cache lie in both, so the reader can
+give up its copy.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from .replicas import Replica
 log = logging.getLogger("vllm.vcache")
 
 SHORT = 8
-"""Copies are kept if their request computed more than 1/SHORT as many tokens as it read: it
-probably belongs to a conversation, whose
-later turns vLLM could not find behind a missing block. In a simulation of the serving benchmark's
-prefixes this raises the hit rate from
-0.774, as measured on two H200s, to 0.808, all there is; that of its conversations stays the
-same."""
+"""A request's copies are kept if it computed more than 1/SHORT as many tokens as it read.
+
+Such a request probably belongs to a conversation, and vLLM would not find the later turns behind a
+missing block. In a simulation of the serving benchmark's prefixes this raises the hit rate from
+0.774, as measured on two H200s, to 0.808, the highest possible; the hit rate of conversations stays
+the same."""
 
 MOST_LOOKED = 128
-"""Useless copies skipped at once, at most: thousands of them, when an owner is gone, would hold up
-a step for 20 ms.
+"""The most useless copies skipped at once. When an owner is gone, skipping thousands would delay a
+step by 20 ms.
 """
 
 
 class Copy(NamedTuple):
-    """A chunk that lies here and with another instance: its blocks and their generations, here and
-    there.
+    """A chunk in this and in another KV cache. blocks, generations: here. theirs: in the other KV
+    cache.
     """
 
     blocks: array[int]
@@ -49,7 +49,9 @@ class Copy(NamedTuple):
 
 
 class Duplicates:
-    """The chunks of one instance that other instances hold as well. In the scheduler's thread."""
+    """The chunks of this instance that other instances hold as well. Runs in the scheduler's
+    thread.
+    """
 
     def __init__(
         self,
@@ -64,16 +66,16 @@ class Duplicates:
         self._pool, self._generations, self._each, self._view = pool, generations, each, view
         self._copies: deque[Copy] = deque()
         """The oldest first."""
-        # Filled, not only allocated: or the first step to write them would wait for the memory.
+        # Write the arrays now: else the first step that writes them waits for the memory.
         self._marked: UInt64s = np.full(generations.blocks, 0, dtype=np.uint64)
         self._next: UInt64s = np.full(generations.blocks, 0, dtype=np.uint64)
-        """By block: the generation in which it became an unused duplicate; and that in which it was
-        put at the head of the free queue.
+        """By block: the generation in which the block became an unused duplicate (`_marked`), and
+        the generation in which it was moved to the head of the free queue (`_next`).
         """
 
     def note(self, tracked: Tracked, load: LoadSpec, first: int) -> None:
-        """Note which of the request's chunks `load` reads in others' KV caches. first: the number
-        of the load's first chunk.
+        """Note which chunks `load` reads in other KV caches. first: the number of the load's first
+        chunk.
         """
         each, blocks = self._each, load.blocks
         tracked.copies = [
@@ -83,7 +85,7 @@ class Duplicates:
         ]
 
     def finished(self, tracked: Tracked, block_size: int) -> None:
-        """The request has ended: note its duplicates, unless it looks like a conversation (see
+        """Note the duplicates of a request that has ended, unless it looks like a conversation (see
         SHORT). block_size: in tokens.
         """
         each, row, right = self._each, tracked.store.rows[0], tracked.resident.generations
@@ -97,7 +99,7 @@ class Duplicates:
         copied = len(copies) * each * block_size
         if not copied or (tracked.request.num_tokens - tracked.local - copied) * SHORT > copied:
             return
-        # Drop outdated copies here too: if vLLM hands no blocks out, they would pile up.
+        # Drop outdated copies: they pile up while vLLM hands no blocks out.
         looked = 1
         while (
             self._copies
@@ -108,15 +110,14 @@ class Duplicates:
             looked = MOST_LOOKED
         blocks, generations = _lie(copies)
         self._marked[blocks] = generations
-        # A prefix is given away from its end.
+        # Give a prefix up from its end.
         self._copies.extend(reversed(copies))
 
     def give_way(self, count: int) -> None:
-        """vLLM is about to hand out `count` blocks. If some of them are cached, put duplicates
-        before them in the free queue.
+        """Put duplicates at the head of the free queue if vLLM, about to hand out `count` blocks,
+        would else take cached blocks.
 
-        Never raises.
-        """
+        Never raises."""
         if not self._copies:
             return
         try:
@@ -144,7 +145,7 @@ class Duplicates:
             self._next[chosen] = counters[chosen]
 
     def _intact(self, blocks: UInt32s, generations: UInt64s) -> npt.NDArray[np.bool_]:
-        """For each copy, whether its blocks are unchanged and unused since."""
+        """Whether each copy's blocks are unchanged, and unused since its request ended."""
         same = (self._marked[blocks] == generations) & (
             self._generations.counters[blocks] == generations
         )
@@ -152,8 +153,8 @@ class Duplicates:
         return intact
 
     def _taken(self, some: list[Copy]) -> list[int]:
-        """The blocks of these copies, each copy's last block first; without copies that were or are
-        used, or that their owner has lost.
+        """List the blocks of these copies, each copy's last block first. Leaves out copies that
+        were or are used, or that their owner has lost.
         """
         (blocks, generations), each = _lie(some), self._each
         right = self._intact(blocks, generations)
@@ -190,7 +191,7 @@ class Duplicates:
 
 
 def _lie(some: list[Copy]) -> tuple[UInt32s, UInt64s]:
-    """The blocks of these copies, one copy after the other, and their generations."""
+    """Join the copies' blocks, one copy after the other, and their generations."""
     blocks, generations = (
         b"".join([one.blocks for one in some]),
         b"".join([one.generations for one in some]),

@@ -1,8 +1,8 @@
-"""Makes vLLM allocate its KV cache in memory that other instances can map; and decides whether an
+"""Makes vLLM allocate its KV cache in memory that other instances can map, and decides whether an
 instance shares in place.
 
-vLLM asks the connector for a context around exactly that allocation. The sources of the supported
-releases were read for it (`tests/outside/releases.py`)."""
+vLLM asks the connector for a context around exactly that allocation. This relies on the sources of
+the supported releases (`tests/outside/releases.py`)."""
 
 from __future__ import annotations
 
@@ -33,29 +33,27 @@ _SEVERAL = "a model with several block tables, or with one of a sliding window, 
 
 
 class Exporter:
-    """The memory of one worker's KV cache. Made by `begin`; all methods run in the worker's main
+    """The memory of one worker's KV cache. `begin` makes it; all methods run in the worker's main
     thread, where vLLM makes its KV cache.
 
-    Regions and their descriptors belong to vLLM's tensors and live as long as these: the caller
-    does not close them."""
+    Regions and their descriptors belong to vLLM's tensors and live as long as the tensors: callers
+    do not close them."""
 
     def __init__(self, memory: Exportable | None, problem: str = "") -> None:
-        """problem: why there is no memory."""
+        """problem: why no exportable memory can be made."""
         self._memory = memory
         self._problems = [problem] if problem else []
 
     def context(self) -> AbstractContextManager[None] | None:
-        """For `get_mem_pool_context`: the context in which vLLM makes its KV cache. None if there
-        is no such memory.
+        """Return the context in which vLLM makes its KV cache, for `get_mem_pool_context`. None
+        without exportable memory.
         """
         return _exportable(self._memory, self._problems) if self._memory is not None else None
 
     def regions(self, kv_caches: Mapping[str, torch.Tensor]) -> list[Region]:
-        """The exportable allocations that hold `kv_caches`, as vLLM registers them: each once, by
-        address.
+        """List the exportable allocations that hold `kv_caches`: each once, by address.
 
-        LayoutError if a tensor lies elsewhere, SegmentError if there is no exportable memory.
-        """
+        LayoutError if a tensor lies elsewhere, SegmentError without exportable memory."""
         if self._memory is None or self._problems:
             raise SegmentError(
                 f"vLLM's KV cache cannot be shared in place: {'; '.join(self._problems)}; or set {_POOL}"
@@ -84,7 +82,7 @@ class Exporter:
 
 @contextmanager
 def _exportable(memory: Exportable, problems: list[str]) -> Iterator[None]:
-    """`memory`'s context. Never raises, since vLLM enters and leaves it; failures are added to
+    """Enter `memory`'s context. Never raises, since vLLM enters and leaves it; failures go to
     `problems`.
     """
     undo = ExitStack()
@@ -109,11 +107,10 @@ def _noting_failure(problems: list[str]) -> Iterator[None]:
 
 
 def begin(device_type: str) -> Exporter:
-    """The exporter of this process. Called by the constructor of a worker's half, on its device.
+    """Make this process's exporter. The constructor of a worker's half calls it, on its device.
     device_type: vLLM's, `cuda` or `cpu`.
 
-    Never raises: if there can be no such memory, `Exporter.regions` says why.
-    """
+    Never raises: without exportable memory `Exporter.regions` says why."""
     try:
         return Exporter(_memory(device_type))
     except VCacheError as error:
@@ -126,11 +123,10 @@ def begin(device_type: str) -> Exporter:
 
 
 def refusal(vllm_config: Any, kv_cache_config: Any, model: ModelSpec) -> str | None:
-    """Why this instance's KV cache cannot be shared in place, in one line with what to change; None
-    if it can.
+    """Say why this instance's KV cache cannot be shared in place, in one line with what to change;
+    None if it can.
 
-    All of its processes find the same. Callers ask `compat.refusal` first.
-    """
+    All of its processes get the same answer. Callers ask `compat.refusal` first."""
     if several(kv_cache_config):
         return f"{_SEVERAL}: set {_POOL}"
     reason = next(_refusals(vllm_config, model), None)
@@ -138,11 +134,10 @@ def refusal(vllm_config: Any, kv_cache_config: Any, model: ModelSpec) -> str | N
 
 
 def decide(settings: Config, vllm_config: Any, kv_cache_config: Any, model: ModelSpec) -> Config:
-    """`settings` with `connector.share: auto` resolved: `in_place` if that is possible and the
-    better choice, else `pool`.
+    """Resolve `connector.share: auto` in `settings`: to `in_place` if possible and better, else to
+    `pool`.
 
-    All processes of an instance find the same.
-    """
+    All processes of an instance get the same answer."""
     if settings.connector.share != "auto":
         return settings
     why = _SEVERAL if several(kv_cache_config) else next(_refusals(vllm_config, model), None)
@@ -154,8 +149,8 @@ def decide(settings: Config, vllm_config: Any, kv_cache_config: Any, model: Mode
 
 
 def _refusals(vllm_config: Any, model: ModelSpec) -> Iterator[str]:
-    """Each reason against sharing the KV cache of one block table in place, with what else than
-    `connector.share` to change, if anything.
+    """List the reasons against sharing a KV cache with one block table in place. Each names another
+    setting to change than `connector.share`, if any helps.
     """
     if platform.machine() != MACHINE:
         yield f"it relies on the order in which x86-64 makes writes visible, and this machine is {platform.machine()}"
@@ -181,5 +176,7 @@ def _memory(device_type: str) -> Exportable:
 
 @functools.cache
 def _gpu(ordinal: int) -> CudaExportable:
-    """One for each GPU, kept for good: torch may free memory of it until the process ends."""
+    """Make the exporter's memory for one GPU. It is never freed: torch may free tensors in it until
+    the process ends.
+    """
     return CudaExportable(ordinal)

@@ -1,4 +1,4 @@
-"""Keeps blocks that other instances read as if vLLM had used them itself: they go to the end of its
+"""Keeps blocks that other instances read as if vLLM had used them: moves them to the end of its
 free queue.
 """
 
@@ -20,21 +20,20 @@ from .replicas import Replica
 log = logging.getLogger("vllm.vcache")
 
 MOST_BLOCKS = 256
-"""Blocks moved in one step, which takes a quarter of a millisecond."""
+"""The most blocks moved in one step; this takes a quarter of a millisecond."""
 MOST_WAITING = 16
-"""Heartbeats whose hints may wait for the next step. Chunks whose hint is dropped leave the cache
-earlier.
+"""The most heartbeats with hints that wait for the next step. Further hints are dropped, and their
+chunks leave the cache earlier.
 """
 
 
 def tell(
     outbox: Outbox | None, keys: list[ChunkKey], first: int, residents: Mapping[int, Replica]
 ) -> None:
-    """Tell the owners of these chunks, in the background, that a load reads them. residents:
+    """Tell the owners of `residents`, in the background, that a load reads these chunks. residents:
     numbered from the request's chunk `first` on.
 
-    The hint names the whole prefix, since the chunks are useless without those before them.
-    """
+    A hint names the whole prefix, because a chunk is useless without the chunks before it."""
     ends = {owner: first + chunk + 1 for chunk, (owner, _, _) in sorted(residents.items())}
     if outbox is not None:
         for owner, end in ends.items():
@@ -42,8 +41,8 @@ def tell(
 
 
 class Hints:
-    """Hints that an instance has received about its own blocks. `hear` may be called in any thread,
-    the rest in the scheduler's.
+    """Applies hints about this instance's own blocks. `hear` runs in any thread, the rest in the
+    scheduler's.
     """
 
     def __init__(self, blocks: KVBlocks, generations: Generations, each: int) -> None:
@@ -53,21 +52,22 @@ class Hints:
         self._left = MOST_BLOCKS
 
     def hear(self, heard: Heard) -> None:
-        """Note chunks that others have read, for the next `apply`."""
+        """Queue chunks that others have read, for the next `apply`."""
         if not heard.blocks or len(self._waiting) >= MOST_WAITING:
             return
         blocks = np.frombuffer(heard.blocks, dtype="<u4").reshape(-1, self._each)
         generations = np.frombuffer(heard.generations, dtype="<u8").reshape(-1, self._each)
-        # A chunk's last block first: a prefix should leave the cache from its end.
+        # Move a chunk's last block first, so that a prefix leaves the cache from its end.
         self._waiting.append((blocks[:, ::-1].reshape(-1), generations[:, ::-1].reshape(-1)))
 
     def planned(self) -> None:
-        """A step is planned: the next one may move `MOST_BLOCKS` again."""
+        """Allow the next step to move `MOST_BLOCKS` again."""
         self._left = MOST_BLOCKS
 
     def apply(self) -> None:
-        """Move blocks that are unused here, and still hold what was read, to the end of vLLM's free
-        queue. At most `MOST_BLOCKS` a step, however often it is called. Never raises."""
+        """Move blocks that are unused, and unchanged since others read them, to the end of vLLM's
+        free queue. At most `MOST_BLOCKS` a step. Never raises.
+        """
         if not self._waiting or not self._left:
             return
         try:

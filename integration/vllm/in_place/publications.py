@@ -1,5 +1,5 @@
-"""Sharing in place, the scheduler's half: the generations of this instance's blocks, and which
-chunks are published in them.
+"""The scheduler's half of sharing in place: the generations of this instance's blocks, and the
+chunks published in them.
 """
 
 from __future__ import annotations
@@ -35,48 +35,47 @@ Lies = tuple[bytes, bytes]
 
 
 class Publications:
-    """In the scheduler's thread, except `hear`.
+    """Tracks which chunks may be published, and where. Runs in the scheduler's thread, except
+    `hear`.
 
-    instance: a random name for this start of this engine. each: vLLM's blocks of a chunk. sequence:
-    the next publication's; a reset voids all lower ones. epoch: that of all that is published.
-    heard: the namespace's epoch by the server's latest word. hints: None until vLLM has shown its
-    pool."""
+    instance: a random name, new at each start of the engine. each: vLLM's blocks of a chunk.
+    sequence: the number of the next publication; a reset voids all lower numbers. epoch: the epoch
+    of everything published. heard: the namespace's epoch as the server last said. hints: None until
+    vLLM has shown its pool."""
 
     def __init__(self, blocks: int, each: int) -> None:
-        """blocks: those of vLLM's pool. each: vLLM's blocks of a chunk. SegmentError if there is no
-        memory for the table.
+        """blocks: how many blocks vLLM's pool has. each: vLLM's blocks of a chunk. SegmentError if
+        memory for the table is lacking.
         """
         self.instance = InstanceId(secrets.token_bytes(INSTANCE_BYTES))
         self.blocks, self.each, self.sequence = blocks, each, 1
         self.epoch = self.heard = 0
         self.generations = Generations(self.instance, blocks)
         self.retract: Callable[[int], None] = lambda sequence: None
-        """Called on a reset: publications with a lower sequence are void."""
+        """Called on a reset: voids publications with a lower sequence."""
         self._told: dict[ChunkKey, Lies] = {}
-        """Where each chunk was published last, which is where others look for it: its blocks and
-        their generations.
-        """
+        """The last published place of each chunk, where others look for it."""
         self._filling = array(NUMBERS)
-        """Blocks that the step being planned fills, and that the table does not show as filled
-        yet.
+        """Blocks that the step being planned fills, and that the table does not show as
+        filled yet.
         """
         self._pool: ResidentPool | None = None
         self.hints: Hints | None = None
         self.duplicates: Duplicates | None = None
-        """None until vLLM has shown its pool."""
+        """Made when vLLM has shown its pool."""
         self.view: Callable[[bytes], GenerationView | None] = lambda instance: None
-        """Another instance's generations; None if it is gone, or no server is known yet."""
+        """Returns another instance's generations; None if the instance is gone, or no server is
+        known yet.
+        """
 
     @property
     def watches(self) -> bool:
-        """Whether vLLM has shown its block pool. Without it, it is not known what the blocks
-        hold.
-        """
+        """Whether vLLM has shown its block pool, without which the blocks' contents are unknown."""
         return self._pool is not None
 
     def watch(self, pool: KVBlocks) -> None:
-        """vLLM has shown its pool, before the first request. ValueError if its number of blocks is
-        not the KV cache's.
+        """Watch vLLM's pool, which vLLM shows before the first request. ValueError if its size
+        differs from the KV cache's.
         """
         if pool.count != self.blocks:
             raise ValueError(f"vLLM's pool has {pool.count} blocks, its KV cache {self.blocks}")
@@ -100,10 +99,10 @@ class Publications:
             self.hints.hear(heard)
 
     def learn(self) -> bool:
-        """Act on what was heard; True if the namespace was reset.
+        """Act on what `hear` noted. True if the namespace was reset.
 
-        After a reset others no longer find what this instance computed before it, though vLLM's own
-        cache may still hit it."""
+        After a reset others no longer find chunks from before, though vLLM's own cache may still
+        hit them."""
         if self.hints is not None:
             self.hints.apply()
         heard = self.heard
@@ -118,25 +117,25 @@ class Publications:
         return choose(found, tables, self.each)
 
     def loads(self, tracked: Tracked, first: int) -> None:
-        """A load will fill the request's blocks from number `first` on; the request has them
-        all.
+        """Note that a load will fill the request's blocks from number `first` on. The request has
+        all its blocks.
         """
         if self._pool is not None:
             tracked.resident.loaded, tracked.resident.resets = first, self._pool.resets
 
     def matched(self, tracked: Tracked) -> None:
-        """vLLM looks for the request's tokens anew, so no earlier load counts."""
+        """Forget an earlier load: vLLM looks for the request's tokens anew."""
         tracked.resident.loaded = NEVER
 
     def stop(self, tracked: Tracked) -> None:
-        """Publish nothing of what the request computes with its present blocks."""
+        """Publish no more chunks of the request in its present blocks."""
         tracked.resident.filled = NEVER
 
     def begin(self, tracked: Tracked, computed: int) -> None:
-        """The step being planned is the first with these blocks of the request.
+        """Note the first step with these blocks of the request.
 
         computed: how many blocks hold its tokens already, from a hit in vLLM's cache or a load.
-        vLLM's cache may also name blocks that no step has filled: these stay void, and nothing
+        vLLM's cache may also name blocks that no step has filled: these stay void, and no chunk
         behind them is published."""
         if self._pool is None:
             return
@@ -156,7 +155,7 @@ class Publications:
             tracked.resident.filled = NEVER
 
     def fill(self, tracked: Tracked, blocks: int) -> None:
-        """The step being planned fills the request's blocks up to number `blocks`."""
+        """Note that the step being planned fills the request's blocks up to number `blocks`."""
         if self._pool is None or not self._counts(tracked):
             return
         filled = tracked.store.rows[0][tracked.resident.filled : blocks]
@@ -165,7 +164,9 @@ class Publications:
         tracked.resident.filled = blocks
 
     def planned(self) -> None:
-        """The step is planned, and has got all its blocks: show others what it fills."""
+        """Show others the blocks that the step fills. The step is planned and has all
+        its blocks.
+        """
         if self._pool is not None and self.hints is not None:
             self._fill()
             self.hints.planned()
@@ -173,12 +174,11 @@ class Publications:
     def complete(
         self, tracked: Tracked, first: int, ready: int, loaded: bool
     ) -> list[PublicationSpec]:
-        """What to publish of the request's chunks [first, ready) once the step that completes them
-        is over.
+        """Make the publications of the request's chunks [first, ready), which the step completes.
 
-        Leaves out chunks that were published already, and those behind a block that was handed out
-        or voided since the request got it. loaded: the request loaded or hit all of these
-        chunks."""
+        Leaves out chunks that are published already, and chunks behind a block that was handed out
+        or voided since the request got it. loaded: the request loaded or hit all of these chunks.
+        """
         if self._pool is None or self._pool.broken:
             return []
         self._counts(tracked)
@@ -210,8 +210,8 @@ class Publications:
         return made
 
     def forget(self, tracked: Tracked, first: int) -> None:
-        """Forget what was published of the request, of which vLLM recomputes the blocks from number
-        `first` on: publish it all again.
+        """Forget the request's publications, so that all chunks are published again: vLLM
+        recomputes blocks from number `first` on.
         """
         for key in tracked.lookup.keys:
             self._told.pop(key, None)
@@ -226,13 +226,13 @@ class Publications:
     # ---- inside
 
     def _fresh(self, keys: list[ChunkKey], lies: list[Lies]) -> list[tuple[ChunkKey, Lies]]:
-        """Those of these chunks that are not published at this place yet. They count as published
-        from now on.
+        """Return the chunks that are not published at this place yet. They count as published from
+        now on.
         """
         told = self._told
         fresh = [(key, one) for key, one in zip(keys, lies, strict=True) if told.get(key) != one]
         if len(told) > self.blocks:
-            # Most of these chunks are gone. The others are published again when they are hit.
+            # Most of these chunks are gone. The others are published again at their next hit.
             told.clear()
         told.update(fresh)
         return fresh
@@ -243,8 +243,8 @@ class Publications:
             self._filling = array(NUMBERS)
 
     def _counts(self, tracked: Tracked) -> bool:
-        """Whether what the request computes now can be published: not after a reset, nor behind a
-        block that was evicted.
+        """Whether the request's new chunks can be published: not after a reset, nor behind an
+        evicted block.
         """
         assert self._pool is not None
         if tracked.resident.resets != self._pool.resets:
@@ -257,8 +257,8 @@ class Publications:
         return tracked.resident.filled < NEVER
 
     def _right(self, tracked: Tracked) -> bool:
-        """Whether the request's known blocks still hold what it builds on. Forgets the first one
-        that does not, and those behind it.
+        """Whether the request's leading blocks are unchanged. Forgets the first changed block and
+        all behind it.
         """
         row, generations = tracked.store.rows[0], tracked.resident.generations
         there = np.array(generations)

@@ -1,5 +1,5 @@
-"""Chooses which chunks to read out of other instances' KV caches: checks the server's answer
-against their tables of generations.
+"""Chooses which chunks to read in other instances' KV caches: checks the server's answer against
+the instances' tables of generations.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from vcache_backend.metadata_server.messages import Found, Resident
 from vcache_backend.resident.tables import Tables
 
 Replica = tuple[bytes, bytes, bytes]
-"""A chunk in an instance's KV cache: the instance, its blocks (uint32) and their generations
-(uint64), packed as in the protocol.
+"""A chunk in a KV cache: the instance, the blocks (uint32) and their generations (uint64), packed
+as in the protocol.
 """
 
 
 def choose(found: Found, tables: Tables, each: int) -> tuple[int, dict[int, Replica]]:
-    """How many leading chunks can be loaded, and those of them that are read in place, by number.
-    each: blocks of a chunk.
+    """Choose what to load: the number of leading chunks, and the replicas to read in place, by
+    chunk number. each: blocks of a chunk.
 
-    Takes the first of a chunk's replicas, in the server's order, that is still as it was published;
-    the pool's copy only without one."""
+    Takes a chunk's first replica, in the server's order, that is unchanged since its publication.
+    Only without one it takes the pool's copy."""
     chosen: dict[int, Replica] = {}
     chunk = 0
     while chunk < len(found.residents):
@@ -44,7 +44,9 @@ def choose(found: Found, tables: Tables, each: int) -> tuple[int, dict[int, Repl
 
 
 def _leading(found: Found, tables: Tables, each: int, first: int) -> int:
-    """How many chunks from number `first` on have a right first replica, all in one instance."""
+    """Count the chunks from `first` on whose first replica is unchanged and lies in the same
+    instance.
+    """
     residents = found.residents
     if not residents[first]:
         return 0
@@ -55,8 +57,8 @@ def _leading(found: Found, tables: Tables, each: int, first: int) -> int:
 
 
 def _holds(found: Found, tables: Tables, each: int, ones: list[Resident]) -> int:
-    """How many of these replicas, all in one instance, are still as they were published, up to the
-    first that is not.
+    """Count the leading replicas that are unchanged since their publication. All must lie in one
+    instance.
     """
     view = tables.view(found.instances[ones[0].instance])
     if view is None:

@@ -14,21 +14,22 @@ from .block_pool import KVBlocks
 from .publications import Publications
 
 AHEAD_STEPS = 3
-"""How many steps' worth of blocks at the head of vLLM's free queue are looked at. A step's saves
-are copied behind it, when the next step is already planned, and with asynchronous scheduling the
-one after it, too: they are in time only for blocks that later steps take."""
+"""How many steps' worth of blocks at the head of vLLM's free queue are examined.
+
+A step's saves are copied after the step. By then the next step is planned, and with asynchronous
+scheduling also the one after it. So the saves are in time only for blocks that later steps take."""
 MOST_AHEAD = 8192
-"""The most blocks that are looked at, however large steps are."""
+"""The most blocks that are examined, however large steps are."""
 MOST_SAVED = 256
 """The most chunks that one step saves."""
 
 
 class Victims:
-    """In the scheduler's thread. Each step saves published chunks at the head of vLLM's free queue:
-    see `plan`.
+    """Saves published chunks at the head of vLLM's free queue: see `plan`. Runs in the scheduler's
+    thread.
 
-    The queue is looked at again only once a fifth of the blocks seen may be gone, and costs next to
-    nothing in between."""
+    The queue is examined again only when a fifth of the examined blocks may be gone. In between a
+    step costs next to nothing."""
 
     def __init__(self, publications: Publications, step_blocks: int) -> None:
         """step_blocks: the most blocks that one step fills."""
@@ -41,25 +42,26 @@ class Victims:
         """By a chunk's first block: all of its blocks."""
         self._first: npt.NDArray[np.intp] = np.zeros(count, dtype=np.intp)
         self._published: npt.NDArray[np.uint64] = np.zeros(count, dtype=np.uint64)
-        """By block: the first block of its chunk (`_first`), and the generation in which it was
-        published.
+        """By block: the first block of its chunk (`_first`), and the generation of its
+        publication.
         """
         self._saved: npt.NDArray[np.uint64] = np.zeros(count, dtype=np.uint64)
-        """By a chunk's first block: the generation in which it was saved; 0 once one of its blocks
-        was handed out or hit since. (Block 0 is vLLM's null block, and no chunk's.)"""
+        """By a chunk's first block: the generation in which the chunk was saved; 0 once one of its
+        blocks was handed out or hit again. (Block 0 is vLLM's null block and in no chunk.)
+        """
         self._left = 0
-        """How many of the blocks that were looked at are at least still in the queue."""
+        """How many of the examined blocks are at least still in the queue."""
 
     def watch(self, blocks: KVBlocks) -> None:
-        """vLLM has shown its pool."""
+        """Note vLLM's pool."""
         self._blocks = blocks
 
     def plan(self, meta: StepMetadata) -> None:
-        """Have the step being planned, which has got all its blocks, save chunks that a later step
-        may overwrite.
+        """Add to `meta` the chunks that the step saves because a later step may overwrite them. The
+        step must have all its blocks.
 
-        Each chunk is saved once, and again after it was used again, since the pool may have lost it
-        by then."""
+        A chunk is saved once, and again after it was used again: the pool may have lost it by then.
+        """
         if self._blocks is None:
             return
         self._note(meta)
@@ -81,7 +83,7 @@ class Victims:
             self._keys.update(zip(rows[:, 0].tolist(), spec.keys, strict=True))
 
     def _look(self, meta: StepMetadata, head: list[int]) -> None:
-        """head: the next blocks that vLLM will hand out."""
+        """Choose the chunks to save. head: the next blocks that vLLM will hand out."""
         blocks, now = np.array(head, dtype=np.intp), self._publications.generations.counters
         self._left = len(blocks)
         held = np.flatnonzero(self._published[blocks] == now[blocks])
@@ -98,13 +100,13 @@ class Victims:
             # The next step saves the others.
             self._left, new = int(at[new[MOST_SAVED]]), new[:MOST_SAVED]
         if len(new):
-            # vLLM frees a request's last chunk first: store them the right way round.
+            # vLLM frees a request's last chunk first: save the first chunk first.
             chosen = first[new][::-1]
             self._saved[chosen] = now[chosen]
             rows = self._rows[chosen]
             keys = [self._keys[one] for one in chosen.tolist()]
             lies = rows.astype("<u4").tobytes(), now[rows].astype("<u8").tobytes()
-            # Blocks whose generation is valid belong to the present epoch, as far as is known here.
+            # A valid generation belongs to the present epoch, as far as the scheduler knows.
             meta.victims = PublicationSpec(
                 "", keys, *lies, sequence=0, epoch=self._publications.epoch
             )

@@ -1,5 +1,5 @@
-"""Sharing in place, the worker's half: shows its KV cache to others, maps theirs, and publishes
-what its steps compute.
+"""The worker's half of sharing in place: shows its KV cache to others, maps theirs, and publishes
+the chunks that its steps compute.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .exporter import Exporter
 
 
 class InPlace:
-    """In the worker's main thread. neighbours: others' KV caches; None before `open`. publisher:
-    None before `show`.
+    """Runs in the worker's main thread. neighbours: other instances' KV caches; None before `open`.
+    publisher: None before `show`.
     """
 
     def __init__(self, exporter: Exporter, each: int, shows: bool) -> None:
-        """each: blocks of a chunk. shows: whether others read this worker's KV cache; with MLA all
-        ranks hold the same, and only one shows it.
+        """each: blocks of a chunk. shows: others read this worker's KV cache. With MLA all ranks
+        hold the same KV, and only the first shows it.
         """
         self.exporter, self._each, self._shows = exporter, each, shows
         self._regions: list[Region] = []
@@ -40,20 +40,24 @@ class InPlace:
         self.neighbours: Neighbours | None = None
         self._session: Session | None = None
         self._instance = InstanceId(b"")
-        """The name under which the instance shares; empty before `show`."""
+        """The instance's name for others; empty before `show`."""
         self._shown: OwnCache | None = None
         self.publisher: Publisher | None = None
         self._told: list[Reads] = []
-        """What the server was last told that this worker has read. Used by the client's thread
-        only.
+        """The reads that this worker last reported to the server. Only the client's
+        thread uses it.
         """
 
     def export(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """vLLM has made its KV cache. LayoutError or SegmentError if others cannot map it."""
+        """Find the exportable memory of vLLM's new KV cache. LayoutError or SegmentError if others
+        cannot map it.
+        """
         self._regions = self.exporter.regions(kv_caches)
 
     def open(self, session: Session, kv: PagedKV) -> None:
-        """The worker has joined the pool; `kv` describes its KV cache. Raises LayoutError."""
+        """Get ready to read other KV caches, once the worker has joined the pool. kv: its KV cache.
+        LayoutError.
+        """
         device = session.device
         if device.medium == "host" and kv.device.type != "cpu":
             device = devices.resolve(str(kv.device))
@@ -72,8 +76,8 @@ class InPlace:
         self.publisher = Publisher(session.client, session.stats, instance, self._each)
 
     def publish(self, specs: Sequence[PublicationSpec]) -> None:
-        """Publish the chunks of the step's model run, all of which is queued, once it has computed
-        them.
+        """Publish chunks once the step has computed them. All of the step's model run must be
+        queued.
         """
         session, publisher = self._session, self.publisher
         if session is None or publisher is None or not specs:
@@ -87,8 +91,8 @@ class InPlace:
             publisher.submit(publication, written, soon=not spec.loaded)
 
     def save(self, spec: PublicationSpec, stores: Stores) -> None:
-        """Store in the pool those of these chunks that were published. One that loses its blocks
-        before the copy is over is given up.
+        """Store those chunks in the pool that are published. A chunk that loses a block during the
+        copy is dropped.
         """
         session, publisher = self._session, self.publisher
         if session is None or publisher is None:

@@ -1,1 +1,1 @@
-"""What vLLM and its model are: versions, block tables, the shape of the KV cache, the weights."""
+"""Reads vLLM and its model: version, block tables, shape of the KV cache, weights."""

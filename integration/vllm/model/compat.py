@@ -1,6 +1,4 @@
-"""The differences between the three releases of vLLM that are supported. Other modules use what all
-of them have.
-"""
+"""Hides the differences between the three supported releases of vLLM."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ OLDEST, NEWEST = (0, 31), (0, 33)
 
 
 def unsupported(version: str) -> str | None:
-    """Why this version of vLLM is refused, in one line with what to install; None if it is
+    """Say why this version of vLLM is refused, in one line with what to install; None if it is
     supported.
     """
     found = re.match(r"(\d+)\.(\d+)(\.|$)", version)
@@ -43,8 +41,8 @@ def hash_root() -> bytes:
 
 
 def hash_seed(vllm_config: Any) -> str | None:
-    """The seed of `hash_root`; None if another process would have another one, as with algorithms
-    whose seed is neither fixed nor set.
+    """The seed of `hash_root`; None if each process would get another seed, because the algorithm
+    fixes none and the user has set none.
     """
     function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
     seed, again = (kv_cache_utils.resolve_none_hash_seed(function) for _ in range(2))
@@ -52,13 +50,13 @@ def hash_seed(vllm_config: Any) -> str | None:
 
 
 def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Tokens that one of a request's `block_hashes` covers."""
+    """How many tokens one of a request's `block_hashes` covers."""
     return int(kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
 
 
 def hit_sources(tokens: Mapping[str, int], external: int) -> dict[Any, int]:
-    """`tokens` of a hit, by where they lay, under the names of vLLM 0.32 and later. The rest of the
-    `external` tokens is "unspecified".
+    """Rename the `tokens` of a hit, by place, for vLLM 0.32 and later. The rest of the `external`
+    tokens is "unspecified".
     """
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -73,11 +71,10 @@ def publishes_events(vllm_config: Any) -> bool:
 
 
 def spec_kind(kv_cache_config: Any) -> str | None:
-    """The kind of the first group whose layers attend to all tokens (or of the first group), as
-    vLLM's KV events name it. None for a model that keeps nothing.
+    """Name the kind of KV cache as vLLM's KV events do: of the first group that attends to all
+    tokens, or of the first group. None for a model without KV.
 
-    Without it Dynamo ignores events of a group that it does not know yet.
-    """
+    Dynamo ignores events of an unknown group without a kind."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     specs = [spec for spec in specs if groups.is_full(type(spec).__name__)] or specs
     return str(kv_cache_interface.get_kv_cache_spec_kind(specs[0]).value) if specs else None
@@ -86,8 +83,8 @@ def spec_kind(kv_cache_config: Any) -> str | None:
 def refusal(
     vllm_config: Any, kv_cache_config: Any, model: model_spec.ModelSpec, settings: config.Config
 ) -> str | None:
-    """Why this instance must not cache, in one line with what to change; None if it may. All of its
-    processes find the same.
+    """Say why this instance must not cache, in one line with what to change; None if it may. All of
+    its processes get the same answer.
     """
     reason = unsupported(vllm.__version__)
     if reason is not None:
@@ -104,8 +101,8 @@ def refusal(
 
 
 def _sleep_refusal(model_config: Any) -> str | None:
-    """Why an instance with sleep mode must not cache, in one line with what to change; None if it
-    may.
+    """Say why an instance with sleep mode must not cache, in one line with what to change; None if
+    it may.
     """
     if not hasattr(base.KVConnectorBase_V1, "unregister_kv_caches"):
         return (
@@ -127,7 +124,7 @@ def read_model(vllm_config: Any, kv_cache_config: Any, name: str) -> model_spec.
         found = groups.read(kv_cache_config, 0)
     except LayoutError:
         return model
-    # MLA's ranks hold equal latents, but each has states of its own.
+    # MLA's ranks hold equal latents, but different states.
     mla = model.use_mla and not found.states
     return msgspec.structs.replace(model, use_mla=mla, extra=model.extra | {"groups": found.text})
 
@@ -135,8 +132,8 @@ def read_model(vllm_config: Any, kv_cache_config: Any, name: str) -> model_spec.
 def transfer_results(
     recving: AbstractSet[str] = frozenset(), failed: AbstractSet[str] = frozenset()
 ) -> Any:
-    """vLLM's object for loads that are over. recving, failed: requests; failed ones need not be in
-    `recving`.
+    """Make vLLM's object for finished loads. recving, failed: requests; failed requests need not be
+    in `recving`.
     """
     return base.KVConnectorTransferResults(
         finished_recving={*recving, *failed}, failed_recving={*failed}

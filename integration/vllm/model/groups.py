@@ -1,8 +1,7 @@
-"""Groups of layers with block tables of their own: which blocks of each a chunk holds, which a hit
-needs, and which are still there.
+"""Groups of layers with separate block tables: the blocks that a chunk holds, that a hit needs, and
+that a request still has.
 
-It does not import vLLM: it only reads numbers and the names of types from vLLM's objects.
-"""
+Does not import vLLM: it reads only numbers and type names from vLLM's objects."""
 
 from __future__ import annotations
 
@@ -17,10 +16,10 @@ from vcache_backend.vram_pool.paged import Share
 from .weights import digest, text
 
 NULL = 0
-"""vLLM's null block, which stands in a block table where a window has passed."""
+"""vLLM's null block. It replaces blocks in a block table once a window has passed."""
 STATES = "MambaSpec"
-"""vLLM's specification of layers that keep a state in place of tokens: Mamba, gated delta nets,
-short convolutions.
+"""vLLM's specification of layers with a state in place of tokens: Mamba, gated delta nets, short
+convolutions.
 """
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 _WINDOWED = "SlidingWindowSpec"
@@ -38,9 +37,9 @@ _REASONS: Mapping[str, str] = {
 class LayerGroup(NamedTuple):
     """Layers that share a block table.
 
-    number: vLLM's. block_size: in tokens. window: how many tokens its layers attend to, the current
-    one and extra ones that vLLM retains included; 0: all. state: a digest of what its layers keep
-    in place of tokens; empty if they keep tokens."""
+    number: the group's number in vLLM. block_size: in tokens. window: how many tokens the layers
+    attend to, with the current token and extra tokens that vLLM retains; 0: all. state: a digest of
+    the kind of state; empty if the layers keep tokens."""
 
     number: int
     block_size: int
@@ -53,18 +52,18 @@ class Groups:
     """The block tables of one instance, one for each group of layers. Immutable; equal in the
     scheduler and in the workers.
 
-    groups: those whose layers keep tokens; first those that attend to all tokens. block: tokens,
-    the least common multiple of all block sizes. size: tokens of a chunk. plain: whether there is a
-    single table, whose layers attend to all tokens. whole: hits end at multiples of so many tokens:
-    at any block if the model is plain, else with a chunk. sizes: tokens of a block, by vLLM's
-    number of the group. shares: what a chunk holds of each group. Methods take `rows`, a request's
-    block tables by vLLM's number of the group.
+    A chunk's blocks are listed group by group, the blocks of several chunks chunk by chunk. Methods
+    take `rows`, a request's block tables by vLLM's group number.
 
-    A chunk's blocks are listed group by group, those of several chunks chunk by chunk.
+    groups: the groups that keep tokens, those that attend to all tokens first. states: the groups
+    that keep a state. block: the least common multiple of all block sizes, in tokens. size: tokens
+    of a chunk. sizes: tokens of a block, by vLLM's group number. shares: a chunk's part in each
+    group. plain: the only table's layers attend to all tokens. whole: hits end at multiples of so
+    many tokens: at any block if `plain`, else at a chunk's end.
 
-    states: groups whose layers keep a state. A chunk holds nothing of them. The state after its
-    last token, one block of each group, is stored as `parts` further chunks with keys of their own,
-    if vLLM has it (vLLM's pages are all of one size)."""
+    Chunks do not contain states. The state after a chunk's last token, one block of each group in
+    `states`, is stored as `parts` further chunks with separate keys, if vLLM has it (vLLM's pages
+    have one size)."""
 
     def __init__(self, groups: Sequence[LayerGroup], chunk_size: int) -> None:
         """chunk_size: in tokens. LayoutError if a chunk does not consist of whole blocks of each
@@ -88,8 +87,8 @@ class Groups:
 
     @property
     def text(self) -> str:
-        """The groups' kinds and block sizes, on which two instances must agree to share. Empty if
-        the model is plain.
+        """The groups' kinds and block sizes. Two instances must agree on them to share. Empty if
+        `plain`.
         """
         if self.plain:
             return ""
@@ -103,21 +102,19 @@ class Groups:
 
     @property
     def layers(self) -> str:
-        """A digest of the layers' names, group by group, in the order in which a chunk holds
-        them.
-        """
+        """A digest of the layers' names, group by group, in a chunk's order."""
         return digest([list(group.layers) for group in [*self.groups, *self.states]])
 
     @property
     def blocks(self) -> int:
-        """Blocks of a chunk, all groups' together. Each takes as many bytes as a block of the group
-        with the most layers.
+        """The number of a chunk's blocks, over all groups. Each takes as many bytes as a block of
+        the group with the most layers.
         """
         return sum((share.tail or self.size) // share.block_size for share in self.shares)
 
     @property
     def parts(self) -> int:
-        """Chunks that one state takes."""
+        """How many chunks one state occupies."""
         return -(-len(self.states) // self.blocks) if self.states else 0
 
     def length(self, rows: Sequence[Sequence[int]]) -> int:
@@ -133,8 +130,8 @@ class Groups:
         return self._listed(columns)
 
     def wanted(self, rows: Sequence[list[int]], local: int, end: int) -> list[int]:
-        """The blocks to load for the tokens [local, end): as `chunks`, from the chunk with token
-        `local` on; then the state's at `end`.
+        """List the blocks to load for the tokens [local, end): as `chunks` from the chunk with
+        token `local` on, then the blocks of the state at `end`.
 
         end: a multiple of `whole`. -1 stands for blocks before `local`, which vLLM has, and for
         blocks that vLLM does not want. ValueError if vLLM wants a block that chunks do not hold."""
@@ -156,7 +153,7 @@ class Groups:
         return blocks
 
     def state(self, rows: Sequence[Sequence[int]], end: int) -> list[int]:
-        """The blocks of the state after `end` tokens, one for each group of states that has it."""
+        """The blocks of the state after `end` tokens, one for each state group that has it."""
         found = [
             rows[group.number][end // group.block_size - 1 : end // group.block_size]
             for group in self.states
@@ -166,11 +163,11 @@ class Groups:
     def ended(
         self, rows: Sequence[Sequence[int]], reached: int, offered: Sequence[tuple[int, int, int]]
     ) -> dict[int, list[int]]:
-        """The states at chunks' ends that can be stored after a step that reaches `reached` tokens:
-        by tokens, their blocks.
+        """List the states at chunks' ends that can be stored after a step that reaches `reached`
+        tokens: by tokens, the blocks.
 
-        These are the state that the step ends with, and those in `offered`, vLLM's own list of
-        (group, block, tokens)."""
+        These are the step's last state, and the states in `offered`, vLLM's list of (group, block,
+        tokens)."""
         ends = {} if reached % self.size else {reached: self.state(rows, reached)}
         for tokens in {tokens for _, _, tokens in offered if not tokens % self.size}:
             there = {group: block for group, block, end in offered if end == tokens}
@@ -182,8 +179,10 @@ class Groups:
     def alive_from(
         self, rows: Sequence[Sequence[int]], computed: int, first: int, stop: int
     ) -> int:
-        """The first of the chunks [first, stop) from which on all blocks are still the request's in
-        a step that begins with `computed` tokens; `stop` if there is none."""
+        """Find the first of the chunks [first, stop) from which on the request still has all
+        blocks.
+
+        computed: the tokens with which the step begins. Returns `stop` without such a chunk."""
         alive = first
         for group, share in zip(self.groups, self.shares, strict=True):
             if not group.window:
@@ -200,8 +199,8 @@ class Groups:
     # ---- inside
 
     def _state_wanted(self, rows: Sequence[Sequence[int]], local: int, end: int) -> list[int]:
-        """The blocks of the state at `end`, padded with -1 to whole chunks. ValueError if vLLM does
-        not want just these: in the last block of [local, end), and none before.
+        """The blocks of the state at `end`, padded with -1 to whole chunks. ValueError unless vLLM
+        wants exactly these: in the last block of [local, end), and none before.
         """
         state = self.state(rows, end)
         if len(state) < len(self.states) or any(
@@ -212,8 +211,8 @@ class Groups:
         return state + [-1] * (self.parts * self.blocks - len(state))
 
     def _listed(self, columns: list[list[int]]) -> list[int]:
-        """Blocks of consecutive chunks in the order in which they are listed. columns: for each
-        group all of its blocks of these chunks.
+        """Bring the blocks of consecutive chunks into the order of chunks. columns: each group's
+        blocks of these chunks.
         """
         if len(columns) == 1 and not self.shares[0].tail:
             return columns[0]
@@ -230,7 +229,7 @@ class Groups:
         ]
 
     def _refuse_earlier(self, row: list[int], each: int, held: int) -> None:
-        """ValueError if vLLM wants a block that lies before those `held` by its chunk."""
+        """Raise ValueError if vLLM wants a block before the last `held` blocks of a chunk."""
         lacking = sum(number >= 0 for at, number in enumerate(row) if at % each < each - held)
         if lacking:
             raise ValueError(f"vLLM wants {lacking} blocks that chunks of {self.size} do not have")
@@ -250,8 +249,8 @@ def keep_states(kv_cache_config: Any) -> bool:
 
 
 def hidden(kv_cache_config: Any) -> bool:
-    """Whether only a worker sees that the model must be refused: vLLM shows the scheduler one page
-    size where there are several.
+    """Whether only workers can see that the model must be refused: vLLM shows the scheduler one
+    page size where several exist.
     """
     return any(
         type(group.kv_cache_spec).__name__ == _SIZES for group in kv_cache_config.kv_cache_groups
@@ -259,7 +258,7 @@ def hidden(kv_cache_config: Any) -> bool:
 
 
 def read(kv_cache_config: Any, chunk_size: int) -> Groups:
-    """The groups of an instance, from vLLM's `KVCacheConfig`. LayoutError, in one line, if they
+    """Read an instance's groups from vLLM's `KVCacheConfig`. LayoutError, in one line, if they
     cannot be cached.
     """
     groups = kv_cache_config.kv_cache_groups
@@ -287,8 +286,8 @@ def is_full(kind: str) -> bool:
 
 
 def kind(spec: Any) -> tuple[str, int]:
-    """What layers of this specification keep, and the tokens of their window: `full`, `window`,
-    `state`, or vLLM's name for others.
+    """Name the kind of layers of this specification, and the tokens of their window: `full`,
+    `window`, `state`, or vLLM's name for other kinds.
     """
     name = type(spec).__name__
     named = "full" if is_full(name) else {_WINDOWED: "window", STATES: "state"}.get(name, name)
@@ -296,8 +295,8 @@ def kind(spec: Any) -> tuple[str, int]:
 
 
 def unknown(kind: str) -> str | None:
-    """Why layers of this kind, a class of vLLM's `kv_cache_interface`, cannot be cached, and what
-    to change; None if they can.
+    """Say why layers of this kind (a class of vLLM's `kv_cache_interface`) cannot be cached, and
+    what to change; None if they can.
     """
     if kind in (*_FULL, _WINDOWED, STATES):
         return None
@@ -308,7 +307,7 @@ def unknown(kind: str) -> str | None:
 
 
 def _unsteady(spec: Any) -> str | None:
-    """Why it cannot be told which state vLLM has in which block; None if it can."""
+    """Say why the state in a block cannot be identified; None if it can."""
     if type(spec).__name__ != STATES:
         return None
     if spec.mamba_cache_mode != "align":

@@ -1,9 +1,9 @@
-"""What vLLM and our connector say of a model, as JSON: `python -m
+"""Prints how vLLM and our connector would serve a model, as JSON: `python -m
 vcache_backend.integration.vllm.model.report NAME`.
 
-Run by `vcache doctor --model` and `vcache plan`, in a child process, with a configuration as JSON
-on stdin. vLLM makes its own configuration, the model without weights, its KV cache specs and block
-tables; our connector decides as at the start of an instance."""
+`vcache doctor --model` and `vcache plan` run it in a child process, with a configuration as JSON on
+stdin. vLLM makes its configuration, the model without weights, the KV cache specs and block tables.
+Our connector decides as at the start of an instance."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from ..in_place import exporter as exportable
 from . import compat, groups
 
 BLOCKS = 1 << 20
-"""Blocks of the KV cache that is described, enough for any model's longest request. How many there
-are changes nothing of a chunk.
+"""Blocks of the described KV cache, enough for any model's longest request. The number does not
+change a chunk.
 """
 _TRANSFER = KVTransferConfig(
     kv_connector="VCacheConnector",
@@ -52,11 +52,11 @@ _TRANSFER = KVTransferConfig(
 
 
 def report(name: str, settings: Config) -> dict[str, Any]:
-    """What an instance of model `name` would cache under these settings, with one worker; see
-    `doctor.model.ModelReport` for the fields.
+    """Describe what an instance of model `name` would cache under these settings, with one worker;
+    see `doctor.model.ModelReport` for the fields.
 
-    Loads no weights, downloads nothing and runs no code of the model's own. Raises whatever vLLM
-    raises for a model it cannot serve."""
+    Loads no weights, downloads nothing and runs no code of the model's own. Raises vLLM's error for
+    a model that vLLM cannot serve."""
     arguments = EngineArgs(
         model=name,
         load_format="dummy",
@@ -89,7 +89,7 @@ def report(name: str, settings: Config) -> dict[str, Any]:
 
 
 def _specs(vllm_config: Any) -> Mapping[str, Any]:
-    """vLLM's KV cache spec of each layer of the model, which is made without memory."""
+    """Make vLLM's KV cache spec of each layer. The model takes no memory."""
     with set_current_vllm_config(vllm_config), _alone():
         with torch.device("meta"), set_default_torch_dtype(vllm_config.model_config.dtype):
             initialize_model(vllm_config)
@@ -104,7 +104,7 @@ def _specs(vllm_config: Any) -> Mapping[str, Any]:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """vLLM's process groups, with this process as the only one."""
+    """Set up vLLM's process groups with this process alone."""
     with tempfile.TemporaryDirectory() as folder:
         init_distributed_environment(1, 0, Path(folder, "store").as_uri(), 0, "gloo")
         initialize_model_parallel(1, 1)
@@ -115,7 +115,7 @@ def _alone() -> Iterator[None]:
 
 
 def _layers(kv_cache: Any) -> list[dict[str, Any]]:
-    """How many layers there are of each kind, in the order of vLLM's block tables."""
+    """Count the layers of each kind, in the order of vLLM's block tables."""
     counted: dict[tuple[str, int], int] = {}
     for group in kv_cache.kv_cache_groups:
         kind, window = groups.kind(group.kv_cache_spec)
@@ -127,7 +127,7 @@ def _layers(kv_cache: Any) -> list[dict[str, Any]]:
 
 
 def _sizes(kv_cache: Any, chunk_size: int) -> dict[str, int]:
-    """Bytes of a chunk, and of a state beside it, one worker's."""
+    """Bytes of one worker's part of a chunk, and of a state."""
     tables = [
         group
         for group in kv_cache.kv_cache_groups
@@ -139,9 +139,7 @@ def _sizes(kv_cache: Any, chunk_size: int) -> dict[str, int]:
 
 
 def main() -> None:
-    """Print the report, or `{"trouble": …}`, on stdout. Everything else that is printed goes to
-    stderr.
-    """
+    """Print the report, or `{"trouble": …}`, on stdout. All other output goes to stderr."""
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)
         try:

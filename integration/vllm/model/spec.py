@@ -24,15 +24,15 @@ from .weights import digest, extra, rope, text, weights
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole serving instance, as any of its processes reads it from vLLM's configuration.
+    """A whole serving instance, as each of its processes reads it from vLLM's configuration.
 
-    dtype, kv_cache_dtype: the computation's and the cache's (`auto` resolved). layers, kv_heads,
-    head_dim: the whole model's, without draft layers. rope: canonical text. context_parallel: the
-    product of both sizes. unnamed_inputs: images and the like are told apart within one process
-    only. new_weights: weights may change while it runs. named: the user has named the weights.
+    dtype, kv_cache_dtype: of the computation and of the cache (`auto` resolved). layers, kv_heads,
+    head_dim: of the whole model without draft layers. rope: canonical text. context_parallel: the
+    product of both sizes. unnamed_inputs: images and the like are identified within one process
+    only. new_weights: the weights may change at run time. named: the user has named the weights.
     block_size: tokens of the blocks that vLLM hands out. gpu_memory_utilization: None if it does
-    not apply. hash_algorithm: of vLLM's block hashes. extra: what
-    else the bytes depend on, by name."""
+    not apply. hash_algorithm: of vLLM's block hashes. extra: other settings that change the bytes,
+    by name."""
 
     model: str
     dtype: str
@@ -161,8 +161,8 @@ def describe_groups(
     chunk_size: int,
     engine_config: EngineConfig,
 ) -> PagedKV:
-    """The geometry of a worker's `kv_caches` by layer, tensors or the pages of a state. See
-    `describe`, which knows no block tables.
+    """Describe a worker's `kv_caches` by layer: tensors, or the pages of a state. Like `describe`,
+    for several block tables.
     """
     held = [
         {name: kv_caches[name] for name in group.layers if isinstance(kv_caches.get(name), Tensor)}
@@ -209,12 +209,10 @@ def read_shard(
     tp_rank: int,
     names: str = "",
 ) -> ShardSpec:
-    """The shard of the worker whose `kv_caches` are described by `kv`, for its scheduler. In that
-    worker, after the model is loaded.
+    """Describe a worker's shard to the scheduler. Runs in that worker, after the model is loaded.
 
-    chunk_size: in tokens. names: a digest of the layers' names; by default that of `kv_caches`, in
-    their order. LayoutError if a chunk does not consist of whole blocks.
-    """
+    kv: the geometry of `kv_caches`. chunk_size: in tokens. names: a digest of the layers' names; by
+    default of `kv_caches`, in order. LayoutError if a chunk does not consist of whole blocks."""
     return ShardSpec(
         pp_rank=pp_rank,
         tp_rank=tp_rank,
@@ -233,12 +231,12 @@ def read_shard(
 def layout(
     model: ModelSpec, shards: Sequence[ShardSpec], chunk_size: int, hash_root: bytes
 ) -> Layout:
-    """The layout on which two instances must agree to share, given the shards of all workers, in
-    any order.
+    """Make the layout on which two instances must agree to share. shards: of all workers, in any
+    order.
 
-    Its own fields are the first rank's, so a worker can make a layout that fits its KV caches from
-    its shard alone; with several workers that layout's namespace is not the instance's. hash_root:
-    vLLM's NONE_HASH, which follows from its seed. LayoutError without a shard."""
+    The layout's own fields are the first rank's. So a worker can make a layout for its KV caches
+    from its shard alone; with several workers that layout's namespace is not the instance's.
+    hash_root: vLLM's NONE_HASH, which follows from its seed. LayoutError without a shard."""
     if not shards:
         raise LayoutError("no worker has described its KV caches")
     ordered = sorted(shards, key=lambda shard: (shard.pp_rank, shard.tp_rank))
@@ -278,8 +276,7 @@ def layout(
 
 
 def refusal(model: ModelSpec, chunk_size: int, hash_seed: str | None) -> str | None:
-    """The first reason why nothing may be cached, in one line with what to change; None if there is
-    none.
+    """Say why nothing may be cached, in one line with what to change; None if caching is possible.
 
     hash_seed: see `config.hash_seed`."""
     return next((reason for reason in _reasons(model, chunk_size, hash_seed) if reason), None)
@@ -297,9 +294,7 @@ def _reasons(model: ModelSpec, chunk_size: int, hash_seed: str | None) -> Iterat
 
 
 def misfits(instance: ModelSpec) -> Iterator[str]:
-    """Why nothing of this instance may be cached by either integration, each with what to
-    change.
-    """
+    """List why neither integration may cache this instance, each reason with what to change."""
     if instance.context_parallel > 1:
         yield "context parallelism splits the tokens of a block among workers: set both context parallel sizes to 1"
     if instance.dynamic_kv_scales:
@@ -316,8 +311,8 @@ def misfits(instance: ModelSpec) -> Iterator[str]:
 
 
 def chunk_misfit(chunk_size: int, block_size: int, setting: str) -> str | None:
-    """Why a chunk of so many tokens does not consist of whole blocks, and what to set `setting` to;
-    None if it does.
+    """Say why a chunk of so many tokens does not consist of whole blocks, and what to set `setting`
+    to; None if it does.
     """
     if block_size > 0 and not chunk_size % block_size:
         return None
@@ -326,8 +321,8 @@ def chunk_misfit(chunk_size: int, block_size: int, setting: str) -> str | None:
 
 
 def seed(hash_seed: str | None) -> str | None:
-    """Why instances cannot agree on hashes, given `PYTHONHASHSEED` (see `config.hash_seed`); None
-    if they can.
+    """Say why instances cannot agree on hashes, given `PYTHONHASHSEED` (see `config.hash_seed`);
+    None if they can.
     """
     if hash_seed and hash_seed != "random":
         return None
@@ -341,8 +336,8 @@ def seed(hash_seed: str | None) -> str | None:
 
 
 def tensor_block_size(configured: int, kv_caches: Mapping[str, Any] | None, num_blocks: int) -> int:
-    """Tokens of the tensors' blocks: the attention kernel may use smaller blocks than vLLM hands
-    out. Slots are numbered alike in both.
+    """The tokens of the tensors' blocks. The attention kernel may use smaller blocks than vLLM;
+    slots have the same numbers in both.
     """
     tensor: Any = next(iter(kv_caches.values()), None) if kv_caches else None
     # Blocks are the first axis, or the second behind a pair of K and V.
@@ -354,8 +349,8 @@ def tensor_block_size(configured: int, kv_caches: Mapping[str, Any] | None, num_
 
 
 def axes(kv_caches: Mapping[str, Any], block_size: int) -> str | None:
-    """The axes of vLLM's tensors (see `PagedKV.describe`) if as many heads as tokens in a block
-    make the shapes ambiguous; else None.
+    """Name the axes of vLLM's tensors (see `PagedKV.describe`) if a block has as many heads as
+    tokens, so that shapes are ambiguous; else None.
     """
     shape = tuple(next(iter(kv_caches.values())).shape) if kv_caches else ()
     if len(shape) == 4 and shape[1] == shape[2] == block_size:
@@ -392,7 +387,7 @@ def layer_names(kv_caches: Mapping[str, Any] | None) -> str:
 
 
 def plain(dtype: object) -> str:
-    """A torch dtype, or the name of one, without `torch.`."""
+    """The name of a torch dtype without `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -403,8 +398,8 @@ def _cache_dtype(name: object, model_dtype: object) -> str:
 
 
 def _unnamed_inputs(model: Any, cache: Any) -> bool:
-    """Whether vLLM numbers images anew in every process, as it does if neither of its own caches
-    has to tell them apart.
+    """Whether each process numbers images anew. vLLM does so if neither of its caches needs to
+    identify them.
     """
     multimodal = getattr(model, "multimodal_config", None)
     return multimodal is not None and not (

@@ -1,10 +1,10 @@
-"""Identifies the weights that vLLM loads, and the settings that change what they compute, as text
-that is equal in every process.
+"""Identifies the weights that vLLM loads, and the settings that change their results, as text that
+is equal in every process.
 
 Weights have a name and a revision. From the Hugging Face hub: the repository and its commit,
 whether vLLM names the repository or a folder of the hub's cache. Local files: the real path, and a
-digest of the files' names, sizes and times, since the pool outlives weights that are overwritten in
-place. So equal copies under two paths do not share, unless the user gives them one name."""
+digest of file names, sizes and times, because the pool outlives weights that are overwritten in
+place. So equal copies under two paths do not share, unless the user names them alike."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _NO_DRAFT_KV = (None, "ngram", "ngram_gpu", "suffix")
 
 
 def weights(model: Any) -> tuple[str, str]:
-    """(name, revision) of what vLLM's `ModelConfig` loads; see the module's docstring. OSError if
-    its folder cannot be read.
+    """(name, revision) of the weights in vLLM's `ModelConfig`; see the module's docstring. OSError
+    if their folder cannot be read.
     """
-    # Weights in object storage: vLLM pulls the small files into a folder of its own and keeps the
-    # address here.
+    # For weights in object storage vLLM copies the small files into a folder, and keeps the
+    # address in `model_weights`.
     name = str(getattr(model, "model_weights", "") or model.model)
     found = located(name)
     if found is not None:
@@ -98,8 +98,8 @@ def extra(vllm_config: Any) -> dict[str, str]:
 
 
 def _seen_as(multimodal: Any) -> dict[str, Any]:
-    """Settings of an instance that change what it makes of an image. vLLM's hash of the image
-    covers its content and the request's own.
+    """Settings that change an instance's reading of an image. vLLM's hash of the image covers its
+    content and the request's own settings.
     """
     names = (
         "media_io_kwargs",
@@ -126,7 +126,7 @@ def _longest(model: Any) -> str:
 
 
 def _adapted(lora: Any, dtype: str) -> dict[str, Any]:
-    """Settings that change what an instance applies of a LoRA adapter, without defaults. dtype: the
+    """Settings that change how an instance applies a LoRA adapter, without defaults. dtype: the
     model's, the adapters' default.
     """
     found = {
@@ -144,8 +144,8 @@ def _adapted(lora: Any, dtype: str) -> dict[str, Any]:
 
 
 def _loaded(load: Any) -> str:
-    """What is loaded in place of the model's own weights: `dummy`, or a digest of a tensorizer's
-    settings; else empty.
+    """Name what replaces the model's own weights: `dummy`, or a digest of a tensorizer's settings;
+    else empty.
     """
     kind = text(getattr(load, "load_format", ""))
     if kind == "tensorizer":
@@ -218,5 +218,5 @@ def digest(values: Any) -> str:
 
 
 def text(named: Any) -> str:
-    """A value of an enumeration, or a plain one, as text."""
+    """The text of an enumeration's value or of a plain value."""
     return str(getattr(named, "value", named))

@@ -1,5 +1,5 @@
-"""Identifies LoRA adapters by their files, for both integrations: an adapter may be trained again
-into the folder it had before.
+"""Identifies LoRA adapters by their files, for both integrations: a folder may get a newly trained
+adapter.
 """
 
 from __future__ import annotations
@@ -19,26 +19,25 @@ MOST = 8192
 
 
 class Adapters:
-    """The adapters of one instance's requests, as each was at its first request. In the scheduler's
-    thread.
+    """Remembers each adapter as it was at its first request. Runs in the scheduler's thread.
 
-    vLLM's workers know an adapter by its number. They read its files at its first request, and
-    again after it was evicted from memory. vLLM's prefix cache knows it by name and path. So once
-    files change, or a number or name goes to another adapter, nobody knows with which weights the
-    KV was computed, and the adapter is not cached any more."""
+    vLLM's workers identify an adapter by number. They read its files at the first request, and
+    again after eviction from memory. vLLM's prefix cache identifies it by name and path. If the
+    files change, or a number or name goes to another adapter, nobody knows which weights computed
+    the KV. From then on the adapter is not cached."""
 
     def __init__(self) -> None:
         self._first: dict[object, tuple[object, str, str] | None] = {}
-        """By number, and by vLLM's prefix cache's name: (that name, path, content); None once they
-        have stood for more than one.
+        """By number, and by the prefix cache's name: (that name, path, content). None once a number
+        or name has stood for several adapters.
         """
 
     def content(self, lora_request: Any) -> str:
-        """The adapter's content as text: a digest of its files' names, sizes and times, or the
+        """Return the adapter's content as text: a digest of file names, sizes and times, or the
         commit in the hub's cache.
 
-        Empty if its KV must not be shared: its files cannot be seen from here, or vLLM may confuse
-        it with another adapter."""
+        Empty if the adapter's KV must not be shared: the files cannot be read here, or vLLM may
+        confuse the adapter with another."""
         number, known_as, path = (
             lora_request.lora_int_id,
             _known_as(lora_request),
@@ -75,7 +74,7 @@ class Adapters:
 
 
 def _known_as(lora_request: Any) -> object:
-    """What tells the adapter apart from others in vLLM's own prefix cache."""
+    """The adapter's identity in vLLM's own prefix cache."""
     ask = getattr(sys.modules.get("vllm.v1.core.kv_cache_utils"), "_gen_lora_extra_hash_keys", None)
     return (
         tuple(ask(SimpleNamespace(lora_request=lora_request)))
@@ -85,8 +84,8 @@ def _known_as(lora_request: Any) -> object:
 
 
 def _content(path: str) -> str:
-    """The content at `path` as text, found as vLLM does: a path, or a repository with a copy in the
-    hub's cache. Empty if there is none.
+    """Identify the files at `path` as vLLM finds them: a path, or a repository in the hub's cache.
+    Empty if absent.
     """
     try:
         found = located(str(Path(path).expanduser()))

@@ -1,5 +1,5 @@
-"""Announced chunks that are read in place: asks the server for them from the time their load begins
-until they are there.
+"""Asks the server for announced chunks that will be read in place, from the beginning of their load
+until another instance has computed them.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ from .lookups import Lookups
 from .tracked import Tracked
 
 AGAIN_SECONDS = 0.005
-"""The time between two questions for the chunks of one load, in steps that run a model. Idle steps,
-of some 2 ms, ask each time.
+"""The time between two look-ups for one load, in steps that run a model. Idle steps, of some 2 ms,
+ask each time.
 """
 MOST_SECONDS = 0.001
-"""How long one step may ask. The load that was asked for longest ago comes first."""
+"""How long one step may spend on look-ups. The load that was looked up longest ago comes first."""
 
 
 class _Wait(msgspec.Struct):
-    """A load of the chunks [first, stop), of which those before `reached` were found, the last ones
-    in the KV cache of `owner`.
+    """A load of the chunks [first, stop), which waits for the chunks from `reached` on.
 
-    until: when it gives up. asked: when the server was last asked. Both by time.monotonic.
-    """
+    owner: the instance whose KV cache holds the last chunks so far. until, asked: when the load
+    gives up, and when the server was last asked, by time.monotonic."""
 
     tracked: Tracked
     first: int
@@ -37,8 +36,8 @@ class _Wait(msgspec.Struct):
 
 
 class Awaited:
-    """In the scheduler's thread. The loads themselves wait in the workers, for
-    `LoadSpec.wait_seconds`, and read what has come so far.
+    """Runs in the scheduler's thread. The loads wait in the workers, for `LoadSpec.wait_seconds`,
+    and read the chunks that have been computed.
     """
 
     def __init__(self, lookups: Lookups) -> None:
@@ -46,17 +45,17 @@ class Awaited:
         self._waits: list[_Wait] = []
 
     def add(self, tracked: Tracked, first: int, stop: int, seconds: float) -> None:
-        """Look for the request's chunks [first, stop), whose keys are known, for so many
-        seconds.
+        """Look for the request's chunks [first, stop) for `seconds`. `Lookups.name` must have made
+        the keys.
         """
         self._waits.append(_Wait(tracked, first, first, stop, monotonic() + seconds))
 
     def found(self, idle: bool) -> dict[str, dict[int, Replica]]:
-        """Chunks that lie in others' KV caches since the last call: by request, then by number
-        within its load.
+        """Return chunks that appeared in other KV caches since the last call: by request, then by
+        number within the load.
 
-        An empty entry for a request: the instance that computed them is gone, and no more will
-        come. idle: no model runs in the step, so that asking holds up nothing."""
+        An empty entry: the computing instance is gone, so no more chunks will come. idle: the step
+        runs no model, so asking delays no work."""
         if not self._waits:
             return {}
         now = monotonic()

@@ -1,5 +1,5 @@
-"""Which chunks each step completes, to be stored or published behind it; and which blocks it gives
-to requests.
+"""Finds the chunks that each step completes, and has them stored or published after the step.
+Tracks which blocks requests get.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class Completions:
         lookups: Lookups,
         leftovers: Leftovers,
     ) -> None:
-        """stores: whether the instance's role allows stores. hash_block: tokens of one of vLLM's
-        hashes. spec_kind: the KV cache's, for events."""
+        """stores: the instance's role allows stores. hash_block: tokens of one vLLM hash.
+        spec_kind: the kind of KV cache, for events.
+        """
         self._size, self._block = config.engine.chunk_size, groups.block
         self._hash_block, self._hashes = hash_block, config.engine.chunk_size // hash_block
         self._spec_kind = spec_kind
@@ -51,8 +52,8 @@ class Completions:
         self._leftovers = leftovers
         self._unsure: AbstractSet[int] = frozenset()
         self._offered: Mapping[str, list[tuple[int, int, int]]] = {}
-        """For the step being planned, by request: the states that vLLM has in its prefix cache, as
-        (group, block, tokens).
+        """For the step being planned: the states in vLLM's prefix cache, by request, as (group,
+        block, tokens).
         """
 
     def plan(
@@ -62,11 +63,10 @@ class Completions:
         meta: StepMetadata,
         unsure: AbstractSet[int] = frozenset(),
     ) -> None:
-        """Add to `meta` what the step that `output` describes stores or publishes, and which blocks
-        get a new owner in it.
+        """Plan one step: add its stores, publications and newly assigned blocks to `meta`.
 
-        unsure: blocks that are not yet known to be filled; what is computed from them is stored by
-        a later step."""
+        output: vLLM's description of the step. unsure: blocks that may not be filled yet; chunks
+        computed from them are stored by a later step."""
         self._unsure = unsure
         scheduled, fresh = output.num_scheduled_tokens, meta.fresh
         self._offered = getattr(
@@ -103,15 +103,15 @@ class Completions:
                 self._computes(tracked, computed, computed + scheduled[new.req_id], meta)
 
     def stop(self, requests: Iterable[Tracked]) -> None:
-        """The blocks of these requests are no longer known: store nothing more of them."""
+        """Store no more chunks of these requests: their blocks are unknown from now on."""
         for tracked in requests:
             tracked.store.complete_at = inf
             if self._publications is not None:
                 self._publications.stop(tracked)
 
     def own(self, tracked: Tracked, rows: Sequence[Sequence[int]], anew: bool) -> None:
-        """vLLM has given the request these blocks, by block table. anew: they are all that it
-        has.
+        """Note blocks that vLLM assigned to the request, by block table. anew: they replace all
+        earlier blocks.
         """
         if anew:
             tracked.store.rows = [array(NUMBERS, row) for row in rows]
@@ -120,7 +120,7 @@ class Completions:
                 own.extend(row)
 
     def stored(self, tracked: Tracked, chunks: int) -> None:
-        """So many of the request's leading chunks are stored or on their way."""
+        """Note that the request's first `chunks` chunks are stored or on their way."""
         tracked.store.stored = chunks
         stores = self._stores_allowed and tracked.params.store and not self._instance.refused
         if stores and self._prompts_only:
@@ -128,8 +128,8 @@ class Completions:
         tracked.store.complete_at = (chunks + 1) * self._size if stores else inf
 
     def expect(self, tracked: Tracked, first: int, stop: int) -> None:
-        """The request's chunks [first, stop) may be stored: remember their KV events, if anybody
-        wants these.
+        """Prepare KV events for the request's chunks [first, stop), which may be stored, if anybody
+        listens.
         """
         announcer, size = self._instance.announcer, self._size
         if announcer is None:
@@ -151,7 +151,7 @@ class Completions:
             self._leftovers.begin(tracked, computed)
 
     def _computes(self, tracked: Tracked, computed: int, reached: int, meta: StepMetadata) -> None:
-        """The step computes tokens from number `computed` up to `reached` of the request."""
+        """Handle one request's part of the step: it computes the tokens [computed, reached)."""
         if (
             self._publications is not None
             and reached >= (tracked.resident.filled + 1) * self._block
@@ -161,7 +161,7 @@ class Completions:
             filled = min(known, len(tracked.store.rows[0]))
             if filled > tracked.resident.filled:
                 self._publications.fill(tracked, filled)
-        # One table's blocks may be sure and another's not: ask of all.
+        # Some block tables may be filled while others are not: check all of them.
         sure = not tracked.leftover.outdated and (
             not self._unsure or all(map(self._unsure.isdisjoint, tracked.store.rows))
         )
@@ -171,8 +171,8 @@ class Completions:
             self._keep_states(tracked, reached, meta)
 
     def _keep_states(self, tracked: Tracked, reached: int, meta: StepMetadata) -> None:
-        """Store the states that the request's layers have at chunks' ends after the step, but not
-        the one that it was loaded with.
+        """Store the layers' states at the ends of chunks that the step reaches, except the loaded
+        state.
         """
         request, groups = tracked.request, self._groups
         ends = groups.ended(tracked.store.rows, reached, self._offered.get(request.request_id, ()))
@@ -187,8 +187,7 @@ class Completions:
                 and self._instance.open()
                 and self._lookups.name(tracked, chunks)
             ):
-                # A chunk is stored whole: the state's last block, repeated, fills what is left of
-                # it.
+                # Chunks have a fixed size: repeat the state's last block up to the chunk's end.
                 blocks = blocks + blocks[-1:] * (groups.parts * groups.blocks - len(blocks))
                 keys = state_keys(tracked.lookup.keys[chunks - 1 : chunks], groups.parts)
                 meta.stores.append(
@@ -196,11 +195,10 @@ class Completions:
                 )
 
     def _complete(self, tracked: Tracked, before: int, computed: int, meta: StepMetadata) -> None:
-        """Store or publish the chunks that are complete after the step, which computes the tokens
-        from `before` up to `computed`.
+        """Store or publish the chunks that are complete once the step has computed tokens [before,
+        computed).
 
-        Speculative tokens do not count: they, and what was computed from them, may be taken back.
-        """
+        Speculative tokens do not count: vLLM may take them, and the tokens after them, back."""
         if computed < tracked.store.complete_at:
             return
         request, size, first = tracked.request, self._size, tracked.store.stored
@@ -209,7 +207,7 @@ class Completions:
         ready = min(min(computed, known, length) // size, len(request.block_hashes) // self._hashes)
         if ready <= first or not self._instance.open() or not self._lookups.name(tracked, ready):
             return
-        # Chunks that a window has passed have lost blocks, and cannot be stored any more.
+        # Skip chunks whose blocks vLLM has freed because a window has passed them.
         first = self._groups.alive_from(rows, before, first, ready)
         self.expect(tracked, first, ready)
         if self._publications is not None:

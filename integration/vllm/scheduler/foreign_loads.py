@@ -1,5 +1,5 @@
-"""Steps in which another connector may load (under MultiConnector). What was computed from such a
-load is stored only once the load is known to be right.
+"""Tracks steps in which another connector may load (under MultiConnector). Chunks computed from
+such a load are stored only once the load is known to have succeeded.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from .tracked import Tracked
 
 
 class ForeignLoads:
-    """In the scheduler's thread. Each such step has a number, which all workers report once the
-    step is over.
+    """Numbers the steps with foreign loads. Runs in the scheduler's thread. All workers report a
+    number once its step is over.
     """
 
     def __init__(self) -> None:
         self._number = 0
         self._filling: dict[int, set[int]] = {}
-        """By step's number: the blocks of requests for which another connector may load in it."""
+        """By step number: the blocks of requests that another connector may load in that step."""
 
     def begin(self, output: Any, requests: Mapping[str, Tracked]) -> int:
-        """A number for the step that `output` describes, if a request begins in it with more tokens
-        than vLLM's own cache and we supply: another connector's load may be part of the step, and
-        fail, and vLLM then recomputes what the step would store. Else 0."""
+        """Return a number for the step if another connector may load in it, else 0.
+
+        Another connector loads if a request begins with more tokens than vLLM's own cache and we
+        supply. If that load fails, vLLM recomputes tokens that the step would store."""
         blocks = set[int]()
         for request_id, computed, rows in _beginning(output):
             tracked = requests.get(request_id)
@@ -39,13 +40,14 @@ class ForeignLoads:
         return self._number
 
     def blocks(self) -> set[int]:
-        """Blocks that may not have been filled."""
+        """The blocks of all steps with foreign loads that are not over yet."""
         return set().union(*self._filling.values())
 
     def over(self, numbers: Iterable[int], invalid: AbstractSet[int]) -> set[int]:
-        """All workers report these steps as over. Returns the blocks of those steps in which
-        another connector's load failed, as `invalid`, vLLM's list of blocks that are not filled,
-        says."""
+        """End these steps, which all workers report as over. Returns the blocks of steps with a
+        failed load.
+
+        invalid: the blocks that vLLM reports as not filled."""
         failed = set[int]()
         for number in numbers:
             blocks = self._filling.pop(number, set())
@@ -55,7 +57,7 @@ class ForeignLoads:
 
 
 def _beginning(output: Any) -> list[tuple[str, int, Any]]:
-    """The requests that begin or resume in the step: name, computed tokens, blocks by block
+    """List the requests that begin or resume in the step: name, computed tokens, blocks by block
     table.
     """
     cached = output.scheduled_cached_reqs

@@ -19,11 +19,11 @@ has no name, since its bytes may lie anywhere."""
 def split(
     instance: Introduction, tracked: Tracked, load: LoadSpec, external: int, size: int
 ) -> dict[str, int]:
-    """The `external` tokens of a load by where they lie for the first worker, as far as that is
-    known.
+    """Count the `external` tokens of a load by place, as the first worker sees the places. Tokens
+    in an unknown place are left out.
 
-    size: tokens of a chunk. Asks the server, once, about chunks in the pool, unless all segments
-    lie in one place."""
+    size: tokens of a chunk. Asks the server once, about chunks in the pool, unless all segments lie
+    in one place."""
     first, end = tracked.local // size, tracked.local + external
     tokens = Counter[str]()
     for number, name in enumerate(_names(instance, tracked, load, first, -(-end // size)), first):
@@ -35,7 +35,7 @@ def split(
 def _names(
     instance: Introduction, tracked: Tracked, load: LoadSpec, first: int, stop: int
 ) -> list[str]:
-    """The place of each of the chunks [first, stop); "" if it is not known."""
+    """Name the place of each of the chunks [first, stop); "" if unknown."""
     answer, everywhere = tracked.lookup.answer, {NAMES[place] for place in instance.places.values()}
     if tracked.params.announced:
         # Another instance is computing these chunks, so it is not known yet where in the pool they
@@ -59,8 +59,8 @@ def _names(
 
 
 def _segments(instance: Introduction, tracked: Tracked, first: int, pooled: list[int]) -> list[str]:
-    """The segments of these chunks, which are numbered from the load's first one. Empty if the
-    server does not answer.
+    """Ask the server for the segments of these chunks, numbered from `first`. Empty if it does not
+    answer.
     """
     if instance.client is not None and pooled:
         with suppress(VCacheError):

@@ -1,5 +1,5 @@
-"""Collects what the workers say they hold, and then opens the scheduler's connection under the
-namespace that follows from it.
+"""Collects the workers' shards, derives the namespace from them, and opens the scheduler's
+connection.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from .offload import OffloadLookup
 log = logging.getLogger("vllm.vcache")
 
 INTRODUCTION_SECONDS = 10.0
-"""How long the first request waits for the workers' introductions, which come with the first step.
-That one runs no model.
+"""How long the first request waits for the workers' shards, which arrive with the first step. The
+first step runs no model.
 """
 
 
 class Introduction:
-    """In the scheduler's thread. Nothing waits longer than one call of the client.
+    """Runs in the scheduler's thread. Each method waits at most for one server call.
 
-    refused: why nothing is cached; empty if the instance caches. ranks: shards of a chunk.
-    places: where segments lie for the first worker. keys, client, outbox: the
-    namespace's; None before `open`. announcer: None unless somebody wants KV events. For sharing in
-    place, else None. publications: what this instance publishes. tables: other instances' generations."""
+    refused: why nothing is cached; empty if the instance caches. ranks: shards of a chunk. places:
+    the places of segments, as the first worker sees them. keys, client, outbox: None before `open`.
+    announcer: None unless somebody wants KV events. publications, tables: this instance's
+    publications and other instances' generations; None unless KV caches are shared in place."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Introduction:
         self._wait_until = 0.0
         self._prefix, self._name = b"", name
         self._not_joined = ""
-        """Why the server has not taken our generations; empty if it has, or was not asked."""
+        """Why the server refused our generations; empty if it took them, or was not asked."""
         self.publications = publications
         self.announcer: Announcer | None = None
         self.tables: Tables | None = None
@@ -88,8 +88,8 @@ class Introduction:
         return bool(self.refused) or len(self._shards) == self.workers
 
     def waits(self) -> bool:
-        """Whether requests must wait for the workers' introductions; `INTRODUCTION_SECONDS` at
-        most, then the instance is refused.
+        """Whether requests must wait for the workers' shards. After `INTRODUCTION_SECONDS` the
+        instance is refused.
         """
         if self.keys is not None or self.over:
             return False
@@ -108,9 +108,9 @@ class Introduction:
         return not self.refused
 
     def note(self, shards: Mapping[tuple[int, int], Shard], links: Mapping[int, Link]) -> None:
-        """Take in what workers report. shards: by (pipeline rank, tensor rank), what one holds, or
-        why it caches nothing any more. links: by worker's number, how it reaches the offload
-        tier."""
+        """Note the workers' reports. shards: by (pipeline rank, tensor rank), a worker's shard, or
+        why it stopped caching. links: by worker number, the connection to the offload tier.
+        """
         if shards and not self.refused:
             self._shards |= {rank: shard.spec for rank, shard in shards.items()}
             problems = sorted({shard.problem for shard in self._shards.values() if shard.problem})
@@ -125,17 +125,16 @@ class Introduction:
             self.offload.note(links)
 
     def reads(self, segments: Mapping[int, Mapping[SegmentId, Where]]) -> None:
-        """Take in which segments workers can read, by worker's number; only those that report a
-        change.
+        """Note which segments workers can read, by the number of each worker that
+        reports a change.
         """
         self.places = segments.get(0, self.places)
 
     def open(self) -> bool:
-        """Connect once all that the namespace depends on is known: the engine runs, and every
-        worker has introduced itself.
+        """Connect to the server once the namespace is known: the engine runs, and every worker has
+        sent its shard.
 
-        Returns whether chunks can be named now.
-        """
+        Returns whether chunks can be named now."""
         if self.keys is not None or self.refused or not self.over:
             return not self.refused and self.keys is not None
         if self.publications is not None and not self.publications.watches:
@@ -176,8 +175,10 @@ class Introduction:
         return True
 
     def _join(self) -> None:
-        """Show the server our generations. Called on connecting, on reconnecting, and with every
-        heartbeat until the server takes them; so also in the client's background thread."""
+        """Show the server our generations.
+
+        Called on connecting, on reconnecting, and with every heartbeat until the server takes them.
+        Runs in the scheduler's thread or the client's background thread."""
         publications, client = self.publications, self.client
         if publications is None or client is None or not client.connected:
             return
@@ -205,8 +206,8 @@ class Introduction:
             self._listen()
 
     def _listen(self) -> None:
-        """Ask for resets that others have made, and for chunks that they have read here. Also in
-        the client's background thread.
+        """Ask for resets by others, and for chunks that others have read here. Runs in either
+        thread.
         """
         publications, client = self.publications, self.client
         if publications is None or client is None:
@@ -217,17 +218,17 @@ class Introduction:
             log.debug("listen: %s", error)
 
     def _check(self) -> None:
-        """Find out which chunks that were announced are gone. In the client's background thread."""
+        """Ask which announced chunks are gone. Runs in the client's background thread."""
         if self.announcer is not None and self.client is not None:
             with suppress(VCacheError):
                 self.announcer.check(self.client.contains)
 
     def clear(self) -> bool:
-        """Reset the namespace: none of its chunks, pooled or offloaded, is found again. True too if
-        the instance is refused.
+        """Reset the namespace: no chunk, pooled or offloaded, is found again. True also if the
+        instance is refused.
 
-        False if the server did not answer, or if the namespace is not known yet, before the first
-        step."""
+        False if the server did not answer, or before the first step, when the namespace is unknown.
+        """
         if not self.open() or self.client is None:
             return bool(self.refused)
         try:

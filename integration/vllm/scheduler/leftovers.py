@@ -1,5 +1,5 @@
-"""Finds requests that go on with KV from before a reset, because vLLM kept it. What they compute is
-not stored.
+"""Finds requests that still use KV from before a reset, because vLLM kept it. What these requests
+compute is not stored.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from .tracked import Tracked
 
 
 class Leftovers:
-    """In the scheduler's thread; only for sharing through a pool.
+    """Marks outdated requests. Runs in the scheduler's thread; used only for sharing through a
+    pool.
 
-    A reset means that the weights change, even if vLLM could not clear its own cache: running
-    requests go on with old KV, and later ones hit it there. `Tracked.outdated` marks both; it is
-    cleared for a request that is preempted and recomputed. It costs nothing unless vLLM kept
-    blocks."""
+    A reset means that the weights change. If vLLM could not clear its own cache, running requests
+    keep old KV, and later requests hit it. `LeftoverState.outdated` marks both, until the request
+    is preempted and recomputed. This costs nothing unless vLLM kept blocks."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         """sizes: tokens of a block, by block table."""
@@ -25,11 +25,11 @@ class Leftovers:
         self._kept = False
         self._resets = 0
         self._right: set[int] = set()
-        """Blocks that requests got since the last reset and that hold nothing from before it."""
+        """Blocks assigned since the last reset that hold no KV from before it."""
 
     def reset(self, blocks: KVBlocks | None, requests: Iterable[Tracked]) -> None:
-        """The namespace is reset. blocks: vLLM may just have reset them; None if vLLM has not shown
-        them.
+        """Note a reset of the namespace. blocks: vLLM's pool, which vLLM may just have cleared;
+        None if vLLM has not shown it.
         """
         self._kept = blocks is None or blocks.free < blocks.count - 1
         self._resets += 1
@@ -38,17 +38,15 @@ class Leftovers:
             tracked.leftover.outdated = self._kept
 
     def loads(self, tracked: Tracked) -> None:
-        """A load of the request begins. If a reset comes before its end, it brings old chunks."""
+        """Note that a load begins: if a reset follows before the load ends, its chunks are old."""
         tracked.leftover.resets = self._resets
 
     def begin(self, tracked: Tracked, computed: int) -> None:
-        """The request begins, or resumes, with all of its blocks and `computed` tokens: decide
-        whether it is outdated.
-        """
+        """Decide whether the request is outdated as it begins or resumes with `computed` tokens."""
         if not self._kept:
             return
-        # What another connector loads, or vLLM copies out of a part of a block, may be old,
-        # whichever block it is in.
+        # Another connector's load, or vLLM's copy of a part of a block, may bring old KV into
+        # a new block.
         local = tracked.local
         strange = computed > tracked.supplied or any(local % size for size in self._sizes)
         late = tracked.supplied > local and tracked.leftover.resets != self._resets
@@ -61,7 +59,7 @@ class Leftovers:
         self.more(tracked, tracked.store.rows)
 
     def more(self, tracked: Tracked, rows: Iterable[Sequence[int]]) -> None:
-        """The request has got more blocks, by block table."""
+        """Note more blocks of the request, by block table."""
         if not self._kept:
             return
         for row in rows:

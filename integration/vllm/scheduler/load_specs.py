@@ -1,6 +1,4 @@
-"""Makes the `LoadSpec` of a load: which chunks go into which blocks, and where they may come
-from.
-"""
+"""Makes the `LoadSpec` of a load: its chunks, their blocks and their possible sources."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from .tracked import Tracked
 
 
 class LoadSpecs:
-    """In the scheduler's thread. rows: vLLM's numbers of a request's blocks, a list for each block
+    """Runs in the scheduler's thread. rows: a request's block numbers, one list for each block
     table.
     """
 
@@ -27,13 +25,13 @@ class LoadSpecs:
         groups: Groups,
         instance: Introduction,
     ) -> None:
-        """stores: whether the instance's role allows stores."""
+        """stores: the instance's role allows stores."""
         self._size, self._wait_seconds = config.engine.chunk_size, config.connector.wait_seconds
         self._stores, self._groups, self._instance = stores, groups, instance
 
     def of(self, tracked: Tracked, rows: Sequence[list[int]]) -> LoadSpec:
-        """The load of the tokens from `tracked.local` up to `tracked.supplied`, as the look-up
-        found them. ValueError if the chunks do not fit the blocks that vLLM wants filled.
+        """Make the load of the tokens [tracked.local, tracked.supplied), as the look-up found them.
+        ValueError if the chunks do not fit vLLM's blocks.
         """
         size, asked, answer, end = (
             self._size,
@@ -45,7 +43,8 @@ class LoadSpecs:
         known = tracked.lookup.keys
         keys = known[first:stop] + state_keys(known[stop - 1 : stop], parts)
         below = self._instance.offload
-        # Also if the pool had all chunks: it may lose some before they are read.
+        # Allow the offload tier even if the pool had all chunks: the pool may lose some before the
+        # load reads them.
         offload = not (asked.announced or parts) and below is not None and below.usable
         waits = self._wait_seconds if asked.wait_seconds is None else asked.wait_seconds
         return LoadSpec(

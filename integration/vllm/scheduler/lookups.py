@@ -1,8 +1,8 @@
-"""Look-ups: which of a request's chunks the pool, other instances and the offload tier have. In the
-scheduler's thread.
+"""Finds which of a request's chunks the pool, other instances and the offload tier have. Runs in
+the scheduler's thread.
 
-`send` asks when a request arrives, while the scheduler does other work; `find` reads that answer,
-or asks itself. An answer is used for `FRESH_SECONDS`."""
+`send` asks the server when a request arrives, while the scheduler does other work. `find` reads
+that answer, or asks again if the answer is missing or too old."""
 
 from __future__ import annotations
 
@@ -30,34 +30,32 @@ from .tracked import NO_ANSWER, Answer, Question, Tracked
 log = logging.getLogger("vllm.vcache")
 
 AHEAD_SECONDS = 0.05
-"""How long after it was sent a question's answer is still read: chunks stored since are not in
-it.
-"""
+"""How long an answer may be read after its question was sent. Chunks stored later are not in it."""
 
 
 class Lookups:
-    """In the scheduler's thread. Nothing waits longer than one call of the client and one of the
-    offload tier.
+    """Looks chunks up. Runs in the scheduler's thread. Each method waits at most for one server
+    call and one offload look-up.
     """
 
     def __init__(
         self, instance: Introduction, chunk_size: int, meter: Meter, parts: int = 0
     ) -> None:
-        """parts: chunks that one state takes; 0 if the model keeps no states."""
+        """parts: how many chunks one state occupies; 0 if the model keeps no states."""
         self._instance, self._size, self._meter, self._parts = instance, chunk_size, meter, parts
         self._adapters = Adapters()
 
     def knows(self, lora_request: Any) -> bool:
-        """Whether it is known what this adapter does, so that requests with it may be cached."""
+        """Whether the adapter's files are identified, so that its requests may be cached."""
         return bool(self._adapters.content(lora_request))
 
     def forget(self, tracked: Tracked) -> None:
-        """What was asked of the request, and answered, does not count any more."""
+        """Drop the request's question and answer."""
         tracked.lookup.question = tracked.lookup.answer = None
 
     def name(self, tracked: Tracked, whole: int) -> bool:
-        """Compute the keys of the request's first `whole` chunks. False if its adapter is not
-        known.
+        """Compute the keys of the request's first `whole` chunks. False if its adapter cannot be
+        identified.
         """
         request, adapter, known = tracked.request, b"", len(tracked.lookup.keys)
         if request.lora_request is not None:
@@ -72,7 +70,9 @@ class Lookups:
         return True
 
     def send(self, tracked: Tracked, stop: int) -> None:
-        """Ask for the chunks [0, stop), whose keys are known; `find` reads the answer."""
+        """Ask the server for the chunks [0, stop) and return. `name` must have made the keys;
+        `find` reads the answer.
+        """
         client, started = self._instance.client, perf_counter()
         if client is None or tracked.lookup.question is not None:
             return
@@ -86,8 +86,8 @@ class Lookups:
             tracked.lookup.question = Question(sent, stop, at, perf_counter() - started)
 
     def find(self, tracked: Tracked, first: int, whole: int) -> Answer:
-        """What can be loaded of the chunks [first, whole), whose keys are known. No hits if the
-        server does not answer.
+        """Look up the chunks [first, whole). `name` must have made the keys. No hits if the server
+        does not answer.
         """
         question = tracked.lookup.question
         if question is not None and question.at + AHEAD_SECONDS > monotonic():
@@ -99,21 +99,21 @@ class Lookups:
         return answer
 
     def look(self, tracked: Tracked, first: int, whole: int) -> Answer:
-        """Ask now for chunks that another instance may still be computing. Not counted in the
-        metrics.
+        """Look up chunks that another instance may still be computing. Not counted in
+        the metrics.
         """
         return self._ask(tracked, first, whole)
 
     def gone(self, instance: bytes) -> bool:
-        """Whether this instance's KV cache can no longer be read. Takes some microseconds."""
+        """Whether the KV cache of `instance` can no longer be read. Takes some microseconds."""
         tables = self._instance.tables
         return tables is None or tables.view(instance) is None
 
     # ---- inside
 
     def _count(self, tracked: Tracked, answer: Answer, first: int, whole: int) -> None:
-        """Count a look-up, and each of the request's tokens once: vLLM asks again while the request
-        waits for blocks.
+        """Count one look-up. Count each token once, though vLLM asks again while the request waits
+        for blocks.
         """
         if not answer.counted:
             answer.counted = True
@@ -144,7 +144,7 @@ class Lookups:
         return self._answered(tracked, first, whole, reply, at, started)
 
     def _read(self, tracked: Tracked, question: Question) -> None:
-        """Note the answer to a question sent ahead, if it has come."""
+        """Read the answer to a question that `send` sent, if it has arrived."""
         started = perf_counter() - question.seconds
         try:
             reply = question.sent.answer()
@@ -153,7 +153,7 @@ class Lookups:
             return
         tracked.lookup.question = None
         if isinstance(reply, Found) and reply.cut:
-            # One message did not hold the whole answer: ask again.
+            # The answer did not fit into one message: `find` asks again.
             return
         given = reply.count if isinstance(reply, Count) else reply
         self._answered(tracked, 0, question.stop, given, question.at, started)
@@ -190,8 +190,8 @@ class Lookups:
         at: float,
         started: float,
     ) -> Answer:
-        """Note the server's reply for the chunks [first, stop), extended by what the offload tier
-        has.
+        """Make and keep the `Answer` from the server's reply for chunks [first, stop), extended by
+        the offload tier's hits.
         """
         instance, residents = self._instance, dict[int, Replica]()
         if isinstance(reply, Found):
@@ -216,8 +216,8 @@ class Lookups:
         return answer
 
     def _with_state(self, keys: list[ChunkKey]) -> int:
-        """How many of these chunks a hit may have: it must end where all ranks have stored the
-        state, too.
+        """Shorten a hit to the last chunk for which all ranks have stored the state. Returns its
+        chunks.
         """
         instance, names = self._instance, state_keys(keys, self._parts)
         try:
@@ -235,8 +235,8 @@ class Lookups:
         )
 
     def _chosen(self, reply: Found, first: int) -> tuple[int, dict[int, Replica]]:
-        """How many leading chunks can be loaded, and those read in place, by number. first: the
-        number of the first one asked for.
+        """Choose what to load: the number of leading chunks, and the replicas to read in place, by
+        chunk number. first: the number of the first chunk in the reply.
         """
         publications, tables = self._instance.publications, self._instance.tables
         if publications is None or tables is None:

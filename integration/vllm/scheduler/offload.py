@@ -18,11 +18,10 @@ log = logging.getLogger("vllm.vcache")
 
 
 class OffloadLookup:
-    """Looks up chunks in the offload tier. In the scheduler's thread; nothing waits longer than
+    """Looks chunks up in the offload tier. Runs in the scheduler's thread; each call waits at most
     `offload.lookup_seconds`.
 
-    If the tier is out of reach, for the scheduler or for one of the workers, there are no hits.
-    """
+    No hits while the scheduler or any worker cannot reach the tier."""
 
     def __init__(self, config: OffloadConfig, ranks: int, on_gpu: bool) -> None:
         """ranks: shards of a chunk. on_gpu: whether the KV caches are on GPUs."""
@@ -38,8 +37,8 @@ class OffloadLookup:
         )
 
     def extend(self, client: Client, keys: Sequence[ChunkKey], found: int) -> int:
-        """How many leading chunks can be loaded, given that the pool has the first `found` and not
-        the next one.
+        """Return how many leading chunks pool and offload tier have. found: how many of them the
+        pool has.
         """
         if self._tier is None or found >= len(keys) or not self.usable:
             return found
@@ -50,11 +49,11 @@ class OffloadLookup:
             return found
 
     def note(self, links: Mapping[int, Link]) -> None:
-        """How workers reach the store now, by their numbers."""
+        """Note how workers reach the store now, by worker number."""
         self._links |= links
         rates = [link.bandwidth for link in self._links.values() if link.bandwidth is not None]
         if self._tier is not None and rates:
-            # All workers load at once, each its shard: the slowest decides when a chunk is there.
+            # All workers load their shards at once, so the slowest decides when a chunk is loaded.
             self._tier.bandwidth = min(rates) * self._ranks
 
     def close(self) -> None:

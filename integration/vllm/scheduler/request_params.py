@@ -11,9 +11,11 @@ NAME = "vcache"
 
 
 class RequestParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """load, store: whether the request may load chunks, and share its own. announced: another
-    instance computes this prompt now: wait for its chunks, up to `wait_seconds` (None:
-    `connector.wait_seconds`)."""
+    """One request's settings.
+
+    load, store: the request may load chunks, and store its own. announced: another instance is
+    computing this prompt, so wait for its chunks. wait_seconds: how long; None:
+    `connector.wait_seconds`."""
 
     load: bool = True
     store: bool = True
@@ -26,8 +28,8 @@ DEFAULT = RequestParams()
 
 
 def read(params: Mapping[str, Any] | None) -> RequestParams:
-    """The settings in a request's `kv_transfer_params`. ValueError, which names the key, if one is
-    unknown or impossible.
+    """Read the settings from `kv_transfer_params`. ValueError names an unknown key or an impossible
+    value.
     """
     found = (params or {}).get(NAME)
     if found is None:

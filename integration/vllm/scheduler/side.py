@@ -1,6 +1,4 @@
-"""The half of the connector in vLLM's scheduler: what each step loads and stores. It never touches
-KV.
-"""
+"""The connector's scheduler half: decides what each step loads and stores. It never touches KV."""
 
 from __future__ import annotations
 
@@ -41,8 +39,8 @@ log = logging.getLogger("vllm.vcache")
 
 
 class SchedulerSide:
-    """Answers vLLM's scheduler, in that one's thread. Nothing here waits longer than one call of
-    the client and one of the offload tier.
+    """Answers vLLM's scheduler, in the scheduler's thread. Each method waits at most for one server
+    call and one offload look-up.
     """
 
     def __init__(
@@ -54,7 +52,7 @@ class SchedulerSide:
         stores: bool,
         meter: Meter,
     ) -> None:
-        """loads, stores: what the instance's role allows."""
+        """loads, stores: the instance's role allows them."""
         model = compat.read_model(vllm_config, kv_cache_config, config.connector.model)
         config = exportable.decide(config, vllm_config, kv_cache_config, model)
         self._settings, self._size = config.connector, config.engine.chunk_size
@@ -71,7 +69,7 @@ class SchedulerSide:
             groups.Groups((), self._size) if refused else groups.read(kv_cache_config, self._size)
         )
         self.publications: Publications | None = None
-        """What is shared in place; None with `connector.share: pool`."""
+        """This instance's publications; None with `connector.share: pool`."""
         self.victims: Victims | None = None
         """Saves chunks in the pool before they leave the KV cache; None unless a pool stands beside
         KV caches shared in place.
@@ -107,7 +105,7 @@ class SchedulerSide:
         )
         self._spans = traces.begin(vllm_config, self.instance.workers)
         self.blocks: KVBlocks | None = None
-        """None until vLLM has shown its pool."""
+        """vLLM's block pool; None until vLLM has shown it."""
         self._requests: dict[str, Tracked] = {}
         self._foreign = ForeignLoads()
         self._loads: list[LoadSpec] = []
@@ -116,7 +114,7 @@ class SchedulerSide:
     # ---- vLLM's questions
 
     def watch(self, pool: Any) -> None:
-        """vLLM shows its `BlockPool`, before the first request."""
+        """Note vLLM's `BlockPool`, which vLLM shows before the first request."""
         self.blocks = blocks = KVBlocks(pool)
         if self.publications is not None:
             self.publications.watch(blocks)
@@ -124,8 +122,8 @@ class SchedulerSide:
             self.victims.watch(blocks)
 
     def arrived(self, request: Any) -> None:
-        """A new request: ask the server for its chunks now, so that the answer is here when vLLM
-        schedules it.
+        """Ask the server for a new request's chunks now, so that the answer has arrived when vLLM
+        schedules the request.
         """
         if self.instance.keys is None and not self.instance.open():
             return
@@ -143,11 +141,10 @@ class SchedulerSide:
             self.lookups.send(tracked, chunks)
 
     def matched(self, request: Any, local: int) -> tuple[int | None, bool]:
-        """How many tokens can be loaded after the first `local`, which vLLM has itself, and whether
-        there are any: each load is asynchronous.
+        """Return how many tokens can be loaded after the first `local`, which vLLM has, and whether
+        to load them asynchronously: always, if there are any.
 
-        None in place of a number: ask again in the next step.
-        """
+        None in place of a number: ask again in the next step."""
         if self.instance.waits():
             return None, False
         self._resets.learn()
@@ -161,7 +158,9 @@ class SchedulerSide:
         return tokens, tokens > 0
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
-        """vLLM has reserved `blocks` for the request: load `external` tokens into them."""
+        """Prepare the load of `external` tokens into `blocks`, which vLLM has reserved for the
+        request.
+        """
         tracked, rows = self._requests[request.request_id], blocks.get_block_ids()
         tracked.supplied = tracked.local + external
         load, first = self._specs.of(tracked, rows), tracked.local // self._size
@@ -174,7 +173,7 @@ class SchedulerSide:
         tracked.loading = True
 
     def hit_sources(self, request: Any, external: int) -> dict[str, int]:
-        """The tokens of the request's last load, by where they lay: see `hit_sources.split`."""
+        """Count the tokens of the request's last load by place: see `hit_sources.split`."""
         load = next(
             (
                 load
@@ -192,18 +191,18 @@ class SchedulerSide:
         )
 
     def lost(self, request: Any) -> None:
-        """`allocated` raised, but vLLM waits for the load: have the workers report that it
-        failed.
+        """Have the workers report a failed load: `allocated` raised, but vLLM waits for
+        the load.
         """
         self._loads.append(LoadSpec(request.request_id, lost=True))
 
     def begin(self, meta: StepMetadata) -> None:
-        """Move the loads that begin in the step being planned to its metadata. Never raises."""
+        """Move the loads that begin in this step into `meta`. Never raises."""
         meta.loads, self._loads = self._loads, []
 
     def plan(self, output: Any, meta: StepMetadata) -> None:
-        """Add to `meta` the rest of the step that `output` describes: what it stores, which blocks
-        get a new owner, and chunks found since for loads that wait.
+        """Complete `meta` for the step that `output` describes: stores, blocks with a new owner,
+        and newly found chunks for waiting loads.
         """
         meta.cancelled, self._cancelled = self._cancelled, set()
         meta.fresh = [load.blocks for load in meta.loads]
@@ -222,8 +221,8 @@ class SchedulerSide:
             self.victims.plan(meta)
 
     def stop_stores(self, meta: StepMetadata) -> None:
-        """`plan` raised: store nothing more of the present requests, since their blocks are
-        no longer known.
+        """Store no more chunks of the present requests, after `plan` raised: their blocks are
+        unknown.
         """
         meta.stores, meta.publications, meta.victims, meta.opaque = [], [], None, True
         if self.publications is not None:
@@ -233,7 +232,7 @@ class SchedulerSide:
         self._completions.stop(self._requests.values())
 
     def update(self, output: Any) -> None:
-        """What the workers report after a step."""
+        """Handle the workers' reports after a step."""
         report = getattr(output, "kv_connector_worker_meta", None)
         if isinstance(report, WorkerReport):
             self._note(report, getattr(output, "invalid_block_ids", None) or frozenset())
@@ -244,7 +243,7 @@ class SchedulerSide:
                 self._requests[request_id].loading = False
 
     def finished(self, request: Any) -> None:
-        """The request has ended, one way or another."""
+        """Forget a request that has ended for any reason."""
         tracked = self._requests.pop(request.request_id, None)
         if self._spans is not None:
             self._spans.finished(request.request_id)
@@ -268,8 +267,8 @@ class SchedulerSide:
     # ---- inside
 
     def _share_in_place(self, config: Config, kv_cache_config: Any, step_tokens: int) -> str | None:
-        """Set up sharing in place, with or without a pool beside it. None, or why it cannot be.
-        step_tokens: the most of one step.
+        """Set up sharing in place, with or without a pool. Returns why it is impossible, or None.
+        step_tokens: the most tokens of one step.
         """
         try:
             self.publications = Publications(kv_cache_config.num_blocks, self._groups.blocks)
@@ -290,8 +289,8 @@ class SchedulerSide:
                 self._completions.stored(tracked, 0)
 
     def _has(self, request: Any, token: int) -> bool:
-        """Whether vLLM's own prefix cache has the block with this token, and so all blocks before
-        it.
+        """Whether vLLM's prefix cache has the block with this token, and therefore all blocks
+        before it.
         """
         blocks, block = self.blocks, self._groups.block
         if blocks is None or block != self._hash_block or not self._groups.plain:
@@ -307,8 +306,7 @@ class SchedulerSide:
             if request.kv_transfer_params is not None
             else request_params.DEFAULT
         )
-        # vLLM has no log probabilities for prompt tokens that it did not compute, but does not keep
-        # connectors from hitting.
+        # vLLM has no log probabilities for loaded prompt tokens, but lets connectors load them.
         rated = getattr(request.sampling_params, "prompt_logprobs", None) is not None
         computes = rated or getattr(request, "skip_reading_prefix_cache", False)
         adapter = request.lora_request
@@ -329,7 +327,7 @@ class SchedulerSide:
             return request_params.NOTHING
 
     def _matched(self, tracked: Tracked, local: int) -> int:
-        """How many tokens after the first `local` can be loaded."""
+        """Look up how many tokens after the first `local` can be loaded."""
         if (
             not tracked.loads
             or self._resets.clearing
@@ -347,8 +345,8 @@ class SchedulerSide:
         return external if external >= self._least else 0
 
     def _stands(self, tracked: Tracked, load: LoadSpec, first: int) -> None:
-        """Note which chunks need no store because a load brings them. first: number of the load's
-        first chunk.
+        """Mark chunks that need no store because the load brings them. first: the number of the
+        load's first chunk.
         """
         end, stop = tracked.supplied // self._size, -(-tracked.supplied // self._size)
         # Chunks loaded from the pool are stored already. From the offload tier only whole chunks
@@ -370,8 +368,8 @@ class SchedulerSide:
             self._completions.expect(tracked, first, end)
 
     def _loadable(self, request: Any) -> tuple[int, int]:
-        """How many of the request's tokens may be loaded, and in how many chunks these lie. vLLM
-        computes the last token in any case.
+        """Return how many of the request's tokens may be loaded, and how many chunks hold them.
+        vLLM always computes the last token.
         """
         size, whole = self._size, self._groups.whole
         tokens = (request.num_tokens - 1) // whole * whole
@@ -396,12 +394,12 @@ class SchedulerSide:
         self._resets.note(report)
 
     def _evict(self, blocks: KVBlocks, lost: set[int]) -> None:
-        """Take blocks that another connector's load did not fill, and those computed behind them,
-        out of vLLM's prefix cache.
+        """Evict blocks that another connector's load did not fill, and the blocks computed after
+        them, from vLLM's prefix cache.
 
-        vLLM recomputes them, unless their request ends or is preempted first. It does not cache
-        them again for the same request (`num_cached_block`), so the next request with this prompt
-        computes them once more."""
+        vLLM recomputes the blocks, unless their request ends or is preempted first. It does not
+        cache them again for the same request (`num_cached_block`), so the next request with this
+        prompt computes them once more."""
         rows = [row for tracked in self._requests.values() for row in tracked.store.rows]
         behind = [dropwhile(lambda block: block not in lost, row) for row in rows]
         blocks.evict(lost.union(*behind) - {groups.NULL})

@@ -1,6 +1,4 @@
-"""What the scheduler's half knows of one request: what it wants, what can be loaded of it, what its
-steps have filled.
-"""
+"""The scheduler half's record of one request: settings, look-up, blocks, load."""
 
 from __future__ import annotations
 
@@ -25,11 +23,12 @@ FRESH_SECONDS = 0.5
 
 
 class Answer(msgspec.Struct):
-    """What can be loaded of a request as of `at` (time.monotonic): the chunks [first, hits).
+    """The result of a look-up at the time `at` (time.monotonic): chunks [first, hits) can be
+    loaded.
 
-    pooled: chunks before this number are in the pool or in KV caches, the others in the offload
-    tier. residents: by number, the chunks that lie in others' KV
-    caches. seconds: spent on asking. counted: whether the metrics have it."""
+    pooled: chunks below this number are in the pool or in KV caches, the others in the offload
+    tier. residents: by number, the chunks that lie in other instances' KV caches. seconds: how long
+    the look-up took. counted: the metrics already contain this answer."""
 
     first: int
     hits: int
@@ -41,15 +40,15 @@ class Answer(msgspec.Struct):
 
     @property
     def offloaded(self) -> bool:
-        """Whether some of it lies in the offload tier."""
+        """Whether some of the chunks lie in the offload tier."""
         return self.hits > self.pooled
 
     def counts(self, first: int) -> bool:
-        """Whether the answer can still be used for the chunks from `first` on."""
+        """Whether the answer is fresh enough, and covers the chunks from `first` on."""
         return self.first <= first <= self.hits and self.at + FRESH_SECONDS > monotonic()
 
     def residents_of(self, first: int, stop: int) -> dict[int, Replica]:
-        """Those of the chunks [first, stop), numbered from the first one of them."""
+        """The residents among chunks [first, stop), numbered from `first`."""
         return {
             chunk - first: replica
             for chunk, replica in self.residents.items()
@@ -61,9 +60,9 @@ NO_ANSWER = Answer(0, 0, 0, -inf, 0.0, counted=True)
 
 
 class Question(msgspec.Struct):
-    """A question sent ahead for the chunks [0, stop), at the time `at` (time.monotonic). seconds:
-    what sending took.
-    """
+    """A look-up of the chunks [0, stop), sent at the time `at` (time.monotonic) and not read yet.
+
+    seconds: how long sending took."""
 
     sent: Sent[Count] | Sent[Found]
     stop: int
@@ -72,10 +71,10 @@ class Question(msgspec.Struct):
 
 
 class LookupState(msgspec.Struct):
-    """What `Lookups` knows of a request, which alone writes it.
+    """A request's look-ups. Only `Lookups` writes it.
 
-    keys: of its leading chunks. question: sent ahead, and not answered yet. asked, promised: its
-    chunks that the metrics count as looked up, and as found."""
+    keys: the keys of the leading chunks. question: sent, and not answered yet. asked, promised: the
+    numbers of chunks that the metrics count as looked up and as hits."""
 
     keys: list[ChunkKey] = []
     question: Question | None = None
@@ -85,11 +84,11 @@ class LookupState(msgspec.Struct):
 
 
 class StoreState(msgspec.Struct):
-    """What `Completions` knows of a request, which alone writes it.
+    """A request's blocks and stores. Only `Completions` writes it.
 
-    rows: its blocks, by block table. stored: chunks from its start that are stored, published or on
-    their way. complete_at: the number of computed tokens that completes one more chunk; infinite if
-    it stores nothing more."""
+    rows: the blocks, by block table. stored: how many leading chunks are stored, published or on
+    their way. complete_at: the number of computed tokens that completes the next chunk; infinite if
+    the request stores no more chunks."""
 
     rows: list[array[int]] = []
     stored: int = 0
@@ -97,12 +96,12 @@ class StoreState(msgspec.Struct):
 
 
 class ResidentState(msgspec.Struct):
-    """What `Publications` knows of a request, which alone writes it.
+    """A request's blocks when KV caches are shared in place. Only `Publications` writes it.
 
-    generations: those in which its leading blocks hold what it has computed or found. filled: how
-    many blocks its steps have filled; `NEVER`: publish nothing of what it computes now. loaded: the
-    first block that a load fills, until a step runs. resets, evicted: the counters of
-    `ResidentPool` when `generations` were right."""
+    generations: the generations of the leading blocks when the request computed or hit them.
+    filled: how many blocks have been filled; `NEVER`: publish no further blocks. loaded: the first
+    block that a load fills, until a step runs. resets, evicted: the counters of `ResidentPool` at
+    the last check of `generations`."""
 
     generations: array[int] = msgspec.field(default_factory=lambda: array(GENERATIONS))
     filled: int = 0
@@ -112,22 +111,22 @@ class ResidentState(msgspec.Struct):
 
 
 class LeftoverState(msgspec.Struct):
-    """What `Leftovers` knows of a request, which alone writes it.
+    """Whether a request uses KV from before a reset. Only `Leftovers` writes it.
 
-    outdated: it goes on with KV from before a reset. resets: how many there had been when its load
-    began."""
+    outdated: the request uses such KV. resets: the number of resets when the request's load began.
+    """
 
     outdated: bool = False
     resets: int = 0
 
 
 class Tracked(msgspec.Struct):
-    """One request of vLLM's, as `SchedulerSide` knows it, and what its parts know.
+    """One vLLM request, as `SchedulerSide` and its parts track it.
 
-    loads: whether it may load anything. local: its tokens in vLLM's own cache when it was matched.
-    supplied: those and the tokens that we load. loading: its load is under way. copies: the chunks
-    that it reads in others' KV caches, each with the position of its first block; `Duplicates`
-    writes it."""
+    loads: the request may load chunks. local: tokens in vLLM's own cache when vLLM last asked for
+    hits. supplied: `local` and the tokens that we load. loading: a load is under way. copies: the
+    chunks that the load reads in other KV caches, each with the position of its first block; only
+    `Duplicates` writes them."""
 
     request: Any
     params: RequestParams

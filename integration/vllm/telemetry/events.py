@@ -1,12 +1,11 @@
-"""KV events of the pool: which blocks a router may count on beside those in vLLM's own prefix
-cache.
+"""KV events of the pool. They tell a router which blocks it may count on beside those in vLLM's own
+prefix cache.
 
-The scheduler prepares a chunk's event when it orders the chunk's store, or a load after which it
-may be stored. Workers report what they have stored, and once every rank has, the chunk is published
-as `BlockStored`. With every heartbeat the server is asked which published chunks are still there
-(`Announcer.check`); those that are not, for whatever reason, are published as `BlockRemoved`.
-`AllBlocksCleared` names no medium, so it is left to vLLM, which sends it when its own prefix cache
-is cleared."""
+The scheduler prepares a chunk's event when it orders the chunk's store, or a load after which the
+chunk may be stored. Workers report stored chunks. Once every rank has stored a chunk, it is
+published as `BlockStored`. Every heartbeat asks the server which published chunks still exist
+(`Announcer.check`); missing chunks are published as `BlockRemoved`. vLLM sends `AllBlocksCleared`,
+which names no medium, when it clears its own prefix cache."""
 
 from __future__ import annotations
 
@@ -22,11 +21,11 @@ from vcache_backend.metadata_server.messages import MAX_KEYS, ChunkKey, of_rank
 LOCALITY = "LOCAL"
 """vLLM's word for memory of the publisher's own node."""
 MOST_WAITING = 4096
-"""Chunks that may wait for all ranks (some 10 KB each); beyond it the oldest are never announced,
-and routers do not count on them.
+"""The most chunks that wait for all ranks (some 10 KB each). Beyond it the oldest are never
+announced, and routers do not count on them.
 """
 MOST_CHECKED = 16_384
-"""Keys asked of the server with one heartbeat, 4 ms of its time."""
+"""The most keys checked with one heartbeat; the server takes 4 ms for them."""
 
 
 def block_stored(
@@ -61,7 +60,7 @@ def block_stored(
 
 
 def _published(block_hashes: Sequence[bytes]) -> list[bytes | int]:
-    """The hashes as vLLM publishes them: 64-bit numbers, or bytes if
+    """Convert hashes as vLLM does: to 64-bit numbers, or to bytes if
     VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES is 0.
     """
     return [kv_cache_utils.maybe_convert_block_hash(block) for block in block_hashes]
@@ -70,8 +69,8 @@ def _published(block_hashes: Sequence[bytes]) -> list[bytes | int]:
 def _extra_keys(
     request: Any, start: int, end: int, block_size: int
 ) -> list[tuple[Any, ...] | None]:
-    """One entry for each block, as vLLM publishes them: without the tags with which it hashes
-    them.
+    """Make each block's extra keys as vLLM publishes them: without the tags that vLLM adds for
+    hashing.
     """
     keys: list[tuple[Any, ...] | None] = []
     image = 0
@@ -84,34 +83,34 @@ def _extra_keys(
 
 
 class Announcer:
-    """KV events for the chunks that all ranks have stored, and for those that are gone. Keys are
-    rank 0's.
+    """Publishes KV events for chunks that all ranks have stored, and for chunks that are gone. Keys
+    are rank 0's.
 
-    In the scheduler's thread, except `check`.
-    """
+    Runs in the scheduler's thread, except `check`."""
 
     def __init__(self, ranks: int) -> None:
-        """ranks: how many store a part of every chunk."""
+        """ranks: the number of ranks that store a part of every chunk."""
         self._ranks = ranks
         self._events: dict[ChunkKey, BlockStored] = {}
         self._reported: dict[ChunkKey, set[int]] = {}
         self._published: dict[ChunkKey, BlockRemoved] = {}
-        """The event to send once the chunk is gone; another object each time that the chunk is
-        published.
+        """The event to send once the chunk is gone. Each publication of a chunk makes a new object.
         """
         self._turns = deque[ChunkKey]()
-        """Published keys, each once, the next to ask for first; without those being asked for now
-        and those that are gone.
+        """Published keys in the order of their next check, each once. Keys being checked, and keys
+        of gone chunks, are not in it.
         """
         self._gone = deque[tuple[ChunkKey, BlockRemoved]]()
         self._ready: list[KVCacheEvent] = []
 
     def expect(self, key: ChunkKey, event: BlockStored) -> None:
-        """Workers may store the chunk from now on; publish `event` when all have."""
+        """Note that workers may store the chunk. `event` is published once all ranks have stored
+        it.
+        """
         _put(self._events, key, event)
 
     def note(self, stored: Mapping[int, Sequence[ChunkKey]]) -> None:
-        """Workers have stored these chunks. stored: by rank."""
+        """Note stored chunks, by rank."""
         for rank, keys in stored.items():
             for key in keys:
                 reported = self._reported.pop(key, set()) | {rank}
@@ -126,19 +125,18 @@ class Announcer:
                     )
 
     def check(self, contains: Callable[[list[ChunkKey]], list[bool]]) -> None:
-        """Ask which published chunks are still there, `MOST_CHECKED` keys in turn. In the client's
-        background thread.
+        """Check which published chunks still exist, `MOST_CHECKED` keys in turn. Runs in the
+        client's background thread.
 
-        contains: asks the server; what it raises goes to the caller.
-        """
+        contains: asks the server. Its errors go to the caller."""
         left = min(len(self._turns), MOST_CHECKED // self._ranks)
         while left > 0:
             self._check(min(left, MAX_KEYS), contains)
             left -= MAX_KEYS
 
     def _check(self, most: int, contains: Callable[[list[ChunkKey]], list[bool]]) -> None:
-        """Ask for `most` keys, in one request for each rank: each has its own deadline, and missing
-        one ends the scheduler's connection.
+        """Check `most` keys with one request for each rank. Each request has its own deadline; a
+        request that misses it ends the scheduler's connection.
         """
         keys = [self._turns.popleft() for _ in range(most)]
         known, there = [self._published[key] for key in keys], [True] * most

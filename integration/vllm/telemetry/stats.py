@@ -1,9 +1,8 @@
-"""The connector's metrics: counts and times of a step, on their way to vLLM's log and to
-Prometheus.
+"""The connector's metrics: counts and times of each step, for vLLM's log and for Prometheus.
 
-Both halves of the connector count into a `Meter`. vLLM takes its stats once a step, adds up those
-of the workers and the scheduler, and sends `data` to the front end by MessagePack, where it is
-logged (`reduce`) and added to Prometheus (`VCachePromMetrics`)."""
+Both halves of the connector count into a `Meter`. Once a step vLLM takes the stats, adds up those
+of workers and scheduler, and sends `data` to the front end as MessagePack. The front end logs it
+(`reduce`) and adds it to Prometheus (`VCachePromMetrics`)."""
 
 from __future__ import annotations
 
@@ -29,14 +28,14 @@ FAILURES = (
 NOT_STORED = ("exists", "busy", "full", "no_slot", "backlog", "late", "changed", OTHER)
 NOT_OFFLOADED = ("backlog", "down", "gone", "full", "failed", "codec", OTHER)
 TIERS = ("own", "peer", "host", "resident", "store")
-"""Where a loaded chunk lay: this worker's GPU, another GPU of the node, host memory, another
+"""The places of loaded chunks: this worker's GPU, another GPU of the node, host memory, another
 instance's KV cache, the offload tier.
 """
 
 
 class _Counter(NamedTuple):
-    """A counter, and the values of its label. Any other value counts as the last one, so that the
-    number of series is bounded.
+    """A counter with at most one label. Other label values than `values` count as the last one,
+    which bounds the number of series.
     """
 
     documentation: str
@@ -99,7 +98,7 @@ BUCKETS = [
     10.0,
 ]
 MOST_OBSERVED = 4096
-"""Observations of one histogram that are kept until somebody takes them."""
+"""The most observations of one histogram that wait to be taken."""
 
 
 @dataclass
@@ -129,8 +128,8 @@ class VCacheStats(KVConnectorStats):  # type: ignore[misc]
         kept.extend(seconds[: max(MOST_OBSERVED - len(kept), 0)])
 
     def aggregate(self, other: KVConnectorStats) -> VCacheStats:
-        """Add `other`, another worker's or step's, to this one, and return this one. `other` stays
-        as it is and shares nothing.
+        """Add the stats `other` of another worker or step, and return `self`. `other` is copied and
+        not changed.
         """
         for name, series in other.data.get("counters", {}).items():
             for label, amount in series.items():
@@ -157,14 +156,14 @@ class VCacheStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class Meter:
-    """Counts what happens between two calls of `take`. Any thread, except `looked_up`, which runs
-    in the thread that takes.
+    """Counts events between two calls of `take`. Any thread; `looked_up` only in the thread that
+    calls `take`.
     """
 
     def __init__(self, counts_tokens: bool = True) -> None:
-        """`counts_tokens`: False for every worker but one. Each loads and stores its share of the
-        same tokens, so that bytes, times, failures and chunks add up over workers and tokens do
-        not."""
+        """counts_tokens: True for a single worker. All workers load and store shards of the same
+        tokens: bytes, times, failures and chunks add up over workers, tokens do not.
+        """
         self._counts_tokens = counts_tokens
         self._lock = threading.Lock()
         self._stats: VCacheStats | None = None
@@ -172,7 +171,7 @@ class Meter:
         self._lookups: list[float] = []
 
     def take(self) -> VCacheStats | None:
-        """The stats since the last call; None if there are none."""
+        """Return the stats since the last call; None if there are none."""
         if self._stats is None and not self._lookups:
             return None
         with self._lock:
@@ -189,8 +188,8 @@ class Meter:
         return None if taken is None or taken.is_empty() else taken
 
     def looked_up(self, asked: int, hit: int, seconds: float) -> None:
-        """Count a look-up: tokens asked for and found, and seconds. Without the lock, since every
-        request pays for it.
+        """Count a look-up: tokens asked for, tokens hit, seconds. It takes no lock, to save time
+        for every request.
         """
         self._asked += asked
         self._hit += hit
@@ -230,10 +229,11 @@ class Meter:
 
 
 class VCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The metrics `vllm:vcache_*`, one set of series for each engine. In the front end's process.
+    """The metrics `vllm:vcache_*`, one set of series for each engine. Runs in the front end's
+    process.
 
-    All series exist from the start, at 0. The constructor's arguments are vLLM's: `metric_types`
-    maps prometheus_client's classes to those to use (Ray has its own)."""
+    All series exist from the start, at 0. vLLM passes the constructor's arguments: `metric_types`
+    maps prometheus_client's classes to replacements (Ray has its own)."""
 
     def __init__(
         self,
@@ -266,8 +266,8 @@ class VCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 self._histograms[engine, name] = family.labels(*given)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add one interval's `VCacheStats.data`. Unknown names and engines, for example a newer
-        worker's, are ignored.
+        """Add one interval's `VCacheStats.data`. Unknown names and engines, as of a newer worker,
+        are ignored.
         """
         for name, series in transfer_stats_data.get("counters", {}).items():
             for label, amount in series.items():
@@ -280,7 +280,7 @@ class VCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
 
 def build_stats(data: Mapping[str, Any] | None) -> VCacheStats:
-    """Stats from `data` of another process. A copy: vLLM passes one `data` to several loggers, and
-    each adds to its own stats.
+    """Copy stats from another process's `data`. vLLM passes the same `data` to several loggers, and
+    each adds to its stats.
     """
     return VCacheStats().aggregate(VCacheStats(data=dict(data or {})))

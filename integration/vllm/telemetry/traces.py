@@ -1,8 +1,7 @@
-"""OpenTelemetry spans of look-ups and loads, as children of vLLM's request spans, if vLLM's tracing
-is on.
+"""OpenTelemetry spans of look-ups and loads, as children of vLLM's request spans, if vLLM traces.
 
-The scheduler's half makes all spans, the workers' ones from the times that they report: only the
-engine's process needs an exporter."""
+The scheduler's half makes all spans; workers report their times. So only the engine's process needs
+an exporter."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from ..metadata import LoadSpan
 from ..scheduler.tracked import Tracked
 
 MOST_LOADS = 1024
-"""Loads under way with a span; beyond it the oldest one's span ends."""
+"""The most loads with an open span; beyond it the oldest span ends."""
 
 
 def wanted(vllm_config: Any) -> bool:
@@ -27,16 +26,17 @@ def wanted(vllm_config: Any) -> bool:
 
 
 def begin(vllm_config: Any, workers: int) -> Spans | None:
-    """None where vLLM traces nothing."""
+    """Make the spans' recorder; None if vLLM does not trace."""
     with suppress(ImportError):
         return Spans(workers) if wanted(vllm_config) else None
     return None
 
 
 class Spans:
-    """One span `vcache.lookup` for each request. One `vcache.load` for each load, from the
-    reservation of its blocks until the last worker is done, with one `vcache.load.worker` for each
-    worker within it. In the scheduler's thread. Never raises."""
+    """Makes one span `vcache.lookup` for each request, and one `vcache.load` for each load.
+
+    `vcache.load` lasts from the reservation of blocks until the last worker is done, and contains
+    one `vcache.load.worker` for each worker. Runs in the scheduler's thread. Never raises."""
 
     def __init__(self, workers: int) -> None:
         """ImportError without OpenTelemetry."""
@@ -47,16 +47,18 @@ class Spans:
         self._context = TraceContextTextMapPropagator().extract
         if hasattr(
             self._tracer, "id_generator"
-        ):  # the SDK's own draws from the generator that vLLM seeds alike in every instance
+        ):  # the SDK's generator uses Python's, which vLLM seeds alike in every instance
             self._tracer.id_generator = _Names()
         self._within, self._workers = trace.set_span_in_context, workers
         self._known: set[str] = set()
         self._loads: dict[str, tuple[Any, list[int]]] = {}
-        """By request: the span, and when each worker was done (nanoseconds of the wall clock)."""
+        """By request: the span, and the times at which workers finished (nanoseconds of the wall
+        clock).
+        """
 
     def looked_up(self, tracked: Tracked, local: int, found: int) -> None:
-        """A look-up has found so many tokens after the first `local`. Only a request's first one
-        makes a span.
+        """Record a look-up that found so many tokens after the first `local`. Only a request's
+        first look-up makes a span.
         """
         name = tracked.request.request_id
         if name in self._known:
@@ -73,7 +75,7 @@ class Spans:
             span.end()
 
     def loading(self, tracked: Tracked, tokens: int) -> None:
-        """The request's load of so many tokens begins."""
+        """Begin the span of a load of so many tokens."""
         name = tracked.request.request_id
         self._end(name)
         if len(self._loads) == MOST_LOADS:
@@ -82,7 +84,9 @@ class Spans:
             self._loads[name] = self._span("vcache.load", tracked, {"vcache.tokens": tokens}), []
 
     def loaded(self, spans: Iterable[LoadSpan]) -> None:
-        """Workers have ended these loads; the requests may have ended, too."""
+        """Add the workers' spans, and end a load's span after its last worker. The request may have
+        ended before.
+        """
         for one in spans:
             span, ended = self._loads.get(one.request_id, (None, []))
             if span is not None:
@@ -98,7 +102,7 @@ class Spans:
                     self._end(one.request_id)
 
     def finished(self, name: str) -> None:
-        """The request has ended."""
+        """Forget a request that has ended."""
         self._known.discard(name)
 
     def _end(self, name: str) -> None:
@@ -116,7 +120,7 @@ class Spans:
 
 
 class _Names:
-    """The SDK's id generator, but from the system's random numbers: vLLM seeds Python's alike in
+    """The SDK's id generator on the system's random numbers: vLLM seeds Python's generator alike in
     every instance.
     """
 

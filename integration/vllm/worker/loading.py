@@ -1,4 +1,4 @@
-"""One load in a worker, and what it needs of that worker."""
+"""One load in a worker."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ..metadata import LoadSpec
 
 
 class Attached(NamedTuple):
-    """What a worker's loads share, once its KV cache is known. block_size: tokens of the blocks
-    that vLLM numbers.
+    """The parts that all loads of a worker share. block_size: tokens of the blocks that vLLM
+    numbers.
     """
 
     session: Session
@@ -56,8 +56,8 @@ class Loading(transfer.Load):
 
     @property
     def invalid(self) -> list[int]:
-        """Once the load is over: the blocks that it should have filled and has not, vLLM's numbers.
-        None if it was cancelled.
+        """vLLM's numbers of the blocks that the finished load has not filled. Empty if it was
+        cancelled.
         """
         if not self.cause or self.cause == transfer.CANCELLED:
             return []
@@ -66,7 +66,7 @@ class Loading(transfer.Load):
 
     @property
     def failure(self) -> str:
-        """The cause of its failure, as the metrics count it."""
+        """The cause of a failure, as the metrics count it."""
         absent = "store" if self.spec.offload else "changed" if self.in_place else "lease_lost"
         return absent if self.cause == transfer.ABSENT else self.cause
 

@@ -19,20 +19,21 @@ from .stores import Stores
 log = logging.getLogger("vllm.vcache")
 
 IDLE_SECONDS, COPY_SECONDS = 0.002, 0.02
-"""How long a step without a model run waits for a load to go on, and for the end of one whose last
-copy is under way. vLLM sleeps after each such step, so an end that the step itself sees spares the
-request a step and a sleep. A request that arrives meanwhile waits as long.
-"""
+"""How long a step without a model run waits for a load's progress, and for the end of a load whose
+last copy is under way.
+
+vLLM sleeps after each such step. If the step itself sees the load's end, the request saves a step
+and a sleep. A request that arrives meanwhile waits as long."""
 
 
 class Loads:
-    """All loads of one worker. In its main thread, in the order of vLLM's steps."""
+    """Runs a worker's loads, in its main thread, in the order of vLLM's steps."""
 
     def __init__(
         self, model: ModelSpec, several: bool, report: Reporter, stores: Stores, meter: Meter
     ) -> None:
-        """several: report failed loads by request, since with several block tables vLLM cannot tell
-        whose the blocks are.
+        """several: report failed loads by request: with several block tables vLLM cannot tell which
+        request owns a block.
         """
         self._model, self._several, self._report, self._stores, self._meter = (
             model,
@@ -54,14 +55,14 @@ class Loads:
         return not self._under_way and not self._lost
 
     def expect(self, specs: Iterable[LoadSpec]) -> None:
-        """The step wants these loads. From here on each one's end is reported, whatever happens:
-        vLLM waits for it.
+        """Note the loads that the step wants. Each load's end is reported, whatever happens,
+        because vLLM waits for it.
         """
         self._lost += specs
 
     def begin(self, worker: Attached, meta: StepMetadata) -> None:
-        """Begin the loads that were `expect`ed, and pass on what the step says about earlier ones:
-        chunks found, and cancellations.
+        """Begin the loads passed to `expect`. Pass newly found chunks and cancellations to earlier
+        loads.
         """
         specs = [spec for spec in meta.loads if not spec.lost]
         mark = worker.session.copier.mark() if specs else None
@@ -76,10 +77,9 @@ class Loads:
                 loading.cancel()
 
     def finished(self, idle: bool) -> set[str]:
-        """Requests whose load is over, successful or not. Advances the others.
+        """Advance all loads. Returns the requests whose load is over, successful or not.
 
-        idle: the step runs no model, so it waits for a load to end, within bounds.
-        """
+        idle: the step runs no model, so it waits for a load to end, within bounds."""
         done = self._advance() | self._give_up()
         began = time.monotonic()
         while idle and self._under_way and not done:
@@ -91,23 +91,26 @@ class Loads:
         return done
 
     def invalid(self) -> set[int]:
-        """Blocks that loads did not fill, since the last call, vLLM's numbers. See `failed`."""
+        """Return the blocks that loads have failed to fill since the last call, vLLM's numbers. See
+        `failed`.
+        """
         invalid, self._invalid = self._invalid, set()
         return invalid
 
     def failed(self) -> set[str]:
-        """Requests whose load failed since the last call, to be computed from the start: loads that
-        never began and, with several block tables, all others. For the rest `invalid` names the
-        blocks, and vLLM keeps those before them.
-        """
+        """Return the requests whose load failed since the last call, and that vLLM computes from
+        the start.
+
+        These are loads that never began and, with several block tables, all failed loads. For the
+        others `invalid` names the blocks, and vLLM keeps the blocks before them."""
         failed, self._failed = self._failed, set()
         return failed
 
     # ---- the end
 
     def stop(self, deadline: float) -> None:
-        """vLLM takes the KV cache's memory away: cancel the loads, and abandon those that
-        still run at `deadline`.
+        """Cancel all loads, and abandon those that still run at `deadline` (time.monotonic): vLLM
+        takes the KV cache's memory away.
         """
         for loading in self._under_way:
             loading.cancel()
@@ -115,7 +118,7 @@ class Loads:
             while not loading.advance() and time.monotonic() < deadline:
                 loading.wait(IDLE_SECONDS)
             loading.abandon()
-            # vLLM still waits for its end, and its bytes are gone in any case.
+            # vLLM waits for the load's end; its bytes are lost in any case.
             self._lost.append(loading.spec)
         self._under_way.clear()
 
@@ -146,7 +149,7 @@ class Loads:
         return over
 
     def _give_up(self) -> set[str]:
-        """Report the loads that never began as failed. Their requests."""
+        """Report loads that never began as failed. Returns their requests."""
         lost, self._lost = self._lost, []
         for spec in lost:
             self._report.failed.add(spec.request_id)
@@ -179,7 +182,7 @@ class Loads:
                 self._meter.count("recomputed_tokens", tokens)
 
     def _say(self, spec: LoadSpec, loading: Loading | None) -> None:
-        """Add the load's span to the report. loading: None if it never began."""
+        """Add the load's span to the report. loading: None if the load never began."""
         name, number, now = spec.request_id, self._report.number, time.time_ns()
         if loading is None:
             self._report.spans.append(LoadSpan(name, number, now, now, {}, 0.0, 0.0, "never began"))

@@ -1,4 +1,4 @@
-"""Puts together what a worker tells the scheduler after each step."""
+"""Collects a worker's report to the scheduler after each step."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MOST_STORED = 4096
 
 
 class Reporter:
-    """In the worker's main thread. number: this worker's among all.
+    """Runs in the worker's main thread. number: this worker's among all.
 
-    failed, read, spans, flushed: see `WorkerReport`; each entry is sent once. introduce: the next
-    report says what this worker holds."""
+    failed, echoes, spans, flushed: see `WorkerReport`; each entry is sent once. introduce: put this
+    worker's shard into the next report."""
 
     def __init__(self, place: tuple[int, int], number: int, rank: int, events: bool) -> None:
-        """place: pipeline and tensor rank. rank: that of this worker's part of a chunk. events:
-        whether somebody wants KV events.
+        """place: pipeline and tensor rank. rank: the rank of this worker's part of a chunk. events:
+        somebody wants KV events.
         """
         self._place, self.number, self._rank, self._events = place, number, rank, events
         self._session: Session | None = None
@@ -43,14 +43,14 @@ class Reporter:
             session.on_stored.append(lambda keys: self._stored.extend(of_rank(keys, 0)))
 
     def refuse(self, reason: str) -> None:
-        """The worker caches nothing, and the next report says so."""
+        """Report that the worker caches nothing, and why."""
         self.introduce = True
         self._shard = Shard(
             ShardSpec(pp_rank=self._place[0], tp_rank=self._place[1], problem=reason)
         )
 
     def take(self) -> WorkerReport | None:
-        """The report since the last call; None if there is nothing to say."""
+        """Return the report since the last call; None if it would be empty."""
         segments, link, introduce = self._readable(), self._reached(), self.introduce
         new_segments = introduce or segments != self._segments
         new_link = link != self._link
@@ -80,13 +80,13 @@ class Reporter:
             return self._segments
         try:
             return self._session.segments()
-        except Exception as error:  # noqa: BLE001 - the rest of what a step has to say must get through
+        except Exception as error:  # noqa: BLE001 - the rest of the report must get through
             self._session.miss("segments", error)
             return self._segments
 
     def _reached(self) -> Link:
-        """How this worker reaches the offload tier; the last report's value if the change is not
-        noticeable.
+        """This worker's connection to the offload tier. A small change of bandwidth leaves the last
+        report's value.
         """
         tier = self._session.tier if self._session is not None else None
         if tier is None:

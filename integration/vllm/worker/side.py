@@ -1,9 +1,8 @@
-"""The half of the connector in a worker of vLLM: it moves chunks between the pool and vLLM's KV
-cache.
+"""The connector's worker half: moves chunks between the pool and vLLM's KV cache.
 
-A load runs on a stream of its own, and its request is scheduled when it is over. Stores read on
-another stream what a step has computed; only a step that hands such a block out again waits for
-them, on the device."""
+A load runs on a separate stream, and vLLM schedules its request after the load. Stores read
+computed blocks on another stream. Only a step that hands such a block out again waits for the
+store, on the device."""
 
 from __future__ import annotations
 
@@ -39,11 +38,10 @@ CLOSE_SECONDS = 5.0
 
 
 class WorkerSide:
-    """One worker's shard of every chunk. All methods run in the worker's main thread, in the order
-    of vLLM's steps.
+    """Loads and stores one worker's shard of every chunk. Runs in the worker's main thread, in the
+    order of vLLM's steps.
 
-    They may raise; `VCacheConnector` catches that and counts it as a miss.
-    """
+    Methods may raise: `VCacheConnector` catches the error and counts a miss."""
 
     def __init__(
         self,
@@ -91,11 +89,10 @@ class WorkerSide:
     # ---- start
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
-        """vLLM has made its KV cache: describe it, join the pool, and check that bytes come back
-        from it unchanged.
+        """Describe vLLM's new KV cache, join the pool, and check that bytes come back from the pool
+        unchanged.
 
-        Raises VCacheError (or LayoutError, one of them) if this worker cannot cache.
-        """
+        VCacheError (or LayoutError, a kind of it) if this worker cannot cache."""
         if self._refused:
             if self._config.connector.share == "in_place" or not self.needless:
                 self.refuse(self._refused)
@@ -156,15 +153,13 @@ class WorkerSide:
 
     @property
     def needless(self) -> bool:
-        """Whether this worker is refused for a reason that the scheduler's half finds by itself,
-        from vLLM's configuration.
+        """Whether this worker is refused, and the scheduler's half finds the reason by itself in
+        vLLM's configuration.
         """
         return bool(self._refused) and not groups.hidden(self._kv_config)
 
     def refuse(self, reason: str) -> None:
-        """Tell the scheduler and the server that this worker caches nothing. Also after it has
-        begun to.
-        """
+        """Tell the scheduler and the server that this worker caches nothing (any more)."""
         self.report.refuse(reason)
         try:
             with Client(self._config.server.path, self._config.client, reconnect=False) as server:
@@ -178,7 +173,7 @@ class WorkerSide:
     # ---- a step
 
     def begin(self, meta: StepMetadata) -> None:
-        """A step begins: none of its model run is queued yet."""
+        """Begin a step, before its model run is queued."""
         self._meta = meta
         self.loads.expect(meta.loads)
         self.report.introduce |= meta.introduce
@@ -192,34 +187,34 @@ class WorkerSide:
         self.loads.begin(worker, meta)
 
     def store(self) -> None:
-        """Store, or publish, the chunks that the step's model run completes. All of that run is
-        queued.
+        """Store or publish the chunks that the step completes. All of its model run
+        must be queued.
         """
         if self._worker is None:
             return
         self._stores.start(self._meta.stores)
         if self._meta.publications and self.in_place is not None:
             self.in_place.publish(self._meta.publications)
-        # Every store so far has its reservation, which the scheduler's reset voids: no need to wait
+        # All stores so far have reservations, which a reset voids: the scheduler need not wait
         # for the copies.
         self.report.flushed = self._meta.flush or self.report.flushed
 
     def finished(self) -> set[str]:
-        """Requests whose load is over, successful or not. Advances the others."""
+        """Advance all loads. Returns the requests whose load is over, successful or not."""
         victims, self._meta.victims = self._meta.victims, None
         if victims is not None and self.in_place is not None:
             self.in_place.save(victims, self._stores)
         return self.loads.finished(self._meta.idle)
 
     def measured(self) -> None:
-        """Tell the meter what was not stored, and what was offloaded, since the last call."""
+        """Count chunks dropped and offloaded since the last call."""
         self._stores.measure()
         if self.in_place is not None:
             self.in_place.measure(self._meter)
 
     def sleep(self) -> None:
-        """vLLM takes the KV cache's memory away: end all that reads or writes it, within
-        `CLOSE_SECONDS`. Idempotent until `wake`.
+        """End all reads and writes of the KV cache, within `CLOSE_SECONDS`: vLLM takes its memory
+        away. Idempotent until `wake`.
         """
         worker, self._worker = self._worker, None
         if worker is None:
@@ -232,13 +227,13 @@ class WorkerSide:
                 "vcache: vLLM sleeps before its last stores are committed: their chunks may be missing in the pool"
             )
         if worker.kv.device.type == "cuda":
-            # vLLM synchronises before and after this call, too. Our copies' address tables go with
-            # its memory.
+            # Wait for our copies, since their address tables go with vLLM's memory. vLLM also
+            # synchronises before and after this call.
             torch.cuda.synchronize(worker.kv.device)
 
     def wake(self) -> None:
-        """The KV cache's memory is back, at the same addresses. Does nothing without a `sleep`
-        before it.
+        """Use the KV cache's memory again, which is back at the same addresses. Does nothing
+        without a `sleep` before it.
         """
         worker, self._asleep = self._asleep, None
         if worker is None:
@@ -249,7 +244,9 @@ class WorkerSide:
             self.refuse(f"after vLLM's sleep {wrong}")
 
     def close(self) -> None:
-        """Let copies end, within `CLOSE_SECONDS`, and leave the pool. The chunks stay there."""
+        """Leave the pool after copies have ended, within `CLOSE_SECONDS`. The chunks stay in the
+        pool.
+        """
         worker, self._worker, self._asleep = self._worker or self._asleep, None, None
         if worker is None:
             return

@@ -1,5 +1,5 @@
-"""Launches a worker's stores, and makes steps wait that would overwrite blocks which stores still
-read.
+"""Launches a worker's stores. Steps that would overwrite blocks wait for the stores that still read
+them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ log = logging.getLogger("vllm.vcache")
 
 
 class _Gather(NamedTuple):
-    """A store under way. blocks: those it reads, vLLM's numbers. seconds: what launching it
-    took.
+    """A store under way. blocks: vLLM's numbers of the blocks that it reads. seconds: how long the
+    launch took.
     """
 
     copy: Completion
@@ -38,11 +38,12 @@ class _Gather(NamedTuple):
 
 
 class Stores:
-    """In the worker's main thread. Only `fence` may raise."""
+    """Runs in the worker's main thread. Only `fence` may raise."""
 
     def __init__(self, meter: Meter, at_once: bool = False) -> None:
-        """at_once: make the model's stream wait for every store at once. Needed for models with
-        states: vLLM clears and copies blocks of a step before it tells us of the step."""
+        """at_once: make the model's stream wait for every store. Models with states need it: vLLM
+        clears and copies a step's blocks before it tells us of the step.
+        """
         self._meter, self._at_once = meter, at_once
         self._session: Session | None = None
         self._kv: PagedKV | None = None
@@ -52,14 +53,14 @@ class Stores:
         self._updates = 0
 
     def open(self, session: Session, kv: PagedKV, block_size: int) -> None:
-        """The KV cache is known. block_size: tokens of vLLM's blocks, each of which may be several
-        blocks of the tensors.
+        """Use this KV cache. block_size: tokens of vLLM's blocks; one may be several blocks of the
+        tensors.
         """
         self._session, self._kv, self._block_size = session, kv, block_size
 
     def fence(self, meta: StepMetadata) -> None:
-        """Make this step's work wait, on the device, for stores that still read a block which gets
-        a new owner in it.
+        """Make this step's work wait, on the device, for stores that read a block with
+        a new owner.
         """
         if not self._under_way or self._session is None:
             return
@@ -69,7 +70,7 @@ class Stores:
                 self._session.copier.fence(gather.copy)
 
     def start(self, stores: Sequence[StoreSpec]) -> None:
-        """Store the chunks that the step's model run, all of which is queued, completes."""
+        """Store the chunks that the step completes. All of its model run must be queued."""
         session, kv = self._session, self._kv
         if session is None or kv is None:
             return
@@ -79,7 +80,7 @@ class Stores:
             self._store(session, places, keys, range(len(keys)), prefix, spec.blocks)
 
     def promote(self, load: Load, spec: LoadSpec) -> None:
-        """Store in the pool again what a load has brought from the offload tier."""
+        """Store chunks in the pool again that a load has brought from the offload tier."""
         chunks, session = load.to_promote(), self._session
         if not chunks or session is None:
             return
@@ -94,18 +95,17 @@ class Stores:
     def save(
         self, keys: list[ChunkKey], blocks: list[int], epoch: int, holds: Callable[[], bool]
     ) -> None:
-        """Store chunks out of `blocks`, all of theirs in order, that are not held by any request
-        and may be handed out at any time.
+        """Store chunks out of `blocks`, which no request holds and vLLM may hand out at any time.
 
-        epoch: that of the chunks. holds: asked when the copy is over; False, if a block was handed
-        out meanwhile, drops the chunks."""
+        blocks: of all chunks, in order. epoch: of the chunks. holds: asked after the copy; False
+        drops the chunks because a block was handed out meanwhile."""
         session, kv = self._session, self._kv
         if session is not None and kv is not None:
             places = BlockPlaces(kv, session.chunk_size, blocks, self._block_size)
             self._store(session, places, keys, range(len(keys)), [], blocks, epoch, holds)
 
     def measure(self) -> None:
-        """Tell the meter what was not stored, and what was offloaded, since the last call."""
+        """Count chunks dropped and offloaded since the last call."""
         if self._session is None or self._session.stats.updates == self._updates:
             return
         stats = self._session.stats
@@ -144,8 +144,8 @@ class Stores:
         fetched_in: int | None = None,
         holds: Callable[[], bool] | None = None,
     ) -> None:
-        """Store chunks out of `blocks`, vLLM's numbers. `fence` orders later owners of these behind
-        the copy. See `save` for `holds`.
+        """Store chunks out of `blocks`, vLLM's numbers. `fence` makes the blocks' next owners wait
+        for the copy. holds: see `save`.
         """
         started = perf_counter()
         try:
@@ -159,7 +159,7 @@ class Stores:
                 fetched_in=fetched_in,
                 holds=holds,
             )
-        except Exception as error:  # noqa: BLE001 - a store that fails is a store that did not happen
+        except Exception as error:  # noqa: BLE001 - a failed store counts as no store
             session.miss(
                 "store" if fetched_in is None else "promote" if holds is None else "save", error
             )
@@ -176,7 +176,7 @@ class Stores:
             )
 
     def _over(self, gather: _Gather) -> bool:
-        """Whether the store has read its blocks. One that failed reads nothing, and is not
+        """Whether the store reads its blocks no more. A failed store has stopped, and is not
         committed.
         """
         try:
