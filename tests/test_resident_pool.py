@@ -21,6 +21,7 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vcache_backend.integration.vllm import duplicates
 from vcache_backend.integration.vllm.duplicates import Duplicates
 from vcache_backend.integration.vllm.metadata import LoadSpec
+from vcache_backend.integration.vllm.replicas import Run
 from vcache_backend.integration.vllm.request_params import DEFAULT
 from vcache_backend.integration.vllm.resident_pool import (
     GENERATIONS,
@@ -106,10 +107,7 @@ class Watched:
         )
         tracked.resident.generations = array(GENERATIONS, self.view.counters[ids])
         at = np.array([[EACH * chunk, EACH * chunk + 1] for chunk in chunks], dtype="<u4")
-        lies = {
-            number: (OWNER, row.tobytes(), self.owner.counters[row].tobytes())
-            for number, row in enumerate(at)
-        }
+        lies = [Run(0, len(chunks), OWNER, at.tobytes(), self.owner.counters[at].tobytes())]
         load = LoadSpec(
             request_id="r", keys=[], blocks=ids.tolist(), skip=0, stop=len(ids), residents=lies
         )
@@ -205,7 +203,7 @@ def test_copies_of_before_resets_are_forgotten(watched: Watched) -> None:
         watched.duplicates.finished(tracked, 4)
         watched.pool.free_blocks(reversed(blocks))
         assert watched.pool.reset_prefix_cache()
-    assert len(watched.duplicates._copies) == 2
+    assert watched.duplicates.count == 2
 
 
 def test_a_dead_owner_s_copies_are_passed_over_a_few_at_a_time(
@@ -219,7 +217,7 @@ def test_a_dead_owner_s_copies_are_passed_over_a_few_at_a_time(
     watched.owner.void_all()
     for left in (3, 1, 0):
         watched.take(1)
-        assert len(watched.duplicates._copies) == left
+        assert watched.duplicates.count == left
 
 
 def test_blocks_that_vllm_takes_from_elsewhere_are_void_too(watched: Watched) -> None:

@@ -33,6 +33,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vcache_backend.integration.vllm.metadata import LoadSpec, StepMetadata, WorkerReport
+from vcache_backend.integration.vllm.replicas import by_chunk
 from vcache_backend.transfer.resident import ResidentChunk
 
 __all__ = ["engine", "here", "make"]
@@ -342,8 +343,9 @@ class Written(Engine):
     def load(self, spec: LoadSpec, owner: Engine) -> bool:
         """As a worker does."""
         counters, right = owner.half.publications.generations.counters, True
+        replicas = by_chunk(spec.residents)
         for chunk in range(len(spec.keys)):
-            one = ResidentChunk.unpacked(*spec.residents[chunk])
+            one = ResidentChunk.unpacked(*replicas[chunk])
             right &= bool((counters[one.blocks] == one.generations).all())
             at = np.arange(max(spec.skip, chunk * EACH), min(spec.stop, (chunk + 1) * EACH))
             self.holds[np.array(spec.blocks)[at]] = owner.holds[one.blocks[at - chunk * EACH]]

@@ -9,7 +9,7 @@ from time import monotonic
 import msgspec
 
 from .lookups import Lookups
-from .replicas import Replica
+from .replicas import Run
 from .tracked import Tracked
 
 AGAIN_SECONDS = 0.005
@@ -51,9 +51,9 @@ class Awaited:
         """
         self._waits.append(_Wait(tracked, first, first, stop, monotonic() + seconds))
 
-    def found(self, idle: bool) -> dict[str, dict[int, Replica]]:
-        """Chunks that lie in others' KV caches since the last call: by request, then by number
-        within its load.
+    def found(self, idle: bool) -> dict[str, list[Run]]:
+        """Chunks that lie in others' KV caches since the last call: by request, numbered within its
+        load.
 
         An empty entry for a request: the instance that computed them is gone, and no more will
         come. idle: no model runs in the step, so that asking holds up nothing."""
@@ -65,7 +65,7 @@ class Awaited:
             for one in self._waits
             if one.tracked.loading and one.reached < one.stop and now < one.until
         ]
-        found: dict[str, dict[int, Replica]] = {}
+        found: dict[str, list[Run]] = {}
         for wait in sorted(self._waits, key=lambda one: one.asked):
             if (
                 wait.asked + (0.0 if idle else AGAIN_SECONDS) > now
@@ -78,7 +78,7 @@ class Awaited:
             # The workers find the pool's chunks by themselves.
             wait.reached = max(wait.reached, min(answer.hits, wait.stop))
             if residents:
-                wait.owner = residents[max(residents)][0]
+                wait.owner = residents[-1].instance
             elif wait.owner and self._lookups.gone(wait.owner):
                 wait.until = now
             else:

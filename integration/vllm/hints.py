@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from vcache_backend.metadata_server.messages import ChunkKey, Heard
 from vcache_backend.resident.generations import Generations, UInt32s, UInt64s
 from vcache_backend.transfer.outbox import Outbox
 
-from .replicas import Replica
+from .replicas import Run
 from .resident_pool import KVBlocks
 
 log = logging.getLogger("vllm.vcache")
@@ -27,15 +27,13 @@ earlier.
 """
 
 
-def tell(
-    outbox: Outbox | None, keys: list[ChunkKey], first: int, residents: Mapping[int, Replica]
-) -> None:
+def tell(outbox: Outbox | None, keys: list[ChunkKey], first: int, residents: Iterable[Run]) -> None:
     """Tell the owners of these chunks, in the background, that a load reads them. residents:
     numbered from the request's chunk `first` on.
 
     The hint names the whole prefix, since the chunks are useless without those before them.
     """
-    ends = {owner: first + chunk + 1 for chunk, (owner, _, _) in sorted(residents.items())}
+    ends = {run.instance: first + run.first + run.count for run in residents}
     if outbox is not None:
         for owner, end in ends.items():
             outbox.hint(owner, keys[:end])

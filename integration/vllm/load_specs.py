@@ -74,5 +74,5 @@ class LoadSpecs:
             offload=offload,
             promote=offload and self._stores and asked.store and self._instance.shared is None,
             prefix=tracked.lookup.keys[:first] if offload else [],
-            residents=answer.residents_of(first, stop) if answer is not None else {},
+            residents=answer.residents_of(first, stop) if answer is not None else [],
         )

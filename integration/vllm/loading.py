@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from vcache_backend.metadata_server.messages import of_rank
@@ -16,7 +16,7 @@ from vcache_backend.vram_pool.copies.copier import Mark
 from vcache_backend.vram_pool.paged import PagedKV
 
 from .metadata import LoadSpec
-from .replicas import Replica
+from .replicas import Run
 
 
 class Attached(NamedTuple):
@@ -76,5 +76,9 @@ class Loading(transfer.Load):
         return absent if self.cause == transfer.ABSENT else self.cause
 
 
-def unpacked(residents: Mapping[int, Replica]) -> dict[int, ResidentChunk]:
-    return dict(zip(residents, ResidentChunk.all_unpacked(list(residents.values())), strict=True))
+def unpacked(residents: Iterable[Run]) -> dict[int, ResidentChunk]:
+    chunks = dict[int, ResidentChunk]()
+    for run in residents:
+        many = ResidentChunk.many(run.instance, run.count, run.blocks, run.generations)
+        chunks.update(enumerate(many, run.first))
+    return chunks

@@ -23,7 +23,7 @@ from vcache_backend.transfer.keys import adapter_digest, state_keys
 
 from .adapters import Adapters
 from .introduction import Introduction
-from .replicas import Replica
+from .replicas import Run
 from .stats import Meter
 from .tracked import NO_ANSWER, Answer, Question, Tracked
 
@@ -193,7 +193,7 @@ class Lookups:
         """Note the server's reply for the chunks [first, stop), extended by what the offload tier
         has.
         """
-        instance, residents = self._instance, dict[int, Replica]()
+        instance, residents = self._instance, list[Run]()
         if isinstance(reply, Found):
             found, residents = self._chosen(reply, first)
         else:
@@ -234,14 +234,14 @@ class Lookups:
             (end // each for end in range(len(there), 0, -each) if all(there[end - each : end])), 0
         )
 
-    def _chosen(self, reply: Found, first: int) -> tuple[int, dict[int, Replica]]:
-        """How many leading chunks can be loaded, and those read in place, by number. first: the
+    def _chosen(self, reply: Found, first: int) -> tuple[int, list[Run]]:
+        """How many leading chunks can be loaded, and those read in place. first: the
         number of the first one asked for.
         """
         shared, tables = self._instance.shared, self._instance.tables
         if shared is None or tables is None:
-            return 0, {}
+            return 0, []
         # The epoch only grows, and an older answer may be read late.
         shared.heard = max(shared.heard, reply.epoch)
         found, chosen = shared.choose(reply, tables)
-        return found, {first + chunk: replica for chunk, replica in chosen.items()}
+        return found, [run._replace(first=first + run.first) for run in chosen]

@@ -15,6 +15,7 @@ from vcache_backend.metadata_server.messages import ChunkKey, SegmentId
 from vcache_backend.vram_pool.devices import Where
 
 from .model_spec import ShardSpec
+from .replicas import Run
 
 
 class Link(msgspec.Struct, frozen=True):
@@ -46,10 +47,9 @@ class LoadSpec(_Spec, frozen=True):
     wanted. skip, stop: fill `blocks[skip:stop]`; vLLM's own cache has those before. wait_seconds:
     how long to wait for chunks that are not there yet; 0: all are there. offload: chunks that the
     pool lacks may be in the offload tier. promote: store in the pool again what comes from there.
-    prefix: the keys of all earlier chunks, if `offload`. residents: by number within the load, the
-    chunks that lie in another instance's KV cache: the instance, its blocks and their generations,
-    as published. lost: the scheduler could not describe the load; load nothing and report that it
-    failed."""
+    prefix: the keys of all earlier chunks, if `offload`. residents: the chunks that lie in other
+    instances' KV caches, numbered within the load. lost: the scheduler could not describe the load;
+    load nothing and report that it failed."""
 
     request_id: str
     keys: list[ChunkKey] = []
@@ -60,7 +60,7 @@ class LoadSpec(_Spec, frozen=True):
     offload: bool = False
     promote: bool = False
     prefix: list[ChunkKey] = []
-    residents: dict[int, tuple[bytes, bytes, bytes]] = {}
+    residents: list[Run] = []
     lost: bool = False
 
 
@@ -116,7 +116,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     introduce: bool = False
     instance: bytes = b""
     publications: list[PublicationSpec] = field(default_factory=list)
-    found: dict[str, dict[int, tuple[bytes, bytes, bytes]]] = field(default_factory=dict)
+    found: dict[str, list[Run]] = field(default_factory=dict)
     victims: PublicationSpec | None = None
     echo: int = 0
 

@@ -26,7 +26,7 @@ from vcache_backend.resident.tables import Tables
 from .duplicates import Duplicates
 from .hints import Hints
 from .metadata import PublicationSpec
-from .replicas import Replica, choose
+from .replicas import Run, choose
 from .resident_pool import GENERATIONS, NUMBERS, KVBlocks, ResidentPool
 from .tracked import NEVER, Tracked
 
@@ -113,7 +113,7 @@ class Publications:
         self.epoch = heard
         return True
 
-    def choose(self, found: Found, tables: Tables) -> tuple[int, dict[int, Replica]]:
+    def choose(self, found: Found, tables: Tables) -> tuple[int, list[Run]]:
         """See `replicas.choose`."""
         return choose(found, tables, self.each)
 

@@ -14,7 +14,7 @@ import msgspec
 from vcache_backend.metadata_server.channel import Sent
 from vcache_backend.metadata_server.messages import ChunkKey, Count, Found
 
-from .replicas import Replica
+from .replicas import Run, within
 from .request_params import RequestParams
 from .resident_pool import GENERATIONS
 
@@ -28,15 +28,14 @@ class Answer(msgspec.Struct):
     """What can be loaded of a request as of `at` (time.monotonic): the chunks [first, hits).
 
     pooled: chunks before this number are in the pool or in KV caches, the others in the offload
-    tier. residents: by number, the chunks that lie in others' KV
-    caches. seconds: spent on asking. counted: whether the metrics have it."""
+    tier. residents: the chunks that lie in others' KV caches. seconds: spent on asking. counted: whether the metrics have it."""
 
     first: int
     hits: int
     pooled: int
     at: float
     seconds: float
-    residents: dict[int, Replica] = {}
+    residents: list[Run] = []
     counted: bool = False
 
     @property
@@ -48,13 +47,9 @@ class Answer(msgspec.Struct):
         """Whether the answer can still be used for the chunks from `first` on."""
         return self.first <= first <= self.hits and self.at + FRESH_SECONDS > monotonic()
 
-    def residents_of(self, first: int, stop: int) -> dict[int, Replica]:
+    def residents_of(self, first: int, stop: int) -> list[Run]:
         """Those of the chunks [first, stop), numbered from the first one of them."""
-        return {
-            chunk - first: replica
-            for chunk, replica in self.residents.items()
-            if first <= chunk < stop
-        }
+        return within(self.residents, first, stop)
 
 
 NO_ANSWER = Answer(0, 0, 0, -inf, 0.0, counted=True)
@@ -126,8 +121,7 @@ class Tracked(msgspec.Struct):
 
     loads: whether it may load anything. local: its tokens in vLLM's own cache when it was matched.
     supplied: those and the tokens that we load. loading: its load is under way. copies: the chunks
-    that it reads in others' KV caches, each with the position of its first block; `Duplicates`
-    writes it."""
+    that it reads in others' KV caches; `Duplicates` writes it."""
 
     request: Any
     params: RequestParams
@@ -139,4 +133,4 @@ class Tracked(msgspec.Struct):
     store: StoreState = msgspec.field(default_factory=StoreState)
     resident: ResidentState = msgspec.field(default_factory=ResidentState)
     leftover: LeftoverState = msgspec.field(default_factory=LeftoverState)
-    copies: list[tuple[int, Replica]] = []
+    copies: list[Run] = []
