@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from integration.vllm.replicas import Replica
+from integration.vllm.in_place.replicas import Replica
 from vcache_backend.config import ByteSize, EngineConfig, PoolConfig
 from vcache_backend.metadata_server.messages import INSTANCE_BYTES, ChunkKey, Found, InstanceId
 from vcache_backend.resident.generations import UInt64s

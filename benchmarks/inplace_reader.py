@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from integration.vllm.replicas import Replica, by_chunk, choose
+from integration.vllm.in_place.replicas import Replica, by_chunk, choose
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey, Found
 from vcache_backend.resident.neighbours import Neighbours
@@ -235,14 +235,14 @@ def believe_copies() -> None:
     """For a control: count every copy as right, whatever the generations, or the lease, say after
     it.
     """
-    for piece in (resident._ResidentPiece, pooled._PooledPiece):
-        piece.settle = _believed(piece.settle)  # type: ignore[method-assign]
+    for part in (resident._ResidentPart, pooled._PooledPart):
+        part.settle = _believed(part.settle)  # type: ignore[method-assign, assignment]
 
 
-def _believed(settle: Callable[..., Settled]) -> Callable[..., Settled]:
-    def settled(piece: Any, *arguments: Any) -> Settled:
-        settle(piece, *arguments)
-        return Settled(piece.count)
+def _believed(settle: Callable[[Any], Settled]) -> Callable[[Any], Settled]:
+    def settled(part: Any) -> Settled:
+        settle(part)
+        return Settled(part.count)
 
     return settled
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
+from vcache_backend.metadata_server.calls.link import ServerLink
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.link import ServerLink
 from vcache_backend.resident.generations import Generations
 from vcache_backend.vram_pool import segment
 from vcache_backend.vram_pool.devices import Device

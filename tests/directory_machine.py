@@ -16,8 +16,6 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from model import FakeClock, Held, Memory, Model, Slot, chunk_key, room_of
 
 from vcache_backend.config import ServerConfig
-from vcache_backend.metadata_server import backlog
-from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.messages import (
     GRACE_SECONDS,
     ChunkKey,
@@ -26,7 +24,9 @@ from vcache_backend.metadata_server.messages import (
     SegmentId,
     SegmentInfo,
 )
-from vcache_backend.metadata_server.placement import Peer
+from vcache_backend.metadata_server.pool import backlog
+from vcache_backend.metadata_server.pool.directory import Directory
+from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import LedgerState, ProcessId, Record
 
 LIMITS = ServerConfig(lease_seconds=10, reservation_seconds=30, max_chunks=14)

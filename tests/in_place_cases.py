@@ -36,14 +36,14 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vcache_backend.integration.vllm import lookups, tracked
 from vcache_backend.integration.vllm.metadata import (
     PublicationSpec,
     Shard,
     StepMetadata,
     WorkerReport,
 )
-from vcache_backend.integration.vllm.model_spec import ShardSpec
+from vcache_backend.integration.vllm.model.spec import ShardSpec
+from vcache_backend.integration.vllm.scheduler import lookups, tracked
 from vcache_backend.resident.own_cache import Shown, cache_shape
 from vcache_backend.transfer.publisher import Publication, Publisher
 from vcache_backend.transfer.stats import EngineStats

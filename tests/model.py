@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Location
-from vcache_backend.metadata_server.placement import Peer
+from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
 
 ALIGNMENT = 256

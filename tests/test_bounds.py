@@ -23,7 +23,6 @@ from processes import Raw, Stage, eventually, info
 
 from vcache_backend.config import ServerConfig
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server import residents
 from vcache_backend.metadata_server.client_lines import (
     MAX_CALLERS,
     OF_PROCESS,
@@ -32,10 +31,11 @@ from vcache_backend.metadata_server.client_lines import (
     ClientLines,
     caused_by,
 )
-from vcache_backend.metadata_server.directory import Directory
-from vcache_backend.metadata_server.layouts import MAX_REPORTS, Reports
-from vcache_backend.metadata_server.placement import Peer
+from vcache_backend.metadata_server.instances import resident_chunks as residents
+from vcache_backend.metadata_server.pool.directory import Directory
+from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
+from vcache_backend.metadata_server.serving.layouts import MAX_REPORTS, Reports
 from vcache_backend.metadata_server.shares import Shares, user
 
 MIB = 1 << 20

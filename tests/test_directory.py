@@ -12,12 +12,12 @@ import pytest
 from model import FakeClock, chunk_key
 
 from vcache_backend.config import ServerConfig
-from vcache_backend.metadata_server import backlog
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server.directory import Directory
-from vcache_backend.metadata_server.placement import MAX_SEARCH, Peer
+from vcache_backend.metadata_server.pool import backlog
+from vcache_backend.metadata_server.pool.directory import Directory
+from vcache_backend.metadata_server.pool.placement import MAX_SEARCH, Peer
+from vcache_backend.metadata_server.pool.reservations import CLAIM_SECONDS, ROUNDING_BYTES
 from vcache_backend.metadata_server.records import LedgerState, ProcessId, SegmentAdded
-from vcache_backend.metadata_server.reservations import CLAIM_SECONDS, ROUNDING_BYTES
 
 KIB = 1 << 10
 A, B, C, D, E = (chunk_key(n) for n in range(5))
@@ -88,7 +88,7 @@ def test_reservations_of_one_client_are_bounded(
     directory: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "vcache_backend.metadata_server.reservations.MAX_RESERVATIONS_PER_CLIENT", 2
+        "vcache_backend.metadata_server.pool.reservations.MAX_RESERVATIONS_PER_CLIENT", 2
     )
     first = directory.reserve(WRITER, [A], KIB)
     directory.reserve(WRITER, [B], KIB)
@@ -106,7 +106,7 @@ def test_reservations_of_one_client_are_bounded(
 def test_leases_of_one_client_are_bounded(
     directory: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vcache_backend.metadata_server.leases.MAX_LEASES_PER_CLIENT", 2)
+    monkeypatch.setattr("vcache_backend.metadata_server.pool.leases.MAX_LEASES_PER_CLIENT", 2)
     put(directory, A)
     leases = [directory.acquire(READER, [A]).lease for _ in range(3)]
     assert leases[2] == 0
@@ -311,7 +311,7 @@ def test_who_renews_a_lease_before_a_lost_connection_is_cleared_away_has_its_ful
 def test_leased_chunks_of_one_client_are_bounded(
     directory: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vcache_backend.metadata_server.leases.MAX_LEASED_PER_CLIENT", 4)
+    monkeypatch.setattr("vcache_backend.metadata_server.pool.leases.MAX_LEASED_PER_CLIENT", 4)
     put(directory, A, B)
     directory.acquire(READER, [A])
     first = directory.acquire(READER, [A, B])

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from model import Place, pattern
 
-from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, SegmentId
-from vcache_backend.metadata_server.placement import Peer
+from vcache_backend.metadata_server.pool.directory import Directory
+from vcache_backend.metadata_server.pool.placement import Peer
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 

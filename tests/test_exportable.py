@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from vcache_backend import config
 from vcache_backend.errors import LayoutError, SegmentError
-from vcache_backend.integration.vllm.exportable import begin
+from vcache_backend.integration.vllm.in_place.exporter import begin
 from vcache_backend.vram_pool import cuda_driver
 from vcache_backend.vram_pool.cuda_driver import Driver
 from vcache_backend.vram_pool.exports import cuda_memory as cuda_exportable

@@ -16,7 +16,7 @@ import pytest
 import torch
 from processes import IMPORT_SECONDS, ROOT, SECONDS
 
-from vcache_backend.integration.vllm.exportable import Exporter, begin
+from vcache_backend.integration.vllm.in_place.exporter import Exporter, begin
 from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.exports.cuda_memory import CudaExportable
 from vcache_backend.vram_pool.exports.memory import Region

@@ -17,10 +17,10 @@ from model import FakeClock, chunk_key
 from vcache_backend.config import ServerConfig
 from vcache_backend.metadata_server import ledger as ledgers
 from vcache_backend.metadata_server import records as r
-from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.ledger import Damaged, EarlierLedger, Ledger
 from vcache_backend.metadata_server.messages import ChunkKey, Location, SegmentId, SegmentInfo
-from vcache_backend.metadata_server.placement import Peer
+from vcache_backend.metadata_server.pool.directory import Directory
+from vcache_backend.metadata_server.pool.placement import Peer
 
 KIB = 1 << 10
 S0, S1 = SegmentId("s0"), SegmentId("s1")

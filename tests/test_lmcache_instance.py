@@ -1,7 +1,7 @@
 """What the plugin finds out about its instance, which instances share, and what must be right
 before it works.
 
-What vLLM's configuration says is read by `integration.vllm.model_spec`, see test_vllm_model_spec.
+What vLLM's configuration says is read by `integration.vllm.model.spec`, see test_vllm_model_spec.
 """
 
 from __future__ import annotations

@@ -40,10 +40,10 @@ from vcache_backend.config import from_dict
 from vcache_backend.doctor import check_server
 from vcache_backend.errors import SegmentError
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.resident.caretaker import Caretaker
 from vcache_backend.resident.generations import Generations, GenerationView
 from vcache_backend.resident.neighbours import Neighbour, Neighbours
 from vcache_backend.resident.own_cache import cache_shape
+from vcache_backend.resident.unmapper import Unmapper
 from vcache_backend.vram_pool import cuda_driver, cuda_segment
 from vcache_backend.vram_pool.cuda_driver import Driver
 
@@ -127,7 +127,7 @@ def test_what_a_step_counts_on_is_still_read_in_the_moment_after_its_owners_end(
     stage: Stage, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noticed, over = threading.Event(), threading.Event()
-    monkeypatch.setattr(Caretaker, "_linger", lambda _: noticed.set() or over.wait(SECONDS))
+    monkeypatch.setattr(Unmapper, "_linger", lambda _: noticed.set() or over.wait(SECONDS))
     with owner(stage) as there:
         generations = there.ask("write", [5], 40)
         neighbour = reader.there()
@@ -436,9 +436,9 @@ def test_a_gpus_mapping_goes_in_the_thread_once_the_device_has_no_work(
         regions=[nbytes],
     )
     ended: list[Neighbour] = []
-    caretaker = Caretaker(ended.append)
+    unmapper = Unmapper(ended.append)
     neighbour = Neighbour(
-        ONE, shape, GenerationView.open(table.fd, ONE, SMALL.blocks), EACH, caretaker.wake
+        ONE, shape, GenerationView.open(table.fd, ONE, SMALL.blocks), EACH, unmapper.wake
     )
     neighbour.map([fd], GPU0)
     os.close(fd)
@@ -447,7 +447,7 @@ def test_a_gpus_mapping_goes_in_the_thread_once_the_device_has_no_work(
     ).all()
     assert neighbour.enter()
     with script("input()") as owner_:
-        assert caretaker.admit(neighbour, [os.pidfd_open(owner_.pid)])
+        assert unmapper.admit(neighbour, [os.pidfd_open(owner_.pid)])
         owner_.kill()
     eventually(lambda: ended == [neighbour])
     assert done == [("cuMemMap", here)]
@@ -458,7 +458,7 @@ def test_a_gpus_mapping_goes_in_the_thread_once_the_device_has_no_work(
         ("cuCtxSynchronize", "vcache-neighbours"),
         ("cuMemUnmap", "vcache-neighbours"),
     ]
-    caretaker.close(SECONDS)
+    unmapper.close(SECONDS)
     cache.close()
     table.close()
 

@@ -21,12 +21,17 @@ from vcache_backend.doctor import Finding
 from vcache_backend.errors import Refused
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
-from vcache_backend.metadata_server.directory import Directory
-from vcache_backend.metadata_server.layouts import MAX_NAMESPACES, MAX_REPORTS, Layouts, Reports
-from vcache_backend.metadata_server.placement import Peer
+from vcache_backend.metadata_server.pool.directory import Directory
+from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
-from vcache_backend.metadata_server.server_stats import fitting
-from vcache_backend.metadata_server.service import Service
+from vcache_backend.metadata_server.serving.layouts import (
+    MAX_NAMESPACES,
+    MAX_REPORTS,
+    Layouts,
+    Reports,
+)
+from vcache_backend.metadata_server.serving.server_stats import fitting
+from vcache_backend.metadata_server.serving.service import Service
 from vcache_backend.metadata_server.succession import Predecessors
 
 SEED = "stepped aside: PYTHONHASHSEED is not set"

@@ -18,18 +18,18 @@ pytest.importorskip("vllm.v1.core.block_pool", reason="vLLM is not installed")
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
-from vcache_backend.integration.vllm import duplicates
-from vcache_backend.integration.vllm.duplicates import Duplicates
-from vcache_backend.integration.vllm.metadata import LoadSpec
-from vcache_backend.integration.vllm.replicas import Run
-from vcache_backend.integration.vllm.request_params import DEFAULT
-from vcache_backend.integration.vllm.resident_pool import (
+from vcache_backend.integration.vllm.in_place import duplicates
+from vcache_backend.integration.vllm.in_place.block_pool import (
     GENERATIONS,
     NUMBERS,
     KVBlocks,
     ResidentPool,
 )
-from vcache_backend.integration.vllm.tracked import StoreState, Tracked
+from vcache_backend.integration.vllm.in_place.duplicates import Duplicates
+from vcache_backend.integration.vllm.in_place.replicas import Run
+from vcache_backend.integration.vllm.metadata import LoadSpec
+from vcache_backend.integration.vllm.scheduler.request_params import DEFAULT
+from vcache_backend.integration.vllm.scheduler.tracked import StoreState, Tracked
 from vcache_backend.resident.generations import Generations, GenerationView
 
 INSTANCE, OWNER, BLOCKS, EACH = b"i" * 16, b"o" * 16, 12, 2
@@ -108,9 +108,7 @@ class Watched:
         tracked.resident.generations = array(GENERATIONS, self.view.counters[ids])
         at = np.array([[EACH * chunk, EACH * chunk + 1] for chunk in chunks], dtype="<u4")
         lies = [Run(0, len(chunks), OWNER, at.tobytes(), self.owner.counters[at].tobytes())]
-        load = LoadSpec(
-            request_id="r", keys=[], blocks=ids.tolist(), skip=0, stop=len(ids), residents=lies
-        )
+        load = LoadSpec(request_id="r", keys=[], blocks=ids.tolist(), residents=lies)
         self.duplicates.note(tracked, load, 0)
         self.known(blocks)
         return tracked, blocks

@@ -36,10 +36,13 @@ from processes import PATIENT, QUICK, Child, Raw, Stage, eventually, hung, info,
 from test_directory import work_of
 
 from vcache_backend.errors import Refused, VCacheError
-from vcache_backend.metadata_server import instances, reads, residence, residents
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.placement import Peer
+from vcache_backend.metadata_server.instances import publications as residence
+from vcache_backend.metadata_server.instances import reads
+from vcache_backend.metadata_server.instances import registry as instances
+from vcache_backend.metadata_server.instances import resident_chunks as residents
+from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.processes import is_pidfd
 from vcache_backend.metadata_server.records import ProcessId
 from vcache_backend.seals import FUTURE_WRITE, RESIZING

@@ -21,7 +21,7 @@ from processes import PATIENT, SECONDS, Child, Raw, Stage, eventually, make_memf
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes, wire
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.layouts import MAX_COMPARED
+from vcache_backend.metadata_server.serving.layouts import MAX_COMPARED
 
 KIB = 1 << 10
 A, B, C, D, E = (chunk_key(n) for n in range(5))

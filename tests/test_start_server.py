@@ -20,7 +20,7 @@ from vllm_cases import CHUNK, Node, missing, new_tokens
 
 from vcache_backend.config import Config, from_dict
 from vcache_backend.errors import ServerUnavailable
-from vcache_backend.metadata_server import channel
+from vcache_backend.metadata_server.calls import channel
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.endpoint import beside
 from vcache_backend.metadata_server.start import ensure, try_ensure

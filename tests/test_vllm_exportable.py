@@ -20,7 +20,7 @@ from vllm_cases import Instance, Node, missing
 from vllm_sources import FILES, differences
 
 from vcache_backend.doctor import in_place, packages
-from vcache_backend.integration.vllm import compat
+from vcache_backend.integration.vllm.model import compat
 
 pytestmark = [
     pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"),
@@ -38,7 +38,8 @@ def refusals(serving: Any) -> dict[str, tuple[str | None, str]]:
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
     from vcache_backend.config import Config
-    from vcache_backend.integration.vllm import exportable, model_spec
+    from vcache_backend.integration.vllm.in_place import exporter as exportable
+    from vcache_backend.integration.vllm.model import spec as model_spec
 
     vllm_config = serving.llm.llm_engine.vllm_config
     kv_config = serving.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config

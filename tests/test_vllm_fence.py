@@ -17,12 +17,12 @@ from processes import QUICK, SECONDS, eventually
 
 pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
 
-from vcache_backend.integration.vllm.loading import Attached
-from vcache_backend.integration.vllm.loads import Loads
 from vcache_backend.integration.vllm.metadata import LoadSpec, StepMetadata, StoreSpec
-from vcache_backend.integration.vllm.report import Reporter
-from vcache_backend.integration.vllm.stats import Meter
-from vcache_backend.integration.vllm.stores import Stores
+from vcache_backend.integration.vllm.telemetry.stats import Meter
+from vcache_backend.integration.vllm.worker.loading import Attached
+from vcache_backend.integration.vllm.worker.loads import Loads
+from vcache_backend.integration.vllm.worker.report import Reporter
+from vcache_backend.integration.vllm.worker.stores import Stores
 from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copies.copier import Completion
@@ -154,7 +154,7 @@ def test_a_worker_that_closes_waits_for_the_copy_of_a_load(
     model: Any = SimpleNamespace(block_size=worker.block_size)
     loads = Loads(model, False, Reporter((0, 0), 0, 0, False), worker.stores, Meter())
     key = ChunkKey(bytes(KEY_BYTES))
-    spec = LoadSpec(request_id="r", keys=[key], blocks=[5, 6], skip=0, stop=2)
+    spec = LoadSpec(request_id="r", keys=[key], blocks=[5, 6])
     loads.expect([spec])
     loads.begin(Attached(worker.session, worker.kv, worker.block_size), StepMetadata(loads=[spec]))
     eventually(lambda: loads.finished(idle=False) == set() and begun.is_set())

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import math
 import random
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,9 @@ from vllm.v1.request import Request
 
 from vcache_backend.config import EngineConfig, from_dict
 from vcache_backend.errors import LayoutError
-from vcache_backend.integration.vllm import compat, exportable, groups, model_spec
+from vcache_backend.integration.vllm.in_place import exporter as exportable
+from vcache_backend.integration.vllm.model import compat, groups
+from vcache_backend.integration.vllm.model import spec as model_spec
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.transfer.keys import state_keys
 
@@ -168,8 +171,11 @@ class Case:
             stop = self.request.num_computed_tokens // self.size
             first = self.groups.alive_from(self.rows, before, 0, stop)
             assert first <= before // self.size
-            taken = self.groups.chunks(self.rows, first, stop)
-            assert taken == self.groups.chunks(true, first, stop)
+            taken, due = (
+                self.groups.chunks([array("I", row) for row in rows], first, stop)
+                for rows in (self.rows, true)
+            )
+            assert taken == due
             assert groups.NULL not in taken
             looked, gone = looked + stop, gone + first
         return looked, gone
@@ -211,6 +217,20 @@ def test_of_what_vllm_has_itself_nothing_is_wanted_and_what_chunks_lack_is_not_t
         0,
         2,
     ]
+
+
+def test_of_one_table_of_all_tokens_a_hit_may_begin_and_end_within_a_chunk() -> None:
+    found, row = groups.read(caches(spec()), 64), list(range(11, 20))
+    assert (found.plain, found.whole, found.text, found.blocks) == (True, 16, "", 4)
+    assert found.wanted([row], 0, 128) == row[:8]
+    assert found.wanted([row], 80, 112) == [-1, *row[5:7]]
+    assert found.chunks([array("I", row)], 1, 2) == row[4:8]
+    assert found.alive_from([row], 100, 1, 2) == 1
+    with pytest.raises(ValueError, match="wants 72 tokens"):
+        found.wanted([row], 0, 72)
+    for specs in ((spec(33),), (spec(33), spec()), (state(), spec()), (spec(), spec())):
+        other = groups.read(caches(*specs), 64)
+        assert (other.plain, other.whole) == (False, 64)
 
 
 class Running:
@@ -432,6 +452,7 @@ def test_one_table_of_all_tokens_adds_nothing_to_the_namespace_and_others_say_wh
     (tmp_path / "model").mkdir()
     config = vllm_config(model_config__model=str(tmp_path / "model"), use_v2_model_runner=False)
     alone = compat.read_model(config, caches(spec()), "")
+    assert alone.extra.pop("groups") == ""
     assert alone == model_spec.read_model(config)
     several = compat.read_model(config, caches(spec(33), spec()), "")
     assert several.extra == alone.extra | {"groups": "full/16 window33/16"}

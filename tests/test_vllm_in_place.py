@@ -32,8 +32,8 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installe
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from vcache_backend.integration.vllm.in_place.replicas import by_chunk
 from vcache_backend.integration.vllm.metadata import LoadSpec, StepMetadata, WorkerReport
-from vcache_backend.integration.vllm.replicas import by_chunk
 from vcache_backend.transfer.resident import ResidentChunk
 
 __all__ = ["engine", "here", "make"]
@@ -347,7 +347,8 @@ class Written(Engine):
         for chunk in range(len(spec.keys)):
             one = ResidentChunk.unpacked(*replicas[chunk])
             right &= bool((counters[one.blocks] == one.generations).all())
-            at = np.arange(max(spec.skip, chunk * EACH), min(spec.stop, (chunk + 1) * EACH))
+            at = np.arange(chunk * EACH, min(len(spec.blocks), (chunk + 1) * EACH))
+            at = at[np.array(spec.blocks)[at] >= 0]
             self.holds[np.array(spec.blocks)[at]] = owner.holds[one.blocks[at - chunk * EACH]]
         return right
 

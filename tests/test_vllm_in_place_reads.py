@@ -20,11 +20,11 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installe
 from vllm.v1.request import Request
 
 from vcache_backend.errors import Refused
-from vcache_backend.integration.vllm import hints
+from vcache_backend.integration.vllm.in_place import hints
+from vcache_backend.integration.vllm.in_place.replicas import by_chunk
 from vcache_backend.integration.vllm.metadata import StepMetadata, WorkerReport
-from vcache_backend.integration.vllm.replicas import by_chunk
+from vcache_backend.metadata_server.instances.publications import BLOCK_BYTES
 from vcache_backend.metadata_server.messages import MAX_BLOCKS
-from vcache_backend.metadata_server.residence import BLOCK_BYTES
 from vcache_backend.resident.generations import Generations
 
 __all__ = ["here"]
@@ -207,7 +207,7 @@ def test_of_a_load_that_failed_nothing_is_published_before_it_is_computed(
     computed(owner, tokens)
     request = reader.add(tokens)
     (load,) = reader.step().loads
-    invalid = set(load.blocks[load.skip + right * EACH : load.stop])
+    invalid = set(load.blocks[right * EACH :])
     failed = WorkerReport(failed={request.request_id})
     reader.step(
         finished_recving={request.request_id},
@@ -237,7 +237,7 @@ def test_who_finds_what_its_load_did_not_bring_leaves_it_as_it_was_published(
     failed = WorkerReport(failed={request.request_id})
     reader.step(
         finished_recving={request.request_id},
-        invalid_block_ids=set(load.blocks[load.skip : load.stop]),
+        invalid_block_ids=set(load.blocks),
         kv_connector_worker_meta=failed,
     )
     reader.finish(request)

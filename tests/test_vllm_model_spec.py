@@ -23,8 +23,8 @@ from vllm_objects import BLOCK, BLOCKS, LAYERS, LLAMA, HFConfig, attention, cach
 
 from vcache_backend.config import EngineConfig
 from vcache_backend.errors import LayoutError
-from vcache_backend.integration.vllm import model_spec
-from vcache_backend.integration.vllm.model_spec import ModelSpec, ShardSpec
+from vcache_backend.integration.vllm.model import spec as model_spec
+from vcache_backend.integration.vllm.model.spec import ModelSpec, ShardSpec
 
 CHUNK = 16
 ROOT = bytes(range(32))

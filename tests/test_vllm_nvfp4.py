@@ -18,7 +18,7 @@ import torch
 from vllm_cases import beside_vllm, missing
 
 from vcache_backend.config import EngineConfig
-from vcache_backend.integration.vllm import model_spec
+from vcache_backend.integration.vllm.model import spec as model_spec
 from vcache_backend.vram_pool.copies.copier import HostCopier
 from vcache_backend.vram_pool.copies.planner import plan_blocks
 from vcache_backend.vram_pool.slots import SlotView

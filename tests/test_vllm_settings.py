@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from vcache_backend import config
 from vcache_backend.errors import ConfigError
 from vcache_backend.integration import plugin
-from vcache_backend.integration.vllm import adapters, request_params, settings
+from vcache_backend.integration.vllm import settings
+from vcache_backend.integration.vllm.scheduler import adapters, request_params
 from vcache_backend.metadata_server.messages import (
     KEY_BYTES,
     NAMESPACE_BYTES,

@@ -62,7 +62,7 @@ def prepare(serving: Any) -> None:
 
 def patience(serving: Any, seconds: float) -> None:
     """For what never ends, which a test need not wait for as long as a user may."""
-    from vcache_backend.integration.vllm import worker
+    from vcache_backend.integration.vllm.worker import side as worker
 
     worker.CLOSE_SECONDS = seconds
 
@@ -213,7 +213,7 @@ def test_sleep_mode_is_refused_before_vllm_tells_of_it_and_with_backends_that_ar
 def refusals(serving: Any) -> list[str | None]:
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
-    from vcache_backend.integration.vllm import compat
+    from vcache_backend.integration.vllm.model import compat
 
     class Told:
         unregister_kv_caches = None

@@ -29,10 +29,10 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vcache_backend.errors import ServerTimeout
-from vcache_backend.integration.vllm import events, stats
-from vcache_backend.integration.vllm.events import Announcer
 from vcache_backend.integration.vllm.metadata import WorkerReport
-from vcache_backend.integration.vllm.stats import Meter, VCacheStats
+from vcache_backend.integration.vllm.telemetry import events, stats
+from vcache_backend.integration.vllm.telemetry.events import Announcer
+from vcache_backend.integration.vllm.telemetry.stats import Meter, VCacheStats
 from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey, of_rank
 from vcache_backend.offload.write import DROPPED
 from vcache_backend.transfer.sources import CAUSES

@@ -22,11 +22,11 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installe
 import torch
 from vllm.v1.request import Request
 
-from vcache_backend.integration.vllm import exportable
-from vcache_backend.integration.vllm.in_place import InPlace
+from vcache_backend.integration.vllm.in_place import exporter as exportable
+from vcache_backend.integration.vllm.in_place.worker import InPlace
 from vcache_backend.integration.vllm.metadata import PublicationSpec, StepMetadata
-from vcache_backend.integration.vllm.stats import Meter
-from vcache_backend.integration.vllm.stores import Stores
+from vcache_backend.integration.vllm.telemetry.stats import Meter
+from vcache_backend.integration.vllm.worker.stores import Stores
 from vcache_backend.metadata_server.messages import ChunkKey, InstanceId
 from vcache_backend.resident.generations import Generations
 from vcache_backend.transfer import publisher

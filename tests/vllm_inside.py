@@ -87,7 +87,7 @@ class Serving:
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vcache_backend.integration import amx
-        from vcache_backend.integration.vllm import lookups, tracked
+        from vcache_backend.integration.vllm.scheduler import lookups, tracked
 
         # Tests count questions, and a slow machine must not ask again what it has asked.
         lookups.AHEAD_SECONDS = tracked.FRESH_SECONDS = PATIENCE_SECONDS

@@ -40,8 +40,11 @@ TOKENS = CHUNKS * CHUNK_SIZE + BLOCK_SIZE // 2
 BLOCKS = -(-TOKENS // BLOCK_SIZE)
 SHAPES = {"host": (4, 2, 64), "cuda": (16, 8, 64)}
 """Layers, KV heads, size of a head. On GPUs those of Llama-3.2-1B."""
+START_SECONDS = 300.0
+"""The most that the start of a child may take. It imports torch, perhaps on a cold disk and a busy
+core: a minute there is no failure."""
 SECONDS = 60.0
-"""The most that an answer may take. The first includes importing torch, perhaps on a busy core."""
+"""The most that an answer of a child that has started may take."""
 CLIENT = ClientConfig(connect_seconds=5.0, request_seconds=10.0, control_seconds=30.0)
 FOLDER = None if len(tempfile.gettempdir()) < 70 else "/tmp"
 """Where the socket's folder is made. A socket's path has at most 107 bytes."""
@@ -99,13 +102,13 @@ def play(devices: list[str]) -> dict[str, Any]:
         tempfile.TemporaryDirectory(prefix="vcache-demo-", dir=FOLDER) as folder,
         ExitStack() as undo,
     ):
-        undo.enter_context(Child("serve", f"{folder}/vcache.sock")).answer()
+        undo.enter_context(Child("serve", f"{folder}/vcache.sock")).answer(START_SECONDS)
         workers = [
             undo.enter_context(Child("work", f"{folder}/vcache.sock", device, str(number)))
             for number, device in enumerate(devices)
         ]
         for worker in workers:
-            worker.answer()
+            worker.answer(START_SECONDS)
         for prompt in range(PROMPTS):
             workers[prompt % 2].ask("store", prompt)
             answers.append(workers[1 - prompt % 2].ask("retrieve", prompt))
@@ -148,11 +151,11 @@ class Child(subprocess.Popen[bytes]):
             self.stdin.write(json.dumps([verb, prompt]).encode() + b"\n")
         return self.answer()
 
-    def answer(self) -> Any:
+    def answer(self, seconds: float = SECONDS) -> Any:
         """Wait for the next line that the process prints. Raises DemoError."""
         assert self.stdout is not None
-        if not select.select([self.stdout], [], [], SECONDS)[0]:
-            raise DemoError(f"no answer in {SECONDS:g} s: {self.words}")
+        if not select.select([self.stdout], [], [], seconds)[0]:
+            raise DemoError(f"no answer in {seconds:g} s: {self.words}")
         if not (line := self.stdout.readline()):
             raise DemoError(
                 f"ended with exit code {self.wait()}, for the reason above: {self.words}"

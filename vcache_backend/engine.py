@@ -13,7 +13,7 @@ import torch
 
 from vcache_backend.config import Config
 from vcache_backend.errors import LayoutError, VCacheError
-from vcache_backend.metadata_server.messages import ChunkKey, of_rank
+from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.transfer.arguments import (
     KVCaches,
     SlotMapping,
@@ -25,18 +25,13 @@ from vcache_backend.transfer.arguments import (
 )
 from vcache_backend.transfer.keys import TokenHasher, as_tokens
 from vcache_backend.transfer.layout import Layout
-from vcache_backend.transfer.leases import AskedLease
-from vcache_backend.transfer.load import Load
+from vcache_backend.transfer.load import COPY_SECONDS, Load
 from vcache_backend.transfer.places import SlotPlaces
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool.copies.copier import Copier
 from vcache_backend.vram_pool.paged import PagedKV
 
-COPY_SECONDS = 10.0
-"""How long `retrieve` waits for its next chunk, on top of `offload.get_seconds`. A copy takes
-milliseconds.
-"""
 Tokens = Sequence[int] | torch.Tensor | npt.NDArray[np.integer[Any]]
 
 
@@ -73,7 +68,7 @@ class VCacheEngine:
             config, layout, rank=rank, copier=copier, kv_device=kv_device
         )
         self._layout, self._ranks, self._stats = session.layout, ranks, session.stats
-        self._hasher, self._rank = TokenHasher(session.namespace, layout.chunk_size), rank
+        self._hasher = TokenHasher(session.namespace, layout.chunk_size, rank)
         self._patience = COPY_SECONDS + config.offload.get_seconds
         self.device = session.device
 
@@ -127,7 +122,10 @@ class VCacheEngine:
         with self._stats.timed("store"):
             ids, size = as_tokens(tokens), self._layout.chunk_size
             first = first_wanted(mask, len(ids)) // size
-            slots, keys = as_slots(slot_mapping, len(ids), offset), self._keys(ids, as_salt(salt))
+            slots, keys = (
+                as_slots(slot_mapping, len(ids), offset),
+                self._hasher.keys(ids, as_salt(salt)),
+            )
             kv = self._bound("store", kvcaches)
             if kv is None:
                 return
@@ -166,14 +164,15 @@ class VCacheEngine:
         with self._stats.timed("retrieve"):
             ids, size = as_tokens(tokens), self._layout.chunk_size
             first = first_wanted(mask, len(ids))
-            start, keys = first // size, self._keys(ids, as_salt(salt))
+            start, keys = first // size, self._hasher.keys(ids, as_salt(salt))
             # The server answers while the places are worked out.
             with self._session.leases.ask(keys[start:]) as lease:
                 slots, kv = as_slots(slot_mapping, len(ids), 0), self._bound("retrieve", kvcaches)
                 if kv is None:
                     return torch.zeros(len(ids), dtype=torch.bool)
                 places = self._places(kv, slots, first, len(keys))
-                return self._loaded(keys[start:], places, keys[:start], lease)
+                load = Load(self._session, places, keys[start:], lease=lease)
+                return torch.from_numpy(places.loaded(load.finish(self._patience, keys[:start])))
 
     def contains(self, cache_key: bytes) -> int:
         """0: the chunk of this key is in the pool; 1: in the offload tier; -1: in neither, as far
@@ -223,7 +222,7 @@ class VCacheEngine:
 
     def keys(self, tokens: Tokens, *, salt: bytes | None = None) -> list[ChunkKey]:
         """The keys of the whole chunks of `tokens`, as `contains` takes them."""
-        return self._keys(tokens, as_salt(salt))
+        return self._hasher.keys(tokens, as_salt(salt))
 
     def flush(self, timeout: float = 5.0, through: bool = False) -> bool:
         """Wait until the stores so far are visible or given up; False after `timeout` seconds.
@@ -250,10 +249,6 @@ class VCacheEngine:
 
     # ---- inside
 
-    def _keys(self, tokens: Tokens, salt: bytes) -> list[ChunkKey]:
-        keys = self._hasher.keys(tokens, salt)
-        return of_rank(keys, self._rank) if self._rank else keys
-
     def _bound(self, call: str, kvcaches: KVCaches) -> PagedKV | None:
         """The geometry of the KV caches. ValueError if they are none, or not what the layout says;
         None, counted as a miss, if they cannot be bound for another reason."""
@@ -279,21 +274,3 @@ class VCacheEngine:
         )
         places.refuse_shared()
         return places
-
-    def _loaded(
-        self, keys: list[ChunkKey], places: SlotPlaces, prefix: list[ChunkKey], lease: AskedLease
-    ) -> torch.Tensor:
-        """Load the chunks `keys`, which come after those of `prefix`. Returns a boolean for each
-        token: whether it is loaded. lease: on the first chunks of `keys`.
-        """
-        loaded, session = 0, self._session
-        try:
-            load = Load(session, places, keys, lease=lease)
-            loaded = load.run(self._patience)
-            if prefix:
-                session.committer.touch(prefix)
-            if chunks := load.to_promote():
-                store(session, places, keys, chunks, prefix, fetched_in=load.epoch)
-        except Exception as error:  # noqa: BLE001 - nothing is raised into the caller
-            session.miss("promote", error)
-        return torch.from_numpy(places.loaded(loaded))

@@ -1,7 +1,7 @@
 """vcache as a storage plugin of LMCache: `storage_plugins: [vcache]`, see docs/lmcache.md.
 
-LMCache imports `VCacheBackend` from here. The modules that need neither LMCache nor vLLM are
-imported without them."""
+LMCache imports `VCacheBackend` from here. Modules that need neither LMCache nor vLLM can be
+imported without either."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["VCacheBackend"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the backend on first use: it needs LMCache, and other modules here do not."""
+    """Import the backend on first use: only the backend needs LMCache."""
     if name == "VCacheBackend":
         from .backend import VCacheBackend
 

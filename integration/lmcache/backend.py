@@ -28,12 +28,13 @@ log = logging.getLogger(__name__)
 
 
 class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type: ignore[misc]
-    """LMCache builds one in each worker from `storage_plugins: [vcache]`; see docs/lmcache.md.
+    """The plugin's storage backend in one worker. LMCache makes it for `storage_plugins: [vcache]`;
+    see docs/lmcache.md.
 
-    LMCache calls `contains` and its variants in its look-up thread, the `async` methods on its
-    storage manager's loop, and the rest in the worker's main thread. Nothing raises, and nothing
-    waits longer than the client's deadlines. If the plugin must not work here (see `checks`), it
-    stays as an allocator that always returns None."""
+    LMCache calls `contains` and its variants in the look-up thread, the `async` methods on the
+    storage manager's loop, and the rest in the worker's main thread. Nothing raises, and no call
+    waits longer than the client's deadlines. If the plugin must not work here (see `checks`), the
+    backend stays as an allocator that always returns None."""
 
     is_vcache = True
 
@@ -66,8 +67,8 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
     # ---- for the GPU connector and `Verbs`
 
     def bind(self, kvcaches: Any) -> PoolWorker | None:
-        """The worker, which uses these KV caches from now on; made on the first call. None if the
-        plugin stepped aside.
+        """Return the worker for these KV caches, made on the first call. None if the plugin stepped
+        aside.
         """
         if self.worker is not None:
             self.worker.kvcaches = kvcaches
@@ -82,7 +83,9 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
     def note_sources(
         self, objs: Sequence[MemoryObj], starts: Sequence[int], more: dict[str, Any]
     ) -> None:
-        """See `PoolWorker.note`. more: LMCache's `kvcaches`, `slot_mapping`, ..."""
+        """See `PoolWorker.note`. more: LMCache's keyword arguments, with `kvcaches` and
+        `slot_mapping`.
+        """
         worker, mapping = self.bind(more["kvcaches"]), more["slot_mapping"]
         if worker is not None:
             worker.note(objs, starts, as_slots(mapping, len(mapping), 0))
@@ -127,15 +130,15 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         return False
 
     def touch_cache(self) -> None:
-        """Nothing: the server notes the use of chunks when it leases them."""
+        """Do nothing: the server marks chunks as used when it leases them."""
 
     def get_blocking(self, key: CacheEngineKey) -> None:
-        """None: `Verbs.retrieve` loads hits straight into the paged KV cache, without memory
+        """Return None: `Verbs.retrieve` loads hits straight into the paged KV cache, without memory
         objects.
         """
 
     def batched_get_blocking(self, keys: list[CacheEngineKey]) -> list[None]:
-        """None for each; see `get_blocking`."""
+        """Return None for each key; see `get_blocking`."""
         return [None] * len(keys)
 
     # ---- stores
@@ -148,8 +151,8 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         eviction: bool = True,
         busy_loop: bool = True,
     ) -> MemoryObj | None:
-        """A memory object for one whole chunk; None for less, upon which LMCache stops storing the
-        request.
+        """Make a memory object for one whole chunk. None for less than a chunk: then LMCache stops
+        storing the request.
         """
         return next(iter(self.batched_allocate(shapes, dtypes, 1, fmt) or ()), None)
 
@@ -177,11 +180,10 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         transfer_spec: Any = None,
         on_complete_callback: Any = None,
     ) -> None:
-        """Reserve slots, launch one copy, and return. Chunks that are in the pool already are not
-        copied; commits follow in the background.
+        """Reserve slots, launch one copy, and return. Chunks that the pool has are not copied. The
+        commit follows in the background.
 
-        `on_complete_callback` is not called: LMCache's storage manager passes none.
-        """
+        `on_complete_callback` is not called: LMCache's storage manager passes none."""
         if self.worker is not None:
             self.worker.put(keys, objs)
 
@@ -192,7 +194,7 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         transfer_spec: Any = None,
         on_complete_callback: Any = None,
     ) -> None:
-        """As `batched_submit_put_task`, which does not wait for the copy either."""
+        """Call `batched_submit_put_task`, which does not wait for the copy."""
         self.batched_submit_put_task(keys, objs)
 
     def exists_in_put_tasks(self, key: CacheEngineKey) -> bool:
@@ -210,8 +212,8 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
 
     @answers(0)
     def clear(self) -> int:
-        """Forget every chunk of this namespace, of all instances that share it. Returns their
-        number of tokens.
+        """Reset the namespace, for all instances that share it. Returns the number of tokens
+        removed.
         """
         return self.worker.clear() * int(self.config.chunk_size) if self.worker is not None else 0
 
@@ -225,14 +227,14 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         return NoAllocator()
 
     def calculate_chunk_budget(self) -> int:
-        """How many chunks may be loaded at a time: practically any number, since our memory objects
+        """How many chunks may be loaded at once: practically any number, since our memory objects
         hold no memory.
         """
         return 1 << 20
 
     @answers(None)
     def close(self) -> None:
-        """Finish stores, and leave the pool. The chunks stay there."""
+        """Finish stores and leave the pool. The chunks stay in the pool."""
         worker, self.worker = self.worker, None
         self.reason = self.reason or "closed"
         if worker is not None:

@@ -1,8 +1,7 @@
-"""Checks that must pass before the plugin works. Each gives None, or a sentence that says what is
-wrong and what to change.
+"""Checks that must pass before the plugin works. Each returns None, or a sentence: what is wrong
+and what to change.
 
-It imports neither LMCache nor vLLM.
-"""
+Imports neither LMCache nor vLLM."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
-from ..vllm import model_spec
+from ..vllm.model import spec as model_spec
 from .instance import Instance
 from .patches import WANTED
 
@@ -21,8 +20,8 @@ CLASS_NAME = "VCacheBackend"
 
 
 def version() -> str | None:
-    """Why the plugin does not work with this LMCache, or None. `patches` checks the internals that
-    it relies on.
+    """Say why the plugin does not work with this version of LMCache, or None. `patches` checks
+    LMCache's internals.
     """
     try:
         installed = metadata.version("lmcache")
@@ -35,8 +34,8 @@ def version() -> str | None:
 
 
 def refusal(lm_config: Any, instance: Instance) -> str | None:
-    """The first setting of LMCache or of the instance with which the plugin cannot work, and what
-    to change; None if there is none.
+    """Name the first setting of LMCache or the instance that the plugin does not work with, and
+    what to change. None if all settings fit.
     """
     return next(
         (
@@ -131,7 +130,7 @@ def remarks(lm_config: Any, instance: Instance) -> Iterator[str]:
 
 
 def _our_names(lm_config: Any) -> list[str]:
-    """The names in `storage_plugins` that are of our class."""
+    """The names in `storage_plugins` that refer to our class."""
     extra = getattr(lm_config, "extra_config", None) or {}
     named = getattr(lm_config, "storage_plugins", None) or []
     return [

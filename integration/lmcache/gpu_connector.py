@@ -14,23 +14,21 @@ if TYPE_CHECKING:
 
 
 class VCacheGPUConnector(GPUConnectorInterface):  # type: ignore[misc]
-    """LMCacheEngine calls it to move KV. All calls come inside `store`, in the worker's main
-    thread.
-    """
+    """Moves KV for LMCacheEngine. All calls come inside `store`, in the worker's main thread."""
 
     def __init__(self, backend: VCacheBackend | None = None) -> None:
         self.backend = backend
 
     def initialize_kvcaches_ptr(self, **kwargs: Any) -> None:
-        """`kvcaches`: vLLM's tensors, one for each layer."""
+        """Use `kvcaches`, vLLM's tensors, one for each layer."""
         if "kvcaches" in kwargs:
             self._there().bind(kwargs["kvcaches"])
 
     def batched_from_gpu(
         self, memory_objs: Sequence[MemoryObj], starts: list[int], ends: list[int], **kwargs: Any
     ) -> None:
-        """Note where the chunks lie in `kvcaches`, by `slot_mapping`. They are copied once LMCache
-        puts them, with their keys.
+        """Note the chunks' slots in `kvcaches`, from `slot_mapping`. The copy follows when LMCache
+        puts the chunks with their keys.
         """
         self._there().note_sources(list(memory_objs), starts, kwargs)
 
@@ -41,8 +39,8 @@ class VCacheGPUConnector(GPUConnectorInterface):  # type: ignore[misc]
         ends: list[int] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Never called: `Verbs.retrieve` replaces the engine's, and needs no memory objects.
-        RuntimeError.
+        """Raise RuntimeError: `Verbs.retrieve` replaces the engine's method and needs no memory
+        objects, so nobody calls this.
         """
         raise RuntimeError(
             "LMCache loads memory objects where vcache loads chunks by itself; is this another version of LMCache?"

@@ -1,7 +1,7 @@
-"""Describes the serving instance that the plugin runs in, and makes its layout.
+"""Describes the serving instance around the plugin, and makes its layout.
 
-Under vLLM it reads vLLM's configuration (`..vllm.model_spec`); without vLLM, LMCache's metadata and
-our settings. It imports neither vLLM nor LMCache."""
+Under vLLM the description comes from vLLM's configuration (`..vllm.model.spec`), else from
+LMCache's metadata and our settings. Imports neither vLLM nor LMCache."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from vcache_backend.transfer.arguments import KVCaches
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.vram_pool.paged import PagedKV
 
-from ..vllm import groups, model_spec
-from ..vllm.model_spec import ModelSpec
+from ..vllm.model import groups
+from ..vllm.model import spec as model_spec
+from ..vllm.model.spec import ModelSpec
 from .settings import Settings
 
 
@@ -27,10 +28,10 @@ from .settings import Settings
 class Instance:
     """One worker of a serving instance.
 
-    model: without vLLM, this worker's part of it. rank, ranks: which of how many shards of a chunk
-    this worker holds, within its pipeline stage; 0 of 1 with MLA, where all hold the same.
-    kv_groups: groups of layers with block tables of their own. windowed: vLLM frees some of a
-    request's blocks while it runs. num_blocks: as vLLM counts them; 0 if unknown. kvcaches: by
+    model: without vLLM, this worker's part of the model. rank, ranks: the number of this worker's
+    shard of a chunk, of how many, within a pipeline stage; 0 of 1 with MLA, where all ranks hold
+    the same KV. kv_groups: groups of layers with separate block tables. windowed: vLLM frees some
+    of a request's blocks while it runs. num_blocks: as vLLM counts them; 0 if unknown. kvcaches: by
     layer; None until vLLM has registered them. adapter: LMCache's adapter in vLLM. adapter,
     vllm_config: None without vLLM."""
 
@@ -47,8 +48,8 @@ class Instance:
     vllm_config: Any = field(default=None, compare=False, repr=False)
 
     def describe(self, kvcaches: KVCaches, config: Config) -> tuple[PagedKV, Config]:
-        """The geometry of this worker's KV caches, and `config` with `engine.kv_axes` set to match.
-        Raises LayoutError.
+        """Describe this worker's KV caches. Returns their geometry, and `config` with the matching
+        `engine.kv_axes`. LayoutError.
         """
         engine, tensors = config.engine, by_layer(kvcaches)
         if self.vllm_config is None:
@@ -66,8 +67,8 @@ class Instance:
     def layout(
         self, kvcaches: KVCaches, kv: PagedKV, chunk_size: int, hash_probe: str, hash_algorithm: str
     ) -> Layout:
-        """The layout on which two instances must agree to share. LMCache's own key has only the
-        model, the dtype and the number of workers.
+        """Make the layout on which two instances must agree to share. LMCache's own key covers only
+        the model, the dtype and the number of workers.
 
         chunk_size: in tokens. hash_probe: see `hash_probe`. hash_algorithm: LMCache's
         `pre_caching_hash_algorithm`. All ranks of a pipeline stage get the same layout."""
@@ -80,7 +81,7 @@ class Instance:
 
 
 def by_layer(kvcaches: KVCaches) -> dict[str, Any]:
-    """KV caches by their layers' names, or by number if LMCache passes a list."""
+    """Name the KV caches by layer, or by number if LMCache passes a list."""
     return (
         dict(kvcaches)
         if isinstance(kvcaches, Mapping)
@@ -89,8 +90,8 @@ def by_layer(kvcaches: KVCaches) -> dict[str, Any]:
 
 
 def discover(metadata: Any, settings: Settings) -> Instance:
-    """The instance that LMCache's `metadata` belongs to. ConfigError if the block size is not
-    known, or contradicts `settings`.
+    """Describe the instance that LMCache's `metadata` belongs to. ConfigError if the block size is
+    unknown, or contradicts `settings`.
     """
     group = _transfer_group()
     adapter = _adapter(group)
@@ -117,8 +118,8 @@ def discover(metadata: Any, settings: Settings) -> Instance:
 
 
 def hash_probe(token_database: Any) -> str:
-    """LMCache's hash of a fixed chunk of tokens, as text. Equal only if algorithm, seed and chunk
-    size are.
+    """Hash a fixed chunk of tokens with LMCache, as text. Equal results mean equal algorithm, seed
+    and chunk size.
     """
     tokens = list(range(1, token_database.chunk_size + 1))
     _, _, chunk_hash = next(iter(token_database.process_tokens(tokens, make_key=False)))
@@ -126,7 +127,9 @@ def hash_probe(token_database: Any) -> str:
 
 
 def _transfer_group() -> Any:
-    """vLLM's KV connector in this worker, or None. (If vLLM has made one, its module is loaded.)"""
+    """Return vLLM's KV connector in this worker, or None. Its module is loaded exactly if vLLM has
+    made one.
+    """
     module = sys.modules.get("vllm.distributed.kv_transfer")
     return (
         module.get_kv_transfer_group()
@@ -136,8 +139,8 @@ def _transfer_group() -> Any:
 
 
 def _adapter(group: Any) -> Any:
-    """LMCache's adapter (`LMCacheConnectorV1Impl`) inside vLLM's connector, which may be one of
-    several (`MultiConnector`).
+    """Find LMCache's adapter (`LMCacheConnectorV1Impl`) in vLLM's connector, which may contain
+    several connectors (`MultiConnector`).
     """
     for connector in (group, *getattr(group, "_connectors", ())):
         adapter = getattr(connector, "_lmcache_engine", None)

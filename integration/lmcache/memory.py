@@ -19,8 +19,8 @@ from vcache_backend.transfer.arguments import KVCaches
 def described(
     shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype], fmt: MemoryFormat | None
 ) -> MemoryObjMetadata:
-    """LMCache's description of a chunk. The bytes are opaque: shapes and dtypes only give their
-    number.
+    """Describe a chunk for LMCache. The bytes are opaque: shapes and dtypes only give
+    their number.
     """
     nbytes = sum(
         shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)
@@ -32,7 +32,7 @@ def described(
 
 
 class NotedSlots(NamedTuple):
-    """Where a chunk's tokens lie in KV caches: at `slots[start:]`, of the slots of a request's
+    """A chunk's place in KV caches: its tokens are at `slots[start:]`, of the slots of a request's
     tokens (int64).
     """
 
@@ -42,8 +42,10 @@ class NotedSlots(NamedTuple):
 
 
 class StoredObj(TensorMemoryObj):  # type: ignore[misc]
-    """What `allocate` gives for one whole chunk. It holds no memory, only `source`: where the
-    chunk's tokens lie, from which `put` stores them; None until the GPU connector has noted it."""
+    """A memory object without memory, for one whole chunk.
+
+    source: the place of the chunk's tokens, from which `put` stores them. The GPU connector sets
+    it."""
 
     source: NotedSlots | None = None
 
@@ -52,9 +54,7 @@ class StoredObj(TensorMemoryObj):  # type: ignore[misc]
 
 
 class NoAllocator(MemoryAllocatorInterface):  # type: ignore[misc]
-    """LMCache asks each backend for an allocator, to check its books. It has none to check here:
-    the server allocates.
-    """
+    """An allocator without memory, for LMCache's check of its books: the server allocates."""
 
     def allocate(self, *_: Any, **__: Any) -> None:
         return None

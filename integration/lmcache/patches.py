@@ -1,15 +1,13 @@
-"""Every place where the plugin patches LMCache or vLLM. All go through `_replace`, which may be
-repeated without harm.
+"""All patches of LMCache and vLLM. All go through `_replace`, which may be repeated.
 
-`register()` is called in each of vLLM's processes by our plugin for vLLM (../plugin.py). It wraps
-the constructor of LMCache's connector once vLLM imports it, which is when a user asked for
+Our plugin for vLLM (../plugin.py) calls `register` in each of vLLM's processes. `register` wraps
+the constructor of LMCache's connector once vLLM imports it, that is, when a user asked for
 `LMCacheConnectorV1`. If LMCache's configuration names our plugin, the scheduler's connector tags
-each request with its scope (scope.py) before any look-up, and does not cache requests that keys
-cannot tell apart. Without that tag the plugin refuses every key. On a CPU, for which LMCache has no
+each request with its scope (scope.py) before any look-up. It does not cache requests that keys
+cannot tell apart. Without the tag the plugin refuses every key. On a CPU, for which LMCache has no
 GPU connector, a worker gets ours instead of an exception.
 
-`take_allocator_role` and `install` are called in a worker, by the plugin's backend.
-"""
+The plugin's backend calls `take_allocator_role` and `install` in a worker."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ CONNECTOR_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connect
 CONNECTOR_CLASS = "LMCacheConnectorV1"
 PLUGIN_MODULE = "vcache_backend.integration.lmcache"
 WANTED = "lmcache>=0.5.3,<0.6"
-"""The versions whose internals were read for this module."""
+"""This module relies on the internals of these versions."""
 _THEIRS = "_theirs_before_vcache"
 log = logging.getLogger(__name__)
 
@@ -47,11 +45,10 @@ class StepAside(Exception):
 def _replace(
     owner: Any, name: str, make: Callable[[Any], Callable[..., Any]], wanted: str = ""
 ) -> None:
-    """Replace `owner.name` by `make(theirs)`, where `theirs` is the original, also when it was
-    replaced before.
+    """Replace `owner.name` by `make(theirs)`. `theirs` is the original, also on repetition.
 
-    wanted: names of parameters that the original must have. StepAside if it lacks one, or does not
-    exist."""
+    wanted: names of parameters that the original must have. StepAside if the original or a
+    parameter is missing."""
     theirs = getattr(owner, name, None)
     theirs = getattr(theirs, _THEIRS, theirs)
     there = inspect.signature(theirs).parameters if callable(theirs) else {}
@@ -77,7 +74,7 @@ def _must_have(owner: Any, names: str) -> None:
 
 
 def names_our_plugin(config: Any) -> bool:
-    """Whether an `LMCacheEngineConfig` has a storage plugin that is ours."""
+    """Whether an `LMCacheEngineConfig` names our storage plugin."""
     extra: Mapping[str, Any] = getattr(config, "extra_config", None) or {}
     modules = (
         extra.get(f"storage_plugin.{name}.module_path")
@@ -90,9 +87,7 @@ def names_our_plugin(config: Any) -> bool:
 
 
 def register() -> None:
-    """Have `LMCacheConnectorV1` wrapped as soon as vLLM imports it. Idempotent, cheap, and never
-    raises.
-    """
+    """Wrap `LMCacheConnectorV1` as soon as vLLM imports it. Idempotent, cheap, and never raises."""
     try:
         module = sys.modules.get(CONNECTOR_MODULE)
         if module is not None:
@@ -104,8 +99,8 @@ def register() -> None:
 
 
 class _OnImport(MetaPathFinder):
-    """Finds LMCache's connector module the ordinary way, and calls `register` once it is
-    executed.
+    """Finds LMCache's connector module in the ordinary way, and calls `register` after the module
+    is executed.
     """
 
     def find_spec(
@@ -138,7 +133,9 @@ def _constructor(construct: Callable[..., None]) -> Callable[..., None]:
 
 
 def _guarded(what: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What `what` returns; None and a warning if it raises, since vLLM must start."""
+    """Call `what` and return its result. On an error warn and return None, since vLLM
+    must start.
+    """
     try:
         return what(*args, **kwargs)
     except Exception as error:  # noqa: BLE001 - vLLM must start
@@ -161,8 +158,8 @@ def _uses_native(vllm_config: Any, *_: Any, **__: Any) -> bool:
 
 
 def _supply_connector() -> None:
-    """Have `CreateGPUConnector` return our connector on a CPU, for which LMCache has none. (vLLM's
-    adapter imports it on each call.)
+    """Make `CreateGPUConnector` return our connector on a CPU, for which LMCache has none. vLLM's
+    adapter imports the function on each call.
     """
     source: Any = importlib.import_module("lmcache.v1.gpu_connector")
     vllm = importlib.import_module("lmcache.utils").EngineType.VLLM
@@ -197,8 +194,8 @@ def _patch_scheduler(connector: Any) -> None:
 
 
 def _look_up_at_hand(client: Any) -> None:
-    """Have look-ups call the worker directly if it is the only one and runs in the scheduler's
-    process: no socket, no other thread.
+    """Make look-ups call the worker directly, without socket or thread, if the only worker runs in
+    the scheduler's process.
     """
     transport: Any = getattr(client, "transport", None)
     if (
@@ -240,8 +237,8 @@ def _look_up_at_hand(client: Any) -> None:
 
 
 def take_allocator_role() -> None:
-    """Have StorageManagers with a backend of ours allocate from it. Patched in the class, since
-    each decides in its constructor.
+    """Make LMCache's storage managers allocate from our backend if they have one. The class is
+    patched, because a manager decides in its constructor.
     """
     manager = importlib.import_module("lmcache.v1.storage_backend.storage_manager").StorageManager
 
@@ -260,7 +257,7 @@ def take_allocator_role() -> None:
 
 
 def engine_of(metadata: Any) -> Any:
-    """The LMCacheEngine that is being built with this `metadata` object; None if there is none."""
+    """Find the LMCacheEngine that is being built with this `metadata` object; None if absent."""
     builder = importlib.import_module("lmcache.v1.cache_engine").LMCacheEngineBuilder
     _must_have(builder, "_instances")
     return next(
@@ -269,12 +266,12 @@ def engine_of(metadata: Any) -> Any:
 
 
 def install(engine: Any, backend: VCacheBackend, adapter: Any) -> None:
-    """Put `backend` into its engine, and into LMCache's adapter in vLLM if there is one, in place
-    of an earlier backend of ours.
+    """Put `backend` into its engine, and into LMCache's adapter in vLLM, in place of an earlier
+    backend of ours.
 
-    LMCache's `recreate_backend`, for whatever tier, makes a new backend of ours. It would go on
-    allocating from the earlier one, and close that only if the call was for our tier; so this does
-    both. StepAside if LMCache's internals have changed."""
+    LMCache's `recreate_backend`, for whatever tier, makes a new backend of ours. LMCache would go
+    on allocating from the earlier backend, and would close it only if the call was for our tier. So
+    this function does both. StepAside if LMCache's internals have changed."""
     from .gpu_connector import VCacheGPUConnector
     from .verbs import Verbs
 
@@ -314,17 +311,17 @@ def install(engine: Any, backend: VCacheBackend, adapter: Any) -> None:
             "get_block_ids_with_load_errors",
             functools.partial(_report_blocks, adapter, backend),
         )
-        # Moved to a GPU, as the adapter would have it, a slot mapping waits for the forward pass.
-        # Copies are planned on the host.
+        # Keep slot mappings on the host, where copies are planned. The adapter would move them to
+        # the GPU, behind the forward pass.
         adapter.device = importlib.import_module("torch").device("cpu")
 
 
 def _load_under_full_graphs(adapter: Any, theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """`start_load_kv` with attention metadata that is not None whenever there is something to load.
+    """Wrap `start_load_kv`: replace attention metadata of None if there is something to load.
 
-    Under full CUDA graphs vLLM passes None. LMCache then loads nothing and reports nothing, and the
-    request would be computed from whatever its blocks hold. LMCache only asks whether the metadata
-    is None."""
+    Under full CUDA graphs vLLM passes None. Then LMCache would load nothing and report nothing, and
+    the request would be computed from stale blocks. LMCache only checks whether the metadata is
+    None."""
 
     def start_load_kv(forward_context: Any, **kwargs: Any) -> Any:
         if forward_context.attn_metadata is None:
@@ -342,8 +339,8 @@ def _load_under_full_graphs(adapter: Any, theirs: Callable[..., Any]) -> Callabl
 def _report_blocks(
     adapter: Any, backend: VCacheBackend, theirs: Callable[[], set[int]]
 ) -> Callable[[], set[int]]:
-    """`get_block_ids_with_load_errors`, which vLLM calls at a step's end: wait for the loads
-    launched in it, and add those that failed.
+    """Wrap `get_block_ids_with_load_errors`, which vLLM calls at a step's end: wait for the step's
+    loads, and add the blocks of failed loads.
     """
 
     def get_block_ids_with_load_errors() -> set[int]:

@@ -1,10 +1,10 @@
-"""Scopes: requests share cached prefixes only within one scope, which a tag in their
+"""Scopes: requests share cached prefixes only within a scope, which a tag in their
 `kv_transfer_params` names.
 
-LMCache's key contains neither vLLM's `cache_salt` nor the LoRA adapter, but it does contain a
-request's tags (`lmcache.tag.NAME` in `kv_transfer_params`). So the scheduler's hook gives every
-request the tag `vcache`, its scope, and the worker refuses keys without one. It imports neither
-vLLM nor LMCache."""
+LMCache's key contains neither vLLM's `cache_salt` nor the LoRA adapter, but it contains a request's
+tags (`lmcache.tag.NAME` in `kv_transfer_params`). So the scheduler's hook gives every request the
+tag `vcache`, its scope, and the worker refuses keys without this tag. Imports neither vLLM nor
+LMCache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from ..vllm.adapters import Adapters
+from ..vllm.scheduler.adapters import Adapters
 
 if TYPE_CHECKING:
     from vcache_backend.transfer.keys import Tags
@@ -29,8 +29,8 @@ PLAIN = "-"
 """The scope of a request with neither salt nor adapter."""
 
 REFUSED = "vcache.uncached"
-"""Set beside `SKIP_SAVE`: the request is never looked up either, however often vLLM schedules it.
-Users may set it, too.
+"""Set beside `SKIP_SAVE`: never look the request up, however often vLLM schedules it. Users may set
+it, too.
 """
 
 _PARAMS = "kv_transfer_params"
@@ -39,11 +39,10 @@ _PLAIN_TYPES = (str, int, float, bool, type(None))
 
 
 def scope(salt: str | None, adapter: tuple[str, ...] | None) -> str:
-    """The scope of a request: `-`, or the hex BLAKE2b-128 of its salt and its adapter (name, path,
+    """Make a request's scope: `-`, or the hex BLAKE2b-128 of its salt and its adapter (name, path,
     content).
 
-    LMCache joins tags into strings with `@` and `%`, which hex digits never contain.
-    """
+    LMCache joins tags into strings with `@` and `%`, which hex digits never contain."""
     if salt is None and adapter is None:
         return PLAIN
     digest = blake2b(digest_size=16, person=b"vcache-scope-1")
@@ -54,9 +53,7 @@ def scope(salt: str | None, adapter: tuple[str, ...] | None) -> str:
 
 
 def scoped(tags: Tags) -> bool:
-    """Whether our tag is among the tags of one of LMCache's keys. If not, the scheduler has not
-    loaded our plugin.
-    """
+    """Whether a key's tags contain ours. If not, the scheduler has not loaded our plugin."""
     return any(name == TAG_NAME for name, _ in tags or ())
 
 
@@ -70,16 +67,14 @@ def tags_of(configs: Mapping[str, Any] | None) -> Tags:
 
 
 def has_own_tag(extra_args: Mapping[str, Any] | None) -> bool:
-    """Whether the user has set a tag of LMCache's, other than ours, to tell requests apart."""
+    """Whether the user has set another LMCache tag than ours to tell requests apart."""
     return any(name.startswith(TAG_PREFIX) and name != TAG for name in _params(extra_args))
 
 
 def tagged(extra_args: Mapping[str, Any] | None, value: str) -> dict[str, Any]:
-    """A copy of `SamplingParams.extra_args` with our tag, which overrides one that the user has
-    set.
+    """Copy `SamplingParams.extra_args` with our tag, which overrides the user's.
 
-    ValueError if a tag's value is of a type that LMCache cannot hash.
-    """
+    ValueError if LMCache cannot hash a tag's value."""
     params = _params(extra_args)
     odd = [
         name
@@ -97,13 +92,13 @@ def tagged(extra_args: Mapping[str, Any] | None, value: str) -> dict[str, Any]:
 
 
 def is_refused(extra_args: Mapping[str, Any] | None) -> bool:
-    """Whether `uncached`, or the user, has marked the request as not to be cached."""
+    """Whether `uncached` or the user has excluded the request from caching."""
     return bool(_params(extra_args).get(REFUSED, False))
 
 
 def uncached(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A copy of `extra_args` that tells LMCache to store nothing of the request. All tags are
-    removed.
+    """Copy `extra_args` without tags, and with the order to LMCache to store nothing of the
+    request.
     """
     try:
         params = _params(extra_args)
@@ -121,12 +116,12 @@ def _params(extra_args: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def give_scope(request: Any, adapters: Adapters) -> bool:
-    """Write the scope of a vLLM request into its sampling parameters. Returns whether it may be
+    """Write a vLLM request's scope into its sampling parameters. Returns whether the request may be
     cached. Idempotent.
 
-    Not cached: a request without sampling parameters (pooling); one with prompt embeddings
-    (LMCache's key has only token ids); one with a LoRA adapter whose weights cannot be identified
-    (see `Adapters`), unless the user has set a tag; and one that was refused before. The parameters
+    Not cached: a request without sampling parameters (pooling); with prompt embeddings (LMCache's
+    key has only token ids); with a LoRA adapter whose weights cannot be identified (see
+    `Adapters`), unless the user has set a tag; a request that was refused before. The parameters
     are copied, since other requests may hold the same object."""
     params = request.sampling_params
     if params is None:
@@ -156,8 +151,8 @@ def _replace(request: Any, rewrite: Callable[[Mapping[str, Any] | None], dict[st
 
 
 class Scheduler:
-    """Wraps two calls of LMCache's adapter in vLLM's scheduler, to give every request its scope. In
-    the scheduler's thread.
+    """Wraps two calls of LMCache's adapter in vLLM's scheduler, to give every request its scope.
+    Runs in the scheduler's thread.
     """
 
     def __init__(self, adapter: Any) -> None:
@@ -168,8 +163,9 @@ class Scheduler:
         self._warned = False
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> int | None:
-        """As the adapter's, after the request got its tag. 0, without a look-up, if the request
-        must not be cached, or must compute every token (for prompt log probabilities)."""
+        """Tag the request, then call the adapter. 0, without a look-up, if the request must not be
+        cached or must compute every token (for prompt log probabilities).
+        """
         try:
             cacheable = give_scope(request, self._adapters)
         except Exception as error:  # noqa: BLE001 - vLLM's scheduler would die of it
@@ -179,8 +175,8 @@ class Scheduler:
         if wanted or self._adapter.lookup_client is None:
             found: int | None = self._look_up(request, num_computed_tokens)
             return found
-        # The adapter must have a load spec for every scheduled request (it asserts so after a
-        # preemption).
+        # The adapter needs a load spec for every scheduled request (after a preemption it
+        # asserts this).
         load_spec = importlib.import_module(type(self._adapter).__module__).LoadSpec
         self._adapter.load_specs[request.request_id] = load_spec(
             vllm_cached_tokens=num_computed_tokens, lmcache_cached_tokens=0, can_load=False
@@ -188,8 +184,8 @@ class Scheduler:
         return 0
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """As the adapter's, but saves nothing of a request without our tag (pooling requests have
-        no place for one).
+        """Call the adapter, but save nothing of requests without our tag. Pooling requests cannot
+        have it.
         """
         meta = self._build(scheduler_output)
         for request in meta.requests:
@@ -208,5 +204,5 @@ class Scheduler:
         )
         try:
             _replace(request, uncached)
-        except Exception as again:  # noqa: BLE001 - without its tag it is not saved either
+        except Exception as again:  # noqa: BLE001 - a request without tag is not saved
             log.debug("vcache: request %s keeps its parameters (%s)", request.request_id, again)

@@ -2,8 +2,8 @@
 
 `vcache.SECTION.KEY` is one value of our own configuration (`vcache.server.socket`,
 `vcache.pool.segment_bytes`, ...). `vcache.config` is the path of a configuration file, by default
-the one in `VCACHE_CONFIG`; single values override it. Text is read as a number, a switch or a list
-where one is expected, since LMCache's settings may come from environment variables."""
+`VCACHE_CONFIG`; single values override it. Text is converted to a number, a switch or a list where
+the setting needs one, since LMCache's settings may come from environment variables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The plugin's settings.
 
     block_size: tokens of a KV block, for engines other than vLLM; 0: ask vLLM. model: a name for
-    the weights, for instances that have the same ones under different paths; empty: the serving
+    the weights, for instances with the same weights under different paths; empty: the serving
     engine's name. start_server: start a metadata server if none serves the socket."""
 
     config: Config
@@ -44,11 +44,10 @@ class _Own(msgspec.Struct, rename=lambda name: PREFIX + name):
 
 
 def read(extra_config: Mapping[str, Any], chunk_size: int) -> Settings:
-    """The settings in `extra_config`; keys that do not begin with `vcache.` are ignored.
+    """Read the settings in `extra_config`; keys that do not begin with `vcache.` are ignored.
     chunk_size: LMCache's, which becomes ours.
 
-    ConfigError, which names the key as it is written, if one is unknown or impossible, or sets
-    another chunk size."""
+    ConfigError names an unknown key, an impossible value, or another chunk size."""
     given = {key: value for key, value in extra_config.items() if str(key).startswith(PREFIX)}
     if "vcache" in extra_config:
         raise ConfigError(
@@ -73,15 +72,16 @@ def read(extra_config: Mapping[str, Any], chunk_size: int) -> Settings:
 
 
 def _checked(values: dict[str, Any], *source: Any) -> Config:
-    """The configuration, checked, with defaults for `connector`: LMCache's connector reads none of
-    it, and `share: in_place` would keep the pool from being lent anything."""
+    """Check the configuration, and reset `connector` to its defaults: LMCache's connector reads no
+    such settings, and with `share: in_place` nothing would be lent to the pool.
+    """
     configuration.from_dict(values, *source)
     return configuration.from_dict({**values, "connector": {}}, *source)
 
 
 def _put(values: dict[str, Any], key: str, value: object) -> None:
-    """Set the value that `key` names. ConfigError if `values`, which has every default, does not
-    have it.
+    """Set the value that `key` names. ConfigError if `values`, which contains every default, lacks
+    it.
     """
     known = list(_names(values, PREFIX))
     if key not in known:
@@ -108,8 +108,8 @@ def _names(values: dict[str, Any], above: str) -> Iterator[str]:
 
 
 def _plain(text: str) -> object:
-    """The number, switch or list that `text` stands for; any other text unchanged, for `from_dict`
-    to judge.
+    """Parse `text` as a number, switch or list. Other text stays unchanged, for `from_dict` to
+    judge.
     """
     stripped = text.strip()
     try:
@@ -119,8 +119,8 @@ def _plain(text: str) -> object:
 
 
 def _agree(engine: dict[str, Any], chunk_size: int, written: bool, path: str) -> None:
-    """Make LMCache's chunk size ours. ConfigError if the user has set another one; our default in a
-    file does not count as set.
+    """Use LMCache's chunk size. ConfigError if the user has set another one; our default in a file
+    does not count.
     """
     ours = engine["chunk_size"]
     if ours != chunk_size and (written or ours != EngineConfig().chunk_size):

@@ -20,7 +20,7 @@ from vcache_backend.transfer.session import Session
 from ..memory_budget import beside_vllm
 from ..round_trip import through_pool
 from ..served_at import data_parallel_rank, served_at
-from ..vllm import model_spec
+from ..vllm.model import spec as model_spec
 from . import checks, patches
 from .instance import Instance, discover, hash_probe
 from .patches import StepAside
@@ -39,7 +39,7 @@ _NO_TIER = (
 
 
 class Starter:
-    """Makes a `PoolWorker` from LMCache's configuration, or says why not. In the worker's main
+    """Makes a `PoolWorker` from LMCache's configuration, or says why not. Runs in the worker's main
     thread.
     """
 
@@ -51,10 +51,11 @@ class Starter:
 
     def start(self) -> PoolWorker | None:
         """Check LMCache and its settings, and install the plugin. Returns the worker if the KV
-        caches are known already, as under vLLM; else None, and `bind` makes it later. Raises
-        StepAside, or whatever else went wrong."""
-        # First: LMCache needs an allocator even if the plugin steps aside, and may have no host
-        # tier.
+        caches exist, as under vLLM; else None, and `bind` makes it later.
+
+        Raises StepAside, or any other error of the start."""
+        # First, because LMCache needs an allocator even if the plugin steps aside: it may have
+        # no host tier.
         patches.take_allocator_role()
         _refuse(checks.version())
         self._settings = read(self._config.extra_config or {}, self._config.chunk_size)

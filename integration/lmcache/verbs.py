@@ -2,9 +2,9 @@
 look-up.
 
 LMCache computes a request's keys three times, makes an object for each chunk, and searches every
-tier for each: 2 ms for 32k tokens before the copy begins. Here a look-up is kept under its
-request's id, with all that the load needs. LMCache's other tiers are not asked, since their keys do
-not contain the layout of the bytes (ADR 0014)."""
+tier for each: 2 ms for 32k tokens before the copy begins. Here a look-up's hit is kept under the
+request's id, with the keys and the lease that the load needs. LMCache's other tiers are not asked,
+since their keys do not contain the layout of the bytes (ADR 0014)."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST = 1024
-"""Look-ups that are remembered. Requests that are never scheduled leave theirs behind, so the
-oldest are dropped.
+"""The most hits that are kept. Requests that are never scheduled leave theirs behind, so the oldest
+are dropped.
 """
 
 
 class Hits:
-    """What look-ups found, by request's id. Any thread."""
+    """Keeps the hits of look-ups, by request id. Any thread."""
 
     def __init__(self, release: Callable[[Lease], None]) -> None:
         self._release = release
@@ -44,8 +44,8 @@ class Hits:
         self._lock = threading.Lock()
 
     def keep(self, request: str, hit: Hit) -> None:
-        """Keep `hit` until it is taken, in place of the request's earlier one. A hit without chunks
-        is ended at once.
+        """Keep `hit` until `take`, in place of the request's earlier hit. A hit without chunks is
+        ended at once.
         """
         with self._lock:
             over = [self._kept.pop(request, None)]
@@ -59,7 +59,7 @@ class Hits:
             self.end(one)
 
     def take(self, request: str | None) -> Hit | None:
-        """The request's hit, or None. The caller must `end` it."""
+        """Return and forget the request's hit, or None. The caller must `end` it."""
         with self._lock:
             return self._kept.pop(request, None) if request is not None else None
 
@@ -70,9 +70,9 @@ class Hits:
 
 
 class Verbs:
-    """One engine's calls. Nothing of ours raises: a failure is a miss. `lookup` and `fetch` may be
-    called in any thread, `retrieve` in the worker's main thread. `theirs`: the engine's own
-    method."""
+    """Our methods of one engine. None raises: a failure is a miss. `lookup` and `fetch` run in any
+    thread, `retrieve` in the worker's main thread. `theirs`: the engine's own method.
+    """
 
     def __init__(self, engine: Any, backend: VCacheBackend) -> None:
         self._engine, self._backend = engine, backend
@@ -92,8 +92,8 @@ class Verbs:
         pin: bool = False,
         request_configs: dict[str, Any] | None = None,
     ) -> int:
-        """How many leading tokens can be loaded. With `pin`, the hit is kept for `lookup_id`;
-        without, LMCache's own method answers.
+        """Return how many leading tokens can be loaded. With `pin` the hit is kept for `lookup_id`.
+        Without `pin` LMCache's own method answers.
         """
         worker, engine = self._backend.worker, self._engine
         if not pin or lookup_id is None or worker is None or not engine.is_healthy():
@@ -133,7 +133,7 @@ class Verbs:
         pin: bool = False,
         request_configs: dict[str, Any] | None = None,
     ) -> None:
-        """The look-up of `enable_async_loading`: like `lookup`, and sends the answer to LMCache's
+        """Look up for `enable_async_loading`: like `lookup`, but send the answer to LMCache's
         scheduler, where the request waits.
         """
         manager, worker, found = self._engine.storage_manager, self._backend.worker, 0
@@ -145,18 +145,18 @@ class Verbs:
                 )
         except Exception as error:  # noqa: BLE001 the request would wait for ever
             self._backend.note_failure("lookup", error)
-        # The server's socket belongs to this loop.
+        # The answer's socket belongs to this loop.
         manager.loop.call_soon_threadsafe(
             manager.async_lookup_server.send_response_to_scheduler, lookup_id, found * self._size
         )
 
     def unpin(self, theirs: Callable[[str], None], lookup_id: str) -> None:
-        """A look-up has ended, whether its chunks were retrieved or not: release them."""
+        """End a look-up and release its chunks, retrieved or not."""
         self._hits.end(self._hits.take(lookup_id))
         theirs(lookup_id)
 
     def clean_up(self, theirs: Callable[[str], None], lookup_id: str) -> None:
-        """A look-up was answered after its request had gone: release its chunks."""
+        """Release the chunks of a look-up that was answered after its request had gone."""
         self._engine.lookup_unpin(lookup_id)
 
     def _release(self, lease: Lease) -> None:
@@ -179,8 +179,8 @@ class Verbs:
         configs: dict[str, Any] | None,
         search_range: list[str] | None = None,
     ) -> int:
-        """How many leading chunks can be loaded; keeps the hit for the request. find: asks the
-        server.
+        """Look up the leading chunks, keep the hit for the request, and return how many can be
+        loaded. find: asks the server.
         """
         manager, names = self._engine.storage_manager, worker.names(hashes, tags_of(configs))
         tiers = manager.get_active_storage_backends(
@@ -195,14 +195,13 @@ class Verbs:
     def retrieve(
         self, theirs: Callable[..., Any], tokens: Any, mask: Any = None, **kwargs: Any
     ) -> Any:
-        """Load a request's tokens. Returns a bool tensor: which are in the KV cache now, or will be
-        (see `PoolWorker.settles`).
+        """Load a request's tokens. Returns a bool tensor: True for tokens that are in the KV cache,
+        or will be (see `PoolWorker.settles`).
 
-        mask: bool tensor; leading tokens that are False are not loaded.
-        """
+        mask: bool tensor; leading False tokens are not loaded."""
         engine, size = self._engine, self._size
-        # Only leading tokens are False, most often none. In numpy, since torch's first operation
-        # after a pause takes up to 0.2 ms.
+        # Only leading tokens may be False; most often none is. Use numpy: torch's first
+        # operation after a pause takes up to 0.2 ms.
         wanted = None if mask is None else mask.numpy()
         first = (
             0 if wanted is None or wanted[:1].all() else int(wanted.size - np.count_nonzero(wanted))
@@ -221,7 +220,7 @@ class Verbs:
             self._backend.note_failure("load", error)
         retrieved = np.zeros(len(tokens), dtype=np.bool_)
         retrieved[first : first + loaded] = True
-        # LMCache's own retrievals leave inference-mode tensors in its counters, to which this adds.
+        # LMCache's own retrievals leave inference-mode tensors in the counters.
         with torch.inference_mode():
             engine.stats_monitor.on_retrieve_finished(started, loaded)
         log.info("[req_id=%s] retrieved %d of %d tokens", request, loaded, len(tokens) - first)
@@ -235,10 +234,10 @@ class Verbs:
         request: str | None,
         kwargs: dict[str, Any],
     ) -> int:
-        """Load the chunks from number `first` on. How many are in place, or will be."""
+        """Load the chunks from number `first` on. Returns how many are in place, or will be."""
         hit, own = self._hits.take(request), f"{request} of vcache"
         if hit is None:
-            # There was no look-up, or it was dropped.
+            # No look-up was made, or its hit was dropped.
             self._look_up(worker, Hit, own, self._hashes(tokens), kwargs.get("request_configs"))
             hit = self._hits.take(own) or Hit()
         try:

@@ -1,5 +1,5 @@
-"""The plugin's work on chunks: makes their keys, leases and moves them. It may raise; its callers
-keep that from LMCache.
+"""Makes a worker's chunk keys, and leases, loads and stores its chunks. May raise; the callers
+shield LMCache.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ Slots = npt.NDArray[np.int64]
 
 @dataclass
 class Hit:
-    """What a look-up found: the keys of the leading chunks that it promises, and the lease on
-    them.
-    """
+    """A look-up's hit: the keys of the leading chunks that can be loaded, and a lease on them."""
 
     names: list[ChunkKey] = field(default_factory=list)
     lease: Lease | None = None
@@ -47,8 +45,10 @@ class Hit:
 
 @dataclass
 class _PendingLoad:
-    """A load that was launched and not settled yet. starts: the first token of each chunk. slots:
-    those of the request's tokens. skip: tokens before this one are not written."""
+    """A load that was launched and not settled yet.
+
+    starts: the first token of each chunk. slots: the slots of the request's tokens. skip: tokens
+    before this one are not written."""
 
     load: Load
     slots: Slots
@@ -57,11 +57,12 @@ class _PendingLoad:
 
 
 class PoolWorker:
-    """One rank's chunks in the pool. Look-ups in any thread; the rest in the worker's main thread.
+    """Loads and stores one rank's chunks. Look-ups in any thread; the rest in the worker's main
+    thread.
 
-    kvcaches: the tensors that loads fill, and that the next `note` refers to. settles: `load` only
-    launches, and the caller asks `settle`, in the same step, which blocks failed. What is queued on
-    the current stream comes after the copy in either case."""
+    kvcaches: the tensors that loads fill and that `note` refers to. settles: `load` only launches
+    copies, and the caller asks `settle` in the same step which blocks failed. In either case work
+    queued on the current stream comes after the copies."""
 
     def __init__(
         self,
@@ -70,8 +71,8 @@ class PoolWorker:
         ranks: int,
         needs_scope: bool,
     ) -> None:
-        """ranks: how many hold a shard of every chunk. needs_scope: do not cache requests without
-        our tag (see `scope`).
+        """ranks: how many ranks hold a shard of every chunk. needs_scope: do not cache requests
+        without our tag (see `scope`).
         """
         self.session, self.kvcaches, self.settles = session, kvcaches, False
         self._names = TaggedHashKeys(session.namespace, session.rank)
@@ -81,17 +82,17 @@ class PoolWorker:
     # ---- look-ups
 
     def names(self, hashes: Sequence[int], tags: Tags) -> list[ChunkKey]:
-        """The keys of a request's chunks; none if it lacks our tag and needs it."""
+        """Make the keys of a request's chunks. Empty if the request lacks our tag and needs it."""
         return self._names.of_request(hashes, tags) if hashes and self._mine(tags) else []
 
     def contains(self, keys: Sequence[CacheEngineKey]) -> int:
-        """How many leading chunks every rank has. Takes no lease."""
+        """Count the leading chunks that every rank has. Takes no lease."""
         found = self.session.lookup(of_rank(self._named(keys), 0), self._ranks)
         self._count(len(keys), found)
         return found
 
     def promise(self, names: list[ChunkKey]) -> Hit:
-        """The leading chunks that every rank can load, with a lease on this rank's part."""
+        """Look up the leading chunks that every rank can load, and lease this rank's part."""
         asked = len(names)
         if self._ranks > 1:
             names = names[: self.session.client.lookup(of_rank(names, 0), self._ranks)]
@@ -101,8 +102,8 @@ class PoolWorker:
         return hit
 
     def _count(self, asked: int, found: int) -> None:
-        """Tell the server of a look-up of so many chunks. Every rank makes it; the first one
-        tells.
+        """Report a look-up to the server, in chunks. Every rank makes the look-up; the first rank
+        reports it.
         """
         if self.session.rank == 0:
             self.session.client.looked_up(
@@ -110,7 +111,7 @@ class PoolWorker:
             )
 
     def _readable(self, lease: Lease) -> int:
-        """How many of the lease's leading chunks this worker can read. Maps their segments."""
+        """Count the lease's leading chunks that this worker can read. Maps their segments."""
         known, locations = self.session.segments(), lease.locations
         return (
             len(locations)
@@ -121,11 +122,11 @@ class PoolWorker:
     # ---- loads
 
     def load(self, hit: Hit, first: int, count: int, slots: Slots, skip: int) -> int:
-        """Load the chunks [first, count) of a look-up's `hit`. How many of them are in place and
-        right, or will be if the worker `settles`.
+        """Load the chunks [first, count) of `hit`. Returns how many are loaded and verified, or
+        will be if the worker `settles`.
 
         slots: int64, the slots of the request's tokens. skip: tokens before this one are not
-        written. Uses the hit's lease, if it has time for a copy; else the pool is asked again."""
+        written. Uses the hit's lease if it has time for a copy; else leases the chunks anew."""
         size, names = self.session.chunk_size, hit.names[first:count]
         starts = range(first * size, count * size, size)
         places = SlotPlaces(self.session.bind(self.kvcaches), size, slots, starts, skip, whole=True)
@@ -145,7 +146,7 @@ class PoolWorker:
         return load.reached
 
     def _lease_on(self, hit: Hit, first: int, count: int) -> Lease | None:
-        """The hit's lease, cut to these chunks. None if it has no time for a copy."""
+        """Take the hit's lease, cut to these chunks. None if it has no time for a copy."""
         lease, leases = hit.lease, self.session.leases
         if lease is None or not (leases.good_for_a_copy(lease) or leases.renew(lease)):
             return None
@@ -155,7 +156,7 @@ class PoolWorker:
         )
 
     def settle(self, block_size: int) -> set[int]:
-        """Wait for the loads that were launched. The KV blocks, of `block_size` tokens each, that
+        """Wait for the launched loads. Returns the KV blocks, of `block_size` tokens each, that
         they did not fill.
         """
         loads, self._loading = self._loading, []
@@ -163,7 +164,7 @@ class PoolWorker:
         for loading in loads:
             try:
                 loaded = loading.load.run(COPY_SECONDS)
-            except Exception as error:  # noqa: BLE001 - what is not known to be right is reported to vLLM as wrong
+            except Exception as error:  # noqa: BLE001 - report unverified blocks to vLLM as failed
                 loaded = self.session.miss("load", error)
             for start in loading.starts[loaded:]:
                 tokens = slice(
@@ -175,23 +176,23 @@ class PoolWorker:
     # ---- stores
 
     def note(self, objs: Sequence[MemoryObj], starts: Sequence[int], slots: Slots) -> None:
-        """Note where the chunks of a store lie, for the next `put`. starts: each one's first token.
-        slots: of the request's tokens.
+        """Note the places of a store's chunks, for the next `put`. starts: the first token of each
+        chunk. slots: the slots of the request's tokens.
         """
         for obj, start in zip(objs, starts, strict=True):
             if isinstance(obj, StoredObj):
                 obj.source = NotedSlots(self.kvcaches, slots, start)
 
     def put(self, keys: Sequence[CacheEngineKey], objs: Sequence[MemoryObj]) -> None:
-        """Store noted chunks, those of one `note` in one launch. Chunks that are in the pool
-        already are not copied again.
+        """Store noted chunks: the chunks of one `note` in one launch. Chunks that the pool has are
+        not copied.
 
-        Memory objects of other allocators are skipped: their bytes may not be what vLLM's blocks
-        hold, and no reader could tell."""
+        Memory objects of other allocators are skipped: their bytes may differ from vLLM's blocks,
+        and no reader could notice."""
         pairs = [(key, getattr(obj, "source", None)) for key, obj in zip(keys, objs, strict=False)]
         sources = [(key, source) for key, source in pairs if source is not None]
         names = self._named([key for key, _ in sources])
-        # Chunks of one `note`, which LMCache puts together, have the same `slots`.
+        # LMCache puts the chunks of one `note` together; they share one `slots`.
         for _, noted in groupby(
             zip(names, sources, strict=False),
             key=lambda one: (id(one[1][1].kvcaches), id(one[1][1].slots)),
@@ -207,26 +208,26 @@ class PoolWorker:
             store(self.session, places, [name for name, _ in part], range(len(part)))
 
     def remove(self, keys: Sequence[CacheEngineKey], force: bool) -> int:
-        """Forget chunks of this rank. Returns how many were in the pool. force: leased chunks,
-        too.
+        """Remove chunks of this rank. Returns how many were in the pool. force: also remove leased
+        chunks.
         """
         return self.session.client.remove(self._names.keys(keys), force)
 
     def clear(self) -> int:
-        """Forget every chunk of the namespace, of all instances and ranks. Returns how many."""
+        """Reset the namespace for all instances and ranks. Returns how many chunks were removed."""
         return self.session.client.clear(self.session.namespace.prefix, reset=True)
 
     # ---- inside
 
     def _named(self, keys: Sequence[CacheEngineKey]) -> list[ChunkKey]:
-        """The keys of the chunks of one call, all of one request; none if they lack our tag and
+        """Make the keys of one call's chunks, all of one request. None if they lack our tag and
         need it.
         """
         return self._names.keys(keys) if keys and self._mine(keys[0].tags) else []
 
     def _mine(self, tags: Tags) -> bool:
-        """Whether chunks with these tags may be cached: our tag is among them, or is not needed.
-        Reports the first that may not.
+        """Whether chunks with these tags may be cached: they contain our tag, or do not need it.
+        Reports the first refusal.
         """
         if not self._needs_scope or scoped(tags):
             return True

@@ -1,3 +1,3 @@
-"""vcache as a KV connector of vLLM. LMCache's plugin uses `model_spec`, too, to read vLLM's
+"""vcache as a KV connector of vLLM. LMCache's plugin uses `model.spec`, too, to read vLLM's
 configuration.
 """

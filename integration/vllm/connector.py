@@ -1,5 +1,5 @@
-"""The connector class that vLLM loads. It hands each call to the scheduler's or the worker's half,
-and lets none raise into vLLM.
+"""The connector class that vLLM loads. It passes each call to the scheduler's or the worker's half,
+and lets no error through to vLLM.
 
 A failure is logged and counts as a miss. Only the constructor raises, for bad settings
 (ConfigError)."""
@@ -25,24 +25,25 @@ from vcache_backend.metadata_server import start
 
 from .. import logs
 from ..guard import answers
-from . import compat, settings, stats
+from . import settings
 from .metadata import REFUSED, StepMetadata
-from .scheduler import SchedulerSide
-from .worker import WorkerSide
+from .model import compat
+from .scheduler.side import SchedulerSide
+from .telemetry import stats
+from .worker.side import WorkerSide
 
 log = logging.getLogger("vllm.vcache")
 
 
 class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """One half of vcache in vLLM: the scheduler's or a worker's, by `role`. See scheduler.py and
-    worker.py. A half that is refused is laid aside: then each call answers as vLLM's default does,
-    so that a step loses next to no time.
-    """
+    """One half of vcache in vLLM: the scheduler's or a worker's, by `role`. See scheduler/side.py
+    and worker/side.py.
+
+    A refused half is set to None. Then each call answers as vLLM's default does, in next to no
+    time."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """ConfigError for settings in `kv_connector_extra_config` that are unknown or
-        impossible.
-        """
+        """ConfigError for unknown or impossible settings in `kv_connector_extra_config`."""
         super().__init__(vllm_config, role, kv_cache_config)
         logs.join_vllm()
         transfer = vllm_config.kv_transfer_config
@@ -53,7 +54,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._half: SchedulerSide | WorkerSide
-        """Either of them, also while it is laid aside, for `shutdown`."""
+        """Either half, also after it was refused, for `shutdown`."""
         if role == KVConnectorRole.SCHEDULER:
             self._meter = stats.Meter()
             # vLLM's scheduler reads the policy after this constructor has run.
@@ -103,7 +104,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Whether another instance waits for what this one computes. If not, a chunk that is not
+        """Whether another instance waits for this instance's chunks. If not, a chunk that is not
         stored is only a later miss.
         """
         return bool(self._kv_transfer_config.kv_role == "kv_producer")
@@ -137,7 +138,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[Any, int] | None:
-        """Tokens of a hit by where they lay. vLLM 0.32 and later call it after
+        """Count the tokens of a hit by place. vLLM 0.32 and later call it after
         `update_state_after_alloc`.
         """
         side = self._scheduler
@@ -181,8 +182,8 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        # vLLM may free the blocks at once: a step that hands one out again waits for its store, on
-        # the device (`Stores.fence`).
+        # vLLM may free the blocks at once: a step that hands a block out again waits for its
+        # store, on the device (`Stores.fence`).
         if self._scheduler is not None:
             self._scheduler.finished(request)
         return False, None
@@ -195,8 +196,8 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @answers(None)
     def get_mem_pool_context(self) -> Any:
-        """The context in which vLLM allocates the KV cache, so that other processes can map it.
-        None: an ordinary one.
+        """Return the context in which vLLM allocates a KV cache that other processes can map. None:
+        allocate as usual.
         """
         in_place = self._worker.in_place if self._worker is not None else None
         return in_place.exporter.context() if in_place is not None else None
@@ -217,24 +218,24 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @answers(None)
     def unregister_kv_caches(self) -> None:
-        """vLLM goes to sleep and takes the KV cache's memory away. Called by vLLM 0.33 and
-        later.
+        """Stop using the KV cache: vLLM goes to sleep and takes its memory away. vLLM 0.33 and
+        later call it.
         """
         if self._worker is not None:
             self._worker.sleep()
 
     @answers(None)
     def restore_kv_caches(self) -> None:
-        """The KV cache's memory is back, empty, at the same addresses. Called by vLLM 0.33 and
-        later.
+        """Use the KV cache again: its memory is back, empty, at the same addresses. vLLM 0.33 and
+        later call it.
         """
         if self._worker is not None:
             self._worker.wake()
 
     @answers(None)
     def _say_policy(self) -> None:
-        """Warn if a connector around this one (MultiConnector) has another
-        `kv_load_failure_policy`: this one cannot change it.
+        """Warn if an enclosing connector (MultiConnector) has another `kv_load_failure_policy`,
+        which this connector cannot change.
         """
         outermost, wanted = get_kv_transfer_group(), self._policy
         found = outermost._kv_transfer_config.kv_load_failure_policy
@@ -258,15 +259,17 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         worker.begin(meta)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing: loads begin in `get_transfer_results`, once the step's model run is queued."""
+        """Do nothing: loads begin in `get_transfer_results`, once the step's model run
+        is queued.
+        """
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: no step waits for a load."""
+        """Do nothing: no step waits for a load."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing: all layers go in one launch, after the model run."""
+        """Do nothing: all layers are copied in one launch, after the model run."""
 
     @answers(None)
     def wait_for_save(self) -> None:
@@ -281,8 +284,9 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return compat.transfer_results(worker.finished(), worker.loads.failed())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """The blocks that loads did not fill since the last call, vLLM's numbers. Not guarded,
-        since it cannot raise: after no answer vLLM would count the blocks as filled.
+        """Return the blocks that loads have failed to fill since the last call, vLLM's numbers.
+
+        Not guarded, since it cannot raise: without an answer vLLM would count the blocks as filled.
         """
         return self._worker.loads.invalid() if self._worker is not None else set()
 

@@ -1,4 +1,4 @@
-"""What the two halves of the connector tell each other, in every step: plain, picklable values."""
+"""The messages between the connector's two halves in every step: plain, picklable values."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vcache_backend.metadata_server.messages import ChunkKey, SegmentId
 from vcache_backend.vram_pool.devices import Where
 
-from .model_spec import ShardSpec
-from .replicas import Run
+from .in_place.replicas import Run
+from .model.spec import ShardSpec
 
 
 class Link(msgspec.Struct, frozen=True):
-    """How a worker reaches the offload tier. bandwidth: bytes a second of its recent reads; None
-    before the first.
+    """A worker's connection to the offload tier. bandwidth: bytes a second of recent reads; None
+    before the first read.
     """
 
     usable: bool = True
@@ -41,21 +41,18 @@ def _unpacked(kind: type[_Spec], data: bytes) -> _Spec:
 
 
 class LoadSpec(_Spec, frozen=True):
-    """Blocks of one request to be filled from consecutive chunks of the pool.
+    """A load: fill blocks of one request from consecutive chunks.
 
-    keys: rank 0's. blocks: vLLM's numbers, from the first block of the first chunk on; -1: not
-    wanted. skip, stop: fill `blocks[skip:stop]`; vLLM's own cache has those before. wait_seconds:
-    how long to wait for chunks that are not there yet; 0: all are there. offload: chunks that the
-    pool lacks may be in the offload tier. promote: store in the pool again what comes from there.
-    prefix: the keys of all earlier chunks, if `offload`. residents: the chunks that lie in other
-    instances' KV caches, numbered within the load. lost: the scheduler could not describe the load;
-    load nothing and report that it failed."""
+    keys: the keys of rank 0. blocks: vLLM's block numbers from the first block of the first chunk
+    on; -1: leave out. wait_seconds: how long to wait for chunks that are not stored yet; 0: do not
+    wait. offload: also read from the offload tier. promote: store chunks from the offload tier in
+    the pool again. prefix: the keys of all earlier chunks, if `offload`. residents: chunks in
+    other instances' KV caches, numbered within the load. lost: the scheduler could not describe the
+    load; load nothing and report a failure."""
 
     request_id: str
     keys: list[ChunkKey] = []
     blocks: list[int] = []
-    skip: int = 0
-    stop: int = 0
     wait_seconds: float = 0.0
     offload: bool = False
     promote: bool = False
@@ -65,10 +62,10 @@ class LoadSpec(_Spec, frozen=True):
 
 
 class StoreSpec(_Spec, frozen=True):
-    """Consecutive chunks of a request that this step completes, to be stored.
+    """A store: consecutive chunks of a request that this step completes.
 
-    keys: rank 0's. blocks: vLLM's numbers, those of all chunks in order. prefix: the keys of all
-    earlier chunks."""
+    keys: the keys of rank 0. blocks: vLLM's block numbers of all chunks, in order. prefix: the keys
+    of all earlier chunks."""
 
     request_id: str
     keys: list[ChunkKey]
@@ -77,12 +74,12 @@ class StoreSpec(_Spec, frozen=True):
 
 
 class PublicationSpec(_Spec, frozen=True):
-    """Chunks of a request that others may read out of this instance's KV cache once the step is
+    """A publication: chunks of a request that others may read in this KV cache once the step is
     over.
 
-    keys: rank 0's. blocks, generations: those of all chunks in order (vLLM's numbers), packed as in
-    `Publish`. sequence, epoch: see `Publish`. loaded: the request loaded or hit all of these
-    chunks, so that nobody waits for them."""
+    keys: the keys of rank 0. blocks, generations: of all chunks in order (vLLM's numbers), packed
+    as in `Publish`. sequence, epoch: see `Publish`. loaded: the request loaded or hit all of these
+    chunks, so that no other instance waits for them."""
 
     request_id: str
     keys: list[ChunkKey]
@@ -95,16 +92,16 @@ class PublicationSpec(_Spec, frozen=True):
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """What the scheduler tells the workers in each step.
+    """The scheduler's message to the workers in each step.
 
-    loads, stores, publications: those of this step. fresh: lists of blocks that get a new owner in
-    this step. cancelled: requests that ended while they were being loaded. flush: report this
-    number when the stores of earlier steps have begun; 0: none. idle: no model runs in this step.
-    opaque: it is not known which blocks get a new owner. introduce: report what you hold. instance:
-    the name under which to show the KV cache to others, in a step that introduces; empty: do not
-    show it. found: more `LoadSpec.residents`, by request, for loads that wait for chunks; an empty
-    entry: no more will come. victims: chunks to save in the pool before their blocks are used
-    again. echo: report this number once this step's model run is over; 0: none."""
+    fresh: lists of blocks that get a new owner in this step. cancelled: requests that ended during
+    their load. flush: report this number once the stores of earlier steps have begun; 0: none.
+    idle: the step runs no model. opaque: the blocks with a new owner are unknown. introduce: report
+    your shard. instance: the name under which to show the KV cache to others, in a step that
+    introduces; empty: do not show it. found: more `LoadSpec.residents`, by request, for loads that
+    wait for chunks; an empty entry: no more will come. victims: chunks to save in the pool before
+    their blocks are used again. echo: report this number once this step's model run is over; 0:
+    none."""
 
     loads: list[LoadSpec] = field(default_factory=list)
     stores: list[StoreSpec] = field(default_factory=list)
@@ -122,9 +119,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 
 class _Uncached(StepMetadata):
-    """The metadata of an instance that is refused. `REFUSED` is its only object, also after
-    unpickling in another process.
-    """
+    """The metadata of a refused instance. `REFUSED` is the only object, also after unpickling."""
 
     def __reduce__(self) -> str:
         return "REFUSED"
@@ -134,7 +129,7 @@ REFUSED = _Uncached()
 
 
 class Shard(msgspec.Struct, frozen=True):
-    """What a worker holds of a chunk, and whether it has the packages and settings to read the
+    """A worker's shard of a chunk. offload: the worker has the packages and settings to read the
     offload tier.
     """
 
@@ -143,10 +138,11 @@ class Shard(msgspec.Struct, frozen=True):
 
 
 class LoadSpan(NamedTuple):
-    """One worker's part of a request's load that is over.
+    """One worker's part of a finished load.
 
-    began, ended: nanoseconds of the wall clock. nbytes: by where the bytes lay. metadata_seconds,
-    data_seconds: see `LoadStats`. failure: why it failed; empty if it did not."""
+    began, ended: nanoseconds of the wall clock. nbytes: by the place of the bytes.
+    metadata_seconds, data_seconds: see `LoadStats`. failure: why the load failed; empty if it
+    succeeded."""
 
     request_id: str
     worker: int
@@ -160,15 +156,15 @@ class LoadSpan(NamedTuple):
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What the workers tell the scheduler after a step. It works under MultiConnector, too.
+    """The workers' report to the scheduler after a step. It also works under MultiConnector.
 
-    failed: requests whose loads failed. flushed: the step's `flush`: every store so far has its
-    reservation, so that a reset voids it. segments: by worker's number, the segments that it can
-    read and where they lie for it, if that changed or the step introduces. echoes: the step's
-    `echo`; all workers report it in the same step. links: how workers reach the offload tier, if
-    that changed. shards: by (pipeline rank, tensor rank), what they hold, if the step asked.
-    stored: by rank, the keys (rank 0's) of what it has stored, if somebody wants KV events. spans:
-    of every load that is over."""
+    failed: requests with failed loads. flushed: the step's `flush`: all earlier stores have their
+    reservations, so a reset voids them. segments: by worker number, the segments that the worker
+    can read and their places, if they changed or the step introduces. echoes: the step's `echo`;
+    all workers report it in the same step. links: the workers' connections to the offload tier, if
+    they changed. shards: by (pipeline rank, tensor rank), if the step asked. stored: by rank, the
+    keys (rank 0's) of stored chunks, if anybody listens to KV events. spans: one for each finished
+    load."""
 
     failed: set[str] = field(default_factory=set)
     flushed: int = 0
@@ -180,7 +176,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     spans: list[LoadSpan] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
-        """This report and another worker's as one: a load that failed at one of them has failed."""
+        """Merge two workers' reports: a load that failed in either worker has failed."""
         if not isinstance(other, WorkerReport):
             return self
         stored = {

@@ -1,5 +1,5 @@
-"""Reads our settings from `kv_connector_extra_config`: the path of a file, sections written in
-place, or both.
+"""Reads our settings from `kv_connector_extra_config`: a file's path, sections written in place, or
+both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SOURCE = "kv_connector_extra_config"
 
 
 def other_policy(found: str, wanted: str, connector: str) -> str:
-    """A warning that `connector`, which ours is part of, has another `kv_load_failure_policy` than
+    """A warning that `connector`, which contains ours, has another `kv_load_failure_policy` than
     `connector.kv_load_failure_policy`.
     """
     then = "fails, too" if found == "fail" else "is computed"
@@ -26,11 +26,11 @@ def other_policy(found: str, wanted: str, connector: str) -> str:
 
 
 def read(extra_config: Mapping[str, Any]) -> Config:
-    """The configuration: sections such as `server` or `pool`, whose keys override those of the file
-    that `config` names.
+    """Read the configuration. Sections in `extra_config`, such as `server` or `pool`, override the
+    file that `config` names.
 
-    Without `config` the file is the one in `VCACHE_CONFIG`. ConfigError, which names the key, if
-    one is unknown or impossible."""
+    Without `config` the file is `VCACHE_CONFIG`. ConfigError names an unknown key or an impossible
+    value."""
     path = extra_config.get("config")
     if path is not None and not isinstance(path, str):
         raise ConfigError(f"{SOURCE}: config: Expected the path of a YAML file, got {path!r}")

@@ -76,7 +76,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     from vcache_backend.integration.vllm import settings
     from vcache_backend.integration.vllm.connector import VCacheConnector
     from vcache_backend.integration.vllm.metadata import Shard
-    from vcache_backend.integration.vllm.model_spec import ShardSpec
+    from vcache_backend.integration.vllm.model.spec import ShardSpec
 
     class Ours(VCacheConnector):  # type: ignore[misc]
         def __init__(self, *arguments: Any) -> None:

@@ -1,7 +1,7 @@
 """`vcache doctor --model`: whether vLLM's connector caches a model, and how many tokens a pool
 holds.
 
-The vLLM that is installed here is asked, in a child process: see `integration.vllm.model_report`.
+The vLLM that is installed here is asked, in a child process: see `integration.vllm.model.report`.
 No weights are needed, nothing is downloaded, and no code of the model runs."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vcache_backend.metadata_server.client_lines import printable
 GIB = 1 << 30
 ASK_SECONDS = 300.0
 MAX_TROUBLE_CHARS = 500
-_ASKING = [sys.executable, "-P", "-m", "vcache_backend.integration.vllm.model_report"]
+_ASKING = [sys.executable, "-P", "-m", "vcache_backend.integration.vllm.model.report"]
 _QUIET = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",

@@ -15,8 +15,8 @@ import msgspec
 from vcache_backend.config import ClientConfig
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server.channel import R, Sent
-from vcache_backend.metadata_server.resident_calls import ResidentCalls
+from vcache_backend.metadata_server.calls.channel import R, Sent
+from vcache_backend.metadata_server.calls.instances import ResidentCalls
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ from itertools import chain, islice, pairwise
 
 import msgspec
 
-from vcache_backend.metadata_server.allocator import ALIGNMENT, padded
 from vcache_backend.metadata_server.messages import (
     KEY_BYTES,
     NAMESPACE_BYTES,
@@ -18,6 +17,7 @@ from vcache_backend.metadata_server.messages import (
     Medium,
     SegmentId,
 )
+from vcache_backend.metadata_server.pool.allocator import ALIGNMENT, padded
 
 SLICE = 2048
 """Chunks in one record of a snapshot: about a millisecond of the server's time."""

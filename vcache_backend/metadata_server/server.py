@@ -18,14 +18,14 @@ from contextlib import ExitStack
 from vcache_backend.config import ServerConfig
 from vcache_backend.errors import ConfigError
 from vcache_backend.metadata_server import processes
-from vcache_backend.metadata_server.admission import Admission
 from vcache_backend.metadata_server.client_lines import ClientLines
-from vcache_backend.metadata_server.clients import Clients
-from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.endpoint import Endpoint
 from vcache_backend.metadata_server.ledger import Ledger
-from vcache_backend.metadata_server.monitoring import MonitorProcess
-from vcache_backend.metadata_server.service import Service
+from vcache_backend.metadata_server.pool.directory import Directory
+from vcache_backend.metadata_server.serving.admission import Admission
+from vcache_backend.metadata_server.serving.clients import Clients
+from vcache_backend.metadata_server.serving.monitoring import MonitorProcess
+from vcache_backend.metadata_server.serving.service import Service
 from vcache_backend.metadata_server.succession import Predecessors
 
 log = logging.getLogger(__name__)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 
-from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.ledger import Damaged, EarlierLedger
+from vcache_backend.metadata_server.pool.directory import Directory
 
 log = logging.getLogger(__name__)
 

@@ -22,10 +22,10 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server import wire
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import CacheShape
-from vcache_backend.resident.caretaker import Caretaker
 from vcache_backend.resident.generations import GenerationView
 from vcache_backend.resident.own_cache import check_shape
 from vcache_backend.resident.tables import Refusals, open_instance
+from vcache_backend.resident.unmapper import Unmapper
 from vcache_backend.vram_pool import cuda_segment, host_segment
 from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.paged import Int64s, PagedKV
@@ -126,7 +126,7 @@ class Neighbours:
         self._here: dict[bytes, Neighbour] = {}
         self._coming: set[bytes] = set()
         self._refused = Refusals()
-        self._caretaker = Caretaker(self._ended)
+        self._unmapper = Unmapper(self._ended)
         self._aside = ThreadPoolExecutor(1, "vcache-neighbours-aside")
         """Runs requests to the server that neither a step nor an owner's end may wait for."""
 
@@ -138,7 +138,7 @@ class Neighbours:
         """
         if instance in self._coming:
             return True
-        if instance in self._here or instance in self._refused or self._caretaker.closed:
+        if instance in self._here or instance in self._refused or self._unmapper.closed:
             return False
         self._coming.add(instance)
         with suppress(RuntimeError):  # closed
@@ -159,7 +159,7 @@ class Neighbours:
         if known is not None:
             return known
         with self._opening:
-            if instance in self._here or instance in self._refused or self._caretaker.closed:
+            if instance in self._here or instance in self._refused or self._unmapper.closed:
                 return self._here.get(instance)
             try:
                 return self._open(instance)
@@ -171,7 +171,7 @@ class Neighbours:
         """Unmap all KV caches, each once its last copy is over. Waits at most `CLOSE_SECONDS`.
         Idempotent.
         """
-        self._caretaker.close(CLOSE_SECONDS)
+        self._unmapper.close(CLOSE_SECONDS)
         self._aside.shutdown(wait=False)
 
     # ---- inside
@@ -195,7 +195,7 @@ class Neighbours:
             try:
                 check_shape(shape, joined.blocks, self._kv, self._device)
                 neighbour = Neighbour(
-                    instance, shape, view, joined.each, self._caretaker.wake, self._tell
+                    instance, shape, view, joined.each, self._unmapper.wake, self._tell
                 )
                 # In `_here` before `admit`, from which on the owner's end is noticed.
                 undo.callback(self._forget, neighbour)
@@ -204,7 +204,7 @@ class Neighbours:
                 # Each mapping keeps its memory.
                 wire.close_fds(fds)
             self._here[instance] = neighbour
-            if not self._caretaker.admit(neighbour, pidfds):
+            if not self._unmapper.admit(neighbour, pidfds):
                 return None
             undo.pop_all()
         ms, nbytes = (time.perf_counter() - started) * 1e3, sum(shape.regions)
@@ -218,17 +218,17 @@ class Neighbours:
         return neighbour
 
     def _forget(self, neighbour: Neighbour) -> None:
-        """Undo `_open`. What is mapped already is unmapped in the caretaker's thread, since a step
+        """Undo `_open`. What is mapped already is unmapped in the unmapper's thread, since a step
         may be waiting for this one.
         """
         self._here.pop(neighbour.instance, None)
-        self._caretaker.discard(neighbour)
+        self._unmapper.discard(neighbour)
 
     def _ended(self, neighbour: Neighbour) -> None:
-        """The caretaker's `on_end`, in its thread."""
+        """The unmapper's `on_end`, in its thread."""
         self._refused.add(neighbour.instance)
         self._here.pop(neighbour.instance, None)
-        if not self._caretaker.closed:
+        if not self._unmapper.closed:
             log.info(
                 "instance %s has ended or given its KV cache up: it is unmapped here",
                 neighbour.instance.hex(),

@@ -129,6 +129,7 @@ class Tables:
             self._views.clear()
 
     def _forget_ended(self) -> None:
+        """Forget the tables of schedulers that have ended. Under the lock."""
         for pidfd, _ in () if self._ends.closed else self._ends.poll(0):
             instance = self._pidfds.pop(pidfd)
             self._ends.unregister(pidfd)

@@ -99,15 +99,15 @@ class _Hashed(NamedTuple):
 
 
 class TokenHasher:
-    """Makes keys of rank 0 for the whole chunks of a token sequence, for one namespace and chunk
-    size. Any thread.
+    """Makes the keys of one rank for the whole chunks of a token sequence, for one namespace and
+    chunk size. Any thread.
 
     Leading chunks that the previous sequence had, too, are not hashed again: a look-up, a retrieve
     and a store of one prompt hash it once."""
 
-    def __init__(self, namespace: Namespace, chunk_size: int) -> None:
+    def __init__(self, namespace: Namespace, chunk_size: int, rank: int = 0) -> None:
         self.chunk_size, self._step = chunk_size, 4 * chunk_size
-        self._prefix, self._suffix = namespace.prefix, bytes(RANK_BYTES)
+        self._prefix, self._suffix = namespace.prefix, rank.to_bytes(RANK_BYTES, "big")
         self._root = blake2b(
             key=namespace.fingerprint, digest_size=HASH_BYTES, person=b"vcache-salt-1"
         )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.channel import Sent
+from vcache_backend.metadata_server.calls.channel import Sent
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Leased, Location
 from vcache_backend.transfer.outbox import Outbox

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -22,6 +22,7 @@ from vcache_backend.transfer.places import Places
 from vcache_backend.transfer.pooled import POLL_SECONDS, Pooled
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.sources import LoadContext, OffloadSource, Part, Source
+from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool.copies.copier import Mark
 
 if TYPE_CHECKING:
@@ -36,8 +37,10 @@ CANCELLED = "cancelled"
 NO_FAILURE = ("", ABSENT, "store_absent", CANCELLED, "changed")
 """Causes that are not counted as failures here. `changed` (an owner reused a block while it was read)
 has a counter of its own."""
+COPY_SECONDS = 10.0
+"""The patience that a load needs beside the offload tier's deadline. A copy takes milliseconds."""
 SLICE_SECONDS = 0.005
-"""How long `run` waits at most before it looks at all sources again."""
+"""How long a wait lasts at most before all sources are looked at again."""
 LINGER_SECONDS = 0.1
 """How often an abandoned load checks whether its copies are over."""
 
@@ -69,11 +72,11 @@ class Load:
         lease: an existing lease on the leading chunks, or one that was asked for; the load ends it,
         and asks for one on the rest. mark: see `LoadContext`; None: the current stream continues
         behind the copies. wait_seconds: how long to wait for chunks that are not there yet.
-        offload: look in the offload tier for
-        what the pool lacks. name: the request's, for the log. residents: chunks
-        in the KV caches of `neighbours`, by number. A KV cache that is new is mapped in the
-        background, and the load waits for it. Chunks that are gone when their copy would start may
-        come from elsewhere. If there is no lease, the pool is asked for the other chunks at once."""
+        offload: look in the offload tier for what the pool lacks. name: the request's, for the log.
+        residents: chunks in the KV caches of `neighbours`, by number. A KV cache that is new is
+        mapped in the background, and the load waits for it. Chunks that are gone when their copy
+        would start may come from elsewhere. If there is no lease, the pool is asked for the other
+        chunks at once."""
         self.keys, self.places, self.stats = (
             keys,
             places,
@@ -131,17 +134,31 @@ class Load:
         return self._over
 
     def run(self, patience: float) -> int:
-        """Wait until it is over, or until no chunk has arrived for `patience` seconds. Returns how
-        many chunks are in place.
+        """Wait until the load is over. Abandons it after `patience` seconds without another chunk.
+        Returns how many chunks are in place.
         """
-        moved, until = self.loaded, time.monotonic() + patience
+        loaded, until = self.loaded, time.monotonic() + patience
         while not self.advance():
-            now = time.monotonic()
-            if self.loaded > moved:
-                moved, until = self.loaded, now + patience
-            elif now >= until:
+            if self.loaded > loaded:
+                loaded, until = self.loaded, time.monotonic() + patience
+            elif time.monotonic() >= until:
                 self.abandon()
             self.wait(SLICE_SECONDS)
+        return self.loaded
+
+    def finish(self, patience: float, prefix: Sequence[ChunkKey] = ()) -> int:
+        """`run`, and then store in the pool again what the offload tier has brought. Never raises.
+
+        prefix: keys of the chunks before the load's, which count as used, too."""
+        session = self._session
+        try:
+            self.run(patience)
+            if prefix:
+                session.committer.touch(list(prefix))
+            if chunks := self.to_promote():
+                store(session, self.places, self.keys, chunks, prefix, fetched_in=self.epoch)
+        except Exception as error:  # noqa: BLE001 - what is loaded stays right
+            session.miss("promote", error)
         return self.loaded
 
     def wait(self, seconds: float) -> None:
@@ -153,7 +170,7 @@ class Load:
                 time.sleep(min(seconds, POLL_SECONDS))
             return
         try:
-            self._parts[0].moving.wait(seconds)
+            self._parts[0].copy.moving.wait(seconds)
         except VCacheError:
             log.debug("a copy failed; `advance` will say so", exc_info=True)
 
@@ -259,9 +276,9 @@ class Load:
 
     def _launched_from(self, sources: list[Source]) -> bool:
         for source in sources:
-            part = source.launch(self.reached)
-            if part is not None:
-                self._parts.append(part)
+            parts = source.launch(self.reached)
+            if parts:
+                self._parts += parts
                 if not self._memory.has(self.reached):
                     for other in self._sources:
                         other.prepare(self.reached)
@@ -291,7 +308,7 @@ class Load:
         """Count the parts whose copies are over, in order."""
         while self._parts and not self._failed:
             part = self._parts[0]
-            if not part.moving.done():
+            if not part.copy.moving.done():
                 for one in self._parts:
                     one.keep()
                 return
@@ -319,7 +336,7 @@ class Load:
         for part in list(self._parts):
             with suppress(Exception):
                 try:
-                    over = part.moving.done()
+                    over = part.copy.moving.done()
                 except VCacheError:
                     over = True
                 if over:

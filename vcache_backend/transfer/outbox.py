@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from vcache_backend.errors import ServerUnavailable, VCacheError
-from vcache_backend.metadata_server.channel import Sent
+from vcache_backend.metadata_server.calls.channel import Sent
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey, InstanceId, Leased
 

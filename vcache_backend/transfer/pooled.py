@@ -11,7 +11,7 @@ import numpy as np
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.transfer.leases import AskedLease, Lease
-from vcache_backend.transfer.memory import Piece
+from vcache_backend.transfer.memory import MemoryPart
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.sources import LoadContext, Settled
 from vcache_backend.vram_pool.copies.planner import plane_offsets
@@ -22,7 +22,7 @@ POLL_SECONDS = 0.0002
 
 
 class _LeasedRun:
-    """The chunks with these numbers, under one lease. users: how many of their pieces are under
+    """The chunks with these numbers, under one lease. users: how many of their parts are under
     way, and 1 while more may be launched.
     """
 
@@ -48,7 +48,7 @@ class _LeasedRun:
 
 
 @dataclass
-class _PooledPiece(Piece):
+class _PooledPart(MemoryPart):
     run: _LeasedRun
 
     def origin(self) -> tuple[object, Int64s]:
@@ -65,18 +65,18 @@ class _PooledPiece(Piece):
         if lease.seconds_left < lease.seconds / 2:
             self.context.session.leases.renew(lease)
 
-    def settle(self, tokens: Callable[[int], int], seconds: float) -> Settled:
-        context, started = self.context, perf_counter()
+    def settle(self) -> Settled:
+        context, seconds, started = self.context, self.seconds, perf_counter()
         self.run.users -= 1
         held = context.session.leases.verdict(self.run.lease, end=not self.run.users)
         context.stats.metadata_seconds += perf_counter() - started
         if not held:
             return Settled(0, "lease_lost")
         own = sum(view.local for view in self.views)
-        context.stats.pooled(self.first, own, self.count, tokens(self.count), seconds)
+        context.stats.pooled(self.first, own, self.count, self.tokens(self.count), seconds)
         return Settled(self.count)
 
-    def leave(self) -> None:
+    def drop(self) -> None:
         self.run.leave(self.context.session)
 
     def lose(self) -> None:
@@ -109,7 +109,7 @@ class Pooled:
             return chunk in self._run.numbers
         return self._given is not None and self._numbers is not None and chunk in self._numbers
 
-    def take(self, chunk: int, ask: bool) -> Piece | None:
+    def take(self, chunk: int, ask: bool) -> MemoryPart | None:
         """The chunks from this number on that one lease covers and this process can read. ask: if
         there is no lease on them, ask the server and wait."""
         context, session = self._context, self._context.session
@@ -130,7 +130,7 @@ class Pooled:
         run.users += 1
         if start + len(views) == len(run.numbers):
             self._end_run()
-        return _PooledPiece(
+        return _PooledPart(
             context, chunk, len(views), views, all(view.local for view in views), run
         )
 

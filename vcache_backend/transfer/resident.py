@@ -4,7 +4,7 @@ generations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import repeat
 from typing import NamedTuple, Self
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vcache_backend.resident.neighbours import Neighbour, Neighbours
-from vcache_backend.transfer.memory import Piece
+from vcache_backend.transfer.memory import MemoryPart
 from vcache_backend.transfer.sources import LoadContext, Settled
 from vcache_backend.vram_pool.paged import Int64s
 
@@ -50,7 +50,7 @@ class ResidentChunk(NamedTuple):
 
 
 @dataclass
-class _ResidentPiece(Piece):
+class _ResidentPart(MemoryPart):
     """Lives between the neighbour's `enter` and `leave`, so that its KV cache stays mapped."""
 
     neighbour: Neighbour
@@ -70,20 +70,22 @@ class _ResidentPiece(Piece):
         )
         return offsets
 
-    def settle(self, tokens: Callable[[int], int], seconds: float) -> Settled:
+    def settle(self) -> Settled:
+        seconds = self.seconds
         try:
             right = self.neighbour.view.leading(self.blocks, self.generations, self.neighbour.each)
         finally:
             self.neighbour.leave()
         stats = self.context.stats
         if right:
-            stats.resident(self.first, self.neighbour.instance, right, tokens(right), seconds)
+            tokens = self.tokens(right)
+            stats.resident(self.first, self.neighbour.instance, right, tokens, seconds)
         if right < self.count:
             stats.refused(self.first + right, self.neighbour.instance, self.count - right)
             return Settled(right, "changed")
         return Settled(right)
 
-    def leave(self) -> None:
+    def drop(self) -> None:
         self.neighbour.leave()
 
 
@@ -112,7 +114,7 @@ class ResidentChunks:
         one = self._chunks.get(chunk)
         return one is not None and self._neighbours.expects(one.instance)
 
-    def take(self, chunk: int) -> Piece | None:
+    def take(self, chunk: int) -> MemoryPart | None:
         """The chunks from this number on that one neighbour still has as published. Forgets chunks
         that it lost; they may come from elsewhere."""
         first = self._chunks.get(chunk)
@@ -125,15 +127,15 @@ class ResidentChunks:
             )
             return None
         try:
-            piece = self._entered(chunk, neighbour)
+            part = self._entered(chunk, neighbour)
         except BaseException:
             neighbour.leave()
             raise
-        if piece is None:
+        if part is None:
             neighbour.leave()
-        return piece
+        return part
 
-    def _entered(self, chunk: int, neighbour: Neighbour) -> Piece | None:
+    def _entered(self, chunk: int, neighbour: Neighbour) -> MemoryPart | None:
         context, each = self._context, neighbour.each
         run: list[ResidentChunk] = []
         if each * neighbour.split == context.places.kv.blocks_in(context.session.chunk_size):
@@ -159,7 +161,7 @@ class ResidentChunks:
             del self._chunks[number]
         local = neighbour.shape.device == context.session.device.name
         count_of = count * each
-        return _ResidentPiece(
+        return _ResidentPart(
             context, chunk, count, (), local, neighbour, blocks[:count_of], generations[:count_of]
         )
 

@@ -16,7 +16,7 @@ import torch
 from vcache_backend.config import Config, OffloadConfig
 from vcache_backend.errors import LayoutError, VCacheError
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import ChunkKey, Location, SegmentId
+from vcache_backend.metadata_server.messages import ChunkKey, Location, SegmentId, of_rank
 from vcache_backend.transfer.arguments import KVCaches, as_kvcaches
 from vcache_backend.transfer.committer import Committer
 from vcache_backend.transfer.layout import Layout, with_codec
@@ -151,12 +151,17 @@ class Session:
 
     # ---- look-ups
 
-    def lookup(self, keys: list[ChunkKey], ranks: int = 1) -> int:
-        """How many leading chunks all `ranks` ranks have, in the pool or the offload tier. keys: of
-        rank 0. Takes no lease.
+    def own(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """The keys of this rank's part of the same chunks. keys: all of one rank."""
+        return of_rank(keys, self.rank)
+
+    def lookup(self, keys: Sequence[ChunkKey], ranks: int = 1) -> int:
+        """How many leading chunks all `ranks` ranks have, in the pool or the offload tier. keys: all
+        of one rank. Takes no lease.
         """
         if not keys:
             return 0
+        keys = of_rank(keys, 0)
         found = self.client.lookup(keys, ranks)
         return found if self.tier is None else self.tier.extend(self.client, keys, ranks, found)
 

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey
@@ -36,45 +38,70 @@ class Settled(NamedTuple):
 
 
 @dataclass
-class Part(ABC):
-    """One copy under way: `count` consecutive chunks from number `first` on. launched: by
-    perf_counter.
-    """
+class RunningCopy:
+    """One copy under way into the KV cache: `count` chunks of a load from number `first` on.
+    launched: by perf_counter."""
 
-    context: LoadContext
     first: int
     count: int
     plan: CopyPlan
     moving: Completion
     launched: float
 
-    def keep(self) -> None:  # noqa: B027 - most need nothing
-        """Called while the copy runs: make sure that its source stays readable, for example by
-        renewing a lease.
-        """
-
-    @abstractmethod
-    def settle(self) -> Settled:
-        """Called once the copy is over: release what it used, and return how much of it is
-        right.
-        """
-
-    @abstractmethod
-    def drop(self) -> None:
-        """Called instead of `settle` once the copy is over, if the chunks are not needed any more:
-        release what it used.
-        """
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens it copies."""
-        return self.plan.tokens
-
     @property
     def seconds(self) -> float:
         """Seconds that the copy took. Only once it is over."""
         seconds = self.moving.seconds
         return perf_counter() - self.launched if seconds is None else seconds
+
+    def tokens(self, first: int, count: int) -> int:
+        """How many tokens it copies of the `count` chunks from number `first` on."""
+        if count == self.count:
+            return self.plan.tokens
+        start = first - self.first
+        begin, end = np.searchsorted(self.plan.blocks[:, 0], (start, start + count))
+        return int(end - begin) * self.plan.block_size
+
+
+@dataclass
+class Part(ABC):
+    """`count` consecutive chunks of a load, from number `first` on, which lie in one place. They
+    stay readable until `settle` or `drop`. If nobody can know whether their copy is over, `lose` is
+    called instead.
+
+    copy: the copy that reads them, and perhaps other parts; set when it is launched."""
+
+    context: LoadContext
+    first: int
+    count: int
+    copy: RunningCopy = field(init=False)
+
+    def keep(self) -> None:  # noqa: B027 - most need nothing
+        """Called while the copy runs: make sure that the chunks stay readable, for example by
+        renewing a lease.
+        """
+
+    @abstractmethod
+    def settle(self) -> Settled:
+        """Called once the copy is over: release what it used, and return how many chunks are
+        right.
+        """
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Release the chunks, which are not needed any more. No copy reads them."""
+
+    def lose(self) -> None:  # noqa: B027 - most stay as they are
+        """The chunks are not needed any more, but something may still be reading them."""
+
+    def tokens(self, count: int) -> int:
+        """How many tokens its leading `count` chunks bring."""
+        return self.copy.tokens(self.first, count)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of its share of the copy. Only once that is over."""
+        return self.copy.seconds * self.tokens(self.count) / max(self.copy.plan.tokens, 1)
 
 
 class Source(ABC):
@@ -98,10 +125,9 @@ class Source(ABC):
         return False
 
     @abstractmethod
-    def launch(self, chunk: int) -> Part | None:
-        """Start the copy of the chunks from this number on that are available now. None if there
-        are none.
-        """
+    def launch(self, chunk: int) -> Sequence[Part]:
+        """Start the copy of the chunks from this number on that are available now. Returns them,
+        in order; none if none are available."""
 
     def wait(self, seconds: float) -> bool:
         """Wait, at most so long, for what is being fetched. Returns False at once if nothing is."""
@@ -155,10 +181,10 @@ class _OffloadedPart(Part):
     give_back: Callable[[], None]
 
     def settle(self) -> Settled:
-        context, stop, seconds = self.context, self.first + self.count, self.seconds
+        context, stop, seconds = self.context, self.first + self.count, self.copy.seconds
         self.give_back()
         keys, waited = context.keys[self.first : stop], perf_counter() - context.idle_since
-        context.stats.offloaded(self.first, keys, self.tokens, waited, seconds)
+        context.stats.offloaded(self.first, keys, self.tokens(self.count), waited, seconds)
         context.epochs |= self.epochs
         context.fetched += range(self.first, stop)
         return Settled(self.count)
@@ -173,26 +199,20 @@ def upload(
     first: int,
     chunks: Sequence[Staged],
     give_back: Callable[[], None],
-) -> Part:
+) -> list[Part]:
     """Launch the copy of chunks of the offload tier that are in host memory, from number `first`
     on. give_back: releases that memory; called once nothing reads it any more."""
+    count, epochs = len(chunks), {chunk.epoch for chunk in chunks}
+    part = _OffloadedPart(context, first, count, epochs, give_back)
     try:
-        plan, started = context.plan(first, len(chunks)), perf_counter()
+        plan, started = context.plan(first, count), perf_counter()
         moving = uploader.scatter(context.places.kv, plan, chunks, context.mark)
     except VCacheError:
         # After any other error something may still be reading them, so they are never given back.
-        give_back()
+        part.drop()
         raise
-    return _OffloadedPart(
-        context,
-        first,
-        len(chunks),
-        plan,
-        moving,
-        started,
-        {chunk.epoch for chunk in chunks},
-        give_back,
-    )
+    part.copy = RunningCopy(first, count, plan, moving, started)
+    return [part]
 
 
 class OffloadSource(Source):
@@ -238,13 +258,13 @@ class OffloadSource(Source):
         self._next, self._stop = chunk, chunk + len(fetch.keys)
         return True
 
-    def launch(self, chunk: int) -> Part | None:
+    def launch(self, chunk: int) -> list[Part]:
         context, fetch, uploader = self._context, self._fetch, self._context.session.uploader
         if fetch is None or uploader is None or self._next != chunk:
-            return None
+            return []
         staged = fetch.ready(uploader.most)
         if not staged:
-            return None
+            return []
         self._next += len(staged)
         return upload(context, uploader, chunk, staged, lambda: fetch.give_back(staged))
 

@@ -1,0 +1,198 @@
+"""Watches vLLM's block pool: changes a block's generation before the block may be written again, or
+its bytes change meaning.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vcache_backend.resident.generations import Generations
+
+log = logging.getLogger("vllm.vcache")
+NUMBERS, GENERATIONS = "I", "Q"
+"""Type codes of `array` for blocks' numbers and for generations. Slicing an array copies bytes;
+slicing a list touches every number.
+"""
+
+
+class KVBlocks:
+    """The scheduler half's access to vLLM's `BlockPool`: blocks by number, and the queue of free
+    blocks. Runs in the scheduler's thread. Only this module touches vLLM's pool.
+
+    pool: vLLM's."""
+
+    def __init__(self, pool: Any) -> None:
+        self.pool = pool
+
+    @property
+    def count(self) -> int:
+        """The number of blocks, with the null block."""
+        return int(self.pool.num_gpu_blocks)
+
+    @property
+    def free(self) -> int:
+        """The number of blocks that can be handed out."""
+        return int(self.pool.get_num_free_blocks())
+
+    def cached(self, block_hash: Any) -> bool:
+        """Whether vLLM's own prefix cache has this block, of a model with one block table."""
+        return bool(self.pool.get_cached_block(block_hash, [0]))
+
+    def evict(self, numbers: set[int]) -> None:
+        """Take blocks out of vLLM's own prefix cache."""
+        self.pool.evict_blocks(numbers)
+
+    def head(self, most: int) -> list[int]:
+        """The next blocks, `most` of them, that vLLM will hand out, in order."""
+        numbers, block = list[int](), self._first
+        end = self.pool.free_block_queue.fake_free_list_tail
+        while block is not None and block is not end and len(numbers) < most:
+            numbers.append(block.block_id)
+            block = block.next_free_block
+        return numbers
+
+    def useless(self, most: int, given: memoryview, now: memoryview) -> int:
+        """Count the next blocks, up to `most`, before the first block worth keeping.
+
+        A block is not worth keeping if it holds nothing, or if its entry in `given` equals its
+        entry in `now`."""
+        count, block = 0, self._first
+        while count < most and (
+            block.block_hash is None or given[block.block_id] == now[block.block_id]
+        ):
+            count, block = count + 1, block.next_free_block
+        return count
+
+    def used(self, numbers: Sequence[int]) -> list[int]:
+        """The number of requests that use each of these blocks."""
+        blocks = self.pool.blocks
+        return [blocks[number].ref_cnt for number in numbers]
+
+    def to_end(self, numbers: Iterable[int]) -> None:
+        """Have vLLM hand out these blocks last, as if just used. Blocks in use stay
+        where they are.
+        """
+        queue, blocks = self.pool.free_block_queue, self.pool.blocks
+        for block in (blocks[number] for number in numbers):
+            if not block.ref_cnt:
+                queue.remove(block)
+                queue.append(block)
+
+    def to_head(self, numbers: Sequence[int], behind: int) -> None:
+        """Have vLLM hand out these free blocks first, in this order.
+
+        Leading blocks stay if they lie in this order behind the queue's first `behind` blocks."""
+        queue, blocks, block = self.pool.free_block_queue, self.pool.blocks, self._first
+        for _ in range(behind):
+            block = block.next_free_block
+        staying = 0
+        while staying < len(numbers) and blocks[numbers[staying]] is block:
+            staying, block = staying + 1, block.next_free_block
+        end = len(numbers)
+        while end > staying:
+            # Blocks that lie in this order already are linked anew together.
+            start, last = end - 1, blocks[numbers[end - 1]]
+            first = last
+            while start > staying and blocks[numbers[start - 1]].next_free_block is first:
+                start, first = start - 1, first.prev_free_block
+            before, behind_last = first.prev_free_block, last.next_free_block
+            if before is None or behind_last is None:
+                raise RuntimeError(f"block {numbers[start]} is not in vLLM's free queue")
+            head = queue.fake_free_list_head
+            if before is not head:
+                before.next_free_block, behind_last.prev_free_block = behind_last, before
+                old = head.next_free_block
+                head.next_free_block, first.prev_free_block = first, head
+                last.next_free_block, old.prev_free_block = old, last
+            end = start
+
+    @property
+    def _first(self) -> Any:
+        return self.pool.free_block_queue.fake_free_list_head.next_free_block
+
+
+class ResidentPool:
+    """Replaces methods of vLLM's `BlockPool` to count generations. Runs in the scheduler's thread.
+
+    vLLM's own results and exceptions come through unchanged. If our part fails, the whole table is
+    given up first, so that nobody reads a block whose next owner was not counted. broken: the table
+    was given up. resets: how often all blocks were voided. evicted: how often vLLM has evicted
+    blocks."""
+
+    def __init__(
+        self,
+        pool: Any,
+        generations: Generations,
+        on_reset: Callable[[], None],
+        give_way: Callable[[int], None] = lambda count: None,
+    ) -> None:
+        """pool: vLLM's `BlockPool`, before it has handed out a block. on_reset: called when the
+        prefix cache is to be reset, even if vLLM then declines. give_way: called before so many
+        blocks are handed out, to move others to the front; must not raise.
+        """
+        self._give_way = give_way
+        self.broken, self.resets, self.evicted = False, 0, 0
+        # Void all blocks, the null block included: a block holds a request's bytes only once it
+        # was handed out and written.
+        generations.void_all()
+        self._generations, self._on_reset = generations, on_reset
+        self._get, self._evict, self._reset = (
+            pool.get_new_blocks,
+            pool.evict_blocks,
+            pool.reset_prefix_cache,
+        )
+        pool.get_new_blocks, pool.evict_blocks = self._get_new_blocks, self._evict_blocks
+        pool.reset_prefix_cache = self._reset_prefix_cache
+
+    def void_all(self) -> None:
+        """Void all generations: the bytes stay, but their meaning changes."""
+        self.resets += 1
+        self._generations.void_all()
+
+    def _get_new_blocks(self, num_blocks: int) -> Any:
+        """Change the blocks' generations before vLLM can launch work that writes them."""
+        self._give_way(num_blocks)
+        blocks = self._get(num_blocks)
+        self._surely(lambda: self._take(blocks))
+        return blocks
+
+    def _take(self, blocks: list[Any]) -> None:
+        # A step that only decodes takes one block at a time.
+        self._generations.void(blocks[0].block_id if len(blocks) == 1 else _numbers(blocks))
+
+    def _evict_blocks(self, block_ids: Any) -> Any:
+        """Void blocks that vLLM evicts: after a failed load vLLM recomputes into them without
+        allocating them anew.
+        """
+        self.evicted += 1
+        self._surely(lambda: self._generations.void(list(block_ids)))
+        return self._evict(block_ids)
+
+    def _reset_prefix_cache(self) -> Any:
+        """Void all blocks even if vLLM cannot reset its cache now: its caller changes the weights
+        in any case.
+        """
+        self._surely(self.void_all)
+        self._surely(self._on_reset)
+        return self._reset()
+
+    def _surely(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception:  # nothing of ours raises into vLLM
+            self._generations.give_up()
+            self.broken = True
+            log.exception(
+                "vcache: the generations of blocks could not be counted, so others read nothing of this instance any more"
+            )
+
+
+def _numbers(blocks: list[Any]) -> npt.NDArray[np.uint32]:
+    # Twice as fast as numpy's conversion of a list.
+    return np.frombuffer(array(NUMBERS, [block.block_id for block in blocks]), dtype=np.uint32)

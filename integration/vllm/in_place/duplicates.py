@@ -1,0 +1,219 @@
+"""Frees duplicates first: chunks that were read in another KV cache lie in both, so the reader can
+give up its copy.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from vcache_backend.resident.generations import Generations, GenerationView, UInt32s, UInt64s
+
+from ..metadata import LoadSpec
+from ..scheduler.tracked import Tracked
+from .block_pool import KVBlocks
+from .replicas import within
+
+log = logging.getLogger("vllm.vcache")
+
+SHORT = 8
+"""A request's copies are kept if it computed more than 1/SHORT as many tokens as it read.
+
+Such a request probably belongs to a conversation, and vLLM would not find the later turns behind a
+missing block. In a simulation of the serving benchmark's prefixes this raises the hit rate from
+0.774, as measured on two H200s, to 0.808, the highest possible; the hit rate of conversations stays
+the same."""
+
+MOST_LOOKED = 128
+"""The most useless copies skipped at once. When an owner is gone, skipping thousands would delay a
+step by 20 ms.
+"""
+
+
+class Copies(NamedTuple):
+    """Chunks that lie here and with another instance, which are given away in this order: the
+    blocks and generations here, and there, a row for each chunk.
+    """
+
+    blocks: UInt32s
+    generations: UInt64s
+    owner: bytes
+    theirs: UInt32s
+    their_generations: UInt64s
+
+    def cut(self, start: int, stop: int | None = None) -> Copies:
+        """Those from number `start` up to `stop`."""
+        part = slice(start, stop)
+        return Copies(
+            self.blocks[part],
+            self.generations[part],
+            self.owner,
+            self.theirs[part],
+            self.their_generations[part],
+        )
+
+
+class Duplicates:
+    """The chunks of this instance that other instances hold as well. Runs in the scheduler's
+    thread.
+    """
+
+    def __init__(
+        self,
+        pool: KVBlocks,
+        generations: Generations,
+        each: int,
+        view: Callable[[bytes], GenerationView | None],
+    ) -> None:
+        """pool: before vLLM has cached anything in it. each: blocks of a chunk. view: another
+        instance's generations; None if it is gone.
+        """
+        self._pool, self._generations, self._each, self._view = pool, generations, each, view
+        self._copies: deque[Copies] = deque()
+        """The oldest first."""
+        # Write the arrays now: else the first step that writes them waits for the memory.
+        self._marked: UInt64s = np.full(generations.blocks, 0, dtype=np.uint64)
+        self._next: UInt64s = np.full(generations.blocks, 0, dtype=np.uint64)
+        """By block: the generation in which the block became an unused duplicate (`_marked`), and
+        the generation in which it was moved to the head of the free queue (`_next`).
+        """
+        self._empty = pool.free
+        """At least so many blocks at the head of the free queue hold nothing. vLLM puts others that
+        hold nothing before them, and caches a block only after it was handed out.
+        """
+
+    @property
+    def count(self) -> int:
+        """How many chunks may be given away."""
+        return sum(len(copies.blocks) for copies in self._copies)
+
+    def note(self, tracked: Tracked, load: LoadSpec, first: int) -> None:
+        """Note which chunks `load` reads in other KV caches. first: the number of the load's first
+        chunk.
+        """
+        each, blocks = self._each, load.blocks
+        whole = len(blocks) // each
+        # vLLM has the leading blocks itself that the load leaves out.
+        start = next((at for at in range(whole) if blocks[at * each] >= 0), whole)
+        runs = within(load.residents, start, whole)
+        tracked.copies = [run._replace(first=first + start + run.first) for run in runs]
+
+    def finished(self, tracked: Tracked, block_size: int) -> None:
+        """Note the duplicates of a request that has ended, unless it looks like a conversation (see
+        SHORT). block_size: in tokens.
+        """
+        each, row, right = self._each, tracked.store.rows[0], tracked.resident.generations
+        if used := row[: tracked.local // block_size]:
+            self._marked[used] = self._next[used] = 0
+        runs = within(tracked.copies, 0, len(right) // each)
+        copied = sum(run.count for run in runs) * each * block_size
+        if not copied or (tracked.request.num_tokens - tracked.local - copied) * SHORT > copied:
+            return
+        self._drop_outdated()
+        # A prefix is given away from its end.
+        for run in reversed(runs):
+            own = slice(run.first * each, (run.first + run.count) * each)
+            blocks = np.frombuffer(row[own], dtype=np.uint32)
+            generations = np.frombuffer(right[own], dtype=np.uint64)
+            theirs = np.frombuffer(run.blocks, dtype="<u4")
+            their_generations = np.frombuffer(run.generations, dtype="<u8")
+            self._marked[blocks] = generations
+            self._copies.append(
+                Copies(
+                    blocks.reshape(-1, each)[::-1],
+                    generations.reshape(-1, each)[::-1],
+                    run.instance,
+                    theirs.reshape(-1, each)[::-1],
+                    their_generations.reshape(-1, each)[::-1],
+                )
+            )
+
+    def give_way(self, count: int) -> None:
+        """Put duplicates at the head of the free queue if vLLM, about to hand out `count` blocks,
+        would else take cached blocks.
+
+        Never raises.
+        """
+        self._empty -= count
+        if self._empty >= 0:
+            return
+        self._empty = 0
+        if not self._copies:
+            return
+        try:
+            self._give_way(count)
+        except Exception:  # vLLM goes on with whatever order there is
+            self._copies.clear()
+            log.exception("vcache: blocks that other instances have, too, are not evicted first")
+
+    # ---- inside
+
+    def _drop_outdated(self) -> None:
+        """Forget the oldest copies up to the first that is still one: if vLLM hands no blocks out,
+        they would pile up.
+        """
+        while self._copies:
+            copies = self._copies[0]
+            # Mostly the first one is intact.
+            if self._intact(copies.cut(0, 1))[0]:
+                return
+            intact = self._intact(copies)
+            self._copies.popleft()
+            if intact.any():
+                self._copies.appendleft(copies.cut(int(intact.argmax())))
+                return
+
+    def _give_way(self, count: int) -> None:
+        counters = self._generations.counters
+        count = min(count, self._pool.free)
+        # Reading one number from a memoryview takes half as long as from an array.
+        useless = self._pool.useless(count, self._next.data, counters.data)
+        needed, chosen = count - useless, list[int]()
+        looks = MOST_LOOKED + needed // self._each
+        while len(chosen) < needed and looks > 0 and self._copies:
+            copies = self._copies.popleft()
+            most = min(looks, -(-(needed - len(chosen)) // self._each))
+            if len(copies.blocks) > most:
+                self._copies.appendleft(copies.cut(most))
+                copies = copies.cut(0, most)
+            chosen += self._taken(copies)
+            looks -= len(copies.blocks)
+        if chosen:
+            # Often they lie there already.
+            self._pool.to_head(chosen, useless)
+            self._next[chosen] = counters[chosen]
+
+    def _intact(self, copies: Copies) -> npt.NDArray[np.bool_]:
+        """For each chunk, whether its blocks are unchanged and unused since."""
+        blocks, generations = copies.blocks, copies.generations
+        same = self._marked[blocks] == generations
+        same &= self._generations.counters[blocks] == generations
+        intact: npt.NDArray[np.bool_] = same.all(axis=1)
+        return intact
+
+    def _taken(self, copies: Copies) -> list[int]:
+        """The blocks of these copies, each chunk's last block first; without copies that were or
+        are used, or that their owner has lost.
+        """
+        view, each = self._view(copies.owner), self._each
+        if view is None:
+            return []
+        right = self._intact(copies)
+        theirs, generations = copies.theirs.reshape(-1), copies.their_generations.reshape(-1)
+        right &= view.right(theirs, generations).reshape(-1, each).all(axis=1)
+        taken: list[int] = copies.blocks[right, ::-1].reshape(-1).tolist()
+        used = self._pool.used(taken)
+        if not any(used):
+            return taken
+        chunks = range(0, len(taken), each)
+        return [
+            block
+            for at in chunks
+            if not any(used[at : at + each])
+            for block in taken[at : at + each]
+        ]

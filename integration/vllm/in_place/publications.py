@@ -1,0 +1,287 @@
+"""The scheduler's half of sharing in place: the generations of this instance's blocks, and the
+chunks published in them.
+"""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections.abc import Callable
+
+import numpy as np
+
+from vcache_backend.metadata_server.messages import (
+    GENERATION_BYTES,
+    INSTANCE_BYTES,
+    MAX_PUBLISHED,
+    NUMBER_BYTES,
+    ChunkKey,
+    Found,
+    Heard,
+    InstanceId,
+)
+from vcache_backend.resident.generations import Generations, GenerationView
+from vcache_backend.resident.tables import Tables
+
+from ..metadata import PublicationSpec
+from ..scheduler.tracked import NEVER, Tracked
+from .block_pool import GENERATIONS, NUMBERS, KVBlocks, ResidentPool
+from .duplicates import Duplicates
+from .hints import Hints
+from .replicas import Run, choose
+
+Lies = tuple[bytes, bytes]
+"""A chunk's blocks (uint32), and their generations (uint64), packed as in the protocol."""
+
+
+class Publications:
+    """Tracks which chunks may be published, and where. Runs in the scheduler's thread, except
+    `hear`.
+
+    instance: a random name, new at each start of the engine. each: vLLM's blocks of a chunk.
+    sequence: the number of the next publication; a reset voids all lower numbers. epoch: the epoch
+    of everything published. heard: the namespace's epoch as the server last said. hints: None until
+    vLLM has shown its pool."""
+
+    def __init__(self, blocks: int, each: int) -> None:
+        """blocks: how many blocks vLLM's pool has. each: vLLM's blocks of a chunk. SegmentError if
+        memory for the table is lacking.
+        """
+        self.instance = InstanceId(secrets.token_bytes(INSTANCE_BYTES))
+        self.blocks, self.each, self.sequence = blocks, each, 1
+        self.epoch = self.heard = 0
+        self.generations = Generations(self.instance, blocks)
+        self.retract: Callable[[int], None] = lambda sequence: None
+        """Called on a reset: voids publications with a lower sequence."""
+        self._told: dict[ChunkKey, Lies] = {}
+        """The last published place of each chunk, where others look for it."""
+        self._filling = array(NUMBERS)
+        """Blocks that the step being planned fills, and that the table does not show as
+        filled yet.
+        """
+        self._pool: ResidentPool | None = None
+        self.hints: Hints | None = None
+        self.duplicates: Duplicates | None = None
+        """Made when vLLM has shown its pool."""
+        self.view: Callable[[bytes], GenerationView | None] = lambda instance: None
+        """Returns another instance's generations; None if the instance is gone, or no server is
+        known yet.
+        """
+
+    @property
+    def watches(self) -> bool:
+        """Whether vLLM has shown its block pool, without which the blocks' contents are unknown."""
+        return self._pool is not None
+
+    def watch(self, pool: KVBlocks) -> None:
+        """Watch vLLM's pool, which vLLM shows before the first request. ValueError if its size
+        differs from the KV cache's.
+        """
+        if pool.count != self.blocks:
+            raise ValueError(f"vLLM's pool has {pool.count} blocks, its KV cache {self.blocks}")
+        self.duplicates = Duplicates(
+            pool, self.generations, self.each, lambda instance: self.view(instance)
+        )
+        self._pool = ResidentPool(
+            pool.pool, self.generations, self._reset, self.duplicates.give_way
+        )
+        self.hints = Hints(pool, self.generations, self.each)
+
+    def reset(self) -> None:
+        """Void all that was published, and all that the steps under way compute."""
+        self._void_all()
+        self._reset()
+
+    def hear(self, heard: Heard) -> None:
+        """Note what the server says, for the next `learn`. Any thread."""
+        self.heard = heard.epoch
+        if self.hints is not None:
+            self.hints.hear(heard)
+
+    def learn(self) -> bool:
+        """Act on what `hear` noted. True if the namespace was reset.
+
+        After a reset others no longer find chunks from before, though vLLM's own cache may still
+        hit them."""
+        if self.hints is not None:
+            self.hints.apply()
+        heard = self.heard
+        if heard == self.epoch:
+            return False
+        self._void_all()
+        self.epoch = heard
+        return True
+
+    def choose(self, found: Found, tables: Tables) -> tuple[int, list[Run]]:
+        """See `replicas.choose`."""
+        return choose(found, tables, self.each)
+
+    def loads(self, tracked: Tracked, first: int) -> None:
+        """Note that a load will fill the request's blocks from number `first` on. The request has
+        all its blocks.
+        """
+        if self._pool is not None:
+            tracked.resident.loaded, tracked.resident.resets = first, self._pool.resets
+
+    def matched(self, tracked: Tracked) -> None:
+        """Forget an earlier load: vLLM looks for the request's tokens anew."""
+        tracked.resident.loaded = NEVER
+
+    def stop(self, tracked: Tracked) -> None:
+        """Publish no more chunks of the request in its present blocks."""
+        tracked.resident.filled = NEVER
+
+    def begin(self, tracked: Tracked, computed: int) -> None:
+        """Note the first step with these blocks of the request.
+
+        computed: how many blocks hold its tokens already, from a hit in vLLM's cache or a load.
+        vLLM's cache may also name blocks that no step has filled: these stay void, and no chunk
+        behind them is published."""
+        if self._pool is None:
+            return
+        loaded, tracked.resident.loaded = tracked.resident.loaded, NEVER
+        late = loaded < NEVER and tracked.resident.resets != self._pool.resets
+        tracked.resident.resets, tracked.resident.evicted, tracked.resident.filled = (
+            self._pool.resets,
+            self._pool.evicted,
+            min(loaded, computed),
+        )
+        self._fill()
+        tracked.resident.generations = array(GENERATIONS)
+        if tracked.resident.filled:
+            known = self.generations.counters[tracked.store.rows[0][: tracked.resident.filled]]
+            tracked.resident.generations.frombytes(known.tobytes())
+        if late or (tracked.resident.filled and not self._right(tracked)):
+            tracked.resident.filled = NEVER
+
+    def fill(self, tracked: Tracked, blocks: int) -> None:
+        """Note that the step being planned fills the request's blocks up to number `blocks`."""
+        if self._pool is None or not self._counts(tracked):
+            return
+        filled = tracked.store.rows[0][tracked.resident.filled : blocks]
+        tracked.resident.generations += array(GENERATIONS, [self.generations.coming]) * len(filled)
+        self._filling += filled
+        tracked.resident.filled = blocks
+
+    def planned(self) -> None:
+        """Show others the blocks that the step fills. The step is planned and has all
+        its blocks.
+        """
+        if self._pool is not None and self.hints is not None:
+            self._fill()
+            self.hints.planned()
+
+    def complete(
+        self, tracked: Tracked, first: int, ready: int, loaded: bool
+    ) -> list[PublicationSpec]:
+        """Make the publications of the request's chunks [first, ready), which the step completes.
+
+        Leaves out chunks that are published already, and chunks behind a block that was handed out
+        or voided since the request got it. loaded: the request loaded or hit all of these chunks.
+        """
+        if self._pool is None or self._pool.broken:
+            return []
+        self._counts(tracked)
+        state, each = tracked.resident, self.each
+        stop = min(ready, len(state.generations) // each)
+        blocks = tracked.store.rows[0][first * each : stop * each].tobytes()
+        generations = state.generations[first * each : stop * each].tobytes()
+        number, counter = each * NUMBER_BYTES, each * GENERATION_BYTES
+        lies = [
+            (
+                blocks[at * number : (at + 1) * number],
+                generations[at * counter : (at + 1) * counter],
+            )
+            for at in range(stop - first)
+        ]
+        fresh = self._fresh(tracked.lookup.keys[first:stop], lies)
+        made = list[PublicationSpec]()
+        for at in range(0, len(fresh), MAX_PUBLISHED):
+            some = fresh[at : at + MAX_PUBLISHED]
+            made.append(
+                self._spec(
+                    tracked,
+                    [key for key, _ in some],
+                    b"".join([one[0] for _, one in some]),
+                    b"".join([one[1] for _, one in some]),
+                    loaded,
+                )
+            )
+        return made
+
+    def forget(self, tracked: Tracked, first: int) -> None:
+        """Forget the request's publications, so that all chunks are published again: vLLM
+        recomputes blocks from number `first` on.
+        """
+        for key in tracked.lookup.keys:
+            self._told.pop(key, None)
+        if first < tracked.resident.filled < NEVER:
+            del tracked.resident.generations[first:]
+            tracked.resident.filled = first
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.generations.close()
+
+    # ---- inside
+
+    def _fresh(self, keys: list[ChunkKey], lies: list[Lies]) -> list[tuple[ChunkKey, Lies]]:
+        """Return the chunks that are not published at this place yet. They count as published from
+        now on.
+        """
+        told = self._told
+        fresh = [(key, one) for key, one in zip(keys, lies, strict=True) if told.get(key) != one]
+        if len(told) > self.blocks:
+            # Most of these chunks are gone. The others are published again at their next hit.
+            told.clear()
+        told.update(fresh)
+        return fresh
+
+    def _fill(self) -> None:
+        if self._filling:
+            self.generations.filled(self._filling)
+            self._filling = array(NUMBERS)
+
+    def _counts(self, tracked: Tracked) -> bool:
+        """Whether the request's new chunks can be published: not after a reset, nor behind an
+        evicted block.
+        """
+        assert self._pool is not None
+        if tracked.resident.resets != self._pool.resets:
+            tracked.resident.generations, tracked.resident.filled = array(GENERATIONS), NEVER
+        elif tracked.resident.evicted != self._pool.evicted:
+            self._fill()
+            tracked.resident.evicted = self._pool.evicted
+            if not self._right(tracked):
+                tracked.resident.filled = NEVER
+        return tracked.resident.filled < NEVER
+
+    def _right(self, tracked: Tracked) -> bool:
+        """Whether the request's leading blocks are unchanged. Forgets the first changed block and
+        all behind it.
+        """
+        row, generations = tracked.store.rows[0], tracked.resident.generations
+        there = np.array(generations)
+        lost = (self.generations.counters[row[: len(there)]] != there) | (there & np.uint64(1) == 1)
+        if lost.any():
+            del generations[int(lost.argmax()) :]
+            return False
+        return True
+
+    def _spec(
+        self,
+        tracked: Tracked,
+        keys: list[ChunkKey],
+        blocks: bytes,
+        generations: bytes,
+        loaded: bool,
+    ) -> PublicationSpec:
+        self.sequence += 1
+        name, sequence = tracked.request.request_id, self.sequence - 1
+        return PublicationSpec(name, keys, blocks, generations, sequence, self.epoch, loaded)
+
+    def _void_all(self) -> None:
+        (self.generations if self._pool is None else self._pool).void_all()
+
+    def _reset(self) -> None:
+        self.retract(self.sequence)

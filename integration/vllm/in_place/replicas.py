@@ -1,0 +1,128 @@
+"""Chooses which chunks to read in other instances' KV caches: checks the server's answer against
+the instances' tables of generations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from vcache_backend.metadata_server.messages import (
+    GENERATION_BYTES,
+    NUMBER_BYTES,
+    Found,
+    Resident,
+)
+from vcache_backend.resident.tables import Tables
+
+Replica = tuple[bytes, bytes, bytes]
+"""A chunk in a KV cache: the instance, the blocks (uint32) and their generations (uint64), packed
+as in the protocol.
+"""
+
+
+class Run(NamedTuple):
+    """Consecutive chunks in one instance's KV cache, `count` of them from number `first` on. They
+    travel together, so that a long hit costs as much as a short one.
+
+    blocks, generations: of all chunks, one chunk after the other, packed as in `Replica`.
+    """
+
+    first: int
+    count: int
+    instance: bytes
+    blocks: bytes
+    generations: bytes
+
+
+def within(runs: Iterable[Run], first: int, stop: int) -> list[Run]:
+    """Those of the chunks [first, stop), numbered from the first one of them."""
+    cut = list[Run]()
+    for run in runs:
+        begin, end = max(first, run.first), min(stop, run.first + run.count)
+        if begin < end:
+            start, count = begin - run.first, end - begin
+            blocks = _part(run.blocks, run.count, start, count)
+            generations = _part(run.generations, run.count, start, count)
+            cut.append(Run(begin - first, count, run.instance, blocks, generations))
+    return cut
+
+
+def by_chunk(runs: Iterable[Run]) -> dict[int, Replica]:
+    """Each chunk by its number."""
+    return {
+        run.first + at: (
+            run.instance,
+            _part(run.blocks, run.count, at, 1),
+            _part(run.generations, run.count, at, 1),
+        )
+        for run in runs
+        for at in range(run.count)
+    }
+
+
+def choose(found: Found, tables: Tables, each: int) -> tuple[int, list[Run]]:
+    """How many leading chunks can be loaded, and those of them that are read in place. each: blocks
+    of a chunk.
+
+    Takes the first of a chunk's replicas, in the server's order, that is still as it was published;
+    the pool's copy only without one."""
+    runs = list[Run]()
+    chunk = 0
+    while chunk < len(found.residents):
+        run = _right(found, tables, each, chunk, _alike(found, chunk))
+        if run is not None:
+            runs.append(run)
+            chunk += run.count
+            continue
+        others = ([one] for one in found.residents[chunk][1:])
+        other = next(
+            (run for one in others if (run := _right(found, tables, each, chunk, one))), None
+        )
+        if other is not None:
+            runs.append(other)
+        elif not found.pooled[chunk]:
+            break
+        chunk += 1
+    return chunk, runs
+
+
+def _alike(found: Found, first: int) -> list[Resident]:
+    """The first replicas of the chunks from number `first` on, as long as they are in one
+    instance.
+    """
+    alike = list[Resident]()
+    for replicas in found.residents[first:]:
+        if not replicas or (alike and replicas[0].instance != alike[0].instance):
+            break
+        alike.append(replicas[0])
+    return alike
+
+
+def _right(found: Found, tables: Tables, each: int, first: int, ones: list[Resident]) -> Run | None:
+    """Those of these replicas, all in one instance and of the chunks from number `first` on, that
+    are still as they were published, up to the first that is not. None if there are none.
+    """
+    instance = found.instances[ones[0].instance] if ones else b""
+    view = tables.view(instance) if ones else None
+    number, counter = each * NUMBER_BYTES, each * GENERATION_BYTES
+    if view is None or {(len(one.blocks), len(one.generations)) for one in ones} != {
+        (number, counter)
+    }:
+        return None
+    blocks = b"".join([one.blocks for one in ones])
+    generations = b"".join([one.generations for one in ones])
+    count = view.leading(
+        np.frombuffer(blocks, dtype="<u4"), np.frombuffer(generations, dtype="<u8"), each
+    )
+    if not count:
+        return None
+    return Run(first, count, instance, blocks[: count * number], generations[: count * counter])
+
+
+def _part(packed: bytes, chunks: int, start: int, count: int) -> bytes:
+    """`count` chunks of `chunks` that are packed, from the one at `start` on."""
+    each = len(packed) // chunks
+    return packed[start * each : (start + count) * each]

@@ -1,0 +1,112 @@
+"""Finds chunks that will soon leave vLLM's KV cache, and has them saved in the pool beside it."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+
+from vcache_backend.metadata_server.messages import ChunkKey
+
+from ..metadata import PublicationSpec, StepMetadata
+from .block_pool import KVBlocks
+from .publications import Publications
+
+AHEAD_STEPS = 3
+"""How many steps' worth of blocks at the head of vLLM's free queue are examined.
+
+A step's saves are copied after the step. By then the next step is planned, and with asynchronous
+scheduling also the one after it. So the saves are in time only for blocks that later steps take."""
+MOST_AHEAD = 8192
+"""The most blocks that are examined, however large steps are."""
+MOST_SAVED = 256
+"""The most chunks that one step saves."""
+
+
+class Victims:
+    """Saves published chunks at the head of vLLM's free queue: see `plan`. Runs in the scheduler's
+    thread.
+
+    The queue is examined again only when a fifth of the examined blocks may be gone. In between a
+    step costs next to nothing."""
+
+    def __init__(self, publications: Publications, step_blocks: int) -> None:
+        """step_blocks: the most blocks that one step fills."""
+        self._publications, self._each = publications, publications.each
+        self._need = min(AHEAD_STEPS * step_blocks, MOST_AHEAD)
+        self._blocks: KVBlocks | None = None
+        count = publications.blocks
+        self._keys: dict[int, ChunkKey] = {}
+        self._rows: npt.NDArray[np.uint32] = np.zeros((count, self._each), dtype=np.uint32)
+        """By a chunk's first block: all of its blocks."""
+        self._first: npt.NDArray[np.intp] = np.zeros(count, dtype=np.intp)
+        self._published: npt.NDArray[np.uint64] = np.zeros(count, dtype=np.uint64)
+        """By block: the first block of its chunk (`_first`), and the generation of its
+        publication.
+        """
+        self._saved: npt.NDArray[np.uint64] = np.zeros(count, dtype=np.uint64)
+        """By a chunk's first block: the generation in which the chunk was saved; 0 once one of its
+        blocks was handed out or hit again. (Block 0 is vLLM's null block and in no chunk.)
+        """
+        self._left = 0
+        """How many of the examined blocks are at least still in the queue."""
+
+    def watch(self, blocks: KVBlocks) -> None:
+        """Note vLLM's pool."""
+        self._blocks = blocks
+
+    def plan(self, meta: StepMetadata) -> None:
+        """Add to `meta` the chunks that the step saves because a later step may overwrite them. The
+        step must have all its blocks.
+
+        A chunk is saved once, and again after it was used again: the pool may have lost it by then.
+        """
+        if self._blocks is None:
+            return
+        self._note(meta)
+        if self._left < min(self._need, self._blocks.free):
+            self._look(meta, self._blocks.head(self._need + self._need // 4))
+
+    # ---- inside
+
+    def _note(self, meta: StepMetadata) -> None:
+        fresh = np.fromiter(chain.from_iterable(meta.fresh), dtype=np.intp)
+        self._left -= len(fresh)
+        self._saved[self._first[fresh]] = 0
+        for spec in meta.publications:
+            rows = np.frombuffer(spec.blocks, dtype="<u4").reshape(-1, self._each)
+            self._published[rows] = np.frombuffer(spec.generations, dtype="<u8").reshape(
+                -1, self._each
+            )
+            self._first[rows], self._rows[rows[:, 0]] = rows[:, :1], rows
+            self._keys.update(zip(rows[:, 0].tolist(), spec.keys, strict=True))
+
+    def _look(self, meta: StepMetadata, head: list[int]) -> None:
+        """Choose the chunks to save. head: the next blocks that vLLM will hand out."""
+        blocks, now = np.array(head, dtype=np.intp), self._publications.generations.counters
+        self._left = len(blocks)
+        held = np.flatnonzero(self._published[blocks] == now[blocks])
+        first, at = np.unique(self._first[blocks[held]], return_index=True)
+        order = np.argsort(at)
+        first, at = first[order], held[at[order]]
+        rows = self._rows[first]
+        whole = ((self._first[rows] == first[:, None]) & (self._published[rows] == now[rows])).all(
+            axis=1
+        )
+        first, at = first[whole], at[whole]
+        new = np.flatnonzero(self._saved[first] != now[first])
+        if len(new) > MOST_SAVED:
+            # The next step saves the others.
+            self._left, new = int(at[new[MOST_SAVED]]), new[:MOST_SAVED]
+        if len(new):
+            # vLLM frees a request's last chunk first: save the first chunk first.
+            chosen = first[new][::-1]
+            self._saved[chosen] = now[chosen]
+            rows = self._rows[chosen]
+            keys = [self._keys[one] for one in chosen.tolist()]
+            lies = rows.astype("<u4").tobytes(), now[rows].astype("<u8").tobytes()
+            # A valid generation belongs to the present epoch, as far as the scheduler knows.
+            meta.victims = PublicationSpec(
+                "", keys, *lies, sequence=0, epoch=self._publications.epoch
+            )

@@ -1,0 +1,124 @@
+"""The worker's half of sharing in place: shows its KV cache to others, maps theirs, and publishes
+the chunks that its steps compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+
+from vcache_backend.metadata_server.messages import InstanceId, Reads
+from vcache_backend.resident.neighbours import Neighbours
+from vcache_backend.resident.own_cache import Shown, cache_shape
+from vcache_backend.transfer.publisher import Publication, Publisher
+from vcache_backend.transfer.session import Session
+from vcache_backend.vram_pool import devices
+from vcache_backend.vram_pool.exports.memory import Region
+from vcache_backend.vram_pool.paged import PagedKV
+
+from ..metadata import PublicationSpec
+from ..telemetry.stats import Meter
+from ..worker.stores import Stores
+from .exporter import Exporter
+
+
+class InPlace:
+    """Runs in the worker's main thread. neighbours: other instances' KV caches; None before `open`.
+    publisher: None before `show`.
+    """
+
+    def __init__(self, exporter: Exporter, each: int, shows: bool) -> None:
+        """each: blocks of a chunk. shows: others read this worker's KV cache. With MLA all ranks
+        hold the same KV, and only the first shows it.
+        """
+        self.exporter, self._each, self._shows = exporter, each, shows
+        self._regions: list[Region] = []
+        self._measured = 0
+        self.neighbours: Neighbours | None = None
+        self._session: Session | None = None
+        self._instance = InstanceId(b"")
+        """The instance's name for others; empty before `show`."""
+        self._shown: Shown | None = None
+        self.publisher: Publisher | None = None
+        self._told: list[Reads] = []
+        """The reads that this worker last reported to the server. Only the client's
+        thread uses it.
+        """
+
+    def export(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Find the exportable memory of vLLM's new KV cache. LayoutError or SegmentError if others
+        cannot map it.
+        """
+        self._regions = self.exporter.regions(kv_caches)
+
+    def open(self, session: Session, kv: PagedKV) -> None:
+        """Get ready to read other KV caches, once the worker has joined the pool. kv: its KV cache.
+        LayoutError.
+        """
+        device = session.device
+        if device.medium == "host" and kv.device.type != "cpu":
+            device = devices.resolve(str(kv.device))
+        self._shape = cache_shape(kv, self._regions, device)
+        self.neighbours = Neighbours(session.client, device, kv, session.rank)
+        self._session = session
+        session.client.on_beat.append(self._show_reads)
+        session.client.on_return.append(self._told.clear)
+
+    def show(self, instance: InstanceId) -> None:
+        """Show the KV cache to others under the instance's name. Later calls do nothing."""
+        session, self._instance = self._session, instance
+        if session is None or self._shown is not None or not self._shows:
+            return
+        self._shown = Shown(session.client, instance, session.rank, self._shape, self._regions)
+        self.publisher = Publisher(session.client, session.stats, instance, self._each)
+
+    def publish(self, specs: Sequence[PublicationSpec]) -> None:
+        """Publish chunks once the step has computed them. All of the step's model run must be
+        queued.
+        """
+        session, publisher = self._session, self.publisher
+        if session is None or publisher is None or not specs:
+            return
+        written = session.copier.mark()
+        for spec in specs:
+            keys = session.own(spec.keys)
+            publication = Publication(
+                keys, spec.blocks, spec.generations, spec.sequence, spec.epoch
+            )
+            publisher.submit(publication, written, soon=not spec.loaded)
+
+    def save(self, spec: PublicationSpec, stores: Stores) -> None:
+        """Store those chunks in the pool that are published. A chunk that loses a block during the
+        copy is dropped.
+        """
+        session, publisher = self._session, self.publisher
+        if session is None or publisher is None:
+            return
+        keys = session.own(spec.keys)
+        for known in publisher.known(
+            Publication(keys, spec.blocks, spec.generations, spec.sequence, spec.epoch)
+        ):
+            blocks: list[int] = np.frombuffer(known.blocks, dtype="<u4").tolist()
+            stores.save(known.keys, blocks, known.epoch, partial(publisher.holds, known))
+
+    def measure(self, meter: Meter) -> None:
+        """Tell the meter how many chunks were published since the last call."""
+        if self._session is not None:
+            published = self._session.stats.counted("chunks_").get("published", 0)
+            meter.count("published_chunks", published - self._measured)
+            self._measured = published
+
+    def _show_reads(self) -> None:
+        reads = self._session.stats.reads() if self._session is not None else []
+        if self._session is not None and reads != self._told:
+            self._session.client.show_reads(reads, self._instance)
+            self._told[:] = reads
+
+    def close(self) -> None:
+        """Idempotent. Call it after the last load is over, and before the session is closed."""
+        for part in (self.publisher, self._shown, self.neighbours):
+            if part is not None:
+                part.close()

@@ -1,0 +1,1 @@
+"""Reads vLLM and its model: version, block tables, shape of the KV cache, weights."""

@@ -1,0 +1,140 @@
+"""Hides the differences between the three supported releases of vLLM."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import msgspec
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1 import kv_cache_interface
+from vllm.v1.core import kv_cache_utils
+
+from vcache_backend import config
+from vcache_backend.errors import LayoutError
+
+from . import groups
+from . import spec as model_spec
+
+OLDEST, NEWEST = (0, 31), (0, 33)
+"""The first and the last supported release of vLLM."""
+
+
+def unsupported(version: str) -> str | None:
+    """Say why this version of vLLM is refused, in one line with what to install; None if it is
+    supported.
+    """
+    found = re.match(r"(\d+)\.(\d+)(\.|$)", version)
+    if found and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST:
+        return None
+    wanted = f"vllm>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
+    return f"vLLM {version} is not supported: install {wanted}"
+
+
+def hash_root() -> bytes:
+    """The value that vLLM's block hashes start from. Known once the engine runs."""
+    return bytes(kv_cache_utils.NONE_HASH)
+
+
+def hash_seed(vllm_config: Any) -> str | None:
+    """The seed of `hash_root`; None if each process would get another seed, because the algorithm
+    fixes none and the user has set none.
+    """
+    function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+    seed, again = (kv_cache_utils.resolve_none_hash_seed(function) for _ in range(2))
+    return str(seed) if seed == again else None
+
+
+def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
+    """How many tokens one of a request's `block_hashes` covers."""
+    return int(kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
+
+
+def hit_sources(tokens: Mapping[str, int], external: int) -> dict[Any, int]:
+    """Rename the `tokens` of a hit, by place, for vLLM 0.32 and later. The rest of the `external`
+    tokens is "unspecified".
+    """
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    named = {CacheHitSource(name): count for name, count in tokens.items() if count}
+    rest = external - sum(named.values())
+    return named | ({CacheHitSource.EXTERNAL_UNSPECIFIED: rest} if rest else {})
+
+
+def publishes_events(vllm_config: Any) -> bool:
+    """Whether vLLM publishes KV events."""
+    return bool(getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False))
+
+
+def spec_kind(kv_cache_config: Any) -> str | None:
+    """Name the kind of KV cache as vLLM's KV events do: of the first group that attends to all
+    tokens, or of the first group. None for a model without KV.
+
+    Dynamo ignores events of an unknown group without a kind."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    specs = [spec for spec in specs if groups.is_full(type(spec).__name__)] or specs
+    return str(kv_cache_interface.get_kv_cache_spec_kind(specs[0]).value) if specs else None
+
+
+def refusal(
+    vllm_config: Any, kv_cache_config: Any, model: model_spec.ModelSpec, settings: config.Config
+) -> str | None:
+    """Say why this instance must not cache, in one line with what to change; None if it may. All of
+    its processes get the same answer.
+    """
+    reason = unsupported(vllm.__version__)
+    if reason is not None:
+        return reason
+    size = settings.engine.chunk_size
+    reason = model_spec.refusal(model, size, hash_seed(vllm_config))
+    if model.sleep_mode:
+        reason = reason or _sleep_refusal(vllm_config.model_config)
+    try:
+        groups.read(kv_cache_config, size)
+    except LayoutError as error:
+        return reason or str(error)
+    return reason
+
+
+def _sleep_refusal(model_config: Any) -> str | None:
+    """Say why an instance with sleep mode must not cache, in one line with what to change; None if
+    it may.
+    """
+    if not hasattr(base.KVConnectorBase_V1, "unregister_kv_caches"):
+        return (
+            "vLLM before 0.33 frees the KV cache for its sleep while copies may still run: start vLLM without --enable-sleep-mode, "
+            "or take vLLM 0.33"
+        )
+    backend = str(getattr(model_config, "sleep_mode_backend", "cumem"))
+    return (
+        None
+        if backend == "cumem"
+        else f"sleep mode's backend {backend} is not known: set --sleep-mode-backend cumem"
+    )
+
+
+def read_model(vllm_config: Any, kv_cache_config: Any, name: str) -> model_spec.ModelSpec:
+    """`model_spec.read_model`, adapted to models with several groups."""
+    model = model_spec.read_model(vllm_config, name)
+    try:
+        found = groups.read(kv_cache_config, 0)
+    except LayoutError:
+        return model
+    # MLA's ranks hold equal latents, but different states.
+    mla = model.use_mla and not found.states
+    return msgspec.structs.replace(model, use_mla=mla, extra=model.extra | {"groups": found.text})
+
+
+def transfer_results(
+    recving: AbstractSet[str] = frozenset(), failed: AbstractSet[str] = frozenset()
+) -> Any:
+    """Make vLLM's object for finished loads. recving, failed: requests; failed requests need not be
+    in `recving`.
+    """
+    return base.KVConnectorTransferResults(
+        finished_recving={*recving, *failed}, failed_recving={*failed}
+    )

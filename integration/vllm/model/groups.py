@@ -1,0 +1,348 @@
+"""Groups of layers with separate block tables: the blocks that a chunk holds, that a hit needs, and
+that a request still has.
+
+Does not import vLLM: it reads only numbers and type names from vLLM's objects."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from vcache_backend.errors import LayoutError
+from vcache_backend.vram_pool.paged import Share
+
+from .weights import digest, text
+
+NULL = 0
+"""vLLM's null block. It replaces blocks in a block table once a window has passed."""
+STATES = "MambaSpec"
+"""vLLM's specification of layers with a state in place of tokens: Mamba, gated delta nets, short
+convolutions.
+"""
+_FULL = ("FullAttentionSpec", "MLAAttentionSpec")
+_WINDOWED = "SlidingWindowSpec"
+_SIZES = "UniformTypeKVCacheSpecs"
+_REASONS: Mapping[str, str] = {
+    "ChunkedLocalAttentionSpec": (
+        "chunked local attention gives blocks back while their request runs: unset VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"
+    ),
+    _SIZES: "layers of one block table have pages of several sizes: no setting changes that, unless a draft model's are among them",
+    "CrossAttentionSpec": "an encoder's output depends on the whole input: no setting changes that",
+    "EncoderOnlyAttentionSpec": "an encoder's output depends on the whole input: no setting changes that",
+}
+
+
+class LayerGroup(NamedTuple):
+    """Layers that share a block table.
+
+    number: the group's number in vLLM. block_size: in tokens. window: how many tokens the layers
+    attend to, with the current token and extra tokens that vLLM retains; 0: all. state: a digest of
+    the kind of state; empty if the layers keep tokens."""
+
+    number: int
+    block_size: int
+    window: int
+    layers: tuple[str, ...] = ()
+    state: str = ""
+
+
+class Groups:
+    """The block tables of one instance, one for each group of layers. Immutable; equal in the
+    scheduler and in the workers.
+
+    A chunk's blocks are listed group by group, the blocks of several chunks chunk by chunk. Methods
+    take `rows`, a request's block tables by vLLM's group number.
+
+    groups: the groups that keep tokens, those that attend to all tokens first. states: the groups
+    that keep a state. block: the least common multiple of all block sizes, in tokens. size: tokens
+    of a chunk. sizes: tokens of a block, by vLLM's group number. shares: a chunk's part in each
+    group. plain: the only table's layers attend to all tokens. whole: hits end at multiples of so
+    many tokens: at any block if `plain`, else at a chunk's end.
+
+    Chunks do not contain states. The state after a chunk's last token, one block of each group in
+    `states`, is stored as `parts` further chunks with separate keys, if vLLM has it (vLLM's pages
+    have one size)."""
+
+    def __init__(self, groups: Sequence[LayerGroup], chunk_size: int) -> None:
+        """chunk_size: in tokens. LayoutError if a chunk does not consist of whole blocks of each
+        group.
+        """
+        tokens = [group for group in groups if not group.state]
+        self.groups = sorted(tokens, key=lambda group: (group.window > 0, group.number))
+        self.states = [group for group in groups if group.state]
+        self.sizes = [group.block_size for group in groups]
+        self.block, self.size = math.lcm(*self.sizes), chunk_size
+        if chunk_size % self.block:
+            fitting = -(-chunk_size // self.block) * self.block
+            raise LayoutError(
+                f"chunk_size {chunk_size} is no multiple of {self.block} tokens: set engine.chunk_size: {fitting}"
+            )
+        self.shares = tuple(
+            Share(group.block_size, _tail(group, chunk_size)) for group in self.groups
+        )
+        self.plain = len(groups) == len(self.groups) == 1 and not self.groups[0].window
+        self.whole = self.block if self.plain else chunk_size
+
+    @property
+    def text(self) -> str:
+        """The groups' kinds and block sizes. Two instances must agree on them to share. Empty if
+        `plain`.
+        """
+        if self.plain:
+            return ""
+        kinds = (f"window{group.window}" if group.window else "full" for group in self.groups)
+        named = [
+            f"{kind}/{group.block_size}" for kind, group in zip(kinds, self.groups, strict=True)
+        ]
+        return " ".join(
+            named + [f"state-{group.state}/{group.block_size}" for group in self.states]
+        )
+
+    @property
+    def layers(self) -> str:
+        """A digest of the layers' names, group by group, in a chunk's order."""
+        return digest([list(group.layers) for group in [*self.groups, *self.states]])
+
+    @property
+    def blocks(self) -> int:
+        """The number of a chunk's blocks, over all groups. Each takes as many bytes as a block of
+        the group with the most layers.
+        """
+        return sum((share.tail or self.size) // share.block_size for share in self.shares)
+
+    @property
+    def parts(self) -> int:
+        """How many chunks one state occupies."""
+        return -(-len(self.states) // self.blocks) if self.states else 0
+
+    def length(self, rows: Sequence[Sequence[int]]) -> int:
+        """How many of the request's tokens have blocks in every group."""
+        return min(len(rows[group.number]) * group.block_size for group in self.groups)
+
+    def chunks(self, rows: Sequence[array[int]], first: int, stop: int) -> list[int]:
+        """The blocks of the chunks [first, stop)."""
+        columns, begin, end = list[list[int]](), first * self.size, stop * self.size
+        for group in self.groups:
+            block = group.block_size
+            columns.append(rows[group.number][begin // block : end // block].tolist())
+        return self._listed(columns)
+
+    def wanted(self, rows: Sequence[list[int]], local: int, end: int) -> list[int]:
+        """List the blocks to load for the tokens [local, end): as `chunks` from the chunk with
+        token `local` on, then the blocks of the state at `end`.
+
+        end: a multiple of `whole`. -1 stands for blocks before `local`, which vLLM has, and for
+        blocks that vLLM does not want. ValueError if vLLM wants a block that chunks do not hold."""
+        if end % self.whole:
+            raise ValueError(f"vLLM wants {end} tokens, which is no multiple of {self.whole}")
+        columns, begin = list[list[int]](), local // self.size * self.size
+        for group, share in zip(self.groups, self.shares, strict=True):
+            block = group.block_size
+            row = rows[group.number][begin // block : end // block]
+            for own in range(local // block - begin // block):
+                row[own] = -1
+            if group.window:
+                row = [number if number != NULL else -1 for number in row]
+                self._refuse_earlier(row, self.size // block, share.of(self.size))
+            columns.append(row)
+        blocks = self._listed(columns)
+        if self.states:
+            blocks += self._state_wanted(rows, local, end)
+        return blocks
+
+    def state(self, rows: Sequence[Sequence[int]], end: int) -> list[int]:
+        """The blocks of the state after `end` tokens, one for each state group that has it."""
+        found = [
+            rows[group.number][end // group.block_size - 1 : end // group.block_size]
+            for group in self.states
+        ]
+        return [block for row in found for block in row if block != NULL]
+
+    def ended(
+        self, rows: Sequence[Sequence[int]], reached: int, offered: Sequence[tuple[int, int, int]]
+    ) -> dict[int, list[int]]:
+        """List the states at chunks' ends that can be stored after a step that reaches `reached`
+        tokens: by tokens, the blocks.
+
+        These are the step's last state, and the states in `offered`, vLLM's list of (group, block,
+        tokens)."""
+        ends = {} if reached % self.size else {reached: self.state(rows, reached)}
+        for tokens in {tokens for _, _, tokens in offered if not tokens % self.size}:
+            there = {group: block for group, block, end in offered if end == tokens}
+            ends[tokens] = [there[group.number] for group in self.states if group.number in there]
+        return {
+            tokens: blocks for tokens, blocks in ends.items() if len(blocks) == len(self.states)
+        }
+
+    def alive_from(
+        self, rows: Sequence[Sequence[int]], computed: int, first: int, stop: int
+    ) -> int:
+        """Find the first of the chunks [first, stop) from which on the request still has all
+        blocks.
+
+        computed: the tokens with which the step begins. Returns `stop` without such a chunk."""
+        alive = first
+        for group, share in zip(self.groups, self.shares, strict=True):
+            if not group.window:
+                continue
+            block, row = group.block_size, rows[group.number]
+            gone = (computed - group.window + 1) // block * block
+            for chunk in range(alive, stop):
+                end = (chunk + 1) * self.size
+                begin = end - (share.tail or self.size)
+                if begin < gone or NULL in row[begin // block : end // block]:
+                    alive = chunk + 1
+        return alive
+
+    # ---- inside
+
+    def _state_wanted(self, rows: Sequence[Sequence[int]], local: int, end: int) -> list[int]:
+        """The blocks of the state at `end`, padded with -1 to whole chunks. ValueError unless vLLM
+        wants exactly these: in the last block of [local, end), and none before.
+        """
+        state = self.state(rows, end)
+        if len(state) < len(self.states) or any(
+            any(rows[group.number][local // group.block_size : end // group.block_size - 1])
+            for group in self.states
+        ):
+            raise ValueError(f"vLLM wants other states than the one at token {end}")
+        return state + [-1] * (self.parts * self.blocks - len(state))
+
+    def _listed(self, columns: list[list[int]]) -> list[int]:
+        """Bring the blocks of consecutive chunks into the order of chunks. columns: each group's
+        blocks of these chunks.
+        """
+        if len(columns) == 1 and not self.shares[0].tail:
+            return columns[0]
+        kept = [
+            (row, self.size // share.block_size, share.of(self.size))
+            for row, share in zip(columns, self.shares, strict=True)
+        ]
+        ends = range(max(-(-len(row) // each) for row, each, _ in kept))
+        return [
+            number
+            for end in ends
+            for row, each, held in kept
+            for number in row[(end + 1) * each - held : (end + 1) * each]
+        ]
+
+    def _refuse_earlier(self, row: list[int], each: int, held: int) -> None:
+        """Raise ValueError if vLLM wants a block before the last `held` blocks of a chunk."""
+        lacking = sum(number >= 0 for at, number in enumerate(row) if at % each < each - held)
+        if lacking:
+            raise ValueError(f"vLLM wants {lacking} blocks that chunks of {self.size} do not have")
+
+
+def several(kv_cache_config: Any) -> bool:
+    """Whether the model has several block tables, or a single one of a sliding window."""
+    kinds = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
+    return len(kinds) > 1 or kinds == [_WINDOWED]
+
+
+def keep_states(kv_cache_config: Any) -> bool:
+    """Whether some layers keep a state."""
+    return any(
+        type(group.kv_cache_spec).__name__ == STATES for group in kv_cache_config.kv_cache_groups
+    )
+
+
+def hidden(kv_cache_config: Any) -> bool:
+    """Whether only workers can see that the model must be refused: vLLM shows the scheduler one
+    page size where several exist.
+    """
+    return any(
+        type(group.kv_cache_spec).__name__ == _SIZES for group in kv_cache_config.kv_cache_groups
+    )
+
+
+def read(kv_cache_config: Any, chunk_size: int) -> Groups:
+    """Read an instance's groups from vLLM's `KVCacheConfig`. LayoutError, in one line, if they
+    cannot be cached.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    if not groups:
+        raise LayoutError("the model keeps nothing of its tokens: no setting changes that")
+    for group in groups:
+        reason = unknown(type(group.kv_cache_spec).__name__) or _unsteady(group.kv_cache_spec)
+        if reason is None and not (
+            getattr(group.kv_cache_spec, "prefix_cacheable", True) and _ordinary(group)
+        ):
+            reason = "its blocks are no part of vLLM's own prefix cache: no setting changes that"
+        if reason is not None:
+            raise LayoutError(
+                f"{group.layer_names[0] if group.layer_names else 'a group'} and its group: {reason}"
+            )
+    found = [_group(number, group) for number, group in enumerate(groups)]
+    if all(group.state for group in found):
+        raise LayoutError("all layers keep a state, and none keeps tokens: no setting changes that")
+    return Groups(found, chunk_size)
+
+
+def is_full(kind: str) -> bool:
+    """Whether layers of this kind attend to all tokens."""
+    return kind in _FULL
+
+
+def kind(spec: Any) -> tuple[str, int]:
+    """Name the kind of layers of this specification, and the tokens of their window: `full`,
+    `window`, `state`, or vLLM's name for other kinds.
+    """
+    name = type(spec).__name__
+    named = "full" if is_full(name) else {_WINDOWED: "window", STATES: "state"}.get(name, name)
+    return named, int(spec.sliding_window) if named == "window" else 0
+
+
+def unknown(kind: str) -> str | None:
+    """Say why layers of this kind (a class of vLLM's `kv_cache_interface`) cannot be cached, and
+    what to change; None if they can.
+    """
+    if kind in (*_FULL, _WINDOWED, STATES):
+        return None
+    return _REASONS.get(
+        kind,
+        f"the KV cache is {kind}, whose blocks do not hold the whole prefix: no setting changes that",
+    )
+
+
+def _unsteady(spec: Any) -> str | None:
+    """Say why the state in a block cannot be identified; None if it can."""
+    if type(spec).__name__ != STATES:
+        return None
+    if spec.mamba_cache_mode != "align":
+        return "vLLM keeps no states at blocks' ends: start it without --no-enable-prefix-caching and --mamba-cache-mode"
+    if spec.num_speculative_blocks:
+        return "states contain speculated tokens before these are verified: start vLLM without --speculative-config"
+    return None
+
+
+def _ordinary(group: Any) -> bool:
+    return not getattr(group, "host_resident", False) and getattr(group, "enable_kv_transfer", True)
+
+
+def _group(number: int, group: Any) -> LayerGroup:
+    spec = group.kv_cache_spec
+    window, state = 0, ""
+    if type(spec).__name__ == _WINDOWED:
+        window = int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
+    elif type(spec).__name__ == STATES:
+        state = digest(
+            [
+                text(spec.mamba_type),
+                [list(shape) for shape in spec.shapes],
+                [str(dtype) for dtype in spec.dtypes],
+            ]
+        )
+    return LayerGroup(number, int(spec.block_size), window, tuple(group.layer_names), state)
+
+
+def _tail(group: LayerGroup, chunk_size: int) -> int:
+    """How many tokens at a chunk's end have blocks that a hit may need; 0: all of them."""
+    tokens = _looked_back(group) * group.block_size
+    return tokens if 0 < tokens < chunk_size else 0
+
+
+def _looked_back(group: LayerGroup) -> int:
+    """The most blocks before a token that its window reaches into; 0: all."""
+    return -(-(group.window - 1) // group.block_size) if group.window else 0

@@ -1,0 +1,157 @@
+"""Prints how vLLM and our connector would serve a model, as JSON: `python -m
+vcache_backend.integration.vllm.model.report NAME`.
+
+`vcache doctor --model` and `vcache plan` run it in a child process, with a configuration as JSON on
+stdin. vLLM makes its configuration, the model without weights, the KV cache specs and block tables.
+Our connector decides as at the start of an instance."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import vllm
+from pydantic import ValidationError
+from vllm.config import KVTransferConfig, set_current_vllm_config
+from vllm.distributed import (
+    cleanup_dist_env_and_memory,
+    init_distributed_environment,
+    initialize_model_parallel,
+)
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
+from vllm.v1.worker.worker_base import WorkerBase
+
+from vcache_backend import config
+from vcache_backend.config import Config
+
+from ..in_place import exporter as exportable
+from . import compat, groups
+
+BLOCKS = 1 << 20
+"""Blocks of the described KV cache, enough for any model's longest request. The number does not
+change a chunk.
+"""
+_TRANSFER = KVTransferConfig(
+    kv_connector="VCacheConnector",
+    kv_connector_module_path="vcache_backend.integration.vllm_connector",
+    kv_role="kv_both",
+)
+
+
+def report(name: str, settings: Config) -> dict[str, Any]:
+    """Describe what an instance of model `name` would cache under these settings, with one worker;
+    see `doctor.model.ModelReport` for the fields.
+
+    Loads no weights, downloads nothing and runs no code of the model's own. Raises vLLM's error for
+    a model that vLLM cannot serve."""
+    arguments = EngineArgs(
+        model=name,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        num_gpu_blocks_override=BLOCKS,
+        kv_transfer_config=_TRANSFER,
+    )
+    vllm_config = arguments.create_engine_config()
+    specs = _specs(vllm_config)
+    found = {
+        "vllm": vllm.__version__,
+        "architecture": ", ".join(vllm_config.model_config.architectures),
+        "dtype": str(vllm_config.cache_config.cache_dtype).replace(
+            "auto", str(vllm_config.model_config.dtype).removeprefix("torch.")
+        ),
+        "layers": [],
+    }
+    if not specs:
+        return found | {"refused": "the model keeps nothing of its tokens: no setting changes that"}
+    (kv_cache,) = get_kv_cache_configs(vllm_config, [specs], [1 << 50])
+    model = compat.read_model(vllm_config, kv_cache, settings.connector.model)
+    settings = exportable.decide(settings, vllm_config, kv_cache, model)
+    in_place = settings.connector.share == "in_place"
+    refused = compat.refusal(vllm_config, kv_cache, model, settings)
+    if not refused and in_place:
+        refused = exportable.refusal(vllm_config, kv_cache, model)
+    found |= {"layers": _layers(kv_cache), "in_place": in_place, "refused": refused or ""}
+    return found if refused else found | _sizes(kv_cache, settings.engine.chunk_size)
+
+
+def _specs(vllm_config: Any) -> Mapping[str, Any]:
+    """Make vLLM's KV cache spec of each layer. The model takes no memory."""
+    with set_current_vllm_config(vllm_config), _alone():
+        with torch.device("meta"), set_default_torch_dtype(vllm_config.model_config.dtype):
+            initialize_model(vllm_config)
+        specs: Mapping[str, Any] = get_kv_cache_spec(vllm_config)
+        if specs:
+            layouts = WorkerBase.get_supported_kv_cache_layouts(
+                SimpleNamespace(vllm_config=vllm_config)
+            )
+            resolve_kv_cache_layout(vllm_config, [layouts], list(specs.values()))
+    return specs
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Set up vLLM's process groups with this process alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        init_distributed_environment(1, 0, Path(folder, "store").as_uri(), 0, "gloo")
+        initialize_model_parallel(1, 1)
+        try:
+            yield
+        finally:
+            cleanup_dist_env_and_memory()
+
+
+def _layers(kv_cache: Any) -> list[dict[str, Any]]:
+    """Count the layers of each kind, in the order of vLLM's block tables."""
+    counted: dict[tuple[str, int], int] = {}
+    for group in kv_cache.kv_cache_groups:
+        kind, window = groups.kind(group.kv_cache_spec)
+        counted[kind, window] = counted.get((kind, window), 0) + len(group.layer_names)
+    return [
+        {"kind": kind, "window": window, "count": count}
+        for (kind, window), count in counted.items()
+    ]
+
+
+def _sizes(kv_cache: Any, chunk_size: int) -> dict[str, int]:
+    """Bytes of one worker's part of a chunk, and of a state."""
+    tables = [
+        group
+        for group in kv_cache.kv_cache_groups
+        if type(group.kv_cache_spec).__name__ != groups.STATES
+    ]
+    block = max(len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in tables)
+    read = groups.read(kv_cache, chunk_size)
+    return {"chunk_bytes": read.blocks * block, "state_bytes": read.parts * read.blocks * block}
+
+
+def main() -> None:
+    """Print the report, or `{"trouble": …}`, on stdout. All other output goes to stderr."""
+    with os.fdopen(os.dup(1), "w") as answer:
+        os.dup2(2, 1)
+        try:
+            found = report(sys.argv[1], config.from_dict(json.load(sys.stdin)))
+        except Exception as error:  # noqa: BLE001 - the outermost line of this process: who asked is told
+            found = {
+                "trouble": error.errors()[0]["msg"]
+                if isinstance(error, ValidationError)
+                else f"{type(error).__name__}: {error}"
+            }
+        json.dump(found, answer)
+
+
+if __name__ == "__main__":
+    main()

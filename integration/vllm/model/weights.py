@@ -1,0 +1,222 @@
+"""Identifies the weights that vLLM loads, and the settings that change their results, as text that
+is equal in every process.
+
+Weights have a name and a revision. From the Hugging Face hub: the repository and its commit,
+whether vLLM names the repository or a folder of the hub's cache. Local files: the real path, and a
+digest of file names, sizes and times, because the pool outlives weights that are overwritten in
+place. So equal copies under two paths do not share, unless the user names them alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+_SNAPSHOT = re.compile(r"models--(?P<repository>[^/]+)/snapshots/(?P<commit>[0-9a-f]{7,64})(?:/|$)")
+_VOLATILE = ("transformers_version",)
+"""Keys of a Hugging Face configuration that say nothing about the model, besides those that begin
+with `_`.
+"""
+_ROPE = (
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "partial_rotary_factor",
+    "rope_local_base_freq",
+)
+_NO_DRAFT_KV = (None, "ngram", "ngram_gpu", "suffix")
+"""Speculative methods without a model of their own, and so without layers in the KV cache."""
+
+
+def weights(model: Any) -> tuple[str, str]:
+    """(name, revision) of the weights in vLLM's `ModelConfig`; see the module's docstring. OSError
+    if their folder cannot be read.
+    """
+    # For weights in object storage vLLM copies the small files into a folder, and keeps the
+    # address in `model_weights`.
+    name = str(getattr(model, "model_weights", "") or model.model)
+    found = located(name)
+    if found is not None:
+        return found
+    commit = getattr(getattr(model, "hf_config", None), "_commit_hash", None)
+    return name, str(commit or getattr(model, "revision", None) or "")
+
+
+def located(name: str) -> tuple[str, str] | None:
+    """(name, revision) of the weights at a path; see the module's docstring. None if nothing is
+    there, OSError if it cannot be read.
+    """
+    snapshot = _SNAPSHOT.search(name)
+    if snapshot:
+        return snapshot["repository"].replace("--", "/", 1), snapshot["commit"]
+    path = Path(name)
+    return (str(path.resolve()), _files_digest(path.resolve())) if path.exists() else None
+
+
+def _files_digest(path: Path) -> str:
+    """`files-` and a digest of the names, sizes and times of the files at `path`, without hidden
+    ones and subfolders.
+    """
+    files = (
+        [path]
+        if path.is_file()
+        else sorted(file for file in path.iterdir() if file.is_file() and file.name[0] != ".")
+    )
+    found = blake2b(digest_size=8, person=b"vcache-model-1")
+    for file in files:
+        there = file.stat()
+        found.update(os.fsencode(file.name) + f"/{there.st_size} {there.st_mtime_ns}\n".encode())
+    return f"files-{found.hexdigest()}"
+
+
+def extra(vllm_config: Any) -> dict[str, str]:
+    """Settings that change a block's bytes, or what is computed into it, and have no field of their
+    own in `Layout`.
+    """
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    found = {
+        "engine": f"vllm {'.'.join(str(getattr(sys.modules.get('vllm'), '__version__', '')).split('.')[:2])}",
+        "model_config": digest(_model_config(model)),
+        "quantization_config": digest(_plain(getattr(model, "quantization_config", None))),
+        "weights": _loaded(getattr(vllm_config, "load_config", None)),
+        "kv_skip_layers": ",".join(
+            map(str, getattr(cache, "kv_cache_dtype_skip_layers", ()) or ())
+        ),
+        "sliding_window": "off" if getattr(model, "disable_sliding_window", False) else "",
+        "multimodal": digest(_seen_as(getattr(model, "multimodal_config", None))),
+        "draft": _draft(getattr(vllm_config, "speculative_config", None)),
+        "longest": _longest(model),
+        "adapted": digest(_adapted(getattr(vllm_config, "lora_config", None), text(model.dtype))),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def _seen_as(multimodal: Any) -> dict[str, Any]:
+    """Settings that change an instance's reading of an image. vLLM's hash of the image covers its
+    content and the request's own settings.
+    """
+    names = (
+        "media_io_kwargs",
+        "mm_processor_kwargs",
+        "mm_encoder_attn_dtype",
+        "mm_encoder_fp8_scale_path",
+        "video_pruning_rate",
+    )
+    found = {name: getattr(multimodal, name, None) for name in names}
+    found["video_pruning_method"] = found["video_pruning_rate"] and getattr(
+        multimodal, "video_pruning_method", None
+    )
+    return {name: _plain(value) for name, value in found.items() if value}
+
+
+def _longest(model: Any) -> str:
+    """`max_model_len` if it changes how vLLM rotates all positions (LongRoPE) or scales queries
+    (Llama 4); else empty.
+    """
+    matters = "longrope" in rope(model) or str(
+        getattr(model.hf_config, "model_type", "")
+    ).startswith("llama4")
+    return str(model.max_model_len) if matters else ""
+
+
+def _adapted(lora: Any, dtype: str) -> dict[str, Any]:
+    """Settings that change how an instance applies a LoRA adapter, without defaults. dtype: the
+    model's, the adapters' default.
+    """
+    found = {
+        name: getattr(lora, name, None)
+        for name in ("target_modules", "enable_tower_connector_lora")
+    }
+    found["dtype"] = (
+        set_ if (set_ := text(getattr(lora, "lora_dtype", "auto"))) not in ("auto", dtype) else None
+    )
+    return {
+        name: sorted(value) if isinstance(value, list) else value
+        for name, value in found.items()
+        if value
+    }
+
+
+def _loaded(load: Any) -> str:
+    """Name what replaces the model's own weights: `dummy`, or a digest of a tensorizer's settings;
+    else empty.
+    """
+    kind = text(getattr(load, "load_format", ""))
+    if kind == "tensorizer":
+        return digest(_plain(getattr(load, "model_loader_extra_config", None)))
+    return kind if kind == "dummy" else ""
+
+
+def _draft(speculative: Any) -> str:
+    method = getattr(speculative, "method", None)
+    if method in _NO_DRAFT_KV:
+        return ""
+    model = getattr(speculative, "draft_model_config", None)
+    return f"{method} {'@'.join(weights(model)) if model is not None else ''}".strip()
+
+
+def rope(model: Any) -> str:
+    """The rotary embedding of a `ModelConfig`, as canonical JSON; empty for a model without one."""
+    config = getattr(model, "hf_text_config", None)
+    found = {name: getattr(config, name, None) for name in _ROPE}
+    return (
+        _canonical({name: value for name, value in found.items() if value is not None})
+        if any(found.values())
+        else ""
+    )
+
+
+def _model_config(model: Any) -> Any:
+    """The Hugging Face configuration, without keys that differ between equal instances
+    (`_VOLATILE`, and those with `_`).
+    """
+    hf_config: Any = getattr(model, "hf_config", None)
+    return _plain(hf_config.to_dict()) if hasattr(hf_config, "to_dict") else None
+
+
+def _plain(values: Any) -> Any:
+    """A configuration as mappings and lists, without keys that differ between equal instances."""
+    if dataclasses.is_dataclass(values) and not isinstance(values, type):
+        values = dataclasses.asdict(values)
+    if isinstance(values, Mapping):
+        kept = {
+            str(name): value
+            for name, value in values.items()
+            if not str(name).startswith("_") and name not in _VOLATILE
+        }
+        return {name: _plain(value) for name, value in kept.items()}
+    if isinstance(values, set | frozenset):
+        return sorted(str(value) for value in values)
+    return [_plain(value) for value in values] if isinstance(values, list | tuple) else values
+
+
+def _canonical(values: Any) -> str:
+    # The type's name only: an object's repr may hold its address, which differs between processes.
+    return json.dumps(
+        values,
+        sort_keys=True,
+        separators=(",", ":"),
+        default=lambda value: type(value).__qualname__,
+    )
+
+
+def digest(values: Any) -> str:
+    """16 hexadecimal digits, equal for equal plain values in every process; empty for an empty
+    value.
+    """
+    return (
+        blake2b(_canonical(values).encode(), digest_size=8, person=b"vcache-model-1").hexdigest()
+        if values
+        else ""
+    )
+
+
+def text(named: Any) -> str:
+    """The text of an enumeration's value or of a plain value."""
+    return str(getattr(named, "value", named))

@@ -1,0 +1,1 @@
+"""The half of the connector in vLLM's scheduler."""

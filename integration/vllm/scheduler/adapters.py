@@ -1,0 +1,100 @@
+"""Identifies LoRA adapters by their files, for both integrations: a folder may get a newly trained
+adapter.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from ..model.weights import located
+
+log = logging.getLogger("vllm.vcache")
+
+MOST = 8192
+"""Names and numbers remembered; beyond it the oldest are forgotten."""
+
+
+class Adapters:
+    """Remembers each adapter as it was at its first request. Runs in the scheduler's thread.
+
+    vLLM's workers identify an adapter by number. They read its files at the first request, and
+    again after eviction from memory. vLLM's prefix cache identifies it by name and path. If the
+    files change, or a number or name goes to another adapter, nobody knows which weights computed
+    the KV. From then on the adapter is not cached."""
+
+    def __init__(self) -> None:
+        self._first: dict[object, tuple[object, str, str] | None] = {}
+        """By number, and by the prefix cache's name: (that name, path, content). None once a number
+        or name has stood for several adapters.
+        """
+
+    def content(self, lora_request: Any) -> str:
+        """Return the adapter's content as text: a digest of file names, sizes and times, or the
+        commit in the hub's cache.
+
+        Empty if the adapter's KV must not be shared: the files cannot be read here, or vLLM may
+        confuse the adapter with another."""
+        number, known_as, path = (
+            lora_request.lora_int_id,
+            _known_as(lora_request),
+            lora_request.lora_path,
+        )
+        adapter = known_as, path, _content(path)
+        if not adapter[-1]:
+            log.debug(
+                "adapter %s: its files at %s cannot be read; its requests are not cached",
+                lora_request.lora_name,
+                path,
+            )
+            return ""
+        before = self._first.get(number)
+        if getattr(lora_request, "load_inplace", False) and before != adapter:
+            # Requests that began with the earlier weights may still run, with the new ones.
+            self._first |= {before[0]: None} if before else {}
+            self._first.pop(number, None)
+        for key in (number, known_as):
+            while len(self._first) >= MOST and key not in self._first:
+                del self._first[next(iter(self._first))]
+            self._first.setdefault(key, adapter)
+        found = self._first[number], self._first[known_as]
+        if found == (adapter, adapter):
+            return adapter[-1]
+        if any(found):
+            log.warning(
+                "adapter %s (%d): its files at %s have changed since vLLM first served it, or it has another one's number or name; it is "
+                "not cached any more. Load it from a new path, or start vLLM again",
+                *(lora_request.lora_name, number, path),
+            )
+        self._first |= {number: None, known_as: None}
+        return ""
+
+
+def _known_as(lora_request: Any) -> object:
+    """The adapter's identity in vLLM's own prefix cache."""
+    ask = getattr(sys.modules.get("vllm.v1.core.kv_cache_utils"), "_gen_lora_extra_hash_keys", None)
+    return (
+        tuple(ask(SimpleNamespace(lora_request=lora_request)))
+        if ask is not None
+        else (lora_request.lora_name,)
+    )
+
+
+def _content(path: str) -> str:
+    """Identify the files at `path` as vLLM finds them: a path, or a repository in the hub's cache.
+    Empty if absent.
+    """
+    try:
+        found = located(str(Path(path).expanduser()))
+        if found is None and not path.startswith(("/", "~")):
+            hub: Any = sys.modules.get("huggingface_hub")
+            config = (
+                hub.try_to_load_from_cache(path, "adapter_config.json") if hub is not None else None
+            )
+            found = located(str(Path(config).parent)) if isinstance(config, str) else None
+    except (OSError, ValueError, RuntimeError):  # no such user's home; no name of a repository
+        return ""
+    return "@".join(found) if found is not None else ""

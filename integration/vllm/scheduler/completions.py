@@ -1,0 +1,223 @@
+"""Finds the chunks that each step completes, and has them stored or published after the step.
+Tracks which blocks requests get.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from math import inf
+from typing import Any
+
+from vcache_backend.config import Config
+from vcache_backend.transfer.keys import state_keys
+
+from ..in_place.block_pool import NUMBERS
+from ..metadata import StepMetadata, StoreSpec
+from ..model.groups import Groups
+from ..telemetry.events import block_stored
+from .introduction import Introduction
+from .leftovers import Leftovers
+from .lookups import Lookups
+from .tracked import Tracked
+
+
+class Completions:
+    """In the scheduler's thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        stores: bool,
+        groups: Groups,
+        hash_block: int,
+        spec_kind: str | None,
+        instance: Introduction,
+        lookups: Lookups,
+        leftovers: Leftovers,
+    ) -> None:
+        """stores: the instance's role allows stores. hash_block: tokens of one vLLM hash.
+        spec_kind: the kind of KV cache, for events.
+        """
+        self._size, self._block = config.engine.chunk_size, groups.block
+        self._hash_block, self._hashes = hash_block, config.engine.chunk_size // hash_block
+        self._spec_kind = spec_kind
+        self._prompts_only, self._event_medium = (
+            config.connector.store == "prompt",
+            config.connector.event_medium,
+        )
+        self._stores_allowed, self._groups = stores, groups
+        self._instance, self._lookups, self._publications = instance, lookups, instance.publications
+        self._leftovers = leftovers
+        self._unsure: AbstractSet[int] = frozenset()
+        self._offered: Mapping[str, list[tuple[int, int, int]]] = {}
+        """For the step being planned: the states in vLLM's prefix cache, by request, as (group,
+        block, tokens).
+        """
+
+    def plan(
+        self,
+        output: Any,
+        requests: Mapping[str, Tracked],
+        meta: StepMetadata,
+        unsure: AbstractSet[int] = frozenset(),
+    ) -> None:
+        """Plan one step: add its stores, publications and newly assigned blocks to `meta`.
+
+        output: vLLM's description of the step. unsure: blocks that may not be filled yet; chunks
+        computed from them are stored by a later step."""
+        self._unsure = unsure
+        scheduled, fresh = output.num_scheduled_tokens, meta.fresh
+        self._offered = getattr(
+            getattr(output, "kv_connector_block_state", None), "boundary_state_offloads", {}
+        )
+        cached = output.scheduled_cached_reqs
+        # Running requests first: new ones may hit what they write in this step.
+        for request_id, computed, added in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
+            tracked = requests.get(request_id)
+            if added is not None:
+                fresh += added
+            if tracked is None:
+                continue
+            if request_id in cached.resumed_req_ids:
+                self.own(
+                    tracked,
+                    added if added is not None else [[] for _ in tracked.store.rows],
+                    anew=True,
+                )
+                self._begin(tracked, computed)
+            elif added is not None:
+                self.own(tracked, added, anew=False)
+                self._leftovers.more(tracked, added)
+            self._computes(tracked, computed, computed + scheduled[request_id], meta)
+        for new in output.scheduled_new_reqs:
+            fresh += new.block_ids
+            tracked = requests.get(new.req_id)
+            if tracked is not None:
+                self.own(tracked, new.block_ids, anew=True)
+                computed = new.num_computed_tokens
+                self._begin(tracked, computed)
+                self._computes(tracked, computed, computed + scheduled[new.req_id], meta)
+
+    def stop(self, requests: Iterable[Tracked]) -> None:
+        """Store no more chunks of these requests: their blocks are unknown from now on."""
+        for tracked in requests:
+            tracked.store.complete_at = inf
+            if self._publications is not None:
+                self._publications.stop(tracked)
+
+    def own(self, tracked: Tracked, rows: Sequence[Sequence[int]], anew: bool) -> None:
+        """Note blocks that vLLM assigned to the request, by block table. anew: they replace all
+        earlier blocks.
+        """
+        if anew:
+            tracked.store.rows = [array(NUMBERS, row) for row in rows]
+        else:
+            for own, row in zip(tracked.store.rows, rows, strict=True):
+                own.extend(row)
+
+    def stored(self, tracked: Tracked, chunks: int) -> None:
+        """Note that the request's first `chunks` chunks are stored or on their way."""
+        tracked.store.stored = chunks
+        stores = self._stores_allowed and tracked.params.store and not self._instance.refused
+        if stores and self._prompts_only:
+            stores = tracked.request.num_prompt_tokens >= (chunks + 1) * self._size
+        tracked.store.complete_at = (chunks + 1) * self._size if stores else inf
+
+    def expect(self, tracked: Tracked, first: int, stop: int) -> None:
+        """Prepare KV events for the request's chunks [first, stop), which may be stored, if anybody
+        listens.
+        """
+        announcer, size = self._instance.announcer, self._size
+        if announcer is None:
+            return
+        for number in range(first, stop):
+            tokens = number * size, (number + 1) * size
+            event = block_stored(
+                tracked.request, *tokens, self._hash_block, self._event_medium, self._spec_kind
+            )
+            announcer.expect(tracked.lookup.keys[number], event)
+
+    # ---- inside
+
+    def _begin(self, tracked: Tracked, computed: int) -> None:
+        if self._publications is not None:
+            self._publications.begin(tracked, computed // self._block)
+            self.stored(tracked, 0)
+        else:
+            self._leftovers.begin(tracked, computed)
+
+    def _computes(self, tracked: Tracked, computed: int, reached: int, meta: StepMetadata) -> None:
+        """Handle one request's part of the step: it computes the tokens [computed, reached)."""
+        if (
+            self._publications is not None
+            and reached >= (tracked.resident.filled + 1) * self._block
+        ):
+            # As vLLM counts them: speculative tokens do not count.
+            known = min(reached, tracked.request.num_tokens) // self._block
+            filled = min(known, len(tracked.store.rows[0]))
+            if filled > tracked.resident.filled:
+                self._publications.fill(tracked, filled)
+        # Some block tables may be filled while others are not: check all of them.
+        sure = not tracked.leftover.outdated and (
+            not self._unsure or all(map(self._unsure.isdisjoint, tracked.store.rows))
+        )
+        if reached >= tracked.store.complete_at and sure:
+            self._complete(tracked, computed, reached, meta)
+        if self._groups.states and sure:
+            self._keep_states(tracked, reached, meta)
+
+    def _keep_states(self, tracked: Tracked, reached: int, meta: StepMetadata) -> None:
+        """Store the layers' states at the ends of chunks that the step reaches, except the loaded
+        state.
+        """
+        request, groups = tracked.request, self._groups
+        ends = groups.ended(tracked.store.rows, reached, self._offered.get(request.request_id, ()))
+        known = request.num_prompt_tokens if self._prompts_only else request.num_tokens
+        stores = self._stores_allowed and tracked.params.store and not self._instance.refused
+        for tokens, blocks in ends.items():
+            chunks = tokens // self._size
+            if not stores or not tracked.supplied < tokens <= known:
+                continue
+            if (
+                chunks <= len(request.block_hashes) // self._hashes
+                and self._instance.open()
+                and self._lookups.name(tracked, chunks)
+            ):
+                # Chunks have a fixed size: repeat the state's last block up to the chunk's end.
+                blocks = blocks + blocks[-1:] * (groups.parts * groups.blocks - len(blocks))
+                keys = state_keys(tracked.lookup.keys[chunks - 1 : chunks], groups.parts)
+                meta.stores.append(
+                    StoreSpec(request.request_id, keys, blocks, tracked.lookup.keys[:chunks])
+                )
+
+    def _complete(self, tracked: Tracked, before: int, computed: int, meta: StepMetadata) -> None:
+        """Store or publish the chunks that are complete once the step has computed tokens [before,
+        computed).
+
+        Speculative tokens do not count: vLLM may take them, and the tokens after them, back."""
+        if computed < tracked.store.complete_at:
+            return
+        request, size, first = tracked.request, self._size, tracked.store.stored
+        known = request.num_prompt_tokens if self._prompts_only else request.num_tokens
+        rows, length = tracked.store.rows, self._groups.length(tracked.store.rows)
+        ready = min(min(computed, known, length) // size, len(request.block_hashes) // self._hashes)
+        if ready <= first or not self._instance.open() or not self._lookups.name(tracked, ready):
+            return
+        # Skip chunks whose blocks vLLM has freed because a window has passed them.
+        first = self._groups.alive_from(rows, before, first, ready)
+        self.expect(tracked, first, ready)
+        if self._publications is not None:
+            loaded = ready * size <= tracked.supplied
+            meta.publications += self._publications.complete(tracked, first, ready, loaded)
+            self.stored(tracked, ready)
+            return
+        if keys := tracked.lookup.keys[first:ready]:
+            blocks = self._groups.chunks(rows, first, ready)
+            meta.stores.append(
+                StoreSpec(request.request_id, keys, blocks, tracked.lookup.keys[:first])
+            )
+        self.stored(tracked, ready)

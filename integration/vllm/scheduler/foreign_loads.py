@@ -1,0 +1,70 @@
+"""Tracks steps in which another connector may load (under MultiConnector). Chunks computed from
+such a load are stored only once the load is known to have succeeded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+from ..model.groups import NULL
+from .tracked import Tracked
+
+
+class ForeignLoads:
+    """Numbers the steps with foreign loads. Runs in the scheduler's thread. All workers report a
+    number once its step is over.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._filling: dict[int, set[int]] = {}
+        """By step number: the blocks of requests that another connector may load in that step."""
+
+    def begin(self, output: Any, requests: Mapping[str, Tracked]) -> int:
+        """Return a number for the step if another connector may load in it, else 0.
+
+        Another connector loads if a request begins with more tokens than vLLM's own cache and we
+        supply. If that load fails, vLLM recomputes tokens that the step would store."""
+        blocks = set[int]()
+        for request_id, computed, rows in _beginning(output):
+            tracked = requests.get(request_id)
+            if tracked is not None and computed > tracked.supplied:
+                blocks.update(*rows)
+        blocks.discard(NULL)
+        if not blocks:
+            return 0
+        self._number += 1
+        self._filling[self._number] = blocks
+        return self._number
+
+    def blocks(self) -> set[int]:
+        """The blocks of all steps with foreign loads that are not over yet."""
+        return set().union(*self._filling.values())
+
+    def over(self, numbers: Iterable[int], invalid: AbstractSet[int]) -> set[int]:
+        """End these steps, which all workers report as over. Returns the blocks of steps with a
+        failed load.
+
+        invalid: the blocks that vLLM reports as not filled."""
+        failed = set[int]()
+        for number in numbers:
+            blocks = self._filling.pop(number, set())
+            if not blocks.isdisjoint(invalid):
+                failed |= blocks
+        return failed
+
+
+def _beginning(output: Any) -> list[tuple[str, int, Any]]:
+    """List the requests that begin or resume in the step: name, computed tokens, blocks by block
+    table.
+    """
+    cached = output.scheduled_cached_reqs
+    new = [
+        (one.req_id, one.num_computed_tokens, one.block_ids) for one in output.scheduled_new_reqs
+    ]
+    if not cached.resumed_req_ids:
+        return new
+    rows = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
+    return new + [row for row in rows if row[0] in cached.resumed_req_ids and row[2] is not None]

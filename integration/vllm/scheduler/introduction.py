@@ -1,0 +1,253 @@
+"""Collects the workers' shards, derives the namespace from them, and opens the scheduler's
+connection.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from itertools import product
+from time import monotonic
+
+from vcache_backend.config import Config
+from vcache_backend.errors import VCacheError
+from vcache_backend.metadata_server import start
+from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.messages import SegmentId
+from vcache_backend.resident.tables import Tables
+from vcache_backend.transfer.keys import BlockHashKeys
+from vcache_backend.transfer.layout import with_codec
+from vcache_backend.transfer.outbox import Outbox
+from vcache_backend.vram_pool.devices import Where
+
+from ..in_place.publications import Publications
+from ..metadata import Link, Shard
+from ..model import compat
+from ..model import spec as model_spec
+from ..telemetry.events import Announcer
+from .offload import OffloadLookup
+
+log = logging.getLogger("vllm.vcache")
+
+INTRODUCTION_SECONDS = 10.0
+"""How long the first request waits for the workers' shards, which arrive with the first step. The
+first step runs no model.
+"""
+
+
+class Introduction:
+    """Runs in the scheduler's thread. Each method waits at most for one server call.
+
+    refused: why nothing is cached; empty if the instance caches. ranks: shards of a chunk. places:
+    the places of segments, as the first worker sees them. keys, client, outbox: None before `open`.
+    announcer: None unless somebody wants KV events. publications, tables: this instance's
+    publications and other instances' generations; None unless KV caches are shared in place."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: model_spec.ModelSpec,
+        hash_block: int,
+        refused: str | None,
+        publications: Publications | None = None,
+        name: str = "",
+    ) -> None:
+        """hash_block: tokens that one of vLLM's block hashes covers. publications: None unless KV
+        caches are shared in place. name: for the server's status."""
+        self._config, self._model, self._hash_block = config, model, hash_block
+        self._shards: dict[tuple[int, int], model_spec.ShardSpec] = {}
+        self._wait_until = 0.0
+        self._prefix, self._name = b"", name
+        self._not_joined = ""
+        """Why the server refused our generations; empty if it took them, or was not asked."""
+        self.publications = publications
+        self.announcer: Announcer | None = None
+        self.tables: Tables | None = None
+        self.keys: BlockHashKeys | None = None
+        self.client: Client | None = None
+        self.outbox: Outbox | None = None
+        self.places: Mapping[SegmentId, Where] = {}
+        self.ranks = model.pp_size * (1 if model.use_mla else model.tp_size)
+        self.workers = model.pp_size * model.tp_size
+        self.offload: OffloadLookup | None = None
+        self.refused = ""
+        if refused:
+            self._refuse(refused)
+            return
+        try:
+            # Early, since connecting takes a moment, in the background.
+            self.offload = OffloadLookup(config.offload, self.ranks, model.device_type != "cpu")
+        except Exception:  # the integration's outermost line: vLLM serves without
+            log.exception("vcache: nothing is read from the offload tier")
+
+    @property
+    def over(self) -> bool:
+        """Whether all workers have introduced themselves, or the instance is refused."""
+        return bool(self.refused) or len(self._shards) == self.workers
+
+    def waits(self) -> bool:
+        """Whether requests must wait for the workers' shards. After `INTRODUCTION_SECONDS` the
+        instance is refused.
+        """
+        if self.keys is not None or self.over:
+            return False
+        self._wait_until = self._wait_until or monotonic() + INTRODUCTION_SECONDS
+        if monotonic() > self._wait_until:
+            ranks = product(range(self._model.pp_size), range(self._model.tp_size))
+            missing = "; ".join(
+                f"pipeline rank {pp}, tensor rank {tp}"
+                for pp, tp in ranks
+                if (pp, tp) not in self._shards
+            )
+            self._refuse(
+                f"{len(self._shards)} of {self.workers} workers have described their KV caches within {INTRODUCTION_SECONDS:g} s; "
+                f"see the log of the others: {missing}"
+            )
+        return not self.refused
+
+    def note(self, shards: Mapping[tuple[int, int], Shard], links: Mapping[int, Link]) -> None:
+        """Note the workers' reports. shards: by (pipeline rank, tensor rank), a worker's shard, or
+        why it stopped caching. links: by worker number, the connection to the offload tier.
+        """
+        if shards and not self.refused:
+            self._shards |= {rank: shard.spec for rank, shard in shards.items()}
+            problems = sorted({shard.problem for shard in self._shards.values() if shard.problem})
+            if problems:
+                self._refuse("; ".join(problems))
+            if self.offload is not None and (
+                problems or not all(shard.offload for shard in shards.values())
+            ):
+                self.offload.close()
+                self.offload = None
+        if links and self.offload is not None:
+            self.offload.note(links)
+
+    def reads(self, segments: Mapping[int, Mapping[SegmentId, Where]]) -> None:
+        """Note which segments workers can read, by the number of each worker that
+        reports a change.
+        """
+        self.places = segments.get(0, self.places)
+
+    def open(self) -> bool:
+        """Connect to the server once the namespace is known: the engine runs, and every worker has
+        sent its shard.
+
+        Returns whether chunks can be named now."""
+        if self.keys is not None or self.refused or not self.over:
+            return not self.refused and self.keys is not None
+        if self.publications is not None and not self.publications.watches:
+            self._refuse(
+                "this vLLM has not passed its block pool to the connector, so nothing can be shared in place; set connector.share: pool"
+            )
+            return False
+        config, shards = self._config, [self._shards[rank] for rank in sorted(self._shards)]
+        layout = with_codec(
+            model_spec.layout(self._model, shards, config.engine.chunk_size, compat.hash_root()),
+            config.offload,
+        )
+        namespace = layout.namespace()
+        fields = layout.fields() | {"namespace": str(namespace)}
+        self.client = Client(config.server.path, config.client, layout=fields, name=self._name)
+        if config.connector.start_server:
+            self.client.on_killed = partial(start.try_ensure, config)
+        self.outbox = Outbox(self.client)
+        self._prefix = namespace.prefix
+        self.keys = BlockHashKeys(namespace, config.engine.chunk_size // self._hash_block)
+        if self.announcer is not None:
+            self.client.on_beat.append(self._check)
+        if self.publications is not None:
+            self.tables = Tables(self.client)
+            self.publications.view = self.tables.view
+            self.publications.retract = partial(self.outbox.retract, self.publications.instance)
+            self.client.on_return.append(self._join)
+            self.client.on_beat.append(self._beat)
+            self._join()
+        if trouble := self.client.trouble:
+            log.warning("vcache: %s; until it answers nothing is cached", trouble)
+        log.info(
+            "vcache: namespace %s, chunks of %d tokens, %d shards",
+            namespace,
+            config.engine.chunk_size,
+            self.ranks,
+        )
+        return True
+
+    def _join(self) -> None:
+        """Show the server our generations.
+
+        Called on connecting, on reconnecting, and with every heartbeat until the server takes them.
+        Runs in the scheduler's thread or the client's background thread."""
+        publications, client = self.publications, self.client
+        if publications is None or client is None or not client.connected:
+            return
+        try:
+            client.join(
+                publications.instance,
+                self._prefix,
+                publications.blocks,
+                self.ranks,
+                publications.each,
+                publications.generations.fd,
+            )
+        except VCacheError as error:
+            if str(error) != self._not_joined:
+                log.warning("vcache: others cannot read this instance's KV cache: %s", error)
+            self._not_joined = str(error)
+            return
+        self._not_joined = ""
+        self._listen()
+
+    def _beat(self) -> None:
+        if self._not_joined:
+            self._join()
+        else:
+            self._listen()
+
+    def _listen(self) -> None:
+        """Ask for resets by others, and for chunks that others have read here. Runs in either
+        thread.
+        """
+        publications, client = self.publications, self.client
+        if publications is None or client is None:
+            return
+        try:
+            publications.hear(client.listen(publications.instance))
+        except VCacheError as error:
+            log.debug("listen: %s", error)
+
+    def _check(self) -> None:
+        """Ask which announced chunks are gone. Runs in the client's background thread."""
+        if self.announcer is not None and self.client is not None:
+            with suppress(VCacheError):
+                self.announcer.check(self.client.contains)
+
+    def clear(self) -> bool:
+        """Reset the namespace: no chunk, pooled or offloaded, is found again. True also if the
+        instance is refused.
+
+        False if the server did not answer, or before the first step, when the namespace is unknown.
+        """
+        if not self.open() or self.client is None:
+            return bool(self.refused)
+        try:
+            self.client.clear(self._prefix, reset=True)
+        except VCacheError as error:
+            log.warning("the pool was not cleared, so nothing is read from it: %s", error)
+            return False
+        self._listen()
+        return True
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self.client is not None:
+            with suppress(VCacheError):  # any call takes along what is still to be told
+                self.client.list_segments()
+        for part in (self.outbox, self.client, self.offload):
+            if part is not None:
+                part.close()
+
+    def _refuse(self, reason: str) -> None:
+        self.refused = reason
+        log.error("vcache caches nothing: %s. vLLM serves all the same", reason)

@@ -1,0 +1,62 @@
+"""Makes the `LoadSpec` of a load: its chunks, their blocks and their possible sources."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vcache_backend.config import Config
+from vcache_backend.transfer.keys import state_keys
+
+from ..metadata import LoadSpec
+from ..model.groups import Groups
+from .introduction import Introduction
+from .tracked import Tracked
+
+
+class LoadSpecs:
+    """Runs in the scheduler's thread. rows: a request's block numbers, one list for each block
+    table.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        stores: bool,
+        groups: Groups,
+        instance: Introduction,
+    ) -> None:
+        """stores: the instance's role allows stores."""
+        self._size, self._wait_seconds = config.engine.chunk_size, config.connector.wait_seconds
+        self._stores, self._groups, self._instance = stores, groups, instance
+
+    def of(self, tracked: Tracked, rows: Sequence[list[int]]) -> LoadSpec:
+        """Make the load of the tokens [tracked.local, tracked.supplied), as the look-up found them.
+        ValueError if the chunks do not fit vLLM's blocks.
+        """
+        size, asked, answer, end = (
+            self._size,
+            tracked.params,
+            tracked.lookup.answer,
+            tracked.supplied,
+        )
+        first, stop, parts = tracked.local // size, -(-end // size), self._groups.parts
+        known = tracked.lookup.keys
+        keys = known[first:stop] + state_keys(known[stop - 1 : stop], parts)
+        below = self._instance.offload
+        # Allow the offload tier even if the pool had all chunks: the pool may lose some before the
+        # load reads them.
+        offload = not (asked.announced or parts) and below is not None and below.usable
+        waits = self._wait_seconds if asked.wait_seconds is None else asked.wait_seconds
+        return LoadSpec(
+            request_id=tracked.request.request_id,
+            keys=keys,
+            blocks=self._groups.wanted(rows, tracked.local, end),
+            wait_seconds=waits if asked.announced else 0.0,
+            offload=offload,
+            promote=offload
+            and self._stores
+            and asked.store
+            and self._instance.publications is None,
+            prefix=tracked.lookup.keys[:first] if offload else [],
+            residents=answer.residents_of(first, stop) if answer is not None else [],
+        )

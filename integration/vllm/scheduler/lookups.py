@@ -1,0 +1,247 @@
+"""Finds which of a request's chunks the pool, other instances and the offload tier have. Runs in
+the scheduler's thread.
+
+`send` asks the server when a request arrives, while the scheduler does other work. `find` reads
+that answer, or asks again if the answer is missing or too old."""
+
+from __future__ import annotations
+
+import logging
+from time import monotonic, perf_counter
+from typing import Any
+
+from vcache_backend.errors import VCacheError
+from vcache_backend.metadata_server.calls.channel import Sent
+from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.messages import (
+    ChunkKey,
+    Count,
+    Found,
+    of_ranks,
+)
+from vcache_backend.transfer.keys import adapter_digest, state_keys
+
+from ..in_place.replicas import Run
+from ..telemetry.stats import Meter
+from .adapters import Adapters
+from .introduction import Introduction
+from .tracked import NO_ANSWER, Answer, Question, Tracked
+
+log = logging.getLogger("vllm.vcache")
+
+AHEAD_SECONDS = 0.05
+"""How long an answer may be read after its question was sent. Chunks stored later are not in it."""
+
+
+class Lookups:
+    """Looks chunks up. Runs in the scheduler's thread. Each method waits at most for one server
+    call and one offload look-up.
+    """
+
+    def __init__(
+        self, instance: Introduction, chunk_size: int, meter: Meter, parts: int = 0
+    ) -> None:
+        """parts: how many chunks one state occupies; 0 if the model keeps no states."""
+        self._instance, self._size, self._meter, self._parts = instance, chunk_size, meter, parts
+        self._adapters = Adapters()
+
+    def knows(self, lora_request: Any) -> bool:
+        """Whether the adapter's files are identified, so that its requests may be cached."""
+        return bool(self._adapters.content(lora_request))
+
+    def forget(self, tracked: Tracked) -> None:
+        """Drop the request's question and answer."""
+        tracked.lookup.question = tracked.lookup.answer = None
+
+    def name(self, tracked: Tracked, whole: int) -> bool:
+        """Compute the keys of the request's first `whole` chunks. False if its adapter cannot be
+        identified.
+        """
+        request, adapter, known = tracked.request, b"", len(tracked.lookup.keys)
+        if request.lora_request is not None:
+            content = self._adapters.content(request.lora_request)
+            if not content:
+                return False
+            adapter = adapter_digest(request.lora_request, content)
+        if known < whole and self._instance.keys is not None:
+            tracked.lookup.keys += self._instance.keys.keys(
+                request.block_hashes, known, whole, adapter
+            )
+        return True
+
+    def send(self, tracked: Tracked, stop: int) -> None:
+        """Ask the server for the chunks [0, stop) and return. `name` must have made the keys;
+        `find` reads the answer.
+        """
+        client, started = self._instance.client, perf_counter()
+        if client is None or tracked.lookup.question is not None:
+            return
+        at, keys = monotonic(), tracked.lookup.keys[:stop]
+        try:
+            sent = self._send(client, keys)
+        except VCacheError as error:
+            log.debug("look-up: %s", error)
+            return
+        if sent is not None:
+            tracked.lookup.question = Question(sent, stop, at, perf_counter() - started)
+
+    def find(self, tracked: Tracked, first: int, whole: int) -> Answer:
+        """Look up the chunks [first, whole). `name` must have made the keys. No hits if the server
+        does not answer.
+        """
+        question = tracked.lookup.question
+        if question is not None and question.at + AHEAD_SECONDS > monotonic():
+            self._read(tracked, question)
+        answer, tracked.lookup.question = tracked.lookup.answer, None
+        if answer is None or not answer.counts(first):
+            answer = self._ask(tracked, first, whole)
+        self._count(tracked, answer, first, whole)
+        return answer
+
+    def look(self, tracked: Tracked, first: int, whole: int) -> Answer:
+        """Look up chunks that another instance may still be computing. Not counted in
+        the metrics.
+        """
+        return self._ask(tracked, first, whole)
+
+    def gone(self, instance: bytes) -> bool:
+        """Whether the KV cache of `instance` can no longer be read. Takes some microseconds."""
+        tables = self._instance.tables
+        return tables is None or tables.view(instance) is None
+
+    # ---- inside
+
+    def _count(self, tracked: Tracked, answer: Answer, first: int, whole: int) -> None:
+        """Count one look-up. Count each token once, though vLLM asks again while the request waits
+        for blocks.
+        """
+        if not answer.counted:
+            answer.counted = True
+            found = max(min(answer.hits, whole) - first, 0)
+            asked, hit = tracked.lookup.asked, tracked.lookup.promised
+            tracked.lookup.asked, tracked.lookup.promised = (
+                max(asked, whole - first),
+                max(hit, found),
+            )
+            more, more_found = tracked.lookup.asked - asked, tracked.lookup.promised - hit
+            self._meter.looked_up(more * self._size, more_found * self._size, answer.seconds)
+            if self._instance.client is not None:
+                self._instance.client.looked_up(more * self._size, more_found * self._size)
+            log.debug(
+                "look-up %s: %d of %d chunks", tracked.request.request_id, found, whole - first
+            )
+
+    def _ask(self, tracked: Tracked, first: int, whole: int) -> Answer:
+        client, started, at = self._instance.client, perf_counter(), monotonic()
+        tracked.lookup.answer = None
+        if client is None:
+            return NO_ANSWER
+        keys = tracked.lookup.keys[first:whole]
+        try:
+            reply = self._look_up(client, keys)
+        except VCacheError as error:
+            return self._failed(error)
+        return self._answered(tracked, first, whole, reply, at, started)
+
+    def _read(self, tracked: Tracked, question: Question) -> None:
+        """Read the answer to a question that `send` sent, if it has arrived."""
+        started = perf_counter() - question.seconds
+        try:
+            reply = question.sent.answer()
+        except VCacheError as error:
+            self._failed(error)
+            return
+        tracked.lookup.question = None
+        if isinstance(reply, Found) and reply.cut:
+            # The answer did not fit into one message: `find` asks again.
+            return
+        given = reply.count if isinstance(reply, Count) else reply
+        self._answered(tracked, 0, question.stop, given, question.at, started)
+
+    def _failed(self, error: VCacheError) -> Answer:
+        log.debug("look-up: %s", error)
+        self._meter.count("failures", 1, "server")
+        return NO_ANSWER
+
+    def _send(self, client: Client, keys: list[ChunkKey]) -> Sent[Count] | Sent[Found] | None:
+        publications = self._instance.publications
+        ranks = self._instance.ranks
+        return (
+            client.send_lookup(keys, ranks)
+            if publications is None
+            else client.send_find(keys, ranks, publications.instance)
+        )
+
+    def _look_up(self, client: Client, keys: list[ChunkKey]) -> Found | int:
+        publications = self._instance.publications
+        ranks = self._instance.ranks
+        return (
+            client.lookup(keys, ranks)
+            if publications is None
+            else client.find(keys, ranks, publications.instance)
+        )
+
+    def _answered(
+        self,
+        tracked: Tracked,
+        first: int,
+        stop: int,
+        reply: Found | int,
+        at: float,
+        started: float,
+    ) -> Answer:
+        """Make and keep the `Answer` from the server's reply for chunks [first, stop), extended by
+        the offload tier's hits.
+        """
+        instance, residents = self._instance, list[Run]()
+        if isinstance(reply, Found):
+            found, residents = self._chosen(reply, first)
+        else:
+            found = reply
+        if self._parts and found:
+            found = self._with_state(tracked.lookup.keys[first : first + found])
+        pooled = hits = first + found
+        if (
+            not self._parts
+            and instance.offload is not None
+            and instance.client is not None
+            and pooled < stop
+        ):
+            hits = first + instance.offload.extend(
+                instance.client, tracked.lookup.keys[first:stop], found
+            )
+        answer = tracked.lookup.answer = Answer(
+            first, hits, pooled, at, perf_counter() - started, residents
+        )
+        return answer
+
+    def _with_state(self, keys: list[ChunkKey]) -> int:
+        """Shorten a hit to the last chunk for which all ranks have stored the state. Returns its
+        chunks.
+        """
+        instance, names = self._instance, state_keys(keys, self._parts)
+        try:
+            there = (
+                instance.client.contains(of_ranks(names, instance.ranks))
+                if instance.client is not None
+                else []
+            )
+        except VCacheError as error:
+            self._failed(error)
+            return 0
+        each = self._parts * instance.ranks
+        return next(
+            (end // each for end in range(len(there), 0, -each) if all(there[end - each : end])), 0
+        )
+
+    def _chosen(self, reply: Found, first: int) -> tuple[int, list[Run]]:
+        """Choose what to load: the number of leading chunks, and those to read in place. first: the
+        number of the first chunk in the reply.
+        """
+        publications, tables = self._instance.publications, self._instance.tables
+        if publications is None or tables is None:
+            return 0, []
+        # The epoch only grows, and an older answer may be read late.
+        publications.heard = max(publications.heard, reply.epoch)
+        found, chosen = publications.choose(reply, tables)
+        return found, [run._replace(first=first + run.first) for run in chosen]

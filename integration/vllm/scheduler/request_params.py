@@ -1,0 +1,40 @@
+"""A request's own settings for the connector: `vcache` in its `kv_transfer_params`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+NAME = "vcache"
+
+
+class RequestParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One request's settings.
+
+    load, store: the request may load chunks, and store its own. announced: another instance is
+    computing this prompt, so wait for its chunks. wait_seconds: how long; None:
+    `connector.wait_seconds`."""
+
+    load: bool = True
+    store: bool = True
+    announced: bool = False
+    wait_seconds: Annotated[float, msgspec.Meta(ge=0, le=600)] | None = None
+
+
+NOTHING = RequestParams(load=False, store=False)
+DEFAULT = RequestParams()
+
+
+def read(params: Mapping[str, Any] | None) -> RequestParams:
+    """Read the settings from `kv_transfer_params`. ValueError names an unknown key or an impossible
+    value.
+    """
+    found = (params or {}).get(NAME)
+    if found is None:
+        return DEFAULT
+    try:
+        return msgspec.convert(found, RequestParams)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"kv_transfer_params: {NAME}: {error}") from error

@@ -1,0 +1,66 @@
+"""Handles resets of the namespace by vLLM and by other instances."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from ..metadata import WorkerReport
+from .introduction import Introduction
+
+log = logging.getLogger("vllm.vcache")
+
+
+class Resets:
+    """Runs in the scheduler's thread. clearing: a reset is under way; look nothing up until it is
+    over.
+    """
+
+    def __init__(
+        self, instance: Introduction, drop: Callable[[], None], outdate: Callable[[], None]
+    ) -> None:
+        """drop: called on a reset to forget answers of look-ups. outdate: called on a reset to mark
+        the KV of running requests.
+        """
+        self._instance, self._drop, self._outdate = instance, drop, outdate
+        self.clearing = False
+        self._number = 0
+        """The number of the last reset. Workers' reports with a lower number do not end it."""
+
+    def reset(self) -> bool:
+        """Reset the namespace: remove all chunks, including those still being stored. For vLLM's
+        `reset_cache`. False if the server did not answer.
+
+        Before the first step the namespace is unknown. Then the reset happens before the first
+        look-up, and the answer is True: vLLM, paused for new weights, would end on a False."""
+        # Look nothing up until the running steps have ended and their stores are cleared, too.
+        self.clearing = True
+        self._number += 1
+        self._drop()
+        self._outdate()
+        if self._instance.publications is not None:
+            self._instance.publications.reset()
+        cleared = self._instance.clear()
+        if self._instance.publications is not None and cleared:
+            # Running steps publish and save under the old epoch, so there is no need to wait.
+            self.clearing = False
+        return cleared or not self._instance.over
+
+    def learn(self) -> None:
+        """Act on reads and resets by other instances, as the server reported them."""
+        if self._instance.publications is not None and self._instance.publications.learn():
+            self._drop()
+
+    def flushes(self) -> int:
+        """Return `StepMetadata.flush` for the step being planned.
+
+        Every step repeats the number until the workers answer. They do not answer while vLLM
+        sleeps, or when the step's stores raise."""
+        return self._number if self.clearing else 0
+
+    def note(self, report: WorkerReport) -> None:
+        """Act on the workers' reports about their stores."""
+        if self.clearing and report.flushed == self._number:
+            # Clear again: steps from before the reset may have stored chunks since. Their
+            # uncommitted stores are void by now.
+            self.clearing = not self._instance.clear()

@@ -1,0 +1,405 @@
+"""The connector's scheduler half: decides what each step loads and stores. It never touches KV."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Set as AbstractSet
+from itertools import dropwhile
+from typing import Any
+
+import msgspec
+
+from vcache_backend.config import Config
+from vcache_backend.errors import VCacheError
+
+from ...served_at import data_parallel_rank, served_at
+from ..in_place import exporter as exportable
+from ..in_place import hints
+from ..in_place.block_pool import NUMBERS, KVBlocks
+from ..in_place.publications import Publications
+from ..in_place.victims import Victims
+from ..metadata import LoadSpec, StepMetadata, WorkerReport
+from ..model import compat, groups
+from ..telemetry import traces
+from ..telemetry.events import Announcer
+from ..telemetry.stats import Meter
+from . import hit_sources, request_params
+from .awaited import Awaited
+from .completions import Completions
+from .foreign_loads import ForeignLoads
+from .introduction import Introduction
+from .leftovers import Leftovers
+from .load_specs import LoadSpecs
+from .lookups import Lookups
+from .resets import Resets
+from .tracked import StoreState, Tracked
+
+log = logging.getLogger("vllm.vcache")
+
+
+class SchedulerSide:
+    """Answers vLLM's scheduler, in the scheduler's thread. Each method waits at most for one server
+    call and one offload look-up.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        config: Config,
+        loads: bool,
+        stores: bool,
+        meter: Meter,
+    ) -> None:
+        """loads, stores: the instance's role allows them."""
+        model = compat.read_model(vllm_config, kv_cache_config, config.connector.model)
+        config = exportable.decide(config, vllm_config, kv_cache_config, model)
+        self._settings, self._size = config.connector, config.engine.chunk_size
+        self._loads_allowed, self._stores_allowed, self._least = (
+            loads,
+            stores,
+            config.connector.min_hit_tokens,
+        )
+        in_place = config.connector.share == "in_place"
+        self._hash_block = compat.hash_block_size(vllm_config, kv_cache_config)
+        self._hashes = self._size // self._hash_block
+        refused = compat.refusal(vllm_config, kv_cache_config, model, config)
+        self._groups = (
+            groups.Groups((), self._size) if refused else groups.read(kv_cache_config, self._size)
+        )
+        self.publications: Publications | None = None
+        """This instance's publications; None with `connector.share: pool`."""
+        self.victims: Victims | None = None
+        """Saves chunks in the pool before they leave the KV cache; None unless a pool stands beside
+        KV caches shared in place.
+        """
+        if in_place and not refused:
+            refused = exportable.refusal(vllm_config, kv_cache_config, model)
+            if not refused:
+                refused = self._share_in_place(
+                    config, kv_cache_config, vllm_config.scheduler_config.max_num_batched_tokens
+                )
+        name = served_at(data_parallel_rank(vllm_config))
+        self.instance = Introduction(
+            config, model, self._hash_block, refused, self.publications, name
+        )
+        self.lookups = Lookups(self.instance, self._size, meter, self._groups.parts)
+        self._specs = LoadSpecs(config, stores, self._groups, self.instance)
+        self._awaited = Awaited(self.lookups)
+        self._leftovers = Leftovers(self._groups.sizes)
+        self._resets = Resets(self.instance, self._drop_answers, self._outdate)
+        # Chunks shared in place need no events of ours: vLLM announces what its own KV cache holds.
+        if compat.publishes_events(vllm_config) and (not in_place or self.victims is not None):
+            self.instance.announcer = Announcer(self.instance.ranks)
+        kind = compat.spec_kind(kv_cache_config)
+        self._completions = Completions(
+            config,
+            stores,
+            self._groups,
+            self._hash_block,
+            kind,
+            self.instance,
+            self.lookups,
+            self._leftovers,
+        )
+        self._spans = traces.begin(vllm_config, self.instance.workers)
+        self.blocks: KVBlocks | None = None
+        """vLLM's block pool; None until vLLM has shown it."""
+        self._requests: dict[str, Tracked] = {}
+        self._foreign = ForeignLoads()
+        self._loads: list[LoadSpec] = []
+        self._cancelled: set[str] = set()
+
+    # ---- vLLM's questions
+
+    def watch(self, pool: Any) -> None:
+        """Note vLLM's `BlockPool`, which vLLM shows before the first request."""
+        self.blocks = blocks = KVBlocks(pool)
+        if self.publications is not None:
+            self.publications.watch(blocks)
+        if self.victims is not None:
+            self.victims.watch(blocks)
+
+    def arrived(self, request: Any) -> None:
+        """Ask the server for a new request's chunks now, so that the answer has arrived when vLLM
+        schedules the request.
+        """
+        if self.instance.keys is None and not self.instance.open():
+            return
+        tracked, (tokens, chunks) = self._track(request), self._loadable(request)
+        lacking = tokens - self._least
+        if (
+            lacking < 0
+            or not tracked.loads
+            or self._resets.clearing
+            or tracked.params.announced
+            or self._has(request, lacking)
+        ):
+            return
+        if self.lookups.name(tracked, chunks):
+            self.lookups.send(tracked, chunks)
+
+    def matched(self, request: Any, local: int) -> tuple[int | None, bool]:
+        """Return how many tokens can be loaded after the first `local`, which vLLM has, and whether
+        to load them asynchronously: always, if there are any.
+
+        None in place of a number: ask again in the next step."""
+        if self.instance.waits():
+            return None, False
+        self._resets.learn()
+        tracked = self._track(request)
+        tracked.local = tracked.supplied = local
+        if self.publications is not None:
+            self.publications.matched(tracked)
+        tokens = self._matched(tracked, local)
+        if self._spans is not None:
+            self._spans.looked_up(tracked, local, tokens)
+        return tokens, tokens > 0
+
+    def allocated(self, request: Any, blocks: Any, external: int) -> None:
+        """Prepare the load of `external` tokens into `blocks`, which vLLM has reserved for the
+        request.
+        """
+        tracked, rows = self._requests[request.request_id], blocks.get_block_ids()
+        tracked.supplied = tracked.local + external
+        load, first = self._specs.of(tracked, rows), tracked.local // self._size
+        hints.tell(self.instance.outbox, tracked.lookup.keys, first, load.residents)
+        self._stands(tracked, load, first)
+        if self._spans is not None:
+            self._spans.loading(tracked, external)
+        # Last: if anything before raises, `lost` describes this load to the workers instead.
+        self._loads.append(load)
+        tracked.loading = True
+
+    def hit_sources(self, request: Any, external: int) -> dict[str, int]:
+        """Count the tokens of the request's last load by place: see `hit_sources.split`."""
+        load = next(
+            (
+                load
+                for load in reversed(self._loads)
+                if load.request_id == request.request_id and not load.lost
+            ),
+            None,
+        )
+        return (
+            {}
+            if load is None
+            else hit_sources.split(
+                self.instance, self._requests[load.request_id], load, external, self._size
+            )
+        )
+
+    def lost(self, request: Any) -> None:
+        """Have the workers report a failed load: `allocated` raised, but vLLM waits for
+        the load.
+        """
+        self._loads.append(LoadSpec(request.request_id, lost=True))
+
+    def begin(self, meta: StepMetadata) -> None:
+        """Move the loads that begin in this step into `meta`. Never raises."""
+        meta.loads, self._loads = self._loads, []
+
+    def plan(self, output: Any, meta: StepMetadata) -> None:
+        """Complete `meta` for the step that `output` describes: stores, blocks with a new owner,
+        and newly found chunks for waiting loads.
+        """
+        meta.cancelled, self._cancelled = self._cancelled, set()
+        meta.fresh = [load.blocks for load in meta.loads]
+        meta.idle = not output.total_num_scheduled_tokens
+        meta.introduce = self.instance.keys is None and not self.instance.over
+        if meta.introduce and self.publications is not None:
+            meta.instance = self.publications.instance
+        meta.flush = self._resets.flushes()
+        self._resets.learn()
+        meta.found = {} if self._resets.clearing else self._awaited.found(meta.idle)
+        meta.echo = self._foreign.begin(output, self._requests)
+        self._completions.plan(output, self._requests, meta, self._foreign.blocks())
+        if self.publications is not None:
+            self.publications.planned()
+        if self.victims is not None:
+            self.victims.plan(meta)
+
+    def stop_stores(self, meta: StepMetadata) -> None:
+        """Store no more chunks of the present requests, after `plan` raised: their blocks are
+        unknown.
+        """
+        meta.stores, meta.publications, meta.victims, meta.opaque = [], [], None, True
+        if self.publications is not None:
+            self.publications.planned()
+        for tracked in self._requests.values():
+            tracked.params = msgspec.structs.replace(tracked.params, store=False)
+        self._completions.stop(self._requests.values())
+
+    def update(self, output: Any) -> None:
+        """Handle the workers' reports after a step."""
+        report = getattr(output, "kv_connector_worker_meta", None)
+        if isinstance(report, WorkerReport):
+            self._note(report, getattr(output, "invalid_block_ids", None) or frozenset())
+            if self._spans is not None:
+                self._spans.loaded(report.spans)
+        for request_id in output.finished_recving or ():
+            if request_id in self._requests:
+                self._requests[request_id].loading = False
+
+    def finished(self, request: Any) -> None:
+        """Forget a request that has ended for any reason."""
+        tracked = self._requests.pop(request.request_id, None)
+        if self._spans is not None:
+            self._spans.finished(request.request_id)
+        if tracked is not None:
+            if tracked.loading:
+                tracked.loading = False
+                self._cancelled.add(request.request_id)
+            elif self.publications is not None and self.publications.duplicates is not None:
+                self.publications.duplicates.finished(tracked, self._groups.block)
+
+    def reset(self) -> bool:
+        """See `Resets.reset`."""
+        return self._resets.reset()
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self.publications is not None:
+            self.publications.close()
+        self.instance.close()
+
+    # ---- inside
+
+    def _share_in_place(self, config: Config, kv_cache_config: Any, step_tokens: int) -> str | None:
+        """Set up sharing in place, with or without a pool. Returns why it is impossible, or None.
+        step_tokens: the most tokens of one step.
+        """
+        try:
+            self.publications = Publications(kv_cache_config.num_blocks, self._groups.blocks)
+        except VCacheError as error:
+            return str(error)
+        if config.pool.lent:
+            self.victims = Victims(self.publications, step_tokens // self._groups.block)
+        return None
+
+    def _drop_answers(self) -> None:
+        for tracked in self._requests.values():
+            self.lookups.forget(tracked)
+
+    def _outdate(self) -> None:
+        if self.publications is None:
+            self._leftovers.reset(self.blocks, self._requests.values())
+            for tracked in self._requests.values():
+                self._completions.stored(tracked, 0)
+
+    def _has(self, request: Any, token: int) -> bool:
+        """Whether vLLM's prefix cache has the block with this token, and therefore all blocks
+        before it.
+        """
+        blocks, block = self.blocks, self._groups.block
+        if blocks is None or block != self._hash_block or not self._groups.plain:
+            return False
+        return blocks.cached(request.block_hashes[token // block])
+
+    def _track(self, request: Any) -> Tracked:
+        tracked = self._requests.get(request.request_id)
+        if tracked is not None and tracked.request is request:
+            return tracked
+        asked = (
+            self._asked(request)
+            if request.kv_transfer_params is not None
+            else request_params.DEFAULT
+        )
+        # vLLM has no log probabilities for loaded prompt tokens, but lets connectors load them.
+        rated = getattr(request.sampling_params, "prompt_logprobs", None) is not None
+        computes = rated or getattr(request, "skip_reading_prefix_cache", False)
+        adapter = request.lora_request
+        if adapter is not None and not self.lookups.knows(adapter):
+            asked = request_params.NOTHING
+        blocks = StoreState([array(NUMBERS) for _ in self._groups.sizes])
+        loads = self._loads_allowed and asked.load and not computes
+        tracked = Tracked(request, asked, loads, store=blocks)
+        self._requests[request.request_id] = tracked
+        self._completions.stored(tracked, 0)
+        return tracked
+
+    def _asked(self, request: Any) -> request_params.RequestParams:
+        try:
+            return request_params.read(request.kv_transfer_params)
+        except ValueError as error:
+            log.warning("request %s is served uncached: %s", request.request_id, error)
+            return request_params.NOTHING
+
+    def _matched(self, tracked: Tracked, local: int) -> int:
+        """Look up how many tokens after the first `local` can be loaded."""
+        if (
+            not tracked.loads
+            or self._resets.clearing
+            or local % self._groups.block
+            or not self.instance.open()
+        ):
+            return 0
+        most, chunks = self._loadable(tracked.request)
+        if most - local < self._least or not self.lookups.name(tracked, chunks):
+            return 0
+        if tracked.params.announced:
+            return most - local
+        answer = self.lookups.find(tracked, local // self._size, chunks)
+        external = min(answer.hits * self._size, most) - local
+        return external if external >= self._least else 0
+
+    def _stands(self, tracked: Tracked, load: LoadSpec, first: int) -> None:
+        """Mark chunks that need no store because the load brings them. first: the number of the
+        load's first chunk.
+        """
+        end, stop = tracked.supplied // self._size, -(-tracked.supplied // self._size)
+        # Chunks loaded from the pool are stored already. From the offload tier only whole chunks
+        # are promoted.
+        partial = (
+            load.promote and tracked.lookup.answer is not None and tracked.lookup.answer.offloaded
+        )
+        if self.publications is None:
+            self._completions.stored(tracked, max(tracked.store.stored, end if partial else stop))
+            self._leftovers.loads(tracked)
+        else:
+            # Once loaded, these chunks are published as if computed here.
+            self.publications.loads(tracked, tracked.local // self._groups.block)
+            if self.publications.duplicates is not None:
+                self.publications.duplicates.note(tracked, load, first)
+            if tracked.params.announced:
+                self._awaited.add(tracked, first, stop, load.wait_seconds)
+        if partial:
+            self._completions.expect(tracked, first, end)
+
+    def _loadable(self, request: Any) -> tuple[int, int]:
+        """Return how many of the request's tokens may be loaded, and how many chunks hold them.
+        vLLM always computes the last token.
+        """
+        size, whole = self._size, self._groups.whole
+        tokens = (request.num_tokens - 1) // whole * whole
+        chunks = min(len(request.block_hashes) // self._hashes, -(-tokens // size))
+        return min(tokens, chunks * size), chunks
+
+    def _note(self, report: WorkerReport, invalid: AbstractSet[int]) -> None:
+        lost = self._foreign.over(report.echoes, invalid)
+        for request_id in report.failed & self._requests.keys():
+            tracked = self._requests[request_id]
+            tracked.loads = False
+            # vLLM may compute it from the start.
+            self._completions.stored(tracked, 0)
+            if self.publications is not None:
+                self.publications.forget(tracked, tracked.local // self._groups.block)
+        if lost and self.blocks is not None:
+            self._evict(self.blocks, lost)
+        self.instance.reads(report.segments)
+        self.instance.note(report.shards, report.links)
+        if self.instance.announcer is not None:
+            self.instance.announcer.note(report.stored)
+        self._resets.note(report)
+
+    def _evict(self, blocks: KVBlocks, lost: set[int]) -> None:
+        """Evict blocks that another connector's load did not fill, and the blocks computed after
+        them, from vLLM's prefix cache.
+
+        vLLM recomputes the blocks, unless their request ends or is preempted first. It does not
+        cache them again for the same request (`num_cached_block`), so the next request with this
+        prompt computes them once more."""
+        rows = [row for tracked in self._requests.values() for row in tracked.store.rows]
+        behind = [dropwhile(lambda block: block not in lost, row) for row in rows]
+        blocks.evict(lost.union(*behind) - {groups.NULL})

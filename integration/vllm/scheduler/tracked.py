@@ -1,0 +1,137 @@
+"""The scheduler half's record of one request: settings, look-up, blocks, load."""
+
+from __future__ import annotations
+
+from array import array
+from math import inf
+from time import monotonic
+from typing import Any
+
+import msgspec
+
+from vcache_backend.metadata_server.calls.channel import Sent
+from vcache_backend.metadata_server.messages import ChunkKey, Count, Found
+
+from ..in_place.block_pool import GENERATIONS
+from ..in_place.replicas import Run, within
+from .request_params import RequestParams
+
+NEVER = 1 << 62
+"""More blocks than any request has: the place or the number of tokens is never reached."""
+FRESH_SECONDS = 0.5
+"""How long a look-up's answer is used for a request that vLLM could not schedule at once."""
+
+
+class Answer(msgspec.Struct):
+    """The result of a look-up at the time `at` (time.monotonic): chunks [first, hits) can be
+    loaded.
+
+    pooled: chunks below this number are in the pool or in KV caches, the others in the offload
+    tier. residents: the chunks that lie in other instances' KV caches. seconds: how long
+    the look-up took. counted: the metrics already contain this answer."""
+
+    first: int
+    hits: int
+    pooled: int
+    at: float
+    seconds: float
+    residents: list[Run] = []
+    counted: bool = False
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether some of the chunks lie in the offload tier."""
+        return self.hits > self.pooled
+
+    def counts(self, first: int) -> bool:
+        """Whether the answer is fresh enough, and covers the chunks from `first` on."""
+        return self.first <= first <= self.hits and self.at + FRESH_SECONDS > monotonic()
+
+    def residents_of(self, first: int, stop: int) -> list[Run]:
+        """The residents among chunks [first, stop), numbered from `first`."""
+        return within(self.residents, first, stop)
+
+
+NO_ANSWER = Answer(0, 0, 0, -inf, 0.0, counted=True)
+
+
+class Question(msgspec.Struct):
+    """A look-up of the chunks [0, stop), sent at the time `at` (time.monotonic) and not read yet.
+
+    seconds: how long sending took."""
+
+    sent: Sent[Count] | Sent[Found]
+    stop: int
+    at: float
+    seconds: float
+
+
+class LookupState(msgspec.Struct):
+    """A request's look-ups. Only `Lookups` writes it.
+
+    keys: the keys of the leading chunks. question: sent, and not answered yet. asked, promised: the
+    numbers of chunks that the metrics count as looked up and as hits."""
+
+    keys: list[ChunkKey] = []
+    question: Question | None = None
+    answer: Answer | None = None
+    asked: int = 0
+    promised: int = 0
+
+
+class StoreState(msgspec.Struct):
+    """A request's blocks and stores. Only `Completions` writes it.
+
+    rows: the blocks, by block table. stored: how many leading chunks are stored, published or on
+    their way. complete_at: the number of computed tokens that completes the next chunk; infinite if
+    the request stores no more chunks."""
+
+    rows: list[array[int]] = []
+    stored: int = 0
+    complete_at: float = inf
+
+
+class ResidentState(msgspec.Struct):
+    """A request's blocks when KV caches are shared in place. Only `Publications` writes it.
+
+    generations: the generations of the leading blocks when the request computed or hit them.
+    filled: how many blocks have been filled; `NEVER`: publish no further blocks. loaded: the first
+    block that a load fills, until a step runs. resets, evicted: the counters of `ResidentPool` at
+    the last check of `generations`."""
+
+    generations: array[int] = msgspec.field(default_factory=lambda: array(GENERATIONS))
+    filled: int = 0
+    loaded: int = NEVER
+    resets: int = 0
+    evicted: int = 0
+
+
+class LeftoverState(msgspec.Struct):
+    """Whether a request uses KV from before a reset. Only `Leftovers` writes it.
+
+    outdated: the request uses such KV. resets: the number of resets when the request's load began.
+    """
+
+    outdated: bool = False
+    resets: int = 0
+
+
+class Tracked(msgspec.Struct):
+    """One vLLM request, as `SchedulerSide` and its parts track it.
+
+    loads: the request may load chunks. local: tokens in vLLM's own cache when vLLM last asked for
+    hits. supplied: `local` and the tokens that we load. loading: a load is under way. copies: the
+    chunks that the load reads in other KV caches; only
+    `Duplicates` writes them."""
+
+    request: Any
+    params: RequestParams
+    loads: bool
+    local: int = 0
+    supplied: int = 0
+    loading: bool = False
+    lookup: LookupState = msgspec.field(default_factory=LookupState)
+    store: StoreState = msgspec.field(default_factory=StoreState)
+    resident: ResidentState = msgspec.field(default_factory=ResidentState)
+    leftover: LeftoverState = msgspec.field(default_factory=LeftoverState)
+    copies: list[Run] = []

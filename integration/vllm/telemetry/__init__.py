@@ -1,0 +1,1 @@
+"""Metrics, KV events and traces."""

@@ -1,0 +1,169 @@
+"""KV events of the pool. They tell a router which blocks it may count on beside those in vLLM's own
+prefix cache.
+
+The scheduler prepares a chunk's event when it orders the chunk's store, or a load after which the
+chunk may be stored. Workers report stored chunks. Once every rank has stored a chunk, it is
+published as `BlockStored`. Every heartbeat asks the server which published chunks still exist
+(`Announcer.check`); missing chunks are published as `BlockRemoved`. vLLM sends `AllBlocksCleared`,
+which names no medium, when it clears its own prefix cache."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.v1.core import kv_cache_utils
+
+from vcache_backend.metadata_server.messages import MAX_KEYS, ChunkKey, of_rank
+
+LOCALITY = "LOCAL"
+"""vLLM's word for memory of the publisher's own node."""
+MOST_WAITING = 4096
+"""The most chunks that wait for all ranks (some 10 KB each). Beyond it the oldest are never
+announced, and routers do not count on them.
+"""
+MOST_CHECKED = 16_384
+"""The most keys checked with one heartbeat; the server takes 4 ms for them."""
+
+
+def block_stored(
+    request: Any, start: int, end: int, block_size: int, medium: str, spec_kind: str | None = None
+) -> BlockStored:
+    """vLLM's `BlockStored` for the tokens [start, end) of vLLM's `request`.
+
+    block_size: tokens that one of `request.block_hashes` covers. spec_kind: see `compat.spec_kind`.
+    ValueError if the tokens are not whole blocks, or not all of these have a hash."""
+    first, last = start // block_size, end // block_size
+    hashes = list(request.block_hashes[first:last])
+    if start % block_size or end % block_size or len(hashes) != last - first:
+        have = len(request.block_hashes)
+        raise ValueError(
+            f"tokens {start} to {end} are not whole blocks of {block_size} tokens; the request has {have} such blocks"
+        )
+    lora = request.lora_request
+    return BlockStored(
+        medium=medium,
+        group_idx=0,
+        locality=LOCALITY,
+        block_hashes=_published(hashes),
+        parent_block_hash=_published(request.block_hashes[first - 1 : first])[0] if first else None,
+        token_ids=list(request.all_token_ids[start:end]),
+        block_size=block_size,
+        lora_id=lora.adapter_id if lora else None,
+        lora_name=lora.name if lora else None,
+        extra_keys=_extra_keys(request, start, end, block_size),
+        kv_cache_spec_kind=spec_kind,
+        session_id=request.session_id,
+    )
+
+
+def _published(block_hashes: Sequence[bytes]) -> list[bytes | int]:
+    """Convert hashes as vLLM does: to 64-bit numbers, or to bytes if
+    VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES is 0.
+    """
+    return [kv_cache_utils.maybe_convert_block_hash(block) for block in block_hashes]
+
+
+def _extra_keys(
+    request: Any, start: int, end: int, block_size: int
+) -> list[tuple[Any, ...] | None]:
+    """Make each block's extra keys as vLLM publishes them: without the tags that vLLM adds for
+    hashing.
+    """
+    keys: list[tuple[Any, ...] | None] = []
+    image = 0
+    for at in range(start, end, block_size):
+        found, image = kv_cache_utils.generate_block_hash_extra_keys(
+            request, at, at + block_size, image
+        )
+        keys.append(found)
+    return list(kv_cache_utils.to_event_extra_keys(keys))
+
+
+class Announcer:
+    """Publishes KV events for chunks that all ranks have stored, and for chunks that are gone. Keys
+    are rank 0's.
+
+    Runs in the scheduler's thread, except `check`."""
+
+    def __init__(self, ranks: int) -> None:
+        """ranks: the number of ranks that store a part of every chunk."""
+        self._ranks = ranks
+        self._events: dict[ChunkKey, BlockStored] = {}
+        self._reported: dict[ChunkKey, set[int]] = {}
+        self._published: dict[ChunkKey, BlockRemoved] = {}
+        """The event to send once the chunk is gone. Each publication of a chunk makes a new object.
+        """
+        self._turns = deque[ChunkKey]()
+        """Published keys in the order of their next check, each once. Keys being checked, and keys
+        of gone chunks, are not in it.
+        """
+        self._gone = deque[tuple[ChunkKey, BlockRemoved]]()
+        self._ready: list[KVCacheEvent] = []
+
+    def expect(self, key: ChunkKey, event: BlockStored) -> None:
+        """Note that workers may store the chunk. `event` is published once all ranks have stored
+        it.
+        """
+        _put(self._events, key, event)
+
+    def note(self, stored: Mapping[int, Sequence[ChunkKey]]) -> None:
+        """Note stored chunks, by rank."""
+        for rank, keys in stored.items():
+            for key in keys:
+                reported = self._reported.pop(key, set()) | {rank}
+                if len(reported) < self._ranks:
+                    _put(self._reported, key, reported)
+                elif (event := self._events.pop(key, None)) is not None:
+                    self._ready.append(event)
+                    if key not in self._published:
+                        self._turns.append(key)
+                    self._published[key] = BlockRemoved(
+                        event.block_hashes, event.medium, group_idx=0, locality=LOCALITY
+                    )
+
+    def check(self, contains: Callable[[list[ChunkKey]], list[bool]]) -> None:
+        """Check which published chunks still exist, `MOST_CHECKED` keys in turn. Runs in the
+        client's background thread.
+
+        contains: asks the server. Its errors go to the caller."""
+        left = min(len(self._turns), MOST_CHECKED // self._ranks)
+        while left > 0:
+            self._check(min(left, MAX_KEYS), contains)
+            left -= MAX_KEYS
+
+    def _check(self, most: int, contains: Callable[[list[ChunkKey]], list[bool]]) -> None:
+        """Check `most` keys with one request for each rank. Each request has its own deadline; a
+        request that misses it ends the scheduler's connection.
+        """
+        keys = [self._turns.popleft() for _ in range(most)]
+        known, there = [self._published[key] for key in keys], [True] * most
+        try:
+            parts = [contains(of_rank(keys, rank)) for rank in range(self._ranks)]
+            there = [all(whole) for whole in zip(*parts, strict=True)]
+        finally:
+            self._turns.extend(key for key, found in zip(keys, there, strict=True) if found)
+        self._gone.extend(
+            (key, event) for key, event, found in zip(keys, known, there, strict=True) if not found
+        )
+
+    def take(self) -> list[KVCacheEvent]:
+        """The events since the last call, in order. For vLLM's `take_events`."""
+        while self._gone:
+            key, event = self._gone.popleft()
+            # The chunk may have been stored and published again since the server was asked.
+            if self._published.get(key) is event:
+                del self._published[key]
+                self._ready.append(event)
+            else:
+                self._turns.append(key)
+        ready, self._ready = self._ready, []
+        return ready
+
+
+def _put(waiting: dict[ChunkKey, Any], key: ChunkKey, value: Any) -> None:
+    if len(waiting) >= MOST_WAITING:
+        del waiting[next(iter(waiting))]
+    waiting[key] = value

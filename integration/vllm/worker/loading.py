@@ -1,0 +1,79 @@
+"""One load in a worker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from vcache_backend.resident.neighbours import Neighbours
+from vcache_backend.transfer import load as transfer
+from vcache_backend.transfer.places import BlockPlaces
+from vcache_backend.transfer.resident import ResidentChunk
+from vcache_backend.transfer.session import Session
+from vcache_backend.vram_pool.copies.copier import Mark
+from vcache_backend.vram_pool.paged import PagedKV
+
+from ..in_place.replicas import Run
+from ..metadata import LoadSpec
+
+
+class Attached(NamedTuple):
+    """The parts that all loads of a worker share. block_size: tokens of the blocks that vLLM
+    numbers.
+    """
+
+    session: Session
+    kv: PagedKV
+    block_size: int
+    neighbours: Neighbours | None = None
+
+
+class Loading(transfer.Load):
+    """The load of one request's blocks."""
+
+    def __init__(self, worker: Attached, spec: LoadSpec, mark: Mark) -> None:
+        """mark: a point in the model's stream behind all work of the blocks' earlier owners."""
+        session = worker.session
+        keys = session.own(spec.keys)
+        super().__init__(
+            session,
+            BlockPlaces(worker.kv, session.chunk_size, spec.blocks, worker.block_size),
+            keys,
+            mark=mark,
+            wait_seconds=spec.wait_seconds,
+            offload=spec.offload,
+            name=spec.request_id,
+            residents=unpacked(spec.residents),
+            neighbours=worker.neighbours,
+        )
+        self.began = time.time_ns()
+        self.spec, self._per_chunk = (
+            spec,
+            worker.kv.blocks_in(session.chunk_size) * worker.kv.block_size // worker.block_size,
+        )
+        self.in_place = worker.neighbours is not None
+
+    @property
+    def invalid(self) -> list[int]:
+        """vLLM's numbers of the blocks that the finished load has not filled. Empty if it was
+        cancelled.
+        """
+        if not self.cause or self.cause == transfer.CANCELLED:
+            return []
+        missed = self.spec.blocks[self.loaded * self._per_chunk :]
+        return [block for block in missed if block >= 0]
+
+    @property
+    def failure(self) -> str:
+        """The cause of a failure, as the metrics count it."""
+        absent = "store" if self.spec.offload else "changed" if self.in_place else "lease_lost"
+        return absent if self.cause == transfer.ABSENT else self.cause
+
+
+def unpacked(residents: Iterable[Run]) -> dict[int, ResidentChunk]:
+    chunks = dict[int, ResidentChunk]()
+    for run in residents:
+        many = ResidentChunk.many(run.instance, run.count, run.blocks, run.generations)
+        chunks.update(enumerate(many, run.first))
+    return chunks

@@ -1,0 +1,195 @@
+"""A worker's loads. Each runs beside the model until it is over."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+
+from vcache_backend.transfer import load as transfer
+
+from ..metadata import LoadSpan, LoadSpec, StepMetadata
+from ..model.spec import ModelSpec
+from ..telemetry.stats import Meter
+from .loading import Attached, Loading, unpacked
+from .report import Reporter
+from .stores import Stores
+
+log = logging.getLogger("vllm.vcache")
+
+IDLE_SECONDS, COPY_SECONDS = 0.002, 0.02
+"""How long a step without a model run waits for a load's progress, and for the end of a load whose
+last copy is under way.
+
+vLLM sleeps after each such step. If the step itself sees the load's end, the request saves a step
+and a sleep. A request that arrives meanwhile waits as long."""
+
+
+class Loads:
+    """Runs a worker's loads, in its main thread, in the order of vLLM's steps."""
+
+    def __init__(
+        self, model: ModelSpec, several: bool, report: Reporter, stores: Stores, meter: Meter
+    ) -> None:
+        """several: report failed loads by request: with several block tables vLLM cannot tell which
+        request owns a block.
+        """
+        self._model, self._several, self._report, self._stores, self._meter = (
+            model,
+            several,
+            report,
+            stores,
+            meter,
+        )
+        self._under_way: list[Loading] = []
+        self._lost: list[LoadSpec] = []
+        self._invalid: set[int] = set()
+        self._failed: set[str] = set()
+
+    # ---- a step
+
+    @property
+    def over(self) -> bool:
+        """Whether vLLM waits for no load of this worker."""
+        return not self._under_way and not self._lost
+
+    def expect(self, specs: Iterable[LoadSpec]) -> None:
+        """Note the loads that the step wants. Each load's end is reported, whatever happens,
+        because vLLM waits for it.
+        """
+        self._lost += specs
+
+    def begin(self, worker: Attached, meta: StepMetadata) -> None:
+        """Begin the loads passed to `expect`. Pass newly found chunks and cancellations to earlier
+        loads.
+        """
+        specs = [spec for spec in meta.loads if not spec.lost]
+        mark = worker.session.copier.mark() if specs else None
+        for spec in specs:
+            assert mark is not None
+            self._under_way.append(Loading(worker, spec, mark))
+            self._lost.remove(spec)
+        for loading in self._under_way:
+            if loading.spec.request_id in meta.found:
+                loading.found(unpacked(meta.found[loading.spec.request_id]))
+            if loading.spec.request_id in meta.cancelled:
+                loading.cancel()
+
+    def finished(self, idle: bool) -> set[str]:
+        """Advance all loads. Returns the requests whose load is over, successful or not.
+
+        idle: the step runs no model, so it waits for a load to end, within bounds."""
+        done = self._advance() | self._give_up()
+        began = time.monotonic()
+        while idle and self._under_way and not done:
+            first = self._under_way[0]
+            if time.monotonic() > began + (COPY_SECONDS if first.launched else IDLE_SECONDS):
+                break
+            first.wait(IDLE_SECONDS)
+            done = self._advance()
+        return done
+
+    def invalid(self) -> set[int]:
+        """Return the blocks that loads have failed to fill since the last call, vLLM's numbers. See
+        `failed`.
+        """
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def failed(self) -> set[str]:
+        """Return the requests whose load failed since the last call, and that vLLM computes from
+        the start.
+
+        These are loads that never began and, with several block tables, all failed loads. For the
+        others `invalid` names the blocks, and vLLM keeps the blocks before them."""
+        failed, self._failed = self._failed, set()
+        return failed
+
+    # ---- the end
+
+    def stop(self, deadline: float) -> None:
+        """Cancel all loads, and abandon those that still run at `deadline` (time.monotonic): vLLM
+        takes the KV cache's memory away.
+        """
+        for loading in self._under_way:
+            loading.cancel()
+        for loading in self._under_way:
+            while not loading.advance() and time.monotonic() < deadline:
+                loading.wait(IDLE_SECONDS)
+            loading.abandon()
+            # vLLM waits for the load's end; its bytes are lost in any case.
+            self._lost.append(loading.spec)
+        self._under_way.clear()
+
+    def close(self, deadline: float) -> None:
+        """Cancel the loads, and let copies under way end until `deadline` (time.monotonic)."""
+        for loading in self._under_way:
+            loading.cancel()
+        while self._under_way and time.monotonic() < deadline:
+            self._advance(closing=True)
+            for loading in self._under_way[:1]:
+                loading.wait(IDLE_SECONDS)
+
+    # ---- inside
+
+    def _advance(self, closing: bool = False) -> set[str]:
+        over = set()
+        for loading in list(self._under_way):
+            if loading.advance():
+                self._under_way.remove(loading)
+                try:
+                    self._note(loading)
+                    if loading.spec.promote and not loading.cause and not closing:
+                        self._stores.promote(loading, loading.spec)
+                    over.add(loading.spec.request_id)
+                except Exception:  # vLLM waits for the end of this one too
+                    log.exception("vcache: a load's end could not be noted, so it counts as failed")
+                    self._lost.append(loading.spec)
+        return over
+
+    def _give_up(self) -> set[str]:
+        """Report loads that never began as failed. Returns their requests."""
+        lost, self._lost = self._lost, []
+        for spec in lost:
+            self._report.failed.add(spec.request_id)
+            self._failed.add(spec.request_id)
+            self._say(spec, None)
+        return {spec.request_id for spec in lost}
+
+    def _note(self, loading: Loading) -> None:
+        """Report a load that is over, and count it."""
+        invalid, name = loading.invalid, loading.spec.request_id
+        if invalid:
+            self._report.failed.add(name)
+            if self._several:
+                self._failed.add(name)
+            else:
+                self._invalid |= set(invalid)
+        self._say(loading.spec, loading)
+        with suppress(Exception):  # a number too few
+            if loading.stats.tokens.total() or not loading.cause:
+                self._meter.loaded(loading.stats)
+            if loading.cause and loading.cause != transfer.CANCELLED:
+                tokens = len(invalid) * self._model.block_size
+                log.warning(
+                    "%d tokens of request %s are computed, not loaded: %s",
+                    tokens,
+                    name,
+                    loading.failure,
+                )
+                self._meter.count("failures", 1, loading.failure)
+                self._meter.count("recomputed_tokens", tokens)
+
+    def _say(self, spec: LoadSpec, loading: Loading | None) -> None:
+        """Add the load's span to the report. loading: None if the load never began."""
+        name, number, now = spec.request_id, self._report.number, time.time_ns()
+        if loading is None:
+            self._report.spans.append(LoadSpan(name, number, now, now, {}, 0.0, 0.0, "never began"))
+            return
+        stats = loading.stats
+        nbytes = {tier: tokens * stats.token_bytes for tier, tokens in stats.tokens.items()}
+        times = stats.metadata_seconds, stats.data_seconds
+        self._report.spans.append(
+            LoadSpan(name, number, loading.began, now, nbytes, *times, loading.failure)
+        )

@@ -1,0 +1,99 @@
+"""Collects a worker's report to the scheduler after each step."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from vcache_backend.metadata_server.messages import ChunkKey, SegmentId, of_rank
+from vcache_backend.transfer.session import Session
+from vcache_backend.vram_pool.devices import Where
+
+from ..metadata import Link, LoadSpan, Shard, WorkerReport
+from ..model.spec import ShardSpec
+
+NOTICEABLE = 0.1
+"""Smaller relative changes of the bandwidth are not reported."""
+MOST_STORED = 4096
+
+
+class Reporter:
+    """Runs in the worker's main thread. number: this worker's among all.
+
+    failed, echoes, spans, flushed: see `WorkerReport`; each entry is sent once. introduce: put this
+    worker's shard into the next report."""
+
+    def __init__(self, place: tuple[int, int], number: int, rank: int, events: bool) -> None:
+        """place: pipeline and tensor rank. rank: the rank of this worker's part of a chunk. events:
+        somebody wants KV events.
+        """
+        self._place, self.number, self._rank, self._events = place, number, rank, events
+        self._session: Session | None = None
+        self.refuse("it was given no KV caches")
+        self.failed, self.echoes, self.spans = set[str](), set[int](), list[LoadSpan]()
+        self.introduce, self.flushed = False, 0
+        self._segments: dict[SegmentId, Where] = {}
+        self._link = Link()
+        self._stored: deque[ChunkKey] = deque(maxlen=MOST_STORED)
+
+    def open(self, session: Session, shard: Shard) -> None:
+        """The worker has joined the pool."""
+        self._session, self._shard = session, shard
+        self._segments = self._readable()
+        if self._events:
+            session.on_stored.append(lambda keys: self._stored.extend(of_rank(keys, 0)))
+
+    def refuse(self, reason: str) -> None:
+        """Report that the worker caches nothing, and why."""
+        self.introduce = True
+        self._shard = Shard(
+            ShardSpec(pp_rank=self._place[0], tp_rank=self._place[1], problem=reason)
+        )
+
+    def take(self) -> WorkerReport | None:
+        """Return the report since the last call; None if it would be empty."""
+        segments, link, introduce = self._readable(), self._reached(), self.introduce
+        new_segments = introduce or segments != self._segments
+        new_link = link != self._link
+        told = self.failed or self.echoes or self.spans or self.flushed or self._stored
+        if not (told or new_segments or new_link):
+            return None
+        stored = [self._stored.popleft() for _ in range(len(self._stored))]
+        report = WorkerReport(
+            self.failed,
+            self.flushed,
+            {self.number: segments} if new_segments else {},
+            {self.number: link} if new_link else {},
+            {self._place: self._shard} if introduce else {},
+            {self._rank: stored} if stored else {},
+            self.echoes,
+            self.spans,
+        )
+        self.failed, self.echoes, self.spans = set(), set(), []
+        self._segments, self._link = segments, link
+        self.flushed, self.introduce = 0, False
+        return report
+
+    # ---- inside
+
+    def _readable(self) -> dict[SegmentId, Where]:
+        if self._session is None:
+            return self._segments
+        try:
+            return self._session.segments()
+        except Exception as error:  # noqa: BLE001 - the rest of the report must get through
+            self._session.miss("segments", error)
+            return self._segments
+
+    def _reached(self) -> Link:
+        """This worker's connection to the offload tier. A small change of bandwidth leaves the last
+        report's value.
+        """
+        tier = self._session.tier if self._session is not None else None
+        if tier is None:
+            return self._link
+        usable, rate = tier.usable, tier.bandwidth
+        known = self._link.bandwidth
+        same = rate == known or (
+            rate is not None and known is not None and abs(rate - known) < NOTICEABLE * known
+        )
+        return self._link if same and usable == self._link.usable else Link(usable, rate)

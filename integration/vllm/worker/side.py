@@ -1,0 +1,256 @@
+"""The connector's worker half: moves chunks between the pool and vLLM's KV cache.
+
+A load runs on a separate stream, and vLLM schedules its request after the load. Stores read
+computed blocks on another stream. Only a step that hands such a block out again waits for the
+store, on the device."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from vcache_backend.config import Config
+from vcache_backend.errors import VCacheError
+from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.messages import InstanceId
+from vcache_backend.transfer.session import Session
+
+from ... import amx, memory_budget, round_trip
+from ..in_place import exporter as exportable
+from ..in_place.worker import InPlace
+from ..metadata import Shard, StepMetadata
+from ..model import compat, groups
+from ..model import spec as model_spec
+from ..telemetry.stats import Meter
+from .loading import Attached
+from .loads import Loads
+from .report import Reporter
+from .stores import Stores
+
+log = logging.getLogger("vllm.vcache")
+
+CLOSE_SECONDS = 5.0
+
+
+class WorkerSide:
+    """Loads and stores one worker's shard of every chunk. Runs in the worker's main thread, in the
+    order of vLLM's steps.
+
+    Methods may raise: `VCacheConnector` catches the error and counts a miss."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        config: Config,
+        pp_rank: int,
+        tp_rank: int,
+        meter: Meter,
+    ) -> None:
+        self._vllm, self._kv_config, self._meter = vllm_config, kv_cache_config, meter
+        self._pp_rank, self._tp_rank = pp_rank, tp_rank
+        self._model = compat.read_model(vllm_config, kv_cache_config, config.connector.model)
+        self._config = config = exportable.decide(config, vllm_config, kv_cache_config, self._model)
+        if self._model.device_type == "cpu":
+            amx.permit()
+        shards = 1 if self._model.use_mla else self._model.tp_size
+        self._rank = pp_rank * shards + tp_rank % shards
+        self._refused = compat.refusal(vllm_config, kv_cache_config, self._model, config)
+        self.in_place: InPlace | None = None
+        """None unless KV caches are shared in place."""
+        if config.connector.share == "in_place" and not self._refused:
+            self._refused = exportable.refusal(vllm_config, kv_cache_config, self._model)
+            each, shows = (
+                config.engine.chunk_size // self._model.block_size,
+                shards > 1 or not tp_rank,
+            )
+            if not self._refused:
+                exporter = exportable.begin(self._model.device_type)
+                self.in_place = InPlace(exporter, each, shows)
+        self._worker: Attached | None = None
+        """None before `register`, and while vLLM sleeps."""
+        self._asleep: Attached | None = None
+        self._meta = StepMetadata()
+        """The last step's metadata."""
+        self._stores = Stores(meter, groups.keep_states(kv_cache_config))
+        number = pp_rank * self._model.tp_size + tp_rank
+        self.report = Reporter(
+            (pp_rank, tp_rank), number, self._rank, compat.publishes_events(vllm_config)
+        )
+        self.loads = Loads(
+            self._model, groups.several(kv_cache_config), self.report, self._stores, meter
+        )
+
+    # ---- start
+
+    def register(self, kv_caches: Mapping[str, Any]) -> None:
+        """Describe vLLM's new KV cache, join the pool, and check that bytes come back from the pool
+        unchanged.
+
+        VCacheError (or LayoutError, a kind of it) if this worker cannot cache."""
+        if self._refused:
+            if self._config.connector.share == "in_place" or not self.needless:
+                self.refuse(self._refused)
+            return
+        if self.in_place is not None:
+            self.in_place.export(kv_caches)
+        size, blocks = self._config.engine.chunk_size, self._kv_config.num_blocks
+        tables = groups.read(self._kv_config, size)
+        kv = model_spec.describe_groups(tables, kv_caches, blocks, size, self._config.engine)
+        # A state has several tensors, one behind the other: the first gives the address.
+        kv_caches = {
+            name: held if isinstance(held, torch.Tensor) else held[0]
+            for name, held in kv_caches.items()
+        }
+        shard = model_spec.read_shard(
+            self._vllm, kv_caches, kv, size, self._pp_rank, self._tp_rank, tables.layers
+        )
+        session = Session(
+            self._config,
+            model_spec.layout(self._model, [shard], size, b""),
+            over_budget=memory_budget.beside_vllm(
+                self._model.device_type, self._model.gpu_memory_utilization
+            ),
+            anonymous=True,
+            rank=self._rank,
+            kv_device=str(kv.device),
+        )
+        try:
+            session.bind(kv_caches, kv)
+            wrong = round_trip.through_pool(session, kv)
+            if wrong:
+                raise VCacheError(wrong)
+            if self.in_place is not None:
+                self.in_place.open(session, kv)
+        except BaseException:
+            session.close()
+            raise
+        self._worker = Attached(
+            session,
+            kv,
+            tables.groups[0].block_size,
+            self.in_place.neighbours if self.in_place is not None else None,
+        )
+        self._stores.open(session, kv, tables.groups[0].block_size)
+        self.report.open(session, Shard(shard, session.tier is not None))
+        does = (
+            "lends to and reads from"
+            if self.in_place is None
+            else "shares its KV cache in place, on"
+        )
+        log.info(
+            "vcache: worker %d %s %s, %s B a chunk",
+            self._rank,
+            does,
+            session.device,
+            f"{shard.chunk_bytes:,}",
+        )
+
+    @property
+    def needless(self) -> bool:
+        """Whether this worker is refused, and the scheduler's half finds the reason by itself in
+        vLLM's configuration.
+        """
+        return bool(self._refused) and not groups.hidden(self._kv_config)
+
+    def refuse(self, reason: str) -> None:
+        """Tell the scheduler and the server that this worker caches nothing (any more)."""
+        self.report.refuse(reason)
+        try:
+            with Client(self._config.server.path, self._config.client, reconnect=False) as server:
+                server.report(
+                    "error",
+                    f"vLLM's worker {self._rank} (pid {os.getpid()}) caches nothing: {reason}",
+                )
+        except VCacheError as error:
+            log.debug("the server was not told: %s", error)
+
+    # ---- a step
+
+    def begin(self, meta: StepMetadata) -> None:
+        """Begin a step, before its model run is queued."""
+        self._meta = meta
+        self.loads.expect(meta.loads)
+        self.report.introduce |= meta.introduce
+        self.report.echoes |= {meta.echo} if meta.echo else set()
+        worker = self._worker
+        if worker is None:
+            return
+        if meta.instance and self.in_place is not None:
+            self.in_place.show(InstanceId(meta.instance))
+        self._stores.fence(meta)
+        self.loads.begin(worker, meta)
+
+    def store(self) -> None:
+        """Store or publish the chunks that the step completes. All of its model run
+        must be queued.
+        """
+        if self._worker is None:
+            return
+        self._stores.start(self._meta.stores)
+        if self._meta.publications and self.in_place is not None:
+            self.in_place.publish(self._meta.publications)
+        # All stores so far have reservations, which a reset voids: the scheduler need not wait
+        # for the copies.
+        self.report.flushed = self._meta.flush or self.report.flushed
+
+    def finished(self) -> set[str]:
+        """Advance all loads. Returns the requests whose load is over, successful or not."""
+        victims, self._meta.victims = self._meta.victims, None
+        if victims is not None and self.in_place is not None:
+            self.in_place.save(victims, self._stores)
+        return self.loads.finished(self._meta.idle)
+
+    def measured(self) -> None:
+        """Count chunks dropped and offloaded since the last call."""
+        self._stores.measure()
+        if self.in_place is not None:
+            self.in_place.measure(self._meter)
+
+    def sleep(self) -> None:
+        """End all reads and writes of the KV cache, within `CLOSE_SECONDS`: vLLM takes its memory
+        away. Idempotent until `wake`.
+        """
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return
+        self._asleep = worker
+        deadline = time.monotonic() + CLOSE_SECONDS
+        self.loads.stop(deadline)
+        if not worker.session.flush(max(deadline - time.monotonic(), 0.0)):
+            log.warning(
+                "vcache: vLLM sleeps before its last stores are committed: their chunks may be missing in the pool"
+            )
+        if worker.kv.device.type == "cuda":
+            # Wait for our copies, since their address tables go with vLLM's memory. vLLM also
+            # synchronises before and after this call.
+            torch.cuda.synchronize(worker.kv.device)
+
+    def wake(self) -> None:
+        """Use the KV cache's memory again, which is back at the same addresses. Does nothing
+        without a `sleep` before it.
+        """
+        worker, self._asleep = self._asleep, None
+        if worker is None:
+            return
+        self._worker = worker
+        if wrong := round_trip.through_pool(worker.session, worker.kv):
+            self.close()
+            self.refuse(f"after vLLM's sleep {wrong}")
+
+    def close(self) -> None:
+        """Leave the pool after copies have ended, within `CLOSE_SECONDS`. The chunks stay in the
+        pool.
+        """
+        worker, self._worker, self._asleep = self._worker or self._asleep, None, None
+        if worker is None:
+            return
+        self.loads.close(time.monotonic() + CLOSE_SECONDS)
+        if self.in_place is not None:
+            self.in_place.close()
+        worker.session.close()

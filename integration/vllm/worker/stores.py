@@ -1,0 +1,192 @@
+"""Launches a worker's stores. Steps that would overwrite blocks wait for the stores that still read
+them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from time import perf_counter
+from typing import NamedTuple
+
+from vcache_backend.errors import VCacheError
+from vcache_backend.metadata_server.messages import ChunkKey
+from vcache_backend.transfer.load import Load
+from vcache_backend.transfer.places import BlockPlaces, Places
+from vcache_backend.transfer.session import Session
+from vcache_backend.transfer.store import store
+from vcache_backend.vram_pool.copies.copier import Completion
+from vcache_backend.vram_pool.paged import PagedKV
+
+from ..metadata import LoadSpec, StepMetadata, StoreSpec
+from ..telemetry.stats import Meter
+
+log = logging.getLogger("vllm.vcache")
+
+
+class _Gather(NamedTuple):
+    """A store under way. blocks: vLLM's numbers of the blocks that it reads. seconds: how long the
+    launch took.
+    """
+
+    copy: Completion
+    blocks: frozenset[int]
+    tokens: int
+    nbytes: int
+    seconds: float
+
+
+class Stores:
+    """Runs in the worker's main thread. Only `fence` may raise."""
+
+    def __init__(self, meter: Meter, at_once: bool = False) -> None:
+        """at_once: make the model's stream wait for every store. Models with states need it: vLLM
+        clears and copies a step's blocks before it tells us of the step.
+        """
+        self._meter, self._at_once = meter, at_once
+        self._session: Session | None = None
+        self._kv: PagedKV | None = None
+        self._block_size = 0
+        self._under_way: list[_Gather] = []
+        self._counted: dict[tuple[str, str], int] = {}
+        self._updates = 0
+
+    def open(self, session: Session, kv: PagedKV, block_size: int) -> None:
+        """Use this KV cache. block_size: tokens of vLLM's blocks; one may be several blocks of the
+        tensors.
+        """
+        self._session, self._kv, self._block_size = session, kv, block_size
+
+    def fence(self, meta: StepMetadata) -> None:
+        """Make this step's work wait, on the device, for stores that read a block with
+        a new owner.
+        """
+        if not self._under_way or self._session is None:
+            return
+        self._under_way = [gather for gather in self._under_way if not self._over(gather)]
+        for gather in self._under_way:
+            if meta.opaque or any(not gather.blocks.isdisjoint(blocks) for blocks in meta.fresh):
+                self._session.copier.fence(gather.copy)
+
+    def start(self, stores: Sequence[StoreSpec]) -> None:
+        """Store the chunks that the step completes. All of its model run must be queued."""
+        session, kv = self._session, self._kv
+        if session is None or kv is None:
+            return
+        for spec in stores:
+            keys, prefix = session.own(spec.keys), session.own(spec.prefix)
+            places = BlockPlaces(kv, session.chunk_size, spec.blocks, self._block_size)
+            self._store(session, places, keys, range(len(keys)), prefix, spec.blocks)
+
+    def promote(self, load: Load, spec: LoadSpec) -> None:
+        """Store chunks in the pool again that a load has brought from the offload tier."""
+        chunks, session = load.to_promote(), self._session
+        if not chunks or session is None:
+            return
+        kv = load.places.kv
+        each = kv.blocks_in(session.chunk_size) * kv.block_size // self._block_size
+        blocks = [
+            block for chunk in chunks for block in spec.blocks[chunk * each : (chunk + 1) * each]
+        ]
+        prefix = session.own(spec.prefix)
+        self._store(session, load.places, load.keys, chunks, prefix, blocks, load.epoch)
+
+    def save(
+        self, keys: list[ChunkKey], blocks: list[int], epoch: int, holds: Callable[[], bool]
+    ) -> None:
+        """Store chunks out of `blocks`, which no request holds and vLLM may hand out at any time.
+
+        blocks: of all chunks, in order. epoch: of the chunks. holds: asked after the copy; False
+        drops the chunks because a block was handed out meanwhile."""
+        session, kv = self._session, self._kv
+        if session is not None and kv is not None:
+            places = BlockPlaces(kv, session.chunk_size, blocks, self._block_size)
+            self._store(session, places, keys, range(len(keys)), [], blocks, epoch, holds)
+
+    def measure(self) -> None:
+        """Count chunks dropped and offloaded since the last call."""
+        if self._session is None or self._session.stats.updates == self._updates:
+            return
+        stats = self._session.stats
+        self._updates = stats.updates
+        offload, written = (
+            stats.counted("offload_"),
+            stats.counted("bytes_").get("offload_written", 0),
+        )
+        counts = {
+            ("not_stored_chunks", cause): count for cause, count in stats.not_stored().items()
+        }
+        counts |= {
+            ("offload_dropped_chunks", name.removeprefix("dropped_")): count
+            for name, count in offload.items()
+            if name.startswith("dropped_")
+        }
+        counts |= {
+            ("offload_written_chunks", ""): offload.get("written", 0),
+            ("offload_written_bytes", ""): written,
+        }
+        if counts != self._counted:
+            for (counter, label), count in counts.items():
+                self._meter.count(counter, count - self._counted.get((counter, label), 0), label)
+            self._counted = counts
+
+    # ---- inside
+
+    def _store(
+        self,
+        session: Session,
+        places: Places,
+        keys: list[ChunkKey],
+        chunks: Sequence[int],
+        prefix: list[ChunkKey],
+        blocks: list[int],
+        fetched_in: int | None = None,
+        holds: Callable[[], bool] | None = None,
+    ) -> None:
+        """Store chunks out of `blocks`, vLLM's numbers. `fence` makes the blocks' next owners wait
+        for the copy. holds: see `save`.
+        """
+        started = perf_counter()
+        try:
+            pending = store(
+                session,
+                places,
+                keys,
+                chunks,
+                prefix,
+                beside=True,
+                fetched_in=fetched_in,
+                holds=holds,
+            )
+        except Exception as error:  # noqa: BLE001 - a failed store counts as no store
+            session.miss(
+                "store" if fetched_in is None else "promote" if holds is None else "save", error
+            )
+            self._meter.count("failures", 1, "store")
+            return
+        if pending is not None:
+            seconds = perf_counter() - started
+            if self._at_once:
+                session.copier.fence(pending.completion)
+            self._under_way.append(
+                _Gather(
+                    pending.completion, frozenset(blocks), pending.tokens, pending.nbytes, seconds
+                )
+            )
+
+    def _over(self, gather: _Gather) -> bool:
+        """Whether the store reads its blocks no more. A failed store has stopped, and is not
+        committed.
+        """
+        try:
+            if not gather.copy.done():
+                return False
+        except VCacheError as error:
+            log.debug("a store failed: %s", error)
+            return True
+        with suppress(Exception):  # a number too few
+            self._meter.count("stored_tokens", gather.tokens)
+            self._meter.count("stored_bytes", gather.nbytes)
+            self._meter.timed("store_time_seconds", gather.seconds, gather.copy.seconds or 0.0)
+        return True

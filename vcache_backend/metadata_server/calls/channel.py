@@ -1,0 +1,404 @@
+"""A connection to the metadata server that is made again when lost: calls with deadlines, a circuit
+breaker, a background thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+import msgspec
+
+from vcache_backend.config import ClientConfig, whole
+from vcache_backend.errors import (
+    ProtocolError,
+    Refused,
+    ServerTimeout,
+    ServerUnavailable,
+    VCacheError,
+)
+from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server import wire
+from vcache_backend.metadata_server.calls.link import ServerLink, Unwelcome
+
+log = logging.getLogger(__name__)
+
+KILLED_SECONDS = 3.0
+"""How long a server that was killed stays away before it is started again. Whoever else looks after
+it has that long.
+"""
+LONGEST_KILLED_SECONDS = 300.0
+"""The longest such wait. It doubles with each start, until one has lasted so long."""
+
+R = TypeVar("R", bound=m.Reply)
+T = TypeVar("T")
+
+
+class Sent(Generic[R]):
+    """A request whose answer is still to be read, by `answer` or by the next call on the channel.
+
+    The next call reads and discards an answer that nobody has fetched. Fetch that of a lease, or
+    the lease is held until it ends. `received`: where fds that come with the answer are put."""
+
+    def __init__(
+        self, channel: Channel, request: m.Request, kind: type[R], received: list[int] | None = None
+    ) -> None:
+        self.request, self.kind, self.received, self._channel = request, kind, received, channel
+        self.reply: m.AnyReply | None = None
+        self.lost = ""
+
+    @property
+    def over(self) -> bool:
+        """Whether the answer is here, or will never come."""
+        return self.reply is not None or bool(self.lost)
+
+    def answer(self) -> R:
+        """Wait for the answer, with the deadline of a call; raises as a call does."""
+        if not self.over:
+            self._channel._collect(self)
+        if isinstance(self.reply, self.kind):
+            return self.reply
+        if isinstance(self.reply, m.Error):
+            raise Refused(self.reply.message)
+        raise ServerUnavailable(self.lost or self._channel.trouble)
+
+
+class Channel(ABC):
+    """The current connection, whichever it is. Any thread may call any method; requests go one
+    after the other.
+    """
+
+    def __init__(self, path: Path, config: ClientConfig, hello: m.Hello, reconnect: bool) -> None:
+        """Try to connect once, within `connect_seconds`. An absent server is no error here;
+        `require` makes it one.
+        """
+        self._path, self._config, self._hello = path, config, hello
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._link: ServerLink | None = None
+        self._unread: deque[Sent[Any]] = deque()
+        self._ledger: int | None = None
+        self._down = f"never connected to {path}"
+        self._complained = ""
+        self.on_killed: Callable[[], None] = lambda: None
+        """Called in the background thread once a server was killed and has stayed away: to start
+        another one. One that was stopped has removed its socket, and is not missed."""
+        self._killed, self._start_at, self._started, self._patience = (
+            False,
+            0.0,
+            0.0,
+            KILLED_SECONDS,
+        )
+        self._wake = threading.Event()
+        self._stop = threading.Event()
+        self.epoch = 0
+        self.connections_lost = 0
+        self._try_connect()
+        self._keeper: threading.Thread | None = None
+        if reconnect:
+            self._keeper = threading.Thread(target=self._keep, name="vcache-client", daemon=True)
+            self._keeper.start()
+
+    @abstractmethod
+    def _come_back(self) -> None:
+        """Called after connecting, also for the first time: tell the server what it must know.
+        Background thread, or constructor.
+        """
+
+    @abstractmethod
+    def _beat(self) -> None:
+        """Called every `heartbeat_seconds`, and after a connection was lost. Background thread; a
+        VCacheError that it raises is logged.
+        """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection and end the background thread; calls under way end as
+        ServerUnavailable. Idempotent.
+        """
+        self._stop.set()
+        self._wake.set()
+        link, forked = self._link, os.getpid() != self._pid
+        if link is not None and not forked:
+            link.interrupt()
+        if self._keeper is not None and self._keeper is not threading.current_thread():
+            self._keeper.join(self._config.connect_seconds + self._config.control_seconds)
+        # In a forked child the lock may be held by a thread that is not there.
+        if forked or self._lock.acquire(timeout=self._config.control_seconds):
+            if self._link is not None:
+                self._drop(self._link, "the client was closed")
+            self._keep_ledger([])
+            if not forked:
+                self._lock.release()
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection: the breaker is closed."""
+        return self._link is not None and os.getpid() == self._pid
+
+    @property
+    def trouble(self) -> str:
+        """Why there is no connection, and what to do about it; empty while there is one."""
+        return "" if self.connected else self._down
+
+    def require(self) -> None:
+        """Raise ServerUnavailable, with the reason, unless connected."""
+        if not self.connected:
+            raise ServerUnavailable(self._down)
+
+    # ---- one request
+
+    def _call(
+        self,
+        request: m.Request,
+        kind: type[R],
+        seconds: float | None = None,
+        fds: Sequence[int] = (),
+        received: list[int] | None = None,
+    ) -> R:
+        """Send a request and wait up to `seconds` for the answer. `fds` go along; fds that come
+        back are put into `received`.
+        """
+        data, sent = wire.encode(request), Sent(self, request, kind, received)
+
+        def exchange(link: ServerLink, deadline: float) -> None:
+            link.send(data, deadline, fds)
+            self._unread.append(sent)
+            self._read_unread(link, deadline, sent)
+
+        self._alone(request, exchange, seconds)
+        return sent.answer()
+
+    def _open(
+        self, request: m.Request, kind: type[R], due: Callable[[R], int]
+    ) -> tuple[R, list[int]]:
+        """Ask for something that comes with fds, which the caller closes. due: how many fds come
+        with a reply. ProtocolError if others came.
+        """
+        fds: list[int] = []
+        try:
+            reply = self._call(request, kind, received=fds)
+            if len(fds) != due(reply):
+                raise ProtocolError(
+                    f"{type(request).__name__}: {len(fds)} fds came along, {due(reply)} were due; "
+                    "if fewer came, this process has reached its limit of descriptors (ulimit -n)"
+                )
+        except VCacheError:
+            wire.close_fds(fds)
+            raise
+        return reply, fds
+
+    def _send(self, request: m.Request, kind: type[R]) -> Sent[R]:
+        """Send a request whose answer is read later."""
+        data, sent = wire.encode(request), Sent(self, request, kind)
+
+        def send(link: ServerLink, deadline: float) -> None:
+            link.send(data, deadline)
+            self._unread.append(sent)
+
+        self._alone(request, send)
+        return sent
+
+    def _collect(self, sent: Sent[Any]) -> None:
+        """Wait until the answer is there, or can no longer come."""
+        try:
+            self._alone(
+                sent.request, lambda link, deadline: self._read_unread(link, deadline, sent)
+            )
+        except ServerUnavailable:
+            if sent.reply is None:
+                raise
+
+    def _read_unread(self, link: ServerLink, deadline: float, last: Sent[Any]) -> None:
+        """Read the answers to earlier requests, up to that of `last`. Under the lock."""
+        while not last.over:
+            sent = self._unread[0]
+            reply = link.read(deadline, sent.received)
+            if not isinstance(reply, sent.kind | m.Error):
+                raise ProtocolError(
+                    f"{type(sent.request).__name__} was answered with {type(reply).__name__}"
+                )
+            self._unread.popleft().reply = reply
+            if isinstance(reply, m.Error) and reply.fatal:
+                self._drop(
+                    link,
+                    f"the metadata server at {self._path} closed the connection: {reply.message}",
+                )
+
+    def _alone(
+        self,
+        request: m.Request,
+        work: Callable[[ServerLink, float], T],
+        seconds: float | None = None,
+    ) -> T:
+        """Run a step on the current connection while nobody else uses it, by a deadline. The
+        connection ends if the step fails.
+        """
+        seconds = self._config.request_seconds if seconds is None else seconds
+        deadline = time.perf_counter() + seconds
+        self.require()
+        if not self._lock.acquire(timeout=max(0.0, seconds)):
+            raise ServerTimeout(self._late(request, seconds, "waiting for other calls"))
+        try:
+            link = self._link
+            if link is None:
+                raise ServerUnavailable(self._down)
+            try:
+                return work(link, deadline)
+            except TimeoutError as error:
+                self._drop(link, self._late(request, seconds, "no answer"))
+                raise ServerTimeout(self._down) from error
+            except (OSError, ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
+                self._drop(link, f"connection to the metadata server at {self._path} lost: {error}")
+                raise ServerUnavailable(self._down) from error
+            except BaseException:
+                # A signal handler raised: the answer is still to come, and must not be taken for
+                # the next call's.
+                self._drop(link, f"a call to the metadata server at {self._path} was interrupted")
+                raise
+        finally:
+            self._lock.release()
+
+    def _late(self, request: m.Request, seconds: float, why: str) -> str:
+        keys = getattr(request, "keys", None)
+        what = type(request).__name__ + (f"({len(keys)} keys)" if keys is not None else "")
+        return f"metadata server at {self._path} did not answer {what} in {seconds:g} s ({why})"
+
+    # ---- connection
+
+    def _try_connect(self) -> bool:
+        """Connect and say hello, within `connect_seconds`. Other threads see the connection only
+        after the server's welcome.
+        """
+        deadline = time.perf_counter() + self._config.connect_seconds
+        link = ServerLink(self._config.server_uid)
+        received: list[int] = []
+        try:
+            welcome = link.open(self._path, self._hello, deadline, self._ledger, received)
+        except (OSError, ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            link.close()
+            wire.close_fds(received)
+            self._down = self._no_connection(error)
+            self._killed = isinstance(error, ConnectionRefusedError) and self._path.is_socket()
+            return False
+        self._keep_ledger(received)
+        self._link = link
+        self._greet(welcome)
+        return True
+
+    def _keep_ledger(self, fds: list[int]) -> None:
+        """Keep the ledger of the server that has just welcomed this client, in place of its
+        predecessor's.
+        """
+        wire.close_fds(([] if self._ledger is None else [self._ledger]) + fds[1:])
+        self._ledger = fds[0] if fds else None
+
+    def _no_connection(self, error: Exception) -> str:
+        """Why there is no connection and what to do about it, as far as is known."""
+        at = whole(self._path)
+        match error:
+            case ConnectionRefusedError() if not self._path.is_socket():
+                return f"{at} is no socket; set server.socket to that of a metadata server"
+            case FileNotFoundError() | ConnectionRefusedError() | NotADirectoryError():
+                return (
+                    f"no metadata server at {at}: {error.strerror}; start one with `vcache serve`"
+                )
+            case OSError(errno=errno.EPROTOTYPE):
+                return f"the metadata server at {at} is of another version; install the same vcache-backend"
+            case TimeoutError() | BlockingIOError():
+                seconds = self._config.connect_seconds
+                return f"the metadata server at {at} did not answer in {seconds:g} s: it is stopped, or has too much to do"
+            case Unwelcome() | PermissionError():
+                return f"no connection to the metadata server at {at}: {error}"
+            case OSError(errno=None):
+                return f"no metadata server can be at {at}: {error}; set server.socket to a shorter one"
+            case _:
+                return f"no connection to the metadata server at {at}: {error}; its log may say why"
+
+    def _greet(self, welcome: m.Welcome) -> None:
+        for line in welcome.mismatches:
+            log.warning("vcache: %s", line)
+        restarted, self.epoch = self.epoch not in (0, welcome.epoch), welcome.epoch
+        self._come_back()
+        if restarted or self._complained:
+            log.warning("vcache: connected to the metadata server at %s again", self._path)
+        self._complained = ""
+
+    def _drop(self, link: ServerLink, reason: str) -> None:
+        """Open the breaker: close the socket, keep the reason, wake the background thread. Under
+        the lock.
+        """
+        link.close()
+        if self._link is link:
+            self._link, self._down = None, reason
+            while self._unread:
+                self._unread.popleft().lost = reason
+            self.connections_lost += 1
+            self._wake.set()
+
+    def _keep(self) -> None:
+        """The background thread: heartbeats while connected, reconnection with growing pauses while
+        not.
+        """
+        pause = self._config.retry_seconds
+        while not self._stop.is_set():
+            if self._link is not None:
+                pause = self._config.retry_seconds
+                if time.monotonic() > self._started + LONGEST_KILLED_SECONDS:
+                    self._patience = KILLED_SECONDS
+                self._wake.wait(self._config.heartbeat_seconds)
+                self._wake.clear()
+                self._heartbeat()
+                continue
+            self._complain()
+            self._stop.wait(pause)
+            pause = min(2 * pause, self._config.longest_pause)
+            if not self._stop.is_set() and not self._try_connect():
+                self._start_again()
+
+    def _start_again(self) -> None:
+        """Call `on_killed` if the server was killed, and has stayed away for `_patience` seconds
+        since that was first seen.
+        """
+        now = time.monotonic()
+        if not self._killed:
+            self._start_at = 0.0
+        elif not self._start_at:
+            self._start_at = now + self._patience
+        elif now >= self._start_at:
+            self._start_at, self._patience = 0.0, min(2 * self._patience, LONGEST_KILLED_SECONDS)
+            self.on_killed()
+            self._started = time.monotonic()
+
+    def _heartbeat(self) -> None:
+        if self._link is None or self._stop.is_set():
+            return
+        try:
+            self._beat()
+        except VCacheError as error:
+            log.debug("heartbeat: %s", error)
+
+    def _complain(self) -> None:
+        """Log once that the server is lost, not every second."""
+        if not self._complained and not self._stop.is_set():
+            self._complained = self._down
+            log.warning("vcache: %s; KV is computed, not shared, until it is back", self._down)

@@ -1,0 +1,175 @@
+"""The requests about instances that share their KV caches in place, as typed calls."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC
+from collections.abc import Sequence
+
+import msgspec
+
+from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server.calls.channel import Channel, Sent
+
+_PUBLISHED_BYTES = m.MAX_MESSAGE_BYTES - 256
+_KEY_BYTES = m.KEY_BYTES + 2
+"""Bytes of a key in a message that publishes chunks."""
+
+
+class ResidentCalls(Channel, ABC):
+    """Part of `Client`, whose contract holds here: deadlines, errors, any thread.
+
+    The caller keeps fds that it passes, and closes those that are returned.
+    """
+
+    # ---- an owner's
+
+    def join(
+        self, instance: bytes, namespace: bytes, blocks: int, ranks: int, each: int, fd: int
+    ) -> None:
+        """Show an instance's generation table, `fd`, as its scheduler, on this connection. To be
+        repeated after a reconnection.
+        """
+        request = m.Join(m.InstanceId(instance), namespace, blocks, ranks, each)
+        self._call(request, m.Count, self._config.control_seconds, [fd])
+
+    def show_cache(
+        self, instance: bytes, rank: int, shape: m.CacheShape, fds: Sequence[int]
+    ) -> None:
+        """Show a worker's KV cache. fds: one for each of `shape.regions`. To be repeated after a
+        reconnection.
+        """
+        request = m.ShowCache(m.InstanceId(instance), rank, shape)
+        self._call(request, m.Count, self._config.control_seconds, fds)
+
+    def publish(
+        self,
+        instance: bytes,
+        sequence: int,
+        keys: list[m.ChunkKey],
+        blocks: bytes,
+        generations: bytes,
+        epoch: int = 0,
+    ) -> int:
+        """Publish chunks of one rank, to be read where they lie. Returns how many were taken. Sends
+        several requests for many.
+        """
+        taken, most = 0, _most(len(keys), blocks)
+        deadline = time.perf_counter() + self._config.request_seconds
+        whole = m.Publish(m.InstanceId(instance), sequence, keys, blocks, generations, epoch)
+        for start in range(0, len(keys), most):
+            part = whole if len(keys) <= most else _part(whole, start, start + most)
+            taken += self._call(part, m.Count, deadline - time.perf_counter()).count
+        return taken
+
+    def retract(self, instance: bytes, sequence: int) -> int:
+        """Void what the instance publishes with a lower sequence. Returns how many chunks it had
+        published so.
+        """
+        return self._call(m.Retract(m.InstanceId(instance), sequence), m.Count).count
+
+    def listen(self, instance: bytes) -> m.Heard:
+        """What is new for the scheduler that joined on this connection."""
+        return self._call(m.Listen(m.InstanceId(instance)), m.Heard)
+
+    # ---- a reader's
+
+    def hint(self, instance: bytes, keys: list[m.ChunkKey]) -> int:
+        """Say that a load reads this prefix in `instance`, which should keep it. Returns how many
+        of its chunks are found there.
+        """
+        return self._call(m.Hint(m.InstanceId(instance), keys[: m.MAX_KEYS]), m.Count).count
+
+    def find(self, keys: list[m.ChunkKey], ranks: int = 1, instance: bytes = b"") -> m.Found:
+        """Find where the leading chunks lie, in the pool or in instances other than `instance`.
+        Sends several requests for many.
+        """
+        deadline = time.perf_counter() + self._config.request_seconds
+        most = max(1, min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks))
+        found = m.Found(b"", [], [])
+        while True:
+            part = keys[len(found.pooled) :][:most]
+            more = self._call(
+                m.Find(part, ranks, m.InstanceId(instance)), m.Found, deadline - time.perf_counter()
+            )
+            found = _joined(found, more) if found.pooled else more
+            if (
+                len(found.pooled) == len(keys)
+                or not more.pooled
+                or (len(more.pooled) < len(part) and not more.cut)
+            ):
+                return msgspec.structs.replace(found, cut=False) if found.cut else found
+
+    def send_find(
+        self, keys: list[m.ChunkKey], ranks: int = 1, instance: bytes = b""
+    ) -> Sent[m.Found] | None:
+        """Send `find` without waiting for the answer, which may be `cut`. None if one request
+        cannot hold so many keys.
+        """
+        most = min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks)
+        return (
+            self._send(m.Find(keys, ranks, m.InstanceId(instance)), m.Found)
+            if len(keys) <= most
+            else None
+        )
+
+    def show_reads(self, reads: list[m.Reads], instance: bytes = b"") -> None:
+        """Tell, for the statistics, what this process of `instance` has read out of others' KV
+        caches so far: `MAX_OWNERS` rows at most.
+        """
+        self._call(m.ShowReads(reads, m.InstanceId(instance)), m.Count)
+
+    def open_instance(self, instance: bytes) -> tuple[m.Joined, list[int]]:
+        """An instance. Its fds: the generation table, and pidfds of the scheduler and of each
+        rank."""
+        request = m.OpenInstance(m.InstanceId(instance))
+        return self._open(request, m.Joined, lambda joined: 2 + joined.ranks)
+
+    def open_cache(self, instance: bytes, rank: int) -> tuple[m.CacheShape, list[int]]:
+        """The description of one worker's KV cache, and an fd for each of its regions."""
+        request = m.OpenCache(m.InstanceId(instance), rank)
+        cache, fds = self._open(request, m.Cache, lambda cache: len(cache.shape.regions))
+        return cache.shape, fds
+
+    def close_instance(self, instance: bytes) -> None:
+        """Say that none of an instance's regions is mapped here any more."""
+        self._call(m.CloseInstance(m.InstanceId(instance)), m.Count)
+
+
+def _most(keys: int, blocks: bytes) -> int:
+    """How many of these chunks fit into one publication."""
+    each = len(blocks) // m.NUMBER_BYTES // max(1, keys)
+    return max(
+        1,
+        min(
+            m.MAX_PUBLISHED,
+            _PUBLISHED_BYTES // (_KEY_BYTES + each * (m.NUMBER_BYTES + m.GENERATION_BYTES)),
+        ),
+    )
+
+
+def _part(whole: m.Publish, start: int, stop: int) -> m.Publish:
+    """The chunks [start, stop) of a publication."""
+    numbers, counts = (
+        len(whole.blocks) // len(whole.keys),
+        len(whole.generations) // len(whole.keys),
+    )
+    return msgspec.structs.replace(
+        whole,
+        keys=whole.keys[start:stop],
+        blocks=whole.blocks[start * numbers : stop * numbers],
+        generations=whole.generations[start * counts : stop * counts],
+    )
+
+
+def _joined(first: m.Found, then: m.Found) -> m.Found:
+    """One answer of two, the second of which is about the keys after those of the first."""
+    instances = list(dict.fromkeys([*first.instances, *then.instances]))
+    place = [instances.index(instance) for instance in then.instances]
+    moved = [
+        [msgspec.structs.replace(one, instance=place[one.instance]) for one in here]
+        for here in then.residents
+    ]
+    return m.Found(
+        first.pooled + then.pooled, instances, first.residents + moved, then.epoch, then.cut
+    )

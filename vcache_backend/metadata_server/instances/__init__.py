@@ -1,0 +1,1 @@
+"""Instances that share in place: what they show, and the chunks resident in them."""

@@ -1,0 +1,83 @@
+"""What the server answers about instances that share in place: the requests of `ResidentCalls`."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+import msgspec
+
+from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server.instances.reads import ReadsTold
+from vcache_backend.metadata_server.instances.registry import Instances
+from vcache_backend.metadata_server.pool.directory import Directory
+from vcache_backend.metadata_server.pool.placement import Peer
+from vcache_backend.metadata_server.refuse import Refuse
+from vcache_backend.metadata_server.serving.connection import Answer
+
+
+class ResidentService:
+    """Part of `Service`, whose contract holds here."""
+
+    def __init__(self, directory: Directory, instances: Instances) -> None:
+        self.directory, self.instances = directory, instances
+        self.reads = ReadsTold()
+
+    def shown(self, client: Peer, request: m.OfInstances, fds: list[int]) -> Answer:
+        """What an instance shows of itself, and what of that is opened. A refusal says of what."""
+        try:
+            return self._shown(client, request, fds)
+        except Refuse as refusal:
+            rank = getattr(request, "rank", None)
+            whose = request.instance.hex() + ("" if rank is None else f", rank {rank}")
+            raise Refuse(f"{request.__struct_config__.tag} {whose}: {refusal}") from refusal
+
+    def _shown(self, client: Peer, request: m.OfInstances, fds: list[int]) -> Answer:
+        instances = self.instances
+        match request:
+            case m.Join():
+                return instances.join(client, request, fds), ()
+            case m.ShowCache():
+                return instances.show_cache(client, request, fds), ()
+            case m.OpenInstance(instance):
+                return instances.open(instance)
+            case m.OpenCache(instance, rank):
+                return instances.open_cache(client, instance, rank)
+            case m.CloseInstance(instance):
+                return instances.close_instance(client, instance), ()
+            case _:
+                assert_never(request)
+
+    def resident(self, client: Peer, request: m.OfResidents) -> m.Reply:
+        """Which chunks lie in which instance, and who reads them."""
+        epochs, residents = self.directory.epochs, self.directory.residents
+        match request:
+            case m.Find():
+                return self._find(request)
+            case m.Publish():
+                right = request.epoch == epochs.of(request.keys)
+                return self.instances.publish(client, request) if right else m.Count(0)
+            case m.Retract():
+                return self.instances.retract(client, request)
+            case m.Listen(instance):
+                namespace = self.instances.listens(client, instance)
+                return residents.heard(instance, epochs.of([m.ChunkKey(namespace)]))
+            case m.Hint(instance, keys):
+                return m.Count(residents.hint(instance, keys))
+            case m.ShowReads(reads, instance):
+                return self.reads.note(client, instance, reads)
+            case _:
+                assert_never(request)
+
+    def disconnect(self, client: Peer) -> None:
+        """The connection is gone."""
+        self.reads.disconnect(client)
+        self.instances.disconnect(client)
+
+    def _find(self, request: m.Find) -> m.Reply:
+        keys, ranks = request.keys, request.ranks
+        if len(keys) * ranks > m.MAX_LOOKED_UP:
+            raise Refuse(
+                f"find: {len(keys):,} keys of {ranks:,} ranks; at most {m.MAX_LOOKED_UP:,} keys times ranks at once"
+            )
+        found, epoch = self.directory.find(request), self.directory.epochs.of(keys)
+        return msgspec.structs.replace(found, epoch=epoch) if epoch else found

@@ -1,0 +1,102 @@
+"""Chunks by key and namespace, so that a whole namespace can be forgotten in one step. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import cast
+
+from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey, of_rank
+from vcache_backend.metadata_server.pool.placement import Entry
+
+Space = dict[ChunkKey, Entry]
+"""The chunks of one namespace."""
+_EMPTY: Space = {}
+
+
+class Chunks:
+    """Chunk entries by key. What is taken out here is no longer found, though it may still occupy a
+    slot.
+    """
+
+    def __init__(self) -> None:
+        self._spaces: dict[bytes, Space] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Entry]:
+        return chain.from_iterable(space.values() for space in self._spaces.values())
+
+    def get(self, key: ChunkKey) -> Entry | None:
+        return self._spaces.get(key[:NAMESPACE_BYTES], _EMPTY).get(key)
+
+    def has(self, namespace: bytes) -> bool:
+        """Whether there are chunks of this namespace."""
+        return namespace in self._spaces
+
+    def leading(self, keys: list[ChunkKey]) -> list[Entry]:
+        """The entries of the leading keys that are there."""
+        space = self._spaces.get(keys[0][:NAMESPACE_BYTES], _EMPTY) if keys else _EMPTY
+        found = list(map(space.get, keys))
+        if None in found and not keys[found.index(None)].startswith(keys[0][:NAMESPACE_BYTES]):
+            found = list(map(self.get, keys))  # keys of several namespaces
+        return cast("list[Entry]", found[: found.index(None)] if None in found else found)
+
+    def leading_of_all(self, keys: list[ChunkKey], ranks: int) -> int:
+        """Count the leading chunks (keys of rank 0) that are there for all ranks."""
+        found = len(keys)
+        for rank in range(ranks):
+            found = len(self.leading(of_rank(keys[:found], rank) if ranks > 1 else keys))
+        return found
+
+    def among(self, keys: list[ChunkKey]) -> Space:
+        """A table with those of these keys that are there, and perhaps others of their namespace.
+        To be read before the next change.
+        """
+        if not self._count or not keys:
+            return _EMPTY
+        namespace = min(keys)[:NAMESPACE_BYTES]
+        if max(keys).startswith(namespace):
+            return self._spaces.get(namespace, _EMPTY)
+        return {key: entry for key in keys if (entry := self.get(key)) is not None}
+
+    def put(self, entries: Iterable[Entry]) -> None:
+        """Add entries whose keys are not there yet."""
+        spaces = self._spaces
+        for entry in entries:
+            key = entry.key
+            space = spaces.get(key[:NAMESPACE_BYTES])
+            if space is None:
+                space = spaces[key[:NAMESPACE_BYTES]] = {}
+            space[key] = entry
+            self._count += 1
+
+    def holds(self, entry: Entry) -> bool:
+        """Whether its key leads to this very entry."""
+        return self.get(entry.key) is entry
+
+    def drop(self, entries: Iterable[Entry]) -> list[ChunkKey]:
+        """Take entries out. Returns the keys that led to them."""
+        spaces, gone = self._spaces, list[ChunkKey]()
+        for entry in entries if spaces else ():
+            key = entry.key
+            space = spaces.get(key[:NAMESPACE_BYTES], _EMPTY)
+            if space.get(key) is entry:
+                gone.append(key)
+                del space[key]
+                if not space:
+                    del spaces[key[:NAMESPACE_BYTES]]
+        self._count -= len(gone)
+        return gone
+
+    def clear(self, namespace: bytes) -> list[Space]:
+        """Take out a namespace, or all of them with b"". The tables are the caller's from now
+        on.
+        """
+        taken = [space] if (space := self._spaces.pop(namespace, None)) else []
+        if not namespace:
+            taken, self._spaces = list(self._spaces.values()), {}
+        self._count -= sum(map(len, taken))
+        return taken

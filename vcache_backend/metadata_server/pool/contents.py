@@ -1,0 +1,257 @@
+"""What lies in the pool: chunks, the slots they occupy, and how room is made for others. Pure.
+
+A chunk is live (found by its key), resting (in a segment from before a restart that is not back
+yet), or cleared (no longer found, its slot still to be freed)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count
+
+from vcache_backend.metadata_server.messages import ChunkKey, Location, SegmentInfo
+from vcache_backend.metadata_server.pool.allocator import padded
+from vcache_backend.metadata_server.pool.backlog import Steps
+from vcache_backend.metadata_server.pool.chunks import Chunks, Space
+from vcache_backend.metadata_server.pool.placement import (
+    MAX_SEARCH,
+    Entry,
+    Peer,
+    Placement,
+    Segment,
+)
+from vcache_backend.metadata_server.records import Cleared, Gone, LedgerState, Live, Record
+
+
+class Contents:
+    """Chunks and slots. `records`: changes that the ledger must hold before anybody is told of
+    them.
+    """
+
+    def __init__(self) -> None:
+        self.live, self.resting = Chunks(), Chunks()
+        self.placement = Placement()
+        self.records: list[Record] = []
+        self.counters: Counter[str] = Counter()
+        self._uses = 0
+
+    def there(self, keys: Iterable[ChunkKey]) -> list[Entry]:
+        """The live chunks of these keys, each once."""
+        wanted = list(dict.fromkeys(keys))
+        return [entry for entry in map(self.live.among(wanted).get, wanted) if entry is not None]
+
+    def use(self, entries: list[Entry]) -> None:
+        """Make chunks that nobody reads recent, the first one the most: the end of a prefix is
+        evicted before its beginning.
+        """
+        for use, entry in enumerate(reversed(entries), self._uses):
+            if entry.newer is not None:
+                order = entry.segment.order
+                order.remove(entry)
+                order.append(entry, use)
+        self._uses += len(entries)
+
+    def lying(self, keys: list[ChunkKey], locations: list[Location]) -> Iterator[Live]:
+        """A record of those chunks that still lie at these locations, live or resting; nothing if
+        there are none.
+        """
+        pairs = zip(keys, locations, strict=True)
+        found = [
+            (k, at)
+            for k, at in pairs
+            if (e := self.live.get(k) or self.resting.get(k)) is not None and e.location == at
+        ]
+        if found:
+            yield Live([key for key, _ in found], [location for _, location in found])
+
+    # ---- chunks come
+
+    def restore(self, state: LedgerState) -> dict[int, list[Entry]]:
+        """Restore an earlier server's segments, absent, and their chunks, resting; the least
+        recently used ones come back first.
+
+        Returns the slots that were being written, by reservation.
+        """
+        newest = max(state.generation, next(self.placement.generations))
+        self.placement.generations = count(1 + newest)
+        for id_, added in state.segments.items():
+            info = SegmentInfo(id_, added.device, added.medium, added.nbytes, state="absent")
+            self.placement.segments[id_] = Segment(info)
+        entries = self.occupy(list(state.chunks), list(state.chunks.values()), 0)
+        self.resting.put(entries)
+        for use, entry in enumerate(entries):
+            entry.segment.order.append(entry, use)
+        for entry in reversed(entries):
+            entry.segment.returning.append(entry)
+        self._uses = max(self._uses, len(entries))
+        written = {
+            number: self.occupy(held.keys, held.locations, number)
+            for number, held in state.held.items()
+        }
+        for id_ in state.segments:
+            self.placement.segments[id_].find_holes()
+        return written
+
+    def occupy(
+        self, keys: list[ChunkKey], locations: list[Location], reservation: int
+    ) -> list[Entry]:
+        """Mark slots that `room` returned as being written."""
+        segments, entries = self.placement.segments, []
+        length = size = 0
+        for key, location in zip(keys, locations, strict=True):
+            if location.length != length:
+                length, size = location.length, padded(location.length)
+            segment, offset = segments[location.segment], location.offset
+            entry = Entry(key, location, segment, size, reservation)
+            segment.occupants[offset] = segment.ending[offset + size] = entry
+            segment.reserved += reservation != 0
+            entries.append(entry)
+        return entries
+
+    def publish(self, entries: list[Entry]) -> int:
+        """Make chunks live, the first one the most recent. Returns how many.
+
+        Chunks in a segment that is being dropped are forgotten instead.
+        """
+        draining: list[Entry] = []
+        resting = self.resting
+        for use, entry in enumerate(reversed(entries), self._uses):
+            segment = entry.segment
+            entry.reservation = 0
+            segment.reserved -= 1
+            segment.order.append(entry, use)
+            if segment.state == "draining":
+                draining.append(entry)
+            if resting and (before := resting.get(entry.key)) is not None:
+                resting.drop([before])
+                before.segment.free(before)
+        self.live.put(entries)
+        self._uses += len(entries)
+        self.forget(draining)
+        return len(entries) - len(draining)
+
+    def bring_back(self, segment: Segment, pending: Callable[[ChunkKey], bool]) -> Steps:
+        """Make the chunks of a segment live that has been offered again, but for those removed or
+        being stored anew meanwhile.
+        """
+        while segment.returning and segment.state == "live":
+            entry = segment.returning.pop()
+            if self.resting.holds(entry):
+                if pending(entry.key):
+                    self.forget([entry])
+                else:
+                    self.resting.drop([entry])
+                    self.live.put([entry])
+            yield
+
+    def room(self, nbytes: int, peer: Peer, wanted: int, allowed: int) -> list[Location]:
+        """Find slots for `wanted` chunks, or for as many as there is room for: in holes, then by
+        evicting the least recently used chunks.
+
+        allowed: by how many the number of chunks may grow.
+        """
+        left, slots = MAX_SEARCH, list[Location]()
+        while True:
+            while (most := min(allowed, wanted - len(slots))) > 0 and (
+                free := self.placement.take(nbytes, peer, most)
+            ):
+                allowed -= len(free)
+                slots += free
+            if len(slots) == wanted or left <= 0:
+                return slots
+            victims, equal, looked = self.placement.victims(nbytes, wanted - len(slots), peer, left)
+            if not victims:
+                return slots
+            left -= looked
+            self._evict(victims)
+            if equal:
+                slots += self.placement.reuse(victims, nbytes)
+            else:
+                allowed += len(victims)
+                for victim in victims:
+                    victim.segment.free(victim)
+
+    # ---- chunks are read
+
+    def hold(self, entries: Iterable[Entry]) -> None:
+        """Count a reader for each of these chunks, so that they are not evicted. Each must occur
+        only once.
+        """
+        for entry in entries:
+            if not entry.leases:
+                segment = entry.segment
+                segment.leased += 1
+                segment.order.remove(entry)
+            entry.leases += 1
+
+    def let_go(self, entries: list[Entry]) -> None:
+        """End one reader of each chunk. Those without any left become recent, the first one the
+        most; removed ones free their slots.
+        """
+        for use, entry in enumerate(reversed(entries), self._uses):
+            entry.leases -= 1
+            if not entry.leases:
+                segment = entry.segment
+                segment.leased -= 1
+                if entry.doomed:
+                    segment.free(entry)
+                else:
+                    segment.order.append(entry, use)
+        self._uses += len(entries)
+
+    # ---- chunks go
+
+    def forget(self, entries: list[Entry]) -> None:
+        """Remove chunks, be they live, resting or cleared. The slot of one that somebody reads is
+        freed when its last reader ends.
+        """
+        gone = self.live.drop(entries) + self.resting.drop(entries)
+        for entry in entries:
+            if entry.leases:
+                entry.doomed = True
+            else:
+                entry.segment.free(entry)
+        if gone:
+            self.records.append(Gone(gone))
+
+    def clear(self, namespace: bytes) -> tuple[int, Steps]:
+        """Remove all chunks of a namespace, of all with b"". Returns how many were live, and the
+        steps that free their slots.
+        """
+        live, resting = self.live.clear(namespace), self.resting.clear(namespace)
+        if live or resting:
+            self.records.append(Cleared(namespace))
+        chunks = sum(map(len, live))
+        self.counters["removed"] += chunks
+        return chunks, self._drain([*live, *resting])
+
+    def empty(self, segment: Segment) -> Steps:
+        """Forget the chunks of a segment, one a step."""
+        while segment.occupants:
+            offset, entry = segment.occupants.popitem()
+            segment.staying[offset] = entry
+            if not entry.reservation and not entry.doomed:
+                self.forget([entry])
+            yield
+
+    def _drain(self, spaces: list[Space]) -> Steps:
+        """Free the slots of cleared chunks, one a step, unless they were evicted meanwhile or only
+        wait for their leases to end.
+        """
+        for space in spaces:
+            while space:
+                _, entry = space.popitem()
+                if not entry.doomed and entry.segment.has(entry):
+                    self.forget([entry])
+                yield
+
+    def _evict(self, victims: list[Entry]) -> None:
+        """Unlink chunks that nobody reads. The caller frees or reuses their slots."""
+        gone = self.live.drop(victims) + self.resting.drop(victims)
+        for victim in victims:
+            segment = victim.segment
+            segment.order.remove(victim)
+            segment.evictions += 1
+        self.counters["evicted"] += len(gone)
+        if gone:
+            self.records.append(Gone(gone))

@@ -1,0 +1,388 @@
+"""The directory: where each chunk lies, who writes it and who reads it. A pure state machine.
+
+It has no socket, thread or file: it takes a clock, returns replies, and leaves in `records` what
+the ledger must hold before the replies may leave. It keeps three rules: nobody sees a chunk before
+its commit (1); a leased slot is not reused before its lease ends (2); a reserved slot is freed only
+once its writer says so or the writer's process has ended (3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator
+from itertools import count, repeat
+
+from vcache_backend.config import ServerConfig
+from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server import records
+from vcache_backend.metadata_server.instances.resident_chunks import Residents
+from vcache_backend.metadata_server.pool.backlog import Steps
+from vcache_backend.metadata_server.pool.epochs import Epochs
+from vcache_backend.metadata_server.pool.leases import Leases
+from vcache_backend.metadata_server.pool.placement import MAX_SEARCH, Entry, Peer
+from vcache_backend.metadata_server.pool.segments import SegmentDirectory, added
+
+_ENOUGH = f"one request reserves at most {m.MAX_SLOTS:,} slots; reserve the others with another one"
+
+
+class Directory(SegmentDirectory):
+    """The state behind every request about chunks and segments. Called from the server's loop only;
+    `now` is a monotonic clock in seconds.
+
+    Each call takes a bounded time. Of `add_segment`, `clear`, `drop_segment` and `disconnect`,
+    `go_on` does in later turns of the loop what is too much for one.
+
+    The ids of leases and reservations count up from `first_id`, far from those of earlier lives of
+    the server. Generations count up beyond the newest one that `restore` brings."""
+
+    def __init__(self, limits: ServerConfig, now: Callable[[], float], first_id: int = 1) -> None:
+        super().__init__(limits, now, first_id)
+        self._limits = limits
+        self.leases = Leases(limits.lease_seconds, self.contents.let_go)
+        self.residents = Residents(self.backlog, self.counters, limits.max_chunks)
+        self.epochs = Epochs()
+        self.records.append(records.Counted(0))
+
+    def __len__(self) -> int:
+        """The number of live chunks."""
+        return len(self.contents.live)
+
+    def stores(self, namespace: bytes) -> bool:
+        """Whether there are chunks of a namespace, be they of before a restart and not back yet."""
+        return self.contents.live.has(namespace) or self.contents.resting.has(namespace)
+
+    # ---- reading
+
+    def lookup(self, keys: list[m.ChunkKey], ranks: int = 1) -> int:
+        """Count the leading chunks that all ranks have. At most `MAX_LOOKED_UP` keys times
+        ranks.
+        """
+        found = self.contents.live.leading_of_all(keys, ranks)
+        self.counters["lookup_chunks"] += len(keys)
+        self.counters["lookup_hits"] += found
+        return found
+
+    def find(self, request: m.Find) -> m.Found:
+        """Find which leading chunks are in the pool, for all ranks, or resident in another
+        instance's KV cache.
+        """
+        found = self.residents.find(request, self.contents.live)
+        self.counters["lookup_chunks"] += len(request.keys)
+        self.counters["lookup_hits"] += len(found.pooled)
+        self.counters["resident_hits"] += len(found.residents) - found.residents.count([])
+        return found
+
+    def contains(self, keys: list[m.ChunkKey]) -> list[bool]:
+        """Say for each key whether its chunk is in the pool."""
+        return list(map(self.contents.live.among(keys).__contains__, keys))
+
+    def segments_of(self, keys: list[m.ChunkKey]) -> list[str]:
+        """The segment of each key's chunk; "" if the chunk is not in the pool."""
+        there = self.contents.live.among(keys)
+        return [entry.segment.id if (entry := there.get(key)) is not None else "" for key in keys]
+
+    def acquire(self, client: Peer, keys: list[m.ChunkKey]) -> m.Leased:
+        """Lease the leading run. When the lease ends its chunks become recent, the first one the
+        most.
+        """
+        entries = (
+            list[Entry]()
+            if self.leases.full(client.id, len(keys))
+            else self.contents.live.leading(keys)
+        )
+        self.counters["acquire_chunks"] += len(keys)
+        self.counters["acquire_hits"] += len(entries)
+        if not entries:
+            return m.Leased(0, 0.0, [])
+        lease, each_once = next(self._ids), list(dict.fromkeys(entries))
+        self.contents.hold(each_once)
+        self.leases.grant(lease, client.id, each_once, self._now())
+        return m.Leased(lease, self._limits.lease_seconds, [entry.location for entry in entries])
+
+    def renew(self, lease: int) -> bool:
+        """Extend a lease, whoever asks, to its full time from now. False if it has ended."""
+        return self.leases.renew(lease, self._now())
+
+    def release(self, lease: int) -> bool:
+        """End a lease, whoever asks. False if it had ended before."""
+        return self.leases.release(lease, self._now())
+
+    def touch(self, keys: list[m.ChunkKey]) -> int:
+        """Make chunks recent, the first one the most. Returns how many of them are in the pool."""
+        there = self.contents.there(keys)
+        self.contents.use(there)
+        return len(there)
+
+    # ---- writing
+
+    def reserve(self, client: Peer, keys: list[m.ChunkKey], nbytes: int) -> m.Reserved:
+        """Reserve a slot of `nbytes` for each key: on the client's device, else on peers with room,
+        else by eviction.
+
+        A key whose chunk is stored already, or is being written, gets a refusal instead, as do keys
+        beyond the first `MAX_SLOTS` new ones."""
+        if reason := self._not_now(client):
+            return m.Reserved(0, 0.0, [int(m.Refusal.FULL)] * len(keys), reason)
+        reservation, live = next(self._ids), self.contents.live
+        refusal, reason = self._refusal(client, nbytes)
+        self.touch(keys)  # those that are there are in use: they must not make room for the others
+        there, busy = live.among(keys), self.reservations.among(keys)
+        wanted = [key for key in dict.fromkeys(keys) if key not in there and key not in busy]
+        some = [] if refusal is not None else wanted[: m.MAX_SLOTS]
+        locations = self.contents.room(
+            nbytes, client, len(some), self._limits.max_chunks - self.contents.placement.occupied()
+        )
+        if refusal is None and len(locations) < len(wanted):
+            refusal = m.Refusal.FULL
+            reason = _full(nbytes, client.medium) if len(locations) < len(some) else _ENOUGH
+        if refusal is not None:
+            self.counters[f"refused_{refusal.name.lower()}"] += len(wanted) - len(locations)
+        stored, slots = some[: len(locations)], list[m.Location | int](locations)
+        if len(stored) < len(keys):
+            slots = _answers(
+                keys, dict(zip(stored, locations, strict=True)), live.among(keys), busy, refusal
+            )
+        if not stored:
+            return m.Reserved(0, 0.0, slots, reason)
+        self._open(client, reservation, stored, locations)
+        self.counters["reserved"] += len(stored)
+        return m.Reserved(reservation, self._limits.reservation_seconds, slots, reason)
+
+    def commit(self, client: Peer, reservation: int, prefix: list[m.ChunkKey]) -> int:
+        """Publish a reservation of this client. Returns how many chunks are visible.
+
+        0 if the reservation is void. Its slots are then freed, since its writer has finished.
+        """
+        open_ = self.reservations.get(reservation)
+        if open_ is None or open_.client != client.id or self._now() > open_.deadline:
+            self.abort(client, reservation)
+            return 0
+        self.reservations.close(reservation)
+        self.records.append(records.Published(reservation))
+        visible = self.contents.publish(open_.entries)
+        self.counters["committed"] += len(open_.entries)
+        self.touch(prefix)
+        return visible
+
+    def abort(self, client: Peer, reservation: int) -> int:
+        """Free the slots of a reservation of this process, none of whose copies runs any more.
+        Returns how many.
+        """
+        open_ = self.reservations.get(reservation)
+        if open_ is None or open_.process != client.process:
+            return 0
+        return self._give_back(reservation)
+
+    def remove(self, keys: list[m.ChunkKey], force: bool = True) -> int:
+        """Forget chunks. Returns how many there were. The slot of a leased chunk is freed when its
+        last lease ends.
+
+        Without `force`, leased chunks stay, and so do those of segments that are not back since a
+        restart."""
+        there = self.contents.there(keys)
+        if force:
+            self.contents.forget(
+                [
+                    entry
+                    for key in dict.fromkeys(keys)
+                    if (entry := self.contents.resting.get(key)) is not None
+                ]
+            )
+        else:
+            self.leases.expire(self._now())
+            there = [entry for entry in there if not entry.leases]
+        self.contents.forget(there)
+        self.counters["removed"] += len(there)
+        return len(there)
+
+    def clear(self, namespace: bytes, reset: bool = False) -> int:
+        """Forget all chunks of a namespace, resident ones included; of all namespaces with b"".
+        Returns how many there were.
+
+        Their slots are freed now or in later turns. Reservations of the namespace become void.
+        reset: raise the namespace's epoch, too."""
+        self.reservations.void(self.reservations.of_namespace(namespace))
+        residents = self.residents.clear(namespace)
+        if reset:
+            self.raise_epoch(namespace)
+        chunks, rest = self.contents.clear(namespace)
+        self.backlog.begin(rest)
+        return chunks + residents
+
+    def raise_epoch(self, namespace: bytes) -> None:
+        """Make everything void that was offloaded, or computed in a KV cache, of a namespace so
+        far; of all with b"".
+        """
+        self.residents.clear(namespace)
+        self.epochs.advance(namespace)
+        self.records.append(records.EpochTable(self.epochs.all()))
+
+    # ---- clients and time
+
+    def disconnect(self, client: Peer) -> None:
+        """The connection is closed: its leases end after `GRACE_SECONDS`, its reservations are void
+        and their slots quarantined.
+        """
+        self.backlog.later(self.leases.drop_client(client.id, self._now))
+        self._claims.drop_client(client.id)
+        self.reservations.void(self.reservations.of_client(client.id))
+
+    def process_gone(self, process: records.ProcessId) -> None:
+        """The process has ended and writes nothing any more: free the slots of its void
+        reservations now or in later turns.
+        """
+        self.backlog.begin(self._free_slots_of(process))
+
+    def tick(self) -> None:
+        """End leases and reservations whose time is over, and segments that were dropped."""
+        now = self._now()
+        self.leases.expire(now)
+        overdue = self.reservations.overdue(now)
+        self.reservations.void(overdue)
+        self.counters["expired_reservations"] += len(overdue)
+        for segment in self.contents.placement.in_state("draining"):
+            self._close(segment)
+
+    def go_on(self, steps: int) -> None:
+        """Do up to `steps` steps of what earlier turns left to do."""
+        self.backlog.run(steps)
+
+    # ---- ledger
+
+    def restore(self, state: records.LedgerState) -> None:
+        """Take over an earlier server's state. Segments are absent until offered again and their
+        chunks rest; reservations are void. What is here already stays, unless that server had heard
+        of resets: what came here since may be of before them.
+        """
+        resets = any(state.epochs.values())
+        if resets:
+            self.clear(b"")
+            if any(self.epochs.all().values()):
+                self.raise_epoch(b"")
+            else:
+                self.epochs.restore(state.epochs)
+        state.epochs = self.epochs.all()
+        for id_ in state.segments.keys() & self.segments.keys():
+            state.apply(records.SegmentGone(id_))
+        state.apply(records.Gone(list(filter(self._stored, state.chunks))))
+        self._ids = count(_clear_of(state.held, next(self._ids)))
+        self.records.extend(state.records())
+        for number, entries in self.contents.restore(state).items():
+            self.reservations.restore(number, state.held[number].process, entries)
+        if state.segments:
+            # Who got a lease from the earlier server may count on it.
+            self._reserves_from = self._now() + m.GRACE_SECONDS
+
+    def still(self, record: records.Record) -> Iterator[records.Record]:
+        """The parts of an earlier record that still hold, for a compacted ledger.
+
+        That one also gets every change from the turn on in which its first record was written."""
+        match record:
+            case records.Counted():  # the first record, or the first of an earlier server's
+                yield records.Counted(next(self.contents.placement.generations))
+                yield records.EpochTable(self.epochs.all())
+                yield from map(added, self.segments.values())
+            case records.Held(reservation=number):
+                if (held := self.reservations.get(number)) is not None:
+                    yield records.Held(
+                        number,
+                        held.process,
+                        [e.key for e in held.entries],
+                        [e.location for e in held.entries],
+                    )
+                else:
+                    yield from self.contents.lying(record.keys[::-1], record.locations[::-1])
+            case records.Live(keys=keys, locations=locations):
+                yield from self.contents.lying(keys, locations)
+
+    # ---- inside
+
+    def _stored(self, key: m.ChunkKey) -> bool:
+        """Whether the key has a chunk, be it of before a restart and not back yet."""
+        return (self.contents.live.get(key) or self.contents.resting.get(key)) is not None
+
+    def _refusal(self, client: Peer, nbytes: int) -> tuple[m.Refusal | None, str]:
+        """Why no chunk of this size can ever get a slot at present; (None, "") if it can."""
+        largest = max(
+            (segment.capacity for segment in self.contents.placement.usable(client)), default=-1
+        )
+        if largest < 0:
+            return m.Refusal.NO_SEGMENT, self._no_segment(client)
+        if nbytes > largest:
+            have = f"the largest {client.medium} segment has {largest:,} B"
+            return (
+                m.Refusal.TOO_LARGE,
+                f"a chunk needs {nbytes:,} B but {have}; set pool.segment_bytes >= {nbytes}",
+            )
+        return None, ""
+
+    def _no_segment(self, client: Peer) -> str:
+        """Why this client has no segment to store in, and what to do about it."""
+        placement, medium = self.contents.placement, client.medium
+        unusable = any(segment.medium == medium for segment in placement.in_state("live"))
+        absent = sum(segment.medium == medium for segment in placement.in_state("absent"))
+        what = (
+            f"this worker can map no {medium} segment that is there"
+            if unusable
+            else f"no {medium} segment is registered"
+        )
+        if absent:
+            what += f", and {absent} of before the server's restart, unless somebody has them mapped, are gone"
+        return f"{what}; start a worker with pool.segment_bytes > 0 or `vcache segment add`"
+
+    def _free_slots_of(self, process: records.ProcessId) -> Steps:
+        while ids := self.reservations.of_writer(process):
+            for id_ in ids:
+                if self.reservations.get(id_) is not None:  # else it was answered for meanwhile
+                    yield from repeat(None, self._give_back(id_))
+
+    def _give_back(self, id_: int) -> int:
+        reservation = self.reservations.close(id_)
+        for entry in reservation.entries:
+            entry.segment.free(entry)
+        self.records.append(records.Returned(id_))
+        self.counters["aborted"] += len(reservation.entries)
+        return len(reservation.entries)
+
+
+def _clear_of(taken: Iterable[int], first: int) -> int:
+    """A number from which ids can count up without meeting any of `taken`: `first`, or a later
+    one.
+    """
+    for number in sorted(taken):
+        if first <= number < first + (1 << 48):
+            first = number + 1
+    return first
+
+
+def _answers(
+    keys: list[m.ChunkKey],
+    given: dict[m.ChunkKey, m.Location],
+    there: Container[m.ChunkKey],
+    busy: set[m.ChunkKey],
+    refusal: m.Refusal | None,
+) -> list[m.Location | int]:
+    """For each key its slot, or the reason for none: FULL also if its chunk was evicted to make
+    room for others of this request.
+    """
+    slots: list[m.Location | int] = []
+    for key in keys:
+        if (location := given.pop(key, None)) is not None:
+            slots.append(location)
+            busy.add(key)
+        elif key in there:
+            slots.append(int(m.Refusal.EXISTS))
+        else:
+            slots.append(
+                int(
+                    m.Refusal.BUSY
+                    if key in busy
+                    else m.Refusal.FULL
+                    if refusal is None
+                    else refusal
+                )
+            )
+    return slots
+
+
+def _full(nbytes: int, medium: m.Medium) -> str:
+    taken = f"every {medium} segment is full of chunks that are leased, reserved or beside such"
+    return f"no slot of {nbytes:,} B: {taken}, or more than {MAX_SEARCH:,} of them would have to go at once"

@@ -1,0 +1,128 @@
+"""Leases on committed chunks: who may read what until when. Pure: the clock is passed in."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from vcache_backend.metadata_server.messages import GRACE_SECONDS
+from vcache_backend.metadata_server.pool.backlog import Steps
+from vcache_backend.metadata_server.pool.placement import Entry
+
+MAX_LEASES_PER_CLIENT = 65_536
+MAX_LEASED_PER_CLIENT = 1 << 18
+"""The most chunks under the leases of one client. A chunk counts once for each lease."""
+AT_ONCE = 2048
+"""About how many chunks' leases one look at the clock ends; the next one ends others."""
+
+
+class Grant(msgspec.Struct, gc=False):
+    """One reader's hold on some chunks until `deadline`, in seconds of the server's monotonic
+    clock. `client`: None once its connection is closed."""
+
+    client: int | None
+    deadline: float
+    entries: list[Entry]
+
+
+class Leases:
+    """The table of leases. It calls `let_go(entries)` when a lease ends."""
+
+    def __init__(self, seconds: float, let_go: Callable[[list[Entry]], None]) -> None:
+        self.seconds = seconds
+        self.expired = 0
+        self._let_go = let_go
+        self._leases: OrderedDict[int, Grant] = OrderedDict()
+        """In order of their deadlines, since all get the same time."""
+        self._orphans: OrderedDict[int, Grant] = OrderedDict()
+        """Those whose client is gone, in order of their deadlines, too."""
+        self._of_client: dict[int, dict[int, None]] = {}
+        self._leased_by: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._leases) + len(self._orphans)
+
+    def full(self, client: int, more: int = 1) -> bool:
+        """Whether the client has as many leases as it may have, or would have too many chunks with
+        `more`.
+        """
+        leases = len(self._of_client.get(client, ()))
+        return (
+            leases >= MAX_LEASES_PER_CLIENT
+            or self._leased_by[client] + more > MAX_LEASED_PER_CLIENT
+        )
+
+    def grant(self, lease: int, client: int, entries: list[Entry], now: float) -> None:
+        """Add a lease of `entries`, each there once and held already."""
+        self._leases[lease] = Grant(client, now + self.seconds, entries)
+        self._of_client.setdefault(client, {})[lease] = None
+        self._leased_by[client] += len(entries)
+
+    def renew(self, lease: int, now: float) -> bool:
+        """Extend a lease that has not ended to its full time, whoever asks: one process may read
+        under another's lease.
+        """
+        held = self._holding(lease, now)
+        if held is None:
+            return False
+        held.deadline = now + self.seconds
+        if held.client not in self._of_client:
+            held.client = None
+        self._orphans.pop(lease, None)
+        self._leases[lease] = held
+        self._leases.move_to_end(lease)
+        return True
+
+    def release(self, lease: int, now: float) -> bool:
+        """End a lease, whoever asks. False if it had ended before."""
+        held = self._holding(lease, now)
+        if held is None:
+            return False
+        self._end(lease, held)
+        return True
+
+    def expire(self, now: float) -> None:
+        """End leases whose time is over."""
+        left = AT_ONCE
+        for table in (self._leases, self._orphans):
+            while table and left > 0:
+                lease, held = next(iter(table.items()))
+                if held.deadline > now:
+                    break
+                left -= 1 + len(held.entries)
+                self._holding(lease, now)
+
+    def drop_client(self, client: int, now: Callable[[], float]) -> Steps:
+        """A client is gone: its leases hold for another `GRACE_SECONDS`, as promised when granted,
+        unless somebody renews them.
+        """
+        leases = self._of_client.pop(client, {})
+        self._leased_by.pop(client, None)
+        return self._orphan(leases, now)
+
+    def _orphan(self, leases: Iterable[int], now: Callable[[], float]) -> Steps:
+        for lease in leases:
+            held = self._leases.get(lease)
+            if held is not None and held.client is not None:
+                held.client, held.deadline = None, now() + GRACE_SECONDS
+                self._orphans[lease] = self._leases.pop(lease)
+            yield
+
+    def _holding(self, lease: int, now: float) -> Grant | None:
+        """The lease, if it has not ended. One whose time is over ends here."""
+        held = self._leases.get(lease) or self._orphans.get(lease)
+        if held is not None and held.deadline <= now:
+            self._end(lease, held)
+            self.expired += 1
+            return None
+        return held
+
+    def _end(self, lease: int, held: Grant) -> None:
+        if self._leases.pop(lease, None) is None:
+            del self._orphans[lease]
+        if held.client in self._of_client:
+            self._of_client[held.client].pop(lease, None)
+            self._leased_by[held.client] -= len(held.entries)
+        self._let_go(held.entries)

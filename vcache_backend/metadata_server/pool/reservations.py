@@ -1,0 +1,244 @@
+"""Reservations: slots being written, who may still commit them, and which wait until their writer
+has surely finished. Pure.
+
+Claims, too: a worker asks before it allocates memory for the pool, since memory allocated and then
+refused is wasted, and on a GPU may be too much.
+
+A hostile client can make many reservations, so a client, a process and the clock each find theirs
+without going through all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import islice, takewhile
+
+import msgspec
+
+from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey
+from vcache_backend.metadata_server.pool.placement import Entry
+from vcache_backend.metadata_server.records import ProcessId
+
+MAX_RESERVATIONS_PER_CLIENT = 1024
+MAX_OVERDUE = 1024
+"""The most reservations that one look at the clock ends; the next one ends others."""
+CLAIM_SECONDS = 30.0
+"""How long a worker may take to allocate what it claimed; after that others may claim it."""
+ROUNDING_BYTES = 64 << 20
+"""By how much a segment may exceed its claim: GPU memory comes in granules."""
+
+
+class Reservation(msgspec.Struct, gc=False):
+    """Slots that one client writes. `client` is None once they can no longer be committed: after
+    `deadline`, a lost connection, a clear or a restart of the server.
+
+    They then wait in quarantine until the writer answers for them or its process ends, however long
+    that takes."""
+
+    client: int | None
+    process: ProcessId
+    deadline: float
+    entries: list[Entry]
+    namespaces: frozenset[bytes] = frozenset()
+
+
+class Reservations:
+    """The table of reservations. Times in seconds on the server's monotonic clock."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._open: dict[int, Reservation] = {}
+        """Those that can be committed, in order of their deadlines, since all have the same
+        time.
+        """
+        self._void: dict[int, Reservation] = {}
+        self._of_client: dict[int, dict[int, None]] = {}
+        self._of_writer: dict[ProcessId, dict[int, None]] = {}
+        """The void reservations of each process."""
+        self._pending: dict[ChunkKey, int] = {}
+        """The last reservation of each key, which may be void by now."""
+
+    def pending(self, key: ChunkKey) -> bool:
+        """Whether somebody is writing this chunk who may still commit it."""
+        return self._pending.get(key) in self._open
+
+    def among(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
+        """Those of the keys that somebody is writing."""
+        return {key for key in self._pending.keys() & keys if self._pending[key] in self._open}
+
+    def full(self, client: int) -> bool:
+        """Whether the client has as many reservations as it may have."""
+        return len(self._of_client.get(client, ())) >= MAX_RESERVATIONS_PER_CLIENT
+
+    def get(self, id_: int) -> Reservation | None:
+        return self._open.get(id_) or self._void.get(id_)
+
+    def items(self) -> list[tuple[int, Reservation]]:
+        return [*self._void.items(), *self._open.items()]
+
+    def of_client(self, client: int) -> list[int]:
+        """The open reservations of a client."""
+        return list(self._of_client.get(client, ()))
+
+    def of_namespace(self, namespace: bytes) -> list[int]:
+        """The open reservations with a chunk of the namespace; all open ones with b""."""
+        return [
+            id_
+            for id_, open_ in self._open.items()
+            if not namespace or namespace in open_.namespaces
+        ]
+
+    def of_writer(self, process: ProcessId) -> list[int]:
+        """The void reservations of a process."""
+        return list(self._of_writer.get(process, ()))
+
+    def overdue(self, now: float) -> list[int]:
+        """Open reservations whose time is over, `MAX_OVERDUE` at most."""
+        return [
+            id_
+            for id_, _ in takewhile(
+                lambda pair: now > pair[1].deadline, islice(self._open.items(), MAX_OVERDUE)
+            )
+        ]
+
+    def open(
+        self,
+        id_: int,
+        client: int,
+        process: ProcessId,
+        entries: list[Entry],
+        now: float,
+    ) -> None:
+        """Begin a reservation: its slots are being written, and may be committed for `seconds`."""
+        self._pending.update((entry.key, id_) for entry in entries)
+        namespaces = frozenset({entry.key[:NAMESPACE_BYTES] for entry in entries})
+        self._open[id_] = Reservation(client, process, now + self.seconds, entries, namespaces)
+        self._of_client.setdefault(client, {})[id_] = None
+
+    def restore(self, id_: int, process: ProcessId, entries: list[Entry]) -> None:
+        """Take over a reservation of an earlier server, void from the start."""
+        self._quarantine(id_, Reservation(None, process, 0.0, entries))
+
+    def close(self, id_: int) -> Reservation:
+        """Remove a reservation from the table. Others may store its keys."""
+        reservation = self._shut(id_) if id_ in self._open else self._leave(id_)
+        self._forget_keys(id_, reservation.entries)
+        return reservation
+
+    def void(self, ids: Iterable[int]) -> None:
+        """End these reservations: they can no longer be committed, others may store their keys, and
+        their slots stay in quarantine.
+        """
+        for id_ in ids:
+            reservation = self._shut(id_)
+            reservation.client = None
+            self._quarantine(id_, reservation)
+
+    def quarantined(self, entry: Entry) -> bool:
+        """Whether this slot waits for a writer that can no longer commit it."""
+        return entry.reservation in self._void
+
+    def let_go(self, entries: list[Entry]) -> None:
+        """Drop quarantined slots that leave the pool with their memory: nobody needs to answer for
+        them any more.
+        """
+        gone: dict[int, list[Entry]] = {}
+        for entry in entries:
+            gone.setdefault(entry.reservation, []).append(entry)
+        for id_, those in gone.items():
+            known = {id(entry) for entry in those}
+            self._forget_keys(id_, those)
+            self._void[id_].entries = [
+                entry for entry in self._void[id_].entries if id(entry) not in known
+            ]
+            if not self._void[id_].entries:
+                self._leave(id_)
+
+    def processes(self) -> set[ProcessId]:
+        """The processes whose end frees quarantined slots."""
+        return set(self._of_writer)
+
+    def writers(self) -> Counter[int]:
+        """The number of quarantined slots by the pid of their writer."""
+        slots: Counter[int] = Counter()
+        for reservation in self._void.values():
+            slots[reservation.process.pid] += len(reservation.entries)
+        return slots
+
+    def counts(self) -> tuple[int, int]:
+        """The numbers of open and of quarantined reservations."""
+        return len(self._open), len(self._void)
+
+    def _shut(self, id_: int) -> Reservation:
+        """Remove a reservation from the open ones."""
+        reservation = self._open.pop(id_)
+        assert reservation.client is not None
+        of_client = self._of_client[reservation.client]
+        del of_client[id_]
+        if not of_client:
+            del self._of_client[reservation.client]
+        return reservation
+
+    def _quarantine(self, id_: int, reservation: Reservation) -> None:
+        self._void[id_] = reservation
+        self._of_writer.setdefault(reservation.process, {})[id_] = None
+
+    def _leave(self, id_: int) -> Reservation:
+        """Remove a reservation from the quarantined ones."""
+        reservation = self._void.pop(id_)
+        of_writer = self._of_writer[reservation.process]
+        del of_writer[id_]
+        if not of_writer:
+            del self._of_writer[reservation.process]
+        return reservation
+
+    def _forget_keys(self, id_: int, entries: list[Entry]) -> None:
+        for entry in entries:
+            if self._pending.get(entry.key) == id_:
+                del self._pending[entry.key]
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """`client` may allocate so many bytes of `device` for the pool, `until` then on the server's
+    monotonic clock.
+    """
+
+    id: int
+    device: str
+    nbytes: int
+    until: float
+
+
+class Claims:
+    """What is about to be allocated for the pool on each device. At most one claim a client."""
+
+    def __init__(self) -> None:
+        self._of_client: dict[int, Claim] = {}
+
+    def grant(self, id_: int, client: int, device: str, missing: int, now: float) -> int:
+        """Grant the client those of the `missing` bytes of a device that no other claim covers; an
+        earlier claim of it ends.
+        """
+        self.drop_client(client)
+        others = sum(
+            claim.nbytes
+            for claim in self._of_client.values()
+            if claim.device == device and now <= claim.until
+        )
+        nbytes = max(missing - others, 0)
+        if nbytes:
+            self._of_client[client] = Claim(id_, device, nbytes, now + CLAIM_SECONDS)
+        return nbytes
+
+    def redeem(self, id_: int, client: int, device: str, nbytes: int, now: float) -> bool:
+        """End a claim of the client, which has allocated so many bytes under it. False if it has
+        none any more or they are too many.
+        """
+        claim = self._of_client.pop(client, None)
+        if claim is None or (claim.id, claim.device) != (id_, device):
+            return False
+        return now <= claim.until and nbytes <= claim.nbytes + ROUNDING_BYTES
+
+    def drop_client(self, client: int) -> None:
+        """End the claim of a client that allocates nothing or has disconnected."""
+        self._of_client.pop(client, None)

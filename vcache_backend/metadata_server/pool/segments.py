@@ -1,0 +1,159 @@
+"""The pool's segments in the directory: lending, adding, restoring after a restart, dropping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import count
+
+from vcache_backend.config import ServerConfig
+from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server import records
+from vcache_backend.metadata_server.pool.backlog import Backlog, Steps
+from vcache_backend.metadata_server.pool.contents import Contents
+from vcache_backend.metadata_server.pool.placement import Peer, Segment
+from vcache_backend.metadata_server.pool.reservations import (
+    MAX_RESERVATIONS_PER_CLIENT,
+    Claims,
+    Reservations,
+)
+
+MAX_AVOIDED = 1024
+"""At this length a client's list of segments that it cannot map is cleared of those that no longer
+exist.
+"""
+
+
+class SegmentDirectory:
+    """The part of `Directory` that is about segments; its contract holds here."""
+
+    def __init__(self, limits: ServerConfig, now: Callable[[], float], first_id: int) -> None:
+        self._now = now
+        self._ids = count(first_id)
+        self.contents = Contents()
+        self.segments = self.contents.placement.segments
+        self.records = self.contents.records
+        self.counters = self.contents.counters
+        self.reservations = Reservations(limits.reservation_seconds)
+        self.backlog = Backlog()
+        self._claims = Claims()
+        self._reserves_from = 0.0
+
+    def lend(self, client: Peer, nbytes: int) -> m.Lendable:
+        """Grant the client what its device lacks of `nbytes`, less what other clients are about to
+        allocate.
+        """
+        there = sum(
+            segment.nbytes for segment in self.segments.values() if segment.device == client.device
+        )
+        claim = next(self._ids)
+        lendable = self._claims.grant(claim, client.id, client.device, nbytes - there, self._now())
+        return m.Lendable(claim if lendable else 0, lendable)
+
+    def redeem(self, client: Peer, claim: int, device: str, nbytes: int) -> bool:
+        """End a claim, since its segment has been made. False if the claim has expired or the
+        segment is larger than granted.
+        """
+        return self._claims.redeem(claim, client.id, device, nbytes, self._now())
+
+    def add_segment(self, info: m.SegmentInfo) -> int:
+        """Make a segment usable. Returns how many chunks from before a restart it can bring back.
+
+        They become live now or in later turns, unless they are removed meanwhile.
+        """
+        segment = self.segments.get(info.id)
+        if segment is None:
+            segment = self.segments[info.id] = Segment(info)
+            self.records.append(added(segment))
+        elif segment.state == "absent":
+            segment.state = "live"
+        chunks = len(segment.returning)
+        self.backlog.begin(self.contents.bring_back(segment, self.reservations.pending))
+        return chunks
+
+    def drop_segment(self, id_: m.SegmentId) -> int:
+        """Store no new chunks in a segment and forget its own, now or in later turns. Returns how
+        many it has.
+
+        The segment is removed once it is empty and nobody reads or writes there. Slots in
+        quarantine are not waited for: their writer keeps the memory to itself."""
+        segment = self.segments[id_]
+        chunks = segment.info().chunks
+        if segment.state != "draining":
+            segment.state = "draining"
+            self.backlog.begin(self._empty(segment))
+        return chunks
+
+    def avoid(self, client: Peer, id_: m.SegmentId) -> int:
+        """Give this client no slot in a segment that it cannot map, even if the segment is offered
+        again. Returns how many it avoids.
+        """
+        if len(client.avoids) >= MAX_AVOIDED:
+            client.avoids.intersection_update(self.segments)
+        client.avoids.add(id_)
+        return len(client.avoids)
+
+    def absent_segments(self) -> list[m.SegmentId]:
+        """The segments from before a restart whose fd nobody has offered yet."""
+        return [segment.id for segment in self.contents.placement.in_state("absent")]
+
+    def forget_absent(self, ids: Iterable[m.SegmentId]) -> int:
+        """Stop waiting for absent segments. Returns how many chunks are lost. Their memory stays
+        unused: somebody may write there.
+        """
+        lost = 0
+        for id_ in ids:
+            segment = self.segments.pop(id_)
+            lost += len(self.contents.resting.drop(segment.returning))
+            self.reservations.let_go(
+                [entry for entry in segment.occupants.values() if entry.reservation]
+            )
+            segment.let_go()
+            self.records.append(records.SegmentGone(id_))
+        return lost
+
+    def segment_infos(self) -> list[m.SegmentInfo]:
+        """Every segment, live, draining or absent, with its occupancy."""
+        return [segment.info() for segment in self.segments.values()]
+
+    # ---- inside
+
+    def _open(
+        self,
+        client: Peer,
+        reservation: int,
+        keys: list[m.ChunkKey],
+        locations: list[m.Location],
+    ) -> None:
+        """Open a reservation: from now on the client may write these slots."""
+        entries = self.contents.occupy(keys, locations, reservation)
+        self.reservations.open(reservation, client.id, client.process, entries, self._now())
+        self.records.append(records.Held(reservation, client.process, keys, locations))
+
+    def _not_now(self, client: Peer) -> str:
+        """Why nothing can be reserved for this client at present; empty if something can."""
+        if self.reservations.full(client.id):
+            return f"{MAX_RESERVATIONS_PER_CLIENT} reservations of this client are open; commit or abort some"
+        return (
+            "the server has just started again; try later"
+            if self._now() < self._reserves_from
+            else ""
+        )
+
+    def _empty(self, segment: Segment) -> Steps:
+        """Forget the chunks of a segment, then remove it."""
+        yield from self.contents.empty(segment)
+        self._close(segment)
+
+    def _close(self, segment: Segment) -> None:
+        """Remove the segment if nobody but quarantined writers uses it any more."""
+        staying = segment.staying.values()
+        waited_for = segment.occupants or not all(map(self.reservations.quarantined, staying))
+        if not waited_for and self.segments.get(segment.id) is segment:
+            self.reservations.let_go(list(staying))
+            segment.let_go()
+            del self.segments[segment.id]
+            self.records.append(records.SegmentGone(segment.id))
+
+
+def added(segment: Segment) -> records.SegmentAdded:
+    return records.SegmentAdded(segment.id, segment.device, segment.medium, segment.nbytes)

@@ -1,0 +1,175 @@
+"""Who may connect, and how many: accepts connections, and makes clients of those that say hello."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+
+from vcache_backend.config import ServerConfig
+from vcache_backend.errors import ProtocolError
+from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server import processes
+from vcache_backend.metadata_server.client_lines import Caller
+from vcache_backend.metadata_server.endpoint import Endpoint
+from vcache_backend.metadata_server.ledger import Ledger
+from vcache_backend.metadata_server.pool.placement import Peer
+from vcache_backend.metadata_server.processes import Watch
+from vcache_backend.metadata_server.serving.connection import Connection
+from vcache_backend.metadata_server.serving.service import Service
+from vcache_backend.metadata_server.shares import Shares
+
+log = logging.getLogger(__name__)
+
+SPARE_DESCRIPTORS = 64
+"""Descriptors kept for sockets, the ledger and /proc. `FDS_WAITING` and `MAX_FDS` more, but a quarter
+of all at most, are kept for fds that come with requests. Connections, their pidfds and segments get
+a third each of the rest.
+"""
+FDS_WAITING = 32
+"""While so many fds have come with requests that wait for their answers, no request is read."""
+OF_PROCESS, OF_USER, LEAST = 8, 1 / 4, 4
+"""How many times the connections of a process, and those of a user, must be free beside them, and
+how many a process may have in any case. A worker of vLLM has three at most."""
+
+
+class Admission:
+    """The listening socket in the server's loop. When descriptors run out nobody is accepted until
+    `listen_again`.
+    """
+
+    def __init__(self, config: ServerConfig, endpoint: Endpoint, epoll: select.epoll) -> None:
+        limit = processes.raise_descriptor_limit()
+        coming = min(FDS_WAITING + m.MAX_FDS, limit // 4)
+        share = max(1, (limit - SPARE_DESCRIPTORS - coming) // 3)
+        self.max_segments = share
+        self._max_clients = min(config.max_clients, share)
+        self._few_descriptors = self._max_clients < config.max_clients
+        if self._few_descriptors:
+            log.warning(
+                "the limit of %d descriptors is enough for %d clients, not for server.max_clients: raise ulimit -n",
+                limit,
+                self._max_clients,
+            )
+        self._uids, self._gids = {os.getuid(), 0, *config.allow_uids}, set(config.allow_gids)
+        self._listener, self._epoll = endpoint.listener, epoll
+        self._places = Shares(self._max_clients, OF_PROCESS, OF_USER, LEAST)
+        self._numbers = 0
+        self._listens, self._paused = True, ""
+        self._times = config.lease_seconds, config.reservation_seconds
+        self.fd = self._listener.fileno()
+        epoll.register(self._listener, select.EPOLLIN)
+
+    def accept(self) -> tuple[Connection, str] | None:
+        """Accept the next connection. Also returns why it is to be turned away, if it is."""
+        try:
+            sock, _ = self._listener.accept()
+        except BlockingIOError:
+            return None  # it went away again
+        except OSError as error:
+            self._pause(error)
+            return None
+        self._paused = ""
+        sock.setblocking(False)
+        pid, uid = processes.peer(sock)
+        self._numbers += 1
+        self._epoll.register(sock, select.EPOLLIN)
+        connection = Connection(sock, self._numbers, Caller(uid, pid))
+        refusal = self._refusal(connection, processes.groups(sock))
+        self._places.take(pid or None, connection.user, 1)
+        return connection, refusal
+
+    def left(self, connection: Connection) -> None:
+        """A connection that was accepted is closed."""
+        self._places.take(connection.caller.pid or None, connection.user, -1)
+        self.listen_again()
+
+    def _refusal(self, connection: Connection, gids: set[int]) -> str:
+        uid, pid = connection.caller
+        if uid not in self._uids and self._gids.isdisjoint(gids):
+            allowed = "its own user and root; add the uid to server.allow_uids, or a group of it to server.allow_gids, to let it in"
+            return f"uid {uid} may not use the server of uid {os.getuid()}, which serves {allowed}"
+        what = (
+            "its limit of descriptors (ulimit -n)"
+            if self._few_descriptors
+            else "server.max_clients"
+        )
+        if self._places.taken >= self._max_clients:
+            return f"{self._max_clients} clients are connected; raise {what}"
+        if not self._places.room(pid or None, connection.user):
+            whose = (
+                f"pid {pid} or its user (uid {uid})"
+                if pid
+                else f"uid {uid} in other pid namespaces"
+            )
+            return f"{whose} has so many connections that the rest is kept for others: close some, or raise {what}"
+        return ""
+
+    def _pause(self, error: OSError) -> None:
+        """Descriptors or memory are exhausted: stop listening. Who connects meanwhile waits, at no
+        cost.
+        """
+        if not self._paused:
+            log.warning(
+                "no new client can connect for now: %s; %d are connected", error, self._places.taken
+            )
+        self._paused = str(error)
+        self._listens = False
+        self._epoll.unregister(self._listener)
+
+    def listen_again(self) -> None:
+        """Listen again, since something may have become free."""
+        if not self._listens:
+            self._listens = True
+            self._epoll.register(self._listener, select.EPOLLIN)
+
+    def greet(
+        self,
+        connection: Connection,
+        request: m.AnyRequest,
+        service: Service,
+        watch: Watch,
+        ledger: Ledger,
+    ) -> None:
+        """Answer a connection's first request: a hello, with its pidfd and the ledger that the
+        client holds. ProtocolError if it is another one."""
+        if not isinstance(request, m.Hello):
+            raise ProtocolError(f"the first message is {type(request).__name__}, not hello")
+        if request.version != m.PROTOCOL_VERSION:
+            theirs, ours = request.version, m.PROTOCOL_VERSION
+            raise ProtocolError(
+                f"the client speaks protocol {theirs}, this server {ours}; install the same vcache-backend"
+            )
+        process = processes.identity(connection.caller.pid, request.token)
+        watch.joined(process, _take_pidfd(connection))
+        for fd in connection.fds:
+            service.predecessors.hear(fd)
+        connection.close_fds()
+        connection.client = Peer(
+            connection.number,
+            process,
+            request.device,
+            request.medium,
+            uid=connection.caller.uid,
+            name=request.name,
+        )
+        mismatches = service.layouts.add(connection.client, request.layout)
+        if mismatches:
+            log.warning(
+                "pid %d: %s; %d such instances",
+                connection.caller.pid,
+                mismatches[0],
+                len(mismatches),
+            )
+        connection.queue(
+            m.Welcome(m.PROTOCOL_VERSION, service.epoch, *self._times, mismatches), [ledger]
+        )
+
+
+def _take_pidfd(connection: Connection) -> int | None:
+    """Take over the pidfd of the client's process that came with the hello; None if none did."""
+    for fd in connection.fds:
+        if processes.is_pidfd(fd, connection.caller.pid):
+            connection.fds.remove(fd)
+            return fd
+    return None

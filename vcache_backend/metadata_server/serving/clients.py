@@ -1,0 +1,217 @@
+"""The connections of one server, from the bytes that arrive to those that leave. No client holds up
+another one.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from vcache_backend.errors import ProtocolError
+from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server import wire
+from vcache_backend.metadata_server.client_lines import CALLER, caused_by
+from vcache_backend.metadata_server.ledger import Ledger
+from vcache_backend.metadata_server.processes import Watch
+from vcache_backend.metadata_server.serving.admission import FDS_WAITING, Admission
+from vcache_backend.metadata_server.serving.connection import Connection, Turns
+from vcache_backend.metadata_server.serving.service import Service
+
+log = logging.getLogger(__name__)
+
+HELLO_SECONDS = 5.0
+"""A connection that has not said hello within this time is closed."""
+TURN_SECONDS = 0.004
+"""Once answering has taken this long, the remaining requests wait for the next turn."""
+FOLLOWED = (m.Lookup, m.Find, m.Acquire, m.Reserve)
+"""Requests that another one follows soon, for which it is worth spinning."""
+
+
+class Clients:
+    """All connections. Called from the server's loop, which should not sleep before `spin_until`
+    (monotonic clock).
+    """
+
+    def __init__(
+        self,
+        admission: Admission,
+        epoll: select.epoll,
+        service: Service,
+        watch: Watch,
+        ledger: Ledger,
+        spin_seconds: float,
+    ) -> None:
+        self.spin_until = 0.0
+        self._admission, self._epoll, self._service = admission, epoll, service
+        self._watch, self._ledger, self._spin_seconds = watch, ledger, spin_seconds
+        self._directory = service.directory
+        self._connections: dict[int, Connection] = {}
+        self._receiver = wire.Receiver()
+        self._turns = Turns()
+        self._with_fds: dict[Connection, int] = {}
+        """Connections whose requests wait, and how many fds came with each of these."""
+        self._concerned: dict[Connection, None] = {}
+        """Connections that have changed in this turn."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there are requests that can be answered now."""
+        return bool(len(self._turns))
+
+    def on_ready(self, fd: int, mask: int) -> bool:
+        """Handle an event of `fd`. False if it is neither a connection nor the listening socket."""
+        connection = self._connections.get(fd)
+        if connection is not None:
+            self._concerned[connection] = None
+            if mask & select.EPOLLIN:
+                self._guarded(connection, self._read)
+            elif mask & (select.EPOLLHUP | select.EPOLLERR):
+                self._disconnect(connection)
+        elif fd == self._admission.fd:
+            self._accept()
+        else:
+            return False
+        return True
+
+    def answer_some(self) -> None:
+        """Answer requests until the turn has taken `TURN_SECONDS`."""
+        began = now = time.perf_counter()
+        while now < began + TURN_SECONDS and (served := self._turns.next()) is not None:
+            self._guarded(served, self._answer)
+            before, now = now, time.perf_counter()
+            served.charged += now - before
+            self._concerned[served] = None
+
+    def send(self) -> None:
+        """Send what can leave now, then listen to connections whose requests are answered and whose
+        answers have left.
+        """
+        concerned, self._concerned = self._concerned, {}
+        for connection in concerned:
+            if connection.closed:
+                continue
+            try:
+                connection.flush()
+            except OSError:
+                self._disconnect(connection)
+                continue
+            if connection.closing:
+                self._disconnect(connection)
+                continue
+            if connection.mask != connection.wanted:
+                connection.mask = connection.wanted
+                self._epoll.modify(connection.sock, connection.mask)
+
+    def tick(self) -> None:
+        """Close connections that have not said hello in time."""
+        self._admission.listen_again()
+        now = time.monotonic()
+        for connection in list(self._connections.values()):
+            if connection.client is None and now > connection.accepted + HELLO_SECONDS:
+                self._disconnect(connection)
+
+    def close(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
+
+    # ---- in
+
+    def _accept(self) -> None:
+        accepted = self._admission.accept()
+        if accepted is None:
+            return
+        connection, refusal = accepted
+        self._connections[connection.sock.fileno()] = connection
+        self._concerned[connection] = None
+        self._directory.counters["clients_total"] += 1
+        if refusal:
+            self._refuse(connection, refusal)
+
+    def _guarded(self, connection: Connection, what: Callable[[Connection], None]) -> None:
+        """Do something for one connection. Whatever goes wrong ends that connection only."""
+        caused = CALLER.set(connection.caller)
+        try:
+            what(connection)
+        except BlockingIOError:
+            return
+        except ProtocolError as error:
+            self._directory.counters["protocol_errors"] += 1
+            self._refuse(connection, str(error))
+        except OSError:
+            self._disconnect(connection)
+        except Exception:
+            log.exception(
+                "a request of pid %d could not be answered; its connection is closed",
+                connection.caller.pid,
+            )
+            self._disconnect(connection)
+        finally:
+            CALLER.reset(caused)
+
+    def _read(self, connection: Connection) -> None:
+        if sum(self._with_fds.values()) >= FDS_WAITING:
+            return  # it is ready in the next turn, too
+        data, connection.fds = self._receiver.receive(connection.sock)
+        if connection.fds:
+            self._with_fds[connection] = len(connection.fds)
+        if not data:
+            self._disconnect(connection)
+            return
+        if connection.client is not None:
+            connection.client.heard = time.monotonic()
+        connection.request = bytes(data)
+        self._turns.enter(connection)
+
+    def _answer(self, connection: Connection) -> None:
+        data, connection.request = connection.request, None
+        assert data is not None
+        self._with_fds.pop(connection, None)
+        try:
+            request = wire.request_decoder.decode(data)
+        except msgspec.ValidationError as error:
+            self._directory.counters["protocol_errors"] += 1
+            if connection.client is None:
+                raise ProtocolError(
+                    f"the first message is no hello of protocol {m.PROTOCOL_VERSION}: {error}"
+                ) from error
+            connection.close_fds()
+            connection.queue(m.Error(str(error)))
+            return
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            raise ProtocolError(f"a packet is no MessagePack message: {error}") from error
+        if connection.client is None:
+            self._admission.greet(connection, request, self._service, self._watch, self._ledger)
+            return
+        if isinstance(request, FOLLOWED):
+            self.spin_until = time.monotonic() + self._spin_seconds
+        reply, held = self._service.answer(connection.client, request, connection.fds)
+        if isinstance(reply, m.ServerStats):
+            reply = msgspec.structs.replace(reply, clients=len(self._connections))
+        connection.close_fds()
+        connection.queue(reply, held)
+
+    # ---- out
+
+    def _refuse(self, connection: Connection, message: str) -> None:
+        """Say why, then close the connection, whether the client reads it or not."""
+        uid, pid = connection.caller
+        with caused_by(connection.caller):
+            log.warning("refused pid %d of uid %d: %s", pid, uid, message)
+        connection.queue(m.Error(message, fatal=True))
+        connection.closing = True
+
+    def _disconnect(self, connection: Connection) -> None:
+        if self._connections.pop(connection.sock.fileno(), None) is None:
+            return
+        connection.close()
+        self._with_fds.pop(connection, None)
+        self._admission.left(connection)
+        if connection.client is not None:
+            self._watch.left(connection.client.process)
+            for reservation in connection.untold():
+                self._directory.abort(connection.client, reservation)
+            self._service.disconnect(connection.client)

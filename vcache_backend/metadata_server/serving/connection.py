@@ -1,0 +1,213 @@
+"""A client's connection as the server has it, the order in which requests are answered, and the fds
+that leave with answers.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import heapq
+import os
+import select
+import socket
+import stat
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from vcache_backend.errors import ProtocolError
+from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server import wire
+from vcache_backend.metadata_server.client_lines import Caller
+from vcache_backend.metadata_server.pool.placement import Peer
+from vcache_backend.metadata_server.serving.closing import closer
+from vcache_backend.metadata_server.shares import user
+from vcache_backend.seals import FUTURE_WRITE, lacking
+
+
+class Holder(Protocol):
+    """Something that keeps a file open for others."""
+
+    fd: int
+
+
+class Descriptor:
+    """An open file, closed soon after its last user lets go of it: the table it is in, or an answer
+    that is yet to be sent.
+    """
+
+    def __init__(self, fd: int) -> None:
+        """Take over `fd`."""
+        self.fd = fd
+        closer.start()
+
+    def __del__(self) -> None:
+        closer.close(self.fd)
+
+
+Answer = tuple[m.Reply, Sequence[Descriptor]]
+"""A reply, and what keeps the fds that go with it."""
+
+
+class Connection:
+    """One client's socket, and the requests and answers on their way. caller: its pid as seen in
+    this pid namespace, or 0.
+    """
+
+    def __init__(self, sock: socket.socket, number: int, caller: Caller) -> None:
+        self.sock = sock
+        self.number = number
+        self.caller = caller
+        self.user = user(caller.uid, caller.pid)
+        self.client: Peer | None = None
+        self.accepted = time.monotonic()
+        self.request: bytes | None = None
+        self.fds: list[int] = []
+        self.unsent: deque[tuple[bytes, Sequence[Holder], int]] = deque()
+        self.mask = select.EPOLLIN
+        self.closing = self.closed = False
+        self.queued = False
+        self.charged = 0.0
+
+    @property
+    def wanted(self) -> int:
+        """The events that epoll should report: the next request only once the last one is answered
+        and its answer has left.
+        """
+        if self.unsent:
+            return select.EPOLLOUT
+        return 0 if self.queued else select.EPOLLIN
+
+    def queue(self, reply: m.Reply, held: Sequence[Holder] = ()) -> None:
+        """Queue a reply. `held`, whose fds go with it, are kept until the reply has left."""
+        try:
+            data = wire.encode(reply)
+        except ProtocolError as error:
+            data = wire.encode(m.Error(str(error)))
+        self.unsent.append((data, held, reply.reservation if isinstance(reply, m.Reserved) else 0))
+
+    def untold(self) -> list[int]:
+        """Reservations whose answers have not left. No client knows of them, so none writes their
+        slots.
+        """
+        return [reservation for _, _, reservation in self.unsent if reservation]
+
+    def flush(self) -> None:
+        """Send as much as the socket takes now. OSError if the peer is gone."""
+        while self.unsent:
+            data, held, _ = self.unsent[0]
+            try:
+                if held:
+                    socket.send_fds(self.sock, [data], [each.fd for each in held])
+                else:
+                    self.sock.send(data)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno != errno.ETOOMANYREFS:
+                    raise
+                # Others do not read what they have asked for, and Linux counts the fds on their
+                # way to them.
+                refusal = m.Error("too many fds are on their way to clients; ask again later")
+                self.unsent[0] = wire.encode(refusal), (), 0
+                continue
+            self.unsent.popleft()
+
+    def close_fds(self) -> None:
+        """Close, in the background, fds that came with a request and were not kept: each may hold
+        the last of much memory.
+        """
+        if self.fds:
+            closer.start()
+        while self.fds:
+            closer.close(self.fds.pop())
+
+    def close(self) -> None:
+        self.close_fds()
+        self.closed = True
+        self.sock.close()
+
+
+class Turns:
+    """Connections with a request, in order of the work done for them lately, the least first
+    (start-time fair queueing).
+
+    A connection is charged for the time that its requests take. One that was quiet starts level
+    with those being served, so it waits for one request of each, however many they sent."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Connection]] = []
+        self._now = 0.0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def enter(self, connection: Connection) -> None:
+        """The connection has a request."""
+        connection.queued = True
+        connection.charged = max(connection.charged, self._now)
+        heapq.heappush(self._heap, (connection.charged, connection.number, connection))
+
+    def next(self) -> Connection | None:
+        """Take out the connection whose request is answered next."""
+        while self._heap:
+            self._now, _, connection = heapq.heappop(self._heap)
+            connection.queued = False
+            if not connection.closed:
+                return connection
+        return None
+
+
+class Longest:
+    """The longest turn of the loop since the server's start, in microseconds of the clock and of
+    the processor.
+    """
+
+    def __init__(self) -> None:
+        self._wall = self._cpu = 0.0
+        self._began = self._began_cpu = 0.0
+
+    def begin(self) -> None:
+        """A turn begins."""
+        self._began, self._began_cpu = time.perf_counter(), time.thread_time()
+
+    def end(self) -> None:
+        """The turn is over."""
+        self._wall = max(self._wall, time.perf_counter() - self._began)
+        self._cpu = max(self._cpu, time.thread_time() - self._began_cpu)
+
+    def told(self) -> dict[str, int]:
+        """The figures as counters."""
+        return {
+            "longest_turn_us": round(self._wall * 1e6),
+            "longest_turn_cpu_us": round(self._cpu * 1e6),
+        }
+
+
+def unmappable(medium: m.Medium, nbytes: int, fd: int, to_write: bool = True) -> str:
+    """Why workers could not map `nbytes` of `fd`, or would be killed for using it; empty if nothing
+    found here speaks against it.
+
+    Only the driver knows whether GPU memory is what it is said to be. A worker that cannot map it
+    says so (`Unusable`)."""
+    status, flags = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GETFL)
+    if flags & os.O_PATH or flags & os.O_ACCMODE not in (
+        (os.O_RDWR,) if to_write else (os.O_RDWR, os.O_RDONLY)
+    ):
+        return f"the fd is not open for reading{' and writing' if to_write else ''}, as workers need it"
+    if medium == "cuda":
+        # The driver exports memory as an open file of its own device, /dev/nvidiactl.
+        return (
+            ""
+            if stat.S_ISCHR(status.st_mode)
+            else "the fd is a file, a memfd or a socket, no memory of a GPU"
+        )
+    if reason := lacking(fd):
+        return reason
+    seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    if to_write and seals & (fcntl.F_SEAL_WRITE | FUTURE_WRITE):
+        return f"the memfd is sealed against writing (seals {seals:#x})"
+    if status.st_size < nbytes:
+        return f"the memfd has {status.st_size:,} B, fewer than the {nbytes:,} B announced"
+    return ""

@@ -1,0 +1,284 @@
+"""From requests to replies: the directory's operations, the fds of segments and the namespaces in
+use. No sockets, no loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import assert_never
+
+import msgspec
+
+from vcache_backend.histogram import Histogram
+from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server import processes
+from vcache_backend.metadata_server.instances.registry import Instances
+from vcache_backend.metadata_server.instances.requests import ResidentService
+from vcache_backend.metadata_server.pool.directory import Directory
+from vcache_backend.metadata_server.pool.placement import Peer
+from vcache_backend.metadata_server.records import ProcessId
+from vcache_backend.metadata_server.refuse import Refuse
+from vcache_backend.metadata_server.serving.connection import (
+    Answer,
+    Descriptor,
+    Longest,
+    unmappable,
+)
+from vcache_backend.metadata_server.serving.layouts import Layouts, Reports
+from vcache_backend.metadata_server.serving.server_stats import server_stats
+from vcache_backend.metadata_server.succession import Predecessors
+
+log = logging.getLogger(__name__)
+
+MAX_LISTED_BYTES = 3 * m.MAX_MESSAGE_BYTES // 4
+"""Bytes for the list of segments in one message, about a thousand of them; the rest is for what
+comes with it.
+"""
+_LISTED_BYTES = 100
+"""The most bytes of a segment in that list, besides its id and its device."""
+_LOG_LEVELS: dict[m.Level, int] = {
+    "info": logging.INFO,
+    "warn": logging.WARNING,
+    "error": logging.ERROR,
+}
+
+
+class Service:
+    """Answers requests, in the server's one thread. Owns the segments' fds from their registration
+    until they are dropped.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        epoch: int,
+        predecessors: Predecessors,
+        max_segments: int = 1024,
+        pidfd: Callable[[ProcessId], int | None] = processes.open_pidfd,
+    ) -> None:
+        """predecessors: whose pools the directory takes over. max_segments: the most
+        fds to keep, of segments and of instances' tables and regions. pidfd: makes a new pidfd of a
+        connected process, or None."""
+        self.max_segments = max_segments
+        self.instances = Instances(directory.residents, self._spare, pidfd)
+        self.of_instances = ResidentService(directory, self.instances)
+        self.directory = directory
+        self.predecessors = predecessors
+        self.epoch = epoch
+        self.layouts = Layouts()
+        self.latency: dict[str, Histogram] = {}
+        self.fds: dict[m.SegmentId, Descriptor] = {}
+        self.reports = Reports(time.time)
+        self.longest = Longest()
+        self.started = time.monotonic()
+
+    def answer(self, client: Peer, request: m.AnyRequest, fds: list[int]) -> Answer:
+        """Answer a request. Returns the reply and the fds that go with it, to be kept until the
+        reply is sent.
+
+        fds: came with the request. One that is kept is taken out of the list.
+        """
+        started = time.perf_counter()
+        try:
+            answer = self._answer(client, request, fds)
+        except Refuse as refusal:
+            answer = m.Error(str(refusal)), ()
+        name = type(request).__name__
+        histogram = self.latency.get(name)
+        if histogram is None:
+            histogram = self.latency[name] = Histogram()
+        histogram.add((time.perf_counter() - started) * 1e6)
+        return answer
+
+    def _answer(self, client: Peer, request: m.AnyRequest, fds: list[int]) -> Answer:
+        directory = self.directory
+        match request:
+            case m.Lookup(keys, ranks):
+                return self._lookup(keys, ranks), ()
+            case m.Acquire(keys):
+                return _in_epoch(directory.acquire(client, keys), directory.epochs.of(keys)), ()
+            case m.Release(lease):
+                return m.Verdict(directory.release(lease)), ()
+            case m.Reserve(keys, nbytes):
+                return _in_epoch(
+                    directory.reserve(client, keys, nbytes), directory.epochs.of(keys)
+                ), ()
+            case m.Commit(reservation, prefix):
+                return m.Count(directory.commit(client, reservation, prefix)), ()
+            case m.Abort(reservation):
+                return m.Count(directory.abort(client, reservation)), ()
+            case m.Renew(lease):
+                return m.Verdict(directory.renew(lease)), ()
+            case m.Contains(keys, where):
+                segments = directory.segments_of(keys) if where else []
+                return m.Present(directory.contains(keys), directory.epochs.of(keys), segments), ()
+            case m.Touch(keys):
+                return m.Count(directory.touch(keys)), ()
+            case m.Remove(keys, force):
+                return m.Count(directory.remove(keys, force)), ()
+            case m.Clear(namespace, reset):
+                return self._clear(namespace, reset), ()
+            case _:
+                return self._answer_other(client, request, fds)
+
+    def _answer_other(self, client: Peer, request: m.OfOthers, fds: list[int]) -> Answer:
+        """Answer requests that are rarer, or not about chunks in the pool."""
+        directory = self.directory
+        if isinstance(request, m.OfResidents):
+            return self.of_instances.resident(client, request), ()
+        if isinstance(request, m.OfInstances):
+            return self.of_instances.shown(client, request, fds)
+        match request:
+            case m.AddSegment():
+                return self._add_segment(client, request, fds), ()
+            case m.Lend(nbytes):
+                return directory.lend(client, nbytes), ()
+            case m.OpenSegment(id_):
+                return self._open_segment(id_)
+            case m.Unusable(id_):
+                return m.Count(directory.avoid(client, id_)), ()
+            case m.DropSegment(id_):
+                return self._drop_segment(id_), ()
+            case m.ListSegments(asked, found):
+                self.layouts.looked_up(client.id, asked, found)
+                return m.Segments(directory.segment_infos()), ()
+            case m.Stats():
+                return server_stats(self), ()
+            case m.Report(level, text):
+                return self._report(client, level, text), ()
+            case m.Hello():
+                raise Refuse("hello was said already on this connection")
+            case _:
+                assert_never(request)
+
+    def collect_dropped(self) -> None:
+        """Close the memory of segments that are gone."""
+        for id_ in [id_ for id_ in self.fds if id_ not in self.directory.segments]:
+            del self.fds[id_]
+
+    def close(self) -> None:
+        """Close all fds, which frees host and GPU memory that nobody else holds."""
+        self.fds.clear()
+        self.instances.close()
+
+    def disconnect(self, client: Peer) -> None:
+        """The connection is closed: end everything that lasts as long as it."""
+        self.directory.disconnect(client)
+        self.layouts.drop(client.id)
+        self.of_instances.disconnect(client)
+
+    def process_gone(self, process: ProcessId) -> None:
+        """The process has ended, whatever became of its connections."""
+        self.directory.process_gone(process)
+        self.instances.process_gone(process)
+
+    def _spare(self) -> int:
+        """How many more fds may be kept."""
+        return self.max_segments - len(self.fds) - self.instances.descriptors
+
+    def _add_segment(self, client: Peer, request: m.AddSegment, fds: list[int]) -> m.Added:
+        if len(fds) != 1:
+            raise Refuse(
+                f"add_segment {request.id}: {len(fds)} fds came along; exactly 1 is needed"
+            )
+        known = self.directory.segments.get(request.id)
+        if known and (known.device, known.medium, known.nbytes) != (
+            request.device,
+            request.medium,
+            request.nbytes,
+        ):
+            was = f"{known.nbytes:,} B of {known.medium} on {known.device}"
+            raise Refuse(
+                f"segment {request.id} is {was}, not {request.nbytes:,} B of {request.medium} on {request.device}"
+            )
+        if known and known.state != "absent":
+            return m.Added(0)
+        if request.again and not known:
+            return self._decline(request.id)
+        if known and not request.again:
+            raise Refuse(
+                f"segment {request.id} is known from before a restart: offer it again, or make one with another id"
+            )
+        if reason := unmappable(request.medium, request.nbytes, fds[0]):
+            raise Refuse(f"segment {request.id}: {reason}")
+        if self._spare() <= 0:
+            there = f"{len(self.fds)} segments are there"
+            if kept := self.instances.descriptors:
+                there += f" and {kept} fds of instances"
+            raise Refuse(
+                f"segment {request.id}: {there}, more would leave no descriptors for clients"
+            )
+        listed = sum(
+            _LISTED_BYTES + len(id_) + len(s.device.encode())
+            for id_, s in self.directory.segments.items()
+        )
+        if listed > MAX_LISTED_BYTES:
+            raise Refuse(
+                f"segment {request.id}: {len(self.directory.segments)} segments are there, no message could list more"
+            )
+        if request.claim and not self.directory.redeem(
+            client, request.claim, request.device, request.nbytes
+        ):
+            raise Refuse(
+                f"segment {request.id}: its claim on {request.device} has ended, or is on less; ask again what may be lent"
+            )
+        info = m.SegmentInfo(request.id, request.device, request.medium, request.nbytes)
+        self.fds[request.id] = Descriptor(fds.pop())
+        return m.Added(self.directory.add_segment(info))
+
+    def _decline(self, id_: m.SegmentId) -> m.Added:
+        """Refuse memory from before a restart that is in no ledger: an earlier writer may still
+        write there.
+        """
+        log.warning(
+            "segment %s is not taken again: no ledger knows it. A worker lends fresh memory; "
+            "what `vcache segment add` lent, add again",
+            id_,
+        )
+        return m.Added(0, taken=False)
+
+    def _open_segment(self, id_: m.SegmentId) -> Answer:
+        segment = self.directory.segments.get(id_)
+        if segment is None:
+            raise Refuse(
+                f"segment {id_} is not here: it was dropped, or nobody offered it since the server's restart"
+            )
+        return m.Opened(segment.info()), [self.fds[id_]]
+
+    def _lookup(self, keys: list[m.ChunkKey], ranks: int) -> m.Count:
+        if len(keys) * ranks > m.MAX_LOOKED_UP:
+            raise Refuse(
+                f"lookup: {len(keys):,} keys of {ranks:,} ranks; at most {m.MAX_LOOKED_UP:,} keys times ranks at once"
+            )
+        return m.Count(self.directory.lookup(keys, ranks))
+
+    def _clear(self, namespace: bytes, reset: bool) -> m.Count:
+        if len(namespace) not in (0, m.NAMESPACE_BYTES):
+            what = f'a namespace is {m.NAMESPACE_BYTES} bytes, b"" means all of them'
+            raise Refuse(f"clear: {namespace!r} is {len(namespace)} bytes; {what}")
+        return m.Count(self.directory.clear(namespace, reset))
+
+    def _drop_segment(self, id_: m.SegmentId) -> m.Dropped:
+        if id_ not in self.directory.segments:
+            raise Refuse(f"segment {id_} is not here; `vcache segment list` shows those that are")
+        chunks = self.directory.drop_segment(id_)
+        self.collect_dropped()
+        return m.Dropped(chunks, id_ not in self.directory.segments)
+
+    def _report(self, client: Peer, level: m.Level, text: str) -> m.Count:
+        reported = self.reports.add(client, level, text)
+        if reported is not None:
+            log.log(
+                _LOG_LEVELS[level],
+                "pid %d on %s reports: %s",
+                reported.pid,
+                reported.device,
+                reported.text,
+            )
+        return m.Count(int(reported is not None))
+
+
+def _in_epoch(reply: m.Leased | m.Reserved, epoch: int) -> m.Reply:
+    return msgspec.structs.replace(reply, epoch=epoch) if epoch else reply
