@@ -111,13 +111,13 @@ class Duplicates:
         if used := row[: tracked.local // block_size]:
             self._marked[used] = self._next[used] = 0
         runs = within(tracked.copies, 0, len(right) // each)
-        copied = sum(run.count for run in runs) * each * block_size
+        copied = sum(run.chunks for run in runs) * each * block_size
         if not copied or (tracked.request.num_tokens - tracked.local - copied) * SHORT > copied:
             return
         self._drop_outdated()
         # A prefix is given away from its end.
         for run in reversed(runs):
-            own = slice(run.first * each, (run.first + run.count) * each)
+            own = slice(run.first * each, (run.first + run.chunks) * each)
             blocks = np.frombuffer(row[own], dtype=np.uint32)
             generations = np.frombuffer(right[own], dtype=np.uint64)
             theirs = np.frombuffer(run.blocks, dtype="<u4")

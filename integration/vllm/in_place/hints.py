@@ -32,7 +32,7 @@ def tell(outbox: Outbox | None, keys: list[ChunkKey], first: int, residents: Ite
     numbered from the request's chunk `first` on.
 
     A hint names the whole prefix, because a chunk is useless without the chunks before it."""
-    ends = {run.instance: first + run.first + run.count for run in residents}
+    ends = {run.instance: first + run.first + run.chunks for run in residents}
     if outbox is not None:
         for owner, end in ends.items():
             outbox.hint(owner, keys[:end])

@@ -24,14 +24,14 @@ as in the protocol.
 
 
 class Run(NamedTuple):
-    """Consecutive chunks in one instance's KV cache, `count` of them from number `first` on. They
+    """Consecutive chunks in one instance's KV cache, `chunks` of them from number `first` on. They
     travel together, so that a long hit costs as much as a short one.
 
     blocks, generations: of all chunks, one chunk after the other, packed as in `Replica`.
     """
 
     first: int
-    count: int
+    chunks: int
     instance: bytes
     blocks: bytes
     generations: bytes
@@ -41,11 +41,11 @@ def within(runs: Iterable[Run], first: int, stop: int) -> list[Run]:
     """Those of the chunks [first, stop), numbered from the first one of them."""
     cut = list[Run]()
     for run in runs:
-        begin, end = max(first, run.first), min(stop, run.first + run.count)
+        begin, end = max(first, run.first), min(stop, run.first + run.chunks)
         if begin < end:
             start, count = begin - run.first, end - begin
-            blocks = _part(run.blocks, run.count, start, count)
-            generations = _part(run.generations, run.count, start, count)
+            blocks = _part(run.blocks, run.chunks, start, count)
+            generations = _part(run.generations, run.chunks, start, count)
             cut.append(Run(begin - first, count, run.instance, blocks, generations))
     return cut
 
@@ -55,11 +55,11 @@ def by_chunk(runs: Iterable[Run]) -> dict[int, Replica]:
     return {
         run.first + at: (
             run.instance,
-            _part(run.blocks, run.count, at, 1),
-            _part(run.generations, run.count, at, 1),
+            _part(run.blocks, run.chunks, at, 1),
+            _part(run.generations, run.chunks, at, 1),
         )
         for run in runs
-        for at in range(run.count)
+        for at in range(run.chunks)
     }
 
 
@@ -75,7 +75,7 @@ def choose(found: Found, tables: Tables, each: int) -> tuple[int, list[Run]]:
         run = _right(found, tables, each, chunk, _alike(found, chunk))
         if run is not None:
             runs.append(run)
-            chunk += run.count
+            chunk += run.chunks
             continue
         others = ([one] for one in found.residents[chunk][1:])
         other = next(

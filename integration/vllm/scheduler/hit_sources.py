@@ -44,7 +44,7 @@ def _names(
         return [everywhere.pop() if len(everywhere) == 1 else "p2p"] * (stop - first)
     names = [""] * (stop - first)
     for run in load.residents:
-        names[run.first : run.first + run.count] = ["p2p"] * run.count
+        names[run.first : run.first + run.chunks] = ["p2p"] * run.chunks
     pooled = [
         number
         for number, name in enumerate(names)

@@ -74,6 +74,6 @@ class Loading(transfer.Load):
 def unpacked(residents: Iterable[Run]) -> dict[int, ResidentChunk]:
     chunks = dict[int, ResidentChunk]()
     for run in residents:
-        many = ResidentChunk.many(run.instance, run.count, run.blocks, run.generations)
+        many = ResidentChunk.many(run.instance, run.chunks, run.blocks, run.generations)
         chunks.update(enumerate(many, run.first))
     return chunks
