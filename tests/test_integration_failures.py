@@ -426,14 +426,14 @@ def test_an_instance_killed_in_the_middle_of_loads_and_stores_leaves_the_pool_as
 
 PLACES = [
     *(
-        f"{OURS}.scheduler:SchedulerSide.{name}"
+        f"{OURS}.scheduler.side:SchedulerSide.{name}"
         for name in ("arrived", "matched", "allocated", "plan", "update", "finished")
     ),
-    *(f"{OURS}.worker:WorkerSide.{name}" for name in ("store", "measured")),
-    *(f"{OURS}.stores:Stores.{name}" for name in ("fence", "start", "_over")),
-    f"{OURS}.loads:Loads._note",
-    f"{OURS}.loading:Loading.__init__",
-    *(f"{OURS}.stats:Meter.{name}" for name in ("loaded", "count", "take")),
+    *(f"{OURS}.worker.side:WorkerSide.{name}" for name in ("store", "measured")),
+    *(f"{OURS}.worker.stores:Stores.{name}" for name in ("fence", "start", "_over")),
+    f"{OURS}.worker.loads:Loads._note",
+    f"{OURS}.worker.loading:Loading.__init__",
+    *(f"{OURS}.telemetry.stats:Meter.{name}" for name in ("loaded", "count", "take")),
     *(f"{LOAD}.{name}" for name in ("_launch", "_settle")),
     *(SCATTER, RELEASE),
     "vcache_backend.transfer.places:BlockPlaces.store_plan",
@@ -442,9 +442,9 @@ PLACES = [
 """Methods that run with every request, down to those of the pool. Not those whose few lines are
 what keeps a load from getting lost (`begin`, `invalid`)."""
 ALWAYS = [
-    f"{OURS}.scheduler:SchedulerSide.update",
-    f"{OURS}.scheduler:SchedulerSide.plan",
-    f"{OURS}.stats:Meter.count",
+    f"{OURS}.scheduler.side:SchedulerSide.update",
+    f"{OURS}.scheduler.side:SchedulerSide.plan",
+    f"{OURS}.telemetry.stats:Meter.count",
 ]
 RAISED = [
     *((OWN, place, 1) for place in PLACES),

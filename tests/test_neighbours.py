@@ -123,27 +123,6 @@ def test_an_idle_mapping_of_a_killed_owner_goes_by_itself(stage: Stage, reader: 
         eventually(lambda: not added_to(before))
 
 
-def test_what_a_step_counts_on_is_still_read_in_the_moment_after_its_owners_end(
-    stage: Stage, reader: Reader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    noticed, over = threading.Event(), threading.Event()
-    monkeypatch.setattr(Unmapper, "_linger", lambda _: noticed.set() or over.wait(SECONDS))
-    with owner(stage) as there:
-        generations = there.ask("write", [5], 40)
-        neighbour = reader.there()
-        there.kill()
-        assert noticed.wait(SECONDS)
-        assert reader.neighbours.get(ONE) is neighbour
-        assert neighbour.enter()
-        assert (read(neighbour, reader.cache, 5), still(neighbour.view, [5], generations)) == (
-            40,
-            True,
-        )
-        neighbour.leave()
-        over.set()
-        eventually(lambda: kv_mapped() == 0)
-
-
 def test_the_mapping_of_a_killed_owner_stays_while_a_copy_reads_it_and_goes_when_the_copy_has_left(
     stage: Stage, reader: Reader
 ) -> None:

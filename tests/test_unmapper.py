@@ -39,8 +39,7 @@ class Owners:
     def neighbour(self, unmapper: Unmapper[Neighbour]) -> Neighbour:
         view = GenerationView.open(self.table.fd, instance(1), self.shape.num_blocks)
         made = Neighbour(instance(1), self.shape, view, EACH, unmapper.wake)
-        made.map(self.cache.regions[0].fd, self.shape.regions[0], HOST)
-        made.begin()
+        made.map([self.cache.regions[0].fd], HOST)
         return made
 
     def close(self) -> None:

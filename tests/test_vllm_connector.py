@@ -14,7 +14,6 @@ from processes import eventually
 from vllm_cases import (
     BLOCK,
     CHUNK,
-    OURS,
     SCATTER,
     TINY,
     Instance,
@@ -25,7 +24,6 @@ from vllm_cases import (
     meddled,
     missing,
     new_tokens,
-    stopped_at,
 )
 
 __all__ = ["here"]
@@ -108,26 +106,10 @@ def test_what_b_had_itself_is_not_written_again(here: Node, a: Instance, b: Inst
     assert own.said == a.one(beginning).said
 
 
-def test_the_copy_of_a_load_in_the_step_begins_before_vllm_has_prepared_the_model_run(
+def test_a_request_runs_once_the_copies_of_its_load_are_over(
     here: Node, a: Instance, b: Instance
 ) -> None:
-    """By then the bytes are here: what becomes of the pool does not matter to the answer."""
-    tokens = new_tokens(3 * CHUNK + 1)
-    here.keep(a, tokens)
-    right = b.one(tokens)
-    b.forget()
-    with stopped_at(b, f"{OURS}.connector:VCacheConnector.bind_connector_metadata") as bound:
-        (answer,) = bound.while_there(here.flip, Prompt(tokens))
-    here.flip()
-    assert (answer.cached, answer.said) == (3 * CHUNK, right.said)
-
-
-def test_the_model_run_waits_for_the_copies_of_its_load(
-    here: Node, a: Instance, b: Instance
-) -> None:
-    """They are on a stream of their own. What the step looks up behind the model, whether they are
-    over, would come too late.
-    """
+    """The bytes of these copies move when somebody waits for them."""
     tokens = new_tokens(3 * CHUNK + 1)
     computed = here.keep(a, tokens)
     with meddled(b, f"{SCATTER},fence", "late"):

@@ -588,7 +588,8 @@ def test_a_state_matters_and_a_hit_ends_where_one_is(
     assert (found.cached, own.cached) == (8 * CHUNK, 8 * CHUNK), (
         "where the first of the two steps ended"
     )
-    assert found.said == own.said
+    # b computes the rest in steps of other lengths, which round differently on a CPU without AMX.
+    assert found.agrees(own)
     assert cold.differs(own)
 
 

@@ -101,7 +101,7 @@ def test_who_shares_with_whom(here: Node, a: Instance, start: Start) -> None:
 
 def test_another_model_is_another_world(here: Node, a: Instance, start: Start) -> None:
     """Which fields make one, test_vllm_model_spec says."""
-    tokens, b = new_tokens(LENGTH + 1), start(kv_cache_dtype="fp8")
+    tokens, b = new_tokens(LENGTH + 1), start(dtype="float32")
     here.keep(a, tokens)
     computed = here.keep(b, tokens)
     assert b.again(tokens).said == b.one(tokens).said

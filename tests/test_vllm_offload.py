@@ -470,8 +470,8 @@ PLACES = [
         for name in ("prepare", "expects", "launch")
     ),
     "vcache_backend.transfer.sources:_OffloadedPart.settle",
-    *(f"{OURS}.stores:Stores.{name}" for name in ("promote", "_store", "measure")),
-    f"{OURS}.offload:OffloadLookup.extend",
+    *(f"{OURS}.worker.stores:Stores.{name}" for name in ("promote", "_store", "measure")),
+    f"{OURS}.scheduler.offload:OffloadLookup.extend",
 ]
 
 
@@ -566,7 +566,9 @@ def reported(served: object, config: OffloadConfig) -> list[tuple[bool, float | 
     """In a process with vLLM: what the scheduler makes of the two workers' reports, and of one
     worker's second.
     """
-    halves, metadata = (import_module(f"{OURS}.{name}") for name in ("offload", "metadata"))
+    halves, metadata = (
+        import_module(f"{OURS}.{name}") for name in ("scheduler.offload", "metadata")
+    )
     link, told = metadata.Link, metadata.WorkerReport
     with closing(halves.OffloadLookup(config, 2, False)) as below:
         eventually(lambda: below.usable)

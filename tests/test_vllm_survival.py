@@ -36,7 +36,7 @@ IN_PLACE = {"connector": {"share": "in_place", "min_hit_tokens": CHUNK}}
 SMALL = {"kv_cache_memory_bytes": 15 * BLOCK * TOKEN_BYTES, "max_model_len": 448}
 """KV blocks for 448 tokens: the next prompt of 6 chunks takes them from the prompt before."""
 LOOKED_UP, COPY, VERDICT = (
-    f"{OURS}.scheduler:SchedulerSide.allocated",
+    f"{OURS}.scheduler.side:SchedulerSide.allocated",
     "vcache_backend.vram_pool.copies.copier:HostCopier.pull",
     "vcache_backend.transfer.resident:_ResidentPart.settle",
 )
@@ -140,13 +140,10 @@ def test_a_pause_or_death_around_a_load_ends_no_engine(
 @pytest.mark.parametrize(
     "place",
     [
-        f"{OURS}.load_specs:LoadSpecs.of",
-        f"{OURS}.scheduler:SchedulerSide.plan",
-        f"{OURS}.scheduler:SchedulerSide.update",
-        f"{OURS}.loads:Loads.begin",
-        f"{OURS}.loads:Loads._advance",
-        f"{OURS}.loads:Loads._note",
-        f"{OURS}.report:Reporter.take",
+        f"{OURS}.scheduler.load_specs:LoadSpecs.of",
+        f"{OURS}.worker.loads:Loads.begin",
+        f"{OURS}.worker.loads:Loads._advance",
+        f"{OURS}.worker.report:Reporter.take",
         COPY,
         VERDICT,
     ],

@@ -119,28 +119,9 @@ class Serving:
         if nbytes := settings.pop("file_bytes", 0):
             resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
         self.llm = vllm.LLM(**settings)
-        if tuple(map(int, vllm.__version__.split(".")[:2])) < (0, 28):
-            self._count_all()
         if "otlp_traces_endpoint" in settings:
             self.llm.llm_engine.output_processor.tracing_enabled = False
         self.touch_nothing()
-
-    def _count_all(self) -> None:
-        """Before 0.28 `LLM`, unlike vLLM's servers, drops what was counted in steps that answer
-        nothing.
-        """
-        engine: Any = self.llm.llm_engine
-        of_a_step = engine.engine_core.get_output
-
-        def get_output() -> Any:
-            outputs = of_a_step()
-            if outputs.scheduler_stats is not None and not outputs.outputs:
-                engine.logger_manager.record(
-                    scheduler_stats=outputs.scheduler_stats, iteration_stats=None
-                )
-            return outputs
-
-        engine.engine_core.get_output = get_output
 
     def _trace(self) -> None:
         """As if there were an exporter, without which vLLM does not begin, and makes no spans of

@@ -220,7 +220,7 @@ class PoolWorker:
     # ---- inside
 
     def _named(self, keys: Sequence[CacheEngineKey]) -> list[ChunkKey]:
-        """Make the keys of one call's chunks, all of one request. None if they lack our tag and
+        """Make the keys of one call's chunks, all of one request. Empty if they lack our tag and
         need it.
         """
         return self._names.keys(keys) if keys and self._mine(keys[0].tags) else []

@@ -1,5 +1,5 @@
-"""Checks the arguments of the engine's calls, and brings them into one form. A wrong one is a
-ValueError that says which and why.
+"""Checks and converts the arguments of the engine's calls. A ValueError says which argument is
+wrong and why.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ KVCaches = Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 
 
 def first_wanted(mask: object, size: int) -> int:
-    """Index of the first token that the mask wants, `size` if it wants none. None wants all.
-    ValueError if False comes after True.
+    """Find the first token that the mask wants; `size` if it wants none. None wants all. ValueError
+    if False comes after True.
     """
     if mask is None:
         return 0
@@ -44,8 +44,8 @@ def first_wanted(mask: object, size: int) -> int:
 
 
 def as_slots(slot_mapping: SlotMapping, size: int, offset: int) -> npt.NDArray[np.int64]:
-    """Shape (size,), int64: the slot of each token, -1 before `offset`. slot_mapping: those of
-    tokens [offset, size). ValueError.
+    """Convert a slot mapping to shape (size,), int64, with -1 before `offset`. slot_mapping: the
+    slots of tokens [offset, size). ValueError.
     """
     try:
         offset = operator.index(offset)
@@ -69,8 +69,8 @@ def as_slots(slot_mapping: SlotMapping, size: int, offset: int) -> npt.NDArray[n
 
 
 def as_kvcaches(kvcaches: object) -> list[torch.Tensor]:
-    """The KV caches as a list, one tensor a layer, in the order given. ValueError for anything but
-    dense tensors.
+    """List the KV caches, one tensor a layer, in the order given. ValueError for anything but dense
+    tensors.
     """
     if isinstance(kvcaches, Mapping):
         kvcaches = list(kvcaches.values())
@@ -84,7 +84,7 @@ def as_kvcaches(kvcaches: object) -> list[torch.Tensor]:
 
 
 def as_salt(salt: object) -> bytes:
-    """The salt as bytes; empty for None, which means no salt, as in vLLM and LMCache.
+    """Convert the salt to bytes; empty for None, which means no salt, as in vLLM and LMCache.
     ValueError.
     """
     if salt is None:
@@ -95,7 +95,7 @@ def as_salt(salt: object) -> bytes:
 
 
 def as_key(cache_key: object) -> ChunkKey:
-    """The argument as a chunk key. ValueError if it is not `KEY_BYTES` bytes."""
+    """Check a chunk key. ValueError if it is not `KEY_BYTES` bytes."""
     if not isinstance(cache_key, bytes) or len(cache_key) != KEY_BYTES:
         given = (
             f"{len(cache_key)} bytes"
@@ -107,8 +107,8 @@ def as_key(cache_key: object) -> ChunkKey:
 
 
 def as_seconds(timeout: object) -> float:
-    """A timeout in seconds, limited to what a lock can wait. ValueError for NaN and what is no
-    number.
+    """Convert a timeout to seconds, limited to what a lock can wait. ValueError for NaN and for
+    values that are no number.
     """
     if not isinstance(timeout, int | float) or timeout != timeout:
         raise ValueError(f"timeout is {timeout!r}; expected seconds")

@@ -1,6 +1,4 @@
-"""A session's background thread: commits its stores, and sends the server the messages of
-`outbox`.
-"""
+"""A session's background thread: commits stores, and sends the messages of `outbox`."""
 
 from __future__ import annotations
 
@@ -23,11 +21,11 @@ _SLICE_SECONDS = 0.05
 
 
 class PendingStore(NamedTuple):
-    """A copy under way into the reserved slots of the chunks `keys`. prefix: keys of the chunks
+    """A running copy into the reserved slots of the chunks `keys`. prefix: keys of the chunks
     before them.
 
-    keepalive: the slots' views, whose mapping must live until the copy is complete. holds: called once the copy is
-    complete; returns whether the copied bytes still belonged to `keys`."""
+    keepalive: the slots' views, whose mapping must live until the copy is complete. holds: called
+    after the copy; returns whether the copied bytes still belonged to `keys`."""
 
     completion: Completion
     reservation: int
@@ -40,8 +38,9 @@ class PendingStore(NamedTuple):
 
 
 class Committer(Outbox):
-    """Commits the stores of one session in the order of submission, each once its copy is
-    complete. Other messages to the server do not wait for stores."""
+    """Commits the stores of one session in the order of submission, each after its copy. Other
+    messages to the server do not wait for stores.
+    """
 
     def __init__(
         self,
@@ -50,19 +49,19 @@ class Committer(Outbox):
         max_inflight: int,
         listeners: Sequence[Callable[[list[ChunkKey]], None]] = (),
     ) -> None:
-        """listeners: called in the commit thread with chunks that have become visible to others.
-        The sequence may change later.
+        """listeners: called in the commit thread with chunks that others can now see. The sequence
+        may change later.
         """
         self._stats, self._max_inflight, self._listeners = stats, max_inflight, listeners
         self._queue: deque[PendingStore] = deque()
         super().__init__(client)
 
     def has_room(self) -> bool:
-        """Whether one more store may be submitted."""
+        """Whether another store may be submitted."""
         return len(self._queue) < self._max_inflight
 
     def submit(self, store: PendingStore) -> None:
-        """Hand over a store whose copy was launched. Never blocks."""
+        """Queue a store whose copy was launched. Never blocks."""
         with self._changed:
             self._queue.append(store)
             self._changed.notify_all()
@@ -77,7 +76,7 @@ class Committer(Outbox):
         store, over = (self._queue[0] if self._queue else None), True
         try:
             over = store is None or self._finish(store)
-        except Exception:  # a store that fails is a store that did not happen
+        except Exception:  # a failed store counts as no store
             log.exception("a background commit failed; its chunks are not shared")
             self._stats.failed("commit_error")
         super()._work()
@@ -86,9 +85,10 @@ class Committer(Outbox):
                 self._queue.popleft()
 
     def _finish(self, store: PendingStore) -> bool:
-        """Commit a store if its copy is over; False if it is not. However late the commit is,
-        it is safe: the server refuses it once the reservation has expired, and has given the slots
-        to nobody else meanwhile."""
+        """Commit a store if its copy is over; else return False.
+
+        A late commit is safe: the server refuses it once the reservation has expired, and gives the
+        slots to nobody before."""
         if not store.completion.wait(_SLICE_SECONDS):
             return False
         if store.completion.seconds is not None:

@@ -1,27 +1,27 @@
-"""Makes all chunk keys. This is the only place that says what is hashed into a key.
+"""Makes all chunk keys. Only this module decides what is hashed into a key.
 
 key = namespace prefix (8 bytes) ‖ digest (16 bytes) ‖ rank (2 bytes, big-endian)
 
 The namespace is BLAKE2b-256 of the layout (see `layout`): model, revision, dtype, geometry, sizes
-of chunks and parallel groups, and what an integration adds. The digests are of several kinds. They
-cannot collide, since each has its own `person` or namespace. Most are BLAKE2b-128, keyed with the
-namespace's fingerprint:
+of chunks and parallel groups, and an integration's additions. The digests are of several kinds,
+which cannot collide: each kind has its own `person` or namespace. Most are BLAKE2b-128, keyed with
+the namespace's fingerprint:
 
 - the engine's, of chunk i (`vcache-chunk-1`): h(i-1), then the tokens of chunk i as little-endian
   uint32; h(-1) is the digest of the salt (`vcache-salt-1`)
-- LMCache's (`vcache-lmcache-1`): the count of tag names and values, those, sorted, each with its
-  length, then LMCache's hash, signed
-- vLLM's: the first 16 bytes of vLLM's hash of the chunk's last block, as they are
+- LMCache's (`vcache-lmcache-1`): the count of tag names and values, then the sorted names and
+  values, each after its length, then LMCache's hash, signed
+- vLLM's: the first 16 bytes of vLLM's hash of the chunk's last block, unchanged
 - vLLM's, with an adapter: that key, keyed with the adapter's digest
-- of an adapter (256 bits, not keyed, `vcache-lora-2`): its name, its path, and its content, each
-  with its length
+- of an adapter (256 bits, not keyed, `vcache-lora-2`): name, path and content, each after its
+  length
 - of a state's part i (not keyed, `vcache-state-1`): the digest of its chunk, then i, one byte
 
 The engine's chain makes a key stand for its whole prefix. The fingerprint keeps namespaces apart
 whatever the tokens are. The salt, which clients of a tenant may choose, cannot imitate a chain.
 vLLM's block hash is a chain, too, and covers the salt, the adapter's name and the multimodal
 inputs; the root of that chain is in the namespace. LMCache's chunk hash stands for the whole prefix
-but has only 64 bits, and hashing it again does not add any. The others have 128 bits of a
+but has only 64 bits, and hashing it again adds none. The other digests have 128 bits of a
 cryptographic hash, so tokens need not be compared on a hit."""
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def as_tokens(tokens: Sequence[int] | Any) -> Tokens:
 
 
 def as_integers(tokens: Sequence[int] | Any) -> npt.NDArray[np.integer[Any]]:
-    """`tokens` as a 1-D array of their own integer type. Values are not checked. ValueError unless
-    they are integers in one dimension.
+    """Convert `tokens` to a 1-D array of their own integer type. Values are not checked. ValueError
+    unless they are integers in one dimension.
     """
     there: Any = tokens
     try:
@@ -91,7 +91,7 @@ def as_integers(tokens: Sequence[int] | Any) -> npt.NDArray[np.integer[Any]]:
 
 
 class _Hashed(NamedTuple):
-    """What was hashed last. tokens: those of `keys`, as little-endian uint32."""
+    """The sequence hashed last. tokens: the tokens of `keys`, as little-endian uint32."""
 
     tokens: bytes
     salt: bytes
@@ -102,8 +102,8 @@ class TokenHasher:
     """Makes the keys of one rank for the whole chunks of a token sequence, for one namespace and
     chunk size. Any thread.
 
-    Leading chunks that the previous sequence had, too, are not hashed again: a look-up, a retrieve
-    and a store of one prompt hash it once."""
+    Leading chunks of the previous sequence are not hashed again: a look-up, a retrieve and a store
+    of one prompt hash it once."""
 
     def __init__(self, namespace: Namespace, chunk_size: int, rank: int = 0) -> None:
         self.chunk_size, self._step = chunk_size, 4 * chunk_size
@@ -117,11 +117,11 @@ class TokenHasher:
         self._last = _Hashed(b"", b"", [])
 
     def keys(self, tokens: Sequence[int] | Any, salt: bytes = b"") -> list[ChunkKey]:
-        """One key for each whole chunk of `tokens` (see `as_tokens`); a tail shorter than a chunk
-        has none.
+        """Make one key for each whole chunk of `tokens` (see `as_tokens`). A tail shorter than a
+        chunk has no key.
         """
         ids, size = as_tokens(tokens), self.chunk_size
-        # A copy: the caller may write into its array.
+        # Copy, since the caller may write into the array.
         raw = ids[: len(ids) // size * size].astype("<u4", copy=False).tobytes()
         known = self._known(raw, salt)
         if len(known) * self._step == len(raw):
@@ -131,7 +131,7 @@ class TokenHasher:
         return list(keys)
 
     def _known(self, raw: bytes, salt: bytes) -> list[ChunkKey]:
-        """The keys of the leading chunks that the last sequence had, too."""
+        """The keys of the leading chunks that equal the last sequence's."""
         last, step = self._last, self._step
         if salt != last.salt:
             return []
@@ -144,7 +144,7 @@ class TokenHasher:
         return last.keys[: same // step]
 
     def _chain(self, known: list[ChunkKey], salt: bytes) -> bytes:
-        """The digest that the chunk after `known` is chained to."""
+        """The digest to which the chunk after `known` is chained."""
         if known:
             return known[-1][len(self._prefix) : -RANK_BYTES]
         root = self._root.copy()
@@ -178,11 +178,11 @@ class BlockHashKeys:
     def keys(
         self, hashes: Sequence[bytes], first: int, stop: int, adapter: bytes = b""
     ) -> list[ChunkKey]:
-        """The keys of the chunks [first, stop). hashes: those of all the request's blocks. adapter:
+        """Make the keys of the chunks [first, stop). hashes: of all the request's blocks. adapter:
         see `adapter_digest`.
 
-        Raises ConfigError for hashes too short to stand for a prefix: those of a
-        `prefix_caching_hash_algo` that is not cryptographic."""
+        ConfigError for hashes too short to identify a prefix, of a `prefix_caching_hash_algo` that
+        is not cryptographic."""
         each, prefix, suffix = self._each, self._prefix, self._suffix
         made = [
             prefix + last[:HASH_BYTES] + suffix
@@ -201,7 +201,7 @@ class BlockHashKeys:
 
 
 def state_keys(keys: Sequence[ChunkKey], parts: int) -> list[ChunkKey]:
-    """The keys of the states after these chunks' last tokens, `parts` for each chunk, chunk by
+    """Make the keys of the states after these chunks' last tokens, `parts` for each chunk, chunk by
     chunk. keys: of rank 0.
     """
     cut = slice(NAMESPACE_BYTES, -RANK_BYTES)
@@ -217,11 +217,11 @@ def state_keys(keys: Sequence[ChunkKey], parts: int) -> list[ChunkKey]:
 
 
 def adapter_digest(lora_request: Any, content: str) -> bytes:
-    """32 bytes that identify a LoRA adapter by its name, its path and `content` (see
+    """Make 32 bytes that identify a LoRA adapter by its name, its path and `content` (see
     `Adapters.content`).
 
     vLLM's block hashes cover name and path at most. That is enough within one process, but chunks
-    outlive it."""
+    outlive the process."""
     digest = blake2b(digest_size=32, person=b"vcache-lora-2")
     for part in (str(lora_request.lora_name), str(lora_request.lora_path), content):
         data = part.encode("utf-8", "surrogatepass")
@@ -235,8 +235,8 @@ Tags = tuple[tuple[str, Any], ...] | None
 
 
 class TaggedHash(Protocol):
-    """The fields of LMCache's `CacheEngineKey` that are hashed here. Its others are in the
-    namespace.
+    """The fields of LMCache's `CacheEngineKey` that are hashed here. The namespace covers its other
+    fields.
     """
 
     chunk_hash: int
@@ -254,7 +254,7 @@ class TaggedHashKeys:
         )
 
     def keys(self, keys: Sequence[TaggedHash]) -> list[ChunkKey]:
-        """One key for each of `keys`. ValueError for keys of single layers, which are not
+        """Make one key for each of `keys`. ValueError for keys of single layers, which are not
         supported.
         """
         if keys and getattr(keys[0], "layer_id", None) is not None:
@@ -264,7 +264,7 @@ class TaggedHashKeys:
         return [self.of_request([key.chunk_hash], key.tags)[0] for key in keys]
 
     def of_request(self, hashes: Sequence[int], tags: Tags) -> list[ChunkKey]:
-        """One key for each hash; all have the same tags."""
+        """Make one key for each hash; all have the same tags."""
         prefix, suffix, start, made = self._prefix, self._suffix, self._tagged(tags), []
         for number in hashes:
             digest = start.copy()
@@ -273,7 +273,7 @@ class TaggedHashKeys:
         return made
 
     def _tagged(self, tags: Tags) -> blake2b:
-        """The hash state after the tags, sorted by name. Empty tags and None are the same."""
+        """Hash the tags, sorted by name. Empty tags and None are the same."""
         state = self._root.copy()
         pairs = sorted(
             (name.encode("utf-8", "surrogatepass"), _canonical(value)) for name, value in tags or ()

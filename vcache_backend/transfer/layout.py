@@ -1,4 +1,6 @@
-"""Says what two instances must agree on to share chunks (`Layout`), and makes a namespace of it."""
+"""The properties on which two instances must agree to share chunks (`Layout`), and their digest,
+the namespace.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that changes the bytes of a chunk, or who may read it. Two instances share if and
-    only if all of it is equal.
+    """Everything that changes a chunk's bytes, or who may read them. Two instances share if and
+    only if all fields are equal.
 
-    block_size, chunk_size: in tokens. kv_layout: how a block arranges the KV of one layer, as
-    `PagedKV.describe()` names it. extra: what an integration must add (LoRA, quantisation, a
-    tenant's salt, the hash algorithm and seed of foreign block hashes)."""
+    block_size, chunk_size: in tokens. kv_layout: the order of one layer's KV within a block, as
+    `PagedKV.describe()` names it. extra: an integration's additions (LoRA, quantisation, a tenant's
+    salt, the hash algorithm and seed of foreign block hashes)."""
 
     model: str
     revision: str = ""
@@ -41,7 +43,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     extra: dict[str, str] = {}
 
     def __post_init__(self) -> None:
-        """Raises ValueError for values that no KV cache can have."""
+        """Raise ValueError for values that no KV cache can have."""
         for name, kind in get_type_hints(Layout).items():
             value, least = getattr(self, name), int(name not in ("pp_rank", "kv_heads", "head_dim"))
             if kind in (int, str) and (
@@ -66,11 +68,11 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         axes: str | None = None,
         **more: Any,
     ) -> Layout:
-        """The layout of these tensors, one a layer, with blocks of `block_size` tokens.
+        """Make the layout of these tensors, one a layer, with blocks of `block_size` tokens.
 
         axes: see `PagedKV.describe`; None: recognised from the shapes. more: fields that tensors do
-        not show, such as `revision`, `tp_size`, `extra`. Raises LayoutError if the tensors'
-        arrangement is not recognised, ValueError for wrong values."""
+        not show, such as `revision`, `tp_size`, `extra`. LayoutError if the tensors' arrangement is
+        not recognised, ValueError for wrong values."""
         from vcache_backend.vram_pool.paged import PagedKV
 
         kv = PagedKV.describe(kvcaches, block_size, axes=axes)
@@ -92,9 +94,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         return plain | {f"extra.{key}": value for key, value in sorted(self.extra.items())}
 
     def namespace(self) -> Namespace:
-        """The namespace of this layout: the 32-byte BLAKE2b digest of `fields()`, sorted, as
-        MessagePack.
-        """
+        """Make the namespace: the 32-byte BLAKE2b digest of `fields()`, sorted, as MessagePack."""
         canonical = msgspec.msgpack.encode(sorted(self.fields().items()))
         return Namespace(
             hashlib.blake2b(canonical, digest_size=32, person=b"vcache-layout-1").digest()
@@ -102,8 +102,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Namespace(NamedTuple):
-    """fingerprint: 32 bytes, the key of the token hash. prefix: its first 8 bytes, with which every
-    chunk key begins.
+    """The digest of a layout. fingerprint: 32 bytes, the key of the token hash. prefix: the first 8
+    bytes, with which every chunk key begins.
     """
 
     fingerprint: bytes
@@ -117,8 +117,8 @@ class Namespace(NamedTuple):
 
 
 def with_codec(layout: Layout, offload: OffloadConfig) -> Layout:
-    """Add the offload tier's codec to the layout if the codec is lossy. So instances share chunks
-    only if they have the same one.
+    """Add the offload tier's codec to the layout if the codec is lossy. So instances with different
+    codecs do not share chunks.
     """
     codec = {"offload_codec": offload.codec} if offload.loses else {}
     extra = {name: value for name, value in layout.extra.items() if name != "offload_codec"}

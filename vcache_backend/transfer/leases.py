@@ -1,4 +1,4 @@
-"""Leases on chunks of the pool: takes them, renews them, and ends them with a verdict."""
+"""Takes leases on chunks of the pool, renews them, and ends them with a verdict."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from vcache_backend.transfer.stats import EngineStats
 
 
 class Lease(msgspec.Struct, eq=False):
-    """The right to read the chunks `keys`, which lie at `locations`.
+    """The right to read the chunks `keys` at `locations`.
 
-    deadline: when it ends (time.monotonic): `seconds` after it was asked for or renewed.
-    connection: the number of the client's connection on which it was granted, and with which it
-    ends."""
+    deadline: when the lease ends (time.monotonic), `seconds` after it was asked for or renewed.
+    connection: the number of the client's connection that granted the lease. The lease ends with
+    its connection."""
 
     id: int
     keys: list[ChunkKey]
@@ -35,11 +35,10 @@ class Lease(msgspec.Struct, eq=False):
 
 
 class AskedLease:
-    """A request for a lease on the leading run of `keys`, which was sent. As a context manager it
-    drops the lease, unless it was fetched.
+    """A request for a lease on the leading run of `keys`, already sent. The context manager drops a
+    lease that was not fetched.
 
-    One thread.
-    """
+    One thread."""
 
     def __init__(self, leases: LeaseClient, keys: list[ChunkKey]) -> None:
         self.keys, self._leases = keys, leases
@@ -52,7 +51,7 @@ class AskedLease:
             self._failure = error
 
     def fetch(self) -> Lease | None:
-        """Wait for the answer. None if the pool has none of the chunks, or on a second call. Raises
+        """Wait for the answer. None if the pool has no leading chunk, or on a second call. Raises
         VCacheError.
         """
         if self._failure is not None:
@@ -63,7 +62,7 @@ class AskedLease:
         try:
             leased = sent.answer()
         except VCacheError:
-            # If the answer still comes, its lease is ended.
+            # Have the lease ended if the answer still arrives.
             if not sent.over:
                 self._leases.end_asked(sent)
             raise
@@ -83,8 +82,8 @@ class AskedLease:
 
 
 class LeaseClient:
-    """The leases of one session. Any thread. note_epoch: called with the namespace's epoch that
-    each answer names.
+    """Takes and ends the leases of one session. Any thread. note_epoch: called with the namespace's
+    epoch in each answer.
     """
 
     def __init__(
@@ -100,23 +99,21 @@ class LeaseClient:
         self._note_epoch = note_epoch
 
     def acquire(self, keys: list[ChunkKey]) -> Lease | None:
-        """Lease the leading run of `keys` that is in the pool; None if it is empty. Raises
-        VCacheError.
-        """
+        """Lease the leading run of `keys` in the pool; None if it is empty. Raises VCacheError."""
         asked, connection = time.monotonic(), self.client.connections_lost
         return self.granted(keys, self.client.acquire(keys), asked, connection)
 
     def ask(self, keys: list[ChunkKey]) -> AskedLease:
-        """Like `acquire`, without waiting for the answer: `AskedLease.fetch` does. Never raises
-        VCacheError; `fetch` does.
+        """Send the request of `acquire`; `AskedLease.fetch` waits for the answer, and raises
+        VCacheError in place of this method.
         """
         return AskedLease(self, keys)
 
     def granted(
         self, keys: list[ChunkKey], leased: Leased, asked: float, connection: int
     ) -> Lease | None:
-        """The lease in the server's answer to a request sent at `asked` (time.monotonic) on
-        `connection`; None if it grants none.
+        """Make the lease from the server's answer to a request sent at `asked` (time.monotonic) on
+        `connection`. None if it grants no lease.
         """
         self._stats.add_time("acquire", time.monotonic() - asked)
         self._note_epoch(leased.epoch)
@@ -126,15 +123,13 @@ class LeaseClient:
         return Lease(leased.lease, there, leased.locations, until, leased.seconds, connection)
 
     def good_for_a_copy(self, lease: Lease) -> bool:
-        """Whether the lease has more than half its time left, and the connection on which it was
-        granted is still there.
-        """
+        """Whether the lease has more than half its time left, and its connection still exists."""
         same = self.client.connected and lease.connection == self.client.connections_lost
         return same and lease.seconds_left > lease.seconds / 2
 
     def renew(self, lease: Lease) -> bool:
-        """Extend a lease to its full time from now on; False if it had ended, or the server did not
-        answer. Waits for the answer.
+        """Extend a lease to its full time from now on. Waits for the answer. False if the lease had
+        ended, or the server did not answer.
         """
         asked = time.monotonic()
         try:
@@ -146,10 +141,10 @@ class LeaseClient:
         return held
 
     def verdict(self, lease: Lease, end: bool = True) -> bool:
-        """Whether the lease held until now, which is after a copy under it. end: end it, too; False
-        while other copies go on under it.
+        """Whether the lease held until now. Call it after a copy. end: also end the lease; False
+        while other copies use it.
 
-        Within `GRACE_SECONDS` of the grant it holds by itself: True at once. Later the server is
+        Within `GRACE_SECONDS` of the grant every lease holds: True at once. Later the server is
         asked, and no answer means False."""
         granted = lease.deadline - lease.seconds
         if time.monotonic() < min(granted + GRACE_SECONDS, lease.deadline):
@@ -170,5 +165,5 @@ class LeaseClient:
         self._outbox.release(lease.id)
 
     def end_asked(self, sent: Sent[Leased]) -> None:
-        """End, in the background, a lease whose answer is still to come."""
+        """End a lease in the background once its answer arrives."""
         self._outbox.release_asked(sent)

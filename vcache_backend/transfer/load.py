@@ -1,5 +1,5 @@
-"""A load: copies chunks into a KV cache, run by run as they arrive, from this node's memory or the
-offload tier.
+"""Loads chunks: copies them into a KV cache, run by run as they arrive, from this node's memory or
+the offload tier.
 """
 
 from __future__ import annotations
@@ -32,26 +32,27 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ABSENT = "absent"
-"""The cause of a load that ended because a chunk was nowhere to be found."""
+"""The cause of a load that ended because no source has a chunk."""
 CANCELLED = "cancelled"
 NO_FAILURE = ("", ABSENT, "store_absent", CANCELLED, "changed")
-"""Causes that are not counted as failures here. `changed` (an owner reused a block while it was read)
-has a counter of its own."""
+"""Causes that do not count as failures. `changed` (an owner reused a block during the read) has a
+counter of its own.
+"""
 COPY_SECONDS = 10.0
-"""The patience that a load needs beside the offload tier's deadline. A copy takes milliseconds."""
+"""How long to wait for a copy beside the offload tier's deadline. A copy takes milliseconds."""
 SLICE_SECONDS = 0.005
-"""How long a wait lasts at most before all sources are looked at again."""
+"""The longest wait before all sources are checked again."""
 LINGER_SECONDS = 0.1
 """How often an abandoned load checks whether its copies are over."""
 
 
 class Load:
-    """Copies the leading chunks of `keys` to their places. In the worker's thread that launches
-    kernels.
+    """Copies the leading chunks of `keys` to their places. Runs in the worker's thread that
+    launches kernels.
 
-    Call `advance` until it returns True: it does what it can without waiting. Then the `loaded`
-    leading chunks are in place and verified, and `cause` says why not all of them are. A load is
-    not over while anything may still write into its places, unless it was abandoned."""
+    Call `advance` until it returns True; it never waits for chunks or copies. Then the `loaded`
+    leading chunks are in place and verified, and `cause` says why the others are not. A load is not
+    over while a copy may still write into its places, unless it was abandoned."""
 
     def __init__(
         self,
@@ -69,14 +70,15 @@ class Load:
     ) -> None:
         """`keys[i]` and `places` belong to chunk i.
 
-        lease: an existing lease on the leading chunks, or one that was asked for; the load ends it,
-        and asks for one on the rest. mark: see `LoadContext`; None: the current stream continues
-        behind the copies. wait_seconds: how long to wait for chunks that are not there yet.
-        offload: look in the offload tier for what the pool lacks. name: the request's, for the log.
-        residents: chunks in the KV caches of `neighbours`, by number. A KV cache that is new is
-        mapped in the background, and the load waits for it. Chunks that are gone when their copy
-        would start may come from elsewhere. If there is no lease, the pool is asked for the other
-        chunks at once."""
+        lease: a lease on the leading chunks, taken or asked for. The load ends it, and leases the
+        other chunks itself. mark: see `LoadContext`; None: the current stream continues behind the
+        copies. wait_seconds: how long to wait for chunks that no source has yet. offload: look in
+        the offload tier for chunks that the pool lacks. name: the request's, for the log.
+        residents: chunks in the KV caches of `neighbours`, by number.
+
+        A new KV cache is mapped in the background, and the load waits for it. If a resident chunk
+        is gone when its copy would start, another source may provide it. Without `lease` the pool
+        is asked for the other chunks at once."""
         self.keys, self.places, self.stats = (
             keys,
             places,
@@ -110,20 +112,19 @@ class Load:
             "timeout" if wait_seconds else ABSENT,
         )
         self._end = len(keys)
-        """The first chunk that is not wanted any more; no copy of it or of later ones starts."""
+        """The first chunk that is not wanted any more: neither its copy nor a later copy starts."""
         self._failed = self._cancelled = self._over = False
 
     def advance(self) -> bool:
-        """Do what is possible without waiting for chunks or copies, but for the server's answers.
-        Never raises.
+        """Make progress without waiting for chunks or copies, but for the server's answers. Never
+        raises.
 
-        Returns whether the load is over; from then on always True.
-        """
+        Returns whether the load is over; from then on always True."""
         if self._over:
             return True
         try:
             self._go_on()
-        except Exception as error:  # noqa: BLE001 - what is not known to be right does not count
+        except Exception as error:  # noqa: BLE001 - unverified chunks do not count
             self._fail("copy")
             with suppress(Exception):
                 self._session.miss("load", error)
@@ -147,9 +148,9 @@ class Load:
         return self.loaded
 
     def finish(self, patience: float, prefix: Sequence[ChunkKey] = ()) -> int:
-        """`run`, and then store in the pool again what the offload tier has brought. Never raises.
+        """Call `run`, then store the offload tier's chunks in the pool again. Never raises.
 
-        prefix: keys of the chunks before the load's, which count as used, too."""
+        prefix: keys of the chunks before the load's, to be marked as used, too."""
         session = self._session
         try:
             self.run(patience)
@@ -157,12 +158,12 @@ class Load:
                 session.committer.touch(list(prefix))
             if chunks := self.to_promote():
                 store(session, self.places, self.keys, chunks, prefix, fetched_in=self.epoch)
-        except Exception as error:  # noqa: BLE001 - what is loaded stays right
+        except Exception as error:  # noqa: BLE001 - the loaded chunks stay right
             session.miss("promote", error)
         return self.loaded
 
     def wait(self, seconds: float) -> None:
-        """Wait, at most so long, until `advance` may have something to do."""
+        """Wait at most `seconds` until `advance` may make progress."""
         if self._over:
             return
         if not self._parts:
@@ -176,7 +177,7 @@ class Load:
 
     @property
     def reached(self) -> int:
-        """How many leading chunks are in place or on their way."""
+        """How many leading chunks are in place or being copied."""
         return self._parts[-1].first + self._parts[-1].count if self._parts else self.loaded
 
     @property
@@ -185,7 +186,7 @@ class Load:
         return self._over or self.reached >= self._end
 
     def found(self, residents: Mapping[int, ResidentChunk]) -> None:
-        """These chunks, by number, have been found in neighbours' KV caches. An empty mapping: stop
+        """Add chunks in neighbours' KV caches, by number. An empty mapping: stop
         waiting for more.
         """
         if not residents:
@@ -196,12 +197,14 @@ class Load:
             )
 
     def hold(self, cause: str = ABSENT) -> None:
-        """Start no further copies: the load ends with what is on its way now."""
+        """Start no further copies: the load ends with the copies that are running."""
         if not self._over and self.reached < self._end:
             self._end, self.cause = self.reached, self.cause or cause
 
     def cancel(self) -> None:
-        """The chunks are not needed any more. The load is over once the copies under way are."""
+        """Cancel the load, whose chunks are not needed any more. It is over when the running copies
+        are.
+        """
         self._cancelled = True
         self.hold(CANCELLED)
         for source in self._sources:
@@ -209,7 +212,7 @@ class Load:
 
     def abandon(self) -> None:
         """End the load as failed at once, although copies may still write into its places. A thread
-        waits for those.
+        waits for these copies.
         """
         if not self._over:
             self._fail("copy")
@@ -221,14 +224,12 @@ class Load:
 
     @property
     def epoch(self) -> int:
-        """The epoch in which the offload tier stored the chunks that it provided; see
-        `to_promote`.
-        """
+        """The epoch in which the offload tier stored its chunks; see `to_promote`."""
         return min(self._context.epochs)
 
     def to_promote(self) -> list[int]:
-        """After the load: numbers of the chunks that came from the offload tier and should be
-        stored in the pool again.
+        """After the load: numbers of the offload tier's chunks that should be stored in the pool
+        again.
         """
         context, offload = self._context, self._offload
         if (
@@ -261,7 +262,7 @@ class Load:
             self._give_up()
 
     def _launch(self) -> bool:
-        """Start the copy of the next chunks that are available. Returns False if none are now."""
+        """Start the copy of the next available chunks. Returns False if none are available."""
         chunk, sources = self.reached, self._sources
         coming = [source for source in sources if source.expects(chunk)]
         if self._launched_from(coming or sources):
@@ -271,7 +272,7 @@ class Load:
         self._context.idle_since = perf_counter()
         if any(source.prepare(chunk) for source in sources if source.may_have):
             return False
-        # Another instance may have stored it between the two questions.
+        # Another instance may have stored the chunk between the two questions.
         return self._launched_from(sources)
 
     def _launched_from(self, sources: list[Source]) -> bool:
@@ -286,8 +287,8 @@ class Load:
         return False
 
     def _give_up(self) -> None:
-        """Nothing could be launched: end the load here, unless the next chunk is on its way or may
-        still come.
+        """Hold the load after no copy could be launched, unless a source is fetching the next chunk
+        or may still provide it.
         """
         if any(source.expects(self.reached) for source in self._sources):
             return
@@ -305,7 +306,7 @@ class Load:
         )
 
     def _settle(self) -> None:
-        """Count the parts whose copies are over, in order."""
+        """Settle the parts whose copies are over, in order."""
         while self._parts and not self._failed:
             part = self._parts[0]
             if not part.copy.moving.done():
@@ -321,18 +322,19 @@ class Load:
             self._context.idle_since = perf_counter()
 
     def _fail(self, cause: str) -> None:
-        """End the load with what is in place now."""
+        """End the load with the chunks that are in place now."""
         self._failed, self.cause = True, cause
 
     def _linger(self) -> None:
-        """Release what the copies of an abandoned load use as soon as they are over: an owner's
-        memory is not free before. In a thread of its own, since no other load or step may come."""
+        """Release the parts of an abandoned load as soon as their copies are over, so that owners
+        can free their memory. A separate thread, since no later step may come.
+        """
         while self._parts:
             time.sleep(LINGER_SECONDS)
             self._drain()
 
     def _drain(self) -> None:
-        """Release the parts whose copies are over. A copy that failed writes nothing any more."""
+        """Release the parts whose copies are over. A failed copy has stopped writing."""
         for part in list(self._parts):
             with suppress(Exception):
                 try:

@@ -1,4 +1,4 @@
-"""Counts what one load has brought so far, by where it lay, and the time that took."""
+"""Counts the tokens that one load has brought, by place, and the time that it took."""
 
 from __future__ import annotations
 
@@ -17,28 +17,27 @@ log = logging.getLogger(__name__)
 
 
 class LoadStats:
-    """Counters of one load, which also adds to those of its session. One thread.
+    """Counts for one load, and adds to the session's counters. One thread.
 
-    tokens: by where they lay: see `devices.where`, and "resident" (another instance's KV cache),
-    "store" (the offload tier). metadata_seconds: asking the server. data_seconds: copying, and
-    waiting for the offload tier."""
+    tokens: by place: see `devices.where`, and "resident" (another instance's KV cache), "store"
+    (the offload tier). metadata_seconds: asking the server. data_seconds: copying, and waiting for
+    the offload tier."""
 
     def __init__(self, session: Session, kv: PagedKV, name: str, chunks: int) -> None:
-        """name: of the request, for the log. chunks: of the whole load."""
+        """name: the request, for the log. chunks: how many the whole load has."""
         self._session, self._name, self.chunks = session, name, chunks
         self.token_bytes = kv.chunk_bytes(session.chunk_size) // session.chunk_size
         self.tokens: Counter[str] = Counter()
         self.metadata_seconds = self.data_seconds = 0.0
 
     def pooled(self, first: int, own: int, count: int, tokens: int, seconds: float) -> None:
-        """Count `count` chunks of the pool, from the load's chunk `first` on, and their `tokens`
-        wanted tokens, which are in place.
+        """Count `count` loaded chunks of the pool, from number `first` on, and their `tokens`
+        wanted tokens.
 
-        own: how many of the chunks lay on the reader's own device. seconds: of their copy.
-        """
+        own: how many chunks lay on the reader's own device. seconds: the duration of the copy."""
         device = self._session.device
-        # Tokens are split in proportion to chunks; of the first and last chunk only a part may be
-        # wanted. Their sum is exact.
+        # Split tokens in proportion to chunks, since of the first and last chunk only a part may be
+        # wanted. The sum is exact.
         of_own, each = tokens * own // count, tokens * self.token_bytes // count
         for owner, brought in ((device.name, of_own), ("", tokens - of_own)):
             if brought:
@@ -76,8 +75,8 @@ class LoadStats:
             log.debug(said, self._which(first, count), owner.hex(), 1e3 * seconds)
 
     def refused(self, first: int, owner: bytes, count: int) -> None:
-        """Count `count` chunks, from number `first` on, whose blocks `owner` used again before
-        their copy was over.
+        """Count `count` chunks, from number `first` on, whose blocks `owner` reused before the copy
+        was over.
         """
         self._session.stats.count(chunks_refused=count)
         self._session.stats.read_from(owner, 0, count)
@@ -88,8 +87,8 @@ class LoadStats:
     def offloaded(
         self, first: int, keys: Sequence[bytes], tokens: int, waited: float, seconds: float
     ) -> None:
-        """Like `pooled`, for chunks of the offload tier. waited: seconds since the load had nothing
-        else to do.
+        """Like `pooled`, for chunks of the offload tier. waited: seconds since the load had no
+        other work.
         """
         self.data_seconds += waited
         self.tokens["store"] += tokens

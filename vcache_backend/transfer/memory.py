@@ -1,4 +1,4 @@
-"""A source of a load: memory of this node. All chunks that are available are read in one launch."""
+"""The memory source of a load: reads all available chunks of this node's memory in one launch."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class MemoryPart(Part):
-    """Chunks that lie in memory of this node. views: of their slots, if they lie in slots. local:
-    whether they are on the device of the KV cache."""
+    """Chunks in memory of this node. views: their slots, if they lie in slots. local: they are on
+    the device of the KV cache.
+    """
 
     views: Sequence[SlotView]
     local: bool
 
     @abstractmethod
     def origin(self) -> tuple[object, Int64s]:
-        """An object that identifies where they lie, and the bases of its planes, see `Copier.pull`.
-        Parts with one object share bases.
+        """Return an object that identifies the chunks' memory, and the bases of its planes, see
+        `Copier.pull`. Parts with the same object share bases.
         """
 
     @abstractmethod
@@ -45,8 +46,8 @@ class MemoryPart(Part):
 
 
 def read(context: LoadContext, parts: list[MemoryPart]) -> None:
-    """Launch one copy of these consecutive parts. After a VCacheError none of it runs; after
-    another exception some of it may.
+    """Launch one copy of these consecutive parts. After a VCacheError no part of the copy runs;
+    after another exception some may.
     """
     first, count = parts[0].first, sum(part.count for part in parts)
     try:
@@ -75,7 +76,7 @@ def _launched(context: LoadContext, plan: CopyPlan, parts: list[MemoryPart]) -> 
 
 
 def _rows(plan: CopyPlan, parts: list[MemoryPart]) -> tuple[Int64s, Int64s]:
-    """For `Copier.pull`."""
+    """Make the rows and bases for `Copier.pull`."""
     rows = np.empty((len(plan.blocks), 3), dtype=np.int64)
     rows[:, 2] = plan.blocks[:, 2]
     numbers: dict[int, int] = {}
@@ -95,7 +96,7 @@ def _rows(plan: CopyPlan, parts: list[MemoryPart]) -> tuple[Int64s, Int64s]:
 
 
 class MemorySource(Source):
-    """Chunks in other instances' KV caches and in the pool."""
+    """Reads chunks in other instances' KV caches and in the pool."""
 
     def __init__(
         self, context: LoadContext, pool: Pooled, residents: ResidentChunks | None
@@ -110,12 +111,12 @@ class MemorySource(Source):
         return self._residents is not None and self._residents.expects(chunk)
 
     def has(self, chunk: int) -> bool:
-        """Whether this chunk is known to be here."""
+        """Whether this source is known to have the chunk."""
         return chunk in self._context.resident or self._pool.has(chunk)
 
     def launch(self, chunk: int) -> Sequence[Part]:
-        """Only for the first part is the server asked for a lease: the copy need not wait for what
-        follows.
+        """Ask the server for a lease for the first part only, so that the copy need not wait for
+        later parts.
         """
         parts: list[MemoryPart] = []
         at, residents = chunk, self._residents

@@ -1,5 +1,5 @@
-"""Messages to the server that nobody waits for: leases that ended, reservations given back, chunks
-touched.
+"""Sends the server messages that nobody waits for: ended leases, returned reservations, touched
+chunks.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from vcache_backend.metadata_server.messages import ChunkKey, InstanceId, Leased
 log = logging.getLogger(__name__)
 
 MOST_MESSAGES = 4096
-"""How many messages to keep until the server is back. Leases and reservations whose messages are
-dropped expire by themselves.
+"""How many messages to keep until the server is back. Leases and reservations of dropped messages
+expire by themselves.
 """
 MANY_MESSAGES = 32
 """With so many messages the thread starts at once."""
@@ -29,7 +29,7 @@ LATER_SECONDS = 0.02
 
 
 class _Message(NamedTuple):
-    """One call of the client: `call(about)`. again: repeat it until the server has answered."""
+    """A call of the client: `call(about)`. again: repeat it until the server has answered."""
 
     call: Callable[[Any], object]
     about: Any
@@ -37,8 +37,9 @@ class _Message(NamedTuple):
 
 
 class Outbox:
-    """A thread that sends messages to the server while there is a connection. All methods may be
-    called from any thread; only `flush` and `close` wait."""
+    """A thread that sends messages to the server while a connection exists. All methods may be
+    called from any thread; only `flush` and `close` wait.
+    """
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -49,17 +50,18 @@ class Outbox:
         self._thread.start()
 
     def release(self, lease: int) -> None:
-        """End a lease that nothing is read under any more, after `LATER_SECONDS`: if it started at
-        once, the thread would take the interpreter from the caller, who is about to produce a
-        token."""
+        """End a lease that no copy uses any more, after `LATER_SECONDS`.
+
+        The thread starts late because it would take the interpreter from the caller, who is about
+        to produce a token."""
         self._post(_Message(self._client.release, lease, again=True), urgent=False)
 
     def release_asked(self, sent: Sent[Leased]) -> None:
-        """End a lease whose answer has not come yet."""
+        """End a lease as soon as the server's answer names it."""
         self._post(_Message(self._release_asked, sent, again=True))
 
     def give_back(self, reservation: int) -> None:
-        """Abort a reservation. Nothing may be writing into its slots."""
+        """Abort a reservation. No copy may be writing into its slots."""
         self._post(_Message(self._client.abort, reservation, again=True))
 
     def touch(self, keys: list[ChunkKey]) -> None:
@@ -67,20 +69,20 @@ class Outbox:
         self._post(_Message(self._client.touch, keys))
 
     def retract(self, instance: InstanceId, sequence: int) -> None:
-        """Withdraw what `instance` has published with a lower sequence number."""
+        """Withdraw all publications of `instance` with a lower sequence number."""
         self._post(
             _Message(lambda before: self._client.retract(instance, before), sequence, again=True)
         )
 
     def hint(self, instance: bytes, keys: list[ChunkKey]) -> None:
-        """Tell the owner `instance` that a load reads the last of these chunks, and perhaps others
-        of them. After `LATER_SECONDS`.
+        """Tell the owner `instance` that a load reads the last of these chunks, and perhaps earlier
+        ones. Waits `LATER_SECONDS` first.
         """
         self._post(_Message(lambda prefix: self._client.hint(instance, prefix), keys), urgent=False)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all work is done or given up; False after `timeout` seconds. Messages that wait
-        for a connection do not count.
+        """Wait until all work is done or given up; False after `timeout` seconds. Messages that
+        wait for a connection do not count.
         """
         with self._changed:
             if self._stopping:
@@ -90,8 +92,8 @@ class Outbox:
             return self._changed.wait_for(lambda: not (self._has_work() or self._busy), timeout)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Send what there is, for at most `timeout` seconds, and end the thread after its current
-        call. Idempotent.
+        """Send the queued messages, for at most `timeout` seconds, and end the thread after its
+        current call. Idempotent.
         """
         self.flush(timeout)
         with self._changed:
@@ -136,12 +138,12 @@ class Outbox:
         return bool(self._messages) and self._client.connected
 
     def _hurries(self) -> bool:
-        """Whether some of the work is urgent. Under the lock."""
+        """Whether some of the work is urgent. The caller holds the lock."""
         return self._urgent or len(self._messages) >= MANY_MESSAGES
 
     def _work(self) -> None:
-        """Send the messages that are there now, not those that arrive meanwhile: more important work
-        may be waiting.
+        """Send the messages queued so far. Later messages wait, since more important work may be
+        due.
         """
         for _ in range(len(self._messages)):
             if self._stopping or not self._client.connected:

@@ -1,5 +1,5 @@
-"""Says where the chunks of a request lie in a KV cache, by slots or by blocks, and plans copies
-from and to there.
+"""Finds the places of a request's chunks in a KV cache, by slots or by blocks, and plans copies
+from and to them.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ Int64s = npt.NDArray[np.int64]
 
 class Places(Protocol):
     """The places of chunks, numbered from 0, in the KV cache `kv`. Plans raise LayoutError for
-    places outside of the KV cache.
+    places outside the KV cache.
     """
 
     kv: PagedKV
 
     def load_plan(self, first: int, count: int) -> CopyPlan:
-        """The copy of the wanted blocks of `count` chunks, from number `first` on, out of slots 0,
-        1, ...
+        """Plan the copy of the wanted blocks of `count` chunks, from number `first` on, out of
+        slots 0, 1, ...
         """
         ...
 
     def store_plan(self, chunks: Sequence[int]) -> CopyPlan:
-        """The copy of these chunks into slots 0, 1, ..."""
+        """Plan the copy of these chunks into slots 0, 1, ..."""
         ...
 
     def holds(self, chunk: int) -> bool:
-        """Whether all of the chunk has its place here, so that it can be stored from here."""
+        """Whether the whole chunk has a place, so that it can be stored."""
         ...
 
 
 class BlockPlaces:
-    """Places by block numbers. `blocks` lists the blocks of one chunk after the other, each of
+    """Places by block numbers. `blocks` lists the chunks' blocks, chunk by chunk, each of
     `block_size` tokens.
     """
 
@@ -57,9 +57,10 @@ class BlockPlaces:
         *,
         holes: bool = False,
     ) -> None:
-        """block_size: a multiple of the tensors' block size. skip, stop: a load wants
-        `blocks[skip:stop]` only. holes: negative blocks are not wanted; otherwise they are an
-        error, unless there are several groups (`PagedKV.shares`)."""
+        """block_size: a multiple of the tensors' block size. skip, stop: a load wants only
+        `blocks[skip:stop]`. holes: negative blocks are not wanted; without `holes` they are an
+        error, unless several groups exist (`PagedKV.shares`).
+        """
         self.kv, self._size, self._holes = kv, chunk_size, holes
         self._each, parts = kv.blocks_in(chunk_size), block_size // kv.block_size
         ids = np.array(blocks, dtype=np.int64)
@@ -86,19 +87,19 @@ class BlockPlaces:
         return (chunk + 1) * self._each <= self._stop and not (own < 0).any()
 
     def distinct(self) -> bool:
-        """Whether all blocks from `skip` on have a place, and no two the same."""
+        """Whether all blocks from `skip` on have different places."""
         ids = self._ids[self._skip :]
         return len(set(ids.tolist())) == len(ids) and bool(np.minimum.reduce(ids, initial=0) >= 0)
 
     def there(self, chunks: int) -> npt.NDArray[np.bool_]:
-        """Shape (blocks,): which blocks of the leading `chunks` chunks have a place."""
+        """Shape (blocks,): whether each block of the leading `chunks` chunks has a place."""
         found: npt.NDArray[np.bool_] = self._ids[: chunks * self._each] >= 0
         return found
 
 
 class SlotPlaces:
     """Places by a slot mapping: the tokens of chunk i are in `slots[starts[i] : starts[i] +
-    chunk_size]`; -1: the token has none.
+    chunk_size]`; -1: no place.
     """
 
     def __init__(
@@ -111,9 +112,10 @@ class SlotPlaces:
         *,
         whole: bool = False,
     ) -> None:
-        """skip: a load wants the tokens of `slots[skip:]` only. whole: round `skip` down to a
-        block, and raise LayoutError if wanted tokens are not in a whole block; otherwise they are
-        left out."""
+        """skip: a load wants only the tokens of `slots[skip:]`. whole: round `skip` down to a
+        block, and raise LayoutError if wanted tokens do not fill a block; without `whole` such
+        tokens are left out.
+        """
         self.kv, self.slots = kv, slots
         self._skip = skip // kv.block_size * kv.block_size if whole else skip
         self._size, self._starts, self._whole = chunk_size, starts, whole
@@ -121,15 +123,15 @@ class SlotPlaces:
 
     @cached_property
     def _blocks(self) -> BlockPlaces:
-        """The same places by blocks. Raises LayoutError."""
+        """The same places by block numbers. Raises LayoutError."""
         ids = whole_blocks(self.kv, self._size, self.slots, self._starts, self._skip)
         block = self.kv.block_size
         left_alone = -(-max(self._skip - self._begin, 0) // block)
         return BlockPlaces(self.kv, self._size, ids, block, left_alone, holes=not self._whole)
 
     def refuse_shared(self) -> None:
-        """Raise ValueError if two wanted tokens have the same slot: the KV of one would be taken
-        for the other's.
+        """Raise ValueError if two wanted tokens have the same slot: readers would mix
+        up their KV.
         """
         with suppress(LayoutError):
             if self._blocks.distinct():
@@ -148,7 +150,7 @@ class SlotPlaces:
         return self._blocks.load_plan(first, count)
 
     def loaded(self, chunks: int) -> npt.NDArray[np.bool_]:
-        """Shape of `slots`: which tokens a load of the leading `chunks` chunks brings. Only for
+        """Shape of `slots`: the tokens that a load of the leading `chunks` chunks brings. Only for
         chunks that are adjacent in `slots`.
         """
         mask = np.zeros(len(self.slots), dtype=np.bool_)

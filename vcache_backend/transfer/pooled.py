@@ -1,4 +1,4 @@
-"""Chunks of a load that lie in the pool: run by run, each under a lease."""
+"""Reads a load's chunks in the pool, run by run, each run under a lease."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ POLL_SECONDS = 0.0002
 
 
 class _LeasedRun:
-    """The chunks with these numbers, under one lease. users: how many of their parts are under
-    way, and 1 while more may be launched.
+    """The chunks with these numbers, under one lease. users: how many parts are being copied, and 1
+    while more may be launched.
     """
 
     def __init__(self, lease: Lease, numbers: Sequence[int]) -> None:
         self.lease, self.numbers, self.users = lease, numbers, 1
 
     def leave(self, session: Session) -> None:
-        """Drop one user; the last one ends the lease."""
+        """Drop one user. The last user ends the lease."""
         self.users -= 1
         if not self.users:
             session.leases.release(self.lease)
 
     def consecutive(self, chunk: int) -> tuple[int, int]:
-        """[start, end) of the lease's locations that are those of `chunk` and of the consecutive
-        chunks after it.
+        """Find the lease's locations [start, end) of `chunk` and the consecutive chunks
+        after it.
         """
         start = end = self.numbers.index(chunk)
         if isinstance(self.numbers, range):
@@ -84,9 +84,9 @@ class _PooledPart(MemoryPart):
 
 
 class Pooled:
-    """The chunks of one load that are in the pool. In the worker's thread.
+    """Finds one load's chunks in the pool. Runs in the worker's thread.
 
-    cause: why nothing can come from the pool now; empty if a chunk is simply not there."""
+    cause: why no chunk can come from the pool now; empty if the pool simply lacks the chunk."""
 
     def __init__(
         self,
@@ -95,23 +95,25 @@ class Pooled:
         every: float,
         numbers: Sequence[int] | None = None,
     ) -> None:
-        """lease: one that was taken or asked for. numbers: of the chunks it is on; None:
-        consecutive ones, from the first one taken on. every: the least seconds between two requests
-        for a lease; 0: no limit."""
+        """lease: a lease that was taken or asked for. numbers: the numbers of its chunks; None:
+        consecutive chunks from the first chunk taken on. every: the least seconds between two
+        requests for a lease; 0: no limit.
+        """
         self._context, self._given, self._numbers, self._every = context, lease, numbers, every
         self._run: _LeasedRun | None = None
         self._next_look = 0.0
         self.cause = ""
 
     def has(self, chunk: int) -> bool:
-        """Whether this chunk is known to be in the pool, or was asked for by number."""
+        """Whether this chunk is under a lease, or was asked for by number."""
         if self._run is not None:
             return chunk in self._run.numbers
         return self._given is not None and self._numbers is not None and chunk in self._numbers
 
     def take(self, chunk: int, ask: bool) -> MemoryPart | None:
-        """The chunks from this number on that one lease covers and this process can read. ask: if
-        there is no lease on them, ask the server and wait."""
+        """Take the chunks from this number on that one lease covers and this process can read. ask:
+        without a lease on them, ask the server and wait.
+        """
         context, session = self._context, self._context.session
         if self._run is None or chunk not in self._run.numbers:
             if not ask and not (isinstance(self._given, Lease) and self._run is None):
@@ -135,20 +137,20 @@ class Pooled:
         )
 
     def _end_run(self) -> None:
-        """No further copy starts under the lease."""
+        """Start no further copy under the present lease."""
         run, self._run = self._run, None
         if run is not None:
             run.leave(self._context.session)
 
     def _leased(self, chunk: int) -> _LeasedRun | None:
-        """A lease on the chunks from this number on that are there."""
+        """Lease the chunks from this number on that are in the pool."""
         given, self._given = self._given, None
         self.cause = ""
         if isinstance(given, AskedLease):
             run = self._asked(given, chunk)
             if run is not None or self._numbers is None or chunk in self._numbers:
                 return run
-            # A chunk that was to come from elsewhere is missing there: ask the pool for it.
+            # Another source has lost this chunk: ask the pool for it.
             given = None
         if given is not None and given.keys[0] != self._context.keys[chunk]:
             self._context.session.leases.release(given)
@@ -167,7 +169,7 @@ class Pooled:
         )
 
     def _asked(self, given: AskedLease, chunk: int) -> _LeasedRun | None:
-        """The lease that was asked for, if it covers this chunk."""
+        """Wait for the lease that was asked for. None if it does not cover this chunk."""
         if self._numbers is None and given.keys:
             # Plan while the answer is on its way.
             self._context.plan(chunk, len(given.keys))
@@ -192,7 +194,7 @@ class Pooled:
             self._context.stats.metadata_seconds += perf_counter() - started
 
     def cancel(self) -> None:
-        """End the leases under which no copy is under way. Idempotent."""
+        """End the leases that no copy uses. Idempotent."""
         self._end_run()
         given, self._given = self._given, None
         if isinstance(given, AskedLease):

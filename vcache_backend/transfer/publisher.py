@@ -1,5 +1,5 @@
 """The background thread of a worker that shares in place: publishes the chunks in its KV cache, and
-again to a new server.
+publishes them again to a new server.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ from vcache_backend.vram_pool.copies.copier import Mark
 log = logging.getLogger(__name__)
 
 _SLICE_SECONDS = 0.05
-"""How long to wait for a step's end at a time, in between the thread's other work."""
+"""How long to wait for a step's end before other work gets its turn."""
 _POLL_SECONDS = 0.0005
 MOST_WAITING = 1024
-"""The most publications that wait for the end of their step. Further ones are dropped; their chunks
-are misses for others.
+"""The most publications that wait for the end of their step. Further publications are dropped;
+other instances miss their chunks.
 """
 TOGETHER = 16
-"""Chunks that are saved together. If a block of one is handed out before they are copied, none of
-them is saved.
+"""How many chunks are saved together. If a block of one chunk is handed out before the copy, none
+of them is saved.
 """
 SLOWEST_SECONDS = 60.0
-"""The longest pause between two attempts to tell a server what it does not know. It refuses until
-the scheduler has shown it the generations. The first pause is `outbox.RETRY_SECONDS`, and each is
-twice the one before."""
+"""The longest pause between two attempts to publish everything again. The server refuses until the
+scheduler has shown it the generations. The first pause is `outbox.RETRY_SECONDS`; each further
+pause is twice as long.
+"""
 
 
 class Publication(NamedTuple):
-    """Chunks of one rank, their blocks and those blocks' generations. All fields are those of
-    `Publish`, packed as there.
+    """Chunks of one rank, with their blocks and generations. The fields are those of `Publish`,
+    packed as there.
     """
 
     keys: list[ChunkKey]
@@ -54,7 +55,7 @@ class Publication(NamedTuple):
 
 
 class _Waiting(NamedTuple):
-    """A publication that may be told once `written` is reached. soon: then at once."""
+    """A publication that may be sent once `written` is reached. soon: send it then at once."""
 
     publication: Publication
     written: Mark
@@ -62,22 +63,21 @@ class _Waiting(NamedTuple):
 
 
 class Publisher(Outbox):
-    """Publishes one worker's chunks in the order they were submitted, each once the step that wrote
-    it is over.
+    """Publishes one worker's chunks in the order of submission, each after the step that wrote it.
 
-    It keeps the last chunk that begins at each block, and publishes those whose blocks still hold
-    them again if the server has lost them."""
+    Keeps the last chunk that begins at each block. If the server loses chunks, those with unchanged
+    blocks are published again."""
 
     def __init__(self, client: Client, stats: EngineStats, instance: InstanceId, each: int) -> None:
         """each: blocks of a chunk."""
         self._stats, self._instance, self._each = stats, instance, each
         self._queue: deque[_Waiting] = deque()
         self._kept: dict[bytes, Publication] = {}
-        """Publications of one chunk each, by the bytes of its first block's number."""
+        """Publications of one chunk each, by the bytes of the first block's number."""
         self._tables = Tables(client)
         self._servers = self._knows = 0
-        """The number of the present server, counted from 0, and of the one that knows all that is
-        kept; -1: none does.
+        """The number of the present server, counted from 0, and the number of the server that knows
+        all kept chunks; -1: no server does.
         """
         self._again_at, self._pause = 0.0, outbox.RETRY_SECONDS
         super().__init__(client)
@@ -86,8 +86,8 @@ class Publisher(Outbox):
     def submit(self, publication: Publication, written: Mark, soon: bool = True) -> None:
         """Queue chunks that can be read once `written` is reached. Any thread; never blocks.
 
-        soon: publish them as soon as that, since others may look for them. Otherwise after
-        `outbox.LATER_SECONDS`, or with later ones, so that the thread does not take the
+        soon: publish them at that moment, since others may look for them. Otherwise after
+        `outbox.LATER_SECONDS`, or with later chunks, so that the thread does not take the
         interpreter from the present step."""
         with self._changed:
             if len(self._queue) >= MOST_WAITING:
@@ -97,11 +97,10 @@ class Publisher(Outbox):
             self._changed.notify_all()
 
     def known(self, publication: Publication) -> list[Publication]:
-        """The chunks of `publication` that were published just so, in any sequence: `TOGETHER` at a
-        time, the last ones first. Any thread.
+        """Return the chunks of `publication` that were published with the same fields, in any
+        sequence: `TOGETHER` at a time, the last chunks first. Any thread.
 
-        Leaves out chunks of steps that failed, which were never published.
-        """
+        Leaves out chunks of failed steps, which were never published."""
         ones = [(one, self._kept.get(one.blocks[:NUMBER_BYTES])) for one in _single(publication)]
         same = [
             one
@@ -130,7 +129,9 @@ class Publisher(Outbox):
     # ---- inside
 
     def _returned(self) -> None:
-        """Called when there is a server again, maybe another one. In the client's thread."""
+        """Publish everything again: the client has reached a server, maybe a new one. Runs in the
+        client's thread.
+        """
         with self._changed:
             self._servers = self._servers + 1
             self._again_at = 0.0
@@ -152,13 +153,14 @@ class Publisher(Outbox):
             self._wait()
             self._tell_again()
         for _ in range(len(self._queue)):
-            # This removes the publication of a step that failed.
+            # `_over` removes the publication of a step that failed.
             if self._stopping or not self._over(self._queue[0].written):
                 return
             publication = self._queue.popleft().publication
             self._keep(publication)
             if not self._tell(publication) and self._knows == self._servers:
-                # The scheduler may not have shown the generations yet, or the server is gone.
+                # Try again later: the scheduler may not have shown the generations yet, or the
+                # server is gone.
                 self._knows, self._pause = -1, outbox.RETRY_SECONDS
                 self._wait()
 
@@ -172,8 +174,8 @@ class Publisher(Outbox):
         )
 
     def _over(self, written: Mark) -> bool:
-        """Whether the step is over. Removes the publication at the head of the queue if its step
-        failed.
+        """Whether the step is over. If the step failed, remove the publication at the head of the
+        queue.
         """
         until = time.monotonic() + _SLICE_SECONDS
         try:
@@ -193,7 +195,7 @@ class Publisher(Outbox):
             self._kept[one.blocks[:NUMBER_BYTES]] = one
 
     def _tell(self, publication: Publication) -> int | None:
-        """How many of the chunks the server took, 0 if it refused them; None if it is
+        """Publish chunks. Returns how many the server took, 0 if it refused them; None if it is
         unavailable.
         """
         try:
@@ -207,8 +209,8 @@ class Publisher(Outbox):
         return taken
 
     def _tell_again(self) -> None:
-        """Publish all chunks that are kept and still there, in their old order. The server knows
-        them if it took any, or there are none.
+        """Publish all kept chunks that are unchanged, in their old order. The server then knows
+        them if it took any, or none are kept.
         """
         server = self._servers
         view = self._tables.view(self._instance)
@@ -229,7 +231,7 @@ class Publisher(Outbox):
 
 
 def _single(publication: Publication) -> list[Publication]:
-    """Each of its chunks by itself."""
+    """Split a publication into one for each chunk."""
     keys, count = publication.keys, max(1, len(publication.keys))
     number, generation = len(publication.blocks) // count, len(publication.generations) // count
     return [
@@ -243,9 +245,7 @@ def _single(publication: Publication) -> list[Publication]:
 
 
 def _joined(ones: Sequence[Publication]) -> Publication:
-    """One publication of all these publications' chunks, in order. At least one; all of one
-    sequence and one epoch.
-    """
+    """Join publications, at least one, all of one sequence and epoch. Keeps the order of chunks."""
     blocks = b"".join(one.blocks for one in ones)
     generations = b"".join(one.generations for one in ones)
     return ones[0]._replace(

@@ -1,4 +1,4 @@
-"""Chunks of a load that are read out of other instances' KV caches, verified by their blocks'
+"""Reads a load's chunks in other instances' KV caches, and verifies them by their blocks'
 generations.
 """
 
@@ -20,12 +20,12 @@ from vcache_backend.vram_pool.paged import Int64s
 UInt32s = npt.NDArray[np.uint32]
 UInt64s = npt.NDArray[np.uint64]
 _NUMBER, _GENERATION = np.dtype("<u4"), np.dtype("<u8")
-"""Made once: parsing these from text took almost half of the time of unpacking."""
+"""Made once: parsing the types from text took almost half of the unpacking time."""
 
 
 class ResidentChunk(NamedTuple):
     """One chunk in the KV cache of `instance`. blocks: the owner's block numbers, in order.
-    generations: the blocks', when published.
+    generations: the blocks' generations at publication.
     """
 
     instance: bytes
@@ -34,7 +34,9 @@ class ResidentChunk(NamedTuple):
 
     @classmethod
     def unpacked(cls, instance: bytes, blocks: bytes, generations: bytes) -> Self:
-        """From little-endian numbers, as the protocol has them. ValueError if they are none."""
+        """Unpack little-endian numbers, as in the protocol. ValueError if the bytes are no whole
+        numbers.
+        """
         return cls(
             instance,
             np.frombuffer(blocks, dtype=_NUMBER),
@@ -43,7 +45,9 @@ class ResidentChunk(NamedTuple):
 
     @classmethod
     def many(cls, instance: bytes, count: int, blocks: bytes, generations: bytes) -> list[Self]:
-        """`count` equally long chunks of one instance, packed one behind the other. ValueError."""
+        """Unpack `count` equally long chunks of one instance that are packed together. Raises
+        ValueError.
+        """
         rows = np.frombuffer(blocks, dtype=_NUMBER).reshape(count, -1)
         counters = np.frombuffer(generations, dtype=_GENERATION).reshape(count, -1)
         return list(map(cls, repeat(instance), rows, counters))
@@ -51,7 +55,7 @@ class ResidentChunk(NamedTuple):
 
 @dataclass
 class _ResidentPart(MemoryPart):
-    """Lives between the neighbour's `enter` and `leave`, so that its KV cache stays mapped."""
+    """A part between the neighbour's `enter` and `leave`, which keep the KV cache mapped."""
 
     neighbour: Neighbour
     blocks: UInt32s
@@ -90,11 +94,10 @@ class _ResidentPart(MemoryPart):
 
 
 class ResidentChunks:
-    """Takes a load's chunks out of `LoadContext.resident`, as their copies start or they turn out
-    to be gone. In the worker's thread.
+    """Takes chunks out of `LoadContext.resident` when their copies start, or when they turn out to
+    be gone. Runs in the worker's thread.
 
-    gone: whether any chunk turned out to be gone.
-    """
+    gone: whether any chunk turned out to be gone."""
 
     def __init__(
         self, context: LoadContext, residents: Mapping[int, ResidentChunk], neighbours: Neighbours
@@ -110,13 +113,14 @@ class ResidentChunks:
             self._neighbours.expects(instance)
 
     def expects(self, chunk: int) -> bool:
-        """Whether the KV cache that this chunk lies in is still being mapped."""
+        """Whether this chunk's KV cache is still being mapped."""
         one = self._chunks.get(chunk)
         return one is not None and self._neighbours.expects(one.instance)
 
     def take(self, chunk: int) -> MemoryPart | None:
-        """The chunks from this number on that one neighbour still has as published. Forgets chunks
-        that it lost; they may come from elsewhere."""
+        """Take chunks from this number on that one neighbour has unchanged. Forgets chunks that the
+        neighbour has lost; other sources may have them.
+        """
         first = self._chunks.get(chunk)
         if first is None:
             return None

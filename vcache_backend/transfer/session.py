@@ -37,11 +37,11 @@ log = logging.getLogger(__name__)
 
 
 class Session:
-    """Leases, copies and look-ups of one rank of one model instance.
+    """Leases, copies and looks up chunks for one rank of one model instance.
 
     Look-ups and leases may come from any thread; `bind` and copies from the worker's thread that
-    launches kernels. On failure methods raise VCacheError (or torch's RuntimeError); `miss` counts
-    such an error as a miss, and logs each cause once."""
+    launches kernels. Methods raise VCacheError (or torch's RuntimeError). `miss` counts such an
+    error as a miss, and logs each cause once."""
 
     def __init__(
         self,
@@ -56,12 +56,13 @@ class Session:
         name: str = "",
     ) -> None:
         """Connect, and lend this worker's segment, unless `over_budget` (see `Pool`) says why not.
+
         Raises ConfigError, and ValueError if `layout` has another chunk size. An absent server is
-        no error: everything is a miss until it is there.
+        no error: everything is a miss until the server is there.
 
         rank: in the keys of chunks that this worker stores. anonymous: do not tell the server the
-        layout; another process of this instance does. kv_device: where the KV caches will lie, see
-        `devices.resolve`. name: of the instance, for the server's status."""
+        layout; another process of this instance does. kv_device: the device of the future KV
+        caches, see `devices.resolve`. name: the instance's, for the server's status."""
         if layout.chunk_size != config.engine.chunk_size:
             raise ValueError(
                 f"layout.chunk_size is {layout.chunk_size}, engine.chunk_size is {config.engine.chunk_size}"
@@ -72,7 +73,9 @@ class Session:
         self._config = config
         self.stats = EngineStats()
         self.device = devices.resolve(config.pool.device, kv_device)
-        """The pool's device: where this worker lends memory, and which GPU reads the pool."""
+        """The pool's device: the place of this worker's lent memory, and the GPU that reads the
+        pool.
+        """
         fields = {} if anonymous else layout.fields() | {"namespace": str(self.namespace)}
         self.client = Client(
             config.server.path,
@@ -85,22 +88,18 @@ class Session:
         self.pool = make_pool(self.client, self.device, config.pool.lent, over_budget)
         self.copier = copier or make_copier(self.device, config)
         self.tier = make_tier(config.offload, self.stats, self.device.ordinal is not None)
-        """The offload tier, or None. `bind` sets it to None if there is no memory for it; the pool
-        works without.
+        """The offload tier, or None. `bind` sets it to None if memory for it is lacking; the pool
+        works without it.
         """
         self.on_stored: list[Callable[[list[ChunkKey]], None]] = [self._offer]
-        """Called in the commit thread with chunks of this worker that have become visible to
-        others.
-        """
+        """Called in the commit thread with this worker's chunks that others can now see."""
         self.committer = Committer(
             self.client, self.stats, config.engine.max_inflight_stores, self.on_stored
         )
         self.leases = LeaseClient(self.client, self.committer, self.stats, self.note_epoch)
         self.miss = self.stats.miss
         self.uploader: Uploader | None = None
-        """Copies chunks of the offload tier from host memory into KV caches; None without a
-        tier.
-        """
+        """Copies the offload tier's chunks from host memory into KV caches; None without a tier."""
         self._paged: PagedKV | None = None
         self._tensors: list[torch.Tensor] = []
         self._addresses: list[int] = []
@@ -108,9 +107,9 @@ class Session:
     # ---- the KV cache
 
     def bind(self, kvcaches: KVCaches, described: PagedKV | None = None) -> PagedKV:
-        """The geometry of these tensors. It is worked out once; described: it is known already.
-        ValueError if they are no tensors, LayoutError if they do not fit the layout of the
-        namespace."""
+        """Describe these tensors, once. described: their geometry, if it is already known.
+
+        ValueError if they are no tensors, LayoutError if they do not fit the namespace's layout."""
         given = list(kvcaches.values()) if isinstance(kvcaches, Mapping) else kvcaches
         if self._paged is not None and self._same(given):
             return self._paged
@@ -133,8 +132,8 @@ class Session:
         return kv
 
     def _same(self, kvcaches: object) -> bool:
-        """Whether these are the bound tensors, at the same addresses. Called on every call; some
-        0.1 us a tensor.
+        """Whether these are the bound tensors, at the same addresses. Runs on every call; takes
+        some 0.1 us a tensor.
         """
         known = self._tensors
         same = (
@@ -146,18 +145,18 @@ class Session:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of one chunk, known once KV caches are bound; 0 before."""
+        """Bytes of one chunk; 0 before KV caches are bound."""
         return 0 if self._paged is None else self._paged.chunk_bytes(self.chunk_size)
 
     # ---- look-ups
 
     def own(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """The keys of this rank's part of the same chunks. keys: all of one rank."""
+        """Make the keys of this rank's part of the same chunks. keys: all of one rank."""
         return of_rank(keys, self.rank)
 
     def lookup(self, keys: Sequence[ChunkKey], ranks: int = 1) -> int:
-        """How many leading chunks all `ranks` ranks have, in the pool or the offload tier. keys: all
-        of one rank. Takes no lease.
+        """Count the leading chunks that all `ranks` ranks have, in the pool or the offload tier.
+        keys: all of one rank. Takes no lease.
         """
         if not keys:
             return 0
@@ -166,27 +165,29 @@ class Session:
         return found if self.tier is None else self.tier.extend(self.client, keys, ranks, found)
 
     def contains(self, key: ChunkKey) -> int:
-        """0: in the pool; 1: in the offload tier; -1: nowhere known. Takes no lease."""
+        """Look one chunk up. 0: in the pool; 1: in the offload tier; -1: not found.
+        Takes no lease.
+        """
         answer = self.client.present([key])
         if answer.present[0]:
             return 0
         return 1 if self.tier is not None and self.tier.lookup([key], answer.epoch) else -1
 
     def segments(self) -> dict[SegmentId, devices.Where]:
-        """The segments that this worker can read, and where each lies relative to it."""
+        """The segments that this worker can read, and the place of each relative to this worker."""
         return {info.id: devices.where(self.device, info.device) for info in self.pool.mapped()}
 
     def views(self, locations: Sequence[Location]) -> list[SlotView]:
-        """Addresses of the leading locations that this process can read. Keep them until the copy
-        is complete.
+        """Map the leading locations that this process can read. Keep the views until the copy is
+        complete.
         """
         return self.pool.slots(locations)
 
     # ---- the offload tier
 
     def _bind_tier(self, kv: PagedKV) -> None:
-        """Prepare the offload tier for these KV caches. If there is no memory for it, go on
-        without.
+        """Prepare the offload tier for these KV caches. If memory for it is lacking, go on without
+        it.
         """
         if self.tier is None:
             return
@@ -207,13 +208,14 @@ class Session:
             self.tier.offer(keys)
 
     def note_epoch(self, epoch: int) -> None:
-        """The server says that the namespace is in this epoch."""
+        """Pass the namespace's epoch, as the server says, to the offload tier."""
         if self.tier is not None:
             self.tier.note_epoch(epoch)
 
     def fetch(self, keys: Sequence[ChunkKey]) -> Fetch | None:
-        """Begin to read the leading chunks that the pool lacks from the offload tier; None if it
-        has none. To be cancelled if it is not used up."""
+        """Begin to read the leading chunks that the pool lacks from the offload tier. None if it
+        has none. Cancel a fetch that is not used up.
+        """
         if self.tier is None or not keys or not self.tier.may_have(keys[0]):
             return None
         answer = self.client.present(list(keys))
@@ -225,8 +227,9 @@ class Session:
     # ---- life
 
     def flush(self, timeout: float = 5.0, through: bool = False) -> bool:
-        """Wait until the stores so far are visible or given up, and, with `through`, offloaded or
-        dropped. False if they are not after `timeout` seconds."""
+        """Wait until the stores so far are visible or given up; `through`: and offloaded or
+        dropped. False after `timeout` seconds.
+        """
         until = time.monotonic() + timeout
         flushed = self.committer.flush(timeout)
         if not through or self.tier is None:
@@ -241,7 +244,7 @@ class Session:
         if self.tier is not None:
             self.tier.close()
         self.copier.close()
-        # The client first: a heartbeat of its thread would map segments again.
+        # Close the client before the pool: its heartbeats would map segments again.
         self.client.close()
         self.pool.close()
 
@@ -252,8 +255,8 @@ def make_pool(
     segment_bytes: int,
     over_budget: Callable[[int, int], str | None],
 ) -> pool.Pool:
-    """The pool of a device. over_budget: see `Pool`; not asked for host memory beside a GPU, which
-    takes none of that GPU's memory.
+    """Make the pool of a device. over_budget: see `Pool`. Not asked for host memory beside a GPU,
+    which takes no memory of the GPU.
     """
     if device.medium == "host" and device.ordinal is not None:
         return PinnedPool(client, device, segment_bytes)
@@ -261,8 +264,8 @@ def make_pool(
 
 
 def make_tier(config: OffloadConfig, stats: EngineStats, on_gpu: bool) -> OffloadTier | None:
-    """The offload tier. None if it is off, or cannot be opened, which is logged. on_gpu: whether KV
-    caches are on GPUs.
+    """Make the offload tier. None if it is off, or cannot be opened, which is logged. on_gpu: the
+    KV caches are on GPUs.
     """
     if config.policy == "off":
         return None
@@ -277,7 +280,9 @@ def make_tier(config: OffloadConfig, stats: EngineStats, on_gpu: bool) -> Offloa
 
 
 def make_copier(device: devices.Device, config: Config) -> Copier:
-    """The copier of a device: `HostCopier` for host memory that no GPU reads, kernels for a GPU."""
+    """Make the copier of a device: `HostCopier` for host memory that no GPU reads, kernels for a
+    GPU.
+    """
     if device.ordinal is None:
         return HostCopier()
     # Needs Triton, which a machine without a GPU may not have.

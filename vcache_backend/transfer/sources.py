@@ -1,5 +1,5 @@
-"""The sources of a load's chunks, behind one interface: memory of this node (memory.py), the
-offload tier, or the caller (held.py).
+"""The sources of a load's chunks, behind one interface: this node's memory (memory.py), and the
+offload tier.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from vcache_backend.transfer.resident import ResidentChunk
 
 CAUSES = {"absent": "store_absent", "bad": "store_bad", "timeout": "store_late"}
-"""A load's cause, by the cause for which a fetch ended early. Others: `store`."""
+"""A load's cause, by the cause of a fetch that ended early. Others: `store`."""
 
 
 class Settled(NamedTuple):
-    """How many leading chunks are right, and the cause if not all are; empty if they are."""
+    """How many leading chunks are right, and the cause if some are not; else empty."""
 
     chunks: int
     cause: str = ""
@@ -39,8 +39,9 @@ class Settled(NamedTuple):
 
 @dataclass
 class RunningCopy:
-    """One copy under way into the KV cache: `count` chunks of a load from number `first` on.
-    launched: by perf_counter."""
+    """A running copy into the KV cache: `count` chunks of a load from number `first` on. launched:
+    by perf_counter.
+    """
 
     first: int
     count: int
@@ -50,12 +51,12 @@ class RunningCopy:
 
     @property
     def seconds(self) -> float:
-        """Seconds that the copy took. Only once it is over."""
+        """Seconds that the copy took. Only after the copy."""
         seconds = self.moving.seconds
         return perf_counter() - self.launched if seconds is None else seconds
 
     def tokens(self, first: int, count: int) -> int:
-        """How many tokens it copies of the `count` chunks from number `first` on."""
+        """How many tokens the copy brings of the `count` chunks from number `first` on."""
         if count == self.count:
             return self.plan.tokens
         start = first - self.first
@@ -65,82 +66,83 @@ class RunningCopy:
 
 @dataclass
 class Part(ABC):
-    """`count` consecutive chunks of a load, from number `first` on, which lie in one place. They
-    stay readable until `settle` or `drop`. If nobody can know whether their copy is over, `lose` is
-    called instead.
+    """`count` consecutive chunks of a load, from number `first` on, in one place.
 
-    copy: the copy that reads them, and perhaps other parts; set when it is launched."""
+    The chunks stay readable until `settle` or `drop`. `lose` is called instead if nobody can know
+    whether the copy is over. copy: the copy that reads these chunks, and perhaps other parts; set
+    at its launch."""
 
     context: LoadContext
     first: int
     count: int
     copy: RunningCopy = field(init=False)
 
-    def keep(self) -> None:  # noqa: B027 - most need nothing
-        """Called while the copy runs: make sure that the chunks stay readable, for example by
-        renewing a lease.
-        """
+    def keep(self) -> None:  # noqa: B027 - most parts need nothing
+        """Keep the chunks readable while the copy runs, for example by renewing a lease."""
 
     @abstractmethod
     def settle(self) -> Settled:
-        """Called once the copy is over: release what it used, and return how many chunks are
-        right.
-        """
+        """Release the chunks after the copy, and return how many of them are right."""
 
     @abstractmethod
     def drop(self) -> None:
-        """Release the chunks, which are not needed any more. No copy reads them."""
+        """Release chunks that are not needed any more. No copy reads them."""
 
-    def lose(self) -> None:  # noqa: B027 - most stay as they are
-        """The chunks are not needed any more, but something may still be reading them."""
+    def lose(self) -> None:  # noqa: B027 - most parts stay as they are
+        """Give up chunks that are not needed any more, but that a copy may still read."""
 
     def tokens(self, count: int) -> int:
-        """How many tokens its leading `count` chunks bring."""
+        """How many tokens the leading `count` chunks bring."""
         return self.copy.tokens(self.first, count)
 
     @property
     def seconds(self) -> float:
-        """Seconds of its share of the copy. Only once that is over."""
+        """Seconds of this part's share of the copy. Only after the copy."""
         return self.copy.seconds * self.tokens(self.count) / max(self.copy.plan.tokens, 1)
 
 
 class Source(ABC):
-    """One place that a load's chunks come from. In the worker's thread. `prepare` and `launch` wait
-    for an answer of the server at most.
+    """A place where a load's chunks may come from. Runs in the worker's thread. `prepare` and
+    `launch` wait at most for an answer of the server.
 
-    cause: why nothing can come from here now; empty if the chunk is simply not here. may_have:
-    whether calling `prepare` makes sense."""
+    cause: why no chunk can come from this source now; empty if the source simply lacks the chunk.
+    may_have: whether calling `prepare` makes sense."""
 
     cause = ""
     may_have = False
 
     def expects(self, chunk: int) -> bool:
-        """Whether this chunk is on its way from here."""
+        """Whether this source is fetching the chunk."""
         return False
 
     def prepare(self, chunk: int) -> bool:
-        """Begin to fetch chunks from this number on, if the source needs that. Returns whether any
-        are on their way.
+        """Begin to fetch chunks from this number on, if the source needs that. Returns whether
+        chunks are being fetched.
         """
         return False
 
     @abstractmethod
     def launch(self, chunk: int) -> Sequence[Part]:
-        """Start the copy of the chunks from this number on that are available now. Returns them,
-        in order; none if none are available."""
+        """Start the copy of available chunks, from this number on. Returns them, in order; empty if
+        none are available.
+        """
 
     def wait(self, seconds: float) -> bool:
-        """Wait, at most so long, for what is being fetched. Returns False at once if nothing is."""
+        """Wait at most `seconds` for a fetch. Returns False at once if no chunk is
+        being fetched.
+        """
         return False
 
     @abstractmethod
     def cancel(self) -> None:
-        """No further chunks are needed: release what is not under way. Idempotent."""
+        """Release chunks that no copy reads: no further chunks are needed. Idempotent."""
 
 
 class LoadContext:
-    """What the sources of one load share. mark: a point in the model's stream after which the
-    places' previous owners have no work queued, so that copies may start there."""
+    """The state that the sources of one load share.
+
+    mark: a point in the model's stream. Behind it the places' previous owners have no queued work,
+    so copies may start there."""
 
     def __init__(
         self,
@@ -158,17 +160,17 @@ class LoadContext:
             stats,
         )
         self.idle_since = perf_counter()
-        """Since when (perf_counter) the load has had nothing to do but wait."""
+        """The time (perf_counter) since which the load only waits."""
         self._planned: tuple[int, int, CopyPlan] | None = None
         self.resident: dict[int, ResidentChunk] = {}
-        """Chunks that are still to be read from other instances' KV caches, by number."""
+        """Chunks to be read from other instances' KV caches, by number."""
         self.fetched: list[int] = []
         """Numbers of the chunks that came from the offload tier."""
         self.epochs: set[int] = set()
-        """The epochs in which the offload tier had stored those."""
+        """The epochs in which the offload tier stored the chunks in `fetched`."""
 
     def plan(self, chunk: int, count: int) -> CopyPlan:
-        """The plan to copy `count` chunks from this number on. The last one is cached."""
+        """Plan the copy of `count` chunks from this number on. The last plan is cached."""
         if self._planned is None or self._planned[:2] != (chunk, count):
             with self.session.stats.timed("plan"):
                 self._planned = chunk, count, self.places.load_plan(chunk, count)
@@ -200,15 +202,16 @@ def upload(
     chunks: Sequence[Staged],
     give_back: Callable[[], None],
 ) -> list[Part]:
-    """Launch the copy of chunks of the offload tier that are in host memory, from number `first`
-    on. give_back: releases that memory; called once nothing reads it any more."""
+    """Launch the copy of the offload tier's chunks from host memory, from number `first` on.
+    give_back: releases the memory; called once nothing reads it any more.
+    """
     count, epochs = len(chunks), {chunk.epoch for chunk in chunks}
     part = _OffloadedPart(context, first, count, epochs, give_back)
     try:
         plan, started = context.plan(first, count), perf_counter()
         moving = uploader.scatter(context.places.kv, plan, chunks, context.mark)
     except VCacheError:
-        # After any other error something may still be reading them, so they are never given back.
+        # After any other error a copy may still read the chunks, so they are never given back.
         part.drop()
         raise
     part.copy = RunningCopy(first, count, plan, moving, started)
@@ -217,7 +220,8 @@ def upload(
 
 class OffloadSource(Source):
     """Reads chunks from the offload tier, run by run, each ahead of its use. After a run that ended
-    early it reads nothing more, since another attempt may fail, too."""
+    early it reads no more, since another run may fail, too.
+    """
 
     def __init__(self, context: LoadContext, tier: OffloadTier) -> None:
         self._context, self.tier, self.may_have = context, tier, True

@@ -1,5 +1,5 @@
-"""Counts what an engine does: hits and misses, bytes by source, metadata time and data time,
-failures by cause.
+"""Counts an engine's hits and misses, bytes by source, metadata time and data time, and failures by
+cause.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ TIMES = (
     ),
     *("offload_lookup", "offload_put"),
 )
-"""Names of the latencies: whole calls first, then their parts, then those of the offload tier.
-`retrieve_copy` and `store_copy` are data time, `plan` is neither, the other parts and `lookup` are
+"""Names of the latencies: first whole calls, then their parts, then the offload tier's.
+
+`retrieve_copy` and `store_copy` are data time. `plan` is neither. The other parts and `lookup` are
 metadata time. A put is one batch, in the background."""
 METADATA = ("acquire", "release", "reserve", "commit")
 DATA = ("retrieve_copy", "store_copy")
@@ -49,14 +50,14 @@ class EngineStats:
         self._counts: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
         self._said: dict[str, int] = {}
-        """By reason: the `Client.epoch` in which it was logged last."""
+        """By reason: the `Client.epoch` of its last log line."""
         self._owners: dict[bytes, tuple[int, int]] = {}
-        """By instance: bytes read, and chunks refused. The latest read comes last."""
+        """By instance: bytes read, and chunks refused. The instance read last comes last."""
         self.updates = 0
-        """How often something was added to the counters."""
+        """How often a counter was increased."""
 
     def timed(self, name: str) -> AbstractContextManager[None]:
-        """Add the duration of the block to `name`."""
+        """Add the duration of the `with` block to `name`."""
         return _Timed(self, name)
 
     def add_time(self, name: str, seconds: float) -> None:
@@ -72,17 +73,17 @@ class EngineStats:
 
     def read_from(self, owner: bytes, nbytes: int, refused: int = 0) -> None:
         """Count bytes read in the KV cache of instance `owner`, and chunks `refused` because they
-        were no longer what was published.
+        changed after their publication.
         """
         with self._lock:
             before = self._owners.pop(owner, (0, 0))
             self._owners[owner] = before[0] + nbytes, before[1] + refused
             if len(self._owners) > MAX_OWNERS:
-                # Forget the one read longest ago. Each start of an instance is a new owner.
+                # Forget the owner read longest ago. Each start of an instance is a new owner.
                 del self._owners[next(iter(self._owners))]
 
     def reads(self) -> list[Reads]:
-        """What was read in each instance's KV cache so far."""
+        """Report the reads in each instance's KV cache so far."""
         with self._lock:
             return [
                 Reads(InstanceId(owner), nbytes, refused)
@@ -90,7 +91,7 @@ class EngineStats:
             ]
 
     def failed(self, cause: str) -> int:
-        """Count a failure. Returns how many of this cause there were so far."""
+        """Count a failure. Returns the number of failures with this cause so far."""
         with self._lock:
             self._failures[cause] += 1
             return self._failures[cause]
@@ -102,7 +103,7 @@ class EngineStats:
             return before != epoch
 
     def miss(self, call: str, error: Exception) -> int:
-        """Count a failure of `call`, and log it if it is the first of its cause. Returns 0.
+        """Count a failure of `call`, and log the first failure of each cause. Returns 0.
 
         A ServerUnavailable is not logged here."""
         first = self.failed(f"{call}: {type(error).__name__}") == 1
@@ -165,8 +166,8 @@ class EngineStats:
 
 
 class _Timed:
-    """A class, as it takes half of the time of a generator-based context manager; each request uses
-    several.
+    """A class, because it takes half the time of a generator-based context manager; each request
+    uses several.
     """
 
     def __init__(self, stats: EngineStats, name: str) -> None:

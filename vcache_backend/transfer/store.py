@@ -1,4 +1,4 @@
-"""A store: reserve slots, gather the chunks into them, and commit in the background."""
+"""Stores chunks: reserves slots, gathers the chunks into them, and commits in the background."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LAUNCH_WITHIN = 0.5
-"""The fraction of a reservation's time within which its copy must start, so that it ends in time. A
+"""The fraction of a reservation's time within which its copy must start, so as to end in time. A
 copy takes milliseconds.
 """
 _REFUSALS = {Refusal.EXISTS: "exists", Refusal.BUSY: "busy", Refusal.FULL: "full"}
@@ -37,22 +37,22 @@ def store(
     fetched_in: int | None = None,
     holds: Callable[[], bool] | None = None,
 ) -> PendingStore | None:
-    """Reserve slots, copy in one launch, and commit in the background. In the worker's thread.
+    """Reserve slots, copy in one launch, and commit in the background. Runs in the worker's thread.
 
     Returns None if nothing is copied: the pool has the chunks or no room, or too many stores wait
     for their commit. Raises VCacheError.
 
-    chunks: numbers of the chunks to store; `keys[i]` and `places` are those of chunk i. prefix:
-    keys of the chunks before chunk 0, which are marked as used, too. beside: the current stream
-    does not wait for the copy, which reads what that stream has written so far; nothing may write
-    into the blocks before the result's `completion`, see `Copier.fence`. fetched_in: the chunks
-    came from the offload tier, which had stored them in that epoch; if it is over, they are not
-    stored. holds: see `PendingStore`.
+    chunks: numbers of the chunks to store; `keys[i]` and `places` belong to chunk i. prefix: keys
+    of the chunks before chunk 0, to be marked as used, too. beside: the current stream does not
+    wait for the copy, which reads what that stream has written so far; nothing may write into the
+    blocks before the result's `completion`, see `Copier.fence`. fetched_in: the epoch in which the
+    offload tier stored the chunks, if they came from it; after that epoch they are not stored.
+    holds: see `PendingStore`.
 
-    A commit publishes every slot of a reservation, so either all are written or the reservation is
-    given back. After a RuntimeError (a launch that failed in torch) something may still be writing:
-    then the reservation is neither committed nor given back, and the server quarantines its
-    slots."""
+    A commit publishes every slot of a reservation, so either all slots are written or the
+    reservation is given back. After a RuntimeError (a launch that failed in torch) a copy may still
+    be writing: then the reservation is neither committed nor given back, and the server quarantines
+    its slots."""
     if not chunks:
         return None
     stats, committer = session.stats, session.committer
@@ -65,12 +65,12 @@ def store(
         reserved = session.client.reserve([keys[chunk] for chunk in chunks], nbytes)
     session.note_epoch(reserved.epoch)
     if fetched_in not in (None, reserved.epoch):
-        # A reset came in between: these chunks are older than it.
+        # A reset came in between, so these chunks are outdated.
         if reserved.reservation:
             committer.give_back(reserved.reservation)
         return None
     _note_refusals(stats, reserved, session.client.epoch)
-    # If this process was stopped meanwhile, it must not write any more.
+    # Do not write if this process was paused meanwhile.
     launch_by = asked + reserved.seconds * LAUNCH_WITHIN
     pending = _gather(
         session, places, keys, chunks, [*prefix, *keys[: chunks[0]]], reserved, launch_by, mark
