@@ -70,12 +70,12 @@ class Client(InstanceCalls):
         """Count the leading chunks that all ranks have. Sends several requests for more than
         `MAX_LOOKED_UP` keys times ranks."""
         most = max(1, min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks))
-        found = 0
+        leading = 0
         for reply in self._in_parts(keys, lambda part: m.Lookup(part, ranks), m.Count, most):
-            found += reply.count
+            leading += reply.count
             if reply.count < most:
                 break
-        return found
+        return leading
 
     def contains(self, keys: list[m.ChunkKey]) -> list[bool]:
         return self.present(keys).present

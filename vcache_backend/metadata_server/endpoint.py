@@ -42,7 +42,7 @@ def folder_fault(path: Path, trusted: Collection[int]) -> str:
     if status.st_uid not in trusted:
         return f"{folder} belongs to uid {status.st_uid}, not to uid {os.getuid()}; {other}, or remove {folder}"
     if status.st_mode & 0o022:
-        shared = status.st_mode & stat.S_ISVTX  # such as /tmp, which is meant to be so
+        shared = status.st_mode & stat.S_ISVTX  # such as /tmp, shared on purpose
         mend = other if shared else f"`chmod go-w {folder}`, or {other}, or remove {folder}"
         return (
             f"{folder} (mode {stat.S_IMODE(status.st_mode):04o}) can be written by others; {mend}"
@@ -92,12 +92,12 @@ class Endpoint:
     def lost(self) -> str:
         """Why the path no longer leads to this server; empty while it does."""
         try:
-            found = _identity(self._path)
+            current = _identity(self._path)
         except FileNotFoundError:
             return "it was removed"
         except OSError as error:
             return str(error)
-        return "" if found == self._own else "another socket is there"
+        return "" if current == self._own else "another socket is there"
 
     def keep_fresh(self) -> None:
         """Touch socket and lock every `FRESH_SECONDS`."""
@@ -122,7 +122,7 @@ class Endpoint:
             bits = self._bits
             if self._gid not in (-1, status.st_gid):
                 if status.st_mode & 0o40:
-                    bits = 0o1  # what its own group may read there is not for another
+                    bits = 0o1  # keep the folder's group, whose members may read
                 else:
                     os.chown(folder, -1, self._gid)
             folder.chmod(folder.stat().st_mode | bits | 0o10)
@@ -158,7 +158,7 @@ class Endpoint:
                 self._path.unlink()
                 return
             except (BlockingIOError, TimeoutError):
-                pass  # so many wait for it already
+                pass  # its backlog is full, so a server listens
         raise ConfigError(
             f"server.socket: another server already serves {self._path}, though nobody holds its lock"
         )

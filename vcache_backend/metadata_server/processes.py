@@ -210,19 +210,19 @@ class Watch:
 
     def joined(self, process: ProcessId, pidfd: int | None) -> None:
         """Count a connection of `process`. Takes over its `pidfd`, if any."""
-        known = self._processes.setdefault(process, _Process(None))
-        known.connections += 1
-        if known.pidfd is None:
-            known.pidfd = pidfd
+        watched = self._processes.setdefault(process, _Process(None))
+        watched.connections += 1
+        if watched.pidfd is None:
+            watched.pidfd = pidfd
         elif pidfd is not None:
             os.close(pidfd)
 
     def pidfd(self, process: ProcessId) -> int | None:
         """Open a new pidfd of a connected process for the caller; None if the process has ended, or
         sent none and is not visible. OSError: descriptors are exhausted."""
-        known = self._processes.get(process)
-        if known is not None and known.pidfd is not None:
-            return os.dup(known.pidfd)
+        watched = self._processes.get(process)
+        if watched is not None and watched.pidfd is not None:
+            return os.dup(watched.pidfd)
         return open_pidfd(process) if process.pid else None
 
     def left(self, process: ProcessId) -> None:
@@ -233,23 +233,25 @@ class Watch:
         """Await the ends of these processes. Returns the ones that have ended already. Forgets
         other processes without connections."""
         for process in [
-            p for p, known in self._processes.items() if not known.connections and p not in wanted
+            p
+            for p, watched in self._processes.items()
+            if not watched.connections and p not in wanted
         ]:
             self._forget(process)
         gone = []
         for process in wanted:
-            known = self._processes.setdefault(process, _Process(None))
-            if known.pidfd is None and process.pid:
+            watched = self._processes.setdefault(process, _Process(None))
+            if watched.pidfd is None and process.pid:
                 try:
-                    known.pidfd = open_pidfd(process)
+                    watched.pidfd = open_pidfd(process)
                 except OSError as error:
                     log.debug("pid %d cannot be watched now: %s", process.pid, error)
                     continue
-                if known.pidfd is None:
+                if watched.pidfd is None:
                     gone.append(process)
-            if known.pidfd is not None and not known.waited_for:
-                self._epoll.register(known.pidfd, select.EPOLLIN)
-                self._waited[known.pidfd], known.waited_for = process, True
+            if watched.pidfd is not None and not watched.waited_for:
+                self._epoll.register(watched.pidfd, select.EPOLLIN)
+                self._waited[watched.pidfd], watched.waited_for = process, True
         return gone
 
     def ended(self, pidfd: int) -> ProcessId:
@@ -269,6 +271,6 @@ class Watch:
         if pidfd is None:
             return
         if self._waited.pop(pidfd, None) is not None:
-            # Closing alone would leave it in there: whoever sent it may hold the same open file.
+            # Closing does not unregister a pidfd, since its sender may hold the same open file.
             self._epoll.unregister(pidfd)
         os.close(pidfd)

@@ -99,7 +99,7 @@ class Server:
                 EVENTS_A_TURN,
             )
             if not (events or more or now >= next_tick):
-                # spinning, or woken for nothing: whoever else wants this core goes first
+                # spinning, or woken for nothing: let other processes have this core first
                 os.sched_yield()
                 continue
             longest.begin()
@@ -192,7 +192,7 @@ def serve(config: ServerConfig) -> None:
     gc.disable()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
-    if not os.isatty(2):  # in a terminal it ends with that
+    if not os.isatty(2):  # in a terminal the server ends with the terminal
         signal.signal(signal.SIGHUP, lambda *_: server.hang_up())
     try:
         server.run()

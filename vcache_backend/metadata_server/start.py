@@ -46,15 +46,15 @@ def ensure(config: Config, seconds: float = SECONDS) -> str:
     server's log, if none answers within `seconds`."""
     path, deadline = config.server.path.absolute(), time.monotonic() + seconds
     trusted = config.client.server_uid
-    there = f"the metadata server at {path} is there already"
+    present = f"the metadata server at {path} is there already"
     if not _silence(path, trusted):
-        return there
+        return present
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if fault := folder_fault(path, {os.getuid(), 0}):
             raise ConfigError(f"server.socket: {fault}")
         with _alone(beside(path, ".start"), deadline):
-            return _start(config, path, deadline) if _silence(path, trusted) else there
+            return _start(config, path, deadline) if _silence(path, trusted) else present
     except OSError as error:
         raise ConfigError(
             f"server.socket: no metadata server can be started at {path}: {error}"

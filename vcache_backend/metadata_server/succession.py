@@ -33,7 +33,7 @@ class Predecessors:
             return
         try:
             if self._epoch in (ledger.epoch, ledger.heir):
-                return  # a client comes back, or one that was away while others brought it
+                return  # this server's own ledger, or a ledger already taken over
             if time.monotonic() > self.until or not ledger.take_over(self._epoch):
                 self._resets_forgotten()
                 return

@@ -55,7 +55,7 @@ class Receiver:
             size, ancillary, flags, _address = sock.recvmsg_into(
                 [self._buffer], _FD_SPACE, socket.MSG_CMSG_CLOEXEC
             )
-        except ConnectionResetError:  # told once, before the last that the peer said
+        except ConnectionResetError:  # raised once, before the peer's last message can be read
             size, ancillary, flags, _address = sock.recvmsg_into(
                 [self._buffer], _FD_SPACE, socket.MSG_CMSG_CLOEXEC
             )

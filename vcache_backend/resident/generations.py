@@ -101,7 +101,7 @@ class Generations:
     def give_up(self) -> None:
         """Declare the table dead for good, so that readers trust no number in it. Any thread. Never
         raises."""
-        with suppress(ValueError, TypeError):  # closed, which gave it up
+        with suppress(ValueError, TypeError):  # closed, and so given up
             struct.pack_into("<I", self._memory, _DEAD_AT, 1)
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class Generations:
 
     def _release(self) -> None:
         self.counters = np.empty(0, dtype=np.uint64)
-        # Raised if somebody still has an array of the counters: the mapping then goes with it.
+        # A caller still holds an array of the counters: the mapping ends with the array.
         with suppress(BufferError):
             self._memory.close()
 

@@ -84,7 +84,7 @@ class Neighbour:
             if device.medium == "cuda":
                 self._mapped.append(cuda_segment.map_fd(fd, nbytes, self.shape.device, device))
             else:
-                # It has this size and cannot shrink, so no read is a SIGBUS.
+                # The memory has this size and cannot shrink, so no read raises SIGBUS.
                 host_segment.check(fd, nbytes)
                 mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
                 self._mapped.append(mapping)
@@ -153,9 +153,9 @@ class Neighbours:
         then some 10 ms for 40 GiB of a GPU. A KV cache that cannot be read here is logged once and
         not tried again. If this process ran short of a resource, or the server failed, `get` tries
         again later (`tables.pause`)."""
-        known = self._here.get(instance)
-        if known is not None:
-            return known
+        mapped = self._here.get(instance)
+        if mapped is not None:
+            return mapped
         with self._opening:
             if instance in self._here or instance in self._refused or self._unmapper.closed:
                 return self._here.get(instance)
@@ -193,7 +193,7 @@ class Neighbours:
                 neighbour = Neighbour(
                     instance, shape, view, joined.each, self._unmapper.wake, self._tell
                 )
-                # In `_here` before `admit`, from which on the owner's end is noticed.
+                # Added before `admit`, after which the owner's end may call `_ended`.
                 undo.callback(self._forget, neighbour)
                 neighbour.map(fds, self._device)
             finally:
@@ -232,7 +232,7 @@ class Neighbours:
     def _tell(self, instance: bytes) -> None:
         """Tell the server that the KV cache is unmapped here, so the server does not list this
         process as holding the memory."""
-        with suppress(RuntimeError):  # closed: the connection's end tells the server as much
+        with suppress(RuntimeError):  # closed: the server learns of it from the connection's end
             self._aside.submit(self._told, instance)
 
     def _told(self, instance: bytes) -> None:

@@ -69,7 +69,7 @@ def check_shape(shape: CacheShape, blocks: int, kv: PagedKV, device: Device) -> 
 
     The shape may come from a hostile peer. The check guarantees that all pages lie inside the
     regions."""
-    theirs = (
+    peer = (
         shape.layout,
         shape.page_bytes,
         shape.parts,
@@ -78,12 +78,10 @@ def check_shape(shape: CacheShape, blocks: int, kv: PagedKV, device: Device) -> 
         shape.medium,
     )
     ours = kv.name, kv.page_bytes, kv.parts, kv.layers, kv.block_size, device.medium
-    if theirs != ours:
+    if peer != ours:
         names = "layout", "bytes a page", "parts", "layers", "block size", "medium"
         wrong = [
-            f"{name} {a}, here {b}"
-            for name, a, b in zip(names, theirs, ours, strict=True)
-            if a != b
+            f"{name} {a}, here {b}" for name, a, b in zip(names, peer, ours, strict=True) if a != b
         ]
         raise LayoutError("its KV cache has " + "; ".join(wrong))
     if blocks < 1 or shape.num_blocks < 1 or shape.num_blocks % blocks:

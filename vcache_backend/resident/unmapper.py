@@ -136,7 +136,7 @@ class Unmapper(Generic[B]):
             with suppress(BlockingIOError):
                 os.eventfd_read(self._wake_fd)
         with self._lock:
-            # Looked up before any pidfd is closed, since its number may be used again at once.
+            # Look up before closing any pidfd, since its number may be used again at once.
             ended = {self._pidfds[fd] for fd in ready if fd in self._pidfds}
             here = set(self._pidfds.values())
         for each in here:

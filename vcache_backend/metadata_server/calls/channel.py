@@ -135,7 +135,7 @@ class Channel(ABC):
             link.interrupt()
         if self._keeper is not None and self._keeper is not threading.current_thread():
             self._keeper.join(self._config.connect_seconds + self._config.control_seconds)
-        # In a forked child the lock may be held by a thread that is not there.
+        # In a forked child a thread that does not exist may hold the lock.
         if forked or self._lock.acquire(timeout=self._config.control_seconds):
             if self._link is not None:
                 self._drop(self._link, "the client was closed")

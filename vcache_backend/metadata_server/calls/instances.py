@@ -80,19 +80,19 @@ class InstanceCalls(Channel, ABC):
         requests for many keys."""
         deadline = time.perf_counter() + self._config.request_seconds
         most = max(1, min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks))
-        found = m.Found(b"", [], [])
+        answer = m.Found(b"", [], [])
         while True:
-            part = keys[len(found.pooled) :][:most]
+            part = keys[len(answer.pooled) :][:most]
             more = self._call(
                 m.Find(part, ranks, m.InstanceId(instance)), m.Found, deadline - time.perf_counter()
             )
-            found = _joined(found, more) if found.pooled else more
+            answer = _joined(answer, more) if answer.pooled else more
             if (
-                len(found.pooled) == len(keys)
+                len(answer.pooled) == len(keys)
                 or not more.pooled
                 or (len(more.pooled) < len(part) and not more.cut)
             ):
-                return msgspec.structs.replace(found, cut=False) if found.cut else found
+                return msgspec.structs.replace(answer, cut=False) if answer.cut else answer
 
     def send_find(
         self, keys: list[m.ChunkKey], ranks: int = 1, instance: bytes = b""
@@ -159,8 +159,8 @@ def _joined(first: m.Found, then: m.Found) -> m.Found:
     instances = list(dict.fromkeys([*first.instances, *then.instances]))
     place = [instances.index(instance) for instance in then.instances]
     moved = [
-        [msgspec.structs.replace(one, instance=place[one.instance]) for one in here]
-        for here in then.residents
+        [msgspec.structs.replace(copy, instance=place[copy.instance]) for copy in copies]
+        for copies in then.residents
     ]
     return m.Found(
         first.pooled + then.pooled, instances, first.residents + moved, then.epoch, then.cut

@@ -105,7 +105,7 @@ class ServerLink:
     def send(self, data: bytes, deadline: float, fds: Sequence[int] = ()) -> None:
         """Send one request; `read` returns the reply later. Reads earlier answers meanwhile, since
         a server with unread answers reads no requests."""
-        # If it closed the connection, the last it said may be there to be read, and says why.
+        # A server that closed the connection may have sent the reason: read it.
         with suppress(BrokenPipeError, ConnectionResetError):
             while True:
                 try:

@@ -135,10 +135,10 @@ class InstancePublications:
             due * m.NUMBER_BYTES,
             due * m.GENERATION_BYTES,
         ):
-            what = f"{len(request.keys)} keys of {self.each} blocks, but {len(request.blocks):,} B of numbers"
-            size = f"{m.NUMBER_BYTES} and {m.GENERATION_BYTES} B a block"
+            sizes = f"{len(request.keys)} keys of {self.each} blocks, but {len(request.blocks):,} B of numbers"
+            due_bytes = f"{m.NUMBER_BYTES} and {m.GENERATION_BYTES} B a block"
             raise Refuse(
-                f"publish: {what} and {len(request.generations):,} B of generations; {size} are due"
+                f"publish: {sizes} and {len(request.generations):,} B of generations; {due_bytes} are due"
             )
         suffix = rank.to_bytes(m.RANK_BYTES, "big")
         if not all(key.startswith(namespace) and key.endswith(suffix) for key in request.keys):

@@ -28,8 +28,8 @@ class InstanceService:
             return self._shown(client, request, fds)
         except Refuse as refusal:
             rank = getattr(request, "rank", None)
-            whose = request.instance.hex() + ("" if rank is None else f", rank {rank}")
-            raise Refuse(f"{request.__struct_config__.tag} {whose}: {refusal}") from refusal
+            part = request.instance.hex() + ("" if rank is None else f", rank {rank}")
+            raise Refuse(f"{request.__struct_config__.tag} {part}: {refusal}") from refusal
 
     def _shown(self, client: Peer, request: m.OfInstances, fds: list[int]) -> Answer:
         instances = self.instances
@@ -79,5 +79,5 @@ class InstanceService:
             raise Refuse(
                 f"find: {len(keys):,} keys of {ranks:,} ranks; at most {m.MAX_LOOKED_UP:,} keys times ranks at once"
             )
-        found, epoch = self.directory.find(request), self.directory.epochs.of(keys)
-        return msgspec.structs.replace(found, epoch=epoch) if epoch else found
+        answer, epoch = self.directory.find(request), self.directory.epochs.of(keys)
+        return msgspec.structs.replace(answer, epoch=epoch) if epoch else answer

@@ -136,7 +136,7 @@ class ResidentDirectory:
     def _forget(self, publications: InstancePublications, tables: tuple[Table, Table]) -> None:
         """Remove void chunks from memory in later turns. Their owner is charged for them until
         then."""
-        if any(tables):  # else anybody could add to the backlog faster than it is done
+        if any(tables):  # an empty task would let clients fill the backlog for nothing
             self._backlog.later(self._forgetting(publications, tables))
 
     def _forgetting(self, publications: InstancePublications, tables: tuple[Table, Table]) -> Steps:

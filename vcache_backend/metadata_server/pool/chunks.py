@@ -38,17 +38,17 @@ class Chunks:
     def leading(self, keys: list[ChunkKey]) -> list[Entry]:
         """The entries of the leading keys, up to the first key without an entry."""
         space = self._spaces.get(keys[0][:NAMESPACE_BYTES], _EMPTY) if keys else _EMPTY
-        found = list(map(space.get, keys))
-        if None in found and not keys[found.index(None)].startswith(keys[0][:NAMESPACE_BYTES]):
-            found = list(map(self.get, keys))  # keys of several namespaces
-        return cast("list[Entry]", found[: found.index(None)] if None in found else found)
+        entries = list(map(space.get, keys))
+        if None in entries and not keys[entries.index(None)].startswith(keys[0][:NAMESPACE_BYTES]):
+            entries = list(map(self.get, keys))  # keys of several namespaces
+        return cast("list[Entry]", entries[: entries.index(None)] if None in entries else entries)
 
     def leading_of_all(self, keys: list[ChunkKey], ranks: int) -> int:
         """Count the leading chunks (keys of rank 0) that have entries for all ranks."""
-        found = len(keys)
+        count = len(keys)
         for rank in range(ranks):
-            found = len(self.leading(of_rank(keys[:found], rank) if ranks > 1 else keys))
-        return found
+            count = len(self.leading(of_rank(keys[:count], rank) if ranks > 1 else keys))
+        return count
 
     def among(self, keys: list[ChunkKey]) -> Space:
         """Return a table that holds every entry of these keys, and perhaps others of their

@@ -34,7 +34,7 @@ class Contents:
         self.counters: Counter[str] = Counter()
         self._uses = 0
 
-    def there(self, keys: Iterable[ChunkKey]) -> list[Entry]:
+    def live_entries(self, keys: Iterable[ChunkKey]) -> list[Entry]:
         """The live chunks of these keys, each once."""
         wanted = list(dict.fromkeys(keys))
         return [entry for entry in map(self.live.among(wanted).get, wanted) if entry is not None]
@@ -53,13 +53,13 @@ class Contents:
         """Yield a record of the chunks that still lie at these locations, live or resting. Yields
         nothing if no chunk does."""
         pairs = zip(keys, locations, strict=True)
-        found = [
+        lying = [
             (k, at)
             for k, at in pairs
             if (e := self.live.get(k) or self.resting.get(k)) is not None and e.location == at
         ]
-        if found:
-            yield Live([key for key, _ in found], [location for _, location in found])
+        if lying:
+            yield Live([key for key, _ in lying], [location for _, location in lying])
 
     # ---- chunks come
 

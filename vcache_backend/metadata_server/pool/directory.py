@@ -54,19 +54,19 @@ class Directory(SegmentDirectory):
     def lookup(self, keys: list[m.ChunkKey], ranks: int = 1) -> int:
         """Count the leading chunks that all ranks have. At most `MAX_LOOKED_UP` keys times
         ranks."""
-        found = self.contents.live.leading_of_all(keys, ranks)
+        leading = self.contents.live.leading_of_all(keys, ranks)
         self.counters["lookup_chunks"] += len(keys)
-        self.counters["lookup_hits"] += found
-        return found
+        self.counters["lookup_hits"] += leading
+        return leading
 
     def find(self, request: m.Find) -> m.Found:
         """Find the leading chunks that are in the pool for all ranks, or resident in another
         instance's KV cache."""
-        found = self.residents.find(request, self.contents.live)
+        answer = self.residents.find(request, self.contents.live)
         self.counters["lookup_chunks"] += len(request.keys)
-        self.counters["lookup_hits"] += len(found.pooled)
-        self.counters["resident_hits"] += len(found.residents) - found.residents.count([])
-        return found
+        self.counters["lookup_hits"] += len(answer.pooled)
+        self.counters["resident_hits"] += len(answer.residents) - answer.residents.count([])
+        return answer
 
     def contains(self, keys: list[m.ChunkKey]) -> list[bool]:
         """Whether each key's chunk is in the pool."""
@@ -74,8 +74,8 @@ class Directory(SegmentDirectory):
 
     def segments_of(self, keys: list[m.ChunkKey]) -> list[str]:
         """The segment of each key's chunk; "" if the chunk is not in the pool."""
-        there = self.contents.live.among(keys)
-        return [entry.segment.id if (entry := there.get(key)) is not None else "" for key in keys]
+        table = self.contents.live.among(keys)
+        return [entry.segment.id if (entry := table.get(key)) is not None else "" for key in keys]
 
     def acquire(self, client: Peer, keys: list[m.ChunkKey]) -> m.Leased:
         """Lease the leading chunks. When the lease ends its chunks become recent, the first the
@@ -105,9 +105,9 @@ class Directory(SegmentDirectory):
 
     def touch(self, keys: list[m.ChunkKey]) -> int:
         """Make chunks recent, the first the most. Returns how many are in the pool."""
-        there = self.contents.there(keys)
-        self.contents.use(there)
-        return len(there)
+        entries = self.contents.live_entries(keys)
+        self.contents.use(entries)
+        return len(entries)
 
     # ---- writing
 
@@ -121,9 +121,9 @@ class Directory(SegmentDirectory):
             return m.Reserved(0, 0.0, [int(m.Refusal.FULL)] * len(keys), reason)
         reservation, live = next(self._ids), self.contents.live
         refusal, reason = self._refusal(client, nbytes)
-        self.touch(keys)  # those that are there are in use: they must not make room for the others
-        there, busy = live.among(keys), self.reservations.among(keys)
-        wanted = [key for key in dict.fromkeys(keys) if key not in there and key not in busy]
+        self.touch(keys)  # stored chunks are in use: do not evict them for the others
+        stored, busy = live.among(keys), self.reservations.among(keys)
+        wanted = [key for key in dict.fromkeys(keys) if key not in stored and key not in busy]
         some = [] if refusal is not None else wanted[: m.MAX_SLOTS]
         locations = self.contents.room(
             nbytes, client, len(some), self._limits.max_chunks - self.contents.placement.occupied()
@@ -133,15 +133,16 @@ class Directory(SegmentDirectory):
             reason = _full(nbytes, client.medium) if len(locations) < len(some) else _ENOUGH
         if refusal is not None:
             self.counters[f"refused_{refusal.name.lower()}"] += len(wanted) - len(locations)
-        stored, slots = some[: len(locations)], list[m.Location | int](locations)
-        if len(stored) < len(keys):
+        new = some[: len(locations)]
+        slots = list[m.Location | int](locations)
+        if len(new) < len(keys):
             slots = _answers(
-                keys, dict(zip(stored, locations, strict=True)), live.among(keys), busy, refusal
+                keys, dict(zip(new, locations, strict=True)), live.among(keys), busy, refusal
             )
-        if not stored:
+        if not new:
             return m.Reserved(0, 0.0, slots, reason)
-        self._open(client, reservation, stored, locations)
-        self.counters["reserved"] += len(stored)
+        self._open(client, reservation, new, locations)
+        self.counters["reserved"] += len(new)
         return m.Reserved(reservation, self._limits.reservation_seconds, slots, reason)
 
     def commit(self, client: Peer, reservation: int, prefix: list[m.ChunkKey]) -> int:
@@ -172,7 +173,7 @@ class Directory(SegmentDirectory):
         ends.
 
         Without `force`, leased and resting chunks stay."""
-        there = self.contents.there(keys)
+        entries = self.contents.live_entries(keys)
         if force:
             self.contents.forget(
                 [
@@ -183,10 +184,10 @@ class Directory(SegmentDirectory):
             )
         else:
             self.leases.expire(self._now())
-            there = [entry for entry in there if not entry.leases]
-        self.contents.forget(there)
-        self.counters["removed"] += len(there)
-        return len(there)
+            entries = [entry for entry in entries if not entry.leases]
+        self.contents.forget(entries)
+        self.counters["removed"] += len(entries)
+        return len(entries)
 
     def clear(self, namespace: bytes, reset: bool = False) -> int:
         """Forget all chunks of a namespace, also resident chunks; of all namespaces with b"".
@@ -261,7 +262,7 @@ class Directory(SegmentDirectory):
         for number, entries in self.contents.restore(state).items():
             self.reservations.restore(number, state.held[number].process, entries)
         if state.segments:
-            # Who got a lease from the earlier server may count on it.
+            # Clients may still read under leases of the earlier server.
             self._reserves_from = self._now() + m.GRACE_SECONDS
 
     def still(self, record: records.Record) -> Iterator[records.Record]:
@@ -270,7 +271,7 @@ class Directory(SegmentDirectory):
         The new ledger also gets every change since the turn in which its first record was
         written."""
         match record:
-            case records.Counted():  # the first record, or the first of an earlier server's
+            case records.Counted():  # begins the ledger of this or of an earlier server
                 yield records.Counted(next(self.contents.placement.generations))
                 yield records.EpochTable(self.epochs.all())
                 yield from map(added, self.segments.values())
@@ -325,7 +326,7 @@ class Directory(SegmentDirectory):
     def _free_slots_of(self, process: records.ProcessId) -> Steps:
         while ids := self.reservations.of_writer(process):
             for id_ in ids:
-                if self.reservations.get(id_) is not None:  # else it was answered for meanwhile
+                if self.reservations.get(id_) is not None:  # else the writer answered meanwhile
                     yield from repeat(None, self._give_back(id_))
 
     def _give_back(self, id_: int) -> int:
@@ -349,7 +350,7 @@ def _clear_of(taken: Iterable[int], first: int) -> int:
 def _answers(
     keys: list[m.ChunkKey],
     given: dict[m.ChunkKey, m.Location],
-    there: Container[m.ChunkKey],
+    stored: Container[m.ChunkKey],
     busy: set[m.ChunkKey],
     refusal: m.Refusal | None,
 ) -> list[m.Location | int]:
@@ -359,7 +360,7 @@ def _answers(
         if (location := given.pop(key, None)) is not None:
             slots.append(location)
             busy.add(key)
-        elif key in there:
+        elif key in stored:
             slots.append(int(m.Refusal.EXISTS))
         else:
             slots.append(

@@ -142,11 +142,11 @@ class Reservations:
         gone: dict[int, list[Entry]] = {}
         for entry in entries:
             gone.setdefault(entry.reservation, []).append(entry)
-        for id_, those in gone.items():
-            known = {id(entry) for entry in those}
-            self._forget_keys(id_, those)
+        for id_, dropped in gone.items():
+            identities = {id(entry) for entry in dropped}
+            self._forget_keys(id_, dropped)
             self._void[id_].entries = [
-                entry for entry in self._void[id_].entries if id(entry) not in known
+                entry for entry in self._void[id_].entries if id(entry) not in identities
             ]
             if not self._void[id_].entries:
                 self._leave(id_)

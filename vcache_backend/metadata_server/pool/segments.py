@@ -39,11 +39,11 @@ class SegmentDirectory:
     def lend(self, client: Peer, nbytes: int) -> m.Lendable:
         """Grant the client the bytes that its device lacks of `nbytes`, less the claims of other
         clients."""
-        there = sum(
+        pooled = sum(
             segment.nbytes for segment in self.segments.values() if segment.device == client.device
         )
         claim = next(self._ids)
-        lendable = self._claims.grant(claim, client.id, client.device, nbytes - there, self._now())
+        lendable = self._claims.grant(claim, client.id, client.device, nbytes - pooled, self._now())
         return m.Lendable(claim if lendable else 0, lendable)
 
     def redeem(self, client: Peer, claim: int, device: str, nbytes: int) -> bool:

@@ -65,7 +65,7 @@ class Admission:
         try:
             sock, _ = self._listener.accept()
         except BlockingIOError:
-            return None  # it went away again
+            return None  # the client left
         except OSError as error:
             self._pause(error)
             return None

@@ -114,12 +114,12 @@ class Layouts:
             if id_ not in self._of:
                 for pid in filter(None, (peer.process.pid, parent)):
                     children.setdefault(pid, []).append(peer)
-        found: dict[Hashable, tuple[str, list[Peer]]] = {}
+        instances: dict[Hashable, tuple[str, list[Peer]]] = {}
         for id_, (peer, layout) in self._of.items():
             if peer.process not in in_place:
                 _, parent = self._connected[id_]
-                whose = (peer.name, parent) if peer.name and parent else id_
-                _, peers = found.setdefault(whose, (layout.get("namespace", ""), []))
+                identity = (peer.name, parent) if peer.name and parent else id_
+                _, peers = instances.setdefault(identity, (layout.get("namespace", ""), []))
                 peers += [peer, *children.get(peer.process.pid, ())]
         return [
             m.InstanceStats(
@@ -133,7 +133,7 @@ class Layouts:
                 namespace=namespace,
                 **liveness(peers[: m.MAX_RANKS]),
             )
-            for namespace, peers in list(found.values())[:MAX_NAMESPACES]
+            for namespace, peers in list(instances.values())[:MAX_NAMESPACES]
         ]
 
     def namespaces(self) -> dict[str, str]:
@@ -158,30 +158,30 @@ class Layouts:
             groups = of_model.setdefault(layout["model"], {})
             groups.setdefault(layout.get("namespace", ""), (layout, []))[1].append(client)
         left = MAX_COMPARED
-        found: list[m.Mismatch] = []
+        mismatches: list[m.Mismatch] = []
         for model, groups in of_model.items():
             if 1 < len(groups) and left > 1:
                 some = list(groups.values())[:left]
                 left -= len(some)
-                found += _mismatches(model, some)
-        return found[:MAX_MISMATCHES]
+                mismatches += _mismatches(model, some)
+        return mismatches[:MAX_MISMATCHES]
 
 
 def _mismatches(model: str, groups: list[tuple[dict[str, str], list[Peer]]]) -> list[m.Mismatch]:
-    found: list[m.Mismatch] = []
+    mismatches: list[m.Mismatch] = []
     for name in sorted({name for layout, _ in groups for name in layout}.difference(_APART)):
-        who: dict[str, list[Peer]] = {}
+        holders: dict[str, list[Peer]] = {}
         for layout, clients in groups:
-            who.setdefault(layout.get(name, ""), []).extend(clients[:MAX_INSTANCES])
-        if len(who) > 1 and len(found) < MAX_MISMATCHES:
+            holders.setdefault(layout.get(name, ""), []).extend(clients[:MAX_INSTANCES])
+        if len(holders) > 1 and len(mismatches) < MAX_MISMATCHES:
             values = [
                 (printable(value), [_who(client) for client in clients[:MAX_INSTANCES]])
-                for value, clients in who.items()
+                for value, clients in holders.items()
             ]
-            found.append(
+            mismatches.append(
                 m.Mismatch(printable(model), printable(name), values, ADVICE.get(name, ""))
             )
-    return found
+    return mismatches
 
 
 def _prefix(name: str) -> bytes:
@@ -240,13 +240,13 @@ class Reports:
         """Keep a client's report as one printable line. None if the connection has sent the text
         before."""
         line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
-        known = self._kept.pop((client.id, line), None)
+        earlier = self._kept.pop((client.id, line), None)
         reported = m.Reported(self._now(), level, client.process.pid, client.device, line)
         self._kept[client.id, line] = client.caller, reported
         if len(self._kept) > MAX_REPORTS:
             ((most, _),) = Counter(caller for caller, _ in self._kept.values()).most_common(1)
             del self._kept[next(key for key, (caller, _) in self._kept.items() if caller == most)]
-        return reported if known is None else None
+        return reported if earlier is None else None
 
     def newest_last(self) -> list[m.Reported]:
         return [reported for _, reported in self._kept.values()]

@@ -57,7 +57,7 @@ class MonitorProcess:
         while not self._closing.is_set():
             began = time.monotonic()
             try:
-                # Its input is a pipe that ends with this process, however that ends.
+                # The monitor ends when this pipe closes, which any end of this process causes.
                 with self._lock:
                     if self._closing.is_set():
                         return

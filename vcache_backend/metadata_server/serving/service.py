@@ -178,32 +178,32 @@ class Service:
             raise Refuse(
                 f"add_segment {request.id}: {len(fds)} fds came along; exactly 1 is needed"
             )
-        known = self.directory.segments.get(request.id)
-        if known and (known.device, known.medium, known.nbytes) != (
+        segment = self.directory.segments.get(request.id)
+        if segment and (segment.device, segment.medium, segment.nbytes) != (
             request.device,
             request.medium,
             request.nbytes,
         ):
-            was = f"{known.nbytes:,} B of {known.medium} on {known.device}"
+            was = f"{segment.nbytes:,} B of {segment.medium} on {segment.device}"
             raise Refuse(
                 f"segment {request.id} is {was}, not {request.nbytes:,} B of {request.medium} on {request.device}"
             )
-        if known and known.state != "absent":
+        if segment and segment.state != "absent":
             return m.Added(0)
-        if request.again and not known:
+        if request.again and not segment:
             return self._decline(request.id)
-        if known and not request.again:
+        if segment and not request.again:
             raise Refuse(
                 f"segment {request.id} is known from before a restart: offer it again, or make one with another id"
             )
         if reason := unmappable(request.medium, request.nbytes, fds[0]):
             raise Refuse(f"segment {request.id}: {reason}")
         if self._spare() <= 0:
-            there = f"{len(self.fds)} segments are there"
+            counts = f"{len(self.fds)} segments are there"
             if kept := self.instances.descriptors:
-                there += f" and {kept} fds of instances"
+                counts += f" and {kept} fds of instances"
             raise Refuse(
-                f"segment {request.id}: {there}, more would leave no descriptors for clients"
+                f"segment {request.id}: {counts}, more would leave no descriptors for clients"
             )
         listed = sum(
             _LISTED_BYTES + len(id_) + len(s.device.encode())
