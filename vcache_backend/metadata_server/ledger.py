@@ -1,20 +1,20 @@
-"""The ledger: what the next server must know of the pool, in memory that the clients hold, too.
+"""The ledger: the pool's state for the next server, in memory that the clients also hold.
 
-The server writes each change there before it sends an answer that depends on the change. Every
-client gets a read-only descriptor of the memory with its welcome, and shows it to the next server.
-So the ledger lives as long as the segments do: as long as the server or any client.
+The server writes each change to the ledger before it sends an answer that depends on the change.
+Every client gets a read-only descriptor with its welcome, and shows it to the next server. So the
+ledger lives as long as the segments do: as long as the server or any client.
 
-The memory is a memfd. Its first page is the header; behind it lie two areas, of which one is valid.
-An area holds frames: the length of a record, then the record as MessagePack. The server first
-writes the frames and then stores their number of bytes, with the area that holds them, as one word
-of the header. So whoever kills the server leaves the ledger of before the write or of after it.
-Compaction copies what still holds to the other area, a slice at a time, while new records go to
-both; the same word then switches from one area to the other, for all clients at once.
+The memory is a memfd. Its first page is the header; two areas follow, of which one is valid. An area
+holds frames: the length of a record, then the record as MessagePack. The server first writes frames,
+then stores the area's number and length as one word of the header. So a server killed at any moment
+leaves a whole ledger: the state before the write, or after it. Compaction copies valid records to the
+other area, a slice at a time, while new records go to both. The same word then switches the area for
+all clients at once.
 
-Only the server's user and root can write there: the mode is 0600, and the clients' descriptors are
-open for reading alone. The server keeps the file locked until its process ends, so no other server
-takes over what this one may still change. Who takes over marks the ledger as ended, for good: from
-then on the memory of the segments follows another ledger."""
+Only the server's user and root can write to the ledger: the mode is 0600, and the clients'
+descriptors are read-only. The server locks the file until its process ends, so no other server takes
+over a ledger that may still change. A server that takes over marks the ledger as ended for good: from
+then on its own ledger describes the segments."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ COMPACT_BYTES = 16 << 20
 GROWTH = 3
 """A ledger is compacted once it is this many times as large as after the last compaction."""
 SLICE_BYTES = 1 << 16
-"""Bytes of records that are read again in one turn of the server's loop, and the rest of one."""
+"""Bytes of records to read again in one turn of the loop, rounded up to whole records."""
 FREED_BYTES = 1 << 20
-"""Bytes that are given back to the system in one turn."""
+"""Bytes to return to the system in one turn."""
 AREAS = (mmap.PAGESIZE, 1 << 40)
-"""Where the two areas start. Pages that nobody has written take no memory."""
+"""The offsets of the two areas. Unwritten pages take no memory."""
 MAGIC = int.from_bytes(b"vcacheL1")
 """Changes with the format."""
 _MAGIC, _EPOCH, _VALID, _ENDED = range(4)
 """The words of the header. The lowest bit of the valid word names the area."""
 _WORDS = struct.Struct("=4Q")
 _NAMESPACES = 64
-"""Where the header names the namespaces to which the records' pids belong."""
+"""The offset in the header of the namespaces of the records' pids."""
 _LENGTH = struct.Struct("=I")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 
 class Damaged(Exception):
-    """The ledger cannot be what a server wrote. The text says why."""
+    """No server can have written this ledger. The text says why."""
 
 
 class Ledger:
@@ -84,8 +84,8 @@ class Ledger:
     def write(self, records: list[Record], still: Callable[[Record], Iterable[Record]]) -> None:
         """Write records. On return they outlive this process, and answers may leave.
 
-        Also does a slice of compaction, if one is due: it keeps what is `still` true. If the memory
-        cannot be written, the ledger ends, and the next server starts empty."""
+        Also does a slice of a due compaction. `still` returns the parts of a record that still hold.
+        If the memory cannot be written, the ledger ends, and the next server starts empty."""
         if self._words[_ENDED]:
             return
         try:
@@ -140,14 +140,14 @@ class Ledger:
 
 
 class _Area:
-    """One of the two areas: frames, one after the other."""
+    """One of the two areas: a sequence of frames."""
 
     def __init__(self, file: int, number: int, size: int = 0) -> None:
         self._file, self.number, self.size = file, number, size
 
     @property
     def valid(self) -> int:
-        """The word that makes this area, as it is now, the valid one."""
+        """The header's word that makes this area valid at its present size."""
         return self.size << 1 | self.number
 
     def append(self, frames: bytearray) -> None:
@@ -177,7 +177,7 @@ class _Area:
             yield _LENGTH.size + length, record
 
     def free(self) -> Iterator[None]:
-        """Give the memory back to the system, a piece at each step."""
+        """Return the memory to the system, `FREED_BYTES` at each step."""
         with mmap.mmap(self._file, self.size, offset=AREAS[self.number]) as pages:
             for at in range(0, self.size, FREED_BYTES):
                 pages.madvise(mmap.MADV_REMOVE, at, min(FREED_BYTES, self.size - at))
@@ -185,13 +185,13 @@ class _Area:
 
 
 class EarlierLedger:
-    """The ledger of an earlier server, as a client shows it."""
+    """The ledger of an earlier server, from a client."""
 
     def __init__(self, fd: int) -> None:
         """OSError unless a server of this user made the memory. `fd` stays the caller's.
 
         A client of another user cannot forge a ledger: the file would belong to that user. Nor can
-        it write one to other memory of this user, since none but a ledger has the mode 0600."""
+        the client write a ledger to other memory of this user: only ledgers have the mode 0600."""
         status = os.fstat(fd)
         own = stat.S_ISREG(status.st_mode) and stat.S_IMODE(status.st_mode) == 0o600
         if not own or status.st_uid != os.geteuid():
@@ -208,7 +208,7 @@ class EarlierLedger:
 
     @property
     def heir(self) -> int:
-        """The epoch of the server that took over. 0: nobody has. That of the writer: it gave up."""
+        """The epoch of the server that took over; 0 if none has. The writer's own if it gave up."""
         return self._word(_ENDED)
 
     @property
@@ -218,9 +218,8 @@ class EarlierLedger:
         return os.pread(self._file, len(mine), _NAMESPACES) == mine
 
     def take_over(self, epoch: int) -> bool:
-        """End the ledger, so that nobody else takes it over. False if somebody has, or if its
-        server still runs, stopped or not.
-        """
+        """Mark the ledger as ended, so that no other server takes it over. False if one has, or if
+        the ledger's server still runs, stopped or not."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -231,7 +230,7 @@ class EarlierLedger:
         return True
 
     def read(self) -> LedgerState:
-        """What the ledger describes. Damaged if no server can have written it."""
+        """Read the state. Raises Damaged if no server can have written it."""
         state, valid = LedgerState(), self._word(_VALID)
         try:
             for _, record in _Area(self._file, valid & 1).records(valid >> 1):
