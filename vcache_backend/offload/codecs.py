@@ -76,8 +76,8 @@ class Codec:
         for numbers, scales, codes in self._pieces(chunk, payload):
             largest = numbers.abs().amax(1).float()
             finite &= largest.isfinite().all()
-            # Divide by a tensor, so that GPU and CPU give the same quotient: a GPU would multiply by
-            # the reciprocal of a number.
+            # Divide by a tensor, so that GPU and CPU give the same quotient: a GPU would multiply
+            # by the reciprocal of a number.
             share = largest / torch.full((), self._largest, device=chunk.device)
             scales.copy_(_rounded_up(share.clamp_min_(LEAST_SCALE)))
             scaled = numbers / scales.float()[:, None]

@@ -107,10 +107,10 @@ class Index:
         """Count the store's leading chunks, within `lookup_seconds`. epoch: the namespace's."""
         self.note_epoch(epoch)
         asked = self._absent.first(keys)
-        found = self._store.lookup([objects.name(key, epoch) for key in keys[:asked]])
-        if found is not None and found < asked:
-            self.absent(keys[found : found + 1])
-        return found or 0
+        hits = self._store.lookup([objects.name(key, epoch) for key in keys[:asked]])
+        if hits is not None and hits < asked:
+            self.absent(keys[hits : hits + 1])
+        return hits or 0
 
     def extend(self, client: Client, keys: Sequence[ChunkKey], ranks: int, found: int) -> int:
         """Count the leading chunks that all `ranks` ranks can load from pool and store. found: how
@@ -122,7 +122,7 @@ class Index:
             return found
         shards = of_ranks(rest, ranks)
         pooled = client.present(shards)
-        missing = [index for index, there in enumerate(pooled.present) if not there]
+        missing = [index for index, present in enumerate(pooled.present) if not present]
         below = self.lookup([shards[index] for index in missing], pooled.epoch)
         whole = missing[below] if below < len(missing) else len(shards)
         return found + whole // ranks

@@ -75,7 +75,7 @@ class Store:
         started = perf_counter()
         call = process.ask("exist", names)
         try:
-            there = call.result(self._config.lookup_seconds)
+            exists = call.result(self._config.lookup_seconds)
         except TimeoutError:
             self._late = call
             self.failed("lookup", f"no answer in {self._config.lookup_seconds:g} s")
@@ -85,7 +85,7 @@ class Store:
             return None
         self._stats.add_time("offload_lookup", perf_counter() - started)
         self.breaker.succeeded()
-        return there.index(False) if False in there else len(there)
+        return exists.index(False) if False in exists else len(exists)
 
     def there(self, names: Sequence[str]) -> list[bool]:
         """Whether each object exists, within `call_seconds`. False without an answer."""

@@ -60,10 +60,10 @@ class OffloadTier(Index):
 
         ConfigError if memory is lacking, CodecError if the codec does not fit."""
         if self._bound is not None:
-            there = self._bound.format.chunk_bytes
-            if there != chunk_bytes:
+            bound_bytes = self._bound.format.chunk_bytes
+            if bound_bytes != chunk_bytes:
                 raise ConfigError(
-                    f"chunks of {chunk_bytes:,} B; the offload tier was made ready for chunks of {there:,} B"
+                    f"chunks of {chunk_bytes:,} B; the offload tier was made ready for chunks of {bound_bytes:,} B"
                 )
             return
         settings = self._settings

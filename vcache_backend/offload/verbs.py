@@ -5,17 +5,12 @@ The library holds the GIL while it connects (4.4 s without a master, measured), 
 minute for one call, and crashes if it is used before its set-up or after its end.
 
 Return codes:
-
--900: the master did not answer. StoreLost, since each further call would take 4 s to fail.
-
--901: the master was late. StoreDown.
-
--800: a transfer failed, as after a provider's death, which the master notices 10 s later. The
-object counts as absent; StoreDown if no object of the batch could be read.
-
--200: no room. FULL; Mooncake also answers this for an object larger than its largest segment.
-
-Other negative codes: the object is absent, or was not stored."""
+- -900, the master did not answer: StoreLost, since each further call would take 4 s to fail.
+- -901, the master was late: StoreDown.
+- -800, a transfer failed, as after a provider's death, which the master notices 10 s later: the
+  object counts as absent; StoreDown if no object of the batch could be read.
+- -200, no room: FULL, also for an object larger than Mooncake's largest segment.
+- Other negative codes: the object is absent, or was not stored."""
 
 from __future__ import annotations
 

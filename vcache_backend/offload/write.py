@@ -154,8 +154,10 @@ class Writer:
         later = keys
         try:
             epoch = self._client.present(keys).epoch
-            there = self._bound.store.there([objects.name(key, epoch) for key in keys])
-            later = keys = [key for key, known in zip(keys, there, strict=True) if not known]
+            stored = self._bound.store.there([objects.name(key, epoch) for key in keys])
+            later = keys = [
+                key for key, is_stored in zip(keys, stored, strict=True) if not is_stored
+            ]
             if not keys:
                 return []
             leased = self._client.acquire(keys)
@@ -233,7 +235,7 @@ class Writer:
                 )
             stored = put.count(STORED)
             stats.count(offload_written=stored, bytes_offload_written=stored * object_bytes)
-            sealed = [one for one, outcome in zip(sealed, put, strict=True) if outcome != STORED]
+            sealed = [pair for pair, outcome in zip(sealed, put, strict=True) if outcome != STORED]
             put = [outcome for outcome in put if outcome != STORED]
             if not sealed:
                 break

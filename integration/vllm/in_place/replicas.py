@@ -32,7 +32,11 @@ def choose(found: Found, tables: Tables, each: int) -> tuple[int, dict[int, Repl
             break
         if not run:
             other = next(
-                (one for one in found.residents[chunk][1:] if _holds(found, tables, each, [one])),
+                (
+                    replica
+                    for replica in found.residents[chunk][1:]
+                    if _holds(found, tables, each, [replica])
+                ),
                 None,
             )
             if other is not None:
@@ -53,20 +57,22 @@ def _leading(found: Found, tables: Tables, each: int, first: int) -> int:
     owner, stop = residents[first][0].instance, first + 1
     while stop < len(residents) and residents[stop] and residents[stop][0].instance == owner:
         stop += 1
-    return _holds(found, tables, each, [one[0] for one in residents[first:stop]])
+    return _holds(found, tables, each, [replicas[0] for replicas in residents[first:stop]])
 
 
-def _holds(found: Found, tables: Tables, each: int, ones: list[Resident]) -> int:
+def _holds(found: Found, tables: Tables, each: int, replicas: list[Resident]) -> int:
     """Count the leading replicas that are unchanged since their publication. All must lie in one
     instance.
     """
-    view = tables.view(found.instances[ones[0].instance])
+    view = tables.view(found.instances[replicas[0].instance])
     if view is None:
         return 0
-    blocks = np.frombuffer(b"".join([one.blocks for one in ones]), dtype="<u4")
-    generations = np.frombuffer(b"".join([one.generations for one in ones]), dtype="<u8")
+    blocks = np.frombuffer(b"".join([replica.blocks for replica in replicas]), dtype="<u4")
+    generations = np.frombuffer(
+        b"".join([replica.generations for replica in replicas]), dtype="<u8"
+    )
     return view.leading(blocks, generations, each)
 
 
-def _replica(found: Found, one: Resident) -> Replica:
-    return found.instances[one.instance], one.blocks, one.generations
+def _replica(found: Found, resident: Resident) -> Replica:
+    return found.instances[resident.instance], resident.blocks, resident.generations
