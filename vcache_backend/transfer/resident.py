@@ -4,8 +4,9 @@ generations.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -43,20 +44,13 @@ class ResidentChunk(NamedTuple):
         )
 
     @classmethod
-    def all_unpacked(cls, packed: Sequence[tuple[bytes, bytes, bytes]]) -> list[Self]:
-        """Unpack many chunks, in a third of the time if all have the same length, as is usual."""
-        instances, blocks, generations = zip(*packed, strict=True) if packed else ((), (), ())
-        if len(set(map(len, blocks))) != 1 or len(set(map(len, generations))) != 1:
-            return [cls.unpacked(*chunk) for chunk in packed]
-        rows = np.frombuffer(b"".join(blocks), dtype=_NUMBER).reshape(len(packed), -1)
-        return list(
-            map(
-                cls,
-                instances,
-                rows,
-                np.frombuffer(b"".join(generations), dtype=_GENERATION).reshape(len(packed), -1),
-            )
-        )
+    def many(cls, instance: bytes, count: int, blocks: bytes, generations: bytes) -> list[Self]:
+        """Unpack `count` equally long chunks of one instance that are packed together. Raises
+        ValueError.
+        """
+        rows = np.frombuffer(blocks, dtype=_NUMBER).reshape(count, -1)
+        counters = np.frombuffer(generations, dtype=_GENERATION).reshape(count, -1)
+        return list(map(cls, repeat(instance), rows, counters))
 
 
 @dataclass

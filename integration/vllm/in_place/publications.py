@@ -28,7 +28,7 @@ from ..scheduler.tracked import NEVER, Tracked
 from .block_pool import GENERATIONS, NUMBERS, KVBlocks, ResidentPool
 from .duplicates import Duplicates
 from .hints import Hints
-from .replicas import Replica, choose
+from .replicas import Run, choose
 
 Lies = tuple[bytes, bytes]
 """A chunk's blocks (uint32), and their generations (uint64), packed as in the protocol."""
@@ -112,7 +112,7 @@ class Publications:
         self.epoch = heard
         return True
 
-    def choose(self, found: Found, tables: Tables) -> tuple[int, dict[int, Replica]]:
+    def choose(self, found: Found, tables: Tables) -> tuple[int, list[Run]]:
         """See `replicas.choose`."""
         return choose(found, tables, self.each)
 

@@ -58,5 +58,5 @@ class LoadSpecs:
             and asked.store
             and self._instance.publications is None,
             prefix=tracked.lookup.keys[:first] if offload else [],
-            residents=answer.residents_of(first, stop) if answer is not None else {},
+            residents=answer.residents_of(first, stop) if answer is not None else [],
         )

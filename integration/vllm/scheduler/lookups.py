@@ -21,7 +21,7 @@ from vcache_backend.metadata_server.messages import (
 )
 from vcache_backend.transfer.keys import adapter_digest, state_keys
 
-from ..in_place.replicas import Replica
+from ..in_place.replicas import Run
 from ..telemetry.stats import Meter
 from .adapters import Adapters
 from .introduction import Introduction
@@ -193,7 +193,7 @@ class Lookups:
         """Make and keep the `Answer` from the server's reply for chunks [first, stop), extended by
         the offload tier's hits.
         """
-        instance, residents = self._instance, dict[int, Replica]()
+        instance, residents = self._instance, list[Run]()
         if isinstance(reply, Found):
             chunks, residents = self._chosen(reply, first)
         else:
@@ -235,14 +235,14 @@ class Lookups:
             0,
         )
 
-    def _chosen(self, reply: Found, first: int) -> tuple[int, dict[int, Replica]]:
-        """Choose what to load: the number of leading chunks, and the replicas to read in place, by
-        chunk number. first: the number of the first chunk in the reply.
+    def _chosen(self, reply: Found, first: int) -> tuple[int, list[Run]]:
+        """Choose what to load: the number of leading chunks, and those to read in place. first: the
+        number of the first chunk in the reply.
         """
         publications, tables = self._instance.publications, self._instance.tables
         if publications is None or tables is None:
-            return 0, {}
+            return 0, []
         # The epoch only grows, and an older answer may be read late.
         publications.heard = max(publications.heard, reply.epoch)
         count, chosen = publications.choose(reply, tables)
-        return count, {first + chunk: replica for chunk, replica in chosen.items()}
+        return count, [run._replace(first=first + run.first) for run in chosen]
