@@ -12,7 +12,7 @@ import torch
 
 from vcache_backend.metadata_server.messages import InstanceId, Reads
 from vcache_backend.resident.neighbours import Neighbours
-from vcache_backend.resident.own_cache import Shown, cache_shape
+from vcache_backend.resident.own_cache import OwnCache, cache_shape
 from vcache_backend.transfer.publisher import Publication, Publisher
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool import devices
@@ -41,7 +41,7 @@ class InPlace:
         self._session: Session | None = None
         self._instance = InstanceId(b"")
         """The instance's name for others; empty before `show`."""
-        self._shown: Shown | None = None
+        self._shown: OwnCache | None = None
         self.publisher: Publisher | None = None
         self._told: list[Reads] = []
         """The reads that this worker last reported to the server. Only the client's
@@ -72,7 +72,7 @@ class InPlace:
         session, self._instance = self._session, instance
         if session is None or self._shown is not None or not self._shows:
             return
-        self._shown = Shown(session.client, instance, session.rank, self._shape, self._regions)
+        self._shown = OwnCache(session.client, instance, session.rank, self._shape, self._regions)
         self.publisher = Publisher(session.client, session.stats, instance, self._each)
 
     def publish(self, specs: Sequence[PublicationSpec]) -> None:
