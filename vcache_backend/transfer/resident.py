@@ -109,13 +109,13 @@ class ResidentChunks:
     def add(self, residents: Mapping[int, ResidentChunk]) -> None:
         """Add chunks, and begin to map their owners' KV caches."""
         self._chunks.update(residents)
-        for instance in {one.instance for one in residents.values()}:
+        for instance in {chunk.instance for chunk in residents.values()}:
             self._neighbours.expects(instance)
 
     def expects(self, chunk: int) -> bool:
         """Whether this chunk's KV cache is still being mapped."""
-        one = self._chunks.get(chunk)
-        return one is not None and self._neighbours.expects(one.instance)
+        resident = self._chunks.get(chunk)
+        return resident is not None and self._neighbours.expects(resident.instance)
 
     def take(self, chunk: int) -> MemoryPart | None:
         """Take chunks from this number on that one neighbour has unchanged. Forgets chunks that the
@@ -127,7 +127,11 @@ class ResidentChunks:
         neighbour = self._neighbours.get(first.instance)
         if neighbour is None or not neighbour.enter():
             self._forget(
-                [number for number, one in self._chunks.items() if one.instance == first.instance]
+                [
+                    number
+                    for number, resident in self._chunks.items()
+                    if resident.instance == first.instance
+                ]
             )
             return None
         try:
@@ -144,16 +148,18 @@ class ResidentChunks:
         run: list[ResidentChunk] = []
         if each * neighbour.split == context.places.kv.blocks_in(context.session.chunk_size):
             while (
-                one := self._chunks.get(chunk + len(run))
-            ) is not None and one.instance == neighbour.instance:
-                if not len(one.blocks) == len(one.generations) == each:
+                resident := self._chunks.get(chunk + len(run))
+            ) is not None and resident.instance == neighbour.instance:
+                if not len(resident.blocks) == len(resident.generations) == each:
                     break
-                run.append(one)
+                run.append(resident)
         blocks = (
-            np.concatenate([one.blocks for one in run]) if run else np.empty(0, dtype=np.uint32)
+            np.concatenate([resident.blocks for resident in run])
+            if run
+            else np.empty(0, dtype=np.uint32)
         )
         generations = (
-            np.concatenate([one.generations for one in run])
+            np.concatenate([resident.generations for resident in run])
             if run
             else np.empty(0, dtype=np.uint64)
         )

@@ -24,11 +24,10 @@ as in the protocol.
 
 
 class Run(NamedTuple):
-    """Consecutive chunks in one instance's KV cache, `chunks` of them from number `first` on. They
+    """Consecutive chunks in one instance's KV cache: `chunks` of them from number `first` on. They
     travel together, so that a long hit costs as much as a short one.
 
-    blocks, generations: of all chunks, one chunk after the other, packed as in `Replica`.
-    """
+    blocks, generations: of all chunks, one chunk after the other, packed as in `Replica`."""
 
     first: int
     chunks: int
@@ -38,7 +37,7 @@ class Run(NamedTuple):
 
 
 def within(runs: Iterable[Run], first: int, stop: int) -> list[Run]:
-    """Those of the chunks [first, stop), numbered from the first one of them."""
+    """Cut runs to the chunks [first, stop), and number the chunks from `first`."""
     cut = list[Run]()
     for run in runs:
         begin, end = max(first, run.first), min(stop, run.first + run.chunks)
@@ -51,7 +50,7 @@ def within(runs: Iterable[Run], first: int, stop: int) -> list[Run]:
 
 
 def by_chunk(runs: Iterable[Run]) -> dict[int, Replica]:
-    """Each chunk by its number."""
+    """Split runs into chunks, by chunk number."""
     return {
         run.first + at: (
             run.instance,
@@ -64,11 +63,11 @@ def by_chunk(runs: Iterable[Run]) -> dict[int, Replica]:
 
 
 def choose(found: Found, tables: Tables, each: int) -> tuple[int, list[Run]]:
-    """How many leading chunks can be loaded, and those of them that are read in place. each: blocks
-    of a chunk.
+    """Choose what to load: the number of leading chunks, and the runs to read in place. each:
+    blocks of a chunk.
 
-    Takes the first of a chunk's replicas, in the server's order, that is still as it was published;
-    the pool's copy only without one."""
+    Takes a chunk's first replica, in the server's order, that is unchanged since its publication.
+    Only without one it takes the pool's copy."""
     runs = list[Run]()
     chunk = 0
     while chunk < len(found.residents):
@@ -90,8 +89,8 @@ def choose(found: Found, tables: Tables, each: int) -> tuple[int, list[Run]]:
 
 
 def _alike(found: Found, first: int) -> list[Resident]:
-    """The first replicas of the chunks from number `first` on, as long as they are in one
-    instance.
+    """The first replicas of the chunks from number `first` on, as long as they lie in
+    one instance.
     """
     alike = list[Resident]()
     for replicas in found.residents[first:]:
@@ -101,19 +100,22 @@ def _alike(found: Found, first: int) -> list[Resident]:
     return alike
 
 
-def _right(found: Found, tables: Tables, each: int, first: int, ones: list[Resident]) -> Run | None:
-    """Those of these replicas, all in one instance and of the chunks from number `first` on, that
-    are still as they were published, up to the first that is not. None if there are none.
-    """
-    instance = found.instances[ones[0].instance] if ones else b""
-    view = tables.view(instance) if ones else None
+def _right(
+    found: Found, tables: Tables, each: int, first: int, replicas: list[Resident]
+) -> Run | None:
+    """Make a run of the leading replicas that are unchanged since their publication. None if the
+    first has changed.
+
+    first: the number of the first chunk. All replicas must lie in one instance."""
+    instance = found.instances[replicas[0].instance] if replicas else b""
+    view = tables.view(instance) if replicas else None
     number, counter = each * NUMBER_BYTES, each * GENERATION_BYTES
-    if view is None or {(len(one.blocks), len(one.generations)) for one in ones} != {
-        (number, counter)
-    }:
+    if view is None or {
+        (len(replica.blocks), len(replica.generations)) for replica in replicas
+    } != {(number, counter)}:
         return None
-    blocks = b"".join([one.blocks for one in ones])
-    generations = b"".join([one.generations for one in ones])
+    blocks = b"".join([replica.blocks for replica in replicas])
+    generations = b"".join([replica.generations for replica in replicas])
     count = view.leading(
         np.frombuffer(blocks, dtype="<u4"), np.frombuffer(generations, dtype="<u8"), each
     )
@@ -123,6 +125,6 @@ def _right(found: Found, tables: Tables, each: int, first: int, ones: list[Resid
 
 
 def _part(packed: bytes, chunks: int, start: int, count: int) -> bytes:
-    """`count` chunks of `chunks` that are packed, from the one at `start` on."""
+    """Cut `count` chunks, from `start` on, out of `chunks` packed chunks."""
     each = len(packed) // chunks
     return packed[start * each : (start + count) * each]

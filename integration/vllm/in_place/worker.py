@@ -98,11 +98,13 @@ class InPlace:
         if session is None or publisher is None:
             return
         keys = session.own(spec.keys)
-        for known in publisher.known(
+        for published in publisher.known(
             Publication(keys, spec.blocks, spec.generations, spec.sequence, spec.epoch)
         ):
-            blocks: list[int] = np.frombuffer(known.blocks, dtype="<u4").tolist()
-            stores.save(known.keys, blocks, known.epoch, partial(publisher.holds, known))
+            blocks: list[int] = np.frombuffer(published.blocks, dtype="<u4").tolist()
+            stores.save(
+                published.keys, blocks, published.epoch, partial(publisher.holds, published)
+            )
 
     def measure(self, meter: Meter) -> None:
         """Tell the meter how many chunks were published since the last call."""

@@ -60,12 +60,12 @@ class Awaited:
             return {}
         now = monotonic()
         self._waits = [
-            one
-            for one in self._waits
-            if one.tracked.loading and one.reached < one.stop and now < one.until
+            wait
+            for wait in self._waits
+            if wait.tracked.loading and wait.reached < wait.stop and now < wait.until
         ]
-        found: dict[str, list[Run]] = {}
-        for wait in sorted(self._waits, key=lambda one: one.asked):
+        appeared: dict[str, list[Run]] = {}
+        for wait in sorted(self._waits, key=lambda wait: wait.asked):
             if (
                 wait.asked + (0.0 if idle else AGAIN_SECONDS) > now
                 or monotonic() > now + MOST_SECONDS
@@ -82,5 +82,5 @@ class Awaited:
                 wait.until = now
             else:
                 continue
-            found[wait.tracked.request.request_id] = residents
-        return found
+            appeared[wait.tracked.request.request_id] = residents
+        return appeared
