@@ -29,7 +29,7 @@ from vcache_backend.config import Config
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import INSTANCE_BYTES, ChunkKey, InstanceId
 from vcache_backend.resident.generations import Generations, UInt64s
-from vcache_backend.resident.own_cache import Shown, cache_shape
+from vcache_backend.resident.own_cache import OwnCache, cache_shape
 from vcache_backend.transfer.keys import TokenHasher
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.transfer.publisher import Publication, Publisher
@@ -168,7 +168,7 @@ class Instance:
             traceback.print_exc()
         regions = memory.allocations()
         shown = cache_shape(self.kv, regions, self.session.device)
-        self.shown = Shown(self.client, self.instance, 0, shown, regions)
+        self.shown = OwnCache(self.client, self.instance, 0, shown, regions)
         self.publisher = Publisher(self.client, self.session.stats, self.instance, EACH)
         self.hasher = TokenHasher(self.session.namespace, EACH * BLOCK_SIZE)
 

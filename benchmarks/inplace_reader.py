@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from integration.vllm.in_place.replicas import Replica, choose
+from integration.vllm.in_place.replicas import Replica, by_chunk, choose
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey, Found
 from vcache_backend.resident.neighbours import Neighbours
@@ -68,7 +68,8 @@ class Reader(Instance):
         keys, outcomes = self.some_prompt(), self.told.outcomes
         found = self._look_up(keys)
         self.step("looked up")
-        count, chosen = choose(found, self.tables, self.each)
+        count, runs = choose(found, self.tables, self.each)
+        chosen = by_chunk(runs)
         count = self.checkable(count, chosen)
         if not count:
             outcomes.misses += 1

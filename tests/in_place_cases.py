@@ -44,7 +44,7 @@ from vcache_backend.integration.vllm.metadata import (
 )
 from vcache_backend.integration.vllm.model.spec import ShardSpec
 from vcache_backend.integration.vllm.scheduler import lookups, tracked
-from vcache_backend.resident.own_cache import Shown, cache_shape
+from vcache_backend.resident.own_cache import OwnCache, cache_shape
 from vcache_backend.transfer.publisher import Publication, Publisher
 from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.vram_pool.copies.copier import Finished
@@ -153,7 +153,7 @@ class Engine:
         """Its worker shows a KV cache, and publishes what steps compute."""
         client, cache = undo.enter_context(here.client()), SharedCache()
         instance = self.half.publications.instance
-        shown = Shown(
+        shown = OwnCache(
             client, instance, 0, cache_shape(cache.kv, cache.regions, HOST), cache.regions
         )
         undo.callback(shown.close)

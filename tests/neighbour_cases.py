@@ -25,7 +25,7 @@ from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import InstanceId
 from vcache_backend.resident.generations import Generations, GenerationView
 from vcache_backend.resident.neighbours import Neighbour, Neighbours
-from vcache_backend.resident.own_cache import Shown, cache_shape
+from vcache_backend.resident.own_cache import OwnCache, cache_shape
 from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.copies.copier import Completion, Copier, HostCopier
 from vcache_backend.vram_pool.devices import Device
@@ -126,7 +126,7 @@ class OwnerPart:
             self.join()
         if rank is not None:
             shape = cache_shape(self.cache.kv, self.cache.regions, where)
-            self.shown = Shown(self.client, name, rank, shape, self.cache.regions)
+            self.shown = OwnCache(self.client, name, rank, shape, self.cache.regions)
 
     def join(self) -> None:
         self.client.join(self.name, NAMESPACE, self.table.blocks, self.ranks, EACH, self.table.fd)

@@ -24,7 +24,7 @@ from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.resident.generations import Generations
 from vcache_backend.resident.neighbours import Neighbours
-from vcache_backend.resident.own_cache import Shown, cache_shape
+from vcache_backend.resident.own_cache import OwnCache, cache_shape
 from vcache_backend.transfer.keys import TokenHasher
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import BlockPlaces
@@ -81,7 +81,7 @@ class Owner:
         self.table = Generations(self.name, sizes.blocks // split)
         self.client = Client(path, config)
         self.client.join(self.name, NAMESPACE, self.table.blocks, 1, self.each, self.table.fd)
-        self.shown = Shown(
+        self.shown = OwnCache(
             self.client,
             self.name,
             0,

@@ -18,7 +18,7 @@ from processes import PATIENT, QUICK, Stage, eventually
 from vcache_backend.errors import LayoutError
 from vcache_backend.metadata_server.messages import MAX_REGIONS, CacheShape, InstanceStats
 from vcache_backend.resident.generations import Generations
-from vcache_backend.resident.own_cache import Shown, cache_shape, check_shape
+from vcache_backend.resident.own_cache import OwnCache, cache_shape, check_shape
 from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.exports.memory import Region
 from vcache_backend.vram_pool.paged import PagedKV
@@ -182,7 +182,7 @@ def test_a_cache_is_shown_and_shown_again_to_the_next_server_whoever_comes_first
 ) -> None:
     first = stage_.server()
     client, table = stage_.client(QUICK), Generations(ONE, BLOCKS)
-    shown = Shown(client, ONE, 0, shape, cache.regions)
+    shown = OwnCache(client, ONE, 0, shape, cache.regions)
     assert [(one.missing, one.regions) for one in instances(stage_)] == [("its scheduler", 2)]
     client.join(ONE, NAMESPACE, BLOCKS, 1, EACH, table.fd)
     assert [one.missing for one in instances(stage_)] == [""]
@@ -199,7 +199,7 @@ def test_a_cache_is_shown_and_shown_again_to_the_next_server_whoever_comes_first
 def test_without_a_server_a_cache_is_shown_later(
     stage_: Stage, cache: SharedCache, shape: CacheShape
 ) -> None:
-    shown = Shown(stage_.client(QUICK), ONE, 0, shape, cache.regions)
+    shown = OwnCache(stage_.client(QUICK), ONE, 0, shape, cache.regions)
     assert "no metadata server" in shown.trouble
     stage_.server()
     eventually(lambda: shown.trouble == "")
@@ -213,7 +213,7 @@ def test_a_server_that_refuses_a_cache_is_heard_and_asked_again(
     client, wrong = stage_.client(QUICK), [region._replace(fd=0) for region in cache.regions]
     beats: list[int] = []
     client.on_beat.append(lambda: beats.append(1))
-    shown = Shown(client, ONE, 0, shape, wrong)
+    shown = OwnCache(client, ONE, 0, shape, wrong)
     assert f"show_cache {ONE.hex()}, rank 0: region 0: " in shown.trouble
     eventually(lambda: len(beats) > 2)
     assert caplog.text.count("this KV cache is not shared in place") == 1
@@ -226,7 +226,7 @@ def test_what_was_closed_is_not_shown_again(
     stage_: Stage, cache: SharedCache, shape: CacheShape
 ) -> None:
     first, client = stage_.server(), stage_.client(QUICK)
-    shown, before = Shown(client, ONE, 0, shape, cache.regions), client.connections_lost
+    shown, before = OwnCache(client, ONE, 0, shape, cache.regions), client.connections_lost
     shown.close()
     shown.close()
     first.kill()

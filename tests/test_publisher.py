@@ -20,7 +20,7 @@ from vcache_backend.errors import ServerTimeout, VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey, Found
 from vcache_backend.resident.generations import Generations
-from vcache_backend.resident.own_cache import Shown, cache_shape
+from vcache_backend.resident.own_cache import OwnCache, cache_shape
 from vcache_backend.transfer import outbox, publisher
 from vcache_backend.transfer.publisher import Publication, Publisher
 from vcache_backend.transfer.stats import EngineStats
@@ -54,7 +54,7 @@ class Owner:
         )
         self.table = Generations(NAME, cache.sizes.blocks)
         self.stats = EngineStats()
-        self.shown = Shown(
+        self.shown = OwnCache(
             self.client, NAME, 0, cache_shape(cache.kv, cache.regions, HOST), cache.regions
         )
         self.publisher = Publisher(self.client, self.stats, NAME, EACH)

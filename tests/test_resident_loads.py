@@ -59,32 +59,22 @@ def test_chunks_are_read_where_another_instance_computed_them_in_one_launch(here
     }
 
 
-@pytest.mark.parametrize("blocks", [[], [2], [2, 2, 2], [2, 3], [0, 0]])
-def test_chunks_that_travelled_packed_are_the_same_together_and_one_by_one(
-    blocks: list[int],
-) -> None:
-    packed = [
-        (
-            bytes([each]),
-            np.arange(count, dtype="<u4").tobytes(),
-            np.arange(each, each + count, dtype="<u8").tobytes(),
-        )
-        for each, count in enumerate(blocks)
-    ]
-    for one, alone in zip(
-        ResidentChunk.all_unpacked(packed),
-        [ResidentChunk.unpacked(*one) for one in packed],
-        strict=True,
-    ):
+def test_chunks_that_travelled_packed_are_the_same_together_and_one_by_one() -> None:
+    blocks, generations = np.arange(6, dtype="<u4"), np.arange(9, 15, dtype="<u8")
+    many = ResidentChunk.many(b"o", 3, blocks.tobytes(), generations.tobytes())
+    for number, one in enumerate(many):
+        own = slice(2 * number, 2 * number + 2)
+        alone = ResidentChunk.unpacked(b"o", blocks[own].tobytes(), generations[own].tobytes())
         assert one.instance == alone.instance
         assert one.blocks.tolist() == alone.blocks.tolist()
         assert one.generations.tolist() == alone.generations.tolist()
+    assert len(many) == 3
 
 
-@pytest.mark.parametrize("lengths", [[7, 7, 7, 7], [7, 9], [2, 2], [8, 7]])
-def test_numbers_that_are_none_are_told_together_too(lengths: list[int]) -> None:
+@pytest.mark.parametrize("length", [7, 12])
+def test_numbers_that_are_none_are_told_together_too(length: int) -> None:
     with pytest.raises(ValueError, match=r"buffer size|reshape"):
-        ResidentChunk.all_unpacked([(b"", bytes(length), bytes(8)) for length in lengths])
+        ResidentChunk.many(b"o", 2, bytes(length), bytes(16))
 
 
 def test_nobody_is_asked_about_the_pool_if_all_chunks_are_resident(here: Node) -> None:

@@ -26,6 +26,7 @@ from vcache_backend.integration.vllm.in_place.block_pool import (
     ResidentPool,
 )
 from vcache_backend.integration.vllm.in_place.duplicates import Duplicates
+from vcache_backend.integration.vllm.in_place.replicas import Run
 from vcache_backend.integration.vllm.metadata import LoadSpec
 from vcache_backend.integration.vllm.scheduler.request_params import DEFAULT
 from vcache_backend.integration.vllm.scheduler.tracked import StoreState, Tracked
@@ -106,10 +107,7 @@ class Watched:
         )
         tracked.resident.generations = array(GENERATIONS, self.view.counters[ids])
         at = np.array([[EACH * chunk, EACH * chunk + 1] for chunk in chunks], dtype="<u4")
-        lies = {
-            number: (OWNER, row.tobytes(), self.owner.counters[row].tobytes())
-            for number, row in enumerate(at)
-        }
+        lies = [Run(0, len(chunks), OWNER, at.tobytes(), self.owner.counters[at].tobytes())]
         load = LoadSpec(request_id="r", keys=[], blocks=ids.tolist(), residents=lies)
         self.duplicates.note(tracked, load, 0)
         self.known(blocks)
@@ -203,7 +201,7 @@ def test_copies_of_before_resets_are_forgotten(watched: Watched) -> None:
         watched.duplicates.finished(tracked, 4)
         watched.pool.free_blocks(reversed(blocks))
         assert watched.pool.reset_prefix_cache()
-    assert len(watched.duplicates._copies) == 2
+    assert watched.duplicates.count == 2
 
 
 def test_a_dead_owner_s_copies_are_passed_over_a_few_at_a_time(
@@ -217,7 +215,7 @@ def test_a_dead_owner_s_copies_are_passed_over_a_few_at_a_time(
     watched.owner.void_all()
     for left in (3, 1, 0):
         watched.take(1)
-        assert len(watched.duplicates._copies) == left
+        assert watched.duplicates.count == left
 
 
 def test_blocks_that_vllm_takes_from_elsewhere_are_void_too(watched: Watched) -> None:

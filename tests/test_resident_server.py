@@ -174,7 +174,7 @@ def test_what_clients_say_they_have_read_is_seen_as_long_as_they_are_connected(
         for _ in range(6):
             crowd.enter_context(alone.client()).show_reads(many)
         assert len(reader.stats().reads) == reads.MAX_LISTED
-    told = reads.ReadsTold()
+    told = reads.ReadReports()
     for number in range(1024):
         some = [m.Reads(instance_id(n), 64 * number + n, 0) for n in range(m.MAX_OWNERS)]
         told.note(Peer(number, ProcessId(number, 1), "host", "host"), A, some)

@@ -21,6 +21,7 @@ from vllm.v1.request import Request
 
 from vcache_backend.errors import Refused
 from vcache_backend.integration.vllm.in_place import hints
+from vcache_backend.integration.vllm.in_place.replicas import by_chunk
 from vcache_backend.integration.vllm.metadata import StepMetadata, WorkerReport
 from vcache_backend.metadata_server.instances.publications import BLOCK_BYTES
 from vcache_backend.metadata_server.messages import MAX_BLOCKS
@@ -43,7 +44,8 @@ def shared(here: Node) -> Iterator[Callable[[], Engine]]:
 def owners(meta: StepMetadata) -> list[bytes]:
     """Of the chunks of the only load of a step, in order."""
     (load,) = meta.loads
-    return [load.residents[chunk][0] for chunk in range(len(load.keys))]
+    replicas = by_chunk(load.residents)
+    return [replicas[chunk][0] for chunk in range(len(load.keys))]
 
 
 def computed(engine: Engine, tokens: list[int]) -> Request:
@@ -68,7 +70,8 @@ def test_a_hit_is_loaded_from_where_it_was_published_and_published_again(
     assert owners(loading) == [owner.half.publications.instance] * 3
     published = [one for meta in owner.metas for one in owner.published(source, meta)]
     assert [
-        np.frombuffer(load.residents[one.number][1], dtype="<u4").tolist() for one in published
+        np.frombuffer(by_chunk(load.residents)[one.number][1], dtype="<u4").tolist()
+        for one in published
     ] == [one.blocks for one in published]
     assert reader.step().publications == [], "nothing of it is there"
     reader.step(finished_recving={request.request_id})

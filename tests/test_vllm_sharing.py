@@ -35,7 +35,7 @@ pytestmark = [
 PULL = "vcache_backend.vram_pool.copies.copier:HostCopier.pull"
 VERDICT = "vcache_backend.transfer.resident:_ResidentPart.settle"
 FIND_OVER = "vcache_backend.integration.vllm.scheduler.side:SchedulerSide.allocated"
-MAPPING = "vcache_backend.metadata_server.calls.instances:ResidentCalls.open_cache"
+MAPPING = "vcache_backend.metadata_server.calls.instances:InstanceCalls.open_cache"
 """Places: a copy begins; it is over, and was it right; a hit was found, its load is not described
 yet; a worker asks for another one's KV cache."""
 IN_PLACE = {"connector": {"share": "in_place", "min_hit_tokens": CHUNK}}

@@ -51,8 +51,8 @@ def _replace(
     parameter is missing."""
     theirs = getattr(owner, name, None)
     theirs = getattr(theirs, _THEIRS, theirs)
-    there = inspect.signature(theirs).parameters if callable(theirs) else {}
-    lacking = [one for one in wanted.split() if one not in there]
+    parameters = inspect.signature(theirs).parameters if callable(theirs) else {}
+    lacking = [parameter for parameter in wanted.split() if parameter not in parameters]
     if not callable(theirs) or lacking:
         _changed(owner, f"{name} with {' and '.join(lacking)}" if lacking else name)
     ours = functools.wraps(theirs)(make(theirs))

@@ -78,8 +78,8 @@ def tagged(extra_args: Mapping[str, Any] | None, value: str) -> dict[str, Any]:
     params = _params(extra_args)
     odd = [
         name
-        for name, what in params.items()
-        if name.startswith(TAG_PREFIX) and not isinstance(what, _PLAIN_TYPES)
+        for name, setting in params.items()
+        if name.startswith(TAG_PREFIX) and not isinstance(setting, _PLAIN_TYPES)
     ]
     if odd:
         raise ValueError(
@@ -87,7 +87,7 @@ def tagged(extra_args: Mapping[str, Any] | None, value: str) -> dict[str, Any]:
         )
     return {
         **(extra_args or {}),
-        _PARAMS: {TAG: value, **{name: what for name, what in params.items() if name != TAG}},
+        _PARAMS: {TAG: value, **{name: setting for name, setting in params.items() if name != TAG}},
     }
 
 
@@ -104,7 +104,7 @@ def uncached(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
         params = _params(extra_args)
     except ValueError:
         params = {}
-    kept = {name: what for name, what in params.items() if not name.startswith(TAG_PREFIX)}
+    kept = {name: setting for name, setting in params.items() if not name.startswith(TAG_PREFIX)}
     return {**(extra_args or {}), _PARAMS: {**kept, SKIP_SAVE: True, REFUSED: True}}
 
 
@@ -173,8 +173,8 @@ class Scheduler:
             self._refuse_to_save(request, error)
         wanted = cacheable and not getattr(request, "skip_reading_prefix_cache", False)
         if wanted or self._adapter.lookup_client is None:
-            found: int | None = self._look_up(request, num_computed_tokens)
-            return found
+            tokens: int | None = self._look_up(request, num_computed_tokens)
+            return tokens
         # The adapter needs a load spec for every scheduled request (after a preemption it
         # asserts this).
         load_spec = importlib.import_module(type(self._adapter).__module__).LoadSpec

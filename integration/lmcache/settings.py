@@ -83,10 +83,10 @@ def _put(values: dict[str, Any], key: str, value: object) -> None:
     """Set the value that `key` names. ConfigError if `values`, which contains every default, lacks
     it.
     """
-    known = list(_names(values, PREFIX))
-    if key not in known:
+    names = list(_names(values, PREFIX))
+    if key not in names:
         near = difflib.get_close_matches(
-            key, [*_Own.__struct_encode_fields__, *known], n=1, cutoff=0.75
+            key, [*_Own.__struct_encode_fields__, *names], n=1, cutoff=0.75
         )
         advice = (
             f"did you mean {near[0]}?"

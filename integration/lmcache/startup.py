@@ -139,8 +139,8 @@ class Starter:
                 engine.mark_init_failed(f"vcache stepped aside: {reason}")
             # Settings that could not be read name no socket: try the default one.
             config = self._settings.config if self._settings is not None else load()
-            with Client(config.server.path, config.client, reconnect=False) as there:
-                there.report(
+            with Client(config.server.path, config.client, reconnect=False) as client:
+                client.report(
                     "error",
                     f"stepped aside in LMCache's worker {self._metadata.worker_id} (pid {os.getpid()}): {reason}",
                 )

@@ -55,8 +55,8 @@ class Hits:
                 over.append(hit)
             if len(self._kept) > MOST:
                 over.append(self._kept.popitem(last=False)[1])
-        for one in over:
-            self.end(one)
+        for dropped in over:
+            self.end(dropped)
 
     def take(self, request: str | None) -> Hit | None:
         """Return and forget the request's hit, or None. The caller must `end` it."""
@@ -104,13 +104,13 @@ class Verbs:
                 "search_range": search_range,
             }
             return theirs(**asked, lookup_id=lookup_id, pin=pin, request_configs=request_configs)
-        found = 0
+        hit_tokens = 0
         stats = engine.stats_monitor.on_lookup_request(
             len(tokens) if tokens is not None else sum(offsets or ())
         )
         try:
             hashes = self._hashes(tokens) if hashes is None else hashes
-            found = (
+            hit_tokens = (
                 self._look_up(
                     worker, worker.promise, lookup_id, hashes, request_configs, search_range
                 )
@@ -119,8 +119,8 @@ class Verbs:
         except Exception as error:  # noqa: BLE001 vLLM's scheduler would wait for an answer
             self._backend.note_failure("lookup", error)
         finally:
-            engine.stats_monitor.on_lookup_finished(stats, found)
-        return found
+            engine.stats_monitor.on_lookup_finished(stats, hit_tokens)
+        return hit_tokens
 
     def fetch(
         self,
@@ -136,18 +136,18 @@ class Verbs:
         """Look up for `enable_async_loading`: like `lookup`, but send the answer to LMCache's
         scheduler, where the request waits.
         """
-        manager, worker, found = self._engine.storage_manager, self._backend.worker, 0
+        manager, worker, hits = self._engine.storage_manager, self._backend.worker, 0
         try:
             if worker is not None and self._engine.is_healthy():
                 hashes = self._hashes(tokens) if hashes is None else hashes
-                found = self._look_up(
+                hits = self._look_up(
                     worker, worker.promise, lookup_id, hashes, request_configs, search_range
                 )
         except Exception as error:  # noqa: BLE001 the request would wait for ever
             self._backend.note_failure("lookup", error)
         # The answer's socket belongs to this loop.
         manager.loop.call_soon_threadsafe(
-            manager.async_lookup_server.send_response_to_scheduler, lookup_id, found * self._size
+            manager.async_lookup_server.send_response_to_scheduler, lookup_id, hits * self._size
         )
 
     def unpin(self, theirs: Callable[[str], None], lookup_id: str) -> None:
@@ -166,8 +166,8 @@ class Verbs:
 
     def _hashes(self, tokens: Any) -> list[int]:
         return [
-            known
-            for _, _, known in self._engine.token_database.process_tokens(tokens, make_key=False)
+            value
+            for _, _, value in self._engine.token_database.process_tokens(tokens, make_key=False)
         ]
 
     def _look_up(

@@ -87,9 +87,9 @@ class PoolWorker:
 
     def contains(self, keys: Sequence[CacheEngineKey]) -> int:
         """Count the leading chunks that every rank has. Takes no lease."""
-        found = self.session.lookup(of_rank(self._named(keys), 0), self._ranks)
-        self._count(len(keys), found)
-        return found
+        chunks = self.session.lookup(of_rank(self._named(keys), 0), self._ranks)
+        self._count(len(keys), chunks)
+        return chunks
 
     def promise(self, names: list[ChunkKey]) -> Hit:
         """Look up the leading chunks that every rank can load, and lease this rank's part."""
@@ -112,10 +112,10 @@ class PoolWorker:
 
     def _readable(self, lease: Lease) -> int:
         """Count the lease's leading chunks that this worker can read. Maps their segments."""
-        known, locations = self.session.segments(), lease.locations
+        readable, locations = self.session.segments(), lease.locations
         return (
             len(locations)
-            if known.keys() >= {at.segment for at in locations}
+            if readable.keys() >= {at.segment for at in locations}
             else len(self.session.views(locations))
         )
 

@@ -238,11 +238,11 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         which this connector cannot change.
         """
         outermost, wanted = get_kv_transfer_group(), self._policy
-        found = outermost._kv_transfer_config.kv_load_failure_policy
-        if wanted and found != wanted and outermost is not self:
+        policy = outermost._kv_transfer_config.kv_load_failure_policy
+        if wanted and policy != wanted and outermost is not self:
             log.warning(
                 "vcache: %s",
-                settings.other_policy(found, wanted, outermost._kv_transfer_config.kv_connector),
+                settings.other_policy(policy, wanted, outermost._kv_transfer_config.kv_connector),
             )
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vcache_backend.metadata_server.messages import ChunkKey, SegmentId
 from vcache_backend.vram_pool.devices import Where
 
+from .in_place.replicas import Run
 from .model.spec import ShardSpec
 
 
@@ -46,9 +47,8 @@ class LoadSpec(_Spec, frozen=True):
     on; -1: leave out. wait_seconds: how long to wait for chunks that are not stored yet; 0: do not
     wait. offload: also read from the offload tier. promote: store chunks from the offload tier in
     the pool again. prefix: the keys of all earlier chunks, if `offload`. residents: chunks in
-    another instance's KV cache, by number within the load: the instance, the blocks and their
-    published generations. lost: the scheduler could not describe the load; load nothing and report
-    a failure."""
+    other instances' KV caches, numbered within the load. lost: the scheduler could not describe the
+    load; load nothing and report a failure."""
 
     request_id: str
     keys: list[ChunkKey] = []
@@ -57,7 +57,7 @@ class LoadSpec(_Spec, frozen=True):
     offload: bool = False
     promote: bool = False
     prefix: list[ChunkKey] = []
-    residents: dict[int, tuple[bytes, bytes, bytes]] = {}
+    residents: list[Run] = []
     lost: bool = False
 
 
@@ -113,7 +113,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     introduce: bool = False
     instance: bytes = b""
     publications: list[PublicationSpec] = field(default_factory=list)
-    found: dict[str, dict[int, tuple[bytes, bytes, bytes]]] = field(default_factory=dict)
+    found: dict[str, list[Run]] = field(default_factory=dict)
     victims: PublicationSpec | None = None
     echo: int = 0
 

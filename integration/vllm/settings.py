@@ -39,10 +39,10 @@ def read(extra_config: Mapping[str, Any]) -> Config:
     for name, section in extra_config.items():
         if name == "config":
             continue
-        known = name in Config.__struct_fields__
-        if known and not isinstance(section, Mapping):
+        is_section = name in Config.__struct_fields__
+        if is_section and not isinstance(section, Mapping):
             raise ConfigError(f"{SOURCE}: {name}: Expected a section of settings, got {section!r}")
-        values[name] = {**values.get(name, {}), **section} if known else section
+        values[name] = {**values.get(name, {}), **section} if is_section else section
     config = configuration.from_dict(values, SOURCE)
     configuration.check_socket_is_whole(config, SOURCE)
     return config

@@ -1,4 +1,4 @@
-"""The requests to the metadata server as typed calls, for the workers and schedulers of a node."""
+"""Typed calls to the metadata server, for the workers and schedulers of a node."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from vcache_backend.config import ClientConfig
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.calls.channel import R, Sent
-from vcache_backend.metadata_server.calls.instances import ResidentCalls
+from vcache_backend.metadata_server.calls.instances import InstanceCalls
 
 log = logging.getLogger(__name__)
 
 
-class Client(ResidentCalls):
-    """A connection to the metadata server that is made again whenever it is lost.
+class Client(InstanceCalls):
+    """A connection to the metadata server that reconnects by itself.
 
-    Any thread may call any method; requests go one after the other. Every call returns or raises
-    within its deadline (`client.request_seconds`; control calls: `client.control_seconds`):
-    ServerTimeout after the deadline, ServerUnavailable at once while there is no connection (the
-    breaker is open), Refused if the server said no. After a failure a background thread connects
-    again, and registers the segments in `offer` again. A lost connection ends its reservations at
-    once, and its leases after their grace. In a forked child every call raises ServerUnavailable.
-    """
+    Any thread may call any method; requests take turns. Every call returns or raises within its
+    deadline (`client.request_seconds`; control calls: `client.control_seconds`). ServerTimeout: the
+    deadline passed. ServerUnavailable, at once: not connected (the breaker is open). Refused: the
+    server refused. After a failure a background thread reconnects, and registers the segments of
+    `offer` again. A lost connection ends its reservations at once, and its leases after their
+    grace. In a forked child every call raises ServerUnavailable."""
 
     def __init__(
         self,
@@ -42,17 +41,17 @@ class Client(ResidentCalls):
         reconnect: bool = True,
         name: str = "",
     ) -> None:
-        """Try to connect once, within `connect_seconds`. An absent server is no error here;
-        `require` makes it one.
+        """Try to connect once, within `connect_seconds`. An absent server raises nothing; call
+        `require` to make it an error.
 
-        layout, name: of the instance, for the hello.
-        """
+        layout, name: the instance's, for the hello."""
         self.on_segments: Callable[[list[m.SegmentInfo]], None] = lambda segments: None
         self.on_return: list[Callable[[], None]] = []
-        """Called whenever there is a connection again, after segments were offered: to show what
-        goes with a connection. Background thread; they may call, and what they raise is logged."""
+        """Called after each reconnection, once the segments are offered, to register what belongs
+        to the connection. Runs in the background thread; hooks may make calls, and their errors are
+        logged."""
         self.on_beat: list[Callable[[], None]] = []
-        """Called every `heartbeat_seconds`, as those are."""
+        """Called every `heartbeat_seconds`, like `on_return`."""
         self._offers: dict[m.SegmentId, tuple[m.SegmentInfo, int]] = {}
         self._avoided: set[m.SegmentId] = set()
         self._asked = self._found = 0
@@ -69,8 +68,7 @@ class Client(ResidentCalls):
 
     def lookup(self, keys: list[m.ChunkKey], ranks: int = 1) -> int:
         """Count the leading chunks that all ranks have. Sends several requests for more than
-        `MAX_LOOKED_UP` keys times ranks.
-        """
+        `MAX_LOOKED_UP` keys times ranks."""
         most = max(1, min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks))
         found = 0
         for reply in self._in_parts(keys, lambda part: m.Lookup(part, ranks), m.Count, most):
@@ -83,18 +81,16 @@ class Client(ResidentCalls):
         return self.present(keys).present
 
     def present(self, keys: list[m.ChunkKey]) -> m.Present:
-        """`contains`, with the epoch in which the offload tier is to be asked for the other
-        chunks.
-        """
+        """Like `contains`, with the epoch in which to ask the offload tier for the missing
+        chunks."""
         replies = list(self._in_parts(keys, m.Contains, m.Present))
         return msgspec.structs.replace(
             replies[0], present=[there for reply in replies for there in reply.present]
         )
 
     def segments_of(self, keys: list[m.ChunkKey]) -> list[str]:
-        """The segment of each key's chunk; "" if it is not in the pool. [] from an older server,
-        which does not know.
-        """
+        """The segment of each key's chunk; "" if the chunk is not in the pool. [] from an older
+        server."""
         return [
             id_
             for reply in self._in_parts(keys, lambda part: m.Contains(part, True), m.Present)
@@ -102,13 +98,11 @@ class Client(ResidentCalls):
         ]
 
     def acquire(self, keys: list[m.ChunkKey]) -> m.Leased:
-        """Lease the leading run, of at most `MAX_KEYS` chunks."""
+        """Lease the leading chunks, at most `MAX_KEYS`."""
         return self._call(m.Acquire(keys[: m.MAX_KEYS]), m.Leased)
 
     def send_lookup(self, keys: list[m.ChunkKey], ranks: int = 1) -> Sent[m.Count] | None:
-        """Send `lookup` without waiting for the answer; None if one request cannot hold so many
-        keys.
-        """
+        """Send `lookup` without waiting for the answer. None if the keys exceed one request."""
         most = min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks)
         return self._send(m.Lookup(keys, ranks), m.Count) if len(keys) <= most else None
 
@@ -123,9 +117,8 @@ class Client(ResidentCalls):
         return self._call(m.Release(lease), m.Verdict).held
 
     def reserve(self, keys: list[m.ChunkKey], nbytes: int) -> m.Reserved:
-        """Reserve a slot for each key: a slot or a refusal each; FULL for the keys behind the first
-        `MAX_SLOTS` that get one.
-        """
+        """Reserve a slot for each key. Each key gets a slot or a refusal: FULL after the first
+        `MAX_SLOTS` slots."""
         reserved = self._call(m.Reserve(keys[: m.MAX_KEYS], nbytes), m.Reserved)
         rest = len(keys) - m.MAX_KEYS
         if rest <= 0:
@@ -136,8 +129,7 @@ class Client(ResidentCalls):
 
     def commit(self, reservation: int, prefix: list[m.ChunkKey] | None = None) -> int:
         """Publish a reservation. Only the last `MAX_KEYS` of `prefix` become more recent than its
-        chunks.
-        """
+        chunks."""
         return self._call(m.Commit(reservation, (prefix or [])[-m.MAX_KEYS :]), m.Count).count
 
     def abort(self, reservation: int) -> int:
@@ -153,30 +145,29 @@ class Client(ResidentCalls):
         )
 
     def clear(self, namespace: bytes = b"", reset: bool = False) -> int:
-        """Forget the chunks of a namespace. Returns how many. reset: forget what was offloaded of
-        it, too.
-        """
+        """Forget the chunks of a namespace. Returns how many. reset: also void its offloaded
+        chunks."""
         return self._call(m.Clear(namespace, reset), m.Count, self._config.control_seconds).count
 
     # ---- segments and the server
 
     def lend(self, nbytes: int) -> m.Lendable:
-        """Ask how much of `nbytes`, which the pool is to have on this client's device, this client
-        is to allocate now.
-        """
+        """Ask how many bytes this client should allocate now if the pool is to have `nbytes` on its
+        device."""
         return self._call(m.Lend(nbytes), m.Lendable)
 
     def add_segment(self, info: m.SegmentInfo, fd: int, claim: int = 0) -> None:
-        """Register a new segment, allocated under `claim` if any, by a copy of `fd`."""
+        """Register a new segment by a copy of `fd`. claim: the claim under which it was allocated,
+        if any."""
         self._add_segment(m.AddSegment(info.id, info.device, info.medium, info.nbytes, claim), fd)
 
     def _add_segment(self, request: m.AddSegment, fd: int) -> m.Added:
         return self._call(request, m.Added, self._config.control_seconds, [fd])
 
     def offer(self, info: m.SegmentInfo, fd: int, claim: int = 0) -> None:
-        """`add_segment` now, and after every reconnection until `withdraw`, or until a server
-        refuses its memory. `fd` stays the caller's, and must stay open until then. If this raises,
-        nothing is registered again, though the server may have the segment."""
+        """Call `add_segment` now, and after every reconnection until `withdraw`, or until a server
+        refuses the memory. The caller keeps `fd` open until then. If `offer` raises, the segment is
+        not registered again, though the server may have it."""
         self.remember(info, fd)
         try:
             self.add_segment(info, fd, claim)
@@ -185,7 +176,7 @@ class Client(ResidentCalls):
             raise
 
     def remember(self, info: m.SegmentInfo, fd: int) -> None:
-        """`offer` from the next reconnection on, for segments that the server already has."""
+        """`offer` a segment that the server already has: from the next reconnection on."""
         self._offers[info.id] = (info, fd)
 
     def withdraw(self, id_: m.SegmentId) -> None:
@@ -193,23 +184,22 @@ class Client(ResidentCalls):
         self._offers.pop(id_, None)
 
     def open_segment(self, id_: m.SegmentId) -> tuple[m.SegmentInfo, int]:
-        """A segment and its fd, which the caller closes."""
+        """Open a segment. The caller closes its fd."""
         opened, fds = self._open(m.OpenSegment(id_), m.Opened, lambda opened: 1)
         return opened.segment, fds[0]
 
     def avoid(self, id_: m.SegmentId) -> None:
-        """Say that this process cannot map the segment: it gets no slot there, also after a
-        reconnection.
-        """
+        """Say that this process cannot map the segment, so that the server gives it no slot there.
+        Repeated after each reconnection."""
         self._avoided.add(id_)
         self._call(m.Unusable(id_), m.Count)
 
     def drop_segment(self, id_: m.SegmentId) -> m.Dropped:
-        """Take a segment out of the pool, and forget its chunks."""
+        """Remove a segment from the pool, and forget its chunks."""
         return self._call(m.DropSegment(id_), m.Dropped, self._config.control_seconds)
 
     def list_segments(self) -> list[m.SegmentInfo]:
-        """All segments. Also sends what `looked_up` has noted since."""
+        """List all segments. Also sends the counts from `looked_up`."""
         with self._telling:
             asked, self._asked = self._asked, 0
             found, self._found = self._found, 0
@@ -220,9 +210,9 @@ class Client(ResidentCalls):
             raise
 
     def looked_up(self, asked: int, found: int) -> None:
-        """Note prompt tokens that were looked up, and those found, for the server's statistics;
-        they go with the next heartbeat, to this server or the next one. They count twice if the
-        answer comes too late."""
+        """Count prompt tokens that were looked up, and found, for the server's statistics. The next
+        heartbeat sends the counts, to this server or the next. Tokens count twice if the
+        heartbeat's answer is late."""
         with self._telling:
             self._asked, self._found = (
                 min(self._asked + asked, m.MAX_TOKENS),
@@ -233,11 +223,10 @@ class Client(ResidentCalls):
         return self._call(m.Stats(), m.ServerStats)
 
     def report(self, level: m.Level, text: str) -> bool:
-        """Tell the node's operator one line, cut at `MAX_REPORT_CHARS`. False if this connection
-        has said it before.
+        """Send one line to the node's operator, cut at `MAX_REPORT_CHARS`. False if this connection
+        has sent the line before.
 
-        A control call. Refused by a server too old to know it, and if `text` is empty.
-        """
+        A control call. Servers refuse an empty `text`, and old servers refuse the request."""
         request = m.Report(level, text[: m.MAX_REPORT_CHARS])
         return bool(self._call(request, m.Count, self._config.control_seconds).count)
 
@@ -251,9 +240,8 @@ class Client(ResidentCalls):
         most: int = m.MAX_KEYS,
         last_first: bool = False,
     ) -> Iterator[R]:
-        """The replies to requests of at most `most` keys each, nearly always one, by one common
-        deadline.
-        """
+        """Send the keys in requests of at most `most` keys, and yield the replies. One deadline
+        holds for all."""
         deadline = time.perf_counter() + self._config.request_seconds
         starts = range(0, max(len(keys), 1), most)
         for start in reversed(starts) if last_first else starts:

@@ -1,4 +1,4 @@
-"""Log lines that clients cause: each on one printable line, and of each client only so many."""
+"""Limits the log lines that clients cause, and makes each a single printable line."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ import msgspec
 log = logging.getLogger(__name__)
 
 MAX_CALLERS = 1024
-"""The most processes and users whose lines are counted apart."""
+"""The most processes and users whose lines are counted separately."""
 MAX_LINE_CHARS = 1500
 MAX_SHOWN_CHARS = 64
 """The most characters shown of a name or value."""
 
 
 class Caller(NamedTuple):
-    """A process that is connected, or all those of a user that are not visible here (`pid` 0)."""
+    """A connected process, or all of a user's processes that are not visible here (`pid` 0)."""
 
     uid: int
     pid: int
 
 
 class Limit(NamedTuple):
-    """So many lines at once, and after that one every so many seconds."""
+    """`lines` at once, and after that one line every `seconds`."""
 
     lines: int
     seconds: float
@@ -36,15 +36,15 @@ class Limit(NamedTuple):
 
 OF_PROCESS, OF_USER = Limit(60, 10.0), Limit(600, 1.0)
 _OTHERS = Caller(-1, 0)
-"""Everybody for whom there is no place in the table."""
+"""All processes and users that exceed `MAX_CALLERS`."""
 
 CALLER: ContextVar[Caller | None] = ContextVar("CALLER", default=None)
-"""Who causes what happens now; None: nobody in particular."""
+"""The client that causes the present work; None if no client does."""
 
 
 @contextmanager
 def caused_by(caller: Caller) -> Iterator[None]:
-    """What is logged in this context counts as a line of this client."""
+    """Count lines logged in this context as lines of this client."""
     token = CALLER.set(caller)
     try:
         yield
@@ -53,9 +53,8 @@ def caused_by(caller: Caller) -> Iterator[None]:
 
 
 class _Bucket(msgspec.Struct):
-    """The lines that are still `left`, as of the time `at`, and how many were left out since the
-    last one.
-    """
+    """The number of lines `left` at the time `at`, and the number left out since the last written
+    line."""
 
     limit: Limit
     left: float
@@ -70,11 +69,9 @@ class _Bucket(msgspec.Struct):
 
 
 class ClientLines(logging.Filter):
-    """Leaves out what is more than the limit of the process or of its user, whatever it was. To be
-    added to the log's handler.
+    """Drops lines beyond the limit of a client's process or user. Add it to the log's handler.
 
-    A client that connects again is the same client.
-    """
+    A client that reconnects counts as the same client."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -82,7 +79,7 @@ class ClientLines(logging.Filter):
         self._buckets: dict[Caller, _Bucket] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the line is written; it then says how many before it were not."""
+        """Whether to write the line. A written line says how many before it were dropped."""
         if (caller := CALLER.get()) is None:
             return True
         user, process = (
@@ -104,9 +101,7 @@ class ClientLines(logging.Filter):
         return True
 
     def tell(self) -> None:
-        """Say how many lines of clients were left out that have caused none since. To be called now
-        and then.
-        """
+        """Log how many lines were dropped of clients that are quiet now. Call this now and then."""
         now = self._now()
         for caller, bucket in list(self._buckets.items()):
             bucket.refill(now)
@@ -128,9 +123,7 @@ class ClientLines(logging.Filter):
 
 
 def printable(text: str, most: int = MAX_SHOWN_CHARS) -> str:
-    """`text` for a terminal or a log: cut to `most` characters, without anything that a terminal
-    would act on.
-    """
+    """Cut `text` to `most` characters, and escape every character that a terminal would act on."""
     short = text if len(text) <= most else f"{text[: most - 3]}..."
     return "".join(
         letter if letter.isprintable() else letter.encode("unicode_escape").decode()

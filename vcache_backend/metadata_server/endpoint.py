@@ -1,6 +1,5 @@
-"""Where a server listens: the socket's folder and the files beside it, who may connect, and whether
-the path still leads to it.
-"""
+"""The server's socket: its folder, the files beside it, access rights, and whether the path still
+leads to it."""
 
 from __future__ import annotations
 
@@ -18,26 +17,23 @@ from vcache_backend.errors import ConfigError
 from vcache_backend.metadata_server import processes
 
 FRESH_SECONDS = 3600.0
-"""How often the files are touched, since cleaners of /tmp remove what nobody has touched for
-days.
-"""
+"""How often to touch the files, since cleaners of /tmp remove files that nobody touches for
+days."""
 LISTENS_SECONDS = 1.0
-"""How long connecting to an existing socket may take. The kernel accepts or refuses at once."""
+"""How long a connection to an existing socket may take. The kernel accepts or refuses at once."""
 
 
 def beside(path: Path, suffix: str) -> Path:
-    """The path of a socket's lock or log: the socket's whole name and `suffix`, so that no
-    two sockets share one.
-    """
+    """The path of a socket's lock or log: the socket's whole name and `suffix`, so that no two
+    sockets share a file."""
     return path.with_name(path.name + suffix)
 
 
 def folder_fault(path: Path, trusted: Collection[int]) -> str:
-    """Why others could put a socket or a file of theirs at `path`, and what to do; empty if only
-    `trusted` uids can.
+    """Explain why uids outside of `trusted` could put a file at `path`, and what to do; empty if
+    they cannot.
 
-    OSError if there is no such folder.
-    """
+    OSError if the folder does not exist."""
     folder = path.parent
     status = folder.lstat()
     other = "set server.socket to a folder of your own"
@@ -55,18 +51,18 @@ def folder_fault(path: Path, trusted: Collection[int]) -> str:
 
 
 class Endpoint:
-    """A listening socket, and its lock, which keeps a second server away. ConfigError if it cannot
+    """A listening socket with its lock, which keeps a second server away. ConfigError if it cannot
     be made.
 
-    Only this user can reach it, or the members of one group. With other users or several groups
-    everybody can connect, and `Admission` checks who it is."""
+    Only this user can reach the socket, or the members of one group. With more users or groups
+    everybody can connect, and `Admission` checks who connects."""
 
     def __init__(self, path: Path, uids: Sequence[int] = (), gids: Sequence[int] = ()) -> None:
         """uids, gids: users and groups who may connect, besides this user and root."""
         self._path = path
         self._gid = gids[0] if len(gids) == 1 and not uids else -1
         self._bits = 0o1 if uids or len(gids) > 1 else 0o10 if gids else 0
-        """Who else may pass the folder: others, the group, or nobody."""
+        """Who else may enter the folder: others, the group, or nobody."""
         self._undo = ExitStack()
         with ExitStack() as undo:
             try:
@@ -104,7 +100,7 @@ class Endpoint:
         return "" if found == self._own else "another socket is there"
 
     def keep_fresh(self) -> None:
-        """Touch socket and lock when it is time to."""
+        """Touch socket and lock every `FRESH_SECONDS`."""
         if time.monotonic() < self._fresh_until:
             return
         self._fresh_until = time.monotonic() + FRESH_SECONDS
@@ -145,7 +141,7 @@ class Endpoint:
         os.pwrite(lock, processes.namespaces(), 0)
 
     def _make_way(self) -> None:
-        """Remove the socket of a server that is gone, and nothing else."""
+        """Remove the socket of a server that is gone, and no other file."""
         try:
             mode = self._path.lstat().st_mode
         except FileNotFoundError:
@@ -187,9 +183,7 @@ class Endpoint:
 
 
 def same_pids(path: Path) -> bool:
-    """Whether a pid means the same process to this process and to the server at `path`. False if
-    that is unknown.
-    """
+    """Whether this process and the server at `path` use the same pids. False if unknown."""
     try:
         return beside(path, ".lock").read_bytes() == processes.namespaces()
     except OSError:

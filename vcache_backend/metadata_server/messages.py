@@ -1,10 +1,10 @@
-"""The protocol: every message that crosses the socket, and nothing else.
+"""The protocol: all messages on the socket, and nothing else.
 
-A message is one packet of a Unix socket (SOCK_SEQPACKET): a MessagePack array whose first element
-is the message's name, `["lookup", [key, ...], ranks]`. The server answers a connection's requests
-in their order, each with the reply type that its docstring names after the arrow, or with `Error`.
-Fds travel as SCM_RIGHTS with their message, `MAX_FDS` at most. A message that should bring fds and
-brings another number of them is refused, and all of them are closed."""
+A message is one packet of a Unix socket (SOCK_SEQPACKET): a MessagePack array that starts with the
+message's name, `["lookup", [key, ...], ranks]`. The server answers the requests of a connection in
+order, each with the reply type after the arrow in the request's docstring, or with `Error`. Fds
+travel with their message as SCM_RIGHTS, `MAX_FDS` at most. A message with the wrong number of fds
+is refused, and all of its fds are closed."""
 
 from __future__ import annotations
 
@@ -17,21 +17,18 @@ import msgspec
 PROTOCOL_VERSION = 9
 MAX_MESSAGE_BYTES = 200_000
 """Linux sends a packet of this size with a socket's ordinary buffer. A client that sends a larger
-one is disconnected.
-"""
+packet is disconnected."""
 MAX_KEYS = 2048
-"""The most keys in one request. The server refuses a request with more, and the connection stays
-usable.
-"""
+"""The most keys in one request. A request with more is refused; the connection stays usable."""
 MAX_LOOKED_UP = 16_384
-"""The most keys times ranks of one look-up; more are refused in the same way."""
+"""The most keys times ranks in one look-up. A look-up of more is refused."""
 MAX_SLOTS = 1024
-"""The most slots that one request reserves; the keys beyond are refused as FULL."""
+"""The most slots that one request reserves. Further keys are refused as FULL."""
 MAX_FDS = 253
-"""The most fds of one message: more than that Linux does not send."""
+"""The most fds of one message, by Linux's limit."""
 INSTANCE_BYTES = 16
 MAX_REGIONS = MAX_FDS
-"""The most allocations in which one worker's KV cache lies."""
+"""The most allocations of one worker's KV cache."""
 MAX_PLANES = 1024
 """The most planes of one worker's KV cache. A plane is one part of one layer."""
 MAX_PUBLISHED = 512
@@ -49,8 +46,7 @@ MAX_RANKS = 64
 NUMBER_BYTES = 4
 GENERATION_BYTES = 8
 """Bytes of a block's number and of its generation in messages that pack many of them,
-little-endian.
-"""
+little-endian."""
 
 ChunkKey = NewType("ChunkKey", bytes)
 """Namespace (8 bytes), prefix-chained token hash (16), rank (2, big-endian). See
@@ -58,9 +54,9 @@ ChunkKey = NewType("ChunkKey", bytes)
 """
 SegmentId = NewType("SegmentId", str)
 InstanceId = NewType("InstanceId", bytes)
-"""Names one start of one EngineCore: 16 random bytes."""
+"""Identifies one start of one EngineCore: 16 random bytes."""
 SCHEDULER = -1
-"""Stands for an instance's scheduler where others have a rank."""
+"""The scheduler's number where workers have a rank."""
 Named = Annotated[InstanceId, msgspec.Meta(min_length=INSTANCE_BYTES, max_length=INSTANCE_BYTES)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
 Medium = Literal["cuda", "host"]
@@ -72,16 +68,15 @@ _Key = Annotated[ChunkKey, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYT
 Keys = Annotated[list[_Key], msgspec.Meta(max_length=MAX_KEYS)]
 SEGMENT_ID = r"\A[0-9A-Za-z_.:-]{1,64}\Z"
 MAX_SEGMENT_BYTES = 1 << 46
-"""Larger than any allocation there is. More is refused before it reaches a system call."""
+"""Larger than any allocation. A larger number is refused before any system call."""
 Bytes = Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]
 _INVISIBLE = (
     r"\x00-\x1f\x7f-\x9f\xad\u0600-\u0605\u061c\u06dd\u070f\u0890-\u0891\u08e2\u180e\u200b-\u200f"
     r"\u2028-\u202e\u2060-\u2064\u2066-\u206f\ufeff\ufff9-\ufffb\U000110bd\U000110cd\U00013430-\U0001343f"
     r"\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0001\U000e0020-\U000e007f"
 )
-"""Control and format characters, such as those that turn the direction of writing, and separators
-of lines: Unicode's Cc, Cf, Zl, Zp.
-"""
+"""Control and format characters, for example to change the writing direction, and line separators:
+Unicode's Cc, Cf, Zl, Zp."""
 _PRINTABLE = rf"\A[^{_INVISIBLE}]*\Z"
 Text = Annotated[str, msgspec.Meta(max_length=256, pattern=_PRINTABLE)]
 MAX_FIELDS = 64
@@ -90,17 +85,17 @@ Field = Annotated[str, msgspec.Meta(max_length=64, pattern=_PRINTABLE)]
 TOKEN_BITS = 63
 MAX_REPORT_CHARS = 1024
 MAX_TOKENS = 1 << 48
-"""The most tokens that one message says were looked up. More is no instance."""
+"""The most tokens that one message may report as looked up."""
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 GRACE_SECONDS = 0.25
-"""How long a lease holds in any case after it was granted or renewed, unless it was given for less:
-even if its holder's connection is lost, or the server dies and starts again. A copy that ends
-within it needs no further proof."""
+"""How long a lease holds after its grant or renewal in any case, unless it was granted for less:
+even if its holder's connection is lost, or the server dies and restarts. A copy that ends within
+this time needs no other proof."""
 Level = Literal["info", "warn", "error"]
 
 
 def of_rank(keys: Sequence[ChunkKey], rank: int) -> list[ChunkKey]:
-    """The keys of this rank's part of the same chunks. keys: all of one rank."""
+    """The keys of the same chunks for another rank. keys: all of one rank."""
     suffix = rank.to_bytes(RANK_BYTES, "big")
     if keys and keys[0].endswith(suffix):
         return list(keys)
@@ -108,7 +103,7 @@ def of_rank(keys: Sequence[ChunkKey], rank: int) -> list[ChunkKey]:
 
 
 def of_ranks(keys: Sequence[ChunkKey], ranks: int) -> list[ChunkKey]:
-    """The keys of all parts of the same chunks, chunk by chunk. keys: of rank 0."""
+    """The keys of the same chunks for all ranks, chunk by chunk. keys: of rank 0."""
     if ranks == 1:
         return list(keys)
     suffixes = [rank.to_bytes(RANK_BYTES, "big") for rank in range(ranks)]
@@ -116,9 +111,8 @@ def of_ranks(keys: Sequence[ChunkKey], ranks: int) -> list[ChunkKey]:
 
 
 class Refusal(IntEnum):
-    """Why a key got no slot. The first two are no failures: the chunk is stored, or being
-    stored.
-    """
+    """Why a key got no slot. EXISTS and BUSY are no failures: the chunk is stored, or being
+    stored."""
 
     EXISTS = 0
     BUSY = 1
@@ -128,9 +122,8 @@ class Refusal(IntEnum):
 
 
 class Location(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where one chunk lies: `length` bytes at byte `offset` of `segment`. `generation` changes
-    whenever the slot is reused.
-    """
+    """The place of one chunk: `length` bytes at byte `offset` of `segment`. `generation` changes
+    with every use of the slot."""
 
     segment: SegmentId
     offset: int
@@ -139,7 +132,7 @@ class Location(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
-    """One segment as the server knows it. `device`: a GPU UUID, `host` or `host:NAME`. Sizes in
+    """A segment as the server knows it. `device`: a GPU UUID, `host` or `host:NAME`. Sizes in
     bytes."""
 
     id: SegmentId
@@ -156,8 +149,8 @@ class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reported(msgspec.Struct, frozen=True, array_like=True):
-    """A `Report` as the server keeps it. `time`: seconds since the Unix epoch. `pid`: 0 if the
-    client is in another pid namespace. `device`: from the connection's hello."""
+    """A `Report` in the server. `time`: seconds since the Unix epoch. `pid`: 0 if the client is in
+    another pid namespace. `device`: from the connection's hello."""
 
     time: float
     level: Level
@@ -168,8 +161,8 @@ class Reported(msgspec.Struct, frozen=True, array_like=True):
 
 class Mismatch(msgspec.Struct, frozen=True, array_like=True):
     """A field in which connected instances of one model differ, so that they do not share.
-    `values`: each value and the instances that have it. `advice`: what to do, where the field's
-    name does not say so."""
+    `values`: each value with its instances. `advice`: what to do, if the field's name does not say
+    so."""
 
     model: str
     field: str
@@ -178,12 +171,12 @@ class Mismatch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CacheShape(msgspec.Struct, frozen=True, array_like=True):
-    """What a reader must know of one worker's paged KV cache. Sizes in bytes.
+    """One worker's paged KV cache, as readers must know it. Sizes in bytes.
 
-    `layout`: the order of bytes in a page; only caches with the same one read each other.
-    `num_blocks`, `block_size` (tokens): of the tensors. `stride`: from block to block, the same in
-    all planes. `planes`: for each layer and part, layer-major, the region it lies in and where in
-    it block 0 begins. `regions`: how much of each region's fd may be mapped."""
+    `layout`: the order of bytes in a page; readers need the same. `num_blocks`, `block_size`
+    (tokens): of the tensors. `stride`: from block to block, the same in all planes. `planes`: for
+    each layer and part, layer-major, the plane's region and the offset of its block 0. `regions`:
+    how many bytes of each fd a reader may map."""
 
     device: Text
     medium: Medium
@@ -225,11 +218,11 @@ class InstanceStats(msgspec.Struct, frozen=True, array_like=True):
     """One instance as the server knows it. `id`: in hex; empty if it shares through the pool only.
     `device`: of its first worker. `pid`: of its scheduler, 0 if absent or not visible.
 
-    `resident`: chunks that others find in it, once `missing` is empty. `regions`: fds of its
-    workers' KV caches. `missing`: the first part that is not shown; while there is one, nothing is
-    found in the instance. `name`: from its hello. `namespace`: in hex. `silent`: seconds since the
-    server last heard of one of its processes. `stopped`: the pid of a process of it that is
-    stopped; 0 if none is."""
+    `resident`: chunks that look-ups can return once `missing` is empty. `regions`: fds of its
+    workers' KV caches. `missing`: the first part that is not shown; look-ups skip the instance
+    until all parts are. `name`: from its hello. `namespace`: in hex. `silent`: seconds since the
+    last message of any of its processes. `stopped`: the pid of a stopped process; 0 if none is
+    stopped."""
 
     id: str
     device: str
@@ -246,9 +239,9 @@ class InstanceStats(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StillMapped(msgspec.Struct, frozen=True, array_like=True):
-    """A process that has not said that it unmapped the KV cache of `instance` (in hex), which has
-    ended: that memory of `device` is not free. `pid`: 0 if it is not visible. `stopped`: whether it
-    is stopped, and so cannot say so."""
+    """A process that has not reported that it unmapped the KV cache of `instance` (in hex), which
+    has ended: the memory on `device` is not free yet. `pid`: 0 if not visible. `stopped`: whether
+    the process is stopped, and so cannot report."""
 
     instance: str
     device: str
@@ -257,8 +250,8 @@ class StillMapped(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reads(msgspec.Struct, frozen=True, array_like=True):
-    """What one client has read out of the KV cache of `instance` since it started: bytes that
-    counted, and chunks that the verdict refused because their owner had reused the blocks."""
+    """How much a client has read out of the KV cache of `instance` since the client's start: bytes
+    that counted, and chunks refused because the owner had reused the blocks."""
 
     instance: Named
     nbytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
@@ -266,9 +259,8 @@ class Reads(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReadStats(msgspec.Struct, frozen=True, array_like=True):
-    """The `Reads` of a connected client: process `pid`, 0 if it is not visible, with its device.
-    `instance`: in hex. `reader`: the instance that the client is part of, in hex; empty if it shows
-    none."""
+    """The `Reads` of a connected client: process `pid`, 0 if not visible, with its device.
+    `instance`: in hex. `reader`: the client's own instance, in hex; empty if it shows none."""
 
     pid: int
     device: str
@@ -288,11 +280,10 @@ class Request(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Hello(Request, frozen=True, tag="hello"):
     """The first message of a connection → `Welcome`, or `Error` and the connection closes.
 
-    Fds, either of which may be missing: a pidfd of the client, and the ledger of the server that
-    it was connected to before. `layout`: the instance's layout as text, field by field (see
-    `transfer.layout.Layout`); empty for tools. `token`: a number that the client keeps, by which
-    the server recognises it where it cannot see its pid. `name`: what people know the instance by,
-    such as its port, `:8000`."""
+    Fds, either of which may be missing: a pidfd of the client, and the ledger of the previous
+    server. `layout`: the instance's layout as text, field by field (see `transfer.layout.Layout`);
+    empty for tools. `token`: a number that the client keeps, which identifies the client where its
+    pid is not visible. `name`: the instance's name for people, such as its port, `:8000`."""
 
     version: int
     device: Text
@@ -303,11 +294,11 @@ class Hello(Request, frozen=True, tag="hello"):
 
 
 class AddSegment(Request, frozen=True, tag="add_segment"):
-    """Register a segment, whose fd comes along → `Added`.
+    """Register a segment by its fd → `Added`.
 
-    `claim`: of the `Lendable` under which it was made; refused if that has ended. 0: add it
-    unconditionally. `again`: it was offered before on an earlier connection, and is taken only if
-    the server knows what lies in it."""
+    `claim`: of the `Lendable` under which the segment was made; refused if the claim has ended. 0:
+    add it unconditionally. `again`: the segment was offered before on an earlier connection; the
+    server takes it only if it knows the segment's contents."""
 
     id: Annotated[SegmentId, msgspec.Meta(pattern=SEGMENT_ID)]
     device: Text
@@ -318,140 +309,130 @@ class AddSegment(Request, frozen=True, tag="add_segment"):
 
 
 class Lend(Request, frozen=True, tag="lend"):
-    """How much of its device's memory may this client allocate now, if the pool is to have `nbytes`
-    there in all? → `Lendable`.
-    """
+    """How many bytes should this client allocate now, if the pool is to have `nbytes` on its
+    device? → `Lendable`."""
 
     nbytes: Bytes
 
 
 class OpenSegment(Request, frozen=True, tag="open_segment"):
-    """→ `Opened`, with the segment's fd."""
+    """Open a segment → `Opened`, with the segment's fd."""
 
     id: SegmentId
 
 
 class Unusable(Request, frozen=True, tag="unusable"):
     """This client cannot map a segment: give its reservations no slot there → `Count` of segments
-    it avoids.
-    """
+    that it avoids."""
 
     id: Annotated[SegmentId, msgspec.Meta(max_length=64)]
 
 
 class DropSegment(Request, frozen=True, tag="drop_segment"):
-    """Forget a segment's chunks; it is gone once its last lease and reservation end → `Dropped`."""
+    """Forget a segment's chunks, and remove it after its last lease and reservation → `Dropped`."""
 
     id: SegmentId
 
 
 class ListSegments(Request, frozen=True, tag="list_segments"):
-    """→ `Segments`. `asked`, `found`: prompt tokens that this client's instance has looked up since
-    the last such message, and those that it found, each once."""
+    """List the segments → `Segments`. `asked`, `found`: prompt tokens that this client's instance
+    has looked up and found since the last such message."""
 
     asked: Tokens = 0
     found: Tokens = 0
 
 
 class Reserve(Request, frozen=True, tag="reserve"):
-    """Ask for a slot of `nbytes` for each key, in prefix order → `Reserved`. On the client's
-    device, else on peers, else by eviction.
-    """
+    """Ask for a slot of `nbytes` for each key, in prefix order → `Reserved`. Slots come from the
+    client's device, else from peers, else by eviction."""
 
     keys: Keys
     nbytes: Bytes
 
 
 class Commit(Request, frozen=True, tag="commit"):
-    """The copies of this reservation are complete: publish them → `Count` of chunks now visible (0:
-    it was void).
+    """Publish a reservation whose copies are complete → `Count` of chunks now visible (0: it was
+    void).
 
-    `prefix`: the chunks before these, stored already. They become more recent than these, so that
-    the end of a prefix is evicted first."""
+    `prefix`: the stored chunks before these. They become more recent than these, so that the end of
+    a prefix is evicted first."""
 
     reservation: int
     prefix: Keys = []
 
 
 class Abort(Request, frozen=True, tag="abort"):
-    """No copy of this reservation runs or will run: free its slots → `Count` of slots freed."""
+    """Free the slots of a reservation of which no copy runs or will run → `Count` of slots
+    freed."""
 
     reservation: int
 
 
 class Lookup(Request, frozen=True, tag="lookup"):
-    """How many leading chunks do all `ranks` ranks have (keys of rank 0)? Without a lease →
-    `Count`.
-    """
+    """How many leading chunks do all `ranks` ranks have (keys of rank 0)? Takes no lease →
+    `Count`."""
 
     keys: Keys
     ranks: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
 
 
 class Acquire(Request, frozen=True, tag="acquire"):
-    """Lease the leading run of chunks that are there → `Leased`."""
+    """Lease the leading chunks → `Leased`."""
 
     keys: Keys
 
 
 class Renew(Request, frozen=True, tag="renew"):
-    """Extend a lease that has not ended to its full time → `Verdict` (False: it had ended, acquire
-    again).
-    """
+    """Extend a lease to its full time → `Verdict` (False: the lease had ended; acquire again)."""
 
     lease: int
 
 
 class Release(Request, frozen=True, tag="release"):
-    """End a lease → `Verdict`: did it hold until now? If False, whatever was read under it is
-    void.
-    """
+    """End a lease → `Verdict`: did it hold until now? If False, all data read under it is void."""
 
     lease: int
 
 
 class Contains(Request, frozen=True, tag="contains"):
-    """→ `Present`, one answer a key; no lease, no effect on recency. `where`: say in which segment,
-    too.
-    """
+    """Which of these chunks are in the pool? No lease, no effect on recency → `Present`. `where`:
+    also name the segments."""
 
     keys: Keys
     where: bool = False
 
 
 class Touch(Request, frozen=True, tag="touch"):
-    """Make chunks recent (keys in prefix order; the first ends up the most recent) → `Count` of
-    those in the pool.
-    """
+    """Make chunks recent (keys in prefix order; the first becomes the most recent) → `Count` of
+    chunks in the pool."""
 
     keys: Keys
 
 
 class Remove(Request, frozen=True, tag="remove"):
-    """Forget chunks; the slot of a leased one is freed when its leases end → `Count` removed.
-    Without `force` leased chunks stay.
-    """
+    """Forget chunks → `Count` removed. The slot of a leased chunk is freed when its leases end.
+    Without `force` leased chunks stay."""
 
     keys: Keys
     force: bool = True
 
 
 class Clear(Request, frozen=True, tag="clear"):
-    """Forget every chunk of one namespace (8 bytes), or of all with b"", those being written
-    included → `Count` of those that were visible.
+    """Forget every chunk of a namespace (8 bytes), or of all namespaces with b"", including chunks
+    being written → `Count` of chunks that were visible.
 
-    `reset`: the weights have changed, or may have: raise the epoch, too, so that nothing offloaded
-    before is found again."""
+    `reset`: the weights may have changed: also raise the epoch, so that chunks offloaded before are
+    not found again."""
 
     namespace: Annotated[bytes, msgspec.Meta(max_length=NAMESPACE_BYTES)] = b""
     reset: bool = False
 
 
 class Join(Request, frozen=True, tag="join"):
-    """An instance's scheduler shows its generation table, whose fd comes along → `Count` (1).
+    """Register an instance's generation table, by its fd, from the scheduler → `Count` (1).
 
-    `blocks`: how many vLLM has, the length of the table. `each`: blocks of a chunk.
-    Refused while another process is its scheduler."""
+    `blocks`: how many vLLM has, the length of the table. `each`: blocks of a chunk. Refused while
+    another process is the instance's scheduler."""
 
     instance: Named
     namespace: Annotated[
@@ -463,11 +444,10 @@ class Join(Request, frozen=True, tag="join"):
 
 
 class ShowCache(Request, frozen=True, tag="show_cache"):
-    """A worker of an instance shows its KV cache, before or after its scheduler joined → `Count` of
-    regions. The fd of each region comes along, in the order of `shape.regions`.
+    """Register a worker's KV cache, by an fd for each of `shape.regions`, before or after the
+    scheduler joined → `Count` of regions.
 
-    Refused while another process is this rank. What this rank showed before is void.
-    """
+    Refused while another process is this rank. Replaces what this rank showed before."""
 
     instance: Named
     rank: Rank
@@ -475,13 +455,14 @@ class ShowCache(Request, frozen=True, tag="show_cache"):
 
 
 class OpenInstance(Request, frozen=True, tag="open_instance"):
-    """→ `Joined`. Refused, like all `Open…` below, unless all of the instance is shown."""
+    """Open an instance → `Joined`. Refused, like all `Open…` below, while a part of the instance is
+    missing."""
 
     instance: Named
 
 
 class OpenCache(Request, frozen=True, tag="open_cache"):
-    """→ `Cache`."""
+    """Open a worker's KV cache → `Cache`."""
 
     instance: Named
     rank: Rank
@@ -489,24 +470,22 @@ class OpenCache(Request, frozen=True, tag="open_cache"):
 
 class CloseInstance(Request, frozen=True, tag="close_instance"):
     """This connection's process no longer maps any region of the instance → `Count` (1, or 0 if it
-    had opened none).
-    """
+    had opened none)."""
 
     instance: Named
 
 
 class Publish(Request, frozen=True, tag="publish"):
-    """The step that wrote these chunks is over, and they can be read where they lie → `Count` of
-    chunks taken.
+    """Publish chunks, to be read in place after the step that wrote them → `Count` of chunks taken.
 
     0: the instance has not joined, or `sequence` or `epoch` is old. Only on the connection that
     showed this rank's cache. `keys`: of one rank. `blocks`, `generations`: uint32 and uint64,
-    little-endian, `each` of them a key. `epoch`: the one in which all of it was computed, as far as
-    the scheduler had heard.
+    little-endian, `each` for each key. `epoch`: the latest epoch that the scheduler had heard of
+    when the chunks were computed.
 
-    A chunk replaces what the instance published under its key, or with one of its blocks, with no
-    higher `sequence`. With several ranks it is found once all have published the same. It is not
-    taken if it names a block twice."""
+    A chunk replaces publications of the instance with the same key, or with one of the same blocks,
+    unless their `sequence` is higher. With several ranks, look-ups return the chunk once all ranks
+    have published the same. A chunk that names a block twice is not taken."""
 
     instance: Named
     sequence: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -517,9 +496,8 @@ class Publish(Request, frozen=True, tag="publish"):
 
 
 class Retract(Request, frozen=True, tag="retract"):
-    """Void what the instance published, or will publish, with a lower sequence → `Count` of chunks
-    dropped. From any of its parts.
-    """
+    """Void the instance's publications with a lower sequence, past and future → `Count` of chunks
+    dropped. Any part of the instance may ask."""
 
     instance: Named
     sequence: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -527,35 +505,32 @@ class Retract(Request, frozen=True, tag="retract"):
 
 class Hint(Request, frozen=True, tag="hint"):
     """A load reads chunks in `instance`. keys: the prefix up to the last of them, of rank 0 →
-    `Count` of those that others find there. Its scheduler hears of it, and keeps them as if they
-    had been used there."""
+    `Count` of these chunks in the instance. Its scheduler hears of the read, and treats the chunks
+    as used."""
 
     instance: Named
     keys: Keys
 
 
 class Listen(Request, frozen=True, tag="listen"):
-    """What is new for an instance's scheduler, on the connection with which it joined? →
-    `Heard`.
-    """
+    """Fetch news for an instance's scheduler, on the connection with which it joined → `Heard`."""
 
     instance: Named
 
 
 class ShowReads(Request, frozen=True, tag="show_reads"):
-    """What this client has read out of others' KV caches so far, for the statistics → `Count` of
-    the rows. `instance`: that it is part of; b"" if it is part of none."""
+    """Report for the statistics how much this client has read out of other instances' KV caches so
+    far → `Count` of the rows. `instance`: the client's own; b"" if it has none."""
 
     reads: Annotated[list[Reads], msgspec.Meta(max_length=MAX_OWNERS)]
     instance: Annotated[InstanceId, msgspec.Meta(max_length=INSTANCE_BYTES)] = InstanceId(b"")
 
 
 class Find(Request, frozen=True, tag="find"):
-    """Which leading chunks are in the pool, for all `ranks` ranks, or resident in an instance (keys
+    """Which leading chunks are in the pool for all `ranks` ranks, or resident in an instance (keys
     of rank 0)? → `Found`.
 
-    `instance`: the asker, whose own chunks are left out; b"" if it is none.
-    """
+    `instance`: the asker's own, which the answer leaves out; b"" if it has none."""
 
     keys: Keys
     ranks: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
@@ -567,8 +542,9 @@ class Stats(Request, frozen=True, tag="stats"):
 
 
 class Report(Request, frozen=True, tag="report"):
-    """A line for the node's operator, such as why an instance caches nothing → `Count`: 1, or 0 if
-    this connection's text is kept already. The server logs it and keeps the newest ones."""
+    """Send a line to the node's operator, such as why an instance caches nothing → `Count`: 1, or 0
+    if the server has kept this connection's text before. The server logs the line and keeps the
+    newest ones."""
 
     level: Level
     text: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_REPORT_CHARS)]
@@ -582,9 +558,9 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Welcome(Reply, frozen=True, tag="welcome"):
-    """`epoch`: another one at every start of the server, whose ledger comes along as an fd (see
-    `ledger.Ledger`). `mismatches`: for each other namespace of the model, a line that says why
-    the client cannot share with it."""
+    """The hello was accepted; the server's ledger comes along as an fd (see `ledger.Ledger`).
+    `epoch`: changes with every start of the server. `mismatches`: a line for each other namespace
+    of the model that says why the client cannot share with it."""
 
     version: int
     epoch: int
@@ -602,17 +578,17 @@ class Error(Reply, frozen=True, tag="error"):
 
 class Added(Reply, frozen=True, tag="added"):
     """`chunks`: how many chunks from an earlier life of the server the segment brings back.
-    `taken`: False if it was offered again and its memory cannot be used any more, since the server
-    does not know it and an earlier writer may still write there. Lend a fresh one."""
+    `taken`: False if an offered-again segment is unusable, because the server does not know it and
+    an earlier writer may still write to it. Allocate a new segment then."""
 
     chunks: int
     taken: bool = True
 
 
 class Lendable(Reply, frozen=True, tag="lendable"):
-    """`nbytes`: to be allocated and added as one segment, within `CLAIM_SECONDS`, on this
-    connection. 0: the pool has them, others are about to allocate them, or they may be offered
-    again after a restart; ask again later."""
+    """`nbytes`: allocate them as one segment, and add it within `CLAIM_SECONDS` on this connection.
+    0: the pool has the bytes, or other clients claim them, or a restart is in progress; ask again
+    later."""
 
     claim: int
     nbytes: int
@@ -625,9 +601,7 @@ class Opened(Reply, frozen=True, tag="opened"):
 
 
 class Dropped(Reply, frozen=True, tag="dropped"):
-    """`gone`: False while its chunks are being forgotten, or leases or reservations still hold
-    it.
-    """
+    """`gone`: False while the segment has chunks to forget, leases or reservations."""
 
     chunks: int
     gone: bool
@@ -638,9 +612,9 @@ class Segments(Reply, frozen=True, tag="segments"):
 
 
 class Reserved(Reply, frozen=True, tag="reserved"):
-    """A location or a `Refusal` for each key. `reservation`: 0 if nothing was reserved. `seconds`:
-    how long it may stay uncommitted. `reason`: explains a FULL, TOO_LARGE or NO_SEGMENT. `epoch`:
-    of the keys' namespace."""
+    """A location or a `Refusal` for each key. `reservation`: 0 if no slot was reserved. `seconds`:
+    how long the client may take to commit. `reason`: explains a FULL, TOO_LARGE or NO_SEGMENT.
+    `epoch`: of the keys' namespace."""
 
     reservation: int
     seconds: float
@@ -650,9 +624,8 @@ class Reserved(Reply, frozen=True, tag="reserved"):
 
 
 class Leased(Reply, frozen=True, tag="leased"):
-    """Locations of the leading keys that are there. `lease`: 0 if there are none. `seconds`: how
-    long it holds from the grant; clients count from when they sent the request. `epoch`: of the
-    keys' namespace."""
+    """Locations of the leading chunks. `lease`: 0 if none is in the pool. `seconds`: how long the
+    lease holds; clients count from the time of their request. `epoch`: of the keys' namespace."""
 
     lease: int
     seconds: float
@@ -661,8 +634,8 @@ class Leased(Reply, frozen=True, tag="leased"):
 
 
 class Joined(Reply, frozen=True, tag="joined"):
-    """An instance. Fds that come along: its generation table, a pidfd of its scheduler, and a pidfd
-    of each rank's process, in the order of ranks."""
+    """An instance, with fds: its generation table, a pidfd of its scheduler, and a pidfd of each
+    rank's process, in the order of ranks."""
 
     blocks: int
     ranks: int
@@ -670,15 +643,14 @@ class Joined(Reply, frozen=True, tag="joined"):
 
 
 class Cache(Reply, frozen=True, tag="cache"):
-    """One worker's KV cache. The fd of each region comes along, in the order of `shape.regions`."""
+    """One worker's KV cache, with an fd for each region, in the order of `shape.regions`."""
 
     shape: CacheShape
 
 
 class Resident(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A chunk in an instance's KV cache. `instance`: its index in `Found.instances`. `blocks`,
-    `generations`: as published.
-    """
+    """A chunk in an instance's KV cache. `instance`: an index into `Found.instances`. `blocks`,
+    `generations`: as published."""
 
     instance: int
     blocks: bytes
@@ -686,10 +658,9 @@ class Resident(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Found(Reply, frozen=True, tag="found"):
-    """For each leading chunk that is somewhere, whether it is in the pool (a byte, 0 or 1), and
-    where it is resident: at most `MAX_REPLICAS` places, first the instance that has the chunk
-    before, too. `epoch`: of the keys' namespace. `cut`: the answer has reached its bound; ask again
-    for the keys beyond."""
+    """For each leading chunk, whether it is in the pool (a byte, 0 or 1), and its copies in
+    instances: at most `MAX_REPLICAS`, first the copy in the instance that has the chunk before.
+    `epoch`: of the keys' namespace. `cut`: the answer is full; ask again for the remaining keys."""
 
     pooled: bytes
     instances: list[InstanceId]
@@ -699,9 +670,8 @@ class Found(Reply, frozen=True, tag="found"):
 
 
 class Heard(Reply, frozen=True, tag="heard"):
-    """`epoch`: of the instance's namespace. `blocks`, `generations`: of whole chunks, as published,
-    that others have read there since the last `Listen`; the one that should stay longest comes
-    last."""
+    """`epoch`: of the instance's namespace. `blocks`, `generations`: of the chunks, as published,
+    that others have read there since the last `Listen`. The chunk to keep longest comes last."""
 
     epoch: int
     blocks: bytes = b""
@@ -717,9 +687,8 @@ class Verdict(Reply, frozen=True, tag="verdict"):
 
 
 class Present(Reply, frozen=True, tag="present"):
-    """`epoch`: of the keys' namespace. `segments`: one a key, if asked for; "" if the chunk is not
-    in the pool.
-    """
+    """`epoch`: of the keys' namespace. `segments`: one for each key, if asked for; "" if the chunk
+    is not in the pool."""
 
     present: list[bool]
     epoch: int = 0
@@ -727,9 +696,7 @@ class Present(Reply, frozen=True, tag="present"):
 
 
 class Latency(msgspec.Struct, frozen=True, array_like=True):
-    """The time of one kind of request inside the server, in microseconds. `total_us`: of all of
-    them.
-    """
+    """The time of one kind of request inside the server, in microseconds. `total_us`: the sum."""
 
     count: int
     p50_us: float
@@ -741,9 +708,9 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
     """Counters since the server's start. `lookup_*`: chunks asked for and found. `latency`: by
     request name. `reports`: the newest, oldest first.
 
-    `quarantined_slots`: slots that wait until their writer, by its pid, ends or answers for them.
-    `hits`: by namespace, prompt tokens that instances looked up, as they say, and those found: each
-    token once a request, in the pool, in KV caches and below."""
+    `quarantined_slots`: slots in quarantine, by the pid of their writer. `hits`: by namespace,
+    prompt tokens that instances report as looked up and as found, in the pool, in KV caches or
+    below. Each token counts once for each request."""
 
     epoch: int
     uptime_seconds: float

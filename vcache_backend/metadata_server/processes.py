@@ -1,4 +1,4 @@
-"""Who is at the other end of a Unix socket, and whether that process still runs."""
+"""Identifies the process at the other end of a Unix socket, and notices its end."""
 
 from __future__ import annotations
 
@@ -21,32 +21,30 @@ from vcache_backend.metadata_server.records import ProcessId
 log = logging.getLogger(__name__)
 
 SPIN_CORES = 2
-"""With fewer cores, spinning takes the core from the very process that is waited for. (Measured on
-2 cores: a look-up takes 24 µs at the median with spinning, 108 µs without.)"""
+"""With fewer cores, a spinning process would take the core from the process it waits for. (Measured
+on 2 cores: a look-up takes 24 µs at the median with spinning, 108 µs without.)"""
 MANY_CORES = 16
-"""With this many cores, one of them is worth the time by which a look-up takes longer if the server
-sleeps. (Measured on a virtual machine of 32 cores with two H200s: 0.3 ms against 0.02.)"""
+"""With this many cores, spinning is worth a core: it saves each look-up the server's wake-up.
+(Measured on a virtual machine of 32 cores with two H200s: 0.02 ms instead of 0.3.)"""
 
 
 def spin(few: float, many: float) -> float:
     """How long to poll for the next message before sleeping: `few` seconds, `many` with many cores,
-    0 with too few.
-    """
+    0 with too few."""
     cores = len(os.sched_getaffinity(0))
     return 0.0 if cores < SPIN_CORES else many if cores >= MANY_CORES else few
 
 
 _EXITING = 4
-"""PF_EXITING, of the flags in /proc/PID/stat."""
+"""PF_EXITING, a flag in /proc/PID/stat."""
 _SO_PEERGROUPS = 59
 _GROUPS_BYTES = 1024
-"""The most that Python reads: 256 groups. Of a process with more, only its own group counts."""
+"""The most bytes that Python reads: 256 groups. For a process with more, only its own group
+counts."""
 
 
 def peer(sock: socket.socket) -> tuple[int, int]:
-    """(pid, uid) of the process that connected. pid 0: it is in a pid namespace that is not visible
-    here.
-    """
+    """(pid, uid) of the process that connected. pid 0: its pid namespace is not visible here."""
     pid, uid, _gid = struct.unpack(
         "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     )
@@ -66,9 +64,8 @@ def groups(sock: socket.socket) -> set[int]:
 
 
 def started(pid: int) -> int:
-    """When process `pid` began, in ticks since boot; 0 if it is gone or hidden. OSError if that
-    cannot be read now.
-    """
+    """When process `pid` began, in ticks since boot; 0 if it is gone or hidden. OSError if
+    unreadable now."""
     try:
         status = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -77,20 +74,19 @@ def started(pid: int) -> int:
 
 
 def stopped(process: ProcessId) -> bool:
-    """Whether it is stopped, by a signal or a debugger; False if that is unknown."""
+    """Whether a signal or a debugger has stopped the process; False if unknown."""
     return _said(process)[:1] in ([b"T"], [b"t"])
 
 
 def parent(process: ProcessId) -> int:
-    """The pid of its parent; 0 if that is unknown."""
+    """The pid of the process's parent; 0 if unknown."""
     said = _said(process)
     return int(said[1]) if said else 0
 
 
 def _said(process: ProcessId) -> list[bytes]:
-    """What the system says of it, from its state on (see `man proc_pid_stat`); empty if that is
-    unknown.
-    """
+    """The fields of /proc/PID/stat from the state on (see `man proc_pid_stat`); empty if
+    unreadable."""
     try:
         said = Path(f"/proc/{process.pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -99,9 +95,8 @@ def _said(process: ProcessId) -> list[bytes]:
 
 
 def ending(process: ProcessId) -> bool:
-    """Whether it has ended, or is about to: its sockets are closed before that can be waited for.
-    False if that is unknown.
-    """
+    """Whether the process has ended or is about to: its sockets close before its end can be waited
+    for. False if unknown."""
     try:
         said = Path(f"/proc/{process.pid}/stat").read_bytes().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -114,16 +109,15 @@ def ending(process: ProcessId) -> bool:
 
 
 def identity(pid: int, token: int = 0) -> ProcessId:
-    """Identify process `pid` for good. One that is not visible here (pid 0) is identified by the
-    token it sent, or by a fresh one.
-    """
+    """Identify process `pid` for good. A process that is not visible here (pid 0) is identified by
+    the token it sent, or by a new one."""
     return (
         ProcessId(pid, started(pid)) if pid else ProcessId(0, token or secrets.randbits(TOKEN_BITS))
     )
 
 
 def lives(process: ProcessId) -> bool:
-    """Whether it runs; a zombie does not. OSError if that is unknown."""
+    """Whether the process runs; a zombie does not. OSError if unknown."""
     if identity(process.pid) != process:
         return False
     pidfd = open_pidfd(process)
@@ -138,10 +132,11 @@ def lives(process: ProcessId) -> bool:
 
 
 def open_pidfd(process: ProcessId) -> int | None:
-    """A pidfd, which becomes readable when the process ends; None if it has ended already.
+    """Open a pidfd, which becomes readable when the process ends; None if the process has ended
+    already.
 
-    OSError if that is unknown: the process is not visible, or descriptors are exhausted. It then
-    counts as running."""
+    OSError if the process is not visible, or descriptors are exhausted. It then counts as
+    running."""
     try:
         pidfd = os.pidfd_open(process.pid)
     except ProcessLookupError:
@@ -158,9 +153,8 @@ def open_pidfd(process: ProcessId) -> int | None:
 
 
 def is_pidfd(fd: int, pid: int) -> bool:
-    """Whether `fd` is a pidfd, of process `pid` as far as that is known (pid 0: not visible; -1:
-    ended by now).
-    """
+    """Whether `fd` is a pidfd of process `pid`, as far as known (pid 0: not visible; -1: ended by
+    now)."""
     for line in Path(f"/proc/self/fdinfo/{fd}").read_bytes().splitlines():
         if line.startswith(b"Pid:"):
             return pid == 0 or int(line.split()[1]) in (pid, -1)
@@ -168,9 +162,8 @@ def is_pidfd(fd: int, pid: int) -> bool:
 
 
 def namespaces() -> bytes:
-    """Names what this process's pids and start times refer to: its pid and time namespaces, and the
-    boot.
-    """
+    """Identify the meaning of this process's pids and start times: its pid and time namespaces, and
+    the boot."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     here = [os.readlink("/proc/self/ns/pid")]
     with suppress(FileNotFoundError):  # Linux before 5.6
@@ -179,9 +172,8 @@ def namespaces() -> bytes:
 
 
 def own_pidfd() -> int | None:
-    """A pidfd of this process, for a server that may be in another pid namespace; None if the
-    system has none.
-    """
+    """A pidfd of this process, for a server in another pid namespace; None if the system has
+    none."""
     try:
         return os.pidfd_open(os.getpid())
     except OSError:
@@ -189,7 +181,7 @@ def own_pidfd() -> int | None:
 
 
 def raise_descriptor_limit() -> int:
-    """Raise this process's limit of descriptors as far as allowed. Returns it."""
+    """Raise this process's limit of descriptors as far as allowed. Returns the limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -204,9 +196,8 @@ class _Process(msgspec.Struct):
 
 
 class Watch:
-    """pidfds of the connected processes and of those whose end is awaited. The latter are in
-    `epoll`.
-    """
+    """pidfds of the connected processes, and of processes whose end the server awaits; only the
+    latter are in `epoll`."""
 
     def __init__(self, epoll: select.epoll) -> None:
         self._epoll = epoll
@@ -214,11 +205,11 @@ class Watch:
         self._waited: dict[int, ProcessId] = {}
 
     def __contains__(self, fd: int) -> bool:
-        """Whether the end of this pidfd's process is awaited."""
+        """Whether this pidfd's process is awaited."""
         return fd in self._waited
 
     def joined(self, process: ProcessId, pidfd: int | None) -> None:
-        """`process` has one more connection, and sent `pidfd`, which becomes ours, or None."""
+        """Count a connection of `process`. Takes over its `pidfd`, if any."""
         known = self._processes.setdefault(process, _Process(None))
         known.connections += 1
         if known.pidfd is None:
@@ -227,21 +218,20 @@ class Watch:
             os.close(pidfd)
 
     def pidfd(self, process: ProcessId) -> int | None:
-        """A new pidfd of a connected process, the caller's; None if it has ended, or sent none and
-        is not visible. OSError: descriptors are exhausted."""
+        """Open a new pidfd of a connected process for the caller; None if the process has ended, or
+        sent none and is not visible. OSError: descriptors are exhausted."""
         known = self._processes.get(process)
         if known is not None and known.pidfd is not None:
             return os.dup(known.pidfd)
         return open_pidfd(process) if process.pid else None
 
     def left(self, process: ProcessId) -> None:
-        """The process has one connection less. Its pidfd is kept until the next `wait_for`."""
+        """Count a closed connection of the process. Its pidfd is kept until the next `wait_for`."""
         self._processes[process].connections -= 1
 
     def wait_for(self, wanted: set[ProcessId]) -> list[ProcessId]:
-        """Wait for the end of these processes. Returns those that have ended already. Others that
-        are not connected are forgotten.
-        """
+        """Await the ends of these processes. Returns the ones that have ended already. Forgets
+        other processes without connections."""
         for process in [
             p for p, known in self._processes.items() if not known.connections and p not in wanted
         ]:
@@ -263,7 +253,7 @@ class Watch:
         return gone
 
     def ended(self, pidfd: int) -> ProcessId:
-        """The process that has ended, by its `pidfd`, which is readable."""
+        """The process of a readable `pidfd`, which has ended."""
         process = self._waited.pop(pidfd)
         self._epoll.unregister(pidfd)
         self._processes[process].waited_for = False

@@ -1,4 +1,4 @@
-"""What the ledger holds, record by record, and the state that a sequence of records describes."""
+"""The records of the ledger, and the state that a sequence of records describes."""
 
 from __future__ import annotations
 
@@ -64,9 +64,8 @@ class Returned(msgspec.Struct, frozen=True, array_like=True, tag="R", gc=False):
 
 
 class Live(msgspec.Struct, frozen=True, array_like=True, tag="L", gc=False):
-    """Committed chunks, the least recently used first: what remains of reservations when a ledger
-    is compacted.
-    """
+    """Committed chunks, the least recently used first. A compacted ledger has them in place of
+    reservations."""
 
     keys: list[ChunkKey]
     locations: list[Location]
@@ -79,19 +78,20 @@ class Gone(msgspec.Struct, frozen=True, array_like=True, tag="G", gc=False):
 
 
 class Cleared(msgspec.Struct, frozen=True, array_like=True, tag="c"):
-    """All committed chunks of a namespace were removed, or of all with b""."""
+    """All committed chunks of a namespace were removed, or of all namespaces with b""."""
 
     namespace: bytes
 
 
 class Counted(msgspec.Struct, frozen=True, array_like=True, tag="N"):
-    """The first record of a ledger: every generation up to this one may have been used before."""
+    """The first record of a ledger: all generations up to this one may have been used."""
 
     generation: int
 
 
 class EpochTable(msgspec.Struct, frozen=True, array_like=True, tag="E"):
-    """The epochs of all namespaces, see `epochs.Epochs`. b"": of every one that is not listed."""
+    """The epochs of all namespaces, see `epochs.Epochs`. b"" stands for every namespace that is not
+    listed."""
 
     epochs: dict[bytes, int]
 
@@ -111,8 +111,8 @@ Record = (
 
 
 class LedgerState(msgspec.Struct):
-    """What a ledger describes: segments, committed chunks with their locations, the least recently
-    used first, reservations neither committed nor returned, and the newest generation."""
+    """The content of a ledger: segments, locations of committed chunks (the least recently used
+    first), open reservations, and the newest generation."""
 
     generation: int = 0
     segments: dict[SegmentId, SegmentAdded] = {}
@@ -120,12 +120,11 @@ class LedgerState(msgspec.Struct):
     held: dict[int, Held] = {}
     epochs: dict[bytes, int] = {}
     spaces: dict[bytes, set[ChunkKey]] | None = None
-    """The keys of each namespace, some of them gone since. Built by the first `Cleared`, which
-    would go through all chunks otherwise.
-    """
+    """The keys of each namespace, some gone since. The first `Cleared` builds it, so that no later
+    one goes through all chunks."""
 
     def apply(self, record: Record) -> None:
-        """Apply the next record. ValueError if its keys and locations differ in number."""
+        """Apply the next record. ValueError if it has more keys than locations, or fewer."""
         match record:
             case SegmentAdded(id=id):
                 self.segments[id] = record
@@ -183,9 +182,8 @@ class LedgerState(msgspec.Struct):
             spaces.setdefault(key[:NAMESPACE_BYTES], set()).add(key)
 
     def hide_processes(self) -> None:
-        """The pids are of another pid namespace: nothing tells whether these processes have ended,
-        so that no pid may name them.
-        """
+        """Make all pids anonymous, since they belong to another pid namespace: nothing here tells
+        whether these processes have ended."""
         hidden: dict[ProcessId, ProcessId] = {}
         for number, held in self.held.items():
             process = held.process
@@ -204,9 +202,8 @@ class LedgerState(msgspec.Struct):
             yield Live([key for key, _ in piece], [location for _, location in piece])
 
     def check(self) -> None:
-        """ValueError unless this can be the state of a pool: known segments, slots inside them that
-        do not overlap, well-formed keys.
-        """
+        """Raise ValueError unless a pool can have this state: known segments, slots inside them
+        that do not overlap, well-formed keys."""
         taken: dict[SegmentId, list[tuple[int, int]]] = {id_: [] for id_ in self.segments}
         written = (zip(held.keys, held.locations, strict=True) for held in self.held.values())
         for key, location in chain(self.chunks.items(), *written):
@@ -230,7 +227,7 @@ class LedgerState(msgspec.Struct):
 
 
 def _without(held: Held, segment: SegmentId) -> Held | None:
-    """A reservation without its slots in a segment that is gone; None if none are left."""
+    """The reservation without its slots in a removed segment; None if no slot is left."""
     pairs = [
         (k, at) for k, at in zip(held.keys, held.locations, strict=True) if at.segment != segment
     ]

@@ -1,8 +1,8 @@
-"""The server process: one thread, with one epoll loop over its socket, its connections and the
-processes it waits for.
+"""The server process: one thread with an epoll loop over its socket, connections and watched
+processes.
 
-In each turn the loop reads and answers requests, writes the ledger, and then sends the answers. So
-whatever an answer promises has been written before it leaves."""
+Each turn of the loop reads and answers requests, then writes the ledger, then sends the answers. So
+the ledger holds every promise before its answer leaves."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ IDLE_TICK_SECONDS = 0.5
 PATH_SECONDS = 0.01
 """How often a busy server checks that the socket's path still leads to it."""
 EVENTS_A_TURN = 64
-"""The most connections read from in one turn of the loop, one request each."""
+"""The most connections to read from in one turn, one request each."""
 BACKLOG_STEPS = 512
-"""About how many steps each turn does of what earlier turns left to do."""
+"""About how many steps of the backlog each turn does."""
 
 
 class Server:
-    """Everything of one server process. `run` returns after SIGTERM, SIGINT or `stop()`."""
+    """The whole server. `run` returns after SIGTERM, SIGINT or `stop()`."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
         self._stopping = self._hung_up = False
         self._looked = time.monotonic()
         self.lines = ClientLines()
-        """For the handlers of the log."""
+        """A filter for the log's handlers."""
         with ExitStack() as undo:
             self._endpoint = undo.enter_context(
                 Endpoint(config.path, config.allow_uids, config.allow_gids)
@@ -80,10 +80,9 @@ class Server:
         undo.callback(self._clients.close)
 
     def run(self) -> None:
-        """Serve until stopped. On return everything is closed and the socket removed.
+        """Serve until stopped. Then close everything and remove the socket.
 
-        ConfigError once the socket's path leads elsewhere; what it leads to then stays.
-        """
+        ConfigError once the socket's path leads elsewhere; the file at the path then stays."""
         log.info("serving %s", self._config.path)
         with self._undo:
             self._serve()
@@ -123,15 +122,13 @@ class Server:
         self._stopping = True
 
     def hang_up(self) -> None:
-        """Note a SIGHUP, which asks many servers to read their configuration again. Called from a
-        signal handler.
-        """
+        """Note a SIGHUP, by which many servers are told to read their configuration again. A signal
+        handler."""
         self._hung_up = True
 
     def _check_path(self) -> None:
-        """Stop if another server has the path, since it may have this server's segments: send no
-        further answer. Also after a SIGSTOP.
-        """
+        """Stop if another server has the path, since that server may have this server's segments:
+        send no more answers. Works after a SIGSTOP, too."""
         now = time.monotonic()
         if now < self._looked + PATH_SECONDS:
             return
@@ -174,9 +171,8 @@ class Server:
         return bool(len(directory.leases) or sum(directory.reservations.counts()) or draining)
 
     def _watch_processes(self) -> None:
-        """Watch the processes whose end frees slots or KV caches. Handle those that have ended
-        already.
-        """
+        """Watch the processes whose end frees slots or KV caches. Handle processes that have ended
+        already."""
         for process in self._watch.wait_for(
             self._directory.reservations.processes() | self._service.instances.processes()
         ):
@@ -187,7 +183,7 @@ def serve(config: ServerConfig) -> None:
     """Run the server in this process until SIGTERM or SIGINT. ConfigError if the socket cannot be
     used.
 
-    The garbage collector is off: the directory unlinks its cycles itself, and a collection over
+    The garbage collector is off: the directory breaks its cycles itself, and a collection over
     millions of chunks would stop the loop for a noticeable time."""
     server = Server(config)
     for handler in logging.getLogger().handlers:

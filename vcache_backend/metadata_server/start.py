@@ -1,9 +1,8 @@
-"""Starts a metadata server, for workers that are configured to, unless one serves already. It
-outlives them, as the pool does.
+"""Starts a metadata server for workers that are configured to, unless one serves already. The
+server outlives the workers, as the pool does.
 
-Workers that start at the same time agree by a lock on who starts it. The server has its own
-session, parent and log, so that neither a signal to the worker's group nor a parent that ends all
-its children reaches it."""
+A lock lets only one of several workers start the server. The server has its own session, parent and
+log, so neither a signal to the worker's group nor the end of the worker's parent reaches it."""
 
 from __future__ import annotations
 
@@ -28,25 +27,23 @@ from vcache_backend.metadata_server.endpoint import beside, folder_fault
 log = logging.getLogger(__name__)
 
 SECONDS = 30.0
-"""How long a new server may take to answer: its interpreter takes time on a busy machine."""
+"""How long a new server may take to answer: its interpreter starts slowly on a busy machine."""
 _PAUSE_SECONDS = 0.05
 _EXITED_SECONDS = 1.0
-"""How long, after our server has ended, another one that was started by hand at the same moment may
-take to answer.
-"""
+"""After our server has ended, how long to wait for another server that was started at the same
+moment."""
 _ASKING_SECONDS = 1.0
 _DETACH = "import subprocess as s, sys; print(s.Popen(sys.argv[1:], stdin=0, stdout=2, start_new_session=True).pid)"
-"""Run by a process whose end leaves the server to init. Its stdin becomes the server's, its stderr
-the server's log.
-"""
+"""The program of a helper process that starts the server and ends, which leaves the server to init.
+The server reads the helper's stdin, and writes its log to the helper's stderr."""
 
 
 def ensure(config: Config, seconds: float = SECONDS) -> str:
-    """Return once a server answers at `config.server.path`: the one that was there, or a new one
+    """Make sure that a server answers at `config.server.path`: the present server, or a new one
     that outlives this process.
 
-    The answer says which. ConfigError if there cannot be one; ServerUnavailable, with the end of
-    the new server's log, if none answers within `seconds`."""
+    Returns which. ConfigError if no server is possible; ServerUnavailable, with the end of the new
+    server's log, if none answers within `seconds`."""
     path, deadline = config.server.path.absolute(), time.monotonic() + seconds
     trusted = config.client.server_uid
     there = f"the metadata server at {path} is there already"
@@ -65,9 +62,8 @@ def ensure(config: Config, seconds: float = SECONDS) -> str:
 
 
 def try_ensure(config: Config) -> None:
-    """`ensure` for an integration, which serves without a server, too: every look-up is then a
-    miss. Logs the outcome.
-    """
+    """Call `ensure` for an integration, which serves without a server, too: every look-up is then a
+    miss. Logs the outcome."""
     try:
         log.warning("vcache: %s", ensure(config))
     except Exception as error:  # noqa: BLE001 - nothing of ours raises into who serves
@@ -90,9 +86,8 @@ def _start(config: Config, path: Path, deadline: float) -> str:
 
 
 def _silence(path: Path, trusted: int | None) -> str:
-    """Why nobody answers at `path`; empty if a server does, of this user, of root or of the trusted
-    user.
-    """
+    """Explain why no server answers at `path`; empty if a server of this user, root or the trusted
+    user does."""
     asking = ClientConfig(connect_seconds=_ASKING_SECONDS, server_uid=trusted)
     with Client(path, asking, reconnect=False) as client:
         try:
@@ -104,9 +99,8 @@ def _silence(path: Path, trusted: int | None) -> str:
 
 @contextmanager
 def _alone(path: Path, deadline: float) -> Iterator[None]:
-    """Hold the lock that lets one process at a time start a server; ServerUnavailable at the
-    deadline. It ends with its process.
-    """
+    """Hold the lock under which a process starts a server; ServerUnavailable at the deadline. The
+    lock ends with its process."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         while True:

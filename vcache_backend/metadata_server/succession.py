@@ -1,4 +1,4 @@
-"""From one life of the server to the next: the ledgers of earlier servers, as clients show them."""
+"""Takes over the pools of earlier servers, from the ledgers that clients bring."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ log = logging.getLogger(__name__)
 
 
 class Predecessors:
-    """Takes over what earlier servers left.
+    """Takes over the ledgers of earlier servers, in any order.
 
-    A ledger that no server has taken over yet, and whose own server has ended, is the whole truth
-    about the segments in it: nobody else gave out their slots. So the server takes over each such
-    ledger, in whatever order they come. Memory that is in no such ledger is never used again. A
-    server that may have forgotten resets makes all of them once more."""
+    A ledger is the whole truth about its segments once its server has ended, as long as no server
+    has taken it over: no other server gave out their slots. Memory in no such ledger is never used
+    again. A server that may have missed resets repeats all of them."""
 
     def __init__(self, directory: Directory, epoch: int, seconds: float) -> None:
-        """epoch: this server's. seconds: how long it waits for ledgers, and then for segments."""
+        """epoch: this server's. seconds: how long to wait for ledgers, and then for segments."""
         self._directory, self._epoch, self._seconds = directory, epoch, seconds
         self.until = time.monotonic() + seconds
         self._forgotten = False
 
     def hear(self, fd: int) -> None:
-        """Read the ledger, brought by a client, of the server that it was connected to before."""
+        """Read the ledger that a client brings of its previous server."""
         try:
             ledger = EarlierLedger(fd)
         except OSError as error:
@@ -60,7 +59,7 @@ class Predecessors:
             )
 
     def _resets_forgotten(self) -> None:
-        """Resets of an earlier server may be missing here: make all of them once more."""
+        """Repeat all resets, since resets of an earlier server may be missing here."""
         if not self._forgotten:
             self._forgotten = True
             self._directory.raise_epoch(b"")

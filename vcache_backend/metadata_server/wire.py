@@ -1,6 +1,5 @@
-"""Messages on a Unix socket of type SOCK_SEQPACKET, which keeps their boundaries. Each is one
-MessagePack array; fds come with it.
-"""
+"""Messages on a Unix socket of type SOCK_SEQPACKET. Each packet is one MessagePack array, with
+fds."""
 
 from __future__ import annotations
 
@@ -39,21 +38,19 @@ def encode(message: Request | Reply) -> bytes:
 
 
 class Receiver:
-    """Reads from many sockets into one buffer, so that a read allocates nothing. One thread at a
-    time.
-    """
+    """Receives from many sockets into one buffer, without allocating. One thread at a time."""
 
     def __init__(self) -> None:
         self._buffer = bytearray(MAX_MESSAGE_BYTES)
         self._view = memoryview(self._buffer)
 
     def receive(self, sock: socket.socket) -> tuple[memoryview, list[int]]:
-        """Read the next message, valid until the next call, and its fds (close-on-exec, the
-        caller's to close).
+        """Read the next message, valid until the next call, and its fds (close-on-exec; the caller
+        closes them).
 
-        Empty at the end of the connection; no message is empty. Fewer fds than were sent arrive
-        where this process's limit of descriptors is reached: the caller counts them. OSError from
-        recvmsg; ProtocolError if the message is too long."""
+        Empty at the end of the connection; no message is empty. Fewer fds arrive than were sent if
+        this process reaches its limit of descriptors: the caller counts them. OSError from recvmsg;
+        ProtocolError if the message is too long."""
         try:
             size, ancillary, flags, _address = sock.recvmsg_into(
                 [self._buffer], _FD_SPACE, socket.MSG_CMSG_CLOEXEC
@@ -75,6 +72,6 @@ class Receiver:
 
 
 def close_fds(fds: list[int]) -> None:
-    """Close fds that nobody asked for."""
+    """Close unwanted fds."""
     for fd in fds:
         os.close(fd)

@@ -1,5 +1,5 @@
-"""Decides when to leave a failing store alone, and when to try it again. Pure: it is given the
-time, and owns no thread.
+"""Decides when to leave a failing store alone, and when to try it again. Pure: callers pass the
+clock, and it owns no thread.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from collections.abc import Callable
 
 
 class Breaker:
-    """Open at first, with a trial due, and again after `failures` failures in a row. The next
-    trials come after `retry_seconds`, doubling up to `retry_max_seconds`. A trial that succeeds
-    closes it.
+    """A circuit breaker. It is open at first, with a trial due.
 
-    Any thread. `now`: a monotonic clock in seconds.
-    """
+    `failures` failures in a row open it. The next trials come after `retry_seconds`, doubling up to
+    `retry_max_seconds`. A successful trial closes it. Any thread. `now`: a monotonic clock in
+    seconds."""
 
     def __init__(
         self,
@@ -32,16 +31,16 @@ class Breaker:
         self._pause, self._due = retry_seconds, now()
         self.is_open = True
         self.opened = 0
-        """How often failures have opened it."""
+        """How often failures have opened the breaker."""
 
     def succeeded(self) -> None:
-        """Note a call that succeeded. It does not close an open breaker; only a trial does."""
+        """Note a successful call. It does not close an open breaker; only a trial does."""
         with self._lock:
             if not self.is_open:
                 self._in_a_row = 0
 
     def failed(self) -> bool:
-        """Note a call that failed or was late. Returns whether that opened the breaker."""
+        """Note a failed or late call. Returns whether it opened the breaker."""
         with self._lock:
             self._in_a_row += 1
             if self.is_open or self._in_a_row < self._failures:
@@ -52,7 +51,7 @@ class Breaker:
             return True
 
     def lost(self) -> None:
-        """Note that the store's process is gone: the breaker opens, with a trial due at once."""
+        """Open the breaker because the store's process is gone, with a trial due at once."""
         with self._lock:
             if not self.is_open:
                 self._open()
@@ -63,7 +62,7 @@ class Breaker:
             return self.is_open and self._now() >= self._due
 
     def tried(self, held: bool) -> None:
-        """Note the end of a trial: close, or wait longer for the next one."""
+        """Note the end of a trial: close the breaker, or wait longer for the next trial."""
         with self._lock:
             if held:
                 self.is_open, self._in_a_row = False, 0

@@ -1,5 +1,5 @@
-"""Starts the offload process (process.py), asks it with a deadline, and kills it if it hangs. The
-verbs are in verbs.py.
+"""Starts the offload process (process.py), sends it calls with a deadline, and kills it if it
+hangs. The verbs are in verbs.py.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ from vcache_backend.offload.verbs import StoreDown, StoreLost
 log = logging.getLogger(__name__)
 
 OPEN_SECONDS = 15.0
-"""More than loading the library or opening the store was seen to take (4.6 s, without a master)."""
+"""Longer than the library took to load, or the store to open (4.6 s at most, without a master)."""
 LAST_WORDS = 5
-"""Lines of its output that are shown if it ends."""
+"""How many of the process's last lines of output are shown when it ends."""
 LAST_WORDS_SECONDS = 1.0
-"""How long to wait for them: a child of the process may keep its output open."""
+"""How long to wait for these lines: a child of the process may keep its output open."""
 ERRORS: dict[str, type[VCacheError]] = {"ConfigError": ConfigError, "StoreLost": StoreLost}
 
 
 class OffloadProcess:
     """One offload process. Any thread of the process that started it.
 
-    A call that takes too long is ended by killing the process. So once a call has returned or
-    raised, nothing writes into its memory."""
+    A call that takes too long ends by killing the process. So once a call has returned or raised,
+    nothing writes into its memory."""
 
     def __init__(self, config: MooncakeConfig, memory: int = -1) -> None:
-        """Start the process and have it load the library. memory: a memfd with all buffers that
-        calls name; it needs its size only then. Raises ConfigError if the library does not load,
-        StoreDown."""
+        """Start the process, which loads the library. memory: a memfd with all buffers that calls
+        name; it needs its size only for those calls. ConfigError if the library does not load,
+        StoreDown.
+        """
         self._connection, theirs = Pipe()
         with theirs:
             fds = [theirs.fileno(), *([memory] if memory >= 0 else [])]
@@ -98,13 +99,13 @@ class OffloadProcess:
         return call
 
     def call(self, verb: str, *arguments: Any, seconds: float) -> Any:
-        """Send a call and wait for its answer. After `seconds` the process is killed, with its other
-        calls. Raises StoreDown.
+        """Send a call and wait for its answer. After `seconds` the process is killed, and its other
+        calls fail. Raises StoreDown.
         """
         return self._wait(self.ask(verb, *arguments), verb, seconds)
 
     def kill(self) -> None:
-        """Kill the process and wait for its end. Calls under way fail. Idempotent."""
+        """Kill the process and wait for its end. Running calls fail. Idempotent."""
         self._leaving = True
         self._process.kill()
         self._process.wait()
@@ -127,12 +128,12 @@ class OffloadProcess:
                 self._connection.send_bytes(message)
 
     def _listen(self) -> None:
-        """Hand out answers until the process ends, and reap it."""
+        """Pass answers to callers until the process ends, and reap it."""
         ends = False
         try:
             while not ends:
                 number, error, answer = msgspec.msgpack.decode(self._connection.recv_bytes())
-                # Whoever asked says why.
+                # The caller reports the reason.
                 ends = error is not None and error[0] in ("StoreLost", "ConfigError")
                 self._leaving = self._leaving or ends
                 call = self._calls.pop(number)
@@ -157,7 +158,7 @@ class OffloadProcess:
         self._connection.close()
 
     def _log(self) -> None:
-        """Log the lines that the library prints, for debugging."""
+        """Log the library's output, for debugging."""
         assert self._process.stdout is not None
         with self._process.stdout as lines:
             for line in lines:
@@ -166,7 +167,7 @@ class OffloadProcess:
 
 
 def remove_under(config: MooncakeConfig, start: str) -> int:
-    """Remove all objects whose names begin with `start`. Returns how many. Raises ConfigError,
+    """Remove all objects with names that begin with `start`. Returns their number. ConfigError,
     StoreDown.
     """
     process = OffloadProcess(config)

@@ -1,12 +1,12 @@
-"""How the bytes of a chunk are written in the offload tier: as they are (raw), or one byte a
-number, which loses precision.
+"""Encodes chunks for the offload tier: raw, or one byte a number, which loses precision.
 
-Payload of int8 and fp8: the scales, bfloat16, one for each `head_dim` consecutive numbers (one head
-of a token), then the bytes. A number x is written as x / scale, where the vector's largest is at
-most 127 (int8) or 448 (fp8), and read as byte * scale. Zeros stay zeros. Scales are rounded up to
-bfloat16 before they divide, so that rounding them adds nothing but a grid up to 0.8 % coarser.
+Payload of int8 and fp8: first the scales, bfloat16, one for each vector of `head_dim` consecutive
+numbers (one head of a token), then the bytes. A number x is written as x / scale and read as byte *
+scale. The scale makes the vector's largest number at most 127 (int8) or 448 (fp8). Zeros stay
+zeros. Scales are rounded up to bfloat16 before the division, so rounding only makes the grid up to
+0.8 % coarser.
 
-Chunks are encoded and decoded where they are: 89 to 123 GB/s on an H200, some 60 times less on a
+Chunks are encoded and decoded on their device: 89 to 123 GB/s on an H200, some 60 times less on a
 CPU core. See docs/mooncake.md."""
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from vcache_backend.errors import VCacheError
 
 RAW_ID: Final = 1
 KINDS: Final = {"int8": (4, torch.int8, 127.0), "fp8": (5, torch.float8_e4m3fn, 448.0)}
-"""Ids are in objects that exist: never change one. The largest number that a byte stands for."""
+"""By name: id, type and largest number of a byte. Stored objects contain the ids: never change an
+id.
+"""
 DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SCALE_BYTES: Final = 2
 LEAST_SCALE: Final = torch.finfo(torch.bfloat16).tiny
 PIECE_NUMBERS: Final = 1 << 20
-"""Numbers at a time on a CPU, so that they stay in its cache; on a GPU GPU_PIECES times as many,
-which bounds its memory."""
+"""How many numbers a CPU processes at once, so that they stay in its cache. A GPU processes
+GPU_PIECES times as many, which bounds its memory.
+"""
 GPU_PIECES: Final = 8
 
 
@@ -36,12 +39,13 @@ class CodecError(VCacheError):
 
 class Codec:
     """Encodes and decodes chunks as int8 or fp8. Any number of threads. Tensors are contiguous,
-    1-D, uint8, and all on one device. Work is queued on the current stream; `encode` waits for
-    it."""
+    1-D, uint8, and all on the same device. Work is queued on the current stream; `encode` waits for
+    it.
+    """
 
     def __init__(self, name: str, dtype: str, head_dim: int) -> None:
-        """dtype: torch's name of the numbers' type. Raises CodecError where that is no 16- or
-        32-bit number.
+        """dtype: torch's name of the numbers' type. CodecError unless it is a 16- or
+        32-bit type.
         """
         if dtype not in DTYPES:
             raise CodecError(
@@ -53,8 +57,8 @@ class Codec:
         self.id, self._code, self._largest = KINDS[name]
 
     def payload_bytes(self, chunk_bytes: int) -> int:
-        """The size of the payload of a chunk of `nbytes` bytes. Raises CodecError if no chunk has
-        that size.
+        """The payload size of a chunk of `chunk_bytes` bytes. CodecError if no chunk
+        has that size.
         """
         vector = self._dtype.itemsize * self._head_dim
         if chunk_bytes <= 0 or chunk_bytes % vector:
@@ -65,15 +69,15 @@ class Codec:
         return chunk_bytes // vector * (SCALE_BYTES + self._head_dim)
 
     def encode(self, chunk: torch.Tensor, payload: torch.Tensor) -> None:
-        """Fill `payload`. Raises CodecError for KV with inf or NaN, and leaves `payload` undefined
-        then.
+        """Encode `chunk` into `payload`. CodecError for KV with inf or NaN; `payload` is then
+        undefined.
         """
         finite = torch.ones((), dtype=torch.bool, device=chunk.device)
         for numbers, scales, codes in self._pieces(chunk, payload):
             largest = numbers.abs().amax(1).float()
             finite &= largest.isfinite().all()
-            # By a tensor: a GPU multiplies by the reciprocal of a number, which is another quotient
-            # than a CPU's.
+            # Divide by a tensor, so that GPU and CPU give the same quotient: a GPU would multiply
+            # by the reciprocal of a number.
             share = largest / torch.full((), self._largest, device=chunk.device)
             scales.copy_(_rounded_up(share.clamp_min_(LEAST_SCALE)))
             scaled = numbers / scales.float()[:, None]
@@ -82,7 +86,7 @@ class Codec:
             raise CodecError(f"KV holds inf or NaN, which {self.name} cannot write")
 
     def decode(self, payload: torch.Tensor, chunk: torch.Tensor) -> None:
-        """Fill `chunk` from a payload that the caller has checked to be whole."""
+        """Decode `payload`, which the caller has checked to be whole, into `chunk`."""
         limits = torch.finfo(self._dtype)
         for numbers, scales, codes in self._pieces(chunk, payload):
             read = codes.float() if self.name == "int8" else _from_fp8(codes)
@@ -91,7 +95,7 @@ class Codec:
     def _pieces(
         self, chunk: torch.Tensor, payload: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Views of the numbers, scales and codes, some vectors at a time."""
+        """Yield views of the numbers, scales and codes, some vectors at a time."""
         numbers = chunk.view(self._dtype).view(-1, self._head_dim)
         split = SCALE_BYTES * len(numbers)
         scales = payload[:split].view(torch.bfloat16)
@@ -108,12 +112,13 @@ def make(name: str, dtype: str, head_dim: int) -> Codec | None:
 
 
 def _rounded_up(scale: torch.Tensor) -> torch.Tensor:
-    """Round up to bfloat16, which is the first half of a float32's bits."""
+    """Round up to bfloat16, the first half of a float32's bits."""
     return ((scale.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def _from_fp8(codes: torch.Tensor) -> torch.Tensor:
-    """Convert through float16's bits, whose exponent has a bias larger by 8. Torch's conversion takes
-    10 times as long on a CPU. The two codes of NaN, which are never written, become 480."""
+    """Convert through float16's bits, with an exponent bias larger by 8. Torch's conversion takes
+    10 times as long on a CPU. The two codes of NaN, which are never written, become 480.
+    """
     bits = codes.view(torch.int8).to(torch.int16)
     return (((bits & 0x7F) << 7) | (bits & -0x8000)).view(torch.float16).float().mul_(256.0)

@@ -1,5 +1,5 @@
-"""Looks chunks up in the store: in one batch, not again for a while if absent, and not at all if
-loading is slower than computing.
+"""Looks chunks up in the store in one batch. Skips chunks that were absent a while ago, and all
+look-ups if loading is slower than computing.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from vcache_backend.offload import objects
 from vcache_backend.offload.store import Store
 
 MEASURED_BYTES = 1 << 20
-"""A load of fewer says nothing about the bandwidth."""
+"""A load of fewer bytes does not count as a measurement of the bandwidth."""
 MOST_ABSENT = 1 << 16
 
 
 class Recent:
-    """A set whose members leave it `seconds` after they were added, and the oldest when there are
-    more than `bound`. Any thread.
+    """A set that drops members `seconds` after they were added, and the oldest members beyond
+    `bound`. Any thread.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Recent:
             self._until.clear()
 
     def first(self, keys: Sequence[ChunkKey]) -> int:
-        """The index of the first of `keys` that is a member; `len(keys)` if none is."""
+        """The index of the first member among `keys`; `len(keys)` if none is a member."""
         if not self._until:
             return len(keys)
         return next((index for index, key in enumerate(keys) if key in self), len(keys))
@@ -57,10 +57,10 @@ class Recent:
 
 
 class Index:
-    """Look-ups of the offload tier's chunks. Any thread.
+    """Looks up the offload tier's chunks. Any thread.
 
-    bandwidth: bytes of KV a second over recent loads; None before the first. A scheduler, whose
-    workers load, sets it. epoch: the namespace's, as the server last said."""
+    bandwidth: bytes of KV a second over recent loads; None before the first load. A scheduler,
+    which loads nothing itself, sets it. epoch: the namespace's, as the server last said."""
 
     def __init__(self, config: OffloadConfig, store: Store, on_gpu: bool) -> None:
         """on_gpu: whether the KV caches are on a GPU."""
@@ -72,17 +72,17 @@ class Index:
 
     @property
     def usable(self) -> bool:
-        """Whether look-ups reach the store now. Returns at once."""
+        """Whether look-ups can reach the store. Returns at once."""
         return self._store.usable
 
     def note_epoch(self, epoch: int) -> None:
-        """Note the namespace's epoch. A new one forgets which chunks were absent."""
+        """Note the namespace's epoch. A new epoch clears the list of absent chunks."""
         if epoch != self.epoch:
             self.epoch = epoch
             self._absent.clear()
 
     def may_have(self, key: ChunkKey) -> bool:
-        """Whether the store is usable and did not lack the chunk a moment ago."""
+        """Whether the store is usable and did not lack the chunk recently."""
         return self.usable and key not in self._absent
 
     def measured(self, nbytes: int, seconds: float) -> None:
@@ -104,30 +104,29 @@ class Index:
         return False
 
     def lookup(self, keys: Sequence[ChunkKey], epoch: int) -> int:
-        """Count the leading chunks that the store has, within `lookup_seconds`. epoch: the
-        namespace's.
-        """
+        """Count the store's leading chunks, within `lookup_seconds`. epoch: the namespace's."""
         self.note_epoch(epoch)
         asked = self._absent.first(keys)
-        found = self._store.lookup([objects.name(key, epoch) for key in keys[:asked]])
-        if found is not None and found < asked:
-            self.absent(keys[found : found + 1])
-        return found or 0
+        hits = self._store.lookup([objects.name(key, epoch) for key in keys[:asked]])
+        if hits is not None and hits < asked:
+            self.absent(keys[hits : hits + 1])
+        return hits or 0
 
     def extend(self, client: Client, keys: Sequence[ChunkKey], ranks: int, found: int) -> int:
-        """How many leading chunks all `ranks` ranks can load from pool and store, if the pool has
-        the first `found` and not the next one. keys: rank 0's. Raises VCacheError if the server does
-        not answer."""
+        """Count the leading chunks that all `ranks` ranks can load from pool and store. found: how
+        many of them the pool has before the first it lacks. keys: rank 0's. VCacheError if the
+        server does not answer.
+        """
         rest = keys[found:]
         if not rest or not self.may_have(rest[0]) or self.too_slow():
             return found
         shards = of_ranks(rest, ranks)
         pooled = client.present(shards)
-        missing = [index for index, there in enumerate(pooled.present) if not there]
+        missing = [index for index, present in enumerate(pooled.present) if not present]
         below = self.lookup([shards[index] for index in missing], pooled.epoch)
         whole = missing[below] if below < len(missing) else len(shards)
         return found + whole // ranks
 
     def absent(self, keys: Sequence[ChunkKey]) -> None:
-        """Note chunks that are not in the store."""
+        """Note chunks that the store lacks."""
         self._absent.add(keys)

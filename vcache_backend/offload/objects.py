@@ -1,11 +1,11 @@
-"""The format of an object in the store: a header that says whose bytes these are, then the chunk's
-bytes as a codec wrote them.
+"""The format of an object in the store: a header that identifies the bytes, then the chunk's bytes
+as a codec wrote them.
 
 The header has 128 bytes, little-endian: magic `VCKV`, format version, codec, decoded and encoded
-length, xxh3-64 of the payload, chunk key, fingerprint, and at the end xxh3-64 of all of that.
-Stores are shared, lose power and are written by other versions, so an object counts only if each
-bit of its header is what this version would write now. xxh3 finds damage but not forgery: the store
-must be trusted."""
+length, xxh3-64 of the payload, chunk key, fingerprint, and at the end xxh3-64 of all earlier
+fields. Stores are shared, lose power, and contain objects of other versions. So an object counts
+only if this version would write the same header, bit by bit. xxh3 finds damage but not forgery: the
+store must be trusted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vcache_backend.errors import ConfigError, VCacheError
 from vcache_backend.metadata_server.messages import KEY_BYTES, NAMESPACE_BYTES, ChunkKey
 
 Buffer = npt.NDArray[np.uint8]
-"""One dimension of host memory, contiguous."""
+"""Contiguous host memory, 1-D."""
 
 HEADER_BYTES: Final = 128
 MAGIC: Final = b"VCKV"
@@ -36,20 +36,19 @@ assert _FIELDS.size + _DIGEST.size == HEADER_BYTES
 
 
 class BadObject(VCacheError):
-    """The object is not the one that was asked for, or is not whole."""
+    """The object is not the requested object, or is not whole."""
 
 
 def name(key: ChunkKey, epoch: int = 0) -> str:
-    """The name of the object of a chunk that was stored in `epoch`.
+    """Name the object of a chunk stored in `epoch`.
 
-    A reset raises the epoch. So if a process misses a reset, nobody asks for what it writes."""
+    A reset raises the epoch. So if a process misses a reset, nobody asks for the objects that it
+    writes."""
     return f"{start(key[:NAMESPACE_BYTES])}.{epoch:x}/{key[NAMESPACE_BYTES:].hex()}"
 
 
 def start(namespace: bytes) -> str:
-    """The prefix of the names of all objects of a namespace, in every epoch; b"" gives that of all
-    namespaces.
-    """
+    """The prefix of all object names of a namespace, in every epoch; b"": of all namespaces."""
     return NAME_PREFIX + namespace.hex()
 
 
@@ -70,15 +69,16 @@ def digest(data: Buffer | bytes) -> int:
 def copy_and_hash(target: Buffer, source: Buffer) -> int:
     """Copy `source` into `target`, of the same length, and return the digest of the copy.
 
-    Not in pieces that stay in the L2 cache: each piece would wait 5 ms for the GIL."""
+    The copy is not split into pieces that stay in the L2 cache: each piece would wait 5 ms for the
+    GIL."""
     np.copyto(target, source)
     return digest(target)
 
 
 @dataclass(frozen=True)
 class Format:
-    """The format of one namespace's objects. payload_bytes: the size of a chunk of `chunk_bytes`
-    bytes as the codec `codec` writes it.
+    """The format of one namespace's objects. payload_bytes: the size of an encoded chunk of
+    `chunk_bytes` bytes.
     """
 
     fingerprint: bytes
@@ -93,15 +93,17 @@ class Format:
     def seal(
         self, buffer: Buffer, key: ChunkKey, epoch: int, payload_digest: int | None = None
     ) -> None:
-        """Write the header of the payload at `buffer[HEADER_BYTES:]`. payload_digest: the
-        payload's, if known; otherwise it is read once more."""
+        """Write the header of the payload at `buffer[HEADER_BYTES:]`. payload_digest: the payload's
+        digest, if known; else the payload is read again.
+        """
         if payload_digest is None:
             payload_digest = digest(buffer[HEADER_BYTES : self.object_bytes])
         buffer[:HEADER_BYTES] = np.frombuffer(self._header(key, epoch, payload_digest), np.uint8)
 
     def check(self, buffer: Buffer, got_bytes: int, key: ChunkKey, epoch: int) -> None:
         """Raise BadObject unless the first `got_bytes` bytes are exactly this object. Reads the
-        payload once, and nothing beyond `got_bytes`."""
+        payload once, and nothing beyond `got_bytes`.
+        """
         if got_bytes != self.object_bytes:
             raise BadObject(f"object of {key.hex()} has {got_bytes:,} B, not {self.object_bytes:,}")
         header = buffer[:HEADER_BYTES].tobytes()
@@ -123,7 +125,7 @@ class Format:
         return fields + _DIGEST.pack(digest(fields))
 
     def _in_epoch(self, epoch: int) -> bytes:
-        """The fingerprint in the headers of one epoch."""
+        """The fingerprint in the headers of objects of `epoch`."""
         if not epoch:
             return self.fingerprint
         number = epoch.to_bytes(8, "big")

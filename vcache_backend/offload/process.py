@@ -1,8 +1,8 @@
-"""The offload process, `python -m vcache_backend.offload.process FD PARENT MEMORY SETTINGS`.
-Started by client.py. It alone loads Mooncake.
+"""The offload process, `python -m vcache_backend.offload.process FD PARENT MEMORY SETTINGS`. Only
+this process loads Mooncake; client.py starts it.
 
-The library may hang, crash or hold the GIL; here it does so apart from the process that computes
-tokens. A caller that has waited too long kills this process, which ends all its calls.
+The library may hang, crash or hold the GIL, but not in the process that computes tokens. A caller
+that has waited too long kills the offload process, which ends all its calls.
 
 A message is MessagePack in a frame of multiprocessing's: `[number, verb, arguments]` from the
 parent, `[number, error, answer]` back, in any order. Number 0 answers whether the library loads.
@@ -30,10 +30,11 @@ from vcache_backend.offload.verbs import Mooncake
 
 THREADS = 16
 PARENT_SECONDS = 1.0
-"""How often it looks whether the parent is still there."""
+"""How often the process checks that its parent is alive."""
 NICENESS = 10
-"""Of threads that wait for a transfer. On two cores 512 MiB came 15 % faster; with 19 a load waited
-0.3 s beside others that computed."""
+"""The niceness of threads that wait for a transfer. On two cores 512 MiB came 15 % faster. With 19
+a load waited 0.3 s beside others that computed.
+"""
 
 
 class OffloadService:
@@ -76,22 +77,23 @@ class OffloadService:
         except Exception as unknown:  # noqa: BLE001 - the parent must not wait for an answer that never comes
             error = ["StoreDown", f"{verb}: {type(unknown).__name__}: {unknown}"]
         if error is not None:
-            # A file's name in it need not be text.
+            # The error may contain a file name that is not text.
             error[1] = error[1].encode(errors="replace").decode()
         with self._sending:
             self._connection.send_bytes(msgspec.msgpack.encode([number, error, answer]))
 
 
 def _step_back() -> None:
-    """Lower this thread's priority. The library moves bytes in threads of its own, and the thread
-    that called it spins until they are done (0.3.13). With few cores it would take theirs."""
-    # Linux applies it to this thread alone.
+    """Lower this thread's priority. The library moves bytes in its own threads, and the calling
+    thread spins until they are done (0.3.13). With few cores it would take their time.
+    """
+    # Linux changes the niceness of this thread only.
     os.nice(NICENESS)
 
 
 def _end_with(parent: int) -> None:
-    """In a thread: end this process once the parent has ended. A process that the parent forked may
-    keep the socket open.
+    """End this process once the parent has ended. Runs in a thread. A process that the parent
+    forked may keep the socket open.
     """
     while os.getppid() == parent:
         time.sleep(PARENT_SECONDS)
@@ -99,7 +101,7 @@ def _end_with(parent: int) -> None:
 
 
 def main() -> None:
-    # Ctrl-C is for the parent, with which this ends.
+    # Ctrl-C is for the parent. This process ends after the parent.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     fd, parent, memory = (int(argument) for argument in sys.argv[1:4])
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
@@ -107,7 +109,7 @@ def main() -> None:
     settings = msgspec.json.decode(sys.argv[4], type=MooncakeConfig)
     with suppress(OSError, EOFError):
         OffloadService(Connection(fd), lambda: Mooncake(settings, memory)).serve()
-    # Not by way of the library's own clean-up: calls may be under way.
+    # Skip the library's own clean-up: calls may be running.
     os._exit(0)
 
 

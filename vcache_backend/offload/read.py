@@ -1,6 +1,4 @@
-"""Reads chunks from the store: threads fetch batches, and hand the chunks over in order as they
-arrive.
-"""
+"""Reads chunks from the store: threads read batches, and pass chunks on in order as they arrive."""
 
 from __future__ import annotations
 
@@ -30,23 +28,25 @@ from vcache_backend.transfer.stats import EngineStats
 log = logging.getLogger(__name__)
 
 BATCH_BYTES = 128 << 20
-"""Bytes of one call of the store's: enough that its fixed costs do not count, few enough that the
-copy of what came goes on beside.
+"""Bytes of one store call: enough that fixed costs do not count, few enough that arrived chunks can
+be copied beside the next call.
 """
 BATCH_MOST = 16
 BUFFER_SECONDS = 10.0
-"""How long a thread waits for buffers. They come back as the chunks in them are copied: in vLLM once
-a step."""
+"""How long a thread waits for buffers. Buffers come back when their chunks are copied: in vLLM once
+a step.
+"""
 CHECKERS = 4
-"""Threads at most that hash what came, beside the calls; one for each four cores. One hashes 10
-GB/s on an H200's host, where 4 GB/s came over loopback. On two cores, which the transfer fills, a
-second one made reading slower (0.72 of the library's speed instead of 0.80, medians of six
-runs)."""
+"""The most threads that hash arrived chunks, beside the calls: one for each four cores.
+
+One thread hashes 10 GB/s on an H200's host, where 4 GB/s came over loopback. On two cores, which
+the transfer fills, a second thread made reading slower (0.72 of the library's speed instead of
+0.80, medians of six runs)."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Shared by the reads and writes of one worker. codec: None for raw."""
+    """The parts that reads and writes of one worker share. codec: None for raw."""
 
     store: Store
     index: Index
@@ -56,8 +56,9 @@ class Bound:
 
 
 class Staged(NamedTuple):
-    """One chunk that has arrived. epoch: in which it was stored. payload: 1-D uint8 on the host, as
-    the codec wrote it; valid until `give_back`."""
+    """A chunk that has arrived. epoch: the epoch in which it was stored. payload: 1-D uint8 on the
+    host, as the codec wrote it; valid until `give_back`.
+    """
 
     epoch: int
     payload: torch.Tensor
@@ -65,7 +66,7 @@ class Staged(NamedTuple):
     buffer: Buffer
 
     def write_to(self, chunk: torch.Tensor) -> None:
-        """Put the chunk's bytes into `chunk`, on the host, or on a GPU on the current stream."""
+        """Write the chunk's bytes into `chunk`, on the host, or on a GPU on the current stream."""
         if self.codec is None:
             chunk.copy_(self.payload, non_blocking=True)
         else:
@@ -73,7 +74,7 @@ class Staged(NamedTuple):
 
 
 class Reader:
-    """All reads of one worker. now: a monotonic clock in seconds."""
+    """Starts the reads of one worker. now: a monotonic clock in seconds."""
 
     def __init__(
         self,
@@ -90,13 +91,11 @@ class Reader:
         )
 
     def fetch(self, keys: Sequence[ChunkKey], epoch: int) -> Fetch:
-        """Begin to read chunks that were stored in `epoch`."""
+        """Begin to read chunks stored in `epoch`."""
         return Fetch(self, keys, epoch)
 
     def try_again(self, name: str) -> None:
-        """Read an object that was late once more. Its absence counts as an answer. Raises
-        StoreDown.
-        """
+        """Read a late object again. Its absence counts as an answer. Raises StoreDown."""
         buffers = self.ring.take(1, 0.1)
         if not buffers:
             raise StoreDown("all staging buffers wait for calls of the store's")
@@ -112,10 +111,10 @@ class Reader:
 
 
 class Fetch:
-    """The chunks of one request on their way from the store.
+    """Reads the chunks of one request from the store.
 
     `ready` never waits; `wait` waits for the next chunk. One thread uses a fetch, and gives every
-    `Staged` back. It ends with the first chunk that is absent, damaged or late."""
+    `Staged` back. The fetch ends with the first chunk that is absent, damaged or late."""
 
     def __init__(self, reader: Reader, keys: Sequence[ChunkKey], epoch: int) -> None:
         self.keys, self.epoch = list(keys), epoch
@@ -127,16 +126,16 @@ class Fetch:
         self._end = len(self.keys)
         self._started = self._moved = reader.now()
         self._called: dict[int, float] = {}
-        """When the call of a batch began, by its first chunk."""
+        """The start of each batch's call, by the batch's first chunk."""
         self._waited = 0.0
         self.cause = ""
-        """Why it ended early: `absent`, `bad`, `timeout` or `store`."""
+        """Why the fetch ended early: `absent`, `bad`, `timeout` or `store`."""
         self._parts = parts(len(self.keys), reader.batch)
         for part in self._parts:
             reader.calls.submit(partial(self._read, part))
 
     def ready(self, most: int) -> list[Staged]:
-        """The next chunks that have arrived, in order, `most` at most."""
+        """Return the next chunks that have arrived, in order, at most `most`."""
         self._look_at_clock()
         with self._arrived:
             count = 0
@@ -152,9 +151,7 @@ class Fetch:
         return chunks
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to `seconds` until `ready` has something or the fetch is over. False if
-        neither.
-        """
+        """Wait up to `seconds` until `ready` has a chunk or the fetch is over. False if neither."""
         with self._arrived:
             return self._arrived.wait_for(
                 lambda: self._given in self._staged or self._given >= self._end, seconds
@@ -167,18 +164,22 @@ class Fetch:
         return self._given >= self._end
 
     def give_back(self, chunks: Sequence[Staged]) -> None:
-        """Return buffers whose bytes are not used any more."""
+        """Return the buffers of chunks that are not used any more."""
         self._reader.ring.give([chunk.buffer for chunk in chunks])
 
     def cancel(self) -> None:
-        """Drop the rest. What is on its way is given back when it arrives. Idempotent."""
+        """Drop all further chunks. Their buffers are returned when the chunks arrive.
+        Idempotent.
+        """
         self._stop(0, self.cause)
 
     # ---- inside
 
     def _look_at_clock(self) -> None:
-        """End the fetch if nothing came for `get_seconds`. That counts as a failure of the store only
-        if its call took most of the time, and not the wait for a thread or for buffers."""
+        """End the fetch if no chunk came for `get_seconds`.
+
+        That counts as a failure of the store only if the call took most of the time. The wait for a
+        thread or for buffers does not count."""
         reader, now = self._reader, self._reader.now()
         if self._given >= self._end or now - self._moved < reader.seconds:
             return
@@ -198,7 +199,7 @@ class Fetch:
         self._stop(self._given, "timeout")
 
     def _stop(self, at: int, cause: str) -> None:
-        """Hand over nothing from chunk `at` on."""
+        """Pass on no chunk from number `at` on."""
         with self._arrived:
             if at < self._end:
                 self._end, self.cause = at, cause
@@ -209,8 +210,8 @@ class Fetch:
         self.give_back(dropped)
 
     def _read(self, part: range) -> None:
-        """In a reader thread: read some chunks in one call. Checker threads look at the result, so
-        that the next call begins at once.
+        """Read some chunks in one call. Runs in a reader thread. Checker threads check the result,
+        so that the next call begins at once.
         """
         reader, keys = self._reader, self.keys[part.start : part.stop]
         if part.start >= self._end:
@@ -231,7 +232,7 @@ class Fetch:
             reader.checks.submit(partial(self._look_at, index, buffer, nbytes))
 
     def _look_at(self, index: int, buffer: Buffer, nbytes: int) -> None:
-        """In a checker thread: hand over the object of `nbytes` bytes if it is right."""
+        """Pass on the object of `nbytes` bytes if it is right. Runs in a checker thread."""
         came, good = 0, index < self._end and self._is_right(index, buffer, nbytes)
         with self._arrived:
             if good and index < self._end:
@@ -269,13 +270,15 @@ class Fetch:
 
 
 def batch_chunks(chunk_bytes: int) -> int:
-    """The most chunks that one call reads."""
+    """How many chunks one call reads at most."""
     return max(1, min(BATCH_BYTES // chunk_bytes, BATCH_MOST))
 
 
 def parts(count: int, most: int) -> list[range]:
-    """Which of `count` chunks each call reads: `most`, but half as many in the first, so that
-    concurrent calls do not end together, and in the last, whose check delays the end."""
+    """Split `count` chunks into calls of `most` chunks.
+
+    The first call gets half as many, so that concurrent calls do not end together. The last call
+    gets half as many, because its check delays the end."""
     half, made, at = max(1, most // 2), list[range](), 0
     while at < count:
         left = count - at

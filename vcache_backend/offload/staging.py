@@ -1,7 +1,6 @@
-"""Buffers of one size in host memory, for chunks on their way to and from the store.
+"""Buffers of equal size in host memory, for chunks on their way to and from the store.
 
-Who takes a buffer owns it until it is given back, which is not before the store's call has
-returned."""
+The taker owns a buffer until giving it back, which is not before the store's call has returned."""
 
 # torch.cuda's runtime bindings have no types.
 # mypy: allow-untyped-calls
@@ -23,23 +22,25 @@ ALIGNMENT = 4096
 
 
 class Buffer(NamedTuple):
-    """place: its place in the shared memory. memory: the same bytes, 1-D uint8, on the host."""
+    """place: the buffer's bytes in the shared memory. memory: the same bytes, 1-D uint8, on the
+    host.
+    """
 
     place: Place
     memory: torch.Tensor
 
 
 class Staging:
-    """`count` buffers of `nbytes` bytes each, in a memfd whose size is set here."""
+    """`count` buffers of `nbytes` bytes each, in a memfd. Sets the memfd's size."""
 
     def __init__(self, fd: int, nbytes: int, count: int, pinned: bool) -> None:
-        """pinned: lock the pages, for copies from and to a GPU. Raises RuntimeError or OSError if
-        there is too little memory.
+        """pinned: lock the pages, for copies from and to a GPU. RuntimeError or OSError if memory
+        is lacking.
         """
         stride = -(-nbytes // ALIGNMENT) * ALIGNMENT
         os.ftruncate(fd, stride * count)
         self._whole = torch.frombuffer(mmap.mmap(fd, stride * count), dtype=torch.uint8)
-        # Pages are taken now, not in the middle of somebody's request.
+        # Take the pages now, not during a request.
         self._whole.zero_()
         if pinned:
             _cuda("cudaHostRegister", self._whole.data_ptr(), stride * count, 0)
@@ -64,7 +65,7 @@ class Ring:
         self._returned = threading.Condition()
 
     def take(self, count: int, seconds: float) -> list[Buffer]:
-        """Take `count` buffers at once; none if so many do not become free within `seconds`."""
+        """Take `count` buffers at once; empty if they do not become free within `seconds`."""
         deadline = time.monotonic() + seconds
         with self._returned:
             while len(self._free) < count:

@@ -1,5 +1,5 @@
-"""The store behind a breaker: its process is started, watched and replaced in the background, and
-asked with a deadline.
+"""The store behind a breaker. A background thread starts, watches and replaces the store's process.
+Calls have deadlines.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from vcache_backend.transfer.stats import EngineStats
 log = logging.getLogger(__name__)
 
 PROBE = "vcache1/probe"
-"""The name of an object that is never there."""
+"""The name of an object that does not exist."""
 WATCH_SECONDS = 0.25
 CLOSE_SECONDS = 1.0
 
 
 class Store:
-    """The tier's only way to its objects. Any thread. No failure of the store raises. In a forked
-    child the store is never usable.
+    """Calls the store. Any thread. No failure of the store raises. In a forked child the store is
+    never usable.
 
     `usable` turns False when the breaker opens or the process ends, and True again when the
     background thread has opened the store and got an answer."""
@@ -39,7 +39,7 @@ class Store:
         self._config, self._stats = config, stats
         self._pid = os.getpid()
         self.memory = os.memfd_create("vcache-staging", os.MFD_CLOEXEC)
-        """Objects are put from this memory and got into it. `Staging` sets its size."""
+        """The memory of all buffers that calls read and write. `Staging` sets its size."""
         self.breaker = Breaker(
             config.failures, config.retry_seconds, config.longest_pause, time.monotonic
         )
@@ -59,15 +59,13 @@ class Store:
         return self._usable_process() is not None
 
     def wait(self, seconds: float) -> None:
-        """Wait up to `seconds` until it is known whether the store can be used."""
+        """Wait up to `seconds` for the first attempt to open the store."""
         self._tried.wait(seconds)
 
     # ---- calls
 
     def lookup(self, names: Sequence[str]) -> int | None:
-        """Count the leading objects that are there. None if there is no answer within
-        `lookup_seconds`.
-        """
+        """Count the leading objects that exist. None without an answer within `lookup_seconds`."""
         process = self._usable_process()
         if not names or process is None:
             return None
@@ -77,7 +75,7 @@ class Store:
         started = perf_counter()
         call = process.ask("exist", names)
         try:
-            there = call.result(self._config.lookup_seconds)
+            exists = call.result(self._config.lookup_seconds)
         except TimeoutError:
             self._late = call
             self.failed("lookup", f"no answer in {self._config.lookup_seconds:g} s")
@@ -87,15 +85,16 @@ class Store:
             return None
         self._stats.add_time("offload_lookup", perf_counter() - started)
         self.breaker.succeeded()
-        return there.index(False) if False in there else len(there)
+        return exists.index(False) if False in exists else len(exists)
 
     def there(self, names: Sequence[str]) -> list[bool]:
-        """Which objects are there, as far as is known, within `call_seconds`."""
+        """Whether each object exists, within `call_seconds`. False without an answer."""
         return self._call("exist", names) or [False] * len(names)
 
     def get(self, names: Sequence[str], places: Sequence[Place]) -> list[int]:
         """Read objects into their places, which may be larger, within `call_seconds`. Returns the
-        bytes of each, 0 if it is absent, -1 if unknown. Nothing writes into the memory afterwards.
+        bytes of each object: 0 if it is absent, -1 if unknown. After the return nothing writes into
+        the memory.
         """
         return self._call("get", names, places) or [-1] * len(names)
 
@@ -104,19 +103,19 @@ class Store:
         return self._call("put", names, places) or [FAILED] * len(names)
 
     def try_get(self, name: str, place: Place) -> None:
-        """`get`, even if the breaker is open. Raises StoreDown."""
+        """Read one object, even if the breaker is open. Raises StoreDown."""
         if self._process is not None:
             self._process.call("get", [name], [place], seconds=self._config.call_seconds)
 
     def forget(self, name: str) -> None:
-        """Remove an object in the background. Nobody learns of a failure."""
+        """Remove an object in the background. Failures are ignored."""
         process = self._usable_process()
         if process is not None:
             process.ask("remove", [name])
 
     def failed(self, what: str, why: str, again: Callable[[], None] | None = None) -> None:
-        """Count a failed or late call. again: repeats the call, or raises StoreDown; it must succeed
-        before the store is used again.
+        """Count a failed or late call. again: repeats the call, or raises StoreDown; it must
+        succeed before the store is used again.
         """
         self._stats.failed(f"offload_{what}")
         if again is not None:
@@ -127,7 +126,7 @@ class Store:
         self._wake.set()
 
     def snapshot(self) -> dict[str, Any]:
-        """The state of the store, for people."""
+        """Report the store's state, for people."""
         process = self._process
         pid = process.pid if process is not None and process.alive else None
         return {"process": pid, "processes_started": self._started, "last_error": self._said}
@@ -143,7 +142,7 @@ class Store:
         return process if usable else None
 
     def _call(self, verb: str, *arguments: Any) -> Any:
-        """The answer to a call; None if there is none."""
+        """Make a call and return its answer; None without an answer."""
         process = self._usable_process()
         if process is None:
             return None
@@ -158,7 +157,7 @@ class Store:
     # ---- life
 
     def close(self) -> None:
-        """Close the store; calls under way fail. Idempotent."""
+        """Close the store. Running calls fail. Idempotent."""
         if os.getpid() != self._pid:
             return
         self._stop.set()
@@ -171,7 +170,7 @@ class Store:
             self.memory = -1
 
     def _keep(self) -> None:
-        """The background thread: try the store whenever the breaker wants a trial."""
+        """Run in the background thread: try the store whenever the breaker wants a trial."""
         while not self._stop.is_set():
             if self._process is not None and not self._process.alive:
                 self.breaker.lost()
@@ -186,8 +185,8 @@ class Store:
             self._process.kill()
 
     def _try(self) -> bool:
-        """Start the process if there is none, and open the store. Returns whether it answers, and
-        the call that failed last now succeeds.
+        """Start a missing process, and open the store. Returns whether the store answers, and the
+        last failed call now succeeds.
         """
         try:
             if self._process is None or not self._process.alive:

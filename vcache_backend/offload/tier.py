@@ -1,4 +1,4 @@
-"""The offload tier of one process: look-ups, reads, and background writes of chunks."""
+"""The offload tier of one process: looks up, reads, and writes chunks in the background."""
 
 from __future__ import annotations
 
@@ -25,22 +25,24 @@ from vcache_backend.vram_pool.slots import SlotView
 log = logging.getLogger(__name__)
 
 MOST_BUFFERS = 256
-"""Of one direction; more would not be faster."""
+"""The most buffers for reads, and for writes; more would not be faster."""
 START_SECONDS = 3.0
-"""How long the start of vLLM may wait for the offload process: it takes half a second, and its
-first request may need it.
+"""How long vLLM's start may wait for the offload process, which takes half a second to start:
+vLLM's first request may need it.
 """
 CLOSE_SECONDS = 3.0
 Views = Callable[[Sequence[Location]], list[SlotView]]
 
 
 class OffloadTier(Index):
-    """The offload tier in one process. `bind` and `fetch` in the worker's thread, the rest in any.
-    Only look-ups, for `lookup_seconds`, wait for the store. No failure of the store raises."""
+    """The offload tier in one process. `bind` and `fetch` run in the worker's thread, the rest in
+    any. Only look-ups, for `lookup_seconds`, wait for the store. No failure of the store raises.
+    """
 
     def __init__(self, config: OffloadConfig, stats: EngineStats, on_gpu: bool) -> None:
-        """Open the tier for look-ups. Waits START_SECONDS at most for the store; the background
-        thread goes on trying. on_gpu: whether the KV caches are on a GPU."""
+        """Open the tier for look-ups. Waits at most START_SECONDS for the store; the background
+        thread keeps trying. on_gpu: the KV caches are on a GPU.
+        """
         super().__init__(config, Store(config, stats), on_gpu)
         self._settings, self._stats = config, stats
         self._bound: Bound | None = None
@@ -56,12 +58,12 @@ class OffloadTier(Index):
         """Make the buffers for chunks of these KV caches, once. views: returns the addresses of
         slots.
 
-        Raises ConfigError if there is too little memory, CodecError if the codec does not fit."""
+        ConfigError if memory is lacking, CodecError if the codec does not fit."""
         if self._bound is not None:
-            there = self._bound.format.chunk_bytes
-            if there != chunk_bytes:
+            bound_bytes = self._bound.format.chunk_bytes
+            if bound_bytes != chunk_bytes:
                 raise ConfigError(
-                    f"chunks of {chunk_bytes:,} B; the offload tier was made ready for chunks of {there:,} B"
+                    f"chunks of {chunk_bytes:,} B; the offload tier was made ready for chunks of {bound_bytes:,} B"
                 )
             return
         settings = self._settings
@@ -87,7 +89,7 @@ class OffloadTier(Index):
                 f"no {count * size:,} B of host memory for offload.staging_bytes: {error}"
             ) from error
         self._bound = Bound(self._store, self, self._stats, form, codec)
-        # What writing has no use for is for reading.
+        # Buffers that writing does not need are for reading.
         writers, buffers = min(settings.writers + 1, count // 2), self._staging.buffers
         batch = min(batch_chunks(chunk_bytes), count // 2 // writers)
         shares = [buffers[at : at + batch] for at in range(0, writers * batch, batch)]
@@ -99,7 +101,7 @@ class OffloadTier(Index):
     # ---- reads and writes
 
     def fetch(self, keys: Sequence[ChunkKey], epoch: int) -> Fetch | None:
-        """Begin to read chunks that were stored in `epoch`; None if the store is not usable."""
+        """Begin to read chunks stored in `epoch`; None if the store is not usable."""
         self.note_epoch(epoch)
         if self._reader is None or not keys or not self.may_have(keys[0]):
             return None
@@ -117,7 +119,7 @@ class OffloadTier(Index):
         return self._writer is None or self._writer.flush(seconds)
 
     def snapshot(self) -> dict[str, Any]:
-        """Counters and the state of the store, as plain values."""
+        """Report counters and the store's state, as plain values."""
         counted, breaker = self._stats.counted("offload_"), self._store.breaker
         return {
             "usable": self.usable,
@@ -132,7 +134,7 @@ class OffloadTier(Index):
         }
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Let writes under way end, for `seconds` at most, and close the store. Idempotent."""
+        """Close the store after running writes have ended, within `seconds`. Idempotent."""
         if self._writer is not None:
             self._writer.close(seconds)
         self._store.close()

@@ -1,14 +1,16 @@
-"""Mooncake's verbs, and what its return codes mean here. Only the offload process (process.py)
+"""Mooncake's verbs and the meaning of its return codes. Only the offload process (process.py)
 imports the library.
 
 The library holds the GIL while it connects (4.4 s without a master, measured), may take half a
 minute for one call, and crashes if it is used before its set-up or after its end.
 
-Return codes. The master did not answer (-900): StoreLost, since each further call would take 4 s to
-say the same. It was late (-901): StoreDown. A transfer failed (-800), as after a provider's death,
-which the master notices 10 s later: that object is absent; StoreDown if no object of its batch
-could be read. No room (-200): FULL, which Mooncake also says of an object larger than its largest
-segment. Any other negative code: that object is absent, or was not stored."""
+Return codes:
+- -900, the master did not answer: StoreLost, since each further call would take 4 s to fail.
+- -901, the master was late: StoreDown.
+- -800, a transfer failed, as after a provider's death, which the master notices 10 s later: the
+  object counts as absent; StoreDown if no object of the batch could be read.
+- -200, no room: FULL, also for an object larger than Mooncake's largest segment.
+- Other negative codes: the object is absent, or was not stored."""
 
 from __future__ import annotations
 
@@ -28,16 +30,17 @@ from vcache_backend.errors import ConfigError, VCacheError
 
 STORED, FULL, FAILED = "stored", "full", "failed"
 """Outcomes of a put. FULL: a later try may succeed. FAILED: the bytes did not arrive, or nobody
-knows; no reader finds half of an object. STORED is no proof: for half a minute the store also says
-it of an object whose put was cut short."""
+knows; no reader finds half of an object. STORED is no proof: after a put was cut short, the store
+answers STORED for its object for half a minute.
+"""
 NO_ROOM, TRANSFER_FAILED, RPC_FAILED, RPC_TIMED_OUT = -200, -800, -900, -901
 Place = tuple[int, int]
-"""First byte in the shared memory, bytes."""
+"""The first byte in the shared memory, and the number of bytes."""
 
 
 class StoreDown(VCacheError):
-    """The store, or the way to it, failed; nothing is known about the objects. Counts against the
-    breaker.
+    """The store, or the connection to it, failed; nothing is known about the objects. Counts
+    against the breaker.
     """
 
 
@@ -46,19 +49,20 @@ class StoreLost(StoreDown):
 
 
 class Mooncake:
-    """The verbs. Objects go by name, and the first writer wins; callers check the contents
+    """The verbs. Objects have names, and the first writer wins; callers check the contents
     (objects.py). Any thread.
 
-    Calls block for as long as the library does. All raise StoreDown. No call reaches the library
-    before `open`."""
+    Calls block as long as the library does. All raise StoreDown. No call reaches the library before
+    `open`."""
 
     def __init__(self, config: MooncakeConfig, memory: int) -> None:
-        """Load the library. memory: a memfd that objects are put from and read into; it may get its
-        size later. Raises ConfigError with what to install."""
+        """Load the library. memory: a memfd that objects are written from and read into; it may get
+        its size later. ConfigError says what to install.
+        """
         self._config, self._fd = config, memory
         mooncake_environment(config)
         self._library = _load_library()
-        # The master keeps tenants apart only if it was started for that.
+        # Put the tenant into names, too: the master separates tenants only if started to do so.
         self._prefix = f"{config.tenant}/" if config.tenant else ""
         self._lock = threading.Lock()
         self._memory: mmap.mmap | None = None
@@ -66,16 +70,17 @@ class Mooncake:
         self._is_open = False
 
     def open(self) -> dict[str, str]:
-        """Connect. Returns the settings in force, for people; empty if it is open already. Takes 30
-        ms, or `rpc_seconds` if no master answers."""
+        """Connect. Returns the settings in force, for people; empty if already connected. Takes 30
+        ms, or `rpc_seconds` if no master answers.
+        """
         if self._is_open:
             return {}
         config = self._config
         _check_master(config.master, config.rpc_seconds)
         hostname = config.hostname or _way_out(config.master)
         environment = mooncake_environment(msgspec.structs.replace(config, hostname=hostname))
-        # `setup` ignores what it does not know. Memory is lent by providers, which outlive us, and
-        # no scratch memory is needed.
+        # `setup` ignores unknown settings. Lend no memory: providers do, and outlive us. Scratch
+        # memory is not needed.
         settings = {
             "local_hostname": hostname,
             "metadata_server": config.metadata,
@@ -86,7 +91,7 @@ class Mooncake:
             "master_server_addr": config.master,
             "tenant_id": config.tenant or "default",
         }
-        # Kept, since its destructor would take 13 s.
+        # Never drop the object: its destructor takes 13 s.
         self._raw = self._library.MooncakeDistributedStore()
         code = self._raw.setup(settings)
         if code:
@@ -96,8 +101,8 @@ class Mooncake:
         return settings | environment
 
     def exist(self, names: Sequence[str]) -> list[bool]:
-        """Which objects are there. Takes no lease if the library can (0.3.14), since a lease keeps
-        an object from eviction for 10 s.
+        """Whether each object exists. Takes no lease if the library can avoid it (0.3.14), since a
+        lease keeps an object from eviction for 10 s.
         """
         raw = self._opened()
         codes = _checked(
@@ -106,7 +111,7 @@ class Mooncake:
         return [code == 1 for code in codes]
 
     def put(self, names: Sequence[str], places: Sequence[Place]) -> list[str]:
-        """Write objects in one batched call: STORED, FULL or FAILED for each."""
+        """Write objects in one batched call. Returns STORED, FULL or FAILED for each."""
         config = self._library.ReplicateConfig()
         config.replica_num = self._config.replicas
         raw, sizes = self._opened(), [nbytes for _, nbytes in places]
@@ -116,8 +121,8 @@ class Mooncake:
         return [STORED if code == 0 else FULL if code == NO_ROOM else FAILED for code in codes]
 
     def get(self, names: Sequence[str], places: Sequence[Place]) -> list[int]:
-        """Read objects in one batched call: the bytes of each, 0 if it is absent or could not be
-        read. A place may be larger.
+        """Read objects in one batched call. Returns the bytes of each: 0 if it is absent or could
+        not be read. A place may be larger than its object.
         """
         raw, sizes = self._opened(), [nbytes for _, nbytes in places]
         return [
@@ -132,8 +137,8 @@ class Mooncake:
         _checked("remove", self._opened().batch_remove(self._full(names), True))
 
     def remove_under(self, start: str) -> int:
-        """Remove all objects whose names begin with `start`, whoever wrote them, even while they
-        are being read. Returns how many.
+        """Remove all objects with names that begin with `start`, of all writers, even during a
+        read. Returns their number.
         """
         (code,) = _checked(
             "remove", [self._opened().remove_by_regex("^" + re.escape(self._prefix + start), True)]
@@ -151,13 +156,13 @@ class Mooncake:
         return [self._prefix + name for name in names]
 
     def _addresses(self, places: Sequence[Place]) -> list[int]:
-        """Addresses of places in this process. Maps the memory once it has a size. Raises StoreDown
+        """The addresses of places in this process. Maps the memory once it has a size. StoreDown
         for a place outside it.
         """
         with self._lock:
             size = os.fstat(self._fd).st_size if self._fd >= 0 else 0
             if self._memory is None and size:
-                # Populated, so that no page is missing in the middle of a transfer.
+                # Populate the pages, so that none is missing during a transfer.
                 self._memory = mmap.mmap(self._fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
                 if self._config.protocol == "rdma" and self._raw.register_buffer(
                     self._base(), size
@@ -204,8 +209,8 @@ def _load_library() -> Any:
 
 
 def _check_master(master: str, seconds: float) -> None:
-    """Raise StoreDown unless a master answers at HOST:PORT: it hangs up on 64 zero bytes, which are
-    no request.
+    """Check that a Mooncake master listens at HOST:PORT. Send 64 zero bytes: a live master refuses
+    them and hangs up. StoreDown without a master.
     """
     host, _, port = master.rpartition(":")
     try:
@@ -219,7 +224,7 @@ def _check_master(master: str, seconds: float) -> None:
 
 
 def _way_out(master: str) -> str:
-    """The address of this host from which packets to `master` leave. Raises OSError."""
+    """Find the address of this host from which packets to `master` leave. Raises OSError."""
     host, _, port = master.rpartition(":")
     family, kind, _, _, address = socket.getaddrinfo(
         host.strip("[]"), int(port), type=socket.SOCK_DGRAM

@@ -1,4 +1,4 @@
-"""Threads for calls that take long or hang, so that the caller does not wait."""
+"""Threads for calls that may take long or hang, so that the caller does not wait."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ log = logging.getLogger(__name__)
 
 
 class Workers:
-    """`count` threads that make calls in order. They are daemons, unlike an executor's, so the
-    process can end while a call hangs.
+    """`count` threads that make calls in order. They are daemons, unlike an executor's threads, so
+    the process can end while a call hangs.
     """
 
     def __init__(self, name: str, count: int) -> None:
@@ -30,7 +30,7 @@ class Workers:
         self._queue.put(call)
 
     def close(self, seconds: float) -> None:
-        """Wait up to `seconds` for what was submitted so far."""
+        """Wait up to `seconds` for the submitted calls."""
         for _ in self._threads:
             self._queue.put(None)
         deadline = time.monotonic() + seconds
@@ -41,5 +41,5 @@ class Workers:
         while (call := self._queue.get()) is not None:
             try:
                 call()
-            except Exception:  # the thread's last line of defence: what comes next is not to suffer
+            except Exception:  # the thread's last line of defence, for later calls
                 log.exception("a call of the offload tier's failed")

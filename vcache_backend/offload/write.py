@@ -1,5 +1,5 @@
-"""Writes chunks to the store in threads of its own: from pool slot to staging buffer to object. No
-request waits for it.
+"""Writes chunks to the store in background threads: from pool slot to staging buffer to object. No
+request waits for a write.
 """
 
 # torch.cuda's streams and events have no types.
@@ -31,24 +31,26 @@ from vcache_backend.vram_pool.slots import SlotView
 log = logging.getLogger(__name__)
 
 FIRST_PART = 4
-"""While nothing is being written, a batch is so many times smaller, so that writing begins
-early.
+"""While no chunk is being written, a batch is so many times smaller, so that writing
+begins early.
 """
 POLL_SECONDS = 0.05
-"""How often a store or a server that is down is looked at again."""
+"""How often an unreachable store or server is checked again."""
 ATTEMPTS = 6
 RETRY_SECONDS = 0.05
-"""What was not stored is tried again after about so long, doubling: a full store evicts in the
-background, and a provider or a process that died is replaced."""
+"""Chunks that were not stored are tried again after about so long, doubling: a full store evicts in
+the background, and a dead provider or process is replaced.
+"""
 DROPPED = ("backlog", "down", "gone", "full", "failed", "codec")
-"""Why a chunk was not written."""
+"""The reasons why a chunk was not written."""
 Sealed = list[tuple[str, Place]]
-"""Objects that are ready to be put: their names, and where they lie."""
+"""Objects that are ready to be put: names and places."""
 
 
 class Writer:
-    """Writes the chunks that it is offered. Each thread takes some of them, copies them out of the
-    pool, and puts them into the store. One thread copies at a time while `writers` threads put."""
+    """Writes offered chunks. Each thread takes some chunks, copies them out of the pool, and puts
+    them into the store. One thread copies at a time while `writers` threads put.
+    """
 
     def __init__(
         self,
@@ -67,7 +69,7 @@ class Writer:
         self._changed = threading.Condition()
         self._copying = False
         self._busy = 0
-        """Threads that have chunks."""
+        """The number of threads that have chunks."""
         self._puts = threading.Semaphore(config.writers)
         self._stop = threading.Event()
         self._stream: torch.cuda.Stream | None = None
@@ -84,9 +86,7 @@ class Writer:
             thread.start()
 
     def offer(self, keys: Sequence[ChunkKey]) -> None:
-        """Queue chunks that are in the pool. Never blocks: if the queue is full, they are dropped and
-        counted.
-        """
+        """Queue chunks that are in the pool. Never blocks: a full queue drops and counts them."""
         with self._changed:
             room = max(self._most - len(self._waiting), 0)
             self._waiting += keys[:room]
@@ -99,7 +99,7 @@ class Writer:
             return self._changed.wait_for(lambda: not (self._waiting or self._busy), seconds)
 
     def close(self, seconds: float) -> None:
-        """Drop the queue, and let writes under way end, for `seconds` at most. Idempotent."""
+        """Drop the queue, and let running writes end, within `seconds`. Idempotent."""
         with self._changed:
             self._stop.set()
             waiting, self._waiting = len(self._waiting), deque()
@@ -113,7 +113,7 @@ class Writer:
     # ---- the threads
 
     def _run(self, buffers: Sequence[Buffer]) -> None:
-        """The body of a thread. A failure is only counted."""
+        """Run one thread: take, copy and put chunks. A failure is only counted."""
         while keys := self._take(len(buffers)):
             try:
                 sealed = self._copy_out(keys, buffers)
@@ -123,7 +123,7 @@ class Writer:
                 log.debug("writing to the store: %s", error)
                 self._bound.stats.failed("offload_server")
                 self._stop.wait(POLL_SECONDS)
-            # the thread's last line of defence: a chunk that is not written is a miss later
+            # the thread's last line of defence: an unwritten chunk is a later miss
             except Exception:
                 log.exception("writing to the offload tier failed")
                 self._bound.stats.failed("offload_write_error")
@@ -133,7 +133,7 @@ class Writer:
                     self._changed.notify_all()
 
     def _take(self, most: int) -> list[ChunkKey]:
-        """Take some queued chunks once the store is usable and no other thread copies. None after
+        """Take some queued chunks once the store is usable and no other thread copies. Empty after
         `close`.
         """
         with self._changed:
@@ -148,14 +148,16 @@ class Writer:
         return []
 
     def _copy_out(self, keys: list[ChunkKey], buffers: Sequence[Buffer]) -> Sealed:
-        """Copy chunks out of the pool into buffers, those that the store lacks. If the pool has lost
-        one, the chunks after it are queued again.
+        """Copy chunks that the store lacks from the pool into buffers. If the pool has lost a
+        chunk, the chunks after it are queued again.
         """
         later = keys
         try:
             epoch = self._client.present(keys).epoch
-            there = self._bound.store.there([objects.name(key, epoch) for key in keys])
-            later = keys = [key for key, known in zip(keys, there, strict=True) if not known]
+            stored = self._bound.store.there([objects.name(key, epoch) for key in keys])
+            later = keys = [
+                key for key, is_stored in zip(keys, stored, strict=True) if not is_stored
+            ]
             if not keys:
                 return []
             leased = self._client.acquire(keys)
@@ -198,7 +200,7 @@ class Writer:
 
     def _copy(self, chunk: torch.Tensor, payload: torch.Tensor) -> int | None:
         """Encode a chunk on its device, and wait until it is in host memory. Returns its digest if
-        that is known.
+        the copy has computed it.
         """
         codec = self._bound.codec
         if chunk.device.type != "cuda":
@@ -206,7 +208,7 @@ class Writer:
                 return objects.copy_and_hash(payload.numpy(), chunk.numpy())
             codec.encode(chunk, payload)
             return None
-        # On a stream of the writer's: one thread copies at a time.
+        # Use the writer's own stream: one thread copies at a time.
         with torch.cuda.device(self._ordinal):
             self._stream = self._stream or torch.cuda.Stream()
             with torch.cuda.stream(self._stream):
@@ -233,7 +235,7 @@ class Writer:
                 )
             stored = put.count(STORED)
             stats.count(offload_written=stored, bytes_offload_written=stored * object_bytes)
-            sealed = [one for one, outcome in zip(sealed, put, strict=True) if outcome != STORED]
+            sealed = [pair for pair, outcome in zip(sealed, put, strict=True) if outcome != STORED]
             put = [outcome for outcome in put if outcome != STORED]
             if not sealed:
                 break

@@ -1,3 +1,1 @@
-"""Sharing in place: which blocks of a KV cache hold what (generations), and other instances'
-KV caches mapped into this process.
-"""
+"""Sharing in place: generation tables, and other instances' KV caches mapped into this process."""

@@ -1,18 +1,18 @@
-"""Generation tables: a counter for each block of a KV cache tells what it holds. Its owner writes
-them, all others only read.
+"""Generation tables: a counter for each block of a KV cache identifies the block's contents. Only
+the owner writes its table; all other processes read it.
 
-A counter changes before its block may be written again. So a reader that finds the published number
-after its copy has copied what that number stood for. Published numbers are even, and each is used
-once, for all blocks that are filled together. An odd number means that the block holds nothing that
-may be read; it equals no published number.
+The owner changes a block's counter before it writes the block again. A reader compares the counter
+with the published number after its copy: if both are equal the copy is right. Published numbers are
+even, and each stands for one fill of one set of blocks. An odd number marks a block that must not
+be read.
 
-A table is one memfd: a page with the header (`_HEADER`), then the counters, 64 bits each,
-little-endian and aligned, so that none is ever read in halves. It is sealed: its size cannot
-change, and nobody but the owner, who mapped it before, can write it.
+A table is one memfd: a page with the header (`_HEADER`), then the counters. Each counter is 64
+bits, little-endian and aligned, so no reader sees half of a write. The memfd is sealed: nobody can
+change its size, and only the owner, who mapped it before, can write to it.
 
-There are no fences here. The owner stores the counter before it has the block written, and the
-reader loads the block before the counter. x86-64 keeps stores in order, and loads, too (TSO), and
-no compiler moves numpy's accesses across a call. On other machines both classes refuse."""
+No fences are needed. The owner stores the counter before the block is written, and the reader loads
+the block before the counter. x86-64 keeps the order of stores and of loads (TSO), and no compiler
+moves numpy's accesses across a call. On other machines both classes refuse."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ MAGIC = b"vcache-g"
 VERSION = 3
 MACHINE = "x86_64"
 _HEADER = struct.Struct(f"<8sII{INSTANCE_BYTES}sQ")
-"""Magic, version, 1 once the owner gave the table up, instance, number of blocks."""
+"""Magic, version, 1 once the owner has given the table up, instance, number of blocks."""
 _DEAD_AT = 12
 VOID = np.uint64(1)
-"""The counter of a block that holds nothing that may be read."""
+"""The counter of a block that must not be read."""
 SEALS = RESIZING | FUTURE_WRITE
-"""The seals that every reader insists on: a table that others can write proves nothing."""
+"""The seals that every reader demands: a table that others can write proves nothing."""
 
 UInt32s = npt.NDArray[np.uint32]
 UInt64s = npt.NDArray[np.uint64]
@@ -48,16 +48,15 @@ Blocks = Sequence[int] | npt.NDArray[np.intp] | npt.NDArray[np.uint32]
 
 
 class Generations:
-    """The owner's table. In the scheduler's thread; `give_up` in any. fd: for others to map; stays
-    this object's.
+    """The owner's table. All methods but `give_up` belong to the scheduler's thread. fd: for others
+    to map; this object closes it.
 
-    counters: the present numbers, one for each of `blocks` blocks. All start at 2, and 0 is never
-    published. coming: the number that the blocks filled next will get."""
+    counters: the present number of each block. All start at 2; 0 is never published. coming: the
+    number for the next fill."""
 
     def __init__(self, instance: bytes, blocks: int) -> None:
-        """Raises SegmentError if there is no memory or descriptor for it, or the machine does not
-        order stores.
-        """
+        """Create the table. Raises SegmentError if memory or descriptors are exhausted, or if the
+        machine does not order stores."""
         _check_machine()
         if len(instance) != INSTANCE_BYTES or not 0 < blocks <= MAX_BLOCKS:
             raise SegmentError(
@@ -83,37 +82,31 @@ class Generations:
         _HEADER.pack_into(self._memory, 0, MAGIC, VERSION, 0, instance, blocks)
 
     def void(self, blocks: Blocks | int) -> None:
-        """Mark blocks as holding nothing that may be read until they are `filled`. From now on they
-        may be written.
+        """Mark blocks as not to be read until `filled`. The caller may write the blocks from now
+        on.
 
-        Raises IndexError, and changes nothing, if the cache does not have one of them.
-        """
+        Raises IndexError, and changes nothing, if a block is outside of the cache."""
         self.counters[blocks] = VOID
 
     def filled(self, blocks: Blocks) -> None:
-        """Give these blocks, all of them void, the next even number, which stands for what is being
-        written into them.
-        """
+        """Give void blocks the next even number, which stands for the contents being written into
+        them."""
         self.counters[blocks] = self.coming
         self.coming += 2
 
     def void_all(self) -> None:
-        """Mark all blocks as holding nothing that may be read until they are handed out and filled
-        again.
-        """
+        """Mark all blocks as not to be read until they are filled again."""
         self.counters |= np.uint64(1)
 
     def give_up(self) -> None:
-        """Declare the table dead for good: readers believe nothing in it any more. Any thread.
-        Never raises.
-        """
+        """Declare the table dead for good, so that readers trust no number in it. Any thread. Never
+        raises."""
         with suppress(ValueError, TypeError):  # closed, which gave it up
             struct.pack_into("<I", self._memory, _DEAD_AT, 1)
 
     def close(self) -> None:
-        """Give the table up, and release its memory. Those who have it mapped see that it is dead.
-        Idempotent.
-        """
+        """Give the table up and release its memory. Processes that map the table see that it is
+        dead. Idempotent."""
         self.give_up()
         self._undo.close()
 
@@ -125,7 +118,7 @@ class Generations:
 
 
 class GenerationView:
-    """Another instance's table, mapped for as long as this object lives. Any thread."""
+    """Another instance's table, mapped as long as this object lives. Any thread."""
 
     def __init__(self, memory: mmap.mmap, instance: bytes, blocks: int) -> None:
         self.instance, self.blocks = instance, blocks
@@ -136,11 +129,11 @@ class GenerationView:
 
     @classmethod
     def open(cls, fd: int, instance: bytes, blocks: int) -> GenerationView:
-        """Map the table behind `fd`, which stays the caller's. It must be `instance`'s, of `blocks`
-        blocks, and sealed.
+        """Map the table behind `fd`, which stays the caller's. Raises SegmentError unless it is the
+        sealed table of `instance` with `blocks` blocks.
 
-        Raises SegmentError otherwise. What could kill this process when touched is refused before
-        it is mapped."""
+        Checks size and seals before mapping, since a mapping that shrinks would kill this
+        process."""
         _check_machine()
         with raising_as({OSError: SegmentError}, "generation table"):
             _check(fd, blocks)
@@ -158,13 +151,12 @@ class GenerationView:
 
     @property
     def dead(self) -> bool:
-        """Whether the owner gave it up. An owner that was killed did not."""
+        """Whether the owner gave the table up. A killed owner leaves its table alive."""
         return bool(self._dead[0])
 
     def leading(self, blocks: UInt32s, generations: UInt64s, each: int) -> int:
-        """How many leading chunks, of `each` blocks each, still hold what `generations` stand for:
-        see `right`.
-        """
+        """Count the leading chunks of `each` blocks whose blocks all still have their
+        `generations`; see `right`."""
         count = min(len(blocks), len(generations)) // each
         same = self.right(blocks[: count * each], generations[: count * each])
         if same.all():
@@ -172,10 +164,11 @@ class GenerationView:
         return int(same.reshape(count, each).all(axis=1).argmin())
 
     def right(self, blocks: UInt32s, generations: UInt64s) -> npt.NDArray[np.bool_]:
-        """Which of these blocks still hold what their `generations`, one for each block, stand for.
+        """Which of these blocks still have the number in `generations`, which has one entry for
+        each block.
 
-        None of a dead table, and no block that is void or that the cache does not have.
-        """
+        False for void blocks, for blocks outside of the cache, and for every block of a dead
+        table."""
         now = self.counters.take(blocks, mode="clip")
         same: npt.NDArray[np.bool_] = (
             (now == generations) & (generations & np.uint64(1) == 0) & (blocks < self.blocks)
@@ -186,9 +179,8 @@ class GenerationView:
 
 
 def _check(fd: int, blocks: int) -> None:
-    """Refuse a table that could shrink under a mapping or be written by others, or has the wrong
-    size. Raises SegmentError, OSError.
-    """
+    """Refuse a table of the wrong size, or one that could shrink or be written by others. Raises
+    SegmentError, OSError."""
     if reason := lacking(fd, SEALS):
         raise SegmentError(f"generation table: {reason}")
     nbytes = os.fstat(fd).st_size
@@ -207,5 +199,5 @@ def _check_machine() -> None:
 
 
 def _size(blocks: int) -> int:
-    """Bytes of a table, in whole pages: the header's, and the counters'."""
+    """Bytes of a table, in whole pages: the header and the counters."""
     return mmap.PAGESIZE * (1 + -(-blocks * 8 // mmap.PAGESIZE))

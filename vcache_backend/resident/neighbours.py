@@ -1,9 +1,9 @@
-"""Maps KV caches of other instances into this process, for as long as their owners live.
+"""Maps other instances' KV caches into this process as long as their owners live.
 
-When an owner dies its memory must become free soon, or its restart fails. But unmapping memory that
-a copy still reads would kill this process's CUDA context. So copies are counted: each is announced
-before its launch (`enter`) and once it is over (`leave`). An owner's end forbids new copies, and a
-thread unmaps once the last one has left."""
+When an owner ends, its memory must become free soon, or the owner's restart fails. But unmapping
+memory under a running copy would kill this process's CUDA context. So copies are counted: `enter`
+before the launch, `leave` after the end. When an owner ends, new copies are forbidden, and a thread
+unmaps the memory after the last `leave`."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from vcache_backend.vram_pool.paged import Int64s, PagedKV
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 5.0
-"""How long `Neighbours.close` waits for copies under way."""
+"""How long `Neighbours.close` waits for running copies."""
 
 
 class Neighbour:
     """The KV cache of one rank of another instance. Any thread.
 
-    bases: the address of each plane's block 0 in this process; to be read only, and only between
-    `enter` and `leave`. each: vLLM's blocks in a chunk. split: the tensors' blocks in a block of
-    vLLM. Generations are of vLLM's blocks."""
+    bases: the address of each plane's block 0 in this process. Read that memory only between
+    `enter` and `leave`, and never write it. each: vLLM's blocks in a chunk. split: the tensors'
+    blocks in a block of vLLM. Generations count vLLM's blocks."""
 
     def __init__(
         self,
@@ -61,17 +61,15 @@ class Neighbour:
         self._mapped: list[mmap.mmap | torch.Tensor] = []
 
     def enter(self) -> bool:
-        """Announce a copy out of it: it stays mapped until `leave`. False if its owner has ended;
-        then launch none.
-        """
+        """Announce a copy out of this KV cache, which stays mapped until `leave`. False if the
+        owner has ended: do not launch the copy."""
         with self._lock:
             self._launches += not self._forbidden
             return not self._forbidden
 
     def leave(self) -> None:
-        """Say that a copy is over and its generations were checked. Once for each `enter` that was
-        True. Never waits for the device.
-        """
+        """Report that a copy is over and its generations were checked. Call it once for each
+        `enter` that returned True. Never waits for the device."""
         with self._lock:
             self._launches -= 1
             last = self._forbidden and not self._launches
@@ -81,7 +79,7 @@ class Neighbour:
     # ---- of Neighbours and its thread
 
     def map(self, fds: Sequence[int], device: Device) -> None:
-        """Map the regions for `device`, and work out `bases`. Raises SegmentError, OSError."""
+        """Map the regions for `device`, and compute `bases`. Raises SegmentError, OSError."""
         for fd, nbytes in zip(fds, self.shape.regions, strict=True):
             if device.medium == "cuda":
                 self._mapped.append(cuda_segment.map_fd(fd, nbytes, self.shape.device, device))
@@ -114,11 +112,11 @@ class Neighbour:
 
 
 class Neighbours:
-    """The KV caches that a worker on `device` can read into its own, `kv`. Any thread; no method
+    """The KV caches that a worker on `device` can copy into its own `kv`. Any thread; no method
     raises.
 
-    rank: this worker's, and that of the workers it reads from. A thread waits for the ends of the
-    owners' processes."""
+    rank: this worker's rank; the worker reads only from the same rank. A thread waits for the
+    owners' processes to end."""
 
     def __init__(self, client: Client, device: Device, kv: PagedKV, rank: int) -> None:
         self._client, self._device, self._kv, self._rank = client, device, kv, rank
@@ -128,14 +126,14 @@ class Neighbours:
         self._refused = Refusals()
         self._unmapper = Unmapper(self._ended)
         self._aside = ThreadPoolExecutor(1, "vcache-neighbours-aside")
-        """Runs requests to the server that neither a step nor an owner's end may wait for."""
+        """Sends requests to the server that must not delay a step or the handling of an owner's
+        end."""
 
     def expects(self, instance: bytes) -> bool:
-        """Whether the KV cache of `instance` is being mapped, in another thread. The first call for
-        an instance starts that.
+        """Whether the KV cache of `instance` is being mapped in another thread. The first call for
+        an instance starts the mapping.
 
-        It takes some seconds at most, and then `get` answers at once.
-        """
+        Mapping takes a few seconds at most; afterwards `get` answers at once."""
         if instance in self._coming:
             return True
         if instance in self._here or instance in self._refused or self._unmapper.closed:
@@ -148,13 +146,13 @@ class Neighbours:
         return False
 
     def get(self, instance: bytes) -> Neighbour | None:
-        """The KV cache of `instance`; None while it cannot be read, and for good once its owner has
-        ended.
+        """Return the KV cache of `instance`; None while it cannot be read, and for good once its
+        owner has ended.
 
-        If it is not mapped, and `expects` was not called, it is mapped in the caller's thread: two
-        requests to the server, then some 10 ms for 40 GiB of a GPU. A KV cache that cannot
-        be read here is logged once and not tried again. If this process ran short of something, or
-        the server failed, it is tried again after a while (`tables.pause`)."""
+        Maps the KV cache in the caller's thread if `expects` has not: two requests to the server,
+        then some 10 ms for 40 GiB of a GPU. A KV cache that cannot be read here is logged once and
+        not tried again. If this process ran short of a resource, or the server failed, `get` tries
+        again later (`tables.pause`)."""
         known = self._here.get(instance)
         if known is not None:
             return known
@@ -168,9 +166,7 @@ class Neighbours:
                 return None
 
     def close(self) -> None:
-        """Unmap all KV caches, each once its last copy is over. Waits at most `CLOSE_SECONDS`.
-        Idempotent.
-        """
+        """Unmap each KV cache after its last copy. Waits at most `CLOSE_SECONDS`. Idempotent."""
         self._unmapper.close(CLOSE_SECONDS)
         self._aside.shutdown(wait=False)
 
@@ -218,14 +214,13 @@ class Neighbours:
         return neighbour
 
     def _forget(self, neighbour: Neighbour) -> None:
-        """Undo `_open`. What is mapped already is unmapped in the unmapper's thread, since a step
-        may be waiting for this one.
-        """
+        """Undo `_open`. The unmapper's thread unmaps the regions, since a step may wait for this
+        thread."""
         self._here.pop(neighbour.instance, None)
         self._unmapper.discard(neighbour)
 
     def _ended(self, neighbour: Neighbour) -> None:
-        """The unmapper's `on_end`, in its thread."""
+        """Forget a neighbour whose owner has ended. The unmapper calls this in its thread."""
         self._refused.add(neighbour.instance)
         self._here.pop(neighbour.instance, None)
         if not self._unmapper.closed:
@@ -235,9 +230,8 @@ class Neighbours:
             )
 
     def _tell(self, instance: bytes) -> None:
-        """Tell the server that it is unmapped here, so that this process is not suspected of
-        holding an ended owner's memory.
-        """
+        """Tell the server that the KV cache is unmapped here, so the server does not list this
+        process as holding the memory."""
         with suppress(RuntimeError):  # closed: the connection's end tells the server as much
             self._aside.submit(self._told, instance)
 

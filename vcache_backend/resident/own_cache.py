@@ -1,6 +1,5 @@
-"""Describes a worker's KV cache to others, and hands its exported memory to the server, which
-passes it on.
-"""
+"""Describes a worker's KV cache, and hands its exported memory to the server for other
+instances."""
 
 from __future__ import annotations
 
@@ -19,10 +18,10 @@ log = logging.getLogger(__name__)
 
 
 def cache_shape(kv: PagedKV, regions: Sequence[Region], device: Device) -> CacheShape:
-    """What a reader must know of `kv`, whose pages lie in `regions` on `device`.
+    """Describe `kv`, whose pages lie in `regions` on `device`, for readers.
 
-    Raises LayoutError: `kv` is on another kind of device, pages lie outside of the regions or
-    across two of them, planes have different strides, or there are too many planes or regions."""
+    Raises LayoutError if `kv` is on another kind of device, pages lie outside of the regions or
+    across two of them, planes have different strides, or planes or regions are too many."""
     if (kv.device.type == "cuda") != (device.medium == "cuda"):
         raise LayoutError(
             f"the KV cache lies on {kv.device}, the pool on {device.name}; shared in place they must not differ: set pool.device: auto"
@@ -65,11 +64,11 @@ def cache_shape(kv: PagedKV, regions: Sequence[Region], device: Device) -> Cache
 
 
 def check_shape(shape: CacheShape, blocks: int, kv: PagedKV, device: Device) -> None:
-    """Raise LayoutError unless a cache of this shape, with `blocks` blocks of vLLM, can be read
+    """Raise LayoutError unless a cache of this shape, with `blocks` blocks of vLLM, can be copied
     into `kv` on `device` page by page.
 
-    The shape may come from a peer. If it passes, all of its pages lie inside of its regions.
-    """
+    The shape may come from a hostile peer. The check guarantees that all pages lie inside the
+    regions."""
     theirs = (
         shape.layout,
         shape.page_bytes,
@@ -97,12 +96,13 @@ def check_shape(shape: CacheShape, blocks: int, kv: PagedKV, device: Device) -> 
         raise LayoutError(f"its KV cache has {reason}")
 
 
-class Shown:
-    """Shows this worker's KV cache to others through the server, until `close`.
+class OwnCache:
+    """Shares this worker's KV cache through the server, until `close`.
 
-    It is shown at once, in the caller's thread, and after every reconnection, in the client's. The
-    regions' fds stay the caller's, and must be open until `close`. trouble: why the server does not
-    have it now; empty if it does. Each new reason is logged, and every heartbeat tries again."""
+    The constructor sends the KV cache in the caller's thread; after every reconnection the client's
+    thread sends it again. The caller keeps the regions' fds open until `close`. trouble: why the
+    server refuses the KV cache now, or empty. Each new reason is logged, and every heartbeat tries
+    again."""
 
     def __init__(
         self,
@@ -121,9 +121,8 @@ class Shown:
         self._show()
 
     def close(self) -> None:
-        """Show nothing from now on. What the server has goes with this client's connection.
-        Idempotent.
-        """
+        """Stop sending the KV cache. The server forgets it when this client's connection closes.
+        Idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -131,7 +130,8 @@ class Shown:
                 self._client.on_beat.remove(self._mend)
 
     def _mend(self) -> None:
-        """Try again what was refused, for lack of room for example. In the client's thread."""
+        """Send the KV cache again if the server refused it, for lack of room for example. Runs in
+        the client's thread."""
         if self.trouble:
             self._show()
 

@@ -1,6 +1,5 @@
-"""Opens generation tables of other instances, each once, and remembers instances that cannot be
-read.
-"""
+"""Opens each generation table of another instance once, and remembers instances that cannot be
+read."""
 
 from __future__ import annotations
 
@@ -23,22 +22,21 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS = 1.0
 SLOW_SECONDS = 5.0
 SHORT_SECONDS = 30.0
-"""The seconds until an instance that could not be opened is tried again: if the server failed; if
-it did not answer in time, for which a step may have waited; if this process ran short of something,
-which is logged each time."""
+"""Seconds until an instance that could not be opened is tried again: after a failure of the server;
+after a timeout, for which a step may have waited; after this process ran short of a resource, which
+is logged each time."""
 _SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EAGAIN} | {
     f"CUDA_ERROR_{code}" for code in ("OUT_OF_MEMORY", "OPERATING_SYSTEM")
 }
-"""Errors that are due to the present state of this process or machine, not to the instance.
-(`OPERATING_SYSTEM` is the driver's code for everything that the kernel refuses it.)"""
+"""Errors caused by the present state of this process or machine, not by the instance.
+(`OPERATING_SYSTEM` is the driver's code for every refusal by the kernel.)"""
 MAX_REFUSED = 4096
-"""The most instances remembered as unusable; beyond it the oldest are forgotten. Each start of an
-owner is a new instance.
-"""
+"""The most instances remembered as unusable. Beyond it the oldest are forgotten. Each restart of an
+owner is a new instance."""
 
 
 class Refusals:
-    """Instances that are not to be tried, for some time or for good. Any thread."""
+    """Instances that must not be opened, for some time or for good. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -48,9 +46,8 @@ class Refusals:
         return time.monotonic() < self._until.get(instance, 0.0)
 
     def add(self, instance: bytes, seconds: float = float("inf")) -> None:
-        """Refuse `instance` for so many seconds; by default for good, as no later instance has the
-        same name.
-        """
+        """Refuse `instance` for `seconds`; by default for good, since names of instances are never
+        reused."""
         with self._lock:
             self._until.pop(instance, None)
             self._until[instance] = time.monotonic() + seconds
@@ -58,9 +55,8 @@ class Refusals:
                 del self._until[next(iter(self._until))]
 
     def failed(self, instance: bytes, error: Exception) -> None:
-        """`instance` could not be opened: refuse it for `pause(error)`. A failure of the server is
-        logged for debugging only.
-        """
+        """Refuse `instance`, which could not be opened, for `pause(error)`. Failures of the server
+        are logged at debug level only."""
         self.add(instance, pause(error))
         level = (
             logging.WARNING
@@ -72,8 +68,7 @@ class Refusals:
 
 def pause(error: Exception) -> float:
     """Seconds until an instance that could not be opened is tried again; infinite if trying again
-    cannot help.
-    """
+    cannot help."""
     if isinstance(error, ServerTimeout):
         return SLOW_SECONDS
     if not isinstance(error, LayoutError | SegmentError | OSError):
@@ -88,8 +83,7 @@ def pause(error: Exception) -> float:
 
 class Tables:
     """The generation tables of other instances. Any thread. A table is forgotten once its
-    scheduler's process has ended.
-    """
+    scheduler's process has ended."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -100,11 +94,11 @@ class Tables:
         self._pidfds: dict[int, bytes] = {}
 
     def view(self, instance: bytes) -> GenerationView | None:
-        """The table of `instance`; None while it cannot be opened, and once it is dead or its
-        scheduler has ended. Never raises.
+        """Return the table of `instance`; None while it cannot be opened, and once it is dead or
+        its scheduler has ended. Never raises.
 
-        Takes some microseconds for an open table, and some requests to the server, each with its
-        deadline, for a new one."""
+        Takes some microseconds for an open table. A new table takes some requests to the server,
+        each with its own deadline."""
         with self._lock:
             self._forget_ended()
             view = self._views.get(instance)
@@ -120,7 +114,7 @@ class Tables:
             return None if view.dead else view
 
     def close(self) -> None:
-        """Forget all tables. Views that were handed out stay usable. Idempotent."""
+        """Forget all tables. Views that callers hold stay usable. Idempotent."""
         with self._lock:
             self._ends.close()
             for pidfd in self._pidfds:
@@ -129,7 +123,7 @@ class Tables:
             self._views.clear()
 
     def _forget_ended(self) -> None:
-        """Forget the tables of schedulers that have ended. Under the lock."""
+        """Forget the tables of schedulers that have ended. Called under the lock."""
         for pidfd, _ in () if self._ends.closed else self._ends.poll(0):
             instance = self._pidfds.pop(pidfd)
             self._ends.unregister(pidfd)
@@ -149,11 +143,11 @@ class Tables:
 
 
 def open_instance(client: Client, instance: bytes) -> tuple[Joined, GenerationView, list[int]]:
-    """What the server knows of `instance`, its generation table, and pidfds of its scheduler and of
-    each rank, which the caller closes.
+    """Open `instance`: return the server's description, the generation table, and pidfds of the
+    scheduler and of each rank. The caller closes the pidfds.
 
-    Raises SegmentError if the table is another's or an fd is no pidfd, OSError, and what the client
-    raises."""
+    Raises SegmentError if the table belongs to another instance or an fd is no pidfd, OSError, and
+    the client's errors."""
     joined, (table, *pidfds) = client.open_instance(instance)
     try:
         for rank, pidfd in enumerate(pidfds, SCHEDULER):

@@ -1,4 +1,4 @@
-"""Unmaps the memory of owners that have ended as soon as the copies that read it are over."""
+"""Unmaps the memory of owners that have ended, after the last copy out of it."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ LOOK_SECONDS = 0.5
 
 
 class Borrowed(Protocol):
-    """One owner's memory that is mapped here."""
+    """The memory of one owner, mapped here."""
 
     @property
     def given_up(self) -> bool:
-        """Whether its owner, which may still live, does not want it read any more."""
+        """Whether the owner, which may still live, has given this memory up."""
         ...
 
     def forbid(self) -> None:
-        """Allow no new copies out of it."""
+        """Forbid new copies out of this memory."""
         ...
 
     def unmap(self) -> bool:
-        """Unmap it; False, and nothing happens, while a copy is under way. Called after `forbid`;
-        may wait for the device.
-        """
+        """Unmap the memory, after `forbid`. False, and nothing is unmapped, while a copy runs. May
+        wait for the device."""
         ...
 
 
@@ -39,16 +38,16 @@ B = TypeVar("B", bound=Borrowed)
 
 
 class Unmapper(Generic[B]):
-    """A thread that waits for the ends of owners' processes, and unmaps their memory once no copy
-    reads it. Any thread.
+    """A thread that waits for owners' processes to end, and unmaps their memory after the last
+    copy. Any thread may call the methods.
 
-    on_end: called in that thread for each memory that is forbidden, before it is unmapped: its
-    owner has ended or given it up, or `close` was called."""
+    on_end: called in the unmapper's thread for each memory after `forbid` and before `unmap`,
+    because the owner has ended or given the memory up, or because of `close`."""
 
     def __init__(self, on_end: Callable[[B], None]) -> None:
         self._on_end = on_end
         self._lock = threading.Lock()
-        """Held for moments only: nothing waits under it."""
+        """Held for moments only: no thread waits for anything else while it holds this lock."""
         self._pidfds: dict[int, B] = {}
         self._going: list[B] = []
         self._closing = False
@@ -59,8 +58,8 @@ class Unmapper(Generic[B]):
         self._thread.start()
 
     def admit(self, borrowed: B, pidfds: list[int]) -> bool:
-        """Watch these processes for `borrowed`, and own the pidfds from now on. False after
-        `close`; then, and after an OSError, both stay the caller's."""
+        """Watch these processes for `borrowed`, and take over the pidfds. After `close` it returns
+        False, and after an OSError it raises: both then stay the caller's."""
         with self._lock, ExitStack() as undo:
             if self._closing:
                 return False
@@ -74,9 +73,8 @@ class Unmapper(Generic[B]):
         return True
 
     def discard(self, borrowed: B) -> None:
-        """Unmap what was never admitted and nobody reads: in the thread, or in this one if the
-        thread has ended.
-        """
+        """Unmap memory that was never admitted and that no copy reads: in the unmapper's thread, or
+        in the caller's if that thread has ended."""
         borrowed.forbid()
         with self._lock:
             running = self._wake_fd is not None
@@ -88,7 +86,7 @@ class Unmapper(Generic[B]):
             borrowed.unmap()
 
     def wake(self) -> None:
-        """Have the thread look again: a copy has left, or there is something new. Any thread."""
+        """Make the thread look again, after a copy left or memory was added. Any thread."""
         with self._lock:
             if self._wake_fd is not None:
                 os.eventfd_write(self._wake_fd, 1)
@@ -99,9 +97,8 @@ class Unmapper(Generic[B]):
         return self._closing
 
     def close(self, seconds: float) -> None:
-        """Forbid all memory, unmap each once its last copy is over, and end the thread. Waits at
-        most `seconds`. Idempotent.
-        """
+        """Forbid all copies, unmap each memory after its last copy, and end the thread. Waits at
+        most `seconds`. Idempotent."""
         with self._lock:
             self._closing = True
         self.wake()

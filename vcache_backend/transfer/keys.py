@@ -71,13 +71,13 @@ def as_integers(tokens: Sequence[int] | Any) -> npt.NDArray[np.integer[Any]]:
     """Convert `tokens` to a 1-D array of their own integer type. Values are not checked. ValueError
     unless they are integers in one dimension.
     """
-    there: Any = tokens
+    source: Any = tokens
     try:
         # `Tensor.numpy` takes a third of the time of `np.asarray` of a tensor.
         ids = np.asarray(
-            (there.cpu() if there.is_cuda else there).numpy()
-            if hasattr(there, "is_cuda")
-            else there
+            (source.cpu() if source.is_cuda else source).numpy()
+            if hasattr(source, "is_cuda")
+            else source
         )
     except Exception as error:  # whatever a foreign object raises
         raise ValueError(
@@ -123,10 +123,10 @@ class TokenHasher:
         ids, size = as_tokens(tokens), self.chunk_size
         # Copy, since the caller may write into the array.
         raw = ids[: len(ids) // size * size].astype("<u4", copy=False).tobytes()
-        known = self._known(raw, salt)
-        if len(known) * self._step == len(raw):
-            return known
-        keys = known + self._hashed(raw, len(known), self._chain(known, salt))
+        cached = self._known(raw, salt)
+        if len(cached) * self._step == len(raw):
+            return cached
+        keys = cached + self._hashed(raw, len(cached), self._chain(cached, salt))
         self._last = _Hashed(raw, salt, keys)
         return list(keys)
 

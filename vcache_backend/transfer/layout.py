@@ -78,13 +78,13 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         kv = PagedKV.describe(kvcaches, block_size, axes=axes)
         sizes = {axis: int(size) for axis, size in re.findall(r"([a-z]+)(\d+)[. ]", kv.name)}
         heads = {"kv_heads": sizes.get("head", 1), "head_dim": sizes.get("dim", 1)}
-        known: dict[str, Any] = {
+        described: dict[str, Any] = {
             "dtype": kv.dtype,
             "layers": kv.layers,
             "block_size": block_size,
             "kv_layout": kv.name,
         }
-        return cls(model=model, **(heads | known | more))
+        return cls(model=model, **(heads | described | more))
 
     def fields(self) -> dict[str, str]:
         """All fields as text, for the server and for people. `extra` appears as `extra.NAME`."""

@@ -119,8 +119,8 @@ class LeaseClient:
         self._note_epoch(leased.epoch)
         if not leased.lease:
             return None
-        there, until = keys[: len(leased.locations)], asked + leased.seconds
-        return Lease(leased.lease, there, leased.locations, until, leased.seconds, connection)
+        leased_keys, until = keys[: len(leased.locations)], asked + leased.seconds
+        return Lease(leased.lease, leased_keys, leased.locations, until, leased.seconds, connection)
 
     def good_for_a_copy(self, lease: Lease) -> bool:
         """Whether the lease has more than half its time left, and its connection still exists."""

@@ -193,7 +193,11 @@ class Load:
             self._until, self._late = 0.0, ABSENT
         if self._residents is not None and not self._over:
             self._residents.add(
-                {number: one for number, one in residents.items() if number >= self.reached}
+                {
+                    number: resident
+                    for number, resident in residents.items()
+                    if number >= self.reached
+                }
             )
 
     def hold(self, cause: str = ABSENT) -> None:
@@ -310,8 +314,8 @@ class Load:
         while self._parts and not self._failed:
             part = self._parts[0]
             if not part.copy.moving.done():
-                for one in self._parts:
-                    one.keep()
+                for later in self._parts:
+                    later.keep()
                 return
             self._parts.popleft()
             right, cause = part.settle()

@@ -93,8 +93,8 @@ class BlockPlaces:
 
     def there(self, chunks: int) -> npt.NDArray[np.bool_]:
         """Shape (blocks,): whether each block of the leading `chunks` chunks has a place."""
-        found: npt.NDArray[np.bool_] = self._ids[: chunks * self._each] >= 0
-        return found
+        mask: npt.NDArray[np.bool_] = self._ids[: chunks * self._each] >= 0
+        return mask
 
 
 class SlotPlaces:

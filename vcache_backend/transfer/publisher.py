@@ -101,11 +101,13 @@ class Publisher(Outbox):
         sequence: `TOGETHER` at a time, the last chunks first. Any thread.
 
         Leaves out chunks of failed steps, which were never published."""
-        ones = [(one, self._kept.get(one.blocks[:NUMBER_BYTES])) for one in _single(publication)]
+        pairs = [
+            (chunk, self._kept.get(chunk.blocks[:NUMBER_BYTES])) for chunk in _single(publication)
+        ]
         same = [
-            one
-            for one, kept in ones
-            if kept is not None and kept._replace(sequence=one.sequence) == one
+            chunk
+            for chunk, kept in pairs
+            if kept is not None and kept._replace(sequence=chunk.sequence) == chunk
         ]
         return [_joined(same[max(0, at - TOGETHER) : at]) for at in range(len(same), 0, -TOGETHER)]
 
@@ -145,7 +147,7 @@ class Publisher(Outbox):
         """Whether a publication is urgent: an instance that is asked after this one has answered
         looks for its chunks at once.
         """
-        return any(one.soon for one in self._queue) or super()._hurries()
+        return any(waiting.soon for waiting in self._queue) or super()._hurries()
 
     def _work(self) -> None:
         super()._work()
@@ -190,9 +192,9 @@ class Publisher(Outbox):
         return True
 
     def _keep(self, publication: Publication) -> None:
-        for one in _single(publication):
-            self._kept.pop(one.blocks[:NUMBER_BYTES], None)
-            self._kept[one.blocks[:NUMBER_BYTES]] = one
+        for chunk in _single(publication):
+            self._kept.pop(chunk.blocks[:NUMBER_BYTES], None)
+            self._kept[chunk.blocks[:NUMBER_BYTES]] = chunk
 
     def _tell(self, publication: Publication) -> int | None:
         """Publish chunks. Returns how many the server took, 0 if it refused them; None if it is
@@ -216,13 +218,13 @@ class Publisher(Outbox):
         view = self._tables.view(self._instance)
         if view is None or not self._client.connected:
             return
-        for first, one in list(self._kept.items()):
-            blocks = np.frombuffer(one.blocks, dtype="<u4")
-            generations = np.frombuffer(one.generations, dtype="<u8")
+        for first, chunk in list(self._kept.items()):
+            blocks = np.frombuffer(chunk.blocks, dtype="<u4")
+            generations = np.frombuffer(chunk.generations, dtype="<u8")
             if not view.leading(blocks, generations, self._each):
                 del self._kept[first]
         total = 0
-        for _, same in groupby(self._kept.values(), key=lambda one: one[3:]):
+        for _, same in groupby(self._kept.values(), key=lambda chunk: chunk[3:]):
             if self._stopping or (taken := self._tell(_joined(list(same)))) is None:
                 return
             total += taken
@@ -244,10 +246,12 @@ def _single(publication: Publication) -> list[Publication]:
     ]
 
 
-def _joined(ones: Sequence[Publication]) -> Publication:
+def _joined(publications: Sequence[Publication]) -> Publication:
     """Join publications, at least one, all of one sequence and epoch. Keeps the order of chunks."""
-    blocks = b"".join(one.blocks for one in ones)
-    generations = b"".join(one.generations for one in ones)
-    return ones[0]._replace(
-        keys=[key for one in ones for key in one.keys], blocks=blocks, generations=generations
+    blocks = b"".join(publication.blocks for publication in publications)
+    generations = b"".join(publication.generations for publication in publications)
+    return publications[0]._replace(
+        keys=[key for publication in publications for key in publication.keys],
+        blocks=blocks,
+        generations=generations,
     )

@@ -4,8 +4,9 @@ generations.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -43,20 +44,13 @@ class ResidentChunk(NamedTuple):
         )
 
     @classmethod
-    def all_unpacked(cls, packed: Sequence[tuple[bytes, bytes, bytes]]) -> list[Self]:
-        """Unpack many chunks, in a third of the time if all have the same length, as is usual."""
-        instances, blocks, generations = zip(*packed, strict=True) if packed else ((), (), ())
-        if len(set(map(len, blocks))) != 1 or len(set(map(len, generations))) != 1:
-            return [cls.unpacked(*one) for one in packed]
-        rows = np.frombuffer(b"".join(blocks), dtype=_NUMBER).reshape(len(packed), -1)
-        return list(
-            map(
-                cls,
-                instances,
-                rows,
-                np.frombuffer(b"".join(generations), dtype=_GENERATION).reshape(len(packed), -1),
-            )
-        )
+    def many(cls, instance: bytes, count: int, blocks: bytes, generations: bytes) -> list[Self]:
+        """Unpack `count` equally long chunks of one instance that are packed together. Raises
+        ValueError.
+        """
+        rows = np.frombuffer(blocks, dtype=_NUMBER).reshape(count, -1)
+        counters = np.frombuffer(generations, dtype=_GENERATION).reshape(count, -1)
+        return list(map(cls, repeat(instance), rows, counters))
 
 
 @dataclass
@@ -115,13 +109,13 @@ class ResidentChunks:
     def add(self, residents: Mapping[int, ResidentChunk]) -> None:
         """Add chunks, and begin to map their owners' KV caches."""
         self._chunks.update(residents)
-        for instance in {one.instance for one in residents.values()}:
+        for instance in {chunk.instance for chunk in residents.values()}:
             self._neighbours.expects(instance)
 
     def expects(self, chunk: int) -> bool:
         """Whether this chunk's KV cache is still being mapped."""
-        one = self._chunks.get(chunk)
-        return one is not None and self._neighbours.expects(one.instance)
+        resident = self._chunks.get(chunk)
+        return resident is not None and self._neighbours.expects(resident.instance)
 
     def take(self, chunk: int) -> MemoryPart | None:
         """Take chunks from this number on that one neighbour has unchanged. Forgets chunks that the
@@ -133,7 +127,11 @@ class ResidentChunks:
         neighbour = self._neighbours.get(first.instance)
         if neighbour is None or not neighbour.enter():
             self._forget(
-                [number for number, one in self._chunks.items() if one.instance == first.instance]
+                [
+                    number
+                    for number, resident in self._chunks.items()
+                    if resident.instance == first.instance
+                ]
             )
             return None
         try:
@@ -150,16 +148,18 @@ class ResidentChunks:
         run: list[ResidentChunk] = []
         if each * neighbour.split == context.places.kv.blocks_in(context.session.chunk_size):
             while (
-                one := self._chunks.get(chunk + len(run))
-            ) is not None and one.instance == neighbour.instance:
-                if not len(one.blocks) == len(one.generations) == each:
+                resident := self._chunks.get(chunk + len(run))
+            ) is not None and resident.instance == neighbour.instance:
+                if not len(resident.blocks) == len(resident.generations) == each:
                     break
-                run.append(one)
+                run.append(resident)
         blocks = (
-            np.concatenate([one.blocks for one in run]) if run else np.empty(0, dtype=np.uint32)
+            np.concatenate([resident.blocks for resident in run])
+            if run
+            else np.empty(0, dtype=np.uint32)
         )
         generations = (
-            np.concatenate([one.generations for one in run])
+            np.concatenate([resident.generations for resident in run])
             if run
             else np.empty(0, dtype=np.uint64)
         )

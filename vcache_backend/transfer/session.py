@@ -135,13 +135,13 @@ class Session:
         """Whether these are the bound tensors, at the same addresses. Runs on every call; takes
         some 0.1 us a tensor.
         """
-        known = self._tensors
+        bound = self._tensors
         same = (
             isinstance(kvcaches, list | tuple)
-            and len(kvcaches) == len(known)
-            and all(map(operator.is_, kvcaches, known))
+            and len(kvcaches) == len(bound)
+            and all(map(operator.is_, kvcaches, bound))
         )
-        return same and [tensor.data_ptr() for tensor in known] == self._addresses
+        return same and [tensor.data_ptr() for tensor in bound] == self._addresses
 
     @property
     def chunk_bytes(self) -> int:
@@ -161,8 +161,8 @@ class Session:
         if not keys:
             return 0
         keys = of_rank(keys, 0)
-        found = self.client.lookup(keys, ranks)
-        return found if self.tier is None else self.tier.extend(self.client, keys, ranks, found)
+        pooled = self.client.lookup(keys, ranks)
+        return pooled if self.tier is None else self.tier.extend(self.client, keys, ranks, pooled)
 
     def contains(self, key: ChunkKey) -> int:
         """Look one chunk up. 0: in the pool; 1: in the offload tier; -1: not found.

@@ -94,14 +94,23 @@ class KVBlocks:
         staying = 0
         while staying < len(numbers) and blocks[numbers[staying]] is block:
             staying, block = staying + 1, block.next_free_block
-        out = list[Any]()
-        try:
-            for number in numbers[staying:]:
-                queue.remove(blocks[number])
-                out.append(blocks[number])
-        finally:
-            # Put removed blocks back, whatever fails.
-            queue.prepend_n(out)
+        end = len(numbers)
+        while end > staying:
+            # Blocks that lie in this order already are linked anew together.
+            start, last = end - 1, blocks[numbers[end - 1]]
+            first = last
+            while start > staying and blocks[numbers[start - 1]].next_free_block is first:
+                start, first = start - 1, first.prev_free_block
+            before, behind_last = first.prev_free_block, last.next_free_block
+            if before is None or behind_last is None:
+                raise RuntimeError(f"block {numbers[start]} is not in vLLM's free queue")
+            head = queue.fake_free_list_head
+            if before is not head:
+                before.next_free_block, behind_last.prev_free_block = behind_last, before
+                old = head.next_free_block
+                head.next_free_block, first.prev_free_block = first, head
+                last.next_free_block, old.prev_free_block = old, last
+            end = start
 
     @property
     def _first(self) -> Any:

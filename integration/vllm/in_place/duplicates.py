@@ -5,22 +5,19 @@ give up its copy.
 from __future__ import annotations
 
 import logging
-from array import array
 from collections import deque
 from collections.abc import Callable
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from vcache_backend.resident.generations import Generations, GenerationView, UInt32s, UInt64s
-from vcache_backend.transfer.resident import ResidentChunk
 
 from ..metadata import LoadSpec
 from ..scheduler.tracked import Tracked
 from .block_pool import KVBlocks
-from .replicas import Replica
+from .replicas import within
 
 log = logging.getLogger("vllm.vcache")
 
@@ -38,14 +35,27 @@ step by 20 ms.
 """
 
 
-class Copy(NamedTuple):
-    """A chunk in this and in another KV cache. blocks, generations: here. theirs: in the other KV
-    cache.
+class Copies(NamedTuple):
+    """Chunks that lie here and with another instance, which are given away in this order: the
+    blocks and generations here, and there, a row for each chunk.
     """
 
-    blocks: array[int]
-    generations: array[int]
-    theirs: Replica
+    blocks: UInt32s
+    generations: UInt64s
+    owner: bytes
+    theirs: UInt32s
+    their_generations: UInt64s
+
+    def cut(self, start: int, stop: int | None = None) -> Copies:
+        """Those from number `start` up to `stop`."""
+        part = slice(start, stop)
+        return Copies(
+            self.blocks[part],
+            self.generations[part],
+            self.owner,
+            self.theirs[part],
+            self.their_generations[part],
+        )
 
 
 class Duplicates:
@@ -60,11 +70,11 @@ class Duplicates:
         each: int,
         view: Callable[[bytes], GenerationView | None],
     ) -> None:
-        """each: blocks of a chunk. view: another instance's generations;
-        None if it is gone.
+        """pool: before vLLM has cached anything in it. each: blocks of a chunk. view: another
+        instance's generations; None if it is gone.
         """
         self._pool, self._generations, self._each, self._view = pool, generations, each, view
-        self._copies: deque[Copy] = deque()
+        self._copies: deque[Copies] = deque()
         """The oldest first."""
         # Write the arrays now: else the first step that writes them waits for the memory.
         self._marked: UInt64s = np.full(generations.blocks, 0, dtype=np.uint64)
@@ -72,17 +82,26 @@ class Duplicates:
         """By block: the generation in which the block became an unused duplicate (`_marked`), and
         the generation in which it was moved to the head of the free queue (`_next`).
         """
+        self._empty = pool.free
+        """At least so many blocks at the head of the free queue hold nothing. vLLM puts others that
+        hold nothing before them, and caches a block only after it was handed out.
+        """
+
+    @property
+    def count(self) -> int:
+        """How many chunks may be given away."""
+        return sum(len(copies.blocks) for copies in self._copies)
 
     def note(self, tracked: Tracked, load: LoadSpec, first: int) -> None:
         """Note which chunks `load` reads in other KV caches. first: the number of the load's first
         chunk.
         """
         each, blocks = self._each, load.blocks
-        tracked.copies = [
-            ((first + number) * each, replica)
-            for number, replica in load.residents.items()
-            if (number + 1) * each <= len(blocks) and blocks[number * each] >= 0
-        ]
+        whole = len(blocks) // each
+        # vLLM has the leading blocks itself that the load leaves out.
+        start = next((at for at in range(whole) if blocks[at * each] >= 0), whole)
+        runs = within(load.residents, start, whole)
+        tracked.copies = [run._replace(first=first + start + run.first) for run in runs]
 
     def finished(self, tracked: Tracked, block_size: int) -> None:
         """Note the duplicates of a request that has ended, unless it looks like a conversation (see
@@ -91,33 +110,39 @@ class Duplicates:
         each, row, right = self._each, tracked.store.rows[0], tracked.resident.generations
         if used := row[: tracked.local // block_size]:
             self._marked[used] = self._next[used] = 0
-        copies = [
-            Copy(row[start : start + each], right[start : start + each], replica)
-            for start, replica in tracked.copies
-            if start + each <= len(right)
-        ]
-        copied = len(copies) * each * block_size
+        runs = within(tracked.copies, 0, len(right) // each)
+        copied = sum(run.chunks for run in runs) * each * block_size
         if not copied or (tracked.request.num_tokens - tracked.local - copied) * SHORT > copied:
             return
-        # Drop outdated copies: they pile up while vLLM hands no blocks out.
-        looked = 1
-        while (
-            self._copies
-            and not (intact := self._intact(*_lie(list(islice(self._copies, looked)))))[0]
-        ):
-            for _ in range(int(intact.argmax()) or len(intact)):
-                self._copies.popleft()
-            looked = MOST_LOOKED
-        blocks, generations = _lie(copies)
-        self._marked[blocks] = generations
-        # Give a prefix up from its end.
-        self._copies.extend(reversed(copies))
+        self._drop_outdated()
+        # A prefix is given away from its end.
+        for run in reversed(runs):
+            own = slice(run.first * each, (run.first + run.chunks) * each)
+            blocks = np.frombuffer(row[own], dtype=np.uint32)
+            generations = np.frombuffer(right[own], dtype=np.uint64)
+            theirs = np.frombuffer(run.blocks, dtype="<u4")
+            their_generations = np.frombuffer(run.generations, dtype="<u8")
+            self._marked[blocks] = generations
+            self._copies.append(
+                Copies(
+                    blocks.reshape(-1, each)[::-1],
+                    generations.reshape(-1, each)[::-1],
+                    run.instance,
+                    theirs.reshape(-1, each)[::-1],
+                    their_generations.reshape(-1, each)[::-1],
+                )
+            )
 
     def give_way(self, count: int) -> None:
         """Put duplicates at the head of the free queue if vLLM, about to hand out `count` blocks,
         would else take cached blocks.
 
-        Never raises."""
+        Never raises.
+        """
+        self._empty -= count
+        if self._empty >= 0:
+            return
+        self._empty = 0
         if not self._copies:
             return
         try:
@@ -128,56 +153,60 @@ class Duplicates:
 
     # ---- inside
 
+    def _drop_outdated(self) -> None:
+        """Forget the oldest copies up to the first that is still one: if vLLM hands no blocks out,
+        they would pile up.
+        """
+        while self._copies:
+            copies = self._copies[0]
+            # Mostly the first one is intact.
+            if self._intact(copies.cut(0, 1))[0]:
+                return
+            intact = self._intact(copies)
+            self._copies.popleft()
+            if intact.any():
+                self._copies.appendleft(copies.cut(int(intact.argmax())))
+                return
+
     def _give_way(self, count: int) -> None:
         counters = self._generations.counters
         count = min(count, self._pool.free)
         # Reading one number from a memoryview takes half as long as from an array.
         useless = self._pool.useless(count, self._next.data, counters.data)
         needed, chosen = count - useless, list[int]()
-        looks = min(MOST_LOOKED + needed // self._each, len(self._copies))
-        while len(chosen) < needed and looks:
+        looks = MOST_LOOKED + needed // self._each
+        while len(chosen) < needed and looks > 0 and self._copies:
+            copies = self._copies.popleft()
             most = min(looks, -(-(needed - len(chosen)) // self._each))
-            chosen += self._taken([self._copies.popleft() for _ in range(most)])
-            looks -= most
+            if len(copies.blocks) > most:
+                self._copies.appendleft(copies.cut(most))
+                copies = copies.cut(0, most)
+            chosen += self._taken(copies)
+            looks -= len(copies.blocks)
         if chosen:
             # Often they lie there already.
             self._pool.to_head(chosen, useless)
             self._next[chosen] = counters[chosen]
 
-    def _intact(self, blocks: UInt32s, generations: UInt64s) -> npt.NDArray[np.bool_]:
-        """Whether each copy's blocks are unchanged, and unused since its request ended."""
-        same = (self._marked[blocks] == generations) & (
-            self._generations.counters[blocks] == generations
-        )
-        intact: npt.NDArray[np.bool_] = same.reshape(-1, self._each).all(axis=1)
+    def _intact(self, copies: Copies) -> npt.NDArray[np.bool_]:
+        """For each chunk, whether its blocks are unchanged and unused since."""
+        blocks, generations = copies.blocks, copies.generations
+        same = self._marked[blocks] == generations
+        same &= self._generations.counters[blocks] == generations
+        intact: npt.NDArray[np.bool_] = same.all(axis=1)
         return intact
 
-    def _taken(self, some: list[Copy]) -> list[int]:
-        """List the blocks of these copies, each copy's last block first. Leaves out copies that
-        were or are used, or that their owner has lost.
+    def _taken(self, copies: Copies) -> list[int]:
+        """The blocks of these copies, each chunk's last block first; without copies that were or
+        are used, or that their owner has lost.
         """
-        (blocks, generations), each = _lie(some), self._each
-        right = self._intact(blocks, generations)
-        for owner in {one.theirs[0] for one in some}:
-            numbers, view = (
-                [number for number, one in enumerate(some) if one.theirs[0] == owner],
-                self._view(owner),
-            )
-            theirs = ResidentChunk.unpacked(
-                owner,
-                *(b"".join([some[number].theirs[part] for number in numbers]) for part in (1, 2)),
-            )
-            whole = (
-                view is not None
-                and len(theirs.blocks) == len(theirs.generations) == len(numbers) * each
-            )
-            if view is None or not whole:
-                right[numbers] = False
-            else:
-                right[numbers] &= (
-                    view.right(theirs.blocks, theirs.generations).reshape(-1, each).all(axis=1)
-                )
-        taken: list[int] = blocks.reshape(-1, each)[right, ::-1].reshape(-1).tolist()
+        view, each = self._view(copies.owner), self._each
+        if view is None:
+            return []
+        right = self._intact(copies)
+        theirs, generations = copies.theirs.reshape(-1), copies.their_generations.reshape(-1)
+        right &= view.right(theirs, generations).reshape(-1, each).all(axis=1)
+        taken: list[int] = copies.blocks[right, ::-1].reshape(-1).tolist()
         used = self._pool.used(taken)
         if not any(used):
             return taken
@@ -188,12 +217,3 @@ class Duplicates:
             if not any(used[at : at + each])
             for block in taken[at : at + each]
         ]
-
-
-def _lie(some: list[Copy]) -> tuple[UInt32s, UInt64s]:
-    """Join the copies' blocks, one copy after the other, and their generations."""
-    blocks, generations = (
-        b"".join([one.blocks for one in some]),
-        b"".join([one.generations for one in some]),
-    )
-    return np.frombuffer(blocks, dtype=np.uint32), np.frombuffer(generations, dtype=np.uint64)

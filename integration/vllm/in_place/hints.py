@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from vcache_backend.resident.generations import Generations, UInt32s, UInt64s
 from vcache_backend.transfer.outbox import Outbox
 
 from .block_pool import KVBlocks
-from .replicas import Replica
+from .replicas import Run
 
 log = logging.getLogger("vllm.vcache")
 
@@ -27,14 +27,12 @@ chunks leave the cache earlier.
 """
 
 
-def tell(
-    outbox: Outbox | None, keys: list[ChunkKey], first: int, residents: Mapping[int, Replica]
-) -> None:
+def tell(outbox: Outbox | None, keys: list[ChunkKey], first: int, residents: Iterable[Run]) -> None:
     """Tell the owners of `residents`, in the background, that a load reads these chunks. residents:
     numbered from the request's chunk `first` on.
 
     A hint names the whole prefix, because a chunk is useless without the chunks before it."""
-    ends = {owner: first + chunk + 1 for chunk, (owner, _, _) in sorted(residents.items())}
+    ends = {run.instance: first + run.first + run.chunks for run in residents}
     if outbox is not None:
         for owner, end in ends.items():
             outbox.hint(owner, keys[:end])

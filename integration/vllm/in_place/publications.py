@@ -28,7 +28,7 @@ from ..scheduler.tracked import NEVER, Tracked
 from .block_pool import GENERATIONS, NUMBERS, KVBlocks, ResidentPool
 from .duplicates import Duplicates
 from .hints import Hints
-from .replicas import Replica, choose
+from .replicas import Run, choose
 
 Lies = tuple[bytes, bytes]
 """A chunk's blocks (uint32), and their generations (uint64), packed as in the protocol."""
@@ -112,7 +112,7 @@ class Publications:
         self.epoch = heard
         return True
 
-    def choose(self, found: Found, tables: Tables) -> tuple[int, dict[int, Replica]]:
+    def choose(self, found: Found, tables: Tables) -> tuple[int, list[Run]]:
         """See `replicas.choose`."""
         return choose(found, tables, self.each)
 
@@ -149,8 +149,8 @@ class Publications:
         self._fill()
         tracked.resident.generations = array(GENERATIONS)
         if tracked.resident.filled:
-            known = self.generations.counters[tracked.store.rows[0][: tracked.resident.filled]]
-            tracked.resident.generations.frombytes(known.tobytes())
+            counters = self.generations.counters[tracked.store.rows[0][: tracked.resident.filled]]
+            tracked.resident.generations.frombytes(counters.tobytes())
         if late or (tracked.resident.filled and not self._right(tracked)):
             tracked.resident.filled = NEVER
 
@@ -202,8 +202,8 @@ class Publications:
                 self._spec(
                     tracked,
                     [key for key, _ in some],
-                    b"".join([one[0] for _, one in some]),
-                    b"".join([one[1] for _, one in some]),
+                    b"".join([place[0] for _, place in some]),
+                    b"".join([place[1] for _, place in some]),
                     loaded,
                 )
             )
@@ -230,7 +230,9 @@ class Publications:
         now on.
         """
         told = self._told
-        fresh = [(key, one) for key, one in zip(keys, lies, strict=True) if told.get(key) != one]
+        fresh = [
+            (key, place) for key, place in zip(keys, lies, strict=True) if told.get(key) != place
+        ]
         if len(told) > self.blocks:
             # Most of these chunks are gone. The others are published again at their next hit.
             told.clear()
@@ -261,8 +263,10 @@ class Publications:
         all behind it.
         """
         row, generations = tracked.store.rows[0], tracked.resident.generations
-        there = np.array(generations)
-        lost = (self.generations.counters[row[: len(there)]] != there) | (there & np.uint64(1) == 1)
+        expected = np.array(generations)
+        lost = (self.generations.counters[row[: len(expected)]] != expected) | (
+            expected & np.uint64(1) == 1
+        )
         if lost.any():
             del generations[int(lost.argmax()) :]
             return False

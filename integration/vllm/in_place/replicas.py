@@ -4,9 +4,17 @@ the instances' tables of generations.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
 import numpy as np
 
-from vcache_backend.metadata_server.messages import Found, Resident
+from vcache_backend.metadata_server.messages import (
+    GENERATION_BYTES,
+    NUMBER_BYTES,
+    Found,
+    Resident,
+)
 from vcache_backend.resident.tables import Tables
 
 Replica = tuple[bytes, bytes, bytes]
@@ -15,58 +23,108 @@ as in the protocol.
 """
 
 
-def choose(found: Found, tables: Tables, each: int) -> tuple[int, dict[int, Replica]]:
-    """Choose what to load: the number of leading chunks, and the replicas to read in place, by
-    chunk number. each: blocks of a chunk.
+class Run(NamedTuple):
+    """Consecutive chunks in one instance's KV cache: `chunks` of them from number `first` on. They
+    travel together, so that a long hit costs as much as a short one.
+
+    blocks, generations: of all chunks, one chunk after the other, packed as in `Replica`."""
+
+    first: int
+    chunks: int
+    instance: bytes
+    blocks: bytes
+    generations: bytes
+
+
+def within(runs: Iterable[Run], first: int, stop: int) -> list[Run]:
+    """Cut runs to the chunks [first, stop), and number the chunks from `first`."""
+    cut = list[Run]()
+    for run in runs:
+        begin, end = max(first, run.first), min(stop, run.first + run.chunks)
+        if begin < end:
+            start, count = begin - run.first, end - begin
+            blocks = _part(run.blocks, run.chunks, start, count)
+            generations = _part(run.generations, run.chunks, start, count)
+            cut.append(Run(begin - first, count, run.instance, blocks, generations))
+    return cut
+
+
+def by_chunk(runs: Iterable[Run]) -> dict[int, Replica]:
+    """Split runs into chunks, by chunk number."""
+    return {
+        run.first + at: (
+            run.instance,
+            _part(run.blocks, run.chunks, at, 1),
+            _part(run.generations, run.chunks, at, 1),
+        )
+        for run in runs
+        for at in range(run.chunks)
+    }
+
+
+def choose(found: Found, tables: Tables, each: int) -> tuple[int, list[Run]]:
+    """Choose what to load: the number of leading chunks, and the runs to read in place. each:
+    blocks of a chunk.
 
     Takes a chunk's first replica, in the server's order, that is unchanged since its publication.
     Only without one it takes the pool's copy."""
-    chosen: dict[int, Replica] = {}
+    runs = list[Run]()
     chunk = 0
     while chunk < len(found.residents):
-        run = _leading(found, tables, each, chunk)
-        for number in range(chunk, chunk + run):
-            chosen[number] = _replica(found, found.residents[number][0])
-        chunk += run
-        if chunk == len(found.residents):
+        run = _right(found, tables, each, chunk, _alike(found, chunk))
+        if run is not None:
+            runs.append(run)
+            chunk += run.chunks
+            continue
+        others = ([one] for one in found.residents[chunk][1:])
+        other = next(
+            (run for one in others if (run := _right(found, tables, each, chunk, one))), None
+        )
+        if other is not None:
+            runs.append(other)
+        elif not found.pooled[chunk]:
             break
-        if not run:
-            other = next(
-                (one for one in found.residents[chunk][1:] if _holds(found, tables, each, [one])),
-                None,
-            )
-            if other is not None:
-                chosen[chunk] = _replica(found, other)
-            elif not found.pooled[chunk]:
-                break
-            chunk += 1
-    return chunk, chosen
+        chunk += 1
+    return chunk, runs
 
 
-def _leading(found: Found, tables: Tables, each: int, first: int) -> int:
-    """Count the chunks from `first` on whose first replica is unchanged and lies in the same
-    instance.
+def _alike(found: Found, first: int) -> list[Resident]:
+    """The first replicas of the chunks from number `first` on, as long as they lie in
+    one instance.
     """
-    residents = found.residents
-    if not residents[first]:
-        return 0
-    owner, stop = residents[first][0].instance, first + 1
-    while stop < len(residents) and residents[stop] and residents[stop][0].instance == owner:
-        stop += 1
-    return _holds(found, tables, each, [one[0] for one in residents[first:stop]])
+    alike = list[Resident]()
+    for replicas in found.residents[first:]:
+        if not replicas or (alike and replicas[0].instance != alike[0].instance):
+            break
+        alike.append(replicas[0])
+    return alike
 
 
-def _holds(found: Found, tables: Tables, each: int, ones: list[Resident]) -> int:
-    """Count the leading replicas that are unchanged since their publication. All must lie in one
-    instance.
-    """
-    view = tables.view(found.instances[ones[0].instance])
-    if view is None:
-        return 0
-    blocks = np.frombuffer(b"".join([one.blocks for one in ones]), dtype="<u4")
-    generations = np.frombuffer(b"".join([one.generations for one in ones]), dtype="<u8")
-    return view.leading(blocks, generations, each)
+def _right(
+    found: Found, tables: Tables, each: int, first: int, replicas: list[Resident]
+) -> Run | None:
+    """Make a run of the leading replicas that are unchanged since their publication. None if the
+    first has changed.
+
+    first: the number of the first chunk. All replicas must lie in one instance."""
+    instance = found.instances[replicas[0].instance] if replicas else b""
+    view = tables.view(instance) if replicas else None
+    number, counter = each * NUMBER_BYTES, each * GENERATION_BYTES
+    if view is None or {
+        (len(replica.blocks), len(replica.generations)) for replica in replicas
+    } != {(number, counter)}:
+        return None
+    blocks = b"".join([replica.blocks for replica in replicas])
+    generations = b"".join([replica.generations for replica in replicas])
+    count = view.leading(
+        np.frombuffer(blocks, dtype="<u4"), np.frombuffer(generations, dtype="<u8"), each
+    )
+    if not count:
+        return None
+    return Run(first, count, instance, blocks[: count * number], generations[: count * counter])
 
 
-def _replica(found: Found, one: Resident) -> Replica:
-    return found.instances[one.instance], one.blocks, one.generations
+def _part(packed: bytes, chunks: int, start: int, count: int) -> bytes:
+    """Cut `count` chunks, from `start` on, out of `chunks` packed chunks."""
+    each = len(packed) // chunks
+    return packed[start * each : (start + count) * each]

@@ -104,7 +104,7 @@ class Victims:
             chosen = first[new][::-1]
             self._saved[chosen] = now[chosen]
             rows = self._rows[chosen]
-            keys = [self._keys[one] for one in chosen.tolist()]
+            keys = [self._keys[first_block] for first_block in chosen.tolist()]
             lies = rows.astype("<u4").tobytes(), now[rows].astype("<u8").tobytes()
             # A valid generation belongs to the present epoch, as far as the scheduler knows.
             meta.victims = PublicationSpec(

@@ -12,7 +12,7 @@ import torch
 
 from vcache_backend.metadata_server.messages import InstanceId, Reads
 from vcache_backend.resident.neighbours import Neighbours
-from vcache_backend.resident.own_cache import Shown, cache_shape
+from vcache_backend.resident.own_cache import OwnCache, cache_shape
 from vcache_backend.transfer.publisher import Publication, Publisher
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool import devices
@@ -41,7 +41,7 @@ class InPlace:
         self._session: Session | None = None
         self._instance = InstanceId(b"")
         """The instance's name for others; empty before `show`."""
-        self._shown: Shown | None = None
+        self._shown: OwnCache | None = None
         self.publisher: Publisher | None = None
         self._told: list[Reads] = []
         """The reads that this worker last reported to the server. Only the client's
@@ -72,7 +72,7 @@ class InPlace:
         session, self._instance = self._session, instance
         if session is None or self._shown is not None or not self._shows:
             return
-        self._shown = Shown(session.client, instance, session.rank, self._shape, self._regions)
+        self._shown = OwnCache(session.client, instance, session.rank, self._shape, self._regions)
         self.publisher = Publisher(session.client, session.stats, instance, self._each)
 
     def publish(self, specs: Sequence[PublicationSpec]) -> None:
@@ -98,11 +98,13 @@ class InPlace:
         if session is None or publisher is None:
             return
         keys = session.own(spec.keys)
-        for known in publisher.known(
+        for published in publisher.known(
             Publication(keys, spec.blocks, spec.generations, spec.sequence, spec.epoch)
         ):
-            blocks: list[int] = np.frombuffer(known.blocks, dtype="<u4").tolist()
-            stores.save(known.keys, blocks, known.epoch, partial(publisher.holds, known))
+            blocks: list[int] = np.frombuffer(published.blocks, dtype="<u4").tolist()
+            stores.save(
+                published.keys, blocks, published.epoch, partial(publisher.holds, published)
+            )
 
     def measure(self, meter: Meter) -> None:
         """Tell the meter how many chunks were published since the last call."""

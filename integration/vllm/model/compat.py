@@ -28,8 +28,8 @@ def unsupported(version: str) -> str | None:
     """Say why this version of vLLM is refused, in one line with what to install; None if it is
     supported.
     """
-    found = re.match(r"(\d+)\.(\d+)(\.|$)", version)
-    if found and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST:
+    parsed = re.match(r"(\d+)\.(\d+)(\.|$)", version)
+    if parsed and OLDEST <= (int(parsed[1]), int(parsed[2])) <= NEWEST:
         return None
     wanted = f"vllm>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
     return f"vLLM {version} is not supported: install {wanted}"
@@ -121,12 +121,12 @@ def read_model(vllm_config: Any, kv_cache_config: Any, name: str) -> model_spec.
     """`model_spec.read_model`, adapted to models with several groups."""
     model = model_spec.read_model(vllm_config, name)
     try:
-        found = groups.read(kv_cache_config, 0)
+        tables = groups.read(kv_cache_config, 0)
     except LayoutError:
         return model
     # MLA's ranks hold equal latents, but different states.
-    mla = model.use_mla and not found.states
-    return msgspec.structs.replace(model, use_mla=mla, extra=model.extra | {"groups": found.text})
+    mla = model.use_mla and not tables.states
+    return msgspec.structs.replace(model, use_mla=mla, extra=model.extra | {"groups": tables.text})
 
 
 def transfer_results(

@@ -154,11 +154,11 @@ class Groups:
 
     def state(self, rows: Sequence[Sequence[int]], end: int) -> list[int]:
         """The blocks of the state after `end` tokens, one for each state group that has it."""
-        found = [
+        ends = [
             rows[group.number][end // group.block_size - 1 : end // group.block_size]
             for group in self.states
         ]
-        return [block for row in found for block in row if block != NULL]
+        return [block for row in ends for block in row if block != NULL]
 
     def ended(
         self, rows: Sequence[Sequence[int]], reached: int, offered: Sequence[tuple[int, int, int]]
@@ -170,8 +170,8 @@ class Groups:
         tokens)."""
         ends = {} if reached % self.size else {reached: self.state(rows, reached)}
         for tokens in {tokens for _, _, tokens in offered if not tokens % self.size}:
-            there = {group: block for group, block, end in offered if end == tokens}
-            ends[tokens] = [there[group.number] for group in self.states if group.number in there]
+            held = {group: block for group, block, end in offered if end == tokens}
+            ends[tokens] = [held[group.number] for group in self.states if group.number in held]
         return {
             tokens: blocks for tokens, blocks in ends.items() if len(blocks) == len(self.states)
         }
@@ -274,10 +274,10 @@ def read(kv_cache_config: Any, chunk_size: int) -> Groups:
             raise LayoutError(
                 f"{group.layer_names[0] if group.layer_names else 'a group'} and its group: {reason}"
             )
-    found = [_group(number, group) for number, group in enumerate(groups)]
-    if all(group.state for group in found):
+    layer_groups = [_group(number, group) for number, group in enumerate(groups)]
+    if all(group.state for group in layer_groups):
         raise LayoutError("all layers keep a state, and none keeps tokens: no setting changes that")
-    return Groups(found, chunk_size)
+    return Groups(layer_groups, chunk_size)
 
 
 def is_full(kind: str) -> bool:

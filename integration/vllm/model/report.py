@@ -67,7 +67,7 @@ def report(name: str, settings: Config) -> dict[str, Any]:
     )
     vllm_config = arguments.create_engine_config()
     specs = _specs(vllm_config)
-    found = {
+    described = {
         "vllm": vllm.__version__,
         "architecture": ", ".join(vllm_config.model_config.architectures),
         "dtype": str(vllm_config.cache_config.cache_dtype).replace(
@@ -76,7 +76,9 @@ def report(name: str, settings: Config) -> dict[str, Any]:
         "layers": [],
     }
     if not specs:
-        return found | {"refused": "the model keeps nothing of its tokens: no setting changes that"}
+        return described | {
+            "refused": "the model keeps nothing of its tokens: no setting changes that"
+        }
     (kv_cache,) = get_kv_cache_configs(vllm_config, [specs], [1 << 50])
     model = compat.read_model(vllm_config, kv_cache, settings.connector.model)
     settings = exportable.decide(settings, vllm_config, kv_cache, model)
@@ -84,8 +86,8 @@ def report(name: str, settings: Config) -> dict[str, Any]:
     refused = compat.refusal(vllm_config, kv_cache, model, settings)
     if not refused and in_place:
         refused = exportable.refusal(vllm_config, kv_cache, model)
-    found |= {"layers": _layers(kv_cache), "in_place": in_place, "refused": refused or ""}
-    return found if refused else found | _sizes(kv_cache, settings.engine.chunk_size)
+    described |= {"layers": _layers(kv_cache), "in_place": in_place, "refused": refused or ""}
+    return described if refused else described | _sizes(kv_cache, settings.engine.chunk_size)
 
 
 def _specs(vllm_config: Any) -> Mapping[str, Any]:
@@ -143,14 +145,14 @@ def main() -> None:
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)
         try:
-            found = report(sys.argv[1], config.from_dict(json.load(sys.stdin)))
+            result = report(sys.argv[1], config.from_dict(json.load(sys.stdin)))
         except Exception as error:  # noqa: BLE001 - the outermost line of this process: who asked is told
-            found = {
+            result = {
                 "trouble": error.errors()[0]["msg"]
                 if isinstance(error, ValidationError)
                 else f"{type(error).__name__}: {error}"
             }
-        json.dump(found, answer)
+        json.dump(result, answer)
 
 
 if __name__ == "__main__":

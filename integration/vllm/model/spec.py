@@ -144,14 +144,14 @@ def describe(
             )
     configured = vllm_config.cache_config.block_size
     size = tensor_block_size(configured, kv_caches, num_blocks)
-    found = PagedKV.describe(kv_caches, size, axes=engine_config.kv_axes or axes(kv_caches, size))
-    if num_blocks and found.num_blocks * size != num_blocks * configured:
+    kv = PagedKV.describe(kv_caches, size, axes=engine_config.kv_axes or axes(kv_caches, size))
+    if num_blocks and kv.num_blocks * size != num_blocks * configured:
         raise LayoutError(
-            f"KV caches have {found.num_blocks} blocks of {size} tokens where vLLM hands out {num_blocks} of {configured}; "
+            f"KV caches have {kv.num_blocks} blocks of {size} tokens where vLLM hands out {num_blocks} of {configured}; "
             "set engine.kv_axes to what each axis of the tensors is"
         )
-    found.chunk_bytes(chunk_size)
-    return found
+    kv.chunk_bytes(chunk_size)
+    return kv
 
 
 def describe_groups(
@@ -175,9 +175,9 @@ def describe_groups(
         for size, layers in zip(sizes, held, strict=True)
     )
     shares = [share._replace(block_size=share.block_size // split) for share in groups.shares]
-    found = list(zip(held, shares, strict=True))
+    pairs = list(zip(held, shares, strict=True))
     kv = PagedKV.describe_groups(
-        found,
+        pairs,
         axes=engine_config.kv_axes
         or axes(dict(chain(*map(dict.items, held))), shares[0].block_size),
     )
@@ -189,7 +189,7 @@ def describe_groups(
     # vLLM before 0.32 passes the tensors of a state, later releases its pages.
     states = [
         {
-            name: [one] if isinstance(one := kv_caches[name], Tensor) else list(one)
+            name: [cache] if isinstance(cache := kv_caches[name], Tensor) else list(cache)
             for name in group.layers
             if name in kv_caches
         }
@@ -241,7 +241,7 @@ def layout(
         raise LayoutError("no worker has described its KV caches")
     ordered = sorted(shards, key=lambda shard: (shard.pp_rank, shard.tp_rank))
     first = ordered[0]
-    found = model.extra | {
+    fields = model.extra | {
         "integration": "vllm",
         "hash_root": blake2b(hash_root, digest_size=16, person=b"vcache-model-1").hexdigest(),
         "shards": digest([msgspec.structs.asdict(shard) | {"problem": ""} for shard in ordered]),
@@ -268,7 +268,7 @@ def layout(
         tp_size=model.tp_size,
         pp_size=model.pp_size,
         hash_algorithm=model.hash_algorithm,
-        extra={name: value for name, value in found.items() if value},
+        extra={name: value for name, value in fields.items() if value},
     )
 
 

@@ -41,9 +41,9 @@ def weights(model: Any) -> tuple[str, str]:
     # For weights in object storage vLLM copies the small files into a folder, and keeps the
     # address in `model_weights`.
     name = str(getattr(model, "model_weights", "") or model.model)
-    found = located(name)
-    if found is not None:
-        return found
+    identity = located(name)
+    if identity is not None:
+        return identity
     commit = getattr(getattr(model, "hf_config", None), "_commit_hash", None)
     return name, str(commit or getattr(model, "revision", None) or "")
 
@@ -68,11 +68,11 @@ def _files_digest(path: Path) -> str:
         if path.is_file()
         else sorted(file for file in path.iterdir() if file.is_file() and file.name[0] != ".")
     )
-    found = blake2b(digest_size=8, person=b"vcache-model-1")
+    hashed = blake2b(digest_size=8, person=b"vcache-model-1")
     for file in files:
-        there = file.stat()
-        found.update(os.fsencode(file.name) + f"/{there.st_size} {there.st_mtime_ns}\n".encode())
-    return f"files-{found.hexdigest()}"
+        status = file.stat()
+        hashed.update(os.fsencode(file.name) + f"/{status.st_size} {status.st_mtime_ns}\n".encode())
+    return f"files-{hashed.hexdigest()}"
 
 
 def extra(vllm_config: Any) -> dict[str, str]:
@@ -80,7 +80,7 @@ def extra(vllm_config: Any) -> dict[str, str]:
     own in `Layout`.
     """
     cache, model = vllm_config.cache_config, vllm_config.model_config
-    found = {
+    settings = {
         "engine": f"vllm {'.'.join(str(getattr(sys.modules.get('vllm'), '__version__', '')).split('.')[:2])}",
         "model_config": digest(_model_config(model)),
         "quantization_config": digest(_plain(getattr(model, "quantization_config", None))),
@@ -94,7 +94,7 @@ def extra(vllm_config: Any) -> dict[str, str]:
         "longest": _longest(model),
         "adapted": digest(_adapted(getattr(vllm_config, "lora_config", None), text(model.dtype))),
     }
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in settings.items() if value}
 
 
 def _seen_as(multimodal: Any) -> dict[str, Any]:
@@ -108,11 +108,11 @@ def _seen_as(multimodal: Any) -> dict[str, Any]:
         "mm_encoder_fp8_scale_path",
         "video_pruning_rate",
     )
-    found = {name: getattr(multimodal, name, None) for name in names}
-    found["video_pruning_method"] = found["video_pruning_rate"] and getattr(
+    settings = {name: getattr(multimodal, name, None) for name in names}
+    settings["video_pruning_method"] = settings["video_pruning_rate"] and getattr(
         multimodal, "video_pruning_method", None
     )
-    return {name: _plain(value) for name, value in found.items() if value}
+    return {name: _plain(value) for name, value in settings.items() if value}
 
 
 def _longest(model: Any) -> str:
@@ -129,16 +129,16 @@ def _adapted(lora: Any, dtype: str) -> dict[str, Any]:
     """Settings that change how an instance applies a LoRA adapter, without defaults. dtype: the
     model's, the adapters' default.
     """
-    found = {
+    settings = {
         name: getattr(lora, name, None)
         for name in ("target_modules", "enable_tower_connector_lora")
     }
-    found["dtype"] = (
+    settings["dtype"] = (
         set_ if (set_ := text(getattr(lora, "lora_dtype", "auto"))) not in ("auto", dtype) else None
     )
     return {
         name: sorted(value) if isinstance(value, list) else value
-        for name, value in found.items()
+        for name, value in settings.items()
         if value
     }
 
@@ -164,10 +164,10 @@ def _draft(speculative: Any) -> str:
 def rope(model: Any) -> str:
     """The rotary embedding of a `ModelConfig`, as canonical JSON; empty for a model without one."""
     config = getattr(model, "hf_text_config", None)
-    found = {name: getattr(config, name, None) for name in _ROPE}
+    settings = {name: getattr(config, name, None) for name in _ROPE}
     return (
-        _canonical({name: value for name, value in found.items() if value is not None})
-        if any(found.values())
+        _canonical({name: value for name, value in settings.items() if value is not None})
+        if any(settings.values())
         else ""
     )
 

@@ -60,10 +60,10 @@ class Adapters:
             while len(self._first) >= MOST and key not in self._first:
                 del self._first[next(iter(self._first))]
             self._first.setdefault(key, adapter)
-        found = self._first[number], self._first[known_as]
-        if found == (adapter, adapter):
+        remembered = self._first[number], self._first[known_as]
+        if remembered == (adapter, adapter):
             return adapter[-1]
-        if any(found):
+        if any(remembered):
             log.warning(
                 "adapter %s (%d): its files at %s have changed since vLLM first served it, or it has another one's number or name; it is "
                 "not cached any more. Load it from a new path, or start vLLM again",
@@ -88,13 +88,13 @@ def _content(path: str) -> str:
     Empty if absent.
     """
     try:
-        found = located(str(Path(path).expanduser()))
-        if found is None and not path.startswith(("/", "~")):
+        identity = located(str(Path(path).expanduser()))
+        if identity is None and not path.startswith(("/", "~")):
             hub: Any = sys.modules.get("huggingface_hub")
             config = (
                 hub.try_to_load_from_cache(path, "adapter_config.json") if hub is not None else None
             )
-            found = located(str(Path(config).parent)) if isinstance(config, str) else None
+            identity = located(str(Path(config).parent)) if isinstance(config, str) else None
     except (OSError, ValueError, RuntimeError):  # no such user's home; no name of a repository
         return ""
-    return "@".join(found) if found is not None else ""
+    return "@".join(identity) if identity is not None else ""

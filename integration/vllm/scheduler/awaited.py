@@ -8,7 +8,7 @@ from time import monotonic
 
 import msgspec
 
-from ..in_place.replicas import Replica
+from ..in_place.replicas import Run
 from .lookups import Lookups
 from .tracked import Tracked
 
@@ -50,9 +50,9 @@ class Awaited:
         """
         self._waits.append(_Wait(tracked, first, first, stop, monotonic() + seconds))
 
-    def found(self, idle: bool) -> dict[str, dict[int, Replica]]:
-        """Return chunks that appeared in other KV caches since the last call: by request, then by
-        number within the load.
+    def found(self, idle: bool) -> dict[str, list[Run]]:
+        """Return chunks that appeared in other KV caches since the last call: by request, numbered
+        within the load.
 
         An empty entry: the computing instance is gone, so no more chunks will come. idle: the step
         runs no model, so asking delays no work."""
@@ -60,12 +60,12 @@ class Awaited:
             return {}
         now = monotonic()
         self._waits = [
-            one
-            for one in self._waits
-            if one.tracked.loading and one.reached < one.stop and now < one.until
+            wait
+            for wait in self._waits
+            if wait.tracked.loading and wait.reached < wait.stop and now < wait.until
         ]
-        found: dict[str, dict[int, Replica]] = {}
-        for wait in sorted(self._waits, key=lambda one: one.asked):
+        appeared: dict[str, list[Run]] = {}
+        for wait in sorted(self._waits, key=lambda wait: wait.asked):
             if (
                 wait.asked + (0.0 if idle else AGAIN_SECONDS) > now
                 or monotonic() > now + MOST_SECONDS
@@ -77,10 +77,10 @@ class Awaited:
             # The workers find the pool's chunks by themselves.
             wait.reached = max(wait.reached, min(answer.hits, wait.stop))
             if residents:
-                wait.owner = residents[max(residents)][0]
+                wait.owner = residents[-1].instance
             elif wait.owner and self._lookups.gone(wait.owner):
                 wait.until = now
             else:
                 continue
-            found[wait.tracked.request.request_id] = residents
-        return found
+            appeared[wait.tracked.request.request_id] = residents
+        return appeared

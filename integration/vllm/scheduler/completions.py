@@ -157,8 +157,8 @@ class Completions:
             and reached >= (tracked.resident.filled + 1) * self._block
         ):
             # As vLLM counts them: speculative tokens do not count.
-            known = min(reached, tracked.request.num_tokens) // self._block
-            filled = min(known, len(tracked.store.rows[0]))
+            full = min(reached, tracked.request.num_tokens) // self._block
+            filled = min(full, len(tracked.store.rows[0]))
             if filled > tracked.resident.filled:
                 self._publications.fill(tracked, filled)
         # Some block tables may be filled while others are not: check all of them.
@@ -176,11 +176,11 @@ class Completions:
         """
         request, groups = tracked.request, self._groups
         ends = groups.ended(tracked.store.rows, reached, self._offered.get(request.request_id, ()))
-        known = request.num_prompt_tokens if self._prompts_only else request.num_tokens
+        limit = request.num_prompt_tokens if self._prompts_only else request.num_tokens
         stores = self._stores_allowed and tracked.params.store and not self._instance.refused
         for tokens, blocks in ends.items():
             chunks = tokens // self._size
-            if not stores or not tracked.supplied < tokens <= known:
+            if not stores or not tracked.supplied < tokens <= limit:
                 continue
             if (
                 chunks <= len(request.block_hashes) // self._hashes
@@ -202,9 +202,9 @@ class Completions:
         if computed < tracked.store.complete_at:
             return
         request, size, first = tracked.request, self._size, tracked.store.stored
-        known = request.num_prompt_tokens if self._prompts_only else request.num_tokens
+        limit = request.num_prompt_tokens if self._prompts_only else request.num_tokens
         rows, length = tracked.store.rows, self._groups.length(tracked.store.rows)
-        ready = min(min(computed, known, length) // size, len(request.block_hashes) // self._hashes)
+        ready = min(min(computed, limit, length) // size, len(request.block_hashes) // self._hashes)
         if ready <= first or not self._instance.open() or not self._lookups.name(tracked, ready):
             return
         # Skip chunks whose blocks vLLM has freed because a window has passed them.

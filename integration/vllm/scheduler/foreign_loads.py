@@ -62,7 +62,8 @@ def _beginning(output: Any) -> list[tuple[str, int, Any]]:
     """
     cached = output.scheduled_cached_reqs
     new = [
-        (one.req_id, one.num_computed_tokens, one.block_ids) for one in output.scheduled_new_reqs
+        (request.req_id, request.num_computed_tokens, request.block_ids)
+        for request in output.scheduled_new_reqs
     ]
     if not cached.resumed_req_ids:
         return new

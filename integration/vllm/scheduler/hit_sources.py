@@ -42,7 +42,9 @@ def _names(
         # will lie.
         everywhere = {"p2p"} if instance.publications is not None else everywhere
         return [everywhere.pop() if len(everywhere) == 1 else "p2p"] * (stop - first)
-    names = ["p2p" if number in load.residents else "" for number in range(stop - first)]
+    names = [""] * (stop - first)
+    for run in load.residents:
+        names[run.first : run.first + run.chunks] = ["p2p"] * run.chunks
     pooled = [
         number
         for number, name in enumerate(names)

@@ -50,12 +50,12 @@ class Leftovers:
         local = tracked.local
         strange = computed > tracked.supplied or any(local % size for size in self._sizes)
         late = tracked.supplied > local and tracked.leftover.resets != self._resets
-        found = {
+        hit = {
             block
             for row, size in zip(tracked.store.rows, self._sizes, strict=False)
             for block in row[: local // size]
         }
-        tracked.leftover.outdated = strange or late or not found - {NULL} <= self._right
+        tracked.leftover.outdated = strange or late or not hit - {NULL} <= self._right
         self.more(tracked, tracked.store.rows)
 
     def more(self, tracked: Tracked, rows: Iterable[Sequence[int]]) -> None:

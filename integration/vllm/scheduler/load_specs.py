@@ -40,8 +40,8 @@ class LoadSpecs:
             tracked.supplied,
         )
         first, stop, parts = tracked.local // size, -(-end // size), self._groups.parts
-        known = tracked.lookup.keys
-        keys = known[first:stop] + state_keys(known[stop - 1 : stop], parts)
+        all_keys = tracked.lookup.keys
+        keys = all_keys[first:stop] + state_keys(all_keys[stop - 1 : stop], parts)
         below = self._instance.offload
         # Allow the offload tier even if the pool had all chunks: the pool may lose some before the
         # load reads them.
@@ -58,5 +58,5 @@ class LoadSpecs:
             and asked.store
             and self._instance.publications is None,
             prefix=tracked.lookup.keys[:first] if offload else [],
-            residents=answer.residents_of(first, stop) if answer is not None else {},
+            residents=answer.residents_of(first, stop) if answer is not None else [],
         )

@@ -21,7 +21,7 @@ from vcache_backend.metadata_server.messages import (
 )
 from vcache_backend.transfer.keys import adapter_digest, state_keys
 
-from ..in_place.replicas import Replica
+from ..in_place.replicas import Run
 from ..telemetry.stats import Meter
 from .adapters import Adapters
 from .introduction import Introduction
@@ -57,15 +57,15 @@ class Lookups:
         """Compute the keys of the request's first `whole` chunks. False if its adapter cannot be
         identified.
         """
-        request, adapter, known = tracked.request, b"", len(tracked.lookup.keys)
+        request, adapter, made = tracked.request, b"", len(tracked.lookup.keys)
         if request.lora_request is not None:
             content = self._adapters.content(request.lora_request)
             if not content:
                 return False
             adapter = adapter_digest(request.lora_request, content)
-        if known < whole and self._instance.keys is not None:
+        if made < whole and self._instance.keys is not None:
             tracked.lookup.keys += self._instance.keys.keys(
-                request.block_hashes, known, whole, adapter
+                request.block_hashes, made, whole, adapter
             )
         return True
 
@@ -117,18 +117,18 @@ class Lookups:
         """
         if not answer.counted:
             answer.counted = True
-            found = max(min(answer.hits, whole) - first, 0)
+            hits = max(min(answer.hits, whole) - first, 0)
             asked, hit = tracked.lookup.asked, tracked.lookup.promised
             tracked.lookup.asked, tracked.lookup.promised = (
                 max(asked, whole - first),
-                max(hit, found),
+                max(hit, hits),
             )
             more, more_found = tracked.lookup.asked - asked, tracked.lookup.promised - hit
             self._meter.looked_up(more * self._size, more_found * self._size, answer.seconds)
             if self._instance.client is not None:
                 self._instance.client.looked_up(more * self._size, more_found * self._size)
             log.debug(
-                "look-up %s: %d of %d chunks", tracked.request.request_id, found, whole - first
+                "look-up %s: %d of %d chunks", tracked.request.request_id, hits, whole - first
             )
 
     def _ask(self, tracked: Tracked, first: int, whole: int) -> Answer:
@@ -193,14 +193,14 @@ class Lookups:
         """Make and keep the `Answer` from the server's reply for chunks [first, stop), extended by
         the offload tier's hits.
         """
-        instance, residents = self._instance, dict[int, Replica]()
+        instance, residents = self._instance, list[Run]()
         if isinstance(reply, Found):
-            found, residents = self._chosen(reply, first)
+            chunks, residents = self._chosen(reply, first)
         else:
-            found = reply
-        if self._parts and found:
-            found = self._with_state(tracked.lookup.keys[first : first + found])
-        pooled = hits = first + found
+            chunks = reply
+        if self._parts and chunks:
+            chunks = self._with_state(tracked.lookup.keys[first : first + chunks])
+        pooled = hits = first + chunks
         if (
             not self._parts
             and instance.offload is not None
@@ -208,7 +208,7 @@ class Lookups:
             and pooled < stop
         ):
             hits = first + instance.offload.extend(
-                instance.client, tracked.lookup.keys[first:stop], found
+                instance.client, tracked.lookup.keys[first:stop], chunks
             )
         answer = tracked.lookup.answer = Answer(
             first, hits, pooled, at, perf_counter() - started, residents
@@ -221,7 +221,7 @@ class Lookups:
         """
         instance, names = self._instance, state_keys(keys, self._parts)
         try:
-            there = (
+            stored = (
                 instance.client.contains(of_ranks(names, instance.ranks))
                 if instance.client is not None
                 else []
@@ -231,17 +231,18 @@ class Lookups:
             return 0
         each = self._parts * instance.ranks
         return next(
-            (end // each for end in range(len(there), 0, -each) if all(there[end - each : end])), 0
+            (end // each for end in range(len(stored), 0, -each) if all(stored[end - each : end])),
+            0,
         )
 
-    def _chosen(self, reply: Found, first: int) -> tuple[int, dict[int, Replica]]:
-        """Choose what to load: the number of leading chunks, and the replicas to read in place, by
-        chunk number. first: the number of the first chunk in the reply.
+    def _chosen(self, reply: Found, first: int) -> tuple[int, list[Run]]:
+        """Choose what to load: the number of leading chunks, and those to read in place. first: the
+        number of the first chunk in the reply.
         """
         publications, tables = self._instance.publications, self._instance.tables
         if publications is None or tables is None:
-            return 0, {}
+            return 0, []
         # The epoch only grows, and an older answer may be read late.
         publications.heard = max(publications.heard, reply.epoch)
-        found, chosen = publications.choose(reply, tables)
-        return found, {first + chunk: replica for chunk, replica in chosen.items()}
+        count, chosen = publications.choose(reply, tables)
+        return count, [run._replace(first=first + run.first) for run in chosen]

@@ -31,10 +31,10 @@ def read(params: Mapping[str, Any] | None) -> RequestParams:
     """Read the settings from `kv_transfer_params`. ValueError names an unknown key or an impossible
     value.
     """
-    found = (params or {}).get(NAME)
-    if found is None:
+    given = (params or {}).get(NAME)
+    if given is None:
         return DEFAULT
     try:
-        return msgspec.convert(found, RequestParams)
+        return msgspec.convert(given, RequestParams)
     except msgspec.ValidationError as error:
         raise ValueError(f"kv_transfer_params: {NAME}: {error}") from error

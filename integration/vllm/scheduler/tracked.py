@@ -13,7 +13,7 @@ from vcache_backend.metadata_server.calls.channel import Sent
 from vcache_backend.metadata_server.messages import ChunkKey, Count, Found
 
 from ..in_place.block_pool import GENERATIONS
-from ..in_place.replicas import Replica
+from ..in_place.replicas import Run, within
 from .request_params import RequestParams
 
 NEVER = 1 << 62
@@ -27,7 +27,7 @@ class Answer(msgspec.Struct):
     loaded.
 
     pooled: chunks below this number are in the pool or in KV caches, the others in the offload
-    tier. residents: by number, the chunks that lie in other instances' KV caches. seconds: how long
+    tier. residents: the chunks that lie in other instances' KV caches. seconds: how long
     the look-up took. counted: the metrics already contain this answer."""
 
     first: int
@@ -35,7 +35,7 @@ class Answer(msgspec.Struct):
     pooled: int
     at: float
     seconds: float
-    residents: dict[int, Replica] = {}
+    residents: list[Run] = []
     counted: bool = False
 
     @property
@@ -47,13 +47,9 @@ class Answer(msgspec.Struct):
         """Whether the answer is fresh enough, and covers the chunks from `first` on."""
         return self.first <= first <= self.hits and self.at + FRESH_SECONDS > monotonic()
 
-    def residents_of(self, first: int, stop: int) -> dict[int, Replica]:
+    def residents_of(self, first: int, stop: int) -> list[Run]:
         """The residents among chunks [first, stop), numbered from `first`."""
-        return {
-            chunk - first: replica
-            for chunk, replica in self.residents.items()
-            if first <= chunk < stop
-        }
+        return within(self.residents, first, stop)
 
 
 NO_ANSWER = Answer(0, 0, 0, -inf, 0.0, counted=True)
@@ -125,7 +121,7 @@ class Tracked(msgspec.Struct):
 
     loads: the request may load chunks. local: tokens in vLLM's own cache when vLLM last asked for
     hits. supplied: `local` and the tokens that we load. loading: a load is under way. copies: the
-    chunks that the load reads in other KV caches, each with the position of its first block; only
+    chunks that the load reads in other KV caches; only
     `Duplicates` writes them."""
 
     request: Any
@@ -138,4 +134,4 @@ class Tracked(msgspec.Struct):
     store: StoreState = msgspec.field(default_factory=StoreState)
     resident: ResidentState = msgspec.field(default_factory=ResidentState)
     leftover: LeftoverState = msgspec.field(default_factory=LeftoverState)
-    copies: list[tuple[int, Replica]] = []
+    copies: list[Run] = []

@@ -75,10 +75,10 @@ def _extra_keys(
     keys: list[tuple[Any, ...] | None] = []
     image = 0
     for at in range(start, end, block_size):
-        found, image = kv_cache_utils.generate_block_hash_extra_keys(
+        extra, image = kv_cache_utils.generate_block_hash_extra_keys(
             request, at, at + block_size, image
         )
-        keys.append(found)
+        keys.append(extra)
     return list(kv_cache_utils.to_event_extra_keys(keys))
 
 
@@ -139,14 +139,16 @@ class Announcer:
         request that misses it ends the scheduler's connection.
         """
         keys = [self._turns.popleft() for _ in range(most)]
-        known, there = [self._published[key] for key in keys], [True] * most
+        removals, present = [self._published[key] for key in keys], [True] * most
         try:
             parts = [contains(of_rank(keys, rank)) for rank in range(self._ranks)]
-            there = [all(whole) for whole in zip(*parts, strict=True)]
+            present = [all(whole) for whole in zip(*parts, strict=True)]
         finally:
-            self._turns.extend(key for key, found in zip(keys, there, strict=True) if found)
+            self._turns.extend(key for key, exists in zip(keys, present, strict=True) if exists)
         self._gone.extend(
-            (key, event) for key, event, found in zip(keys, known, there, strict=True) if not found
+            (key, event)
+            for key, event, exists in zip(keys, removals, present, strict=True)
+            if not exists
         )
 
     def take(self) -> list[KVCacheEvent]:

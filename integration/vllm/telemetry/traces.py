@@ -87,19 +87,19 @@ class Spans:
         """Add the workers' spans, and end a load's span after its last worker. The request may have
         ended before.
         """
-        for one in spans:
-            span, ended = self._loads.get(one.request_id, (None, []))
+        for part in spans:
+            span, ended = self._loads.get(part.request_id, (None, []))
             if span is not None:
-                ended.append(one.ended)
+                ended.append(part.ended)
                 with suppress(Exception):
                     self._tracer.start_span(
                         "vcache.load.worker",
                         self._within(span),
-                        attributes=_said(one),
-                        start_time=one.began,
-                    ).end(one.ended)
+                        attributes=_said(part),
+                        start_time=part.began,
+                    ).end(part.ended)
                 if len(ended) == self._workers:
-                    self._end(one.request_id)
+                    self._end(part.request_id)
 
     def finished(self, name: str) -> None:
         """Forget a request that has ended."""
@@ -134,15 +134,15 @@ class _Names:
         return True
 
 
-def _said(one: LoadSpan) -> dict[str, Any]:
+def _said(part: LoadSpan) -> dict[str, Any]:
     said = {
-        "gen_ai.request.id": one.request_id,
-        "vcache.worker": one.worker,
-        "vcache.bytes": sum(one.nbytes.values()),
+        "gen_ai.request.id": part.request_id,
+        "vcache.worker": part.worker,
+        "vcache.bytes": sum(part.nbytes.values()),
     }
-    said |= {f"vcache.bytes.{where}": nbytes for where, nbytes in one.nbytes.items()}
+    said |= {f"vcache.bytes.{where}": nbytes for where, nbytes in part.nbytes.items()}
     said |= {
-        "vcache.metadata_seconds": one.metadata_seconds,
-        "vcache.data_seconds": one.data_seconds,
+        "vcache.metadata_seconds": part.metadata_seconds,
+        "vcache.data_seconds": part.data_seconds,
     }
-    return said | ({"vcache.failure": one.failure} if one.failure else {})
+    return said | ({"vcache.failure": part.failure} if part.failure else {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from vcache_backend.resident.neighbours import Neighbours
@@ -14,7 +14,7 @@ from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copies.copier import Mark
 from vcache_backend.vram_pool.paged import PagedKV
 
-from ..in_place.replicas import Replica
+from ..in_place.replicas import Run
 from ..metadata import LoadSpec
 
 
@@ -71,5 +71,9 @@ class Loading(transfer.Load):
         return absent if self.cause == transfer.ABSENT else self.cause
 
 
-def unpacked(residents: Mapping[int, Replica]) -> dict[int, ResidentChunk]:
-    return dict(zip(residents, ResidentChunk.all_unpacked(list(residents.values())), strict=True))
+def unpacked(residents: Iterable[Run]) -> dict[int, ResidentChunk]:
+    chunks = dict[int, ResidentChunk]()
+    for run in residents:
+        many = ResidentChunk.many(run.instance, run.chunks, run.blocks, run.generations)
+        chunks.update(enumerate(many, run.first))
+    return chunks

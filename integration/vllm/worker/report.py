@@ -92,8 +92,10 @@ class Reporter:
         if tier is None:
             return self._link
         usable, rate = tier.usable, tier.bandwidth
-        known = self._link.bandwidth
-        same = rate == known or (
-            rate is not None and known is not None and abs(rate - known) < NOTICEABLE * known
+        reported = self._link.bandwidth
+        same = rate == reported or (
+            rate is not None
+            and reported is not None
+            and abs(rate - reported) < NOTICEABLE * reported
         )
         return self._link if same and usable == self._link.usable else Link(usable, rate)

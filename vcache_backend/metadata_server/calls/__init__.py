@@ -1,1 +1,1 @@
-"""The client's side: a connection that is made again when lost, and its requests."""
+"""The client's side: a connection that reconnects by itself, and its requests."""

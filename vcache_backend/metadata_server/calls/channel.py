@@ -1,6 +1,5 @@
-"""A connection to the metadata server that is made again when lost: calls with deadlines, a circuit
-breaker, a background thread.
-"""
+"""A connection to the metadata server that reconnects by itself: calls with deadlines, a circuit
+breaker, a background thread."""
 
 from __future__ import annotations
 
@@ -33,11 +32,10 @@ from vcache_backend.metadata_server.calls.link import ServerLink, Unwelcome
 log = logging.getLogger(__name__)
 
 KILLED_SECONDS = 3.0
-"""How long a server that was killed stays away before it is started again. Whoever else looks after
-it has that long.
-"""
+"""How long a killed server must stay away before this client starts another. Supervisors have this
+long to do so first."""
 LONGEST_KILLED_SECONDS = 300.0
-"""The longest such wait. It doubles with each start, until one has lasted so long."""
+"""The longest such wait. The wait doubles with each start, until a server lasts this long."""
 
 R = TypeVar("R", bound=m.Reply)
 T = TypeVar("T")
@@ -46,8 +44,9 @@ T = TypeVar("T")
 class Sent(Generic[R]):
     """A request whose answer is still to be read, by `answer` or by the next call on the channel.
 
-    The next call reads and discards an answer that nobody has fetched. Fetch that of a lease, or
-    the lease is held until it ends. `received`: where fds that come with the answer are put."""
+    The next call reads the answer and discards it if nobody has asked for it. So call `answer` for
+    a lease, or the lease is held until its time is over. `received`: a list for the fds of the
+    answer."""
 
     def __init__(
         self, channel: Channel, request: m.Request, kind: type[R], received: list[int] | None = None
@@ -58,11 +57,11 @@ class Sent(Generic[R]):
 
     @property
     def over(self) -> bool:
-        """Whether the answer is here, or will never come."""
+        """Whether the answer has arrived, or never will."""
         return self.reply is not None or bool(self.lost)
 
     def answer(self) -> R:
-        """Wait for the answer, with the deadline of a call; raises as a call does."""
+        """Wait for the answer as a call does, with the same deadline and errors."""
         if not self.over:
             self._channel._collect(self)
         if isinstance(self.reply, self.kind):
@@ -73,14 +72,11 @@ class Sent(Generic[R]):
 
 
 class Channel(ABC):
-    """The current connection, whichever it is. Any thread may call any method; requests go one
-    after the other.
-    """
+    """The current connection to the server. Any thread may call any method; requests take turns."""
 
     def __init__(self, path: Path, config: ClientConfig, hello: m.Hello, reconnect: bool) -> None:
-        """Try to connect once, within `connect_seconds`. An absent server is no error here;
-        `require` makes it one.
-        """
+        """Try to connect once, within `connect_seconds`. An absent server raises nothing; call
+        `require` to make it an error."""
         self._path, self._config, self._hello = path, config, hello
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -90,8 +86,8 @@ class Channel(ABC):
         self._down = f"never connected to {path}"
         self._complained = ""
         self.on_killed: Callable[[], None] = lambda: None
-        """Called in the background thread once a server was killed and has stayed away: to start
-        another one. One that was stopped has removed its socket, and is not missed."""
+        """Called in the background thread to start another server, after a killed server has stayed
+        away. A server that was stopped removed its socket, and is not replaced."""
         self._killed, self._start_at, self._started, self._patience = (
             False,
             0.0,
@@ -110,15 +106,13 @@ class Channel(ABC):
 
     @abstractmethod
     def _come_back(self) -> None:
-        """Called after connecting, also for the first time: tell the server what it must know.
-        Background thread, or constructor.
-        """
+        """Tell the server what it must know after each connection, also the first. Runs in the
+        background thread or in the constructor."""
 
     @abstractmethod
     def _beat(self) -> None:
-        """Called every `heartbeat_seconds`, and after a connection was lost. Background thread; a
-        VCacheError that it raises is logged.
-        """
+        """Called every `heartbeat_seconds`, and after a lost connection. Runs in the background
+        thread; a VCacheError is logged."""
 
     def __enter__(self) -> Self:
         return self
@@ -132,9 +126,8 @@ class Channel(ABC):
         self.close()
 
     def close(self) -> None:
-        """Close the connection and end the background thread; calls under way end as
-        ServerUnavailable. Idempotent.
-        """
+        """Close the connection and end the background thread. Running calls end as
+        ServerUnavailable. Idempotent."""
         self._stop.set()
         self._wake.set()
         link, forked = self._link, os.getpid() != self._pid
@@ -152,16 +145,16 @@ class Channel(ABC):
 
     @property
     def connected(self) -> bool:
-        """Whether there is a connection: the breaker is closed."""
+        """Whether the client is connected: the breaker is closed."""
         return self._link is not None and os.getpid() == self._pid
 
     @property
     def trouble(self) -> str:
-        """Why there is no connection, and what to do about it; empty while there is one."""
+        """Why the client is not connected, and what to do about it; empty while it is."""
         return "" if self.connected else self._down
 
     def require(self) -> None:
-        """Raise ServerUnavailable, with the reason, unless connected."""
+        """Raise ServerUnavailable, with the reason, unless the client is connected."""
         if not self.connected:
             raise ServerUnavailable(self._down)
 
@@ -175,9 +168,8 @@ class Channel(ABC):
         fds: Sequence[int] = (),
         received: list[int] | None = None,
     ) -> R:
-        """Send a request and wait up to `seconds` for the answer. `fds` go along; fds that come
-        back are put into `received`.
-        """
+        """Send a request with `fds`, and wait up to `seconds` for the answer. Fds of the answer are
+        put into `received`."""
         data, sent = wire.encode(request), Sent(self, request, kind, received)
 
         def exchange(link: ServerLink, deadline: float) -> None:
@@ -191,9 +183,8 @@ class Channel(ABC):
     def _open(
         self, request: m.Request, kind: type[R], due: Callable[[R], int]
     ) -> tuple[R, list[int]]:
-        """Ask for something that comes with fds, which the caller closes. due: how many fds come
-        with a reply. ProtocolError if others came.
-        """
+        """Send a request whose answer brings fds, which the caller closes. due: how many fds a
+        reply should bring. ProtocolError if it brings another number."""
         fds: list[int] = []
         try:
             reply = self._call(request, kind, received=fds)
@@ -219,7 +210,7 @@ class Channel(ABC):
         return sent
 
     def _collect(self, sent: Sent[Any]) -> None:
-        """Wait until the answer is there, or can no longer come."""
+        """Wait until the answer has arrived, or can no longer arrive."""
         try:
             self._alone(
                 sent.request, lambda link, deadline: self._read_unread(link, deadline, sent)
@@ -229,7 +220,8 @@ class Channel(ABC):
                 raise
 
     def _read_unread(self, link: ServerLink, deadline: float, last: Sent[Any]) -> None:
-        """Read the answers to earlier requests, up to that of `last`. Under the lock."""
+        """Read the answers to earlier requests, up to the answer to `last`. Called under the
+        lock."""
         while not last.over:
             sent = self._unread[0]
             reply = link.read(deadline, sent.received)
@@ -250,9 +242,8 @@ class Channel(ABC):
         work: Callable[[ServerLink, float], T],
         seconds: float | None = None,
     ) -> T:
-        """Run a step on the current connection while nobody else uses it, by a deadline. The
-        connection ends if the step fails.
-        """
+        """Run a step on the current connection under the lock, by a deadline. Drops the connection
+        if the step fails."""
         seconds = self._config.request_seconds if seconds is None else seconds
         deadline = time.perf_counter() + seconds
         self.require()
@@ -287,8 +278,7 @@ class Channel(ABC):
 
     def _try_connect(self) -> bool:
         """Connect and say hello, within `connect_seconds`. Other threads see the connection only
-        after the server's welcome.
-        """
+        after the server's welcome."""
         deadline = time.perf_counter() + self._config.connect_seconds
         link = ServerLink(self._config.server_uid)
         received: list[int] = []
@@ -306,14 +296,13 @@ class Channel(ABC):
         return True
 
     def _keep_ledger(self, fds: list[int]) -> None:
-        """Keep the ledger of the server that has just welcomed this client, in place of its
-        predecessor's.
-        """
+        """Keep the ledger of the server that welcomed this client, in place of the previous
+        server's."""
         wire.close_fds(([] if self._ledger is None else [self._ledger]) + fds[1:])
         self._ledger = fds[0] if fds else None
 
     def _no_connection(self, error: Exception) -> str:
-        """Why there is no connection and what to do about it, as far as is known."""
+        """Why the client is not connected and what to do about it, as far as is known."""
         at = whole(self._path)
         match error:
             case ConnectionRefusedError() if not self._path.is_socket():
@@ -344,9 +333,8 @@ class Channel(ABC):
         self._complained = ""
 
     def _drop(self, link: ServerLink, reason: str) -> None:
-        """Open the breaker: close the socket, keep the reason, wake the background thread. Under
-        the lock.
-        """
+        """Open the breaker: close the socket, keep the reason, wake the background thread. Called
+        under the lock."""
         link.close()
         if self._link is link:
             self._link, self._down = None, reason
@@ -356,9 +344,8 @@ class Channel(ABC):
             self._wake.set()
 
     def _keep(self) -> None:
-        """The background thread: heartbeats while connected, reconnection with growing pauses while
-        not.
-        """
+        """Run the background thread: heartbeats while connected, else attempts to connect with
+        growing pauses."""
         pause = self._config.retry_seconds
         while not self._stop.is_set():
             if self._link is not None:
@@ -377,8 +364,7 @@ class Channel(ABC):
 
     def _start_again(self) -> None:
         """Call `on_killed` if the server was killed, and has stayed away for `_patience` seconds
-        since that was first seen.
-        """
+        since this thread noticed."""
         now = time.monotonic()
         if not self._killed:
             self._start_at = 0.0
@@ -398,7 +384,7 @@ class Channel(ABC):
             log.debug("heartbeat: %s", error)
 
     def _complain(self) -> None:
-        """Log once that the server is lost, not every second."""
+        """Log once that the server is lost."""
         if not self._complained and not self._stop.is_set():
             self._complained = self._down
             log.warning("vcache: %s; KV is computed, not shared, until it is back", self._down)

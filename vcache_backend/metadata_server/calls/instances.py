@@ -1,4 +1,4 @@
-"""The requests about instances that share their KV caches in place, as typed calls."""
+"""Typed calls for instances that share their KV caches in place."""
 
 from __future__ import annotations
 
@@ -16,29 +16,27 @@ _KEY_BYTES = m.KEY_BYTES + 2
 """Bytes of a key in a message that publishes chunks."""
 
 
-class ResidentCalls(Channel, ABC):
-    """Part of `Client`, whose contract holds here: deadlines, errors, any thread.
+class InstanceCalls(Channel, ABC):
+    """The part of `Client` about instances. The client's contract holds here: deadlines, errors,
+    threads.
 
-    The caller keeps fds that it passes, and closes those that are returned.
-    """
+    The caller keeps the fds that it passes, and closes the fds that it gets."""
 
     # ---- an owner's
 
     def join(
         self, instance: bytes, namespace: bytes, blocks: int, ranks: int, each: int, fd: int
     ) -> None:
-        """Show an instance's generation table, `fd`, as its scheduler, on this connection. To be
-        repeated after a reconnection.
-        """
+        """Register an instance's generation table, `fd`, as its scheduler. Repeat after each
+        reconnection."""
         request = m.Join(m.InstanceId(instance), namespace, blocks, ranks, each)
         self._call(request, m.Count, self._config.control_seconds, [fd])
 
     def show_cache(
         self, instance: bytes, rank: int, shape: m.CacheShape, fds: Sequence[int]
     ) -> None:
-        """Show a worker's KV cache. fds: one for each of `shape.regions`. To be repeated after a
-        reconnection.
-        """
+        """Register a worker's KV cache. fds: one for each of `shape.regions`. Repeat after each
+        reconnection."""
         request = m.ShowCache(m.InstanceId(instance), rank, shape)
         self._call(request, m.Count, self._config.control_seconds, fds)
 
@@ -51,9 +49,8 @@ class ResidentCalls(Channel, ABC):
         generations: bytes,
         epoch: int = 0,
     ) -> int:
-        """Publish chunks of one rank, to be read where they lie. Returns how many were taken. Sends
-        several requests for many.
-        """
+        """Publish chunks of one rank, for others to read in place. Returns how many were taken.
+        Sends several requests for many chunks."""
         taken, most = 0, _most(len(keys), blocks)
         deadline = time.perf_counter() + self._config.request_seconds
         whole = m.Publish(m.InstanceId(instance), sequence, keys, blocks, generations, epoch)
@@ -63,27 +60,24 @@ class ResidentCalls(Channel, ABC):
         return taken
 
     def retract(self, instance: bytes, sequence: int) -> int:
-        """Void what the instance publishes with a lower sequence. Returns how many chunks it had
-        published so.
-        """
+        """Void the instance's publications with a lower sequence, also those that arrive later.
+        Returns how many chunks were voided."""
         return self._call(m.Retract(m.InstanceId(instance), sequence), m.Count).count
 
     def listen(self, instance: bytes) -> m.Heard:
-        """What is new for the scheduler that joined on this connection."""
+        """Fetch the news for the scheduler that joined on this connection."""
         return self._call(m.Listen(m.InstanceId(instance)), m.Heard)
 
     # ---- a reader's
 
     def hint(self, instance: bytes, keys: list[m.ChunkKey]) -> int:
-        """Say that a load reads this prefix in `instance`, which should keep it. Returns how many
-        of its chunks are found there.
-        """
+        """Say that a load reads this prefix in `instance`, so that its scheduler keeps the chunks.
+        Returns how many of the chunks the instance holds."""
         return self._call(m.Hint(m.InstanceId(instance), keys[: m.MAX_KEYS]), m.Count).count
 
     def find(self, keys: list[m.ChunkKey], ranks: int = 1, instance: bytes = b"") -> m.Found:
-        """Find where the leading chunks lie, in the pool or in instances other than `instance`.
-        Sends several requests for many.
-        """
+        """Find the leading chunks in the pool or in instances other than `instance`. Sends several
+        requests for many keys."""
         deadline = time.perf_counter() + self._config.request_seconds
         most = max(1, min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks))
         found = m.Found(b"", [], [])
@@ -103,9 +97,8 @@ class ResidentCalls(Channel, ABC):
     def send_find(
         self, keys: list[m.ChunkKey], ranks: int = 1, instance: bytes = b""
     ) -> Sent[m.Found] | None:
-        """Send `find` without waiting for the answer, which may be `cut`. None if one request
-        cannot hold so many keys.
-        """
+        """Send `find` without waiting for the answer, which may be `cut`. None if the keys exceed
+        one request."""
         most = min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks)
         return (
             self._send(m.Find(keys, ranks, m.InstanceId(instance)), m.Found)
@@ -114,25 +107,24 @@ class ResidentCalls(Channel, ABC):
         )
 
     def show_reads(self, reads: list[m.Reads], instance: bytes = b"") -> None:
-        """Tell, for the statistics, what this process of `instance` has read out of others' KV
-        caches so far: `MAX_OWNERS` rows at most.
-        """
+        """Report for the statistics how much this process of `instance` has read out of other
+        instances' KV caches so far: at most `MAX_OWNERS` rows."""
         self._call(m.ShowReads(reads, m.InstanceId(instance)), m.Count)
 
     def open_instance(self, instance: bytes) -> tuple[m.Joined, list[int]]:
-        """An instance. Its fds: the generation table, and pidfds of the scheduler and of each
+        """Open an instance. Its fds: the generation table, and pidfds of the scheduler and of each
         rank."""
         request = m.OpenInstance(m.InstanceId(instance))
         return self._open(request, m.Joined, lambda joined: 2 + joined.ranks)
 
     def open_cache(self, instance: bytes, rank: int) -> tuple[m.CacheShape, list[int]]:
-        """The description of one worker's KV cache, and an fd for each of its regions."""
+        """Open a worker's KV cache: its description, and an fd for each of its regions."""
         request = m.OpenCache(m.InstanceId(instance), rank)
         cache, fds = self._open(request, m.Cache, lambda cache: len(cache.shape.regions))
         return cache.shape, fds
 
     def close_instance(self, instance: bytes) -> None:
-        """Say that none of an instance's regions is mapped here any more."""
+        """Say that this process no longer maps any region of the instance."""
         self._call(m.CloseInstance(m.InstanceId(instance)), m.Count)
 
 
@@ -163,7 +155,7 @@ def _part(whole: m.Publish, start: int, stop: int) -> m.Publish:
 
 
 def _joined(first: m.Found, then: m.Found) -> m.Found:
-    """One answer of two, the second of which is about the keys after those of the first."""
+    """Join two answers. `then` is about the keys after those of `first`."""
     instances = list(dict.fromkeys([*first.instances, *then.instances]))
     place = [instances.index(instance) for instance in then.instances]
     moved = [

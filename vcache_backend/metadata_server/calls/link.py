@@ -17,20 +17,19 @@ from vcache_backend.metadata_server.endpoint import folder_fault
 
 
 class Unwelcome(ConnectionError):
-    """The server must not be spoken to, or it refuses. The text says who it is and why."""
+    """The server belongs to another user, or refuses this client. The text says who and why."""
 
 
 class ServerLink:
-    """One connected socket. Not thread-safe: its client's lock guards it. Deadlines are times of
-    `time.perf_counter`.
-    """
+    """One connected socket. Not thread-safe: the client's lock guards it. Deadlines are times of
+    `time.perf_counter`."""
 
     def __init__(self, server_uid: int | None = None) -> None:
         self._trusted = {os.getuid(), 0} | ({server_uid} if server_uid is not None else set())
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._receiver = wire.Receiver()
         self._early: deque[bytes] = deque()
-        """Replies that arrived while a request was being sent."""
+        """Replies that arrived during a send."""
         self._incoming = select.poll()
         self._incoming.register(self._socket, select.POLLIN)
         self._either = select.poll()
@@ -40,11 +39,11 @@ class ServerLink:
     def open(
         self, path: Path, hello: m.Hello, deadline: float, ledger: int | None, received: list[int]
     ) -> m.Welcome:
-        """Connect, say hello and wait for the welcome. Unwelcome: another user serves there, or
-        could, or the server refuses; OSError.
+        """Connect, say hello and wait for the welcome. Raises Unwelcome if another user serves at
+        the path, or could, or if the server refuses; OSError.
 
-        Sends nothing before it knows whose server it is. ledger: of the server before, to be shown
-        to this one, whose own is put into `received`."""
+        Sends nothing before it knows the server's user. ledger: the previous server's, sent with
+        the hello. The new server's ledger is put into `received`."""
         if fault := folder_fault(path, self._trusted):
             raise Unwelcome(f"{fault}, or name its user in client.server_uid if that is meant")
         self._socket.settimeout(max(deadline - time.perf_counter(), 1e-4))
@@ -67,9 +66,8 @@ class ServerLink:
     def _introduce(
         self, hello: m.Hello, deadline: float, ledger: int | None, received: list[int]
     ) -> m.AnyReply:
-        """Say hello, with a pidfd of this process, by which the server sees it end, whichever pid
-        namespace it is in.
-        """
+        """Say hello, with a pidfd of this process. The pidfd tells the server when this process
+        ends, even across pid namespaces."""
         pidfd = processes.own_pidfd()
         try:
             fds = [fd for fd in (pidfd, ledger) if fd is not None]
@@ -96,17 +94,17 @@ class ServerLink:
         return reply
 
     def interrupt(self) -> None:
-        """End the connection, also for a thread that waits for an answer on it. Any thread."""
+        """End the connection, also under a thread that waits for an answer. Any thread."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the socket. Not during an exchange: the next file to be opened gets its number."""
+        """Close the socket. Not during an exchange, since the next opened file gets its number."""
         self._socket.close()
 
     def send(self, data: bytes, deadline: float, fds: Sequence[int] = ()) -> None:
-        """Send one request, whose reply is still to be `read`. Reads answers meanwhile, since a
-        server whose answers nobody reads reads nothing either."""
+        """Send one request; `read` returns the reply later. Reads earlier answers meanwhile, since
+        a server with unread answers reads no requests."""
         # If it closed the connection, the last it said may be there to be read, and says why.
         with suppress(BrokenPipeError, ConnectionResetError):
             while True:
@@ -118,16 +116,15 @@ class ServerLink:
                         return
 
     def _take_in(self) -> bool:
-        """Read a reply that is there. False at the end of the connection."""
+        """Receive a reply that has arrived. False at the end of the connection."""
         message, came = self._receiver.receive(self._socket)
         wire.close_fds(came)
         self._early.append(bytes(message))
         return bool(message)
 
     def _receive(self, deadline: float) -> tuple[memoryview, list[int]]:
-        """Read once. Polls at first without sleeping, since an answer mostly arrives before a
-        sleeping thread would wake.
-        """
+        """Receive once. First polls without sleeping, since an answer mostly arrives before a
+        sleeping thread would wake."""
         spin_until = time.perf_counter() + self._spin
         while not self._incoming.poll(0) and time.perf_counter() < spin_until:
             os.sched_yield()
@@ -138,7 +135,7 @@ class ServerLink:
                 self._wait(self._incoming, deadline)
 
     def _wait(self, poll: select.poll, deadline: float) -> int:
-        """Wait for events, and return those that are there. TimeoutError at the deadline."""
+        """Wait for events, and return them. TimeoutError at the deadline."""
         left = deadline - time.perf_counter()
         ready = poll.poll(left * 1000) if left > 0 else []
         if not ready:

@@ -1,1 +1,1 @@
-"""Instances that share in place: what they show, and the chunks resident in them."""
+"""Instances that share in place: the memory that they share, and the chunks resident in it."""

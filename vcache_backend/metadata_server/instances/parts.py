@@ -1,6 +1,4 @@
-"""One instance as its processes have shown it: a scheduler's generation table, workers' KV caches,
-and which of it can be trusted.
-"""
+"""The parts of one instance: the scheduler's generation table, and each worker's KV cache."""
 
 from __future__ import annotations
 
@@ -16,30 +14,29 @@ from vcache_backend.metadata_server.serving.connection import Descriptor
 from vcache_backend.seals import FUTURE_WRITE, RESIZING, lacking
 
 CACHE_BYTES, PLANE_BYTES, REGION_BYTES = 4096, 144, 256
-"""What the server's memory holds of a cache's description."""
+"""Bytes of server memory for the description of a cache, of a plane and of a region."""
 
 
-class ShownTable:
-    """What a scheduler has shown. `peer` is None once its connection is closed."""
+class SchedulerPart:
+    """A scheduler's generation table. `peer` is None once the scheduler's connection is closed."""
 
     def __init__(self, peer: Peer, request: m.Join, table: Descriptor) -> None:
         self.peer: Peer | None = peer
         self.pidfd: Descriptor | None = None
-        """Of its process, once somebody has asked for it."""
+        """A pidfd of the scheduler's process, made when a client first asks for it."""
         self.table: Descriptor | None = table
         self.process, self.request = peer.process, request
         status = os.fstat(table.fd)
         self.memory = status.st_dev, status.st_ino
 
     def gone(self) -> None:
-        """Its connection is closed. The description is kept, since the same process may connect
-        again.
-        """
+        """Close the fds after the connection closed. Keep the description, since the same process
+        may connect again."""
         self.peer = self.pidfd = self.table = None
 
 
-class ShownCache:
-    """What a worker has shown. `peer` is None once its connection is closed."""
+class WorkerPart:
+    """A worker's KV cache. `peer` is None once the worker's connection is closed."""
 
     def __init__(self, peer: Peer, shape: m.CacheShape) -> None:
         self.peer: Peer | None = peer
@@ -48,36 +45,35 @@ class ShownCache:
         self.nbytes = (
             CACHE_BYTES + PLANE_BYTES * len(shape.planes) + REGION_BYTES * len(shape.regions)
         )
-        """About how many bytes of the server's memory its description takes."""
+        """About how many bytes of server memory the description takes."""
         self.regions: list[Descriptor] = []
 
     def gone(self) -> None:
-        """Its connection is closed: close its fds. The description is kept, since the same process
-        may connect again.
-        """
+        """Close the fds after the connection closed. Keep the description, since the same process
+        may connect again."""
         self.peer = self.pidfd = None
         self.regions = []
 
 
-class KnownInstance:
+class RegisteredInstance:
     """The parts of one instance, by rank and `SCHEDULER`."""
 
     def __init__(self) -> None:
-        self.table: ShownTable | None = None
-        self.caches: dict[int, ShownCache] = {}
+        self.table: SchedulerPart | None = None
+        self.caches: dict[int, WorkerPart] = {}
 
-    def parts(self) -> Iterator[tuple[int, ShownTable | ShownCache]]:
-        """All parts, with those whose connections are closed."""
+    def parts(self) -> Iterator[tuple[int, SchedulerPart | WorkerPart]]:
+        """All parts, including parts whose connections are closed."""
         if self.table is not None:
             yield m.SCHEDULER, self.table
         yield from self.caches.items()
 
     def processes(self) -> set[ProcessId]:
-        """The processes that show a part of it at present."""
+        """The connected processes that show a part of the instance."""
         return {part.process for _, part in self.parts() if part.peer is not None}
 
     def missing(self) -> str:
-        """Which part is not shown yet; empty if all are."""
+        """Name the first part that is not shown; empty if all parts are shown."""
         if self.table is None or self.table.peer is None:
             return "its scheduler"
         for rank in range(self.table.request.ranks):
@@ -88,18 +84,16 @@ class KnownInstance:
 
 
 def only(fds: list[int]) -> int:
-    """The one fd that came with a message. Whoever keeps it takes it out of the list. Refuse unless
-    there is exactly one.
-    """
+    """Return the single fd of a message. A caller that keeps the fd removes it from the list.
+    Refuse unless the message brought exactly 1 fd."""
     if len(fds) != 1:
         raise Refuse(f"{len(fds)} fds came along; exactly 1 is needed")
     return fds[0]
 
 
 def no_table(fd: int, blocks: int) -> str:
-    """Why readers could not trust `fd` to be a table of fixed size that only its owner changes;
-    empty if they can.
-    """
+    """Explain why readers cannot trust `fd` as a generation table: a table has a fixed size, and
+    only its owner can change it. Empty if readers can trust the fd."""
     if fcntl.fcntl(fd, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_PATH) not in (os.O_RDONLY, os.O_RDWR):
         return "the fd is not open for reading"
     if reason := lacking(fd, RESIZING | FUTURE_WRITE):

@@ -1,6 +1,4 @@
-"""What one instance has published of its KV cache, and which of it others have read lately.
-Pure.
-"""
+"""The chunks that one instance has published, and the chunks that others have read lately. Pure."""
 
 from __future__ import annotations
 
@@ -16,24 +14,21 @@ from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.refuse import Refuse
 
 RETRACT_LOOKS = 4096
-"""How many of the newest publications a retraction looks through for those that stay. Older ones go
-in any case, each a miss.
-"""
+"""How many of the newest publications a retraction examines. It drops all older publications
+unexamined; a chunk dropped without need is a miss."""
 CHUNK_BYTES, BLOCK_BYTES = 320, 136
-"""What the server's memory holds of each chunk besides numbers and generations, and for each block
-of an instance: its entry among the holders, and room in both tables, which do not shrink with what
-is in them."""
+"""Bytes of server memory for each chunk, besides its block numbers and generations, and for
+each block of an instance. The block's part pays for `holders` and for both tables, which never
+shrink."""
 MAX_HINTS = 2048
-"""The most chunks kept between two heartbeats of an instance; beyond that, those read longest ago
-are dropped.
-"""
+"""The most chunks noted between two heartbeats of an instance. Beyond it the chunks read longest
+ago are dropped."""
 _FIRST_RANK = bytes(m.RANK_BYTES)
 
 
 class PublishedChunk(msgspec.Struct, gc=False, eq=False):
-    """One chunk in one instance's KV cache. `key`: of rank 0. `agreed`: a bit for each rank that
-    has published the same.
-    """
+    """A chunk in an instance's KV cache. `key`: of rank 0. `agreed`: a bit for each rank that has
+    published the chunk with the same blocks and generations."""
 
     key: m.ChunkKey
     blocks: bytes
@@ -45,13 +40,12 @@ class PublishedChunk(msgspec.Struct, gc=False, eq=False):
 Table = dict[m.ChunkKey, PublishedChunk]
 
 
-class Residence:
-    """What one instance has published. Each block is in at most one chunk, so its blocks bound the
-    number of chunks.
-    """
+class InstancePublications:
+    """All publications of one instance. A block is in at most one chunk, so the number of blocks
+    bounds the number of chunks."""
 
     def __init__(self, owner: Peer, join: m.Join) -> None:
-        """owner: who has joined."""
+        """owner: the scheduler that joined."""
         self.owner, self.shape = owner, shape(join)
         self.namespace, self.blocks, self.ranks, self.each = (
             join.namespace,
@@ -60,38 +54,38 @@ class Residence:
             join.each,
         )
         self.whole = False
-        """Whether every part of the instance is shown; until then nothing of it is found."""
-        self.found: Table = {}
+        """Whether every part of the instance is shown. Look-ups skip the instance until then."""
+        self.complete: Table = {}
         self.awaited: Table = {}
-        """Chunks that only some of the ranks have published."""
+        """Chunks that some ranks have published, but not yet all."""
         self.holders: list[PublishedChunk | None] = [None] * self.blocks
-        """The publication that each block is in. One that is in neither table any more counts for
-        nothing.
-        """
+        """For each block the last publication that named it. A publication that is in neither table
+        is void."""
         self.recency = Recency()
         self.chunk_bytes = CHUNK_BYTES + self.each * (m.NUMBER_BYTES + m.GENERATION_BYTES)
         self.closed = False
         self.charged = 0
-        """The bytes that its owner was charged for."""
+        """The bytes charged to the owner so far."""
         self._kept = 0
-        """The chunks in memory: those in the tables, and void ones that `forget` has not reached
-        yet.
-        """
+        """The number of chunks in memory: chunks in the tables, and void chunks that `forget` has
+        yet to remove."""
         self._all_ranks = (1 << self.ranks) - 1
         self._floor = 0
 
     def __len__(self) -> int:
-        return len(self.found) + len(self.awaited)
+        return len(self.complete) + len(self.awaited)
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes of the server's memory it takes."""
+        """About how many bytes of server memory the publications take."""
         kept = self._kept * self.chunk_bytes
         return kept if self.closed and not kept else kept + self.blocks * BLOCK_BYTES
 
     def publish(self, rank: int, request: m.Publish, most: int) -> int:
-        """Take chunks that a rank publishes. Returns how many were taken. Its chunks become `most`
-        more at most; then only those are taken that replace others."""
+        """Take chunks that a rank publishes. Returns how many were taken.
+
+        most: by how many the number of chunks may grow. At the limit a chunk is taken only in place
+        of another."""
         each, sequence = self.each, request.sequence
         numbers = self._numbers(rank, request)
         if sequence < self._floor:
@@ -113,20 +107,18 @@ class Residence:
     def retract(self, sequence: int) -> tuple[Table, Table]:
         """Void publications with a lower sequence. Returns them, for `forget`."""
         self._floor = max(self._floor, sequence)
-        self.found, found = _split(self.found, sequence)
+        self.complete, complete = _split(self.complete, sequence)
         self.awaited, awaited = _split(self.awaited, sequence)
-        return found, awaited
+        return complete, awaited
 
     def clear(self) -> tuple[Table, Table]:
-        """Void everything. Returns it, for `forget`: what was found, and the rest."""
-        tables = self.found, self.awaited
-        self.found, self.awaited = {}, {}
+        """Void all publications. Returns the complete and the awaited chunks, for `forget`."""
+        tables = self.complete, self.awaited
+        self.complete, self.awaited = {}, {}
         return tables
 
     def forget(self, tables: tuple[Table, ...]) -> Steps:
-        """Remove void publications from memory. A publication takes more steps the more blocks it
-        has.
-        """
+        """Remove void publications from memory. A publication with more blocks takes more steps."""
         for table in tables:
             while table:
                 self._vacate(table.popitem()[1])
@@ -136,9 +128,8 @@ class Residence:
     # ---- inside
 
     def _numbers(self, rank: int, request: m.Publish) -> tuple[int, ...]:
-        """The numbers of a publication's blocks. Refuse: lengths, keys or numbers that cannot be
-        those of this instance.
-        """
+        """Unpack the block numbers of a request. Refuse lengths, keys or numbers that do not fit
+        this instance."""
         due, namespace = len(request.keys) * self.each, self.namespace
         if (len(request.blocks), len(request.generations)) != (
             due * m.NUMBER_BYTES,
@@ -162,11 +153,13 @@ class Residence:
         return numbers
 
     def _take(self, new: PublishedChunk, numbers: tuple[int, ...], full: bool) -> bool:
-        """Take one chunk, unless a newer publication has its key or one of its blocks, or it has a
-        block twice itself. full: unless it replaces none, too."""
-        found, awaited, holders = self.found, self.awaited, self.holders
+        """Take one chunk. Returns False, and takes nothing, if the chunk names a block twice, or if
+        a newer publication has its key or one of its blocks.
+
+        full: take the chunk only if it replaces another."""
+        complete, awaited, holders = self.complete, self.awaited, self.holders
         key = new.key
-        old = found.get(key) or awaited.get(key)
+        old = complete.get(key) or awaited.get(key)
         if old is not None and old.blocks == new.blocks and old.generations == new.generations:
             return self._agree(old, new)
         rivals = {
@@ -184,18 +177,18 @@ class Residence:
             return False
         self._kept += 1 - len(rivals)
         for rival in rivals:
-            (found if found.get(rival.key) is rival else awaited).pop(rival.key)
+            (complete if complete.get(rival.key) is rival else awaited).pop(rival.key)
             self._vacate(rival)
         for block in numbers:
             holders[block] = new
-        (found if self.ranks == 1 else awaited)[key] = new
+        (complete if self.ranks == 1 else awaited)[key] = new
         return True
 
     def _agree(self, old: PublishedChunk, new: PublishedChunk) -> bool:
-        """A rank publishes what the instance has published already, by this rank or by another
-        one.
+        """Note that a rank publishes the same chunk as `old`. False if `old` is newer and still
+        awaited.
         """
-        if self.found.get(old.key) is old:
+        if self.complete.get(old.key) is old:
             old.sequence = max(old.sequence, new.sequence)
             return True
         if new.sequence < old.sequence:
@@ -203,56 +196,55 @@ class Residence:
         old.agreed = new.agreed | (old.agreed if new.sequence == old.sequence else 0)
         old.sequence = new.sequence
         if old.agreed == self._all_ranks:
-            self.found[old.key] = self.awaited.pop(old.key)
+            self.complete[old.key] = self.awaited.pop(old.key)
         return True
 
-    def _has(self, one: PublishedChunk) -> bool:
-        return self.found.get(one.key) is one or self.awaited.get(one.key) is one
+    def _has(self, chunk: PublishedChunk) -> bool:
+        return self.complete.get(chunk.key) is chunk or self.awaited.get(chunk.key) is chunk
 
-    def _vacate(self, one: PublishedChunk) -> None:
+    def _vacate(self, chunk: PublishedChunk) -> None:
         """Release all blocks of this publication."""
         holders = self.holders
-        for block in struct.unpack(f"<{self.each}I", one.blocks):
-            if holders[block] is one:
+        for block in struct.unpack(f"<{self.each}I", chunk.blocks):
+            if holders[block] is chunk:
                 holders[block] = None
 
 
 def shape(join: m.Join) -> m.Join:
-    """What must be the same for publications to stay: all but the instance's name."""
+    """Everything in a join but the instance's name. Publications stay as long as this stays the
+    same."""
     return msgspec.structs.replace(join, instance=m.InstanceId(b""))
 
 
 def _split(table: Table, sequence: int) -> tuple[Table, Table]:
-    """Those chunks of a table whose sequence is no lower, and the others. The table becomes one of
-    the two.
-    """
+    """Split a table into chunks whose sequence is at least `sequence`, and older chunks. Reuses the
+    table as one of the two."""
     newest = list(islice(reversed(table.values()), RETRACT_LOOKS))
-    kept = {one.key: one for one in reversed(newest) if one.sequence >= sequence}
+    kept = {chunk.key: chunk for chunk in reversed(newest) if chunk.sequence >= sequence}
     if len(table) > 2 * RETRACT_LOOKS:
         for key in kept:
             del table[key]
         return kept, table
-    void = {key: one for key, one in table.items() if key not in kept}
+    void = {key: chunk for key, chunk in table.items() if key not in kept}
     for key in void:
         del table[key]
     return table, void
 
 
 class Recency:
-    """Which chunks of an instance others have read lately, for its scheduler to hear, since vLLM
-    does not see those reads.
+    """Chunks of an instance that other instances have read lately. vLLM does not see these reads,
+    so the server tells the instance's scheduler.
 
-    Each chunk is there once. The one that should stay longest comes last: of a prefix, its first
-    chunk."""
+    Holds each chunk once. Later chunks should stay longer: the first chunk of a prefix comes
+    last."""
 
     def __init__(self) -> None:
         self._keys: dict[m.ChunkKey, None] = {}
 
-    def note(self, keys: list[m.ChunkKey], there: Container[m.ChunkKey]) -> int:
-        """Note reads of these chunks, in prefix order. Returns how many of them are `there`, and
-        noted.
-        """
-        before, noted = self._keys, [key for key in reversed(keys) if key in there]
+    def note(self, keys: list[m.ChunkKey], resident: Container[m.ChunkKey]) -> int:
+        """Note reads of these chunks, in prefix order, as far as `resident` contains them. Returns
+        how many were noted."""
+        before, noted = self._keys, [key for key in reversed(keys) if key in resident]
         for key in noted:
             before.pop(key, None)
             before[key] = None
@@ -261,7 +253,7 @@ class Recency:
         return len(noted)
 
     def take(self, most: int) -> list[m.ChunkKey]:
-        """Take out the first `most`."""
+        """Remove and return the first `most` keys."""
         taken = list(islice(self._keys, most))
         for key in taken:
             del self._keys[key]

@@ -1,4 +1,4 @@
-"""What the connected clients say they have read out of others' KV caches, for the statistics."""
+"""How much each client has read out of other instances' KV caches, for the statistics."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.pool.placement import Peer
 
 MAX_LISTED = 256
-"""The most rows in the statistics: those with the most bytes."""
+"""The most rows in the statistics. Rows with the most bytes come first."""
 
 
-class ReadsTold:
-    """What each client said last, until its connection closes."""
+class ReadReports:
+    """The last report of each client, kept until its connection closes."""
 
     def __init__(self) -> None:
         self._of: dict[int, list[tuple[m.Reads, Peer, m.InstanceId]]] = {}
-        """By client, the rows with the most bytes first."""
+        """The rows of each client, the rows with the most bytes first."""
 
     def note(self, client: Peer, instance: m.InstanceId, reads: list[m.Reads]) -> m.Count:
-        """Replace what this client, of `instance`, said before."""
+        """Replace the last report of this client, which belongs to `instance`."""
         self._of[client.id] = sorted(
             ((read, client, instance) for read in reads), key=_order, reverse=True
         )
@@ -30,9 +30,8 @@ class ReadsTold:
         self._of.pop(client.id, None)
 
     def stats(self) -> list[m.ReadStats]:
-        """The rows for the statistics, those with the most bytes first. Looks at no more than
-        these, and at one more of each client.
-        """
+        """Return the rows with the most bytes. Examines at most `MAX_LISTED` rows and one more of
+        each client."""
         most = islice(merge(*self._of.values(), key=_order, reverse=True), MAX_LISTED)
         return [
             m.ReadStats(

@@ -1,8 +1,7 @@
-"""The instances that share their KV caches in place: what each of their processes has shown, and
-its fds.
+"""The instances that share their KV caches in place: the parts that their processes show, with fds.
 
-What a process has shown ends with its connection, at once, and nothing in the instance is found
-until it is shown again. An instance is gone when none of its processes is left."""
+A part ends at once with its connection. Look-ups skip an instance until all of its parts are shown
+again. An instance is removed when its last process disconnects."""
 
 from __future__ import annotations
 
@@ -15,13 +14,13 @@ from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.client_lines import caused_by
 from vcache_backend.metadata_server.instances.parts import (
-    KnownInstance,
-    ShownCache,
-    ShownTable,
+    RegisteredInstance,
+    SchedulerPart,
+    WorkerPart,
     no_table,
     only,
 )
-from vcache_backend.metadata_server.instances.resident_chunks import Residents
+from vcache_backend.metadata_server.instances.resident_chunks import ResidentDirectory
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
 from vcache_backend.metadata_server.refuse import Refuse
@@ -32,20 +31,20 @@ log = logging.getLogger(__name__)
 
 MAX_INSTANCES = 64
 MAX_OF_PROCESS = 16
-"""The most instances of which one process is part."""
+"""The most instances that one process belongs to."""
 SHARE_OF_PROCESS, SHARE_OF_USER, LEAST = 4, 1 / 4, 2
-"""How many times the instances of which a process is part, and those of a user, must be free beside
-them, and how many a process may have in any case."""
+"""Fair shares of the table of instances. A process with N instances gets one more only while more
+than 4 N places are free; a user with N, while more than N / 4 are. A process may have 2 in any
+case."""
 MAX_PARTS = 8
-"""The most parts of instances (a scheduler's or a rank's) that one connection shows."""
+"""The most parts (a scheduler or a rank) that one connection shows."""
 MAX_READERS = 4096
-"""The most readers that are remembered, one for each connection and instance; beyond it the oldest
-is forgotten.
-"""
+"""The most readers remembered, a reader being a connection and an instance. Beyond it the oldest
+reader is forgotten."""
 
 
 def liveness(peers: Sequence[Peer]) -> dict[str, Any]:
-    """`InstanceStats.silent` and `.stopped` of an instance with these connections."""
+    """Fill `InstanceStats.silent` and `.stopped` for an instance with these connections."""
     halted = (
         process.pid
         for process in dict.fromkeys(peer.process for peer in peers)
@@ -55,59 +54,55 @@ def liveness(peers: Sequence[Peer]) -> dict[str, Any]:
     return {"silent": round(max(0.0, time.monotonic() - heard), 1), "stopped": next(halted, 0)}
 
 
-class Instances:
-    """All instances. Called from the server's loop. Raises Refuse if something cannot be
-    granted.
-    """
+class InstanceRegistry:
+    """All instances. Called from the server's loop. Raises Refuse if a request cannot be
+    granted."""
 
     def __init__(
         self,
-        residents: Residents,
+        residents: ResidentDirectory,
         spare: Callable[[], int],
         pidfd: Callable[[ProcessId], int | None],
     ) -> None:
-        """spare: how many more fds may be kept here. pidfd: makes a new pidfd of a process, or
-        None.
-        """
+        """spare: how many more fds the server may keep. pidfd: makes a new pidfd of a process, or
+        returns None."""
         self._residents, self._spare, self._pidfd = residents, spare, pidfd
-        self._of: dict[m.InstanceId, KnownInstance] = {}
+        self._of: dict[m.InstanceId, RegisteredInstance] = {}
         self._parts: dict[int, set[tuple[m.InstanceId, int]]] = {}
-        """What each connection shows."""
+        """The parts that each connection shows."""
         self._readers: dict[tuple[m.InstanceId, int], tuple[Peer, str]] = {}
-        """Who has opened a KV cache of an instance and not said that it is unmapped, and on which
-        device it lies.
-        """
+        """Each connection that opened a KV cache of an instance and has not reported it unmapped,
+        with the device of the KV cache."""
 
     @property
     def descriptors(self) -> int:
         """The number of fds kept."""
         kept = 0
-        for known in self._of.values():
-            if known.table is not None:
-                kept += known.table.table is not None
-            kept += sum(len(cache.regions) for cache in known.caches.values())
-            kept += sum(part.pidfd is not None for _, part in known.parts())
+        for registered in self._of.values():
+            if registered.table is not None:
+                kept += registered.table.table is not None
+            kept += sum(len(cache.regions) for cache in registered.caches.values())
+            kept += sum(part.pidfd is not None for _, part in registered.parts())
         return kept
 
     def processes(self) -> set[ProcessId]:
-        """The processes whose end ends what they have shown, whoever else holds their
-        connection.
-        """
-        return set().union(*(known.processes() for known in self._of.values()))
+        """The processes whose end removes their parts, even if a child holds the connection
+        open."""
+        return set().union(*(registered.processes() for registered in self._of.values()))
 
     # ---- shown
 
     def join(self, client: Peer, request: m.Join, fds: list[int]) -> m.Count:
-        """A scheduler shows its generation table."""
+        """Register a scheduler's generation table."""
         if reason := no_table(only(fds), request.blocks):
             raise Refuse(reason)
         if lacking_bytes := self._residents.lacks(client, request):
             raise Refuse(
                 f"{request.blocks:,} blocks need {lacking_bytes:,} B more than this process may hold in the server now"
             )
-        known = self._enter(client, request.instance, m.SCHEDULER)
-        before = known.table
-        known.table = shown = ShownTable(client, request, Descriptor(fds.pop()))
+        registered = self._enter(client, request.instance, m.SCHEDULER)
+        before = registered.table
+        registered.table = shown = SchedulerPart(client, request, Descriptor(fds.pop()))
         if before is None or (before.process, before.memory) != (shown.process, shown.memory):
             self._residents.close(request.instance)
         self._residents.open(client, request)
@@ -115,7 +110,7 @@ class Instances:
         return m.Count(1)
 
     def show_cache(self, client: Peer, request: m.ShowCache, fds: list[int]) -> m.Count:
-        """A worker shows its KV cache."""
+        """Register a worker's KV cache."""
         instance, rank, shape = request.instance, request.rank, request.shape
         if reason := shape.misfit():
             raise Refuse(reason)
@@ -126,7 +121,7 @@ class Instances:
         for number, (nbytes, fd) in enumerate(zip(shape.regions, fds, strict=True)):
             if reason := unmappable(shape.medium, nbytes, fd, to_write=False):
                 raise Refuse(f"region {number}: {reason}")
-        shown = ShownCache(client, shape)
+        shown = WorkerPart(client, shape)
         if shown.nbytes > self._residents.room(client):
             raise Refuse(
                 f"its description takes {shown.nbytes:,} B, more than this process may hold in the server now"
@@ -135,9 +130,9 @@ class Instances:
             self._of[instance].caches[rank].regions if self.owns(client, instance, rank) else ()
         )
         self._make_sure_of_room(len(fds) - len(replaced))
-        known = self._enter(client, instance, rank)
-        before = known.caches.get(rank)
-        known.caches[rank] = shown
+        registered = self._enter(client, instance, rank)
+        before = registered.caches.get(rank)
+        registered.caches[rank] = shown
         shown.regions = [Descriptor(fd) for fd in fds]
         fds.clear()
         self._residents.charge(client, shown.nbytes)
@@ -149,7 +144,7 @@ class Instances:
         return m.Count(len(shape.regions))
 
     def owns(self, client: Peer, instance: m.InstanceId, rank: int) -> bool:
-        """Whether this connection shows that part."""
+        """Whether this connection shows this part."""
         return (instance, rank) in self._parts.get(client.id, ())
 
     # ---- published
@@ -167,42 +162,48 @@ class Instances:
         return m.Count(self._residents.publish(rank, request))
 
     def retract(self, client: Peer, request: m.Retract) -> m.Count:
-        """Void what the instance has published with a lower sequence. Any of its parts may ask."""
+        """Void the instance's publications with a lower sequence. Any part of the instance may
+        ask."""
         instance = request.instance
         if instance not in self._of:
             return m.Count(0)
         table = self._of[instance].table
         ranks = table.request.ranks if table is not None else 0
         if not any(
-            one == instance and rank < ranks for one, rank in self._parts.get(client.id, ())
+            shown == instance and rank < ranks for shown, rank in self._parts.get(client.id, ())
         ):
             raise Refuse(f"retract {instance.hex()}: this connection is no part of it")
         return m.Count(self._residents.retract(instance, request.sequence))
 
     def listens(self, client: Peer, instance: m.InstanceId) -> bytes:
-        """The namespace of the instance whose scheduler asks."""
-        known = self._of.get(instance)
-        if known is None or known.table is None or not self.owns(client, instance, m.SCHEDULER):
+        """Return the instance's namespace. Refuse a connection that is not the instance's
+        scheduler."""
+        registered = self._of.get(instance)
+        if (
+            registered is None
+            or registered.table is None
+            or not self.owns(client, instance, m.SCHEDULER)
+        ):
             raise Refuse(f"listen {instance.hex()}: this connection has shown no generations of it")
-        return known.table.request.namespace
+        return registered.table.request.namespace
 
     # ---- opened
 
     def open(self, instance: m.InstanceId) -> Answer:
-        """The table of an instance that is shown as a whole, and pidfds of its processes."""
-        known = self._whole(instance)
-        shown = known.table
+        """Return an instance's generation table and pidfds of its processes. Refuse while a part is
+        missing."""
+        registered = self._whole(instance)
+        shown = registered.table
         assert shown is not None
         assert shown.table is not None
         join = shown.request
         pidfds = [self._pidfd_of(shown)]
-        pidfds += [self._pidfd_of(known.caches[rank]) for rank in range(join.ranks)]
+        pidfds += [self._pidfd_of(registered.caches[rank]) for rank in range(join.ranks)]
         return m.Joined(join.blocks, join.ranks, join.each), [shown.table, *pidfds]
 
     def open_cache(self, client: Peer, instance: m.InstanceId, rank: int) -> Answer:
-        """One worker's KV cache. The connection is a reader until `close_instance`, or until it
-        closes.
-        """
+        """Return a worker's KV cache. The connection is a reader until it closes or sends
+        `CloseInstance`."""
         cache = self._cache(instance, rank)
         self._readers[instance, client.id] = client, cache.shape.device
         if len(self._readers) > MAX_READERS:
@@ -210,20 +211,19 @@ class Instances:
         return m.Cache(cache.shape), cache.regions
 
     def close_instance(self, client: Peer, instance: m.InstanceId) -> m.Count:
-        """The connection's process has unmapped what it had opened of an instance."""
+        """Forget that this connection reads the instance: its process has unmapped the KV cache."""
         return m.Count(int(self._readers.pop((instance, client.id), None) is not None))
 
     # ---- gone
 
     def disconnect(self, client: Peer, ended: bool = False) -> None:
-        """The connection is closed, which ends what it showed. A stopped process keeps its
-        connections. ended: the process has.
-        """
+        """Remove the parts of a closed connection. ended: whether the client's process has ended,
+        too; a process that was only stopped keeps its connections."""
         for reader in [reader for reader in self._readers if reader[1] == client.id]:
             del self._readers[reader]
         for instance, rank in self._parts.pop(client.id, ()):
-            known = self._of[instance]
-            part = known.table if rank == m.SCHEDULER else known.caches[rank]
+            registered = self._of[instance]
+            part = registered.table if rank == m.SCHEDULER else registered.caches[rank]
             assert part is not None
             part.gone()
             why = (
@@ -235,11 +235,12 @@ class Instances:
             self._changed(instance)
 
     def process_gone(self, process: ProcessId) -> None:
-        """The process has ended, though a child of it may hold its connection open."""
+        """Remove the parts of a process that has ended, even if a child holds its connection
+        open."""
         peers = {
             part.peer.id: part.peer
-            for known in self._of.values()
-            for _, part in known.parts()
+            for registered in self._of.values()
+            for _, part in registered.parts()
             if part.peer is not None
         }
         for peer in peers.values():
@@ -251,11 +252,11 @@ class Instances:
         self._of.clear()
 
     def stats(self) -> list[m.InstanceStats]:
-        """The instances as `vcache status` shows them."""
-        return [self._stats(instance, known) for instance, known in self._of.items()]
+        """The instances as `vcache status` lists them."""
+        return [self._stats(instance, registered) for instance, registered in self._of.items()]
 
     def still_mapped(self) -> list[m.StillMapped]:
-        """The first of those who still hold memory of instances that are gone."""
+        """List readers that still map memory of ended instances, up to a limit."""
         gone = [
             (instance, *reader)
             for (instance, _), reader in self._readers.items()
@@ -268,33 +269,38 @@ class Instances:
 
     # ---- inside
 
-    def _stats(self, instance: m.InstanceId, known: KnownInstance) -> m.InstanceStats:
-        table = known.table if known.table is not None and known.table.peer is not None else None
+    def _stats(self, instance: m.InstanceId, registered: RegisteredInstance) -> m.InstanceStats:
+        table = (
+            registered.table
+            if registered.table is not None and registered.table.peer is not None
+            else None
+        )
         return m.InstanceStats(
             id=instance.hex(),
-            device=known.caches[min(known.caches)].shape.device if known.caches else "",
+            device=registered.caches[min(registered.caches)].shape.device
+            if registered.caches
+            else "",
             pid=table.process.pid if table is not None else 0,
             blocks=table.request.blocks if table is not None else 0,
             resident=self._residents.count(instance),
-            regions=sum(len(cache.regions) for cache in known.caches.values()),
-            ranks=table.request.ranks if table is not None else len(known.caches),
-            missing=known.missing(),
+            regions=sum(len(cache.regions) for cache in registered.caches.values()),
+            ranks=table.request.ranks if table is not None else len(registered.caches),
+            missing=registered.missing(),
             name=table.peer.name if table is not None and table.peer is not None else "",
             namespace=table.request.namespace.hex() if table is not None else "",
-            **liveness([part.peer for _, part in known.parts() if part.peer is not None]),
+            **liveness([part.peer for _, part in registered.parts() if part.peer is not None]),
         )
 
-    def _enter(self, client: Peer, instance: m.InstanceId, rank: int) -> KnownInstance:
-        """The instance of which this connection becomes a part, in place of an earlier connection
-        of the same process.
-        """
-        known = self._of.get(instance)
+    def _enter(self, client: Peer, instance: m.InstanceId, rank: int) -> RegisteredInstance:
+        """Make this connection a part of the instance, in place of an earlier connection of the
+        same process."""
+        registered = self._of.get(instance)
         part = (
             None
-            if known is None
-            else known.table
+            if registered is None
+            else registered.table
             if rank == m.SCHEDULER
-            else known.caches.get(rank)
+            else registered.caches.get(rank)
         )
         if part is not None and part.peer is not None and part.process != client.process:
             raise Refuse(
@@ -306,48 +312,55 @@ class Instances:
                 raise Refuse(
                     f"this connection shows {len(mine)} parts of instances already; connect once more for others"
                 )
-            its = [id_ for id_, one in self._of.items() if client.process in one.processes()]
-            if instance not in its and len(its) >= MAX_OF_PROCESS:
+            joined = [id_ for id_, other in self._of.items() if client.process in other.processes()]
+            if instance not in joined and len(joined) >= MAX_OF_PROCESS:
                 raise Refuse(
-                    f"pid {client.process.pid} is part of {len(its)} instances already, the most for one process"
+                    f"pid {client.process.pid} is part of {len(joined)} instances already, the most for one process"
                 )
-            if known is None and len(self._of) >= MAX_INSTANCES:
+            if registered is None and len(self._of) >= MAX_INSTANCES:
                 raise Refuse(
                     f"{len(self._of)} instances share in place already, the most for one server"
                 )
-            if known is None and not self._leaves_room(client, len(its)):
+            if registered is None and not self._leaves_room(client, len(joined)):
                 kept = f"so that {MAX_INSTANCES - len(self._of)} are left for others"
                 raise Refuse(
-                    f"pid {client.process.pid} is part of {len(its)} instances, its user of more, {kept}"
+                    f"pid {client.process.pid} is part of {len(joined)} instances, its user of more, {kept}"
                 )
         if rank == m.SCHEDULER and (part is None or part.peer is None):
             self._make_sure_of_room()
-        if known is None:
-            known = self._of[instance] = KnownInstance()
+        if registered is None:
+            registered = self._of[instance] = RegisteredInstance()
         if not self.owns(client, instance, rank):
             again = part is not None and part.peer is not None
             _say(client, instance, rank, "replaces its earlier connection" if again else "joins")
         if part is not None and part.peer is not None:
             self._parts[part.peer.id].discard((instance, rank))
         self._parts.setdefault(client.id, set()).add((instance, rank))
-        return known
+        return registered
 
-    def _leaves_room(self, client: Peer, its: int) -> bool:
-        """Whether one more instance of this client leaves some for others."""
-        ours = sum(
-            any(part.peer is not None and part.peer.user == client.user for _, part in one.parts())
-            for one in self._of.values()
+    def _leaves_room(self, client: Peer, joined: int) -> bool:
+        """Whether enough places for instances stay free for others if this client takes one
+        more."""
+        of_user = sum(
+            any(
+                part.peer is not None and part.peer.user == client.user
+                for _, part in registered.parts()
+            )
+            for registered in self._of.values()
         )
         return (
             room(
-                MAX_INSTANCES - len(self._of), (its, SHARE_OF_PROCESS), (ours, SHARE_OF_USER), LEAST
+                MAX_INSTANCES - len(self._of),
+                (joined, SHARE_OF_PROCESS),
+                (of_user, SHARE_OF_USER),
+                LEAST,
             )
             > 0
         )
 
-    def _pidfd_of(self, part: ShownTable | ShownCache) -> Descriptor:
-        """A pidfd of the process that shows this part. It is kept for who asks next, so that
-        clients that do not read their answers use up no descriptors."""
+    def _pidfd_of(self, part: SchedulerPart | WorkerPart) -> Descriptor:
+        """Return a pidfd of the process that shows this part. The pidfd is kept for later requests,
+        so clients that do not read their answers use up no descriptors."""
         if part.pidfd is None:
             self._make_sure_of_room()
             try:
@@ -365,34 +378,34 @@ class Instances:
                 f"{self.descriptors} fds of instances are kept, more would leave none for clients; raise ulimit -n"
             )
 
-    def _whole(self, instance: m.InstanceId) -> KnownInstance:
-        known = self._of.get(instance)
-        if known is None:
+    def _whole(self, instance: m.InstanceId) -> RegisteredInstance:
+        registered = self._of.get(instance)
+        if registered is None:
             raise Refuse("it is not here, or not any more")
-        if missing := known.missing():
+        if missing := registered.missing():
             raise Refuse(f"{missing} is not here yet, or not any more")
-        return known
+        return registered
 
-    def _cache(self, instance: m.InstanceId, rank: int) -> ShownCache:
-        known = self._whole(instance)
-        if rank not in known.caches or known.caches[rank].peer is None:
+    def _cache(self, instance: m.InstanceId, rank: int) -> WorkerPart:
+        registered = self._whole(instance)
+        if rank not in registered.caches or registered.caches[rank].peer is None:
             raise Refuse("it has no such rank")
-        return known.caches[rank]
+        return registered.caches[rank]
 
     def _changed(self, instance: m.InstanceId) -> None:
-        """A part has come or gone."""
-        known = self._of[instance]
-        if all(part.peer is None for _, part in known.parts()):
+        """Update the instance after a part came or went."""
+        registered = self._of[instance]
+        if all(part.peer is None for _, part in registered.parts()):
             del self._of[instance]
             self._residents.close(instance)
-            for cache in known.caches.values():
+            for cache in registered.caches.values():
                 self._residents.charge(cache.owner, -cache.nbytes)
         else:
-            self._residents.show(instance, not known.missing())
+            self._residents.show(instance, not registered.missing())
 
 
 def _say(client: Peer, instance: m.InstanceId, rank: int, what: str) -> None:
-    """Log what becomes of one part of an instance."""
+    """Log a change of one part of an instance."""
     part = "scheduler" if rank == m.SCHEDULER else f"rank {rank}"
     with caused_by(client.caller):
         log.info(

@@ -1,4 +1,4 @@
-"""What the server answers about instances that share in place: the requests of `ResidentCalls`."""
+"""Answers requests about instances that share in place (the client's side is `InstanceCalls`)."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import assert_never
 import msgspec
 
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server.instances.reads import ReadsTold
-from vcache_backend.metadata_server.instances.registry import Instances
+from vcache_backend.metadata_server.instances.reads import ReadReports
+from vcache_backend.metadata_server.instances.registry import InstanceRegistry
 from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.refuse import Refuse
 from vcache_backend.metadata_server.serving.connection import Answer
 
 
-class ResidentService:
-    """Part of `Service`, whose contract holds here."""
+class InstanceService:
+    """The part of `Service` that answers requests about instances; its contract holds here."""
 
-    def __init__(self, directory: Directory, instances: Instances) -> None:
+    def __init__(self, directory: Directory, instances: InstanceRegistry) -> None:
         self.directory, self.instances = directory, instances
-        self.reads = ReadsTold()
+        self.reads = ReadReports()
 
     def shown(self, client: Peer, request: m.OfInstances, fds: list[int]) -> Answer:
-        """What an instance shows of itself, and what of that is opened. A refusal says of what."""
+        """Register or open a part of an instance. A refusal names the request and the part."""
         try:
             return self._shown(client, request, fds)
         except Refuse as refusal:
@@ -48,7 +48,7 @@ class ResidentService:
                 assert_never(request)
 
     def resident(self, client: Peer, request: m.OfResidents) -> m.Reply:
-        """Which chunks lie in which instance, and who reads them."""
+        """Answer requests about resident chunks and their readers."""
         epochs, residents = self.directory.epochs, self.directory.residents
         match request:
             case m.Find():
@@ -69,7 +69,7 @@ class ResidentService:
                 assert_never(request)
 
     def disconnect(self, client: Peer) -> None:
-        """The connection is gone."""
+        """Forget a closed connection."""
         self.reads.disconnect(client)
         self.instances.disconnect(client)
 

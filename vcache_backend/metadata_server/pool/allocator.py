@@ -1,8 +1,8 @@
-"""Allocates slots within one segment: best fit over exact hole sizes; freed slots merge with their
+"""Allocates slots within one segment: best fit over exact hole sizes. A freed slot merges with its
 neighbours at once.
 
-Pure arithmetic over offsets. With chunks of one size the segment packs without gaps, except for a
-tail smaller than a chunk. With several sizes best fit keeps each size in the holes that fit it, and
+Pure arithmetic over offsets. Chunks of one size fill a segment without gaps, except for a tail
+smaller than a chunk. With several sizes, best fit keeps each size in holes of that size, and
 `Contents` evicts neighbours when no hole is large enough."""
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 
 ALIGNMENT = 256
-"""Slots start and end on this many bytes: 16-byte vector accesses stay aligned, and 256 is CUDA's
-allocation alignment.
-"""
+"""Slots start and end on multiples of this: 16-byte vector accesses stay aligned, and 256 is CUDA's
+allocation alignment."""
 
 
 def padded(nbytes: int) -> int:
@@ -27,9 +26,8 @@ class Extents:
     """
 
     def __init__(self, nbytes: int, taken: Iterable[tuple[int, int]] = ()) -> None:
-        """taken: (start, size) of the slots in use, as a ledger has them. ValueError if they
-        overlap or lie outside.
-        """
+        """taken: (start, size) of each slot in use, from a ledger. ValueError if slots overlap or
+        leave the segment."""
         self.free = 0
         self._end_of: dict[int, int] = {}
         self._start_of: dict[int, int] = {}
@@ -66,7 +64,7 @@ class Extents:
         return start
 
     def give(self, start: int, size: int) -> None:
-        """Free a slot that `take` gave, and merge it with the holes beside it."""
+        """Free a slot from `take`, and merge it with the holes beside it."""
         end = start + size
         before = self._start_of.get(start)
         if before is not None:
@@ -79,11 +77,11 @@ class Extents:
         self._add(start, end)
 
     def hole_at(self, start: int) -> int:
-        """The end of the hole that starts at `start`; `start` if there is none."""
+        """The end of the hole at `start`; `start` if no hole begins at `start`."""
         return self._end_of.get(start, start)
 
     def hole_before(self, end: int) -> int:
-        """The start of the hole that ends at `end`; `end` if there is none."""
+        """The start of the hole before `end`; `end` if no hole ends at `end`."""
         return self._start_of.get(end, end)
 
     def _add(self, start: int, end: int) -> None:

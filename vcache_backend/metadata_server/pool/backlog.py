@@ -1,6 +1,4 @@
-"""Work that is too much for one turn of the server's loop: begun at once, continued in later turns.
-Pure.
-"""
+"""Tasks too long for one turn of the server's loop, continued in later turns. Pure."""
 
 from __future__ import annotations
 
@@ -9,15 +7,16 @@ from collections.abc import Iterator
 from itertools import islice
 
 AT_ONCE = 1024
-"""Steps of a task in the turn that begins it. Most tasks end there."""
+"""Steps of a task in the turn that begins it. Most tasks finish within them."""
 SHARE = 32
-"""Steps of a task in later turns, before the next task has its share."""
+"""Steps of a task in a later turn, before the next task runs."""
 Steps = Iterator[None]
-"""Work in steps, each of which touches one entry."""
+"""A task in steps. Each step touches one entry."""
 
 
 class Backlog:
-    """Unfinished tasks. They run in turn, `SHARE` steps each, so none waits for another to end."""
+    """Unfinished tasks. They take turns of `SHARE` steps, so no task waits for another to
+    finish."""
 
     def __init__(self) -> None:
         self._tasks: deque[Steps] = deque()
@@ -30,7 +29,7 @@ class Backlog:
         self._go_on(task, AT_ONCE)
 
     def later(self, task: Steps) -> None:
-        """Add a task of a kind of which there may be many in one turn; it begins later."""
+        """Add a task that begins in a later turn. For tasks of which one turn may add many."""
         self._tasks.append(task)
 
     def run(self, steps: int) -> None:

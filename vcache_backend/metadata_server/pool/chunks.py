@@ -15,9 +15,8 @@ _EMPTY: Space = {}
 
 
 class Chunks:
-    """Chunk entries by key. What is taken out here is no longer found, though it may still occupy a
-    slot.
-    """
+    """Entries of chunks by key. An entry that is removed from this table may still occupy a
+    slot."""
 
     def __init__(self) -> None:
         self._spaces: dict[bytes, Space] = {}
@@ -33,11 +32,11 @@ class Chunks:
         return self._spaces.get(key[:NAMESPACE_BYTES], _EMPTY).get(key)
 
     def has(self, namespace: bytes) -> bool:
-        """Whether there are chunks of this namespace."""
+        """Whether the table has chunks of this namespace."""
         return namespace in self._spaces
 
     def leading(self, keys: list[ChunkKey]) -> list[Entry]:
-        """The entries of the leading keys that are there."""
+        """The entries of the leading keys, up to the first key without an entry."""
         space = self._spaces.get(keys[0][:NAMESPACE_BYTES], _EMPTY) if keys else _EMPTY
         found = list(map(space.get, keys))
         if None in found and not keys[found.index(None)].startswith(keys[0][:NAMESPACE_BYTES]):
@@ -45,16 +44,15 @@ class Chunks:
         return cast("list[Entry]", found[: found.index(None)] if None in found else found)
 
     def leading_of_all(self, keys: list[ChunkKey], ranks: int) -> int:
-        """Count the leading chunks (keys of rank 0) that are there for all ranks."""
+        """Count the leading chunks (keys of rank 0) that have entries for all ranks."""
         found = len(keys)
         for rank in range(ranks):
             found = len(self.leading(of_rank(keys[:found], rank) if ranks > 1 else keys))
         return found
 
     def among(self, keys: list[ChunkKey]) -> Space:
-        """A table with those of these keys that are there, and perhaps others of their namespace.
-        To be read before the next change.
-        """
+        """Return a table that holds every entry of these keys, and perhaps others of their
+        namespace. Read it before the next change."""
         if not self._count or not keys:
             return _EMPTY
         namespace = min(keys)[:NAMESPACE_BYTES]
@@ -63,7 +61,7 @@ class Chunks:
         return {key: entry for key in keys if (entry := self.get(key)) is not None}
 
     def put(self, entries: Iterable[Entry]) -> None:
-        """Add entries whose keys are not there yet."""
+        """Add entries whose keys are new."""
         spaces = self._spaces
         for entry in entries:
             key = entry.key
@@ -74,11 +72,11 @@ class Chunks:
             self._count += 1
 
     def holds(self, entry: Entry) -> bool:
-        """Whether its key leads to this very entry."""
+        """Whether the table holds this very entry."""
         return self.get(entry.key) is entry
 
     def drop(self, entries: Iterable[Entry]) -> list[ChunkKey]:
-        """Take entries out. Returns the keys that led to them."""
+        """Remove entries. Returns the keys of the entries that the table held."""
         spaces, gone = self._spaces, list[ChunkKey]()
         for entry in entries if spaces else ():
             key = entry.key
@@ -92,9 +90,8 @@ class Chunks:
         return gone
 
     def clear(self, namespace: bytes) -> list[Space]:
-        """Take out a namespace, or all of them with b"". The tables are the caller's from now
-        on.
-        """
+        """Remove a namespace, or all namespaces with b"". Returns their tables, now the
+        caller's."""
         taken = [space] if (space := self._spaces.pop(namespace, None)) else []
         if not namespace:
             taken, self._spaces = list(self._spaces.values()), {}

@@ -1,7 +1,7 @@
-"""What lies in the pool: chunks, the slots they occupy, and how room is made for others. Pure.
+"""The chunks of the pool and their slots, and eviction. Pure.
 
-A chunk is live (found by its key), resting (in a segment from before a restart that is not back
-yet), or cleared (no longer found, its slot still to be freed)."""
+A chunk is live (look-ups return it), resting (in a segment from before a restart that no client has
+offered again yet), or cleared (look-ups do not return it, and its slot has yet to be freed)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ from vcache_backend.metadata_server.records import Cleared, Gone, LedgerState, L
 
 
 class Contents:
-    """Chunks and slots. `records`: changes that the ledger must hold before anybody is told of
-    them.
-    """
+    """Chunks and slots. `records`: changes that the ledger must hold before any reply reports
+    them."""
 
     def __init__(self) -> None:
         self.live, self.resting = Chunks(), Chunks()
@@ -41,9 +40,8 @@ class Contents:
         return [entry for entry in map(self.live.among(wanted).get, wanted) if entry is not None]
 
     def use(self, entries: list[Entry]) -> None:
-        """Make chunks that nobody reads recent, the first one the most: the end of a prefix is
-        evicted before its beginning.
-        """
+        """Make unread chunks recent. The first becomes the most recent, so the end of a prefix is
+        evicted before its beginning."""
         for use, entry in enumerate(reversed(entries), self._uses):
             if entry.newer is not None:
                 order = entry.segment.order
@@ -52,9 +50,8 @@ class Contents:
         self._uses += len(entries)
 
     def lying(self, keys: list[ChunkKey], locations: list[Location]) -> Iterator[Live]:
-        """A record of those chunks that still lie at these locations, live or resting; nothing if
-        there are none.
-        """
+        """Yield a record of the chunks that still lie at these locations, live or resting. Yields
+        nothing if no chunk does."""
         pairs = zip(keys, locations, strict=True)
         found = [
             (k, at)
@@ -67,11 +64,10 @@ class Contents:
     # ---- chunks come
 
     def restore(self, state: LedgerState) -> dict[int, list[Entry]]:
-        """Restore an earlier server's segments, absent, and their chunks, resting; the least
-        recently used ones come back first.
+        """Restore the segments of an earlier server as absent, and their chunks as resting. The
+        least recently used chunks come back first.
 
-        Returns the slots that were being written, by reservation.
-        """
+        Returns the slots that were being written, by reservation."""
         newest = max(state.generation, next(self.placement.generations))
         self.placement.generations = count(1 + newest)
         for id_, added in state.segments.items():
@@ -95,7 +91,7 @@ class Contents:
     def occupy(
         self, keys: list[ChunkKey], locations: list[Location], reservation: int
     ) -> list[Entry]:
-        """Mark slots that `room` returned as being written."""
+        """Mark slots from `room` as being written."""
         segments, entries = self.placement.segments, []
         length = size = 0
         for key, location in zip(keys, locations, strict=True):
@@ -109,10 +105,9 @@ class Contents:
         return entries
 
     def publish(self, entries: list[Entry]) -> int:
-        """Make chunks live, the first one the most recent. Returns how many.
+        """Make chunks live, the first the most recent. Returns how many.
 
-        Chunks in a segment that is being dropped are forgotten instead.
-        """
+        Chunks in a draining segment are forgotten instead."""
         draining: list[Entry] = []
         resting = self.resting
         for use, entry in enumerate(reversed(entries), self._uses):
@@ -131,9 +126,8 @@ class Contents:
         return len(entries) - len(draining)
 
     def bring_back(self, segment: Segment, pending: Callable[[ChunkKey], bool]) -> Steps:
-        """Make the chunks of a segment live that has been offered again, but for those removed or
-        being stored anew meanwhile.
-        """
+        """Make the chunks of a segment live that a client has offered again. Skips chunks that were
+        removed or are being stored anew."""
         while segment.returning and segment.state == "live":
             entry = segment.returning.pop()
             if self.resting.holds(entry):
@@ -145,11 +139,10 @@ class Contents:
             yield
 
     def room(self, nbytes: int, peer: Peer, wanted: int, allowed: int) -> list[Location]:
-        """Find slots for `wanted` chunks, or for as many as there is room for: in holes, then by
-        evicting the least recently used chunks.
+        """Find slots for up to `wanted` chunks: first in holes, then by evicting the least recently
+        used chunks.
 
-        allowed: by how many the number of chunks may grow.
-        """
+        allowed: by how much the number of chunks may grow."""
         left, slots = MAX_SEARCH, list[Location]()
         while True:
             while (most := min(allowed, wanted - len(slots))) > 0 and (
@@ -174,9 +167,8 @@ class Contents:
     # ---- chunks are read
 
     def hold(self, entries: Iterable[Entry]) -> None:
-        """Count a reader for each of these chunks, so that they are not evicted. Each must occur
-        only once.
-        """
+        """Add a reader to each of these chunks, which keeps them from eviction. Each must occur
+        only once."""
         for entry in entries:
             if not entry.leases:
                 segment = entry.segment
@@ -185,9 +177,8 @@ class Contents:
             entry.leases += 1
 
     def let_go(self, entries: list[Entry]) -> None:
-        """End one reader of each chunk. Those without any left become recent, the first one the
-        most; removed ones free their slots.
-        """
+        """Remove a reader from each chunk. Chunks without readers become recent, the first the
+        most; removed chunks without readers free their slots."""
         for use, entry in enumerate(reversed(entries), self._uses):
             entry.leases -= 1
             if not entry.leases:
@@ -202,9 +193,8 @@ class Contents:
     # ---- chunks go
 
     def forget(self, entries: list[Entry]) -> None:
-        """Remove chunks, be they live, resting or cleared. The slot of one that somebody reads is
-        freed when its last reader ends.
-        """
+        """Remove chunks, whether live, resting or cleared. The slot of a chunk with readers is
+        freed when its last reader ends."""
         gone = self.live.drop(entries) + self.resting.drop(entries)
         for entry in entries:
             if entry.leases:
@@ -215,9 +205,8 @@ class Contents:
             self.records.append(Gone(gone))
 
     def clear(self, namespace: bytes) -> tuple[int, Steps]:
-        """Remove all chunks of a namespace, of all with b"". Returns how many were live, and the
-        steps that free their slots.
-        """
+        """Remove all chunks of a namespace, or of all namespaces with b"". Returns how many were
+        live, and the steps that free their slots."""
         live, resting = self.live.clear(namespace), self.resting.clear(namespace)
         if live or resting:
             self.records.append(Cleared(namespace))
@@ -226,7 +215,7 @@ class Contents:
         return chunks, self._drain([*live, *resting])
 
     def empty(self, segment: Segment) -> Steps:
-        """Forget the chunks of a segment, one a step."""
+        """Forget the chunks of a segment, one for each step."""
         while segment.occupants:
             offset, entry = segment.occupants.popitem()
             segment.staying[offset] = entry
@@ -235,9 +224,8 @@ class Contents:
             yield
 
     def _drain(self, spaces: list[Space]) -> Steps:
-        """Free the slots of cleared chunks, one a step, unless they were evicted meanwhile or only
-        wait for their leases to end.
-        """
+        """Free the slots of cleared chunks, one for each step. Skips chunks that were evicted
+        meanwhile, and chunks with leases."""
         for space in spaces:
             while space:
                 _, entry = space.popitem()
@@ -246,7 +234,7 @@ class Contents:
                 yield
 
     def _evict(self, victims: list[Entry]) -> None:
-        """Unlink chunks that nobody reads. The caller frees or reuses their slots."""
+        """Unlink chunks without readers. The caller frees or reuses their slots."""
         gone = self.live.drop(victims) + self.resting.drop(victims)
         for victim in victims:
             segment = victim.segment

@@ -1,9 +1,9 @@
-"""The directory: where each chunk lies, who writes it and who reads it. A pure state machine.
+"""The directory: the location, the writer and the readers of each chunk. A pure state machine.
 
-It has no socket, thread or file: it takes a clock, returns replies, and leaves in `records` what
-the ledger must hold before the replies may leave. It keeps three rules: nobody sees a chunk before
-its commit (1); a leased slot is not reused before its lease ends (2); a reserved slot is freed only
-once its writer says so or the writer's process has ended (3)."""
+The directory has no socket, thread or file. It reads the time from a function, returns replies, and
+appends to `records` what the ledger must hold before the replies leave. Three rules hold. (1) No
+client sees a chunk before its commit. (2) A leased slot is not reused before its lease ends. (3) A
+reserved slot is freed only after its writer says so, or after the writer's process has ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from itertools import count, repeat
 from vcache_backend.config import ServerConfig
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import records
-from vcache_backend.metadata_server.instances.resident_chunks import Residents
+from vcache_backend.metadata_server.instances.resident_chunks import ResidentDirectory
 from vcache_backend.metadata_server.pool.backlog import Steps
 from vcache_backend.metadata_server.pool.epochs import Epochs
 from vcache_backend.metadata_server.pool.leases import Leases
@@ -27,17 +27,17 @@ class Directory(SegmentDirectory):
     """The state behind every request about chunks and segments. Called from the server's loop only;
     `now` is a monotonic clock in seconds.
 
-    Each call takes a bounded time. Of `add_segment`, `clear`, `drop_segment` and `disconnect`,
-    `go_on` does in later turns of the loop what is too much for one.
+    Each call takes a bounded time. `add_segment`, `clear`, `drop_segment` and `disconnect` leave
+    long work to `go_on` in later turns of the loop.
 
-    The ids of leases and reservations count up from `first_id`, far from those of earlier lives of
-    the server. Generations count up beyond the newest one that `restore` brings."""
+    Ids of leases and reservations count up from `first_id`, far from the ids of earlier servers.
+    Generations continue after the newest generation that `restore` brings."""
 
     def __init__(self, limits: ServerConfig, now: Callable[[], float], first_id: int = 1) -> None:
         super().__init__(limits, now, first_id)
         self._limits = limits
         self.leases = Leases(limits.lease_seconds, self.contents.let_go)
-        self.residents = Residents(self.backlog, self.counters, limits.max_chunks)
+        self.residents = ResidentDirectory(self.backlog, self.counters, limits.max_chunks)
         self.epochs = Epochs()
         self.records.append(records.Counted(0))
 
@@ -46,24 +46,22 @@ class Directory(SegmentDirectory):
         return len(self.contents.live)
 
     def stores(self, namespace: bytes) -> bool:
-        """Whether there are chunks of a namespace, be they of before a restart and not back yet."""
+        """Whether the namespace has chunks, live or resting."""
         return self.contents.live.has(namespace) or self.contents.resting.has(namespace)
 
     # ---- reading
 
     def lookup(self, keys: list[m.ChunkKey], ranks: int = 1) -> int:
         """Count the leading chunks that all ranks have. At most `MAX_LOOKED_UP` keys times
-        ranks.
-        """
+        ranks."""
         found = self.contents.live.leading_of_all(keys, ranks)
         self.counters["lookup_chunks"] += len(keys)
         self.counters["lookup_hits"] += found
         return found
 
     def find(self, request: m.Find) -> m.Found:
-        """Find which leading chunks are in the pool, for all ranks, or resident in another
-        instance's KV cache.
-        """
+        """Find the leading chunks that are in the pool for all ranks, or resident in another
+        instance's KV cache."""
         found = self.residents.find(request, self.contents.live)
         self.counters["lookup_chunks"] += len(request.keys)
         self.counters["lookup_hits"] += len(found.pooled)
@@ -71,7 +69,7 @@ class Directory(SegmentDirectory):
         return found
 
     def contains(self, keys: list[m.ChunkKey]) -> list[bool]:
-        """Say for each key whether its chunk is in the pool."""
+        """Whether each key's chunk is in the pool."""
         return list(map(self.contents.live.among(keys).__contains__, keys))
 
     def segments_of(self, keys: list[m.ChunkKey]) -> list[str]:
@@ -80,9 +78,8 @@ class Directory(SegmentDirectory):
         return [entry.segment.id if (entry := there.get(key)) is not None else "" for key in keys]
 
     def acquire(self, client: Peer, keys: list[m.ChunkKey]) -> m.Leased:
-        """Lease the leading run. When the lease ends its chunks become recent, the first one the
-        most.
-        """
+        """Lease the leading chunks. When the lease ends its chunks become recent, the first the
+        most."""
         entries = (
             list[Entry]()
             if self.leases.full(client.id, len(keys))
@@ -98,15 +95,16 @@ class Directory(SegmentDirectory):
         return m.Leased(lease, self._limits.lease_seconds, [entry.location for entry in entries])
 
     def renew(self, lease: int) -> bool:
-        """Extend a lease, whoever asks, to its full time from now. False if it has ended."""
+        """Extend a lease to its full time from now. Any client may ask. False if the lease has
+        ended."""
         return self.leases.renew(lease, self._now())
 
     def release(self, lease: int) -> bool:
-        """End a lease, whoever asks. False if it had ended before."""
+        """End a lease. Any client may ask. False if the lease had ended before."""
         return self.leases.release(lease, self._now())
 
     def touch(self, keys: list[m.ChunkKey]) -> int:
-        """Make chunks recent, the first one the most. Returns how many of them are in the pool."""
+        """Make chunks recent, the first the most. Returns how many are in the pool."""
         there = self.contents.there(keys)
         self.contents.use(there)
         return len(there)
@@ -117,8 +115,8 @@ class Directory(SegmentDirectory):
         """Reserve a slot of `nbytes` for each key: on the client's device, else on peers with room,
         else by eviction.
 
-        A key whose chunk is stored already, or is being written, gets a refusal instead, as do keys
-        beyond the first `MAX_SLOTS` new ones."""
+        A key gets a refusal instead if its chunk is stored or being written, or if it comes after
+        the first `MAX_SLOTS` new keys."""
         if reason := self._not_now(client):
             return m.Reserved(0, 0.0, [int(m.Refusal.FULL)] * len(keys), reason)
         reservation, live = next(self._ids), self.contents.live
@@ -149,8 +147,7 @@ class Directory(SegmentDirectory):
     def commit(self, client: Peer, reservation: int, prefix: list[m.ChunkKey]) -> int:
         """Publish a reservation of this client. Returns how many chunks are visible.
 
-        0 if the reservation is void. Its slots are then freed, since its writer has finished.
-        """
+        Returns 0 if the reservation is void, and frees its slots, since the writer has finished."""
         open_ = self.reservations.get(reservation)
         if open_ is None or open_.client != client.id or self._now() > open_.deadline:
             self.abort(client, reservation)
@@ -163,20 +160,18 @@ class Directory(SegmentDirectory):
         return visible
 
     def abort(self, client: Peer, reservation: int) -> int:
-        """Free the slots of a reservation of this process, none of whose copies runs any more.
-        Returns how many.
-        """
+        """Free the slots of a reservation of this process, whose copies are all over. Returns how
+        many."""
         open_ = self.reservations.get(reservation)
         if open_ is None or open_.process != client.process:
             return 0
         return self._give_back(reservation)
 
     def remove(self, keys: list[m.ChunkKey], force: bool = True) -> int:
-        """Forget chunks. Returns how many there were. The slot of a leased chunk is freed when its
-        last lease ends.
+        """Forget chunks. Returns how many. The slot of a leased chunk is freed when its last lease
+        ends.
 
-        Without `force`, leased chunks stay, and so do those of segments that are not back since a
-        restart."""
+        Without `force`, leased and resting chunks stay."""
         there = self.contents.there(keys)
         if force:
             self.contents.forget(
@@ -194,11 +189,11 @@ class Directory(SegmentDirectory):
         return len(there)
 
     def clear(self, namespace: bytes, reset: bool = False) -> int:
-        """Forget all chunks of a namespace, resident ones included; of all namespaces with b"".
-        Returns how many there were.
+        """Forget all chunks of a namespace, also resident chunks; of all namespaces with b"".
+        Returns how many.
 
-        Their slots are freed now or in later turns. Reservations of the namespace become void.
-        reset: raise the namespace's epoch, too."""
+        Slots are freed now or in later turns. The namespace's reservations become void. reset: also
+        raise the namespace's epoch."""
         self.reservations.void(self.reservations.of_namespace(namespace))
         residents = self.residents.clear(namespace)
         if reset:
@@ -208,9 +203,8 @@ class Directory(SegmentDirectory):
         return chunks + residents
 
     def raise_epoch(self, namespace: bytes) -> None:
-        """Make everything void that was offloaded, or computed in a KV cache, of a namespace so
-        far; of all with b"".
-        """
+        """Void everything that a namespace has offloaded, or computed in KV caches, so far; all
+        namespaces with b""."""
         self.residents.clear(namespace)
         self.epochs.advance(namespace)
         self.records.append(records.EpochTable(self.epochs.all()))
@@ -218,21 +212,19 @@ class Directory(SegmentDirectory):
     # ---- clients and time
 
     def disconnect(self, client: Peer) -> None:
-        """The connection is closed: its leases end after `GRACE_SECONDS`, its reservations are void
-        and their slots quarantined.
-        """
+        """Handle a closed connection: its leases end after `GRACE_SECONDS`, its reservations become
+        void and their slots quarantined."""
         self.backlog.later(self.leases.drop_client(client.id, self._now))
         self._claims.drop_client(client.id)
         self.reservations.void(self.reservations.of_client(client.id))
 
     def process_gone(self, process: records.ProcessId) -> None:
-        """The process has ended and writes nothing any more: free the slots of its void
-        reservations now or in later turns.
-        """
+        """Free the slots of a process's void reservations, now or in later turns. The process has
+        ended and writes no more."""
         self.backlog.begin(self._free_slots_of(process))
 
     def tick(self) -> None:
-        """End leases and reservations whose time is over, and segments that were dropped."""
+        """End overdue leases and reservations, and remove dropped segments that are empty."""
         now = self._now()
         self.leases.expire(now)
         overdue = self.reservations.overdue(now)
@@ -242,16 +234,17 @@ class Directory(SegmentDirectory):
             self._close(segment)
 
     def go_on(self, steps: int) -> None:
-        """Do up to `steps` steps of what earlier turns left to do."""
+        """Do up to `steps` steps of the work that earlier turns left."""
         self.backlog.run(steps)
 
     # ---- ledger
 
     def restore(self, state: records.LedgerState) -> None:
-        """Take over an earlier server's state. Segments are absent until offered again and their
-        chunks rest; reservations are void. What is here already stays, unless that server had heard
-        of resets: what came here since may be of before them.
-        """
+        """Take over an earlier server's state: its segments become absent, its chunks resting, its
+        reservations void.
+
+        The present chunks stay, unless the earlier server knew of resets: then all present chunks
+        are cleared, since they may be older than a reset."""
         resets = any(state.epochs.values())
         if resets:
             self.clear(b"")
@@ -272,9 +265,10 @@ class Directory(SegmentDirectory):
             self._reserves_from = self._now() + m.GRACE_SECONDS
 
     def still(self, record: records.Record) -> Iterator[records.Record]:
-        """The parts of an earlier record that still hold, for a compacted ledger.
+        """Yield the parts of an earlier record that still hold, for a compacted ledger.
 
-        That one also gets every change from the turn on in which its first record was written."""
+        The new ledger also gets every change since the turn in which its first record was
+        written."""
         match record:
             case records.Counted():  # the first record, or the first of an earlier server's
                 yield records.Counted(next(self.contents.placement.generations))
@@ -296,11 +290,11 @@ class Directory(SegmentDirectory):
     # ---- inside
 
     def _stored(self, key: m.ChunkKey) -> bool:
-        """Whether the key has a chunk, be it of before a restart and not back yet."""
+        """Whether the key has a chunk, live or resting."""
         return (self.contents.live.get(key) or self.contents.resting.get(key)) is not None
 
     def _refusal(self, client: Peer, nbytes: int) -> tuple[m.Refusal | None, str]:
-        """Why no chunk of this size can ever get a slot at present; (None, "") if it can."""
+        """Explain why no chunk of this size can get a slot at present; (None, "") if one can."""
         largest = max(
             (segment.capacity for segment in self.contents.placement.usable(client)), default=-1
         )
@@ -315,7 +309,7 @@ class Directory(SegmentDirectory):
         return None, ""
 
     def _no_segment(self, client: Peer) -> str:
-        """Why this client has no segment to store in, and what to do about it."""
+        """Explain why this client has no segment to store in, and what to do about it."""
         placement, medium = self.contents.placement, client.medium
         unusable = any(segment.medium == medium for segment in placement.in_state("live"))
         absent = sum(segment.medium == medium for segment in placement.in_state("absent"))
@@ -344,9 +338,8 @@ class Directory(SegmentDirectory):
 
 
 def _clear_of(taken: Iterable[int], first: int) -> int:
-    """A number from which ids can count up without meeting any of `taken`: `first`, or a later
-    one.
-    """
+    """Return a first number for ids, `first` or later, such that ids counting up from it meet none
+    of `taken`."""
     for number in sorted(taken):
         if first <= number < first + (1 << 48):
             first = number + 1
@@ -360,9 +353,7 @@ def _answers(
     busy: set[m.ChunkKey],
     refusal: m.Refusal | None,
 ) -> list[m.Location | int]:
-    """For each key its slot, or the reason for none: FULL also if its chunk was evicted to make
-    room for others of this request.
-    """
+    """For each key its slot or a refusal: FULL also for a chunk that this request evicted."""
     slots: list[m.Location | int] = []
     for key in keys:
         if (location := given.pop(key, None)) is not None:

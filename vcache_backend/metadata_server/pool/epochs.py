@@ -7,24 +7,24 @@ import secrets
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey
 
 MAX_EPOCHS = 256
-"""The most namespaces with an epoch of their own. One more, and all epochs are raised."""
+"""The most namespaces with an epoch of their own. One namespace more raises all epochs."""
 _RANDOM_BITS = 40
 
 
 class Epochs:
-    """The epoch of each namespace. A reset raises it, and nothing that was offloaded in an earlier
-    one is found any more.
+    """The epoch of each namespace. A reset raises it; chunks offloaded in earlier epochs are then
+    not found.
 
-    It is 0 until the first reset, so that nodes that were never reset share what they offload.
-    After that it is a count and 40 random bits: it grows, and no other node, whose instances may
-    have other weights by then, has the same one."""
+    An epoch is 0 until the first reset, so nodes without resets share what they offload. Later
+    epochs consist of a count and 40 random bits. They grow, and no two nodes, whose weights may
+    differ by then, have the same epoch."""
 
     def __init__(self) -> None:
         self._others = 0
         self._of: dict[bytes, int] = {}
 
     def of(self, keys: list[ChunkKey]) -> int:
-        """The epoch of these keys' namespace, which must be the same for all."""
+        """The epoch of the keys' namespace. All keys must have the same namespace."""
         return (
             self._of.get(keys[0][:NAMESPACE_BYTES], self._others)
             if self._of and keys
@@ -32,7 +32,7 @@ class Epochs:
         )
 
     def advance(self, namespace: bytes) -> None:
-        """Raise the epoch of a namespace, or of all with b""."""
+        """Raise the epoch of a namespace, or of all namespaces with b""."""
         if len(namespace) < NAMESPACE_BYTES or (
             namespace not in self._of and len(self._of) == MAX_EPOCHS
         ):
@@ -41,11 +41,11 @@ class Epochs:
             self._of[namespace] = _next(self._of.get(namespace, self._others))
 
     def all(self) -> dict[bytes, int]:
-        """All epochs by namespace. b"": of every one that is not listed."""
+        """All epochs by namespace. b"" stands for every namespace that is not listed."""
         return {b"": self._others} | self._of
 
     def restore(self, epochs: dict[bytes, int]) -> None:
-        """Take over what `all` returned."""
+        """Restore the epochs that `all` returned."""
         self._of = dict(epochs)
         self._others = self._of.pop(b"", 0)
 

@@ -1,4 +1,4 @@
-"""Leases on committed chunks: who may read what until when. Pure: the clock is passed in."""
+"""Leases: which client may read which chunks until when. Pure: callers pass the time."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ MAX_LEASES_PER_CLIENT = 65_536
 MAX_LEASED_PER_CLIENT = 1 << 18
 """The most chunks under the leases of one client. A chunk counts once for each lease."""
 AT_ONCE = 2048
-"""About how many chunks' leases one look at the clock ends; the next one ends others."""
+"""About how many chunks one call of `expire` releases; the next call continues."""
 
 
 class Grant(msgspec.Struct, gc=False):
-    """One reader's hold on some chunks until `deadline`, in seconds of the server's monotonic
-    clock. `client`: None once its connection is closed."""
+    """A reader's lease on chunks until `deadline`, in seconds of the server's monotonic clock.
+    `client`: None once the reader's connection is closed."""
 
     client: int | None
     deadline: float
@@ -35,9 +35,9 @@ class Leases:
         self.expired = 0
         self._let_go = let_go
         self._leases: OrderedDict[int, Grant] = OrderedDict()
-        """In order of their deadlines, since all get the same time."""
+        """In order of deadlines, since all leases last equally long."""
         self._orphans: OrderedDict[int, Grant] = OrderedDict()
-        """Those whose client is gone, in order of their deadlines, too."""
+        """Leases of closed connections, in order of deadlines."""
         self._of_client: dict[int, dict[int, None]] = {}
         self._leased_by: Counter[int] = Counter()
 
@@ -45,9 +45,8 @@ class Leases:
         return len(self._leases) + len(self._orphans)
 
     def full(self, client: int, more: int = 1) -> bool:
-        """Whether the client has as many leases as it may have, or would have too many chunks with
-        `more`.
-        """
+        """Whether the client has reached its number of leases, or would exceed its number of chunks
+        with `more`."""
         leases = len(self._of_client.get(client, ()))
         return (
             leases >= MAX_LEASES_PER_CLIENT
@@ -55,15 +54,15 @@ class Leases:
         )
 
     def grant(self, lease: int, client: int, entries: list[Entry], now: float) -> None:
-        """Add a lease of `entries`, each there once and held already."""
+        """Add a lease of `entries`. Each entry occurs once, and the caller has counted the
+        reader."""
         self._leases[lease] = Grant(client, now + self.seconds, entries)
         self._of_client.setdefault(client, {})[lease] = None
         self._leased_by[client] += len(entries)
 
     def renew(self, lease: int, now: float) -> bool:
-        """Extend a lease that has not ended to its full time, whoever asks: one process may read
-        under another's lease.
-        """
+        """Extend a lease to its full time; False if it has ended. Any client may ask, since a
+        process may read under another's lease."""
         held = self._holding(lease, now)
         if held is None:
             return False
@@ -76,7 +75,7 @@ class Leases:
         return True
 
     def release(self, lease: int, now: float) -> bool:
-        """End a lease, whoever asks. False if it had ended before."""
+        """End a lease; False if it had ended before. Any client may ask."""
         held = self._holding(lease, now)
         if held is None:
             return False
@@ -95,9 +94,8 @@ class Leases:
                 self._holding(lease, now)
 
     def drop_client(self, client: int, now: Callable[[], float]) -> Steps:
-        """A client is gone: its leases hold for another `GRACE_SECONDS`, as promised when granted,
-        unless somebody renews them.
-        """
+        """Make the leases of a closed connection end after `GRACE_SECONDS`, as promised when
+        granted, unless another client renews them."""
         leases = self._of_client.pop(client, {})
         self._leased_by.pop(client, None)
         return self._orphan(leases, now)
@@ -111,7 +109,7 @@ class Leases:
             yield
 
     def _holding(self, lease: int, now: float) -> Grant | None:
-        """The lease, if it has not ended. One whose time is over ends here."""
+        """Return the lease if it has not ended. Ends a lease whose time is over."""
         held = self._leases.get(lease) or self._orphans.get(lease)
         if held is not None and held.deadline <= now:
             self._end(lease, held)

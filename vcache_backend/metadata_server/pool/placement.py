@@ -1,6 +1,5 @@
-"""Where chunks lie: the node's segments, what occupies their slots and when it was last used, and
-which slots make room.
-"""
+"""The node's segments, the occupants of their slots in order of use, and the choice of slots to
+evict."""
 
 from __future__ import annotations
 
@@ -27,25 +26,21 @@ from vcache_backend.metadata_server.pool.allocator import ALIGNMENT, Extents, pa
 from vcache_backend.metadata_server.records import ProcessId
 
 MAX_WINDOW_ATTEMPTS = 64
-"""How many chunks, least recently used first, are tried as the start of a run to evict among chunks
-of other sizes.
-"""
+"""How many chunks, least recently used first, to try as the start of a run to evict among chunks of
+other sizes."""
 MAX_SEARCH = 2048
-"""The most chunks in a run to evict, and that one request evicts: a few milliseconds of the
-server's time.
-"""
+"""The most chunks that one request evicts, in a run or in all: a few milliseconds of the server's
+time."""
 SAME_SEGMENT = 64
-"""How many slots of one request come from a segment before the one with the most room is looked for
-again.
-"""
+"""How many slots of one request come from a segment before `Placement` chooses a segment again."""
 
 
 class Entry(msgspec.Struct, gc=False, eq=False):
-    """One occupied slot of `size` bytes. `reservation`: 0 once its chunk is committed. `doomed`:
-    the chunk was removed while leased.
+    """An occupied slot of `size` bytes. `reservation`: 0 once its chunk is committed. `doomed`: the
+    chunk was removed while leased.
 
-    `use` grows with every use. `older` and `newer`: its neighbours in the order of its segment,
-    None if it is not in there."""
+    `use` grows with every use. `older` and `newer`: the neighbours in the segment's `Order`, None
+    outside of it."""
 
     key: ChunkKey
     location: Location
@@ -60,16 +55,15 @@ class Entry(msgspec.Struct, gc=False, eq=False):
 
     @property
     def end(self) -> int:
-        """The offset at which its slot ends."""
+        """The offset at which the slot ends."""
         return self.location.offset + self.size
 
 
 class Order:
-    """The chunks of a segment that may be evicted (committed, and read by nobody), the least
-    recently used first.
+    """The chunks of a segment that may be evicted (committed, without readers), the least recently
+    used first.
 
-    A ring through the entries themselves: a table, however fast, would at times be rebuilt for all
-    of them."""
+    A ring through the entries themselves: a dict would at times be rebuilt for all of them."""
 
     def __init__(self) -> None:
         self._ends = Entry(
@@ -78,28 +72,28 @@ class Order:
         self._ends.older = self._ends.newer = self._ends
 
     def __iter__(self) -> Iterator[Entry]:
-        """Not to be continued after a change."""
+        """Iterate over the entries. Stop before changing the order."""
         entry = self._ends.newer
         while entry is not None and entry is not self._ends:
             yield entry
             entry = entry.newer
 
     def append(self, entry: Entry, use: int) -> None:
-        """Add an entry as the most recent one. It must not be in there."""
+        """Add an entry as the most recent. The entry must not be in the order."""
         ends, last = self._ends, self._ends.older
         if last is not None:
             entry.use, entry.older, entry.newer = use, last, ends
             last.newer = ends.older = entry
 
     def remove(self, entry: Entry) -> None:
-        """Take an entry out, if it is in there."""
+        """Remove an entry if it is in the order."""
         older, newer = entry.older, entry.newer
         if older is not None and newer is not None:
             older.newer, newer.older = newer, older
             entry.older = entry.newer = None
 
     def clear(self) -> None:
-        """Unlink all entries. The order is not used again."""
+        """Unlink all entries of an order that is not used again."""
         entry: Entry | None = self._ends
         while entry is not None:
             following, entry.older, entry.newer = entry.newer, None, None
@@ -107,9 +101,9 @@ class Order:
 
 
 class Peer(msgspec.Struct):
-    """One connection of a client: its number, the process behind it and that one's user, the device
-    it prefers, the segments it cannot use, the name from its hello, and when (monotonic clock) its
-    last message came."""
+    """A client's connection: its number, its process and that process's user, the preferred device,
+    the segments it cannot map, the name from its hello, and when (monotonic clock) its last message
+    came."""
 
     id: int
     process: ProcessId
@@ -122,21 +116,21 @@ class Peer(msgspec.Struct):
 
     @property
     def caller(self) -> Caller:
-        """Whom its lines in the log count for."""
+        """The process or user whose limit of log lines applies."""
         return Caller(self.uid, self.process.pid)
 
     @property
     def user(self) -> int:
-        """Whose share it counts to, see `shares.user`."""
+        """The user whose share this client uses; see `shares.user`."""
         return shares.user(self.uid, self.process.pid)
 
 
 class Segment:
-    """One segment: its holes, its occupants by offset (and by where they end), and how many of
-    these are reserved and leased.
+    """A segment: its holes, its occupants by offset and by end, and the numbers of reserved and of
+    leased ones.
 
-    `state`: live; absent, from before a restart, until its fd is offered again; or draining, until
-    nobody reads or writes there any more."""
+    `state`: live; absent, from before a restart, until a client offers its fd again; or draining,
+    until its last reader and writer are gone."""
 
     def __init__(self, info: SegmentInfo) -> None:
         self.id, self.device, self.medium, self.nbytes = (
@@ -152,15 +146,14 @@ class Segment:
         self.occupants: dict[int, Entry] = {}
         self.ending: dict[int, Entry] = {}
         self.staying: dict[int, Entry] = {}
-        """Occupants of a draining segment that are removed once nobody uses them."""
+        """Occupants of a draining segment, removed after their last use."""
         self.returning: list[Entry] = []
-        """Chunks that an absent segment will bring back, unless removed meanwhile; the least
-        recently used last.
-        """
+        """Chunks that an absent segment will bring back unless they are removed first; the least
+        recently used last."""
         self.reserved = self.leased = self.evictions = 0
 
     def info(self) -> SegmentInfo:
-        """The segment as people and the protocol see it."""
+        """The segment as the protocol describes it."""
         return SegmentInfo(
             id=self.id,
             device=self.device,
@@ -180,15 +173,13 @@ class Segment:
         return self.ending.get(entry.end) is entry
 
     def find_holes(self) -> None:
-        """Find the holes anew, after slots were occupied without taking them from holes. ValueError
-        if slots overlap.
-        """
+        """Compute the holes from the occupants. ValueError if slots overlap."""
         self.extents = Extents(
             self.nbytes, [(at, entry.size) for at, entry in self.occupants.items()]
         )
 
     def free(self, entry: Entry) -> None:
-        """Make a slot a hole: nobody has it any more."""
+        """Make the slot a hole, after its last user."""
         offset = entry.location.offset
         if self.occupants.pop(offset, None) is None:
             del self.staying[offset]
@@ -198,20 +189,18 @@ class Segment:
         self.extents.give(offset, entry.size)
 
     def let_go(self) -> None:
-        """Unlink a segment that has left the pool: it and its entries refer to each other, and the
-        garbage collector is off.
-        """
+        """Break the reference cycle between a removed segment and its entries, since the garbage
+        collector is off."""
         for table in (self.occupants, self.staying, self.ending):
             table.clear()
         self.order.clear()
         self.returning.clear()
 
     def window(self, first: Entry, size: int, most: int) -> tuple[list[Entry], bool]:
-        """A run of at most `most` occupants that may be evicted, with `first`, and whether it, with
-        the holes around it, spans `size` bytes.
+        """Return a run of at most `most` evictable occupants around `first`, and whether the run
+        and the holes beside it span `size` bytes.
 
-        It grows towards the end of the segment as far as it can, then towards the start.
-        """
+        The run grows towards the end of the segment as far as possible, then towards the start."""
         run, end = [first], self.extents.hole_at(first.end)
         start = self.extents.hole_before(first.location.offset)
         while end - start < size and len(run) < most:
@@ -230,15 +219,16 @@ class Segment:
 
 
 class Placement:
-    """All segments. `generations` numbers every use of a slot, across the server's lives."""
+    """All segments. `generations` numbers every use of a slot, also across restarts of the
+    server."""
 
     def __init__(self) -> None:
         self.segments: dict[SegmentId, Segment] = {}
         self.generations = count(1)
 
     def take(self, nbytes: int, peer: Peer, most: int) -> list[Location]:
-        """Take up to `most` free slots for a peer: on its device first, then where there is the
-        most room. Empty if no hole is large enough."""
+        """Take up to `most` free slots for a peer: on the peer's device first, then in the segment
+        with the most room. Empty if no hole is large enough."""
         size = padded(nbytes)
         best: Segment | None = None
         for segment in self.usable(peer):
@@ -258,9 +248,8 @@ class Placement:
         return locations
 
     def reuse(self, entries: list[Entry], nbytes: int) -> list[Location]:
-        """The slots of evicted chunks of the same padded size, without a detour through the holes.
-        To be occupied at once.
-        """
+        """Reuse the slots of evicted chunks of the same padded size, without making holes of them.
+        The caller occupies the slots at once."""
         return [
             Location(e.location.segment, e.location.offset, nbytes, next(self.generations))
             for e in entries
@@ -269,12 +258,12 @@ class Placement:
     def victims(
         self, nbytes: int, most: int, peer: Peer, left: int
     ) -> tuple[list[Entry], bool, int]:
-        """Choose chunks of a peer's medium to evict for slots of `nbytes`.
+        """Choose chunks of a peer's medium to evict for slots of `nbytes`. Examines about `left`
+        chunks at most.
 
-        Returns them, whether each of them leaves such a slot, and how many chunks were looked at,
-        about `left` at most. They are up to `most` of the least recently used ones if those have
-        that size. If the first one has another size, they are a run around it that leaves one slot.
-        None if none can go, or too many would have to."""
+        If the least recently used chunk has the padded size, returns up to `most` chunks of that
+        size. Else returns a run around it that leaves one slot, or no chunks if no run can go. Also
+        returns whether each chunk leaves a slot, and how many chunks were examined."""
         size, attempts, looked = padded(nbytes), 0, 0
         equal: list[Entry] = []
         orders = [segment.order for segment in self.usable(peer) if size <= segment.capacity]
@@ -303,9 +292,8 @@ class Placement:
                 yield segment
 
     def occupied(self) -> int:
-        """The number of slots in use, be their chunks live, being written, or gone and still read
-        or in quarantine.
-        """
+        """The number of occupied slots: chunks live or being written, removed chunks with readers,
+        and quarantined slots."""
         return sum(
             len(segment.ending) for segment in self.segments.values() if segment.state != "absent"
         )

@@ -1,11 +1,11 @@
-"""Reservations: slots being written, who may still commit them, and which wait until their writer
+"""Reservations: slots being written, who may commit them, and slots that wait until their writer
 has surely finished. Pure.
 
-Claims, too: a worker asks before it allocates memory for the pool, since memory allocated and then
-refused is wasted, and on a GPU may be too much.
+Claims: a worker claims bytes before it allocates memory for the pool, since memory that is
+allocated and then refused is wasted, and on a GPU may be too much.
 
-A hostile client can make many reservations, so a client, a process and the clock each find theirs
-without going through all."""
+A hostile client can make many reservations, so all look-ups by client, process and time are
+indexed."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from vcache_backend.metadata_server.records import ProcessId
 
 MAX_RESERVATIONS_PER_CLIENT = 1024
 MAX_OVERDUE = 1024
-"""The most reservations that one look at the clock ends; the next one ends others."""
+"""The most reservations that one call of `overdue` returns; the next call continues."""
 CLAIM_SECONDS = 30.0
-"""How long a worker may take to allocate what it claimed; after that others may claim it."""
+"""How long a worker may take to allocate its claim. After that others may claim the bytes."""
 ROUNDING_BYTES = 64 << 20
-"""By how much a segment may exceed its claim: GPU memory comes in granules."""
+"""By how much a segment may exceed its claim, since GPU memory comes in granules."""
 
 
 class Reservation(msgspec.Struct, gc=False):
-    """Slots that one client writes. `client` is None once they can no longer be committed: after
+    """Slots that one client writes. `client` is None once the reservation is void: after
     `deadline`, a lost connection, a clear or a restart of the server.
 
-    They then wait in quarantine until the writer answers for them or its process ends, however long
-    that takes."""
+    Void slots wait in quarantine until the writer answers for them or its process ends, however
+    long that takes."""
 
     client: int | None
     process: ProcessId
@@ -43,31 +43,30 @@ class Reservation(msgspec.Struct, gc=False):
 
 
 class Reservations:
-    """The table of reservations. Times in seconds on the server's monotonic clock."""
+    """The table of reservations. Times are seconds on the server's monotonic clock."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._open: dict[int, Reservation] = {}
-        """Those that can be committed, in order of their deadlines, since all have the same
-        time.
-        """
+        """Reservations that can be committed, in order of deadlines, since all last equally
+        long."""
         self._void: dict[int, Reservation] = {}
         self._of_client: dict[int, dict[int, None]] = {}
         self._of_writer: dict[ProcessId, dict[int, None]] = {}
         """The void reservations of each process."""
         self._pending: dict[ChunkKey, int] = {}
-        """The last reservation of each key, which may be void by now."""
+        """The last reservation of each key. It may be void by now."""
 
     def pending(self, key: ChunkKey) -> bool:
-        """Whether somebody is writing this chunk who may still commit it."""
+        """Whether a client is writing this chunk and may still commit it."""
         return self._pending.get(key) in self._open
 
     def among(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
-        """Those of the keys that somebody is writing."""
+        """The keys whose chunks are being written."""
         return {key for key in self._pending.keys() & keys if self._pending[key] in self._open}
 
     def full(self, client: int) -> bool:
-        """Whether the client has as many reservations as it may have."""
+        """Whether the client has reached its number of reservations."""
         return len(self._of_client.get(client, ())) >= MAX_RESERVATIONS_PER_CLIENT
 
     def get(self, id_: int) -> Reservation | None:
@@ -93,7 +92,7 @@ class Reservations:
         return list(self._of_writer.get(process, ()))
 
     def overdue(self, now: float) -> list[int]:
-        """Open reservations whose time is over, `MAX_OVERDUE` at most."""
+        """Up to `MAX_OVERDUE` open reservations whose time is over."""
         return [
             id_
             for id_, _ in takewhile(
@@ -109,39 +108,37 @@ class Reservations:
         entries: list[Entry],
         now: float,
     ) -> None:
-        """Begin a reservation: its slots are being written, and may be committed for `seconds`."""
+        """Add a reservation: the client writes its slots, and may commit them within `seconds`."""
         self._pending.update((entry.key, id_) for entry in entries)
         namespaces = frozenset({entry.key[:NAMESPACE_BYTES] for entry in entries})
         self._open[id_] = Reservation(client, process, now + self.seconds, entries, namespaces)
         self._of_client.setdefault(client, {})[id_] = None
 
     def restore(self, id_: int, process: ProcessId, entries: list[Entry]) -> None:
-        """Take over a reservation of an earlier server, void from the start."""
+        """Take over a reservation of an earlier server as void."""
         self._quarantine(id_, Reservation(None, process, 0.0, entries))
 
     def close(self, id_: int) -> Reservation:
-        """Remove a reservation from the table. Others may store its keys."""
+        """Remove a reservation. Other clients may store its keys."""
         reservation = self._shut(id_) if id_ in self._open else self._leave(id_)
         self._forget_keys(id_, reservation.entries)
         return reservation
 
     def void(self, ids: Iterable[int]) -> None:
-        """End these reservations: they can no longer be committed, others may store their keys, and
-        their slots stay in quarantine.
-        """
+        """Void these reservations: nobody can commit them, other clients may store their keys, and
+        their slots stay in quarantine."""
         for id_ in ids:
             reservation = self._shut(id_)
             reservation.client = None
             self._quarantine(id_, reservation)
 
     def quarantined(self, entry: Entry) -> bool:
-        """Whether this slot waits for a writer that can no longer commit it."""
+        """Whether this slot's reservation is void."""
         return entry.reservation in self._void
 
     def let_go(self, entries: list[Entry]) -> None:
-        """Drop quarantined slots that leave the pool with their memory: nobody needs to answer for
-        them any more.
-        """
+        """Drop quarantined slots whose memory leaves the pool: no writer needs to answer for them
+        any more."""
         gone: dict[int, list[Entry]] = {}
         for entry in entries:
             gone.setdefault(entry.reservation, []).append(entry)
@@ -199,9 +196,8 @@ class Reservations:
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """`client` may allocate so many bytes of `device` for the pool, `until` then on the server's
-    monotonic clock.
-    """
+    """A claim of `client` to allocate `nbytes` of `device` for the pool, `until` a time on the
+    server's monotonic clock."""
 
     id: int
     device: str
@@ -210,15 +206,14 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 class Claims:
-    """What is about to be allocated for the pool on each device. At most one claim a client."""
+    """Memory about to be allocated for the pool, by device. At most one claim for each client."""
 
     def __init__(self) -> None:
         self._of_client: dict[int, Claim] = {}
 
     def grant(self, id_: int, client: int, device: str, missing: int, now: float) -> int:
-        """Grant the client those of the `missing` bytes of a device that no other claim covers; an
-        earlier claim of it ends.
-        """
+        """Grant the client the part of the `missing` bytes of a device that no other client claims.
+        Ends the client's earlier claim."""
         self.drop_client(client)
         others = sum(
             claim.nbytes
@@ -231,9 +226,8 @@ class Claims:
         return nbytes
 
     def redeem(self, id_: int, client: int, device: str, nbytes: int, now: float) -> bool:
-        """End a claim of the client, which has allocated so many bytes under it. False if it has
-        none any more or they are too many.
-        """
+        """End the client's claim, after it allocated `nbytes`. False if the claim is gone or
+        overdue, or if `nbytes` is too much."""
         claim = self._of_client.pop(client, None)
         if claim is None or (claim.id, claim.device) != (id_, device):
             return False

@@ -18,13 +18,11 @@ from vcache_backend.metadata_server.pool.reservations import (
 )
 
 MAX_AVOIDED = 1024
-"""At this length a client's list of segments that it cannot map is cleared of those that no longer
-exist.
-"""
+"""At this length, a client's list of segments that it cannot map is cleared of removed segments."""
 
 
 class SegmentDirectory:
-    """The part of `Directory` that is about segments; its contract holds here."""
+    """The part of `Directory` for segments; the directory's contract holds here."""
 
     def __init__(self, limits: ServerConfig, now: Callable[[], float], first_id: int) -> None:
         self._now = now
@@ -39,9 +37,8 @@ class SegmentDirectory:
         self._reserves_from = 0.0
 
     def lend(self, client: Peer, nbytes: int) -> m.Lendable:
-        """Grant the client what its device lacks of `nbytes`, less what other clients are about to
-        allocate.
-        """
+        """Grant the client the bytes that its device lacks of `nbytes`, less the claims of other
+        clients."""
         there = sum(
             segment.nbytes for segment in self.segments.values() if segment.device == client.device
         )
@@ -50,16 +47,14 @@ class SegmentDirectory:
         return m.Lendable(claim if lendable else 0, lendable)
 
     def redeem(self, client: Peer, claim: int, device: str, nbytes: int) -> bool:
-        """End a claim, since its segment has been made. False if the claim has expired or the
-        segment is larger than granted.
-        """
+        """End a claim, whose segment now exists. False if the claim has expired or the segment is
+        larger than the claim."""
         return self._claims.redeem(claim, client.id, device, nbytes, self._now())
 
     def add_segment(self, info: m.SegmentInfo) -> int:
         """Make a segment usable. Returns how many chunks from before a restart it can bring back.
 
-        They become live now or in later turns, unless they are removed meanwhile.
-        """
+        The chunks become live now or in later turns, unless they are removed first."""
         segment = self.segments.get(info.id)
         if segment is None:
             segment = self.segments[info.id] = Segment(info)
@@ -71,11 +66,11 @@ class SegmentDirectory:
         return chunks
 
     def drop_segment(self, id_: m.SegmentId) -> int:
-        """Store no new chunks in a segment and forget its own, now or in later turns. Returns how
-        many it has.
+        """Stop storing in a segment, and forget its chunks now or in later turns. Returns how many
+        it has.
 
-        The segment is removed once it is empty and nobody reads or writes there. Slots in
-        quarantine are not waited for: their writer keeps the memory to itself."""
+        The segment is removed after its last chunk, reader and writer. It does not wait for slots
+        in quarantine: their writer keeps the memory mapped."""
         segment = self.segments[id_]
         chunks = segment.info().chunks
         if segment.state != "draining":
@@ -85,21 +80,19 @@ class SegmentDirectory:
 
     def avoid(self, client: Peer, id_: m.SegmentId) -> int:
         """Give this client no slot in a segment that it cannot map, even if the segment is offered
-        again. Returns how many it avoids.
-        """
+        again. Returns how many segments the client avoids."""
         if len(client.avoids) >= MAX_AVOIDED:
             client.avoids.intersection_update(self.segments)
         client.avoids.add(id_)
         return len(client.avoids)
 
     def absent_segments(self) -> list[m.SegmentId]:
-        """The segments from before a restart whose fd nobody has offered yet."""
+        """The segments from before a restart whose fd no client has offered yet."""
         return [segment.id for segment in self.contents.placement.in_state("absent")]
 
     def forget_absent(self, ids: Iterable[m.SegmentId]) -> int:
-        """Stop waiting for absent segments. Returns how many chunks are lost. Their memory stays
-        unused: somebody may write there.
-        """
+        """Stop waiting for absent segments. Returns how many chunks are lost. The memory stays
+        unused, since an earlier writer may write to it."""
         lost = 0
         for id_ in ids:
             segment = self.segments.pop(id_)
@@ -130,7 +123,7 @@ class SegmentDirectory:
         self.records.append(records.Held(reservation, client.process, keys, locations))
 
     def _not_now(self, client: Peer) -> str:
-        """Why nothing can be reserved for this client at present; empty if something can."""
+        """Explain why this client can reserve nothing at present; empty if it can."""
         if self.reservations.full(client.id):
             return f"{MAX_RESERVATIONS_PER_CLIENT} reservations of this client are open; commit or abort some"
         return (
@@ -145,7 +138,7 @@ class SegmentDirectory:
         self._close(segment)
 
     def _close(self, segment: Segment) -> None:
-        """Remove the segment if nobody but quarantined writers uses it any more."""
+        """Remove the segment if only quarantined writers still use it."""
         staying = segment.staying.values()
         waited_for = segment.occupants or not all(map(self.reservations.quarantined, staying))
         if not waited_for and self.segments.get(segment.id) is segment:

@@ -1,1 +1,1 @@
-"""The server's side of connections: who may connect, and what is answered."""
+"""The server's side of connections: admission, requests, answers and statistics."""

@@ -1,4 +1,4 @@
-"""Who may connect, and how many: accepts connections, and makes clients of those that say hello."""
+"""Accepts connections within fair limits, and makes clients of the ones that say hello."""
 
 from __future__ import annotations
 
@@ -22,21 +22,20 @@ from vcache_backend.metadata_server.shares import Shares
 log = logging.getLogger(__name__)
 
 SPARE_DESCRIPTORS = 64
-"""Descriptors kept for sockets, the ledger and /proc. `FDS_WAITING` and `MAX_FDS` more, but a quarter
-of all at most, are kept for fds that come with requests. Connections, their pidfds and segments get
-a third each of the rest.
-"""
+"""Descriptors reserved for sockets, the ledger and /proc. A further `FDS_WAITING` + `MAX_FDS`, at
+most a quarter of all, are reserved for fds of requests. Connections, their pidfds and segments get
+a third each of the rest."""
 FDS_WAITING = 32
-"""While so many fds have come with requests that wait for their answers, no request is read."""
+"""The most fds of waiting requests. At this number the server reads no request."""
 OF_PROCESS, OF_USER, LEAST = 8, 1 / 4, 4
-"""How many times the connections of a process, and those of a user, must be free beside them, and
-how many a process may have in any case. A worker of vLLM has three at most."""
+"""Fair shares of the connections. A process with N connections gets one more only while more than 8
+N places are free; a user with N, while more than N / 4 are. A process may have 4 in any case; a
+worker of vLLM has at most 3."""
 
 
 class Admission:
-    """The listening socket in the server's loop. When descriptors run out nobody is accepted until
-    `listen_again`.
-    """
+    """The listening socket in the server's loop. When descriptors run out it accepts nobody until
+    `listen_again`."""
 
     def __init__(self, config: ServerConfig, endpoint: Endpoint, epoll: select.epoll) -> None:
         limit = processes.raise_descriptor_limit()
@@ -61,7 +60,8 @@ class Admission:
         epoll.register(self._listener, select.EPOLLIN)
 
     def accept(self) -> tuple[Connection, str] | None:
-        """Accept the next connection. Also returns why it is to be turned away, if it is."""
+        """Accept the next connection. Also returns the reason to turn the connection away, or
+        ""."""
         try:
             sock, _ = self._listener.accept()
         except BlockingIOError:
@@ -80,7 +80,7 @@ class Admission:
         return connection, refusal
 
     def left(self, connection: Connection) -> None:
-        """A connection that was accepted is closed."""
+        """Note that an accepted connection has closed."""
         self._places.take(connection.caller.pid or None, connection.user, -1)
         self.listen_again()
 
@@ -106,9 +106,8 @@ class Admission:
         return ""
 
     def _pause(self, error: OSError) -> None:
-        """Descriptors or memory are exhausted: stop listening. Who connects meanwhile waits, at no
-        cost.
-        """
+        """Stop listening while descriptors or memory are exhausted. New connections wait, at no
+        cost."""
         if not self._paused:
             log.warning(
                 "no new client can connect for now: %s; %d are connected", error, self._places.taken
@@ -118,7 +117,7 @@ class Admission:
         self._epoll.unregister(self._listener)
 
     def listen_again(self) -> None:
-        """Listen again, since something may have become free."""
+        """Listen again, since descriptors or memory may be free again."""
         if not self._listens:
             self._listens = True
             self._epoll.register(self._listener, select.EPOLLIN)
@@ -131,8 +130,8 @@ class Admission:
         watch: Watch,
         ledger: Ledger,
     ) -> None:
-        """Answer a connection's first request: a hello, with its pidfd and the ledger that the
-        client holds. ProtocolError if it is another one."""
+        """Answer a connection's first request: a hello, with the client's pidfd and ledger.
+        ProtocolError if the request is not a hello."""
         if not isinstance(request, m.Hello):
             raise ProtocolError(f"the first message is {type(request).__name__}, not hello")
         if request.version != m.PROTOCOL_VERSION:
@@ -167,7 +166,7 @@ class Admission:
 
 
 def _take_pidfd(connection: Connection) -> int | None:
-    """Take over the pidfd of the client's process that came with the hello; None if none did."""
+    """Take over the pidfd that came with the hello; None if none did."""
     for fd in connection.fds:
         if processes.is_pidfd(fd, connection.caller.pid):
             connection.fds.remove(fd)

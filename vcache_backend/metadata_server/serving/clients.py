@@ -1,6 +1,4 @@
-"""The connections of one server, from the bytes that arrive to those that leave. No client holds up
-another one.
-"""
+"""All connections of a server, from received bytes to sent bytes. No client delays another."""
 
 from __future__ import annotations
 
@@ -24,17 +22,16 @@ from vcache_backend.metadata_server.serving.service import Service
 log = logging.getLogger(__name__)
 
 HELLO_SECONDS = 5.0
-"""A connection that has not said hello within this time is closed."""
+"""A connection without a hello is closed after this time."""
 TURN_SECONDS = 0.004
-"""Once answering has taken this long, the remaining requests wait for the next turn."""
+"""After this time in one turn, further requests wait for the next turn."""
 FOLLOWED = (m.Lookup, m.Find, m.Acquire, m.Reserve)
-"""Requests that another one follows soon, for which it is worth spinning."""
+"""Requests that a client soon follows with another, so that the loop should spin."""
 
 
 class Clients:
     """All connections. Called from the server's loop, which should not sleep before `spin_until`
-    (monotonic clock).
-    """
+    (monotonic clock)."""
 
     def __init__(
         self,
@@ -53,17 +50,18 @@ class Clients:
         self._receiver = wire.Receiver()
         self._turns = Turns()
         self._with_fds: dict[Connection, int] = {}
-        """Connections whose requests wait, and how many fds came with each of these."""
+        """Connections with waiting requests, and how many fds came with each request."""
         self._concerned: dict[Connection, None] = {}
         """Connections that have changed in this turn."""
 
     @property
     def waiting(self) -> bool:
-        """Whether there are requests that can be answered now."""
+        """Whether a request can be answered now."""
         return bool(len(self._turns))
 
     def on_ready(self, fd: int, mask: int) -> bool:
-        """Handle an event of `fd`. False if it is neither a connection nor the listening socket."""
+        """Handle an event of `fd`. False if `fd` is neither a connection nor the listening
+        socket."""
         connection = self._connections.get(fd)
         if connection is not None:
             self._concerned[connection] = None
@@ -87,9 +85,7 @@ class Clients:
             self._concerned[served] = None
 
     def send(self) -> None:
-        """Send what can leave now, then listen to connections whose requests are answered and whose
-        answers have left.
-        """
+        """Send what the sockets take now. Then read from connections whose answers have left."""
         concerned, self._concerned = self._concerned, {}
         for connection in concerned:
             if connection.closed:
@@ -132,7 +128,7 @@ class Clients:
             self._refuse(connection, refusal)
 
     def _guarded(self, connection: Connection, what: Callable[[Connection], None]) -> None:
-        """Do something for one connection. Whatever goes wrong ends that connection only."""
+        """Run `what` for one connection. An error ends that connection only."""
         caused = CALLER.set(connection.caller)
         try:
             what(connection)
@@ -197,7 +193,7 @@ class Clients:
     # ---- out
 
     def _refuse(self, connection: Connection, message: str) -> None:
-        """Say why, then close the connection, whether the client reads it or not."""
+        """Send the reason, then close the connection, even if the client does not read."""
         uid, pid = connection.caller
         with caused_by(connection.caller):
             log.warning("refused pid %d of uid %d: %s", pid, uid, message)

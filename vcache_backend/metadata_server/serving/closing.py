@@ -10,7 +10,7 @@ from queue import SimpleQueue
 class Closer:
     """A thread that closes fds for the server's loop.
 
-    Closing the last fd of a piece of memory frees it, which takes a quarter of a second a GiB of
+    Closing the last fd of a memory frees the memory, which takes a quarter of a second a GiB of
     host memory."""
 
     def __init__(self) -> None:
@@ -18,12 +18,12 @@ class Closer:
         self._started = threading.Lock()
 
     def start(self) -> None:
-        """Start the thread. To be called before `close`; idempotent."""
+        """Start the thread, before the first `close`. Idempotent."""
         if self._started.acquire(blocking=False):
             threading.Thread(target=self._run, name="vcache-closer", daemon=True).start()
 
     def close(self, fd: int) -> None:
-        """Close `fd`, which the caller no longer uses. No other file gets its number before."""
+        """Close `fd` later. The caller no longer uses it; its number stays taken until then."""
         self._fds.put(fd)
 
     def _run(self) -> None:

@@ -1,6 +1,4 @@
-"""A client's connection as the server has it, the order in which requests are answered, and the fds
-that leave with answers.
-"""
+"""A client's connection in the server, the order of answering requests, and the fds of answers."""
 
 from __future__ import annotations
 
@@ -27,15 +25,14 @@ from vcache_backend.seals import FUTURE_WRITE, lacking
 
 
 class Holder(Protocol):
-    """Something that keeps a file open for others."""
+    """An object that keeps a file open for others."""
 
     fd: int
 
 
 class Descriptor:
-    """An open file, closed soon after its last user lets go of it: the table it is in, or an answer
-    that is yet to be sent.
-    """
+    """An open file. It is closed soon after its last user drops it: a table, or an answer yet to be
+    sent."""
 
     def __init__(self, fd: int) -> None:
         """Take over `fd`."""
@@ -47,13 +44,12 @@ class Descriptor:
 
 
 Answer = tuple[m.Reply, Sequence[Descriptor]]
-"""A reply, and what keeps the fds that go with it."""
+"""A reply, and the owners of its fds."""
 
 
 class Connection:
-    """One client's socket, and the requests and answers on their way. caller: its pid as seen in
-    this pid namespace, or 0.
-    """
+    """A client's socket, with its requests and answers under way. caller: the client's pid as seen
+    in this pid namespace, or 0."""
 
     def __init__(self, sock: socket.socket, number: int, caller: Caller) -> None:
         self.sock = sock
@@ -72,15 +68,14 @@ class Connection:
 
     @property
     def wanted(self) -> int:
-        """The events that epoll should report: the next request only once the last one is answered
-        and its answer has left.
-        """
+        """The events that epoll should report. The next request is read only after the last answer
+        has left."""
         if self.unsent:
             return select.EPOLLOUT
         return 0 if self.queued else select.EPOLLIN
 
     def queue(self, reply: m.Reply, held: Sequence[Holder] = ()) -> None:
-        """Queue a reply. `held`, whose fds go with it, are kept until the reply has left."""
+        """Queue a reply. Keeps `held`, the owners of its fds, until the reply has left."""
         try:
             data = wire.encode(reply)
         except ProtocolError as error:
@@ -88,13 +83,12 @@ class Connection:
         self.unsent.append((data, held, reply.reservation if isinstance(reply, m.Reserved) else 0))
 
     def untold(self) -> list[int]:
-        """Reservations whose answers have not left. No client knows of them, so none writes their
-        slots.
-        """
+        """Reservations whose answers have not left. No client knows of them, so no client writes
+        their slots."""
         return [reservation for _, _, reservation in self.unsent if reservation]
 
     def flush(self) -> None:
-        """Send as much as the socket takes now. OSError if the peer is gone."""
+        """Send as much as the socket takes now. OSError if the client is gone."""
         while self.unsent:
             data, held, _ = self.unsent[0]
             try:
@@ -115,9 +109,8 @@ class Connection:
             self.unsent.popleft()
 
     def close_fds(self) -> None:
-        """Close, in the background, fds that came with a request and were not kept: each may hold
-        the last of much memory.
-        """
+        """Close the unused fds of a request, in the background: each may be the last of much
+        memory."""
         if self.fds:
             closer.start()
         while self.fds:
@@ -130,11 +123,11 @@ class Connection:
 
 
 class Turns:
-    """Connections with a request, in order of the work done for them lately, the least first
-    (start-time fair queueing).
+    """Connections with requests, the connection with the least recent work first (start-time fair
+    queueing).
 
-    A connection is charged for the time that its requests take. One that was quiet starts level
-    with those being served, so it waits for one request of each, however many they sent."""
+    Each connection is charged for the time of its requests. A quiet connection starts level with
+    the others, so it waits for one request of each, however many they sent."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Connection]] = []
@@ -144,13 +137,13 @@ class Turns:
         return len(self._heap)
 
     def enter(self, connection: Connection) -> None:
-        """The connection has a request."""
+        """Add a connection that has a request."""
         connection.queued = True
         connection.charged = max(connection.charged, self._now)
         heapq.heappush(self._heap, (connection.charged, connection.number, connection))
 
     def next(self) -> Connection | None:
-        """Take out the connection whose request is answered next."""
+        """Remove and return the connection to answer next."""
         while self._heap:
             self._now, _, connection = heapq.heappop(self._heap)
             connection.queued = False
@@ -161,24 +154,23 @@ class Turns:
 
 class Longest:
     """The longest turn of the loop since the server's start, in microseconds of the clock and of
-    the processor.
-    """
+    the processor."""
 
     def __init__(self) -> None:
         self._wall = self._cpu = 0.0
         self._began = self._began_cpu = 0.0
 
     def begin(self) -> None:
-        """A turn begins."""
+        """Begin a turn."""
         self._began, self._began_cpu = time.perf_counter(), time.thread_time()
 
     def end(self) -> None:
-        """The turn is over."""
+        """End the turn."""
         self._wall = max(self._wall, time.perf_counter() - self._began)
         self._cpu = max(self._cpu, time.thread_time() - self._began_cpu)
 
     def told(self) -> dict[str, int]:
-        """The figures as counters."""
+        """The longest turn as counters."""
         return {
             "longest_turn_us": round(self._wall * 1e6),
             "longest_turn_cpu_us": round(self._cpu * 1e6),
@@ -186,11 +178,10 @@ class Longest:
 
 
 def unmappable(medium: m.Medium, nbytes: int, fd: int, to_write: bool = True) -> str:
-    """Why workers could not map `nbytes` of `fd`, or would be killed for using it; empty if nothing
-    found here speaks against it.
+    """Explain why workers could not map `nbytes` of `fd`, or would be killed for using it. Empty if
+    the server finds no reason.
 
-    Only the driver knows whether GPU memory is what it is said to be. A worker that cannot map it
-    says so (`Unusable`)."""
+    Only the driver can check GPU memory. A worker that cannot map it sends `Unusable`."""
     status, flags = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GETFL)
     if flags & os.O_PATH or flags & os.O_ACCMODE not in (
         (os.O_RDWR,) if to_write else (os.O_RDWR, os.O_RDONLY)

@@ -1,6 +1,5 @@
-"""What an operator should know about connected instances: which do not share and why, and what they
-report. Pure.
-"""
+"""News for the operator: which connected instances do not share and why, and their reports.
+Pure."""
 
 from __future__ import annotations
 
@@ -16,47 +15,42 @@ from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
 
 MAX_LINES = 8
-"""The most lines about others that one instance is told."""
+"""The most lines about other namespaces in one welcome."""
 MAX_NAMESPACES = 128
 """The most namespaces that the statistics name."""
 MAX_COMPARED = 16
 """The most namespaces that are compared for the statistics."""
 MAX_MISMATCHES = 64
-"""The most fields in which the statistics say that they differ."""
+"""The most mismatches in the statistics."""
 MAX_INSTANCES = 16
 """The most instances named for one value of a field."""
 MAX_REPORTS = 64
 MAX_LINE_CHARS = 600
 _APART = ("namespace", "pp_rank")
-"""Fields that differ only because others do, or between the stages of one instance."""
+"""Fields that differ only because other fields do, or between the stages of one instance."""
 _SEED = (
     "start all instances with the same PYTHONHASHSEED (0 for example), and the same hash algorithm"
 )
 ADVICE = {"extra.hash_probe": _SEED, "extra.hash_root": _SEED}
-"""What to set, for fields whose names do not say so."""
+"""Advice for fields whose names do not say what to set."""
 
 
 class Layouts:
-    """The layouts of the connected instances, from their hellos. Clients without a model are
-    tools.
-    """
+    """The layouts of connected instances, from their hellos. Clients without a model are tools."""
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[Peer, dict[str, str]]] = {}
         self._connected: dict[int, tuple[Peer, int]] = {}
-        """All clients, each with the pid of its process's parent."""
+        """All clients, each with its parent process's pid."""
         self._mismatches: list[m.Mismatch] | None = []
         self.hits: dict[str, list[int]] = {}
-        """By namespace, tokens that instances have looked up and tokens found, since the server's
-        start.
-        """
+        """For each namespace the tokens that instances have looked up, and found, since the
+        server's start."""
         self._counted: dict[int, tuple[str, list[int]]] = {}
-        """By client: its namespace, and where to count."""
+        """For each client its namespace, and the counts of that namespace."""
 
     def add(self, client: Peer, layout: dict[str, str]) -> list[str]:
-        """Add an instance. Returns a line for each other namespace of the same model, with which it
-        cannot share.
-        """
+        """Add an instance. Returns a line for each other namespace of the same model."""
         self._connected[client.id] = client, processes.parent(client.process)
         layout = {name: _short(value) for name, value in layout.items()}
         others: dict[str, tuple[Peer, dict[str, str]]] = {}
@@ -75,9 +69,8 @@ class Layouts:
         return [_line(layout, who, other, fields) for who, other, fields in differences if fields]
 
     def looked_up(self, client: int, asked: int, found: int) -> None:
-        """Count tokens that an instance has looked up, and those found, some of which it may have
-        looked up earlier.
-        """
+        """Count tokens that an instance has looked up, and found; it may have looked up some of the
+        found ones earlier."""
         if client in self._counted:
             _, totals = self._counted[client]
             totals[0] += asked
@@ -95,9 +88,8 @@ class Layouts:
             self._counted[client.id] = name, totals
 
     def forget_gone(self, stores: Callable[[bytes], bool]) -> None:
-        """Forget what namespaces have counted of which no client is connected and nothing is
-        stored. stores: whether something is.
-        """
+        """Forget the counts of namespaces that have no client and no chunks. stores: whether a
+        namespace has chunks."""
         connected = {name for name, *_ in self._counted.values()}
         for name in [
             name for name in self.hits if name not in connected and not stores(_prefix(name))
@@ -112,10 +104,11 @@ class Layouts:
             self._mismatches = None
 
     def through_pool(self, in_place: Container[ProcessId]) -> list[m.InstanceStats]:
-        """The instances that share through the pool: all but those with a process of `in_place`.
+        """The instances that share through the pool only. in_place: the processes that share in
+        place.
 
-        Children of an instance's process that have told no layout are its workers. Processes with
-        one parent and one name are one instance."""
+        Children of an instance's process that sent no layout are its workers. Processes with the
+        same parent and name are one instance."""
         children: dict[int, list[Peer]] = {}
         for id_, (peer, parent) in self._connected.items():
             if id_ not in self._of:
@@ -144,7 +137,7 @@ class Layouts:
         ]
 
     def namespaces(self) -> dict[str, str]:
-        """Each namespace, with its model."""
+        """The model of each namespace."""
         named = {layout.get("namespace", ""): layout["model"] for _, layout in self._of.values()}
         return {
             printable(name): printable(model)
@@ -158,9 +151,8 @@ class Layouts:
         return self._mismatches
 
     def _compare(self) -> list[m.Mismatch]:
-        """Compare `MAX_COMPARED` namespaces: a client that connects under very many names costs the
-        others a millisecond at most.
-        """
+        """Compare at most `MAX_COMPARED` namespaces, so that a client with very many names delays
+        the others by a millisecond at most."""
         of_model: dict[str, dict[str, tuple[dict[str, str], list[Peer]]]] = {}
         for client, layout in self._of.values():
             groups = of_model.setdefault(layout["model"], {})
@@ -193,9 +185,7 @@ def _mismatches(model: str, groups: list[tuple[dict[str, str], list[Peer]]]) -> 
 
 
 def _prefix(name: str) -> bytes:
-    """The first bytes of a namespace's keys, as its name says; b"" if that is no namespace's
-    name.
-    """
+    """The first bytes of a namespace's keys, from its name; b"" if `name` names no namespace."""
     try:
         return bytes.fromhex(name)
     except ValueError:
@@ -203,9 +193,7 @@ def _prefix(name: str) -> bytes:
 
 
 def _short(text: str) -> str:
-    """A short form of `text` that is equal for equal texts: as long as a person reads, then a
-    digest.
-    """
+    """Shorten `text` for people, and append a digest, so that different texts stay different."""
     if len(text) <= MAX_SHOWN_CHARS:
         return text
     return text[:MAX_SHOWN_CHARS] + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -220,7 +208,7 @@ def _differing(layout: dict[str, str], other: dict[str, str]) -> list[str]:
 
 
 def _line(layout: dict[str, str], who: Peer, other: dict[str, str], fields: list[str]) -> str:
-    """Why two instances of one model do not share, in words."""
+    """Say in words why two instances of one model do not share."""
     differ = [
         f"{printable(name)}: {printable(layout.get(name, ''))!r} here, {printable(other.get(name, ''))!r} there"
         for name in fields[:MAX_LINES]
@@ -241,15 +229,16 @@ def _who(client: Peer) -> str:
 
 
 class Reports:
-    """The newest reports, `MAX_REPORTS` at most: beyond that, the oldest of whoever has the most
-    goes. A text is kept once a connection, with the time of its last report."""
+    """The newest reports, at most `MAX_REPORTS`. Beyond it, the client with the most reports loses
+    its oldest. Each text is kept once for each connection, with its latest time."""
 
     def __init__(self, wall_clock: Callable[[], float]) -> None:
         self._now = wall_clock
         self._kept: dict[tuple[int, str], tuple[Caller, m.Reported]] = {}
 
     def add(self, client: Peer, level: m.Level, text: str) -> m.Reported | None:
-        """Keep what `client` reports, as one printable line. None if it is kept already."""
+        """Keep a client's report as one printable line. None if the connection has sent the text
+        before."""
         line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
         known = self._kept.pop((client.id, line), None)
         reported = m.Reported(self._now(), level, client.process.pid, client.device, line)

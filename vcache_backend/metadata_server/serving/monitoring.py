@@ -1,6 +1,5 @@
-"""The process that serves the server's statistics over HTTP (`server.metrics`). It starts and ends
-with the server.
-"""
+"""Runs the process that serves the statistics over HTTP (`server.metrics`), as long as the server
+runs."""
 
 from __future__ import annotations
 
@@ -19,11 +18,9 @@ AGAIN_SECONDS, MOST_SECONDS = 5.0, 600.0
 
 
 class MonitorProcess:
-    """Starts the process again, `AGAIN_SECONDS` later, whenever it ends. The server goes on without
-    it.
+    """Restarts the process `AGAIN_SECONDS` after each end. The server runs on without it.
 
-    While it ends soon after its start the wait doubles each time, up to `MOST_SECONDS`.
-    """
+    The wait doubles, up to `MOST_SECONDS`, while the process ends soon after each start."""
 
     def __init__(self, config: ServerConfig) -> None:
         # `-P`: the current folder is nobody's package here.

@@ -1,4 +1,4 @@
-"""The server's statistics: collected where they are kept, and cut to the size of a message."""
+"""Collects the server's statistics, and cuts them to the size of a message."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ if TYPE_CHECKING:
     from vcache_backend.metadata_server.serving.service import Service
 
 _MOST_TOKENS = 1 << 62
-"""A bound that a message can hold. Only a client that lies about the size of its chunks reaches
-it.
-"""
+"""The largest number that a message can hold. Only a client that lies about its chunks' size
+reaches it."""
 
 
 def server_stats(service: Service) -> m.ServerStats:
-    """All statistics but the number of connections."""
+    """Collect all statistics but the number of connections."""
     directory, layouts = service.directory, service.layouts
     layouts.forget_gone(directory.stores)
     open_, quarantined = directory.reservations.counts()
@@ -61,9 +60,8 @@ def server_stats(service: Service) -> m.ServerStats:
 
 
 def fitting(stats: m.ServerStats) -> m.ServerStats:
-    """Cut `stats` to the size of a message: halve what clients reported, then who shares in place,
-    as often as it takes.
-    """
+    """Cut `stats` to the size of a message: repeatedly halve the clients' reports, then the lists
+    of instances."""
     while len(msgspec.msgpack.encode(stats)) > m.MAX_MESSAGE_BYTES:
         if stats.reports or stats.mismatches or stats.namespaces or stats.reads or stats.hits:
             stats = _less_told(stats)
@@ -78,9 +76,8 @@ def fitting(stats: m.ServerStats) -> m.ServerStats:
 
 
 def _less_told(stats: m.ServerStats) -> m.ServerStats:
-    """Half of what clients reported: the newest reports, namespaces and hits, the first
-    mismatches and the largest reads.
-    """
+    """Halve the parts that clients reported: keep the newest reports, namespaces and hits, the
+    first mismatches and the largest reads."""
     namespaces, hits = list(stats.namespaces.items()), list(stats.hits.items())
     return msgspec.structs.replace(
         stats,
@@ -93,9 +90,7 @@ def _less_told(stats: m.ServerStats) -> m.ServerStats:
 
 
 def _rss_bytes() -> int:
-    """This process's resident memory. 0 if descriptors are exhausted, which is when somebody
-    looks.
-    """
+    """This process's resident memory; 0 if no descriptor is free to read it."""
     try:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * resource.getpagesize()

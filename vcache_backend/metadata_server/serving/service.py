@@ -1,6 +1,5 @@
-"""From requests to replies: the directory's operations, the fds of segments and the namespaces in
-use. No sockets, no loop.
-"""
+"""Answers requests: from the directory, the segments' fds and the namespaces in use. No sockets, no
+loop."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ import msgspec
 from vcache_backend.histogram import Histogram
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes
-from vcache_backend.metadata_server.instances.registry import Instances
-from vcache_backend.metadata_server.instances.requests import ResidentService
+from vcache_backend.metadata_server.instances.registry import InstanceRegistry
+from vcache_backend.metadata_server.instances.requests import InstanceService
 from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
@@ -33,9 +32,7 @@ from vcache_backend.metadata_server.succession import Predecessors
 log = logging.getLogger(__name__)
 
 MAX_LISTED_BYTES = 3 * m.MAX_MESSAGE_BYTES // 4
-"""Bytes for the list of segments in one message, about a thousand of them; the rest is for what
-comes with it.
-"""
+"""Bytes for the list of segments in one message, about a thousand segments."""
 _LISTED_BYTES = 100
 """The most bytes of a segment in that list, besides its id and its device."""
 _LOG_LEVELS: dict[m.Level, int] = {
@@ -46,9 +43,8 @@ _LOG_LEVELS: dict[m.Level, int] = {
 
 
 class Service:
-    """Answers requests, in the server's one thread. Owns the segments' fds from their registration
-    until they are dropped.
-    """
+    """Answers requests in the server's thread. Owns the segments' fds from registration until they
+    are dropped."""
 
     def __init__(
         self,
@@ -58,12 +54,12 @@ class Service:
         max_segments: int = 1024,
         pidfd: Callable[[ProcessId], int | None] = processes.open_pidfd,
     ) -> None:
-        """predecessors: whose pools the directory takes over. max_segments: the most
-        fds to keep, of segments and of instances' tables and regions. pidfd: makes a new pidfd of a
-        connected process, or None."""
+        """predecessors: the earlier servers whose pools the directory takes over. max_segments: the
+        most fds to keep, of segments and of instances. pidfd: makes a new pidfd of a connected
+        process, or returns None."""
         self.max_segments = max_segments
-        self.instances = Instances(directory.residents, self._spare, pidfd)
-        self.of_instances = ResidentService(directory, self.instances)
+        self.instances = InstanceRegistry(directory.residents, self._spare, pidfd)
+        self.of_instances = InstanceService(directory, self.instances)
         self.directory = directory
         self.predecessors = predecessors
         self.epoch = epoch
@@ -75,11 +71,10 @@ class Service:
         self.started = time.monotonic()
 
     def answer(self, client: Peer, request: m.AnyRequest, fds: list[int]) -> Answer:
-        """Answer a request. Returns the reply and the fds that go with it, to be kept until the
-        reply is sent.
+        """Answer a request. Returns the reply and the fds that go with it; the caller keeps them
+        until the reply is sent.
 
-        fds: came with the request. One that is kept is taken out of the list.
-        """
+        fds: came with the request. The service removes the fds that it keeps."""
         started = time.perf_counter()
         try:
             answer = self._answer(client, request, fds)
@@ -124,7 +119,7 @@ class Service:
                 return self._answer_other(client, request, fds)
 
     def _answer_other(self, client: Peer, request: m.OfOthers, fds: list[int]) -> Answer:
-        """Answer requests that are rarer, or not about chunks in the pool."""
+        """Answer rare requests, and requests that are not about chunks in the pool."""
         directory = self.directory
         if isinstance(request, m.OfResidents):
             return self.of_instances.resident(client, request), ()
@@ -154,28 +149,28 @@ class Service:
                 assert_never(request)
 
     def collect_dropped(self) -> None:
-        """Close the memory of segments that are gone."""
+        """Close the memory of removed segments."""
         for id_ in [id_ for id_ in self.fds if id_ not in self.directory.segments]:
             del self.fds[id_]
 
     def close(self) -> None:
-        """Close all fds, which frees host and GPU memory that nobody else holds."""
+        """Close all fds, which frees memory that no other process holds."""
         self.fds.clear()
         self.instances.close()
 
     def disconnect(self, client: Peer) -> None:
-        """The connection is closed: end everything that lasts as long as it."""
+        """End everything that depends on a closed connection."""
         self.directory.disconnect(client)
         self.layouts.drop(client.id)
         self.of_instances.disconnect(client)
 
     def process_gone(self, process: ProcessId) -> None:
-        """The process has ended, whatever became of its connections."""
+        """End everything that depends on a process that has ended."""
         self.directory.process_gone(process)
         self.instances.process_gone(process)
 
     def _spare(self) -> int:
-        """How many more fds may be kept."""
+        """How many more fds the server may keep."""
         return self.max_segments - len(self.fds) - self.instances.descriptors
 
     def _add_segment(self, client: Peer, request: m.AddSegment, fds: list[int]) -> m.Added:
@@ -230,8 +225,7 @@ class Service:
 
     def _decline(self, id_: m.SegmentId) -> m.Added:
         """Refuse memory from before a restart that is in no ledger: an earlier writer may still
-        write there.
-        """
+        write to it."""
         log.warning(
             "segment %s is not taken again: no ledger knows it. A worker lends fresh memory; "
             "what `vcache segment add` lent, add again",
