@@ -105,7 +105,7 @@ def _instance_reasons(lm_config: Any, instance: Instance) -> Iterator[str | None
 
 
 def remarks(lm_config: Any, instance: Instance) -> Iterator[str]:
-    """Settings with which the plugin works, but perhaps not as the user expects."""
+    """Warn of settings with which the plugin works, but perhaps not as the user expects."""
     if getattr(lm_config, "save_unfull_chunk", False):
         yield "save_unfull_chunk is true, but vcache keeps whole chunks only: set save_unfull_chunk: false"
     if (host := getattr(lm_config, "max_local_cpu_size", 0)) > 0:

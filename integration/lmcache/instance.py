@@ -127,8 +127,8 @@ def hash_probe(token_database: Any) -> str:
 
 
 def _transfer_group() -> Any:
-    """Return vLLM's KV connector in this worker, or None. Its module is loaded exactly if vLLM has
-    made one.
+    """Return vLLM's KV connector in this worker, or None. The connector's module is loaded if vLLM
+    has made a connector.
     """
     module = sys.modules.get("vllm.distributed.kv_transfer")
     return (

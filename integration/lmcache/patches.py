@@ -116,7 +116,7 @@ class _OnImport(MetaPathFinder):
                 execute(module)
                 register()
 
-            setattr(spec.loader, "exec_module", exec_module)  # noqa: B010 - of this one loader, made for this one module
+            setattr(spec.loader, "exec_module", exec_module)  # noqa: B010 - this loader serves this module only
         return spec
 
 
@@ -132,16 +132,16 @@ def _constructor(construct: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def _guarded(what: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `what` and return its result. On an error warn and return None, since vLLM
+def _guarded(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `call` and return the result. On an error warn and return None, since vLLM
     must start.
     """
     try:
-        return what(*args, **kwargs)
+        return call(*args, **kwargs)
     except Exception as error:  # noqa: BLE001 - vLLM must start
         log.warning(
             "vcache's hook failed and nothing will be cached (%s: %s: %s)",
-            what.__name__,
+            call.__name__,
             type(error).__name__,
             error,
         )

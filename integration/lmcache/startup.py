@@ -137,14 +137,14 @@ class Starter:
             engine = self._engine or patches.engine_of(self._metadata)
             if engine is not None:
                 engine.mark_init_failed(f"vcache stepped aside: {reason}")
-            # Settings that could not be read name no socket: try the default one.
+            # Without readable settings try the default socket.
             config = self._settings.config if self._settings is not None else load()
             with Client(config.server.path, config.client, reconnect=False) as client:
                 client.report(
                     "error",
                     f"stepped aside in LMCache's worker {self._metadata.worker_id} (pid {os.getpid()}): {reason}",
                 )
-        except Exception as failure:  # noqa: BLE001 nobody is left to tell
+        except Exception as failure:  # noqa: BLE001 the log already says why
             log.debug("the server was not told: %s", failure)
 
 

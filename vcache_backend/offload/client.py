@@ -119,7 +119,7 @@ class OffloadProcess:
                 f"{verb}: no answer in {seconds:g} s; the offload process was killed"
             ) from None
 
-    # ---- its three threads
+    # ---- the three threads
 
     def _send(self) -> None:
         """Send queued messages, so that a process that does not read holds up no caller."""

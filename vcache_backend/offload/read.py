@@ -259,9 +259,7 @@ class Fetch:
             bound.format.check(buffer.memory.numpy(), nbytes, key, self.epoch)
         except BadObject as error:
             if bound.stats.failed("offload_bad") == 1:
-                log.error(
-                    "an object of the store is not what it should be, and is removed: %s", error
-                )
+                log.error("a damaged or foreign object is removed from the store: %s", error)
             bound.store.forget(objects.name(key, self.epoch))
             bound.index.absent([key])
             self._stop(index, "bad")

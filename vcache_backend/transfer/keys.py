@@ -135,7 +135,7 @@ class TokenHasher:
         last, step = self._last, self._step
         if salt != last.salt:
             return []
-        # Mostly the whole sequence is a prefix of the last one.
+        # Mostly the whole sequence is a prefix of the last sequence.
         if last.tokens.startswith(raw):
             return last.keys[: len(raw) // step]
         same, most = 0, min(len(raw), len(last.tokens))

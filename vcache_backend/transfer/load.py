@@ -228,7 +228,7 @@ class Load:
 
     @property
     def epoch(self) -> int:
-        """The epoch in which the offload tier stored its chunks; see `to_promote`."""
+        """The epoch in which the offload tier stored the loaded chunks; see `to_promote`."""
         return min(self._context.epochs)
 
     def to_promote(self) -> list[int]:

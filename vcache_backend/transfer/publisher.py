@@ -247,7 +247,7 @@ def _single(publication: Publication) -> list[Publication]:
 
 
 def _joined(publications: Sequence[Publication]) -> Publication:
-    """Join publications, at least one, all of one sequence and epoch. Keeps the order of chunks."""
+    """Join publications of the same sequence and epoch, at least one. Keeps the order of chunks."""
     blocks = b"".join(publication.blocks for publication in publications)
     generations = b"".join(publication.generations for publication in publications)
     return publications[0]._replace(

@@ -36,9 +36,10 @@ step by 20 ms.
 
 
 class Copies(NamedTuple):
-    """Chunks that lie here and with another instance, which are given away in this order: the
-    blocks and generations here, and there, a row for each chunk.
-    """
+    """Chunks in this and in another KV cache, in the order in which this cache gives them up. One
+    row for each chunk.
+
+    blocks, generations: in this KV cache. theirs, their_generations: in the KV cache of `owner`."""
 
     blocks: UInt32s
     generations: UInt64s
@@ -47,7 +48,7 @@ class Copies(NamedTuple):
     their_generations: UInt64s
 
     def cut(self, start: int, stop: int | None = None) -> Copies:
-        """Those from number `start` up to `stop`."""
+        """Cut out the chunks [start, stop)."""
         part = slice(start, stop)
         return Copies(
             self.blocks[part],
@@ -70,8 +71,8 @@ class Duplicates:
         each: int,
         view: Callable[[bytes], GenerationView | None],
     ) -> None:
-        """pool: before vLLM has cached anything in it. each: blocks of a chunk. view: another
-        instance's generations; None if it is gone.
+        """pool: vLLM's, before it caches a block. each: blocks of a chunk. view: another instance's
+        generations; None if it is gone.
         """
         self._pool, self._generations, self._each, self._view = pool, generations, each, view
         self._copies: deque[Copies] = deque()
@@ -83,8 +84,8 @@ class Duplicates:
         the generation in which it was moved to the head of the free queue (`_next`).
         """
         self._empty = pool.free
-        """At least so many blocks at the head of the free queue hold nothing. vLLM puts others that
-        hold nothing before them, and caches a block only after it was handed out.
+        """A lower bound of the empty blocks at the head of the free queue. vLLM puts further empty
+        blocks before them, and caches a block only after it was handed out.
         """
 
     @property
@@ -115,7 +116,7 @@ class Duplicates:
         if not copied or (tracked.request.num_tokens - tracked.local - copied) * SHORT > copied:
             return
         self._drop_outdated()
-        # A prefix is given away from its end.
+        # Give a prefix up from its end.
         for run in reversed(runs):
             own = slice(run.first * each, (run.first + run.chunks) * each)
             blocks = np.frombuffer(row[own], dtype=np.uint32)
@@ -147,19 +148,19 @@ class Duplicates:
             return
         try:
             self._give_way(count)
-        except Exception:  # vLLM goes on with whatever order there is
+        except Exception:  # vLLM goes on with the present order
             self._copies.clear()
             log.exception("vcache: blocks that other instances have, too, are not evicted first")
 
     # ---- inside
 
     def _drop_outdated(self) -> None:
-        """Forget the oldest copies up to the first that is still one: if vLLM hands no blocks out,
-        they would pile up.
+        """Forget the oldest copies up to the first intact copy: they would pile up while vLLM hands
+        no blocks out.
         """
         while self._copies:
             copies = self._copies[0]
-            # Mostly the first one is intact.
+            # Mostly the first chunk is intact.
             if self._intact(copies.cut(0, 1))[0]:
                 return
             intact = self._intact(copies)
@@ -184,12 +185,12 @@ class Duplicates:
             chosen += self._taken(copies)
             looks -= len(copies.blocks)
         if chosen:
-            # Often they lie there already.
+            # `to_head` leaves blocks that lie there already.
             self._pool.to_head(chosen, useless)
             self._next[chosen] = counters[chosen]
 
     def _intact(self, copies: Copies) -> npt.NDArray[np.bool_]:
-        """For each chunk, whether its blocks are unchanged and unused since."""
+        """Whether each chunk's blocks are unchanged, and unused since the request ended."""
         blocks, generations = copies.blocks, copies.generations
         same = self._marked[blocks] == generations
         same &= self._generations.counters[blocks] == generations
@@ -197,8 +198,8 @@ class Duplicates:
         return intact
 
     def _taken(self, copies: Copies) -> list[int]:
-        """The blocks of these copies, each chunk's last block first; without copies that were or
-        are used, or that their owner has lost.
+        """List the blocks of these copies, each chunk's last block first. Leaves out chunks that
+        were or are used, or that their owner has lost.
         """
         view, each = self._view(copies.owner), self._each
         if view is None:

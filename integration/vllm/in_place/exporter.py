@@ -99,7 +99,7 @@ def _exportable(memory: Exportable, problems: list[str]) -> Iterator[None]:
 def _noting_failure(problems: list[str]) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # vLLM goes on with its own memory, and `Exporter.regions` says why
+    except Exception as error:  # vLLM uses its own memory; `Exporter.regions` says why
         log.exception(
             "vcache: the KV cache lies in memory that other processes cannot map, so it is not shared in place"
         )

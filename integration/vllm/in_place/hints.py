@@ -70,7 +70,7 @@ class Hints:
             return
         try:
             self._move(*self._waiting.popleft())
-        except Exception:  # vLLM goes on with whatever order there is
+        except Exception:  # vLLM goes on with the present order
             self._waiting.clear()
             log.exception(
                 "vcache: blocks that other instances have read are not kept longer than others"

@@ -30,7 +30,7 @@ from .duplicates import Duplicates
 from .hints import Hints
 from .replicas import Run, choose
 
-Lies = tuple[bytes, bytes]
+Place = tuple[bytes, bytes]
 """A chunk's blocks (uint32), and their generations (uint64), packed as in the protocol."""
 
 
@@ -53,7 +53,7 @@ class Publications:
         self.generations = Generations(self.instance, blocks)
         self.retract: Callable[[int], None] = lambda sequence: None
         """Called on a reset: voids publications with a lower sequence."""
-        self._told: dict[ChunkKey, Lies] = {}
+        self._told: dict[ChunkKey, Place] = {}
         """The last published place of each chunk, where others look for it."""
         self._filling = array(NUMBERS)
         """Blocks that the step being planned fills, and that the table does not show as
@@ -70,7 +70,9 @@ class Publications:
 
     @property
     def watches(self) -> bool:
-        """Whether vLLM has shown its block pool, without which the blocks' contents are unknown."""
+        """Whether vLLM has shown its block pool. Without the pool the blocks' contents
+        are unknown.
+        """
         return self._pool is not None
 
     def watch(self, pool: KVBlocks) -> None:
@@ -187,14 +189,14 @@ class Publications:
         blocks = tracked.store.rows[0][first * each : stop * each].tobytes()
         generations = state.generations[first * each : stop * each].tobytes()
         number, counter = each * NUMBER_BYTES, each * GENERATION_BYTES
-        lies = [
+        places = [
             (
                 blocks[at * number : (at + 1) * number],
                 generations[at * counter : (at + 1) * counter],
             )
             for at in range(stop - first)
         ]
-        fresh = self._fresh(tracked.lookup.keys[first:stop], lies)
+        fresh = self._fresh(tracked.lookup.keys[first:stop], places)
         made = list[PublicationSpec]()
         for at in range(0, len(fresh), MAX_PUBLISHED):
             some = fresh[at : at + MAX_PUBLISHED]
@@ -225,13 +227,13 @@ class Publications:
 
     # ---- inside
 
-    def _fresh(self, keys: list[ChunkKey], lies: list[Lies]) -> list[tuple[ChunkKey, Lies]]:
+    def _fresh(self, keys: list[ChunkKey], places: list[Place]) -> list[tuple[ChunkKey, Place]]:
         """Return the chunks that are not published at this place yet. They count as published from
         now on.
         """
         told = self._told
         fresh = [
-            (key, place) for key, place in zip(keys, lies, strict=True) if told.get(key) != place
+            (key, place) for key, place in zip(keys, places, strict=True) if told.get(key) != place
         ]
         if len(told) > self.blocks:
             # Most of these chunks are gone. The others are published again at their next hit.

@@ -46,8 +46,8 @@ class Victims:
         publication.
         """
         self._saved: npt.NDArray[np.uint64] = np.zeros(count, dtype=np.uint64)
-        """By a chunk's first block: the generation in which the chunk was saved; 0 once one of its
-        blocks was handed out or hit again. (Block 0 is vLLM's null block and in no chunk.)
+        """By a chunk's first block: the generation in which the chunk was saved; 0 once a block of
+        the chunk was handed out or hit again. (Block 0 is vLLM's null block and in no chunk.)
         """
         self._left = 0
         """How many of the examined blocks are at least still in the queue."""
@@ -105,8 +105,8 @@ class Victims:
             self._saved[chosen] = now[chosen]
             rows = self._rows[chosen]
             keys = [self._keys[first_block] for first_block in chosen.tolist()]
-            lies = rows.astype("<u4").tobytes(), now[rows].astype("<u8").tobytes()
+            place = rows.astype("<u4").tobytes(), now[rows].astype("<u8").tobytes()
             # A valid generation belongs to the present epoch, as far as the scheduler knows.
             meta.victims = PublicationSpec(
-                "", keys, *lies, sequence=0, epoch=self._publications.epoch
+                "", keys, *place, sequence=0, epoch=self._publications.epoch
             )

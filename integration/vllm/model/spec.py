@@ -169,7 +169,7 @@ def describe_groups(
         for group in groups.groups
     ]
     sizes = [group.block_size for group in groups.groups]
-    # A pipeline stage may have no layer of a group; its blocks are split as the other groups' are.
+    # A pipeline stage may lack a group's layers. The group's blocks are split like the others'.
     split = max(
         size // tensor_block_size(size, layers, num_blocks)
         for size, layers in zip(sizes, held, strict=True)
@@ -186,7 +186,7 @@ def describe_groups(
             f"KV caches have {kv.num_blocks} blocks of {kv.block_size} tokens where vLLM hands out {num_blocks} of "
             f"{groups.groups[0].block_size}; set engine.kv_axes to what each axis of the tensors is"
         )
-    # vLLM before 0.32 passes the tensors of a state, later releases its pages.
+    # vLLM before 0.32 passes a state's tensors, later releases pass a state's pages.
     states = [
         {
             name: [cache] if isinstance(cache := kv_caches[name], Tensor) else list(cache)
@@ -234,9 +234,9 @@ def layout(
     """Make the layout on which two instances must agree to share. shards: of all workers, in any
     order.
 
-    The layout's own fields are the first rank's. So a worker can make a layout for its KV caches
-    from its shard alone; with several workers that layout's namespace is not the instance's.
-    hash_root: vLLM's NONE_HASH, which follows from its seed. LayoutError without a shard."""
+    Some fields are the first rank's. So a worker can make a layout for its KV caches from its shard
+    alone. With several workers the namespace of that layout is not the instance's. hash_root:
+    vLLM's NONE_HASH, which follows from the seed. LayoutError without a shard."""
     if not shards:
         raise LayoutError("no worker has described its KV caches")
     ordered = sorted(shards, key=lambda shard: (shard.pp_rank, shard.tp_rank))
@@ -272,7 +272,7 @@ def layout(
     )
 
 
-# ---- what must be right
+# ---- reasons against caching
 
 
 def refusal(model: ModelSpec, chunk_size: int, hash_seed: str | None) -> str | None:

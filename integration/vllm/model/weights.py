@@ -197,7 +197,7 @@ def _plain(values: Any) -> Any:
 
 
 def _canonical(values: Any) -> str:
-    # The type's name only: an object's repr may hold its address, which differs between processes.
+    # Use only the type's name: an object's repr may hold an address, which differs by process.
     return json.dumps(
         values,
         sort_keys=True,

@@ -53,7 +53,7 @@ class Adapters:
             return ""
         before = self._first.get(number)
         if getattr(lora_request, "load_inplace", False) and before != adapter:
-            # Requests that began with the earlier weights may still run, with the new ones.
+            # Requests that began with the earlier weights may now run with the new weights.
             self._first |= {before[0]: None} if before else {}
             self._first.pop(number, None)
         for key in (number, known_as):

@@ -73,7 +73,7 @@ class Completions:
             getattr(output, "kv_connector_block_state", None), "boundary_state_offloads", {}
         )
         cached = output.scheduled_cached_reqs
-        # Running requests first: new ones may hit what they write in this step.
+        # Running requests first: new requests may hit the blocks that they write in this step.
         for request_id, computed, added in zip(
             cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
         ):

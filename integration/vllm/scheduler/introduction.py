@@ -242,7 +242,7 @@ class Introduction:
     def close(self) -> None:
         """Idempotent."""
         if self.client is not None:
-            with suppress(VCacheError):  # any call takes along what is still to be told
+            with suppress(VCacheError):  # any call also sends the queued reports
                 self.client.list_segments()
         for part in (self.outbox, self.client, self.offload):
             if part is not None:

@@ -216,8 +216,8 @@ class Lookups:
         return answer
 
     def _with_state(self, keys: list[ChunkKey]) -> int:
-        """Shorten a hit to the last chunk for which all ranks have stored the state. Returns its
-        chunks.
+        """Shorten a hit to end at a chunk for which all ranks have stored the state, too. Returns
+        the number of chunks left.
         """
         instance, names = self._instance, state_keys(keys, self._parts)
         try:

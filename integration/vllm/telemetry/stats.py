@@ -34,8 +34,8 @@ instance's KV cache, the offload tier.
 
 
 class _Counter(NamedTuple):
-    """A counter with at most one label. Other label values than `values` count as the last one,
-    which bounds the number of series.
+    """A counter with at most one label. Label values that are not in `values` count as the last
+    value, which bounds the number of series.
     """
 
     documentation: str

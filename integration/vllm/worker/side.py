@@ -102,7 +102,7 @@ class WorkerSide:
         size, blocks = self._config.engine.chunk_size, self._kv_config.num_blocks
         tables = groups.read(self._kv_config, size)
         kv = model_spec.describe_groups(tables, kv_caches, blocks, size, self._config.engine)
-        # A state has several tensors, one behind the other: the first gives the address.
+        # A state has several adjacent tensors: the first gives the address.
         kv_caches = {
             name: held if isinstance(held, torch.Tensor) else held[0]
             for name, held in kv_caches.items()
