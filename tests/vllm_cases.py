@@ -262,11 +262,12 @@ class Place:
         self._instance.tell("run", list(prompts), True)
         try:
             eventually(lambda: self._file.exists() or self._instance.answered, ANSWER_SECONDS)
-            assert self._file.exists(), "the requests are over and never came by"
-            act()
+            if reached := self._file.exists():
+                act()
         finally:
             self.go()
         answers: list[Answer] = self._instance.answer()
+        assert reached, "the requests are over and never came by"
         return answers
 
     def go(self) -> None:

@@ -75,7 +75,7 @@ class Part(ABC):
     context: LoadContext
     first: int
     count: int
-    copy: RunningCopy = field(init=False)
+    copy: RunningCopy = field(init=False, repr=False)
 
     def keep(self) -> None:  # noqa: B027 - most parts need nothing
         """Keep the chunks readable while the copy runs, for example by renewing a lease."""
