@@ -19,7 +19,8 @@ try:
     from .results import Report, Row
 except ModuleNotFoundError as absent:
     sys.exit(
-        f"the benchmarks need {absent.name}, which this Python has not: pip install '/path/to/vcache[engine]'"
+        f"the benchmarks need {absent.name}, which this Python has not: pip install "
+        "'/path/to/vcache[engine]'"
     )
 
 SUBJECTS: dict[str, Callable[[], list[Row]]] = {

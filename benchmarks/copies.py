@@ -275,7 +275,10 @@ def _peer(made: Case, name: str, floor: float) -> list[Row]:
         ],
         made.copy.nbytes,
     )
-    how = f"from a segment on the peer into scattered {PAGE_BYTES >> 10}-KiB pages; reference: the copy engine, contiguous"
+    how = (
+        f"from a segment on the peer into scattered {PAGE_BYTES >> 10}-KiB pages; reference: "
+        "the copy engine, contiguous"
+    )
     rows = [
         row(f"peer_retrieve_{name}", "GB/s", ours, engine, what=f"{name} {how}", at_least=floor)
     ]
@@ -303,7 +306,10 @@ def _in_place(made: InPlaceCase) -> list[Row]:
         ],
         made.nbytes,
     )
-    how = "256 MiB out of a KV cache on the peer, where it lies, into scattered 64-KiB pages of 32 tensors"
+    how = (
+        "256 MiB out of a KV cache on the peer, where it lies, into scattered 64-KiB pages "
+        "of 32 tensors"
+    )
     against = "reference: the copy engine, contiguous"
     return [
         row("inplace_copy_256MiB", "GB/s", one, engine, what=f"{how}; {against}", at_least=0.93),

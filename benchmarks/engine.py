@@ -58,7 +58,8 @@ def _measure(name: str, stored: KV, into: KV, at_most: float | None) -> Row:
             engine.retrieve(tokens, None, into.tensors, into.slots).all()
         ) or not into.holds(stored):
             raise RuntimeError(
-                f"retrieve() did not bring what was stored; nothing is measured: {engine.get_stats()}"
+                "retrieve() did not bring what was stored; nothing is measured: "
+                f"{engine.get_stats()}"
             )
         ours, plain, masks = [], [], list[torch.Tensor]()
         flat = torch.empty(nbytes, dtype=torch.uint8, device=into.tensors[0].device)
@@ -74,7 +75,10 @@ def _measure(name: str, stored: KV, into: KV, at_most: float | None) -> Row:
             )
         if not all(bool(mask.all()) for mask in masks):
             raise RuntimeError(f"a retrieve() missed: {engine.get_stats()}")
-    what = f"{nbytes >> 20} MiB, retrieve() after a lookup(), wall time; reference: one contiguous copy"
+    what = (
+        f"{nbytes >> 20} MiB, retrieve() after a lookup(), wall time; reference: one "
+        "contiguous copy"
+    )
     return row(name, "ms", ours, plain, what=what, at_most=at_most)
 
 

@@ -182,10 +182,16 @@ class Reader(Instance):
             f"process {os.getpid()}: chunk {number} of {len(keys)}, key {bytes(keys[number]).hex()}"
         ]
         said += [
-            f"in {instance.hex()}'s blocks {ids.tolist()}, generations {np.frombuffer(generations, dtype='<u8').tolist()}"
+            (
+                f"in {instance.hex()}'s blocks {ids.tolist()}, generations "
+                f"{np.frombuffer(generations, dtype='<u8').tolist()}"
+            )
         ]
         said += [
-            f"which are now {now}; {int((got == POISON).sum())} of {got.size} words are poison, {int((got == 0).sum())} zero"
+            (
+                f"which are now {now}; {int((got == POISON).sum())} of {got.size} words are "
+                f"poison, {int((got == 0).sum())} zero"
+            )
         ]
         for family in range(FAMILIES):
             for at, key in enumerate(prompt(self.hasher, family)):
@@ -224,7 +230,9 @@ class Slowly:
         return copy
 
     def scatter(self, *given: Any, **more: Any) -> Completion:
-        """Out of the pool: one stop under the lease before bytes are read, one before the verdict."""
+        """Out of the pool: one stop under the lease before bytes are read, one before the
+        verdict.
+        """
         self._instance.step("copied")
         copy = self._inner.scatter(*given, **more)
         self._instance.step("copied")

@@ -53,7 +53,9 @@ def rows(result: Result, loads: int = LOADS, name: str = "cpu", level: Level = C
 
 
 def _case(figure: str, name: str) -> str:
-    """A row's name. The campaigns of death have their own: `death_engines` are those that failed."""
+    """A row's name. The campaigns of death have their own: `death_engines` are those that
+    failed.
+    """
     if not name.startswith("death"):
         return f"inplace_{figure}_{name}"
     return f"{name}_{'engines' if figure == 'failed' else figure}"

@@ -177,7 +177,10 @@ class Campaign:
     def _show(self, seconds: float) -> None:
         seen = self.outcomes
         asked = f"{seen.answers:,} answers, " if seen.answers else ""
-        said = f"{asked}{seen.loads:,} loads, {seen.reuse_hits:,} refused by their verdicts, {seen.wrong} wrong"
+        said = (
+            f"{asked}{seen.loads:,} loads, {seen.reuse_hits:,} refused by their verdicts, "
+            f"{seen.wrong} wrong"
+        )
         print(
             f"{seconds:5.0f} s: {said}, {self.mishaps.total()} mishaps", file=sys.stderr, flush=True
         )

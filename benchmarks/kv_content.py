@@ -1,5 +1,5 @@
-"""The bytes of a benchmark's KV caches. They depend on token prefix, layer and position only, so any
-worker can check them.
+"""The bytes of a benchmark's KV caches. They depend on token prefix, layer and position only, so
+any worker can check them.
 
 Each block of a prompt has a 64-bit digest of all tokens up to its end. Its bytes in a layer are the
 first words of a SplitMix64 stream with the seed mix(digest + layer · odd constant). A wrong prefix,

@@ -121,7 +121,10 @@ def _against_library(
     speeds = {way: [size.nbytes / turn[way] / 1e9 for turn in theirs[1:]] for way in WAYS}
     best = max(speeds, key=lambda way: statistics.median(speeds[way]))
     ways = ", ".join(f"{way} {statistics.median(samples):.2f}" for way, samples in speeds.items())
-    what = f"{what} {size.chunks} chunks of {size.chunk_bytes / (1 << 20):g} MiB; the library's ways, GB/s: {ways}; {load()}"
+    what = (
+        f"{what} {size.chunks} chunks of {size.chunk_bytes / (1 << 20):g} MiB; the "
+        f"library's ways, GB/s: {ways}; {load()}"
+    )
     return row(
         case,
         "GB/s",
@@ -233,7 +236,10 @@ def lookup_rows(calls: int = 2000, size: Size = TINY) -> list[Row]:
         f"lookup() of {size.chunks} chunks, all in the pool; reference: no offload tier; {load()}"
     )
     one = row("mooncake_lookup_on_off", "us", *there, what=what, at_most=1.05)
-    what = f"lookup() of {size.chunks} chunks that nobody has, the master dead; reference: no offload tier; {load()}"
+    what = (
+        f"lookup() of {size.chunks} chunks that nobody has, the master dead; reference: no "
+        f"offload tier; {load()}"
+    )
     other = row("mooncake_lookup_dead_master", "us", *dead, what=what)
     ok = other.value <= other.reference + DEAD_MICROSECONDS
     return [one, msgspec.structs.replace(other, limit=f"<= +{DEAD_MICROSECONDS} us", ok=ok)]

@@ -211,7 +211,10 @@ def line(row: Row) -> str:
     """One row of a table."""
     verdict = {True: "ok", False: "MISSED", None: ""}[row.ok]
     figures = f"{row.value:12.4f} {row.reference:12.4f} {row.unit:9} ratio {row.ratio:8.4f}"
-    return f"{row.case:36} {figures} {row.limit:8} {verdict:6} runs {row.runs:5} spread {row.spread:.1%}"
+    return (
+        f"{row.case:36} {figures} {row.limit:8} {verdict:6} runs {row.runs:5} spread "
+        f"{row.spread:.1%}"
+    )
 
 
 def load() -> str:

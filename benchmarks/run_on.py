@@ -22,7 +22,9 @@ OLDEST = (0, 31)
 WHAT = {
     "hits equal to the bit": r"vllm_equal",
     "hits equal to the bit, without CUDA graphs": r"vllm_equal_eager",
-    "hits equal to the bit, each instance in a container or with one GPU of its own": r"vllm_equal_isolated",
+    "hits equal to the bit, each instance in a container or with one GPU of its own": (
+        r"vllm_equal_isolated"
+    ),
     "tensor parallel 2": r"vllm_(tp2_equal|equal_tp2)",
     "pipeline parallel 2": r"vllm_equal_pp2",
     "fp8 KV": r"vllm_equal_fp8",

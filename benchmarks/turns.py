@@ -60,7 +60,10 @@ def run() -> list[Row]:
         worst = client.stats().counters
     cpu, wall = worst["longest_turn_cpu_us"] / 1e3, worst["longest_turn_us"] / 1e3
     beside = f"look-ups of 64 keys beside {len(ATTACKS)} hostile clients"
-    what = f"processor time of the loop's longest turn, {len(ATTACKS)} hostile clients, {2 * CHUNKS:,} chunks"
+    what = (
+        f"processor time of the loop's longest turn, {len(ATTACKS)} hostile clients, "
+        f"{2 * CHUNKS:,} chunks"
+    )
     p99, most, runs = percentile(latencies, 99), max(latencies), len(latencies)
     return [
         row("longest_turn_ms", "ms", cpu, LIMIT_MS, what=what, at_most=1),

@@ -158,7 +158,8 @@ def _measure(
         say(f"warm-up: {error}")
     if SYSTEMS[system].ours and not servers.counters()["external"]:
         raise ChildFailed(
-            f"{system} shares nothing: in the warm-up no server hit what another one has; {servers.said()}"
+            f"{system} shares nothing: in the warm-up no server hit what another one has; "
+            f"{servers.said()}"
         )
     for work in workloads:
         clock.check(LEAST_SECONDS)
@@ -175,8 +176,10 @@ def _measure(
         after, known = servers.counters(), work.ceilings
         found = figures(run.answers, before, after)
         say(
-            f"{name}: {found.throughput:.2f} requests/s in {found.duration:.1f} s, {found.errors} errors, hit rate "
-            f"{found.hit_rate:.3f} (ceiling {known.shared:.3f}, one a server {known.single:.3f}, {known.unique:,} tokens in all), "
+            f"{name}: {found.throughput:.2f} requests/s in {found.duration:.1f} s, "
+            f"{found.errors} errors, hit rate "
+            f"{found.hit_rate:.3f} (ceiling {known.shared:.3f}, one a server "
+            f"{known.single:.3f}, {known.unique:,} tokens in all), "
             f"{after['preemptions'] - before['preemptions']:.0f} preemptions"
         )
         report.add(

@@ -275,7 +275,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report.add(groups.together(list(report.rows.values())))
     print(report.table())
     print(
-        f"{clock.spent:.0f} s; {len(report.rows)} rows{'; failed: ' + ', '.join(failed) if failed else ''}",
+        (
+            f"{clock.spent:.0f} s; {len(report.rows)} "
+            f"rows{'; failed: ' + ', '.join(failed) if failed else ''}"
+        ),
         flush=True,
     )
     return int(bool(failed) or report.missed)
@@ -388,7 +391,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--kv-gib",
         type=float,
-        help="vLLM's KV cache of each instance, twice as much of who computes in place; default: the scale's. A load in the step reads at "
+        help="vLLM's KV cache of each instance, twice as much of who computes in place; "
+        "default: the scale's. A load in the step reads at "
         "most an eighth of its owner's",
     )
     parser.add_argument(
@@ -421,14 +425,16 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     in_place = options.share == "in_place"
     if in_place and (options.integration == "lmcache" or options.with_lmcache):
         parser.error(
-            "--share in_place is of our connector alone: add --integration vllm, take out --with-lmcache"
+            "--share in_place is of our connector alone: add --integration vllm, take out "
+            "--with-lmcache"
         )
     strange = [
         name for name in options.only or () if not _is_for(name, options.integration, in_place)
     ]
     if strange:
         parser.error(
-            f"{', '.join(strange)}: not for --integration {options.integration}, --share {options.share}"
+            f"{', '.join(strange)}: not for --integration {options.integration}, --share "
+            f"{options.share}"
         )
     return options
 

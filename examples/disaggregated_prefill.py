@@ -127,7 +127,10 @@ def run(options: argparse.Namespace, folder: Path) -> int:
             )
             if options.stay:
                 print(
-                    f'send completions to {proxy.url}/v1/completions, model "{site.model}"; Ctrl-C ends',
+                    (
+                        f'send completions to {proxy.url}/v1/completions, model "{site.model}"; '
+                        "Ctrl-C ends"
+                    ),
                     flush=True,
                 )
                 while proxy.alive:

@@ -27,7 +27,8 @@ try:
     from vcache_backend.transfer.layout import Layout
 except ModuleNotFoundError as absent:
     sys.exit(
-        f"{Path(sys.argv[0]).name}: this Python has no {absent.name}: pip install '/path/to/vcache[mooncake]'"
+        f"{Path(sys.argv[0]).name}: this Python has no {absent.name}: pip install "
+        "'/path/to/vcache[mooncake]'"
     )
 
 LAYERS, BLOCK, HEADS, DIM = 8, 16, 8, 128
@@ -104,7 +105,8 @@ def main() -> int:
             good = good and equal and came == given.tokens
             verdict = "equal" if equal else "WRONG"
             print(
-                f"node B: {found} tokens found, {came} came, {verdict}; chunks so far: {b.get_stats()['hits']}"
+                f"node B: {found} tokens found, {came} came, {verdict}; chunks so far: "
+                f"{b.get_stats()['hits']}"
             )
             b.flush(SECONDS)
     return 0 if good else 1

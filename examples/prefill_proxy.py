@@ -31,7 +31,8 @@ try:
     from aiohttp import ClientError, ClientSession, ClientTimeout, web
 except ModuleNotFoundError as absent:
     sys.exit(
-        f"{Path(sys.argv[0]).name}: this Python has no {absent.name}, which vLLM brings: pip install '/path/to/vcache[vllm]'"
+        f"{Path(sys.argv[0]).name}: this Python has no {absent.name}, which vLLM brings: pip "
+        "install '/path/to/vcache[vllm]'"
     )
 
 ORDERS = ("together", "decode-first", "prefill-first")
@@ -90,7 +91,8 @@ class Proxy:
                 announced = await first
         else:
             say(
-                f"request {number}: not announced, the prefill server failed a moment ago; the decode server computes the prompt"
+                f"request {number}: not announced, the prefill server failed a moment ago; the "
+                "decode server computes the prompt"
             )
         try:
             return await self._stream(request, self._with_announcement(body) if announced else body)
@@ -137,7 +139,8 @@ class Proxy:
             else f" after {self.announcement['wait_seconds']:g} s"
         )
         say(
-            f"request {number}: the prefill server failed ({what}); the decode server computes the prompt itself{after}"
+            f"request {number}: the prefill server failed ({what}); the decode server computes "
+            f"the prompt itself{after}"
         )
         return False
 

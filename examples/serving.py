@@ -52,7 +52,8 @@ QUIET = {
     "PYTHONUNBUFFERED": "1",
 }
 TELLING = re.compile(
-    r"(^|\s)[\w.]*(Error|Exception)\b: |(^|\s)error: |ERROR[ :](?!.*](  | Traceback))|vcache.*(caches nothing|stepped aside)"
+    r"(^|\s)[\w.]*(Error|Exception)\b: |(^|\s)error: |ERROR[ :](?!.*](  | Traceback))"
+    r"|vcache.*(caches nothing|stepped aside)"
 )
 """A line of a log that may say why a program failed; frames of a traceback do not."""
 say = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -151,7 +152,10 @@ class Process(Program):
             if time.monotonic() - self.started > told:
                 lines = self.log.read_text(errors="replace").split("\n")
                 say.print(
-                    f"{self.name}: {told:g} s, {next((line for line in reversed(lines) if line), '')[:100]}",
+                    (
+                        f"{self.name}: {told:g} s, "
+                        f"{next((line for line in reversed(lines) if line), '')[:100]}"
+                    ),
                     markup=False,
                 )
                 told += TELL_SECONDS
@@ -169,7 +173,10 @@ class Process(Program):
         if not self.alive:
             what = (
                 *what,
-                f"ended with code {self._process.returncode}; its command was {shlex.join(self._command)}",
+                (
+                    f"ended with code {self._process.returncode}; its command was "
+                    f"{shlex.join(self._command)}"
+                ),
             )
         lines = self.log.read_text(errors="replace").strip().splitlines()
         telling = dict.fromkeys(line for line in lines if TELLING.search(line))
@@ -368,9 +375,15 @@ def mistakes(row: dict[str, Any]) -> Iterator[str]:
     """What is wrong with the answer that a row is about, which should have come from elsewhere."""
     due = row["prompt"] - TAIL
     if row["cached"] < due:
-        yield f"{row['cached']} of {due} tokens came from the {row['source']}, the others were computed"
+        yield (
+            f"{row['cached']} of {due} tokens came from the {row['source']}, the others were "
+            "computed"
+        )
     if not row["tokens_equal"]:
-        yield f"the answer to the prompt of {row['prompt']} tokens is another one than after vLLM's own prefix cache"
+        yield (
+            f"the answer to the prompt of {row['prompt']} tokens is another one than after "
+            "vLLM's own prefix cache"
+        )
 
 
 def explain(site: Site, wrong: list[str]) -> int:
@@ -440,7 +453,10 @@ def main(
     """
     options, count = made.parse_args(), len(made.get_default("ports"))
     if absent := [name for name in needs if find_spec(name) is None]:
-        get = f"pip install '{ROOT}[{','.join(absent)}]'; without a GPU: scripts/setup.sh vllm, and .venv/bin/python"
+        get = (
+            f"pip install '{ROOT}[{','.join(absent)}]'; without a GPU: scripts/setup.sh "
+            "vllm, and .venv/bin/python"
+        )
         made.exit(
             1,
             f"{made.prog}: this Python has no {' and no '.join(absent)}: {sys.executable}; {get}\n",
@@ -449,7 +465,8 @@ def main(
         made.error(f"--ports: {count} are needed; {len(options.ports)} were given")
     if len(set(options.ports)) != count or not all(0 < port < 65536 for port in options.ports):
         made.error(
-            f"--ports: {count} different ones from 1 to 65535 are needed, not {','.join(map(str, options.ports))}"
+            f"--ports: {count} different ones from 1 to 65535 are needed, not "
+            f"{','.join(map(str, options.ports))}"
         )
     options.machine = machine = CPU if options.cpu else GPU
     options.lengths = sorted(

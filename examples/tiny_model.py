@@ -15,7 +15,8 @@ try:
     from serving import write_model
 except ModuleNotFoundError as absent:
     sys.exit(
-        f"{Path(sys.argv[0]).name}: this Python has no {absent.name}: pip install '/path/to/vcache[engine]'"
+        f"{Path(sys.argv[0]).name}: this Python has no {absent.name}: pip install "
+        "'/path/to/vcache[engine]'"
     )
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ try:
     from serving import ROOT, Machine, Site, ask, main, parser, prompts, report, two_servers
 except ModuleNotFoundError as absent:
     sys.exit(
-        f"{Path(sys.argv[0]).name}: this Python has no {absent.name}: pip install '/path/to/vcache[vllm,lmcache]'"
+        f"{Path(sys.argv[0]).name}: this Python has no {absent.name}: pip install "
+        "'/path/to/vcache[vllm,lmcache]'"
     )
 
 STORE_SECONDS = 10.0
@@ -62,7 +63,8 @@ def one_round(site: Site, prompts: list[list[int]], chunk: int) -> list[dict[str
             time.sleep(0.01)  # chunks become visible in the background, once they are copied
         if (stored := site.client.stats().chunks) < wanted:
             raise a.failure(
-                f"has stored too little: the pool holds {stored} chunks where {wanted} are due after {STORE_SECONDS:g} s"
+                f"has stored too little: the pool holds {stored} chunks where {wanted} are due "
+                f"after {STORE_SECONDS:g} s"
             )
         own, pool = ask(a, site.model, prompt), ask(b, site.model, prompt)
         for name, source, answer in (

@@ -24,7 +24,8 @@ def permit() -> None:
     try:
         if supported() and not ask():
             log.warning(
-                "vcache: Linux does not permit AMX to this process; vLLM may die of an illegal instruction"
+                "vcache: Linux does not permit AMX to this process; vLLM may die of an illegal "
+                "instruction"
             )
     except Exception:  # whatever torch does, vLLM may still work
         log.warning("vcache: could not ask for AMX", exc_info=True)

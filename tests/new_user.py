@@ -56,7 +56,10 @@ SMALL += [
     "--max-model-len=1024",
     "--enable-prompt-tokens-details",
 ]
-MODEL = "import sys; sys.path.insert(0, 'examples'); from pathlib import Path; from serving import write_model; "
+MODEL = (
+    "import sys; sys.path.insert(0, 'examples'); from pathlib import Path; from serving "
+    "import write_model; "
+)
 began = time.monotonic()
 
 
@@ -71,7 +74,8 @@ def run(*command: str | Path, cwd: Path | None = None, **environment: str) -> st
     )
     if ran.returncode:
         sys.exit(
-            f"{' '.join(map(str, command))} ended with {ran.returncode}:\n{ran.stdout[-1000:]}{ran.stderr[-2000:]}"
+            f"{' '.join(map(str, command))} ended with "
+            f"{ran.returncode}:\n{ran.stdout[-1000:]}{ran.stderr[-2000:]}"
         )
     return ran.stdout
 
@@ -204,7 +208,8 @@ def hits(walk: Walk, servers: list[str], model: Path, seed: int) -> None:
     again, cached = ask(servers[1], model, prompt)
     if (again, cached) != (answer, 8 * CHUNK):
         sys.exit(
-            f"the other one had {cached} tokens, not {8 * CHUNK}, and answered {again}, not {answer}"
+            f"the other one had {cached} tokens, not {8 * CHUNK}, and answered {again}, not "
+            f"{answer}"
         )
 
 
@@ -290,7 +295,8 @@ def walked(walk: Walk, python: Path | None) -> None:
             walk.clone,
         )
     print(
-        f"first hit {first:.1f} s after the clone began; {installed / 1e6:.1f} MB for the server alone"
+        f"first hit {first:.1f} s after the clone began; {installed / 1e6:.1f} MB for the "
+        "server alone"
     )
 
 

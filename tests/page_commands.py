@@ -191,7 +191,10 @@ def _serve(words: list[str], place: Place) -> None:
 
 def _completion(words: list[str], place: Place) -> None:
     """In a shell, whose next one completes."""
-    asks = 'COMP_WORDS=(vcache segment dr); COMP_CWORD=2; _vcache_completion vcache; echo "${COMPREPLY[@]}"'
+    asks = (
+        "COMP_WORDS=(vcache segment dr); COMP_CWORD=2; _vcache_completion vcache; echo "
+        '"${COMPREPLY[@]}"'
+    )
     environment = {
         "HOME": str(place.folder),
         "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",

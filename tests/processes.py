@@ -292,7 +292,8 @@ class Child(Process):
                 f"no {text!r} within {seconds:g} s; the child said:\n{self.said()}"
             )
             assert piece, (
-                f"ended without {text!r} (exit status {self.process.wait(SECONDS)}); it said:\n{self.said()}"
+                f"ended without {text!r} (exit status {self.process.wait(SECONDS)}); it "
+                f"said:\n{self.said()}"
             )
 
     def wait(self, seconds: float = SECONDS) -> tuple[int, str]:
@@ -537,7 +538,8 @@ class Worker(Process):
     def _receive(self, seconds: float) -> Any:
         try:
             assert self._pipe.poll(seconds), (
-                f"{self.name} did not answer within {seconds:g} s; its log ends with\n{self.log[-4000:]}"
+                f"{self.name} did not answer within {seconds:g} s; its log ends "
+                f"with\n{self.log[-4000:]}"
             )
             answer = pickle.loads(self._pipe.recv_bytes())
         except (EOFError, ConnectionResetError):

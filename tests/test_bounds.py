@@ -243,7 +243,10 @@ def test_whatever_a_process_or_a_user_takes_there_is_room_for_others() -> None:
 # ---- the log
 
 
-SPEAK = "from processes import Raw; import sys; from pathlib import Path; Raw(Path(sys.argv[1])).ask('report', 'warn', 'heard')"
+SPEAK = (
+    "from processes import Raw; import sys; from pathlib import Path; "
+    "Raw(Path(sys.argv[1])).ask('report', 'warn', 'heard')"
+)
 
 
 def test_no_client_fills_the_log_however_often_it_connects_and_others_are_heard(

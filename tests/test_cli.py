@@ -30,7 +30,10 @@ from vcache_backend.command import tokens_of
 
 VCACHE = [sys.executable, "-m", "vcache_backend.cli"]
 EXTRAS = ("torch", "numpy", "triton", "cuda", "xxhash")
-BASE = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS})); from vcache_backend.cli import app, main"
+BASE = (
+    f"import sys; sys.modules.update(dict.fromkeys({EXTRAS})); from vcache_backend.cli "
+    "import app, main"
+)
 """Python as it is where only the base was installed: what the extras bring cannot be imported."""
 COMMANDS = [
     [],
@@ -81,7 +84,10 @@ def test_numbers_of_tokens_may_be_written_short(text: str, tokens: int) -> None:
 
 
 def test_help_is_quick_because_it_loads_nothing_heavy() -> None:
-    code = "import sys, vcache_backend.cli; print([n for n in ('torch', 'numpy', 'rich.table', 'triton') if n in sys.modules])"
+    code = (
+        "import sys, vcache_backend.cli; print([n for n in ('torch', 'numpy', 'rich.table', "
+        "'triton') if n in sys.modules])"
+    )
     child = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True
     )
@@ -206,7 +212,10 @@ def test_config_check_accepts_a_good_file_and_names_the_mistake_in_a_bad_one(
     assert vcache("config", "check", str(path)).stdout == f"{path}: ok\n"
     path.write_text("pool: {segment_byts: 2 GiB}")
     message = vcache("config", "check", str(path), expect=1).stderr
-    said = "line 1: Object contains unknown field `segment_byts` - at `$.pool`; did you mean `segment_bytes`?"
+    said = (
+        "line 1: Object contains unknown field `segment_byts` - at `$.pool`; did you mean "
+        "`segment_bytes`?"
+    )
     assert message == f"vcache: {path}: {said}\n"
     for text, wrong in (
         ("pool: {device: gpu0}", "device must be auto, host, "),
@@ -328,7 +337,10 @@ def test_a_segment_is_lent_listed_shown_and_taken_back(server: Path) -> None:
     ] == ["host:a"]
     assert added["id"] in vcache("segment", "drop", added["id"], *at, expect=1).stderr
     assert vcache("clear", *at).stdout == "0 chunks forgotten\n"
-    nothing = "no chunks of namespace 00ff00ff00ff00ff are in the pool; `vcache status --all` lists the namespaces\n"
+    nothing = (
+        "no chunks of namespace 00ff00ff00ff00ff are in the pool; `vcache status --all` "
+        "lists the namespaces\n"
+    )
     assert vcache("clear", "--namespace", "00ff00ff00ff00ff", *at).stdout == nothing
 
 
@@ -344,7 +356,8 @@ def test_the_base_install_does_all_but_move_kv_and_names_the_extra_for_that(serv
     ]
     moving = [["segment", "add", "--device", "host", "--bytes", "1MiB"], ["demo"]]
     program = (
-        f"{BASE}; import json; from typer.testing import CliRunner; results = (CliRunner().invoke(app, one) for one in {plain + moving});"
+        f"{BASE}; import json; from typer.testing import CliRunner; results = "
+        f"(CliRunner().invoke(app, one) for one in {plain + moving});"
         "print(json.dumps([[one.exit_code, one.stdout, one.stderr] for one in results]))"
     )
     environment = {**os.environ, "VCACHE_SOCKET": str(server)}

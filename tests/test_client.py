@@ -111,7 +111,7 @@ def scripted(stage_: Stage) -> Iterator[Callable[[Callable[[list[Any]], Any]], S
 # ---- no server
 
 
-def test_a_path_from_a_folder_is_told_whole_where_no_server_is_and_as_it_is_where_the_folder_is_gone(
+def test_an_error_names_the_whole_path_of_a_relative_socket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Since it means another file in each folder."""

@@ -96,11 +96,17 @@ def test_an_empty_file_means_the_defaults(write: Any) -> None:
         ("engine: {chunk_size: 100000000000}", "at `$.engine.chunk_size`"),
         (
             "engine: {kv_axes: block head}",
-            "kv_axes must be different words of part, block, token, head, dim, with block and token",
+            (
+                "kv_axes must be different words of part, block, token, head, dim, with block and "
+                "token"
+            ),
         ),
         (
             "client: {retry_seconds: 3, retry_max_seconds: 2}",
-            "retry_seconds (3) is more than retry_max_seconds (2): set the first one lower, or the other one higher - at `$.client`",
+            (
+                "retry_seconds (3) is more than retry_max_seconds (2): set the first one lower, or "
+                "the other one higher - at `$.client`"
+            ),
         ),
         (
             "offload:\n  retry_max_seconds: 0.5",
@@ -112,7 +118,10 @@ def test_an_empty_file_means_the_defaults(write: Any) -> None:
         ),
         (
             "client: {request_seconds: 1e-3}",
-            "got `str` - at `$.client.request_seconds`, which is '1e-3'; write digits, 0.001 for 1e-3",
+            (
+                "got `str` - at `$.client.request_seconds`, which is '1e-3'; write digits, 0.001 "
+                "for 1e-3"
+            ),
         ),
         (
             "connector: {start_server: 'true'}",
@@ -128,7 +137,10 @@ def test_an_empty_file_means_the_defaults(write: Any) -> None:
         ),
         (
             "request_seconds: 1",
-            "line 1: Object contains unknown field `request_seconds`; did you mean `client.request_seconds`?",
+            (
+                "line 1: Object contains unknown field `request_seconds`; did you mean "
+                "`client.request_seconds`?"
+            ),
         ),
         ("mooncake: {}", "unknown field `mooncake`; did you mean `offload.mooncake`?"),
         (
@@ -157,7 +169,10 @@ def test_an_empty_file_means_the_defaults(write: Any) -> None:
         ("connector: {event_medium: ' GPU '}", "from that of vLLM's own prefix cache, got ' GPU '"),
         (
             "offload:\n  policy: on",
-            "line 2: Expected `str`, got `bool` - at `$.offload.policy`, which is True; expected off or write_through",
+            (
+                "line 2: Expected `str`, got `bool` - at `$.offload.policy`, which is True; "
+                "expected off or write_through"
+            ),
         ),
         (
             "server:\n  max_clients: 9\n  1: 2",
@@ -327,7 +342,8 @@ def test_what_is_dumped_loads_as_the_same_configuration(write: Any, path: Path) 
 def test_rdma_has_devices(write: Any) -> None:
     read = config.load(
         write(
-            "offload: {policy: write_through, mooncake: {master: '[fd00::1]:50051', protocol: rdma, devices: mlx5_0}}"
+            "offload: {policy: write_through, mooncake: {master: '[fd00::1]:50051', protocol: "
+            "rdma, devices: mlx5_0}}"
         )
     )
     assert (read.offload.mooncake.devices, read.offload.mooncake.master) == (

@@ -205,7 +205,10 @@ def test_a_mapping_that_fails_at_any_step_leaves_nothing(
 ) -> None:
     before = open_fds()
     cuda.broken = call
-    message = f"segment {owned.id} of {UUIDS[0]}: GPU {UUIDS[1]} cannot map 4,194,304 B of GPU {UUIDS[0]}: {call}: CUDA_ERROR"
+    message = (
+        f"segment {owned.id} of {UUIDS[0]}: GPU {UUIDS[1]} cannot map 4,194,304 B of GPU "
+        f"{UUIDS[0]}: {call}: CUDA_ERROR"
+    )
     with pytest.raises(SegmentError, match=message):
         map_segment(owned.info, owned.fd, GPU1)
     assert (cuda.holds(), open_fds() <= before) == (NOTHING, True)

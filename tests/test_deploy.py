@@ -131,9 +131,7 @@ def bring(found: Distribution, into: Path, done: set[str]) -> None:
     os.getuid() != 0 or bool(containers()),
     reason=f"needs root and namespaces of its own: {containers()}",
 )
-def test_the_server_s_image_needs_its_wheel_and_the_base_packages_a_read_only_root_and_no_rights() -> (
-    None
-):
+def test_the_server_s_image_needs_only_its_wheel_a_read_only_root_and_no_rights() -> None:
     """No container program runs here, so it is made of a checkout as deploy/Containerfile does it,
     in a root with nothing else but the C library and Python. Who is outside shares the socket's
     folder alone."""

@@ -176,7 +176,8 @@ def test_an_old_kernel_and_a_forbidden_call_are_named(
 @pytest.mark.parametrize("seed", [None, "0", "123", "random"])
 def test_the_hash_seed_is_the_one_python_was_started_with(seed: str | None) -> None:
     script = (
-        "import os; os.environ['PYTHONHASHSEED'] = '99'; from vcache_backend import config, doctor; "
+        "import os; os.environ['PYTHONHASHSEED'] = '99'; from vcache_backend import config, "
+        "doctor; "
         "(f,) = doctor.check_hash_seed(config.load()); print(f.status, f.detail)"
     )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
@@ -308,12 +309,15 @@ def test_gpus_their_links_and_the_budget_are_reported(config: Config, gpus: Fake
     assert findings["peer 0 reads 1"] == Finding("peer 0 reads 1", "ok", "NVLink")
     assert findings["driver"].detail.endswith("CUDA 13.0")
     budget = only(doctor.check_memory(config))
-    assert (
-        budget.detail
-        == "pool.segment_bytes 1 MiB, 5 MiB of 64 MiB free; start vLLM with gpu_memory_utilization <= 0.93"
+    assert budget.detail == (
+        "pool.segment_bytes 1 MiB, 5 MiB of 64 MiB free; start vLLM with "
+        "gpu_memory_utilization <= 0.93"
     )
     unset = only(doctor.check_memory(from_dict({})))
-    said = "pool.segment_bytes is not set: a worker lends nothing if it shares in place, 8 GiB if it uses a pool"
+    said = (
+        "pool.segment_bytes is not set: a worker lends nothing if it shares in place, 8 GiB "
+        "if it uses a pool"
+    )
     assert unset == Finding("memory", "ok", said)
 
 
@@ -368,9 +372,9 @@ def test_host_memory_that_the_driver_does_not_lock_is_no_pool_for_a_gpu(gpus: Fa
     bad = by_check(doctor.check_memory(config))["memory read by gpus"]
     assert bad.status == "fail"
     assert (
-        "the driver locks no 1,048,576 B of host memory: cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY"
-        in bad.detail
-    )
+        "the driver locks no 1,048,576 B of host memory: cuMemHostRegister: "
+        "CUDA_ERROR_OUT_OF_MEMORY"
+    ) in bad.detail
     assert gpus.holds() == NOTHING
 
 
@@ -466,8 +470,14 @@ def test_whose_pids_mean_nothing_here_is_not_taken_for_gone(
 ) -> None:
     stage_.server()
     assert stage_.client().report("error", "it hurts")
-    look = "import sys; from vcache_backend.config import from_dict; from vcache_backend.doctor import check_server; "
-    look += "print([(one.status, one.detail[-8:]) for one in check_server(from_dict({'server': {'socket': sys.argv[1]}}))][-1])"
+    look = (
+        "import sys; from vcache_backend.config import from_dict; from "
+        "vcache_backend.doctor import check_server; "
+    )
+    look += (
+        "print([(one.status, one.detail[-8:]) for one in check_server(from_dict({'server': "
+        "{'socket': sys.argv[1]}}))][-1])"
+    )
     with Child([*within, sys.executable, "-c", look, str(stage_.path)]) as child:
         assert child.wait() == (0, "('fail', 'it hurts')\n")
 

@@ -157,7 +157,10 @@ def test_a_command_that_no_rule_knows_fails(
 def test_the_commands_are_run_with_what_is_installed_and_not_with_the_checkout(
     plain_python: Path, tmp_path: Path
 ) -> None:
-    said = "from importlib.util import find_spec; print(find_spec('vcache_backend.integration').origin)"
+    said = (
+        "from importlib.util import find_spec; "
+        "print(find_spec('vcache_backend.integration').origin)"
+    )
     ran = subprocess.run(
         [plain_python, "-c", said],
         cwd=tmp_path,

@@ -243,7 +243,7 @@ Exception ignored in: <function _tidy at 0x7f>
 """
 
 
-def test_a_program_that_ends_is_one_error_with_its_command_and_what_its_log_says_while_another_still_starts(
+def test_a_program_that_ends_is_one_error_with_its_command_and_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(EXAMPLE.parent)
@@ -270,7 +270,10 @@ def test_an_answer_that_was_not_read_is_one_error_with_what_the_logs_say(
     monkeypatch.syspath_prepend(EXAMPLE.parent)
     serving = importlib.import_module("serving")
     (row,) = [{"prompt": 136, "source": "pool", "cached": 0, "tokens_equal": True}]
-    code = "print('WARNING vcache stepped aside: no hash seed'); print('INFO: Started'); import time; time.sleep(60)"
+    code = (
+        "print('WARNING vcache stepped aside: no hash seed'); print('INFO: Started'); "
+        "import time; time.sleep(60)"
+    )
     with serving.Process(
         "instance B", [sys.executable, "-u", "-c", code], tmp_path / "B.log"
     ) as process:
@@ -331,7 +334,10 @@ def test_a_python_without_any_package_is_told_what_to_install(program: list[str]
 
 
 def test_without_vllm_it_says_so() -> None:
-    hidden = f"import sys, runpy; sys.modules['vllm'] = None; sys.path.insert(0, {str(EXAMPLE.parent)!r})"
+    hidden = (
+        "import sys, runpy; sys.modules['vllm'] = None; sys.path.insert(0, "
+        f"{str(EXAMPLE.parent)!r})"
+    )
     code = f"{hidden}; runpy.run_path({str(EXAMPLE)!r}, run_name='__main__')"
     with Child([sys.executable, "-c", code, "--cpu"]) as child:
         status, said = child.wait()

@@ -250,7 +250,10 @@ def test_the_server_loads_neither_torch_nor_cuda() -> None:
     threads or numpy either.
     """
     heavy = ("torch", "triton", "numpy", "cuda", "vllm", "lmcache", "rich")
-    code = f"import sys, vcache_backend.metadata_server.server; print([n for n in {heavy!r} if n in sys.modules])"
+    code = (
+        f"import sys, vcache_backend.metadata_server.server; print([n for n in {heavy!r} if "
+        "n in sys.modules])"
+    )
     child = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
     )

@@ -1,4 +1,6 @@
-"""The ledger: what survives the server's death at any moment, who can write it, and who is believed."""
+"""The ledger: what survives the server's death at any moment, who can write it, and who is
+believed.
+"""
 
 from __future__ import annotations
 

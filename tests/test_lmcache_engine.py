@@ -206,7 +206,7 @@ def test_a_lease_on_other_chunks_is_not_read_under(pair: Pair) -> None:
     assert served.settled()
 
 
-def test_the_lease_of_an_abandoned_look_up_ends_by_itself_and_the_next_look_up_has_one_of_its_own(
+def test_the_lease_of_an_abandoned_look_up_ends_by_itself(
     pool: Pool,
 ) -> None:
     pool.node.serve(lease_seconds=2.0)

@@ -44,7 +44,8 @@ def test_pool_and_utilization_share_95_percent(
 
 def test_the_message_says_both_things_one_can_set() -> None:
     assert shortfall(TOTAL, TOTAL, 8 * GIB, 0, 0.92) == (
-        "gpu_memory_utilization 0.92 and pool.segment_bytes 8 GiB are 102.0% of 80 GiB, more than 95%: "
+        "gpu_memory_utilization 0.92 and pool.segment_bytes 8 GiB are 102.0% of 80 GiB, more "
+        "than 95%: "
         "set gpu_memory_utilization to 0.85 or less, or pool.segment_bytes to 2457 MiB or less"
     )
 

@@ -482,7 +482,7 @@ def test_a_browser_shows_the_page_and_what_clients_say_is_no_markup(alone: Stage
 
 
 @needs("chromium")
-def test_on_a_phone_the_page_stays_in_its_width_and_a_table_that_does_not_fit_shows_that_it_scrolls(
+def test_on_a_phone_the_page_keeps_its_width_and_wide_tables_show_that_they_scroll(
     tmp_path: Path,
 ) -> None:
     """Phones and some desktops draw no scroll bars: a shadow at the edge says that there is
@@ -503,7 +503,10 @@ def test_on_a_phone_the_page_stays_in_its_width_and_a_table_that_does_not_fit_sh
         assert browser.run(
             "document.documentElement.scrollWidth === document.documentElement.clientWidth"
         )
-        wide = "[...document.querySelectorAll('.wide')].filter(one => one.scrollWidth > one.clientWidth)"
+        wide = (
+            "[...document.querySelectorAll('.wide')].filter(one => one.scrollWidth > "
+            "one.clientWidth)"
+        )
         assert (
             {"instances", "segments"}
             >= set(browser.run(f"{wide}.map(one => one.id)"))
@@ -512,7 +515,10 @@ def test_on_a_phone_the_page_stays_in_its_width_and_a_table_that_does_not_fit_sh
         shadows = browser.run(f"{wide}.map(one => getComputedStyle(one).backgroundAttachment)")
         assert shadows == ["local, local, scroll, scroll"] * len(shadows)
         # What is asked first stands where nobody has to scroll.
-        first = "[...document.querySelectorAll('#instances th')].filter(one => one.getBoundingClientRect().right <= 420)"
+        first = (
+            "[...document.querySelectorAll('#instances th')].filter(one => "
+            "one.getBoundingClientRect().right <= 420)"
+        )
         assert browser.run(f"{first}.map(one => one.textContent)")[:3] == [
             "instance",
             "state",

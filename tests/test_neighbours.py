@@ -123,7 +123,7 @@ def test_an_idle_mapping_of_a_killed_owner_goes_by_itself(stage: Stage, reader: 
         eventually(lambda: not added_to(before))
 
 
-def test_the_mapping_of_a_killed_owner_stays_while_a_copy_reads_it_and_goes_when_the_copy_has_left(
+def test_the_mapping_of_a_killed_owner_stays_while_a_copy_reads_it(
     stage: Stage, reader: Reader
 ) -> None:
     with owner(stage) as there:

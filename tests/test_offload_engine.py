@@ -272,7 +272,10 @@ def test_vcache_clear_reaches_below_where_it_is_told_to(
         return str(said.stdout + said.stderr)
 
     assert "offload.policy is off; name the file" in clear("--offload", expect=1)
-    nothing = f"no chunks of namespace {namespace} are in the pool; `vcache status --all` lists the namespaces\n"
+    nothing = (
+        f"no chunks of namespace {namespace} are in the pool; `vcache status --all` "
+        "lists the namespaces\n"
+    )
     assert clear() == "5 chunks forgotten\n"
     assert "--offload removes them, too" in clear("--config", "on.yaml")
     assert reader.contains(one.keys(tokens)[0]) == 1

@@ -203,8 +203,10 @@ def refused(tensor: Tensor, block_size: int = BLOCK, axes: str | None = None) ->
 
 def test_a_refusal_names_layer_shape_strides_dtype_block_size_and_remedy() -> None:
     assert refused(kv(BLOCKS, HEADS, BLOCK, DIM), 32) == (
-        "KV cache of model.layers.0 (shape (10, 8, 16, 64), strides (8192, 1024, 64, 1), bfloat16 on cpu) with block_size 32: "
-        "no known layout has this shape; check block_size, or pass axes, such as 'block token head dim'"
+        "KV cache of model.layers.0 (shape (10, 8, 16, 64), strides (8192, 1024, 64, 1), "
+        "bfloat16 on cpu) with block_size 32: "
+        "no known layout has this shape; check block_size, or pass axes, such as 'block token "
+        "head dim'"
     )
 
 

@@ -253,9 +253,9 @@ def test_where_the_driver_gives_out_what_was_lent_by_then_stays(
     eventually(lambda: any("host:a" in one.text for one in shared.client().stats().reports))
     (line,) = said(caplog, "lends 2 MiB of 8 MiB")
     assert (
-        "the driver locks no 1,048,576 B of host memory: cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY"
-        in line
-    )
+        "the driver locks no 1,048,576 B of host memory: cuMemHostRegister: "
+        "CUDA_ERROR_OUT_OF_MEMORY"
+    ) in line
     tokens = prompt(2 * CHUNK)
     put(made, mine, tokens)
     assert get(made, mine, tokens) == len(tokens)

@@ -91,7 +91,7 @@ def test_of_several_block_tables_a_chunk_has_the_blocks_of_each_one_behind_the_o
         plan_blocks(KV, CHUNK, np.array([7, -1]))
 
 
-def test_of_several_block_tables_what_is_not_wanted_is_no_place_and_a_chunk_that_lacks_it_is_not_stored_from_there() -> (
+def test_with_several_block_tables_an_unwanted_block_is_no_place_and_its_chunk_is_not_stored() -> (
     None
 ):
     several = replace(KV, shares=(Share(BLOCK), Share(BLOCK, 2 * BLOCK)))

@@ -121,7 +121,7 @@ def test_a_report_is_logged_once_and_kept_with_time_process_and_device_beyond_it
     assert "INFO" in server.expect("xxx")
 
 
-def test_reports_and_segments_that_no_message_could_hold_leave_the_statistics_and_the_list_readable(
+def test_statistics_stay_readable_with_more_reports_and_segments_than_a_message_holds(
     memfd: int,
 ) -> None:
     directory = Directory(ServerConfig(), lambda: 0.0)
@@ -236,7 +236,10 @@ def test_the_doctor_fails_for_an_error_of_a_process_that_runs_for_an_hour(
 
 
 def test_an_error_of_a_process_that_is_gone_is_a_warning(stage_: Stage) -> None:
-    code = "from processes import Raw; import sys; from pathlib import Path; Raw(Path(sys.argv[1])).ask('report', 'error', 'bye')"
+    code = (
+        "from processes import Raw; import sys; from pathlib import Path; "
+        "Raw(Path(sys.argv[1])).ask('report', 'error', 'bye')"
+    )
     with Child([sys.executable, "-c", code, str(stage_.path)]) as child:
         assert child.wait()[0] == 0
     (finding,) = found(stage_)

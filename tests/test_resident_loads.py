@@ -109,7 +109,7 @@ def test_the_chunks_of_two_owners_come_in_one_launch(here: Node) -> None:
     }
 
 
-def test_owners_that_are_new_are_mapped_while_the_load_waits_and_what_cannot_be_is_looked_for_elsewhere(
+def test_new_owners_are_mapped_while_the_load_waits_or_the_chunk_comes_from_elsewhere(
     here: Node,
 ) -> None:
     one, two, reader, tokens = (
@@ -179,7 +179,7 @@ def test_leading_resident_chunks_do_not_wait_for_the_answer_about_the_pool(here:
     eventually(lambda: not reader.session.client.stats().leases)
 
 
-def test_a_lost_lease_ends_the_load_at_the_first_pooled_chunk_though_resident_ones_came_with_it(
+def test_a_lost_lease_ends_the_load_at_the_first_pooled_chunk(
     here: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, reader, tokens, there = beside(here, 4, segment_bytes=ROOM)
@@ -238,7 +238,7 @@ def test_a_chunk_that_changed_before_the_launch_comes_from_the_pool_if_it_is_the
 
 
 @pytest.mark.parametrize("block", [0, 3, 5, 7])
-def test_of_a_block_that_is_used_again_while_it_is_read_nothing_counts_and_what_is_before_it_does(
+def test_a_block_that_is_used_again_while_it_is_read_ends_the_load_before_it(
     here: Node, block: int
 ) -> None:
     one, reader, tokens, there = beside(here, 4)
@@ -334,7 +334,7 @@ def test_without_the_verdict_wrong_bytes_would_count(here: Node) -> None:
     assert reader.cache.wrong(tokens, reader.slots(len(tokens))) > 0
 
 
-def test_a_block_that_is_used_again_once_the_copy_is_over_but_not_yet_looked_at_does_not_count(
+def test_a_block_that_is_used_again_between_copy_and_verdict_does_not_count(
     here: Node,
 ) -> None:
     one, reader, tokens, there = beside(here, 4)
@@ -422,7 +422,7 @@ def apart(
     return one, reader, tokens, there
 
 
-def test_bytes_of_an_owner_that_was_killed_while_they_were_read_are_right_and_its_memory_goes_afterwards(
+def test_bytes_of_an_owner_killed_during_the_read_are_right_and_its_memory_goes_afterwards(
     here: Node,
 ) -> None:
     one, reader, tokens, there = apart(here)

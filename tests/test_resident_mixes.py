@@ -110,7 +110,7 @@ def leading(flags: list[bool]) -> int:
     st.lists(CHUNK_PLACES, min_size=CHUNKS, max_size=CHUNKS),
     st.sampled_from([None, *range(CHUNKS)]),
 )
-def test_wherever_chunks_lie_and_whenever_they_change_what_counts_is_right_and_nothing_is_left_over(
+def test_loads_from_mixed_places_that_change_at_any_time_are_right_and_leave_nothing_over(
     scene: Scene, where: list[Where], during: int | None
 ) -> None:
     if during is not None:

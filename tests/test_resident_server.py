@@ -418,7 +418,7 @@ def test_who_comes_back_shows_again_and_finds_what_it_had_published(
     assert found(reader) == 0
 
 
-def test_after_the_server_s_restart_everything_is_shown_again_and_a_hook_that_fails_ends_nothing(
+def test_after_a_restart_everything_is_shown_again_though_a_hook_fails(
     alone: Stage, server: Child
 ) -> None:
     owner = alone.client(QUICK)

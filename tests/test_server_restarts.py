@@ -40,7 +40,7 @@ def restart_with(stage_: Stage, client: Client, server: Child, **config: Any) ->
     return again
 
 
-def test_a_slot_leased_from_a_killed_server_is_not_handed_out_before_the_grace_of_the_lease_is_over(
+def test_a_slot_leased_from_a_killed_server_is_not_handed_out_within_the_lease_s_grace(
     stage_: Stage, memfd: int
 ) -> None:
     """The next server starts at once, in this process, and knows the leased chunk's slot as one to

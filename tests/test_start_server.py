@@ -106,7 +106,7 @@ def mourner(path: Path) -> Client:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_server_that_is_killed_is_started_again_once_by_whoever_is_first_and_one_that_was_stopped_is_not(
+def test_a_killed_server_is_started_again_once_and_a_stopped_one_is_not(
     path: Path,
 ) -> None:
     ensure(config(path))

@@ -135,9 +135,7 @@ def test_the_first_line_says_who_shares_and_whether_it_works() -> None:
     )
 
 
-def test_status_shows_what_happened_since_the_last_look_but_for_a_restart_and_whose_slots_wait() -> (
-    None
-):
+def test_status_shows_what_happened_since_the_last_look_and_whose_slots_wait() -> None:
     later = status.plain(STATS)["counters"] | {"evicted": 27}
     now = msgspec.structs.replace(STATS, counters=later, quarantined_slots={4711: 1024})
     assert "a second" not in text_of(status.render(now, everything=True)) + text_of(
@@ -299,9 +297,7 @@ def test_who_does_not_share_is_shown_with_both_values_and_what_to_do() -> None:
     assert "Not shared" not in text_of(status.render(STATS))
 
 
-def test_eighty_columns_say_who_does_not_share_whatever_the_model_s_path_and_a_value_that_is_empty() -> (
-    None
-):
+def test_eighty_columns_say_who_does_not_share_whatever_the_model_s_path() -> None:
     path, who = "/models/" + "x" * 100, "GPU-3c1f5a3e-1111-2222-3333-444444444444"
     values = [("", [f"pid 4711 on {who}"]), ("7", [f"pid 4712 on {who}", f"pid 4713 on {who}"])]
     mismatch = Mismatch(path, "extra.hash_root", values, "start all with the same PYTHONHASHSEED")

@@ -101,11 +101,26 @@ def test_what_cannot_be_shared_is_refused_in_one_line_with_what_to_change(alone:
         said, share = found.pop(which)
         assert (str(said).endswith(only), share) == (True, "pool")
     expected = {
-        "uncached": "without prefix caching vLLM's KV cache keeps nothing to share: take out --no-enable-prefix-caching",
-        "sleep": "sleep mode frees nothing of a KV cache that others can map: start vLLM without --enable-sleep-mode",
-        "cumem": "sleep mode frees nothing of a KV cache that others can map: start vLLM without --enable-sleep-mode",
-        "expandable": "expandable_segments does not work with the allocator of a shared KV cache (pytorch issue 147851): take it out of",
-        "machine": "it relies on the order in which x86-64 makes writes visible, and this machine is aarch64",
+        "uncached": (
+            "without prefix caching vLLM's KV cache keeps nothing to share: take out "
+            "--no-enable-prefix-caching"
+        ),
+        "sleep": (
+            "sleep mode frees nothing of a KV cache that others can map: start vLLM "
+            "without --enable-sleep-mode"
+        ),
+        "cumem": (
+            "sleep mode frees nothing of a KV cache that others can map: start vLLM "
+            "without --enable-sleep-mode"
+        ),
+        "expandable": (
+            "expandable_segments does not work with the allocator of a shared KV "
+            "cache (pytorch issue 147851): take it out of"
+        ),
+        "machine": (
+            "it relies on the order in which x86-64 makes writes visible, and this "
+            "machine is aarch64"
+        ),
     }
     assert found.keys() == expected.keys()
     for name, (line, share) in found.items():

@@ -199,9 +199,7 @@ def test_what_is_stored_and_loaded_is_what_vllm_keeps_and_wants() -> None:
     assert looked > gone
 
 
-def test_of_what_vllm_has_itself_nothing_is_wanted_and_what_chunks_lack_is_not_taken_for_loaded() -> (
-    None
-):
+def test_blocks_that_vllm_has_are_not_wanted_and_missing_ones_do_not_count_as_loaded() -> None:
     found = groups.read(caches(spec(33), spec()), 64)
     assert (found.text, found.blocks) == ("full/16 window33/16", 6)
     rows = [[0, 0, 0, 0, 0, 0, 7, 8], [11, 12, 13, 14, 15, 16, 17, 18]]

@@ -404,7 +404,8 @@ def test_the_hook_is_cheap() -> None:
     """What vLLM's processes get: neither torch nor LMCache nor vLLM is imported for it."""
     heavy = ("torch", "triton", "numpy", "vllm", "lmcache", "msgspec")
     code = (
-        "import sys; from vcache_backend.integration.plugin import register; register(); register();"
+        "import sys; from vcache_backend.integration.plugin import register; register(); "
+        "register();"
         f"print([n for n in {heavy!r} if n in sys.modules])"
     )
     child = subprocess.run(

@@ -381,7 +381,10 @@ def real(served: object, folder: str) -> dict[str, Any]:
 def test_real_vllm_is_read_alike_in_two_processes_with_other_hash_seeds(tmp_path: Path) -> None:
     """One of them is forked from one with vLLM and seed 0."""
     (tmp_path / "config.json").write_text(LLAMA)
-    script = "import json, sys, test_vllm_model_spec as it; print('FOUND', json.dumps(it.real(None, sys.argv[1])))"
+    script = (
+        "import json, sys, test_vllm_model_spec as it; print('FOUND', "
+        "json.dumps(it.real(None, sys.argv[1])))"
+    )
     settings = {
         "PYTHONHASHSEED": "2",
         "HF_HUB_OFFLINE": "1",

@@ -342,5 +342,8 @@ def test_settings_that_do_not_exist_end_vllm_also_without_our_plugin(
         start(
             transfer={"kv_connector_extra_config": extra}, environment={"VLLM_PLUGINS": ""}
         ).made()
-    expected = "kv_connector_extra_config: Object contains unknown field `min_hit_token` - at `$.connector`"
+    expected = (
+        "kv_connector_extra_config: Object contains unknown field `min_hit_token` - at "
+        "`$.connector`"
+    )
     assert expected in str(raised.value)

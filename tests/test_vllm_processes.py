@@ -511,7 +511,10 @@ def test_a_mistake_in_the_settings_is_the_last_line_of_vllms_log(here: Node) -> 
         [*command, "--skip-tokenizer-init", "--kv-transfer-config", json.dumps(wrong)], **given
     ) as child:
         status, log = child.wait(START_SECONDS)
-    said = "vcache: kv_connector_extra_config: Object contains unknown field `segment_bites` - at `$.pool`; did you mean `segment_bytes`?"
+    said = (
+        "vcache: kv_connector_extra_config: Object contains unknown field `segment_bites` - "
+        "at `$.pool`; did you mean `segment_bytes`?"
+    )
     assert log.endswith(f"{said}\n"), log
     assert (status, "Traceback" in log, "EngineCore" in log) == (1, False, False), log
 

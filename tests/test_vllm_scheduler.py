@@ -634,8 +634,8 @@ def test_where_vllm_traces_a_look_up_and_a_load_are_spans_of_their_request(
 
 
 def test_vllm_hears_where_the_tokens_of_a_hit_lay(here: Node, make: Callable[..., Side]) -> None:
-    """By segment: the server is asked, unless all of the pool is in one place. Here a segment on the
-    own GPU, one on a peer's; the first block is vLLM's own, the last one is computed."""
+    """By segment: the server is asked, unless all of the pool is in one place. Here a segment on
+    the own GPU, one on a peer's; the first block is vLLM's own, the last one is computed."""
     with (
         VCacheEngine(here.config("host:peer", 1 << 20), layout_of(Cache())),
         here.stage.client(device="host:peer") as peer,

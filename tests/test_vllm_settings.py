@@ -42,7 +42,10 @@ def test_nothing_set_is_the_defaults() -> None:
 
 
 def test_sections_in_place_go_over_the_files_key_by_key(tmp_path: Path) -> None:
-    text = "server: {socket: /of/the/file}\nconnector: {min_hit_tokens: 512, wait_seconds: 3.0}\npool: {segment_bytes: 4 GiB}"
+    text = (
+        "server: {socket: /of/the/file}\nconnector: {min_hit_tokens: 512, wait_seconds: "
+        "3.0}\npool: {segment_bytes: 4 GiB}"
+    )
     file = yaml(tmp_path, text)
     found = settings.read(
         {"config": file, "connector": {"wait_seconds": 1.5}, "engine": {"chunk_size": 128}}
@@ -124,11 +127,17 @@ def test_a_default_socket_is_found_where_it_is_used(monkeypatch: pytest.MonkeyPa
         ({"config": "/no/such/file"}, "/no/such/file: "),
         (
             {"pool": {"device": "gpu9"}},
-            "device must be auto, host, host:NAME (letters, digits, _ . -), cuda, cuda:N or a GPU's UUID",
+            (
+                "device must be auto, host, host:NAME (letters, digits, _ . -), cuda, cuda:N or a "
+                "GPU's UUID"
+            ),
         ),
         (
             {"server": {"socket": "run/vcache.sock"}},
-            "server.socket: run/vcache.sock depends on the folder that the program is started in; write the whole path",
+            (
+                "server.socket: run/vcache.sock depends on the folder that the program is started "
+                "in; write the whole path"
+            ),
         ),
         (
             {"server": {"socket": f"/{'x' * 107}"}},
@@ -184,16 +193,25 @@ def several(*connectors: Any) -> dict[str, Any]:
         (OURS | {"kv_connector_extra_config": {"pool": {"segment_bytes": "1 GiB"}}}, ""),
         (
             OURS | WRONG,
-            "kv_connector_extra_config: Object contains unknown field `min_hit` - at `$.connector`; did you mean",
+            (
+                "kv_connector_extra_config: Object contains unknown field `min_hit` - at "
+                "`$.connector`; did you mean"
+            ),
         ),
         (several(THEIRS, OURS), ""),
         (
             several(THEIRS, OURS | WRONG),
-            "connectors[1]: kv_connector_extra_config: Object contains unknown field `min_hit` - at",
+            (
+                "connectors[1]: kv_connector_extra_config: Object contains unknown field `min_hit` "
+                "- at"
+            ),
         ),
         (
             several(several(OURS | WRONG)),
-            "connectors[0]: connectors[0]: kv_connector_extra_config: Object contains unknown field",
+            (
+                "connectors[0]: connectors[0]: kv_connector_extra_config: Object contains unknown "
+                "field"
+            ),
         ),
         (THEIRS, ""),
         ({"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": 3}}, ""),

@@ -171,7 +171,8 @@ def test_vllms_log_line() -> None:
         logging.observe(data)
     logging.log(lambda template, *values: lines.append(template % values))
     assert lines == [
-        "KV Transfer metrics: Hit tokens=768, Loads=2, Loaded MB=6.1, Median load ms=5.0, Stored MB=8.0, Recomputed tokens=256, "
+        "KV Transfer metrics: Hit tokens=768, Loads=2, Loaded MB=6.1, Median load ms=5.0, "
+        "Stored MB=8.0, Recomputed tokens=256, "
         "Failures=0"
     ]
     # vLLM has one `data` for all its loggers.

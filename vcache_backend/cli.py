@@ -161,7 +161,10 @@ def clear(
         bool,
         typer.Option(
             "--offload",
-            help="Also clear the offload tier, which other nodes may share: a reset, see docs/mooncake.md.",
+            help=(
+                "Also clear the offload tier, which other nodes may share: a reset, see "
+                "docs/mooncake.md."
+            ),
         ),
     ] = False,
     config_file: ConfigFile = None,
@@ -187,7 +190,8 @@ def clear(
         count = client.clear(prefix, reset=offloaded)
     if namespace and not count:
         typer.echo(
-            f"no chunks of namespace {namespace} are in the pool; `vcache status --all` lists the namespaces"
+            f"no chunks of namespace {namespace} are in the pool; `vcache status --all` lists "
+            "the namespaces"
         )
     else:
         typer.echo(f"{count:,} chunks forgotten")
@@ -254,7 +258,8 @@ def config_check(
     at = f"{path}: {config_file.line(lines, '.server.socket')}server.socket: "
     if not loaded.server.path.is_absolute():
         raise ConfigError(
-            f"{at}{loaded.server.path} depends on the folder that vcache is started in; write the whole path"
+            f"{at}{loaded.server.path} depends on the folder that vcache is started in; write "
+            "the whole path"
         )
     for finding in check_socket(loaded):
         if finding.status == "fail":
@@ -308,7 +313,10 @@ def plan(
         str,
         typer.Option(
             metavar="NAME_OR_FOLDER",
-            help="A folder with a config.json, or a model in Hugging Face's cache; vLLM is asked about it.",
+            help=(
+                "A folder with a config.json, or a model in Hugging Face's cache; vLLM is "
+                "asked about it."
+            ),
         ),
     ],
     gpus: Annotated[
@@ -385,7 +393,8 @@ def bench(ctx: typer.Context) -> None:
     checkout = Path(__file__).resolve().parent.parent
     if not (checkout / "benchmarks" / "__main__.py").is_file():
         raise ConfigError(
-            "the benchmarks are not part of the package: in a checkout of vcache run `python -m benchmarks`"
+            "the benchmarks are not part of the package: in a checkout of vcache run `python -m "
+            "benchmarks`"
         )
     sys.path.insert(0, str(checkout))
     raise typer.Exit(int(import_module("benchmarks.__main__").main(ctx.args) or 0))

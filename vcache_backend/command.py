@@ -41,7 +41,10 @@ LEAST_WITHOUT_UNIT = 1 << 20
 """A size of a command below it needs its unit: `80` is never meant as 80 bytes."""
 MAX_TOKENS = 1 << 50
 _THOUSANDS = {"": 1, "k": 10**3, "m": 10**6}
-EXIT_CODES = "Exit codes: 0 success; 1 failure, with one line on stderr or a finding that says why; 2 wrong usage."
+EXIT_CODES = (
+    "Exit codes: 0 success; 1 failure, with one line on stderr or a finding that says "
+    "why; 2 wrong usage."
+)
 ENGINE = ("torch", "numpy", "triton")
 """Modules that some commands need and that the base install does not have."""
 
@@ -149,6 +152,7 @@ def tokens_of(text: str | int) -> int:
         > MAX_TOKENS
     ):
         raise typer.BadParameter(
-            f"Expected a number of tokens such as 500000, 500k or 2M, at most {MAX_TOKENS:,}, got {text!r}"
+            f"Expected a number of tokens such as 500000, 500k or 2M, at most {MAX_TOKENS:,}, "
+            f"got {text!r}"
         )
     return int(tokens)

@@ -1,8 +1,8 @@
 """The configuration: frozen values, read once at the start. No other module reads settings from the
 environment.
 
-`load(path)` reads a YAML file strictly: an unknown key is an error. Without a path it reads the file
-that `VCACHE_CONFIG` names, or takes the defaults. `VCACHE_SOCKET` overrides `server.socket`.
+`load(path)` reads a YAML file strictly: an unknown key is an error. Without a path it reads the
+file that `VCACHE_CONFIG` names, or takes the defaults. `VCACHE_SOCKET` overrides `server.socket`.
 configs/vcache.yaml explains every key. Times are in seconds."""
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ def split_address(address: str, name: str, absent: str = "127.0.0.1") -> tuple[s
 def _check_retries(first: float, longest: float | None) -> None:
     if longest is not None and first > longest:
         raise ValueError(
-            f"retry_seconds ({first:g}) is more than retry_max_seconds ({longest:g}): set the first one lower, or the other one higher"
+            f"retry_seconds ({first:g}) is more than retry_max_seconds ({longest:g}): set the "
+            "first one lower, or the other one higher"
         )
 
 
@@ -232,7 +233,8 @@ class EngineConfig(_Section, frozen=True, kw_only=True):
             len(set(names)) < len(names) or not {"block", "token"} <= set(names) <= set(KV_AXES)
         ):
             raise ValueError(
-                f"kv_axes must be different words of {', '.join(KV_AXES)}, with block and token among them, got {self.kv_axes!r}"
+                f"kv_axes must be different words of {', '.join(KV_AXES)}, with block and token "
+                f"among them, got {self.kv_axes!r}"
             )
 
 
@@ -253,7 +255,8 @@ class ConnectorConfig(_Section, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.event_medium.strip().upper() in ("", "GPU", "DEVICE"):
             raise ValueError(
-                f"event_medium must differ from that of vLLM's own prefix cache, got {self.event_medium!r}: routers could not tell them "
+                "event_medium must differ from that of vLLM's own prefix cache, got "
+                f"{self.event_medium!r}: routers could not tell them "
                 "apart"
             )
 
@@ -465,7 +468,8 @@ def check_socket_is_whole(config: Config, source: str) -> None:
     if not config.server.path.is_absolute():
         path = config.server.path
         raise ConfigError(
-            f"{source}: server.socket: {path} depends on the folder that the program is started in; write the whole path"
+            f"{source}: server.socket: {path} depends on the folder that the program is started "
+            "in; write the whole path"
         )
 
 
@@ -501,7 +505,8 @@ def read(path: str | Path | None = None) -> tuple[dict[str, Any], str, dict[str,
         values = {}
     if not isinstance(values, dict):
         raise ConfigError(
-            f"{path}: Expected sections (server, client, pool, engine, connector, offload), got {type(values).__name__}"
+            f"{path}: Expected sections (server, client, pool, engine, connector, offload), got "
+            f"{type(values).__name__}"
         )
     return values, str(path), lines
 

@@ -33,11 +33,13 @@ def lines(text: bytes, source: str) -> dict[str, int]:
             path, line = f"{at}.{key.value}", key.start_mark.line + 1
             if not key.tag.endswith((":str", ":merge")):
                 raise ConfigError(
-                    f"{source}: line {line}: a key is a name, and this is none to YAML: {key.value!r}"
+                    f"{source}: line {line}: a key is a name, and this is none to YAML: "
+                    f"{key.value!r}"
                 )
             if path in found and key.value != "<<":
                 raise ConfigError(
-                    f"{source}: line {line}: `{path[1:]}` is there again, after line {found[path]}; remove one"
+                    f"{source}: line {line}: `{path[1:]}` is there again, after line "
+                    f"{found[path]}; remove one"
                 )
             found[path] = line
             walk(value, path)

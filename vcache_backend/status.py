@@ -30,7 +30,10 @@ READABLE = 32
 SHOWN_REPORTS = 5
 SILENT_SECONDS = 10.0
 """An instance that is silent for so long does not answer: heartbeats come every second."""
-ABSENT = "absent: lost when the server was restarted, unless a worker still maps it and offers it again; `vcache segment add` lends anew"
+ABSENT = (
+    "absent: lost when the server was restarted, unless a worker still maps it and offers "
+    "it again; `vcache segment add` lends anew"
+)
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _UUID = re.compile(r"\b(GPU-[0-9a-f]{8})(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
 """A GPU's UUID. Tables show its start."""
@@ -38,7 +41,9 @@ _STYLES = {"ok": "green", "warn": "yellow", "error": "bold red", "fail": "bold r
 
 
 def plain(value: Any) -> Any:
-    """Convert `value` for JSON, with structs as dicts. (msgspec makes the wire's arrays of them.)"""
+    """Convert `value` for JSON, with structs as dicts. (msgspec makes the wire's arrays of
+    them.)
+    """
     if isinstance(value, msgspec.Struct):
         return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, dict):

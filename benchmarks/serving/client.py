@@ -85,7 +85,10 @@ async def complete(port: int, body: bytes, answer: Answer) -> None:
     answer.sent = time.perf_counter()
     reader, writer = await asyncio.open_connection(HOST, port)
     try:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: "
+            "application/json\r\nConnection: close\r\n"
+        )
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         status = await reader.readline()
         headers = b""

@@ -121,7 +121,10 @@ class Servers:
                     )
                 time.sleep(0.2)
         print(
-            f"  {self.name}: {wanted / GIB:g} GiB of host memory {time.monotonic() - self._started:.0f} s after the start",
+            (
+                f"  {self.name}: {wanted / GIB:g} GiB of host memory "
+                f"{time.monotonic() - self._started:.0f} s after the start"
+            ),
             flush=True,
         )
 

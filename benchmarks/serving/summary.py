@@ -99,7 +99,10 @@ def raw_rows(
         return made
 
     def share(figure: str, value: float, text: str) -> Row:
-        about = f"{text}; reference: the ceiling of one shared cache without bounds ({ceilings.single:.3f} for one a server)"
+        about = (
+            f"{text}; reference: the ceiling of one shared cache without bounds "
+            f"({ceilings.single:.3f} for one a server)"
+        )
         return row(
             name(figure),
             "fraction",

@@ -137,13 +137,16 @@ def describe(name: str, plan: Plan, requests: Sequence[Request]) -> str:
     """The workload in one line. Results with the same line may be compared."""
     if name == "prefix":
         return (
-            f"prefix repetition: {plan.prefixes} prefixes of {plan.prefix} tokens x {plan.repeats} suffixes of {plan.suffix}, "
+            f"prefix repetition: {plan.prefixes} prefixes of {plan.prefix} tokens x "
+            f"{plan.repeats} suffixes of {plan.suffix}, "
             f"answers of {plan.output}, {plan.concurrency} requests at a time, seed {plan.seed}"
         )
     if name == "unfiltered":
         return (
-            f"unfiltered trace: {len(requests)} requests from number {plan.window_start} on, {plan.window_block} tokens for {TRACED}, "
-            f"prompts cut at {plan.longest}, answers of {plan.output}, {plan.concurrency} requests at a time, seed {plan.seed}"
+            f"unfiltered trace: {len(requests)} requests from number {plan.window_start} on, "
+            f"{plan.window_block} tokens for {TRACED}, "
+            f"prompts cut at {plan.longest}, answers of {plan.output}, {plan.concurrency} "
+            f"requests at a time, seed {plan.seed}"
         )
     turns = (
         f"conversations of {plan.trace_turns} or more requests"
@@ -151,8 +154,10 @@ def describe(name: str, plan: Plan, requests: Sequence[Request]) -> str:
         else "conversations"
     )
     return (
-        f"conversation trace: {len(requests)} requests of whole {turns}, {plan.trace_block} tokens for {TRACED}, prompts cut at "
-        f"{plan.longest}, answers of {plan.output}, arrivals within {plan.trace_seconds:g} s, seed {plan.seed}"
+        f"conversation trace: {len(requests)} requests of whole {turns}, {plan.trace_block} "
+        f"tokens for {TRACED}, prompts cut at "
+        f"{plan.longest}, answers of {plan.output}, arrivals within {plan.trace_seconds:g} s, "
+        f"seed {plan.seed}"
     )
 
 

@@ -192,7 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.control:
         seen = run_control(options.seed, store=options.store)
         print(
-            f"{seen.wrong} wrong of {seen.verified:,} verified retrieves, all trusted; seed {options.seed}"
+            f"{seen.wrong} wrong of {seen.verified:,} verified retrieves, all trusted; seed "
+            f"{options.seed}"
         )
         return int(not seen.wrong)
     result = run(

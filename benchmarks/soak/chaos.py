@@ -136,7 +136,10 @@ class Soak:
 
     def _show(self) -> None:
         outcomes, seconds = self.outcomes, time.monotonic() - self._started
-        said = f"{outcomes.verified:,} verified retrieves, {outcomes.wrong} wrong, {outcomes.refused:,} refused"
+        said = (
+            f"{outcomes.verified:,} verified retrieves, {outcomes.wrong} wrong, "
+            f"{outcomes.refused:,} refused"
+        )
         print(
             f"{seconds:5.0f} s: {said}, {sum(self.mishaps.counts.values())} mishaps",
             file=sys.stderr,

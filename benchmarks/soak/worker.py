@@ -229,7 +229,10 @@ class Worker:
         """A description of the first fault. Call it before anything overwrites the blocks."""
         token = max(fault.token, 0)
         told = [
-            f"process {os.getpid()}: {fault.kind} at token {token} in layer {fault.layer}, {fault.nbytes:,} bytes differ"
+            (
+                f"process {os.getpid()}: {fault.kind} at token {token} in layer {fault.layer}, "
+                f"{fault.nbytes:,} bytes differ"
+            )
         ]
         key = keys[token // CHUNK_TOKENS]
         for lease in self._leases:

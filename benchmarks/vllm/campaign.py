@@ -1,5 +1,5 @@
-"""An instance of a campaign that is a whole vLLM. Its answers are compared with those of a vLLM that
-shares nothing.
+"""An instance of a campaign that is a whole vLLM. Its answers are compared with those of a vLLM
+that shares nothing.
 
 A tiny model, on the CPU or on a GPU, with so few KV blocks that these are constantly used again.
 Prompts are prefixes of one another and end alike, so the answers depend on the KV that was loaded.
@@ -165,9 +165,13 @@ class Whole(Engine):
         outcomes.misses += not answer.cached
         if answer.differs(right):
             outcomes.wrong += 1
-            what = f"process {os.getpid()}, request {output.request_id}: prompt {family}, {chunks} chunks, {answer.cached} tokens cached"
+            what = (
+                f"process {os.getpid()}, request {output.request_id}: prompt {family}, "
+                f"{chunks} chunks, {answer.cached} tokens cached"
+            )
             self.told.wrong.append(
-                f"{what}, {loaded} of them loaded for it: {answer.said}, where vLLM alone says {right.said}"
+                f"{what}, {loaded} of them loaded for it: {answer.said}, where vLLM alone says "
+                f"{right.said}"
             )
 
     def watch(self, worker: Any) -> None:

@@ -146,7 +146,8 @@ class Serving:
             if time.perf_counter() > deadline:
                 self._engine.abort_request(list(names - set(said)))
                 raise TimeoutError(
-                    f"{len(names - set(said))} of {len(names)} requests have no answer in {SECONDS:g} s"
+                    f"{len(names - set(said))} of {len(names)} requests have no answer in "
+                    f"{SECONDS:g} s"
                 )
 
     def _step(self, said: dict[str, dict[str, Any]]) -> list[Any]:

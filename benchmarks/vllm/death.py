@@ -44,8 +44,14 @@ def owner_death(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
         until(free, PATIENCE, 0.002)
         samples.append(1e3 * (time.monotonic() - started))
     fleet.instance("a")
-    what = "from an owner's SIGKILL, with a reader that has its KV cache mapped, until that memory is free"
-    held = "rounds in which a reader hit all whole chunks of an owner that had just been started, again after each SIGKILL"
+    what = (
+        "from an owner's SIGKILL, with a reader that has its KV cache mapped, until that "
+        "memory is free"
+    )
+    held = (
+        "rounds in which a reader hit all whole chunks of an owner that had just been "
+        "started, again after each SIGKILL"
+    )
     return [
         row(f"{fleet.rows}_owner_death_ms", "ms", samples, ALLOWED_MS, what=what, at_most=1.0),
         fraction(f"{fleet.rows}_owner_restarts", again, held),

@@ -72,7 +72,8 @@ def container() -> list[str]:
 
 
 _UP = (
-    "import fcntl, os, socket, struct, sys; fcntl.ioctl(socket.socket(), 0x8914, struct.pack('16sh14x', b'lo', 1)); "
+    "import fcntl, os, socket, struct, sys; fcntl.ioctl(socket.socket(), 0x8914, "
+    "struct.pack('16sh14x', b'lo', 1)); "
     "os.execv(sys.argv[1], sys.argv[1:])"
 )
 

@@ -66,7 +66,8 @@ def reference(child: Child, fleet: Fleet, hit: Hit) -> dict[str, Any]:
     )
     if answer["cached"] != hit.cached:
         raise RuntimeError(
-            f"the reference's hit has {answer['cached']} tokens where {hit.cached} were due ({hit.kind})"
+            f"the reference's hit has {answer['cached']} tokens where {hit.cached} were due "
+            f"({hit.kind})"
         )
     return answer
 
@@ -131,14 +132,19 @@ def equal(
             print(f"  {hit.kind}: {_difference(expected, got, hit)}", flush=True)
         if len(good) % 20 == 0:
             print(
-                f"  {len(good)} of {len(hits)} prompts, {sum(good)} equal, {time.monotonic() - started:.0f} s",
+                (
+                    f"  {len(good)} of {len(hits)} prompts, {sum(good)} equal, "
+                    f"{time.monotonic() - started:.0f} s"
+                ),
                 flush=True,
             )
     where = where or f"stored by an instance on {peer()}"
     kinds = Counter("partial" if "+" in hit.kind else hit.kind for hit in hits[: len(good)])
     what = (
-        f"{fleet.scale.answer} greedy tokens and {LOGPROBS} logprobs each after a hit {where}, bit for bit against "
-        f"vLLM's own prefix-cache hit of the same length; prompts by length: {dict(sorted(kinds.items()))}"
+        f"{fleet.scale.answer} greedy tokens and {LOGPROBS} logprobs each after a hit {where}, "
+        "bit for bit against "
+        "vLLM's own prefix-cache hit of the same length; prompts by length: "
+        f"{dict(sorted(kinds.items()))}"
     )
     if wrong:
         what += f"; wrong: {dict(wrong)}"
@@ -156,7 +162,10 @@ def _difference(expected: dict[str, Any], got: dict[str, Any], hit: Hit) -> str:
         return f"{got['cached']} tokens cached where {hit.cached} were due"
     pairs = list(zip(expected["logprobs"], got["logprobs"], strict=True))
     first = next((index for index, (one, other) in enumerate(pairs) if one != other), -1)
-    return f"differs from step {first} on; tokens {'equal' if expected['tokens'] == got['tokens'] else 'differ'}"
+    return (
+        f"differs from step {first} on; tokens "
+        f"{'equal' if expected['tokens'] == got['tokens'] else 'differ'}"
+    )
 
 
 def agreeing(fleet: Fleet, prompts: Prompts, kind: str = "") -> list[Row]:
@@ -177,7 +186,10 @@ def agreeing(fleet: Fleet, prompts: Prompts, kind: str = "") -> list[Row]:
             len({said(answer) for answer in answers}) == 1
             and not any(answer["cached"] for answer in answers)
         )
-    what = f"prompts that three instances compute alike without any cache, bit for bit; lengths {scale.few}"
+    what = (
+        "prompts that three instances compute alike without any cache, bit for bit; "
+        f"lengths {scale.few}"
+    )
     return [fraction(f"{fleet.rows}_instances_agree{suffix}", same, what)]
 
 
@@ -199,7 +211,10 @@ def sensitive(fleet: Fleet, prompts: Prompts, kind: str = "", times: int = 2) ->
         tokens += one["tokens"] != other["tokens"]
         repeated.append(said(one) == said(again))
     lengths = f"lengths {scale.few}"
-    what = f"prompts whose logprobs after a prefix-cache hit change with token 0 ({tokens}: the greedy tokens too); {lengths}"
+    what = (
+        f"prompts whose logprobs after a prefix-cache hit change with token 0 ({tokens}: "
+        f"the greedy tokens too); {lengths}"
+    )
     return [
         fraction(f"{fleet.rows}_first_token_matters{suffix}", changed, what),
         fraction(
@@ -289,7 +304,9 @@ def restart(fleet: Fleet, prompts: Prompts, kind: str = "") -> list[Row]:
         cached.append(got["cached"])
         good.append(got["cached"] == hit.cached and said(got) == said(one))
     what = (
-        f"vLLM killed with SIGKILL, ready again after {seconds:.0f} s, pool kept: the first request hits what the other instance stored, "
-        f"the second what it stored itself; cached {cached} of {[theirs.cached, own.cached]} tokens, equal to the own prefix cache"
+        f"vLLM killed with SIGKILL, ready again after {seconds:.0f} s, pool kept: the first "
+        "request hits what the other instance stored, "
+        f"the second what it stored itself; cached {cached} of {[theirs.cached, own.cached]} "
+        "tokens, equal to the own prefix cache"
     )
     return [fraction(f"{fleet.rows}_restart_hits{suffix}", good, what)]

@@ -280,7 +280,8 @@ class Fleet:
             if time.monotonic() > deadline:
                 if self.in_place and not found:
                     raise ChildFailed(
-                        f"{writer} shares nothing; instances: {self.pool.stats().instances}; {self._said(writer)}"
+                        f"{writer} shares nothing; instances: {self.pool.stats().instances}; "
+                        f"{self._said(writer)}"
                     )
                 return False
             time.sleep(0.005)
@@ -321,7 +322,10 @@ class Fleet:
         held = ", ".join(
             f"{one.resident} in {one.id[:8]} on {one.device}" for one in stats.instances
         )
-        what = f"segments of the pool, and chunks copied into it: stores move no byte; resident chunks: {held or 'none'}"
+        what = (
+            "segments of the pool, and chunks copied into it: stores move no byte; "
+            f"resident chunks: {held or 'none'}"
+        )
         return none(
             f"{self.rows}_pooled_chunks", "chunks", stats.chunks + len(stats.segments), what
         )

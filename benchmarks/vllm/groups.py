@@ -49,7 +49,8 @@ def measure(fleet: Fleet, clock: Clock, source: Prompts, kind: str, rounds: int)
         and (size := fleet.instance(f"{kind}_alone").ask("about")["block_size"]) != scale.chunk
     ):
         raise ChildFailed(
-            f"vLLM has blocks of {size} tokens where {scale.chunk} were due: nothing would be cached"
+            f"vLLM has blocks of {size} tokens where {scale.chunk} were due: nothing would be "
+            "cached"
         )
     rows = equality.agreeing(fleet, prompts, kind) + equality.sensitive(fleet, prompts, kind, 1)
     counts = {scale.lengths[name]: 1 if scale.cpu else count for name, count in LENGTHS.items()}
@@ -92,7 +93,10 @@ def _states_matter(fleet: Fleet, prompts: Prompts, kind: str) -> list[Row]:
         except RuntimeError as error:
             good, failed = [], f"; failed: {error!s:.200}"
             break
-    what = "prompts whose answer after a prefix-cache hit is another while a bit of each byte of a layer's states is, and then the same"
+    what = (
+        "prompts whose answer after a prefix-cache hit is another while a bit of each byte "
+        "of a layer's states is, and then the same"
+    )
     return [fraction(f"{fleet.rows}_state_matters_{kind}", good, what + failed)]
 
 

@@ -77,7 +77,10 @@ def allowed(
     """How many ms a hit may take, and that sum in words: `floor` ms, `nbytes` at the copy engine's
     `speed` (GB/s), and `more` ms.
     """
-    said = f"{base} {floor:.2f} ms + {nbytes >> 20} MiB / {speed:.0f} GB/s x {ALLOWED_COPY} + {more:g} ms"
+    said = (
+        f"{base} {floor:.2f} ms + {nbytes >> 20} MiB / {speed:.0f} GB/s x {ALLOWED_COPY} + "
+        f"{more:g} ms"
+    )
     return floor + nbytes / speed / 1e9 * ALLOWED_COPY * MS + more, said
 
 
@@ -231,7 +234,10 @@ def _judged(
         )
     )
     if held["lmcache"]:
-        what = f"TTFT of a hit on {peer()} by our connector; reference: by LMCache and the plugin, same pool{missed}"
+        what = (
+            f"TTFT of a hit on {peer()} by our connector; reference: by LMCache and the "
+            f"plugin, same pool{missed}"
+        )
         rows.append(
             row(
                 f"{begin}_ttft_vs_lmcache_{name}",
@@ -280,7 +286,10 @@ def miss(fleet: Fleet, clock: Clock, prompts: Prompts, counts: dict[str, int]) -
         return rows
     if judged := [each for each in rows if each.ok is not None]:
         worst = max(judged, key=lambda each: each.ratio)
-        what = f"the worst of the lengths {[each.case.rpartition('_')[2] for each in judged]}: {worst.what}"
+        what = (
+            f"the worst of the lengths {[each.case.rpartition('_')[2] for each in judged]}: "
+            f"{worst.what}"
+        )
         rows.append(msgspec.structs.replace(worst, case=f"{fleet.rows}_miss_overhead", what=what))
     return rows
 
@@ -306,7 +315,10 @@ def short_tax(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
             )
             if turn:
                 speeds[name].append(count / seconds)
-    what = f"{count * len(speeds['a']):,} requests of {length} tokens that share nothing, {AT_ONCE} at a time, with; reference: without"
+    what = (
+        f"{count * len(speeds['a']):,} requests of {length} tokens that share nothing, "
+        f"{AT_ONCE} at a time, with; reference: without"
+    )
     with_, without = speeds["a"], speeds["alone"]
     name = f"{fleet.rows}_short_tax"
     return [row(name, "requests/s", with_, without, what=what, at_least=SHORT_TAX)]
@@ -390,7 +402,10 @@ def _owner(fleet: Fleet, clock: Clock, prompts: Prompts, loads: Sequence[list[in
     full = sum(one == scale.hit(len(loads[0])) for one in cached)
     who = f"gaps between tokens of {scale.running} running requests"
     reads_ = f"{len(cached)} reads of {len(loads[0])} tokens ({full} full hits)"
-    what = f"p99 of {who} while another instance reads this one's KV cache once a second: {reads_}; reference: nobody reads"
+    what = (
+        f"p99 of {who} while another instance reads this one's KV cache once a second: "
+        f"{reads_}; reference: nobody reads"
+    )
     calm = percentile(gaps[False], 99)
     case = f"{fleet.rows}_tpot_p99_owner"
     return row(
@@ -410,7 +425,10 @@ def _gaps(
     case, most, unit = f"{fleet.rows}_tpot", TPOT[fleet.rows], "ms"
     calm = percentile(quiet, 99)
     who = f"gaps between tokens of {fleet.scale.running} running requests"
-    what = f"p99 of {who} while another loads from {peer()} once a second: {loads}; reference: none loads"
+    what = (
+        f"p99 of {who} while another loads from {peer()} once a second: {loads}; reference: "
+        "none loads"
+    )
     judged = f"{case}_p99{'_reader' if fleet.in_place else ''}"
     rows = [
         row(judged, unit, percentile(loaded, 99), calm, what=what, at_most=most, runs=len(loaded))

@@ -111,7 +111,10 @@ class Samples:
             if not (self.full[-1] and self.equal[-1]):
                 same = "equal" if self.equal[-1] else "differ"
                 print(
-                    f"  {name}: {taken.answer['cached']} of {length} tokens came from the pool, tokens {same}",
+                    (
+                        f"  {name}: {taken.answer['cached']} of {length} tokens came from the "
+                        f"pool, tokens {same}"
+                    ),
                     flush=True,
                 )
             if not fleet.in_place:
@@ -150,7 +153,10 @@ def rows(samples: Samples, length: int, nbytes: int, speed: float, prefix: str =
     prompt = f"a prompt of {length} + {TAIL} tokens"
     against = "reference: the producer's prefill with the pool off"
     answers = f"answers of {NEW_TOKENS} tokens by the consumer"
-    said = f"from handing {prompt} to both at the same instant until the consumer's first token; reference: {sum_}"
+    said = (
+        f"from handing {prompt} to both at the same instant until the consumer's first "
+        f"token; reference: {sum_}"
+    )
     whats = {
         "prefill": f"TTFT of {prompt} at the producer, the pool off",
         "in_turn": f"TTFT, the consumer asked after the producer; {against}",

@@ -55,10 +55,16 @@ def scheduler_time(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
                 )["one"]
                 due_tokens = scale.hit(scale.lengths[name]) if kind == "hit" else 0
                 right = sum(answer["cached"] == due_tokens for answer in answers)
-                what = f"{kind} of {scale.lengths[name]} tokens beside {beside} running requests ({right} of {len(answers)} were)"
+                what = (
+                    f"{kind} of {scale.lengths[name]} tokens beside {beside} running "
+                    f"requests ({right} of {len(answers)} were)"
+                )
                 rows.append(_row(fleet.rows, f"{name}_{kind}_{beside}_running", file, what))
     worst = max(rows, key=lambda each: each.value)
-    what = f"scheduler's time in our connector a request, the worst median of all lengths, hits and misses; {worst.what}"
+    what = (
+        "scheduler's time in our connector a request, the worst median of all lengths, "
+        f"hits and misses; {worst.what}"
+    )
     judged = msgspec.structs.replace(
         worst,
         case=f"{fleet.rows}_scheduler_us",
@@ -80,5 +86,8 @@ def _row(way: str, case: str, file: Path, what: str) -> Row:
     for name in sorted({name for each in spent for name in each}):
         methods[name] = round(10 * US * statistics.median(each.get(name, 0.0) for each in spent))
     split = ", ".join(f"{name} {tenths / 10:g}" for name, tenths in methods.most_common())
-    text = f"{what}; p99 {percentile(sums, 99):.0f} us; {statistics.median(steps):g} steps; medians by method in us: {split}"
+    text = (
+        f"{what}; p99 {percentile(sums, 99):.0f} us; {statistics.median(steps):g} steps; "
+        f"medians by method in us: {split}"
+    )
     return row(f"{way}_scheduler_us_{case}", "us", sums, ALLOWED_US[way], what=text)

@@ -49,18 +49,28 @@ def refusal(lm_config: Any, instance: Instance) -> str | None:
 
 _REPLACED = {
     "use_layerwise": "vcache moves all layers of a chunk in one launch: set use_layerwise: false",
-    "enable_blending": "vcache shares prefixes, which blended chunks are not: set enable_blending: false",
+    "enable_blending": (
+        "vcache shares prefixes, which blended chunks are not: set enable_blending: false"
+    ),
     "enable_pd": "prefill-decode transfer has an allocator of its own: set enable_pd: false",
-    "enable_p2p": "LMCache's peer-to-peer tier needs its host allocator: set enable_p2p: false; vcache shares within the node",
+    "enable_p2p": (
+        "LMCache's peer-to-peer tier needs its host allocator: set enable_p2p: false; "
+        "vcache shares within the node"
+    ),
     "external_lookup_client": "look-ups would not ask vcache: remove external_lookup_client",
-    "enable_scheduler_bypass_lookup": "vcache answers look-ups in the workers: set enable_scheduler_bypass_lookup: false",
+    "enable_scheduler_bypass_lookup": (
+        "vcache answers look-ups in the workers: set enable_scheduler_bypass_lookup: false"
+    ),
 }
 
 
 def _unsupported(lm_config: Any) -> Iterator[str]:
     yield from (reason for name, reason in _REPLACED.items() if getattr(lm_config, name, None))
     if (getattr(lm_config, "extra_config", None) or {}).get("audit_backend_enabled"):
-        yield "the audit wraps every backend, and an allocator cannot be wrapped: remove audit_backend_enabled from extra_config"
+        yield (
+            "the audit wraps every backend, and an allocator cannot be wrapped: remove "
+            "audit_backend_enabled from extra_config"
+        )
     wanted, ours = getattr(lm_config, "retrieve_locations", None), _our_names(lm_config)
     if wanted and not set(wanted) & set(ours):
         yield f"retrieve_locations {wanted} leaves vcache out: add {ours[0]} to it, or remove it"
@@ -72,7 +82,8 @@ def _unsupported(lm_config: Any) -> Iterator[str]:
         location or getattr(lm_config, "max_local_cpu_size", 0) > 0 or len(plugins) > 1
     ):
         yield (
-            f"store_location is {location or 'not set'}, so that LMCache would fill other tiers than vcache, which has no bytes for them: "
+            f"store_location is {location or 'not set'}, so that LMCache would fill other tiers "
+            "than vcache, which has no bytes for them: "
             f"set store_location: {ours[0]}"
         )
 
@@ -82,14 +93,19 @@ def _instance_reasons(lm_config: Any, instance: Instance) -> Iterator[str | None
     yield from model_spec.misfits(instance.model)
     if instance.model.new_weights:
         yield (
-            "--weight-transfer-config brings new weights, and LMCache does not hear of them: start vLLM without it, or with "
+            "--weight-transfer-config brings new weights, and LMCache does not hear of them: "
+            "start vLLM without it, or with "
             '"kv_connector":"VCacheConnector"'
         )
     if instance.kv_groups > 1:
-        yield f"{instance.kv_groups} groups of layers with block tables of their own: start vLLM with --disable-hybrid-kv-cache-manager"
+        yield (
+            f"{instance.kv_groups} groups of layers with block tables of their own: start "
+            "vLLM with --disable-hybrid-kv-cache-manager"
+        )
     if instance.windowed:
         yield (
-            "all layers look back at a window, and LMCache stores what vLLM has given back of a prefix in its own cache: start vLLM "
+            "all layers look back at a window, and LMCache stores what vLLM has given back of a "
+            "prefix in its own cache: start vLLM "
             'with "kv_connector":"VCacheConnector"'
         )
     extra = getattr(lm_config, "extra_config", None) or {}
@@ -99,7 +115,8 @@ def _instance_reasons(lm_config: Any, instance: Instance) -> Iterator[str | None
         and extra.get("save_only_first_rank", True)
     ):
         yield (
-            "LMCache's first rank would read MLA chunks and broadcast them: set save_only_first_rank: false in extra_config, and every "
+            "LMCache's first rank would read MLA chunks and broadcast them: set "
+            "save_only_first_rank: false in extra_config, and every "
             "rank reads the pool itself; chunks are stored once all the same"
         )
 
@@ -107,11 +124,20 @@ def _instance_reasons(lm_config: Any, instance: Instance) -> Iterator[str | None
 def remarks(lm_config: Any, instance: Instance) -> Iterator[str]:
     """Warn of settings with which the plugin works, but perhaps not as the user expects."""
     if getattr(lm_config, "save_unfull_chunk", False):
-        yield "save_unfull_chunk is true, but vcache keeps whole chunks only: set save_unfull_chunk: false"
+        yield (
+            "save_unfull_chunk is true, but vcache keeps whole chunks only: set "
+            "save_unfull_chunk: false"
+        )
     if (host := getattr(lm_config, "max_local_cpu_size", 0)) > 0:
-        yield f"LMCache takes {host:g} GiB of host memory, which nothing uses: set local_cpu: false and max_local_cpu_size: 0"
+        yield (
+            f"LMCache takes {host:g} GiB of host memory, which nothing uses: set local_cpu: "
+            "false and max_local_cpu_size: 0"
+        )
     if getattr(lm_config, "pre_caching_hash_algorithm", "builtin") == "builtin":
-        yield "Python's own hash can be made to collide on purpose: set pre_caching_hash_algorithm: sha256"
+        yield (
+            "Python's own hash can be made to collide on purpose: set "
+            "pre_caching_hash_algorithm: sha256"
+        )
     unheard = [
         key
         for key in getattr(lm_config, "extra_config", None) or {}
@@ -119,12 +145,15 @@ def remarks(lm_config: Any, instance: Instance) -> Iterator[str]:
     ]
     if unheard:
         yield (
-            f"{', '.join(sorted(unheard))} in extra_config: settings of vcache's own connector for vLLM, which LMCache's does not have; "
-            'take them out, or start vLLM with "kv_connector":"VCacheConnector" and set them in kv_connector_extra_config'
+            f"{', '.join(sorted(unheard))} in extra_config: settings of vcache's own connector "
+            "for vLLM, which LMCache's does not have; "
+            'take them out, or start vLLM with "kv_connector":"VCacheConnector" and set them in '
+            "kv_connector_extra_config"
         )
     if instance.load_failure_policy == "fail":
         yield (
-            "kv_load_failure_policy is fail, so that a chunk lost between look-up and load fails its request: "
+            "kv_load_failure_policy is fail, so that a chunk lost between look-up and load "
+            "fails its request: "
             'put "kv_load_failure_policy":"recompute" into --kv-transfer-config'
         )
 

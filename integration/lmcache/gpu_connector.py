@@ -43,7 +43,8 @@ class VCacheGPUConnector(GPUConnectorInterface):  # type: ignore[misc]
         objects, so nobody calls this.
         """
         raise RuntimeError(
-            "LMCache loads memory objects where vcache loads chunks by itself; is this another version of LMCache?"
+            "LMCache loads memory objects where vcache loads chunks by itself; is this another "
+            "version of LMCache?"
         )
 
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:

@@ -99,7 +99,8 @@ def discover(metadata: Any, settings: Settings) -> Instance:
         return _under_vllm(metadata, settings, group, adapter)
     if not settings.block_size:
         raise ConfigError(
-            "no vLLM here to ask for the KV block size: set vcache.block_size in LMCache's extra_config"
+            "no vLLM here to ask for the KV block size: set vcache.block_size in LMCache's "
+            "extra_config"
         )
     ranks = 1 if metadata.use_mla else metadata.world_size
     dtype = model_spec.plain(metadata.kv_dtype)
@@ -154,7 +155,8 @@ def _under_vllm(metadata: Any, settings: Settings, group: Any, adapter: Any) -> 
     model = model_spec.read_model(vllm, settings.model)
     if settings.block_size and settings.block_size != model.block_size:
         raise ConfigError(
-            f"vcache.block_size is {settings.block_size} but vLLM's block size is {model.block_size}: leave ours out"
+            f"vcache.block_size is {settings.block_size} but vLLM's block size is "
+            f"{model.block_size}: leave ours out"
         )
     stage = model.tp_size * getattr(vllm.parallel_config, "prefill_context_parallel_size", 1)
     ranks = 1 if metadata.use_mla else stage

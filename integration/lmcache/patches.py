@@ -63,7 +63,8 @@ def _replace(
 def _changed(owner: Any, what: str) -> NoReturn:
     kind = owner if isinstance(owner, type | ModuleType) else type(owner)
     raise StepAside(
-        f"LMCache has changed where vcache holds on to it: {kind.__name__} has no {what}; install {WANTED}"
+        f"LMCache has changed where vcache holds on to it: {kind.__name__} has no {what}; "
+        f"install {WANTED}"
     )
 
 
@@ -152,7 +153,8 @@ def _uses_native(vllm_config: Any, *_: Any, **__: Any) -> bool:
     native = bool(vllm_config.kv_transfer_config.get_from_extra_config("use_native", False))
     if native:
         log.info(
-            "vcache does nothing: `use_native: true` picks vLLM's own copy of LMCache's adapter, without storage plugins"
+            "vcache does nothing: `use_native: true` picks vLLM's own copy of LMCache's "
+            "adapter, without storage plugins"
         )
     return native
 

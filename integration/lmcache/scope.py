@@ -83,7 +83,8 @@ def tagged(extra_args: Mapping[str, Any] | None, value: str) -> dict[str, Any]:
     ]
     if odd:
         raise ValueError(
-            f"{odd[0]} in kv_transfer_params is a {type(params[odd[0]]).__name__}; a tag is text or a number"
+            f"{odd[0]} in kv_transfer_params is a {type(params[odd[0]]).__name__}; a tag is "
+            "text or a number"
         )
     return {
         **(extra_args or {}),

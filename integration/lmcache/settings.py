@@ -51,7 +51,8 @@ def read(extra_config: Mapping[str, Any], chunk_size: int) -> Settings:
     given = {key: value for key, value in extra_config.items() if str(key).startswith(PREFIX)}
     if "vcache" in extra_config:
         raise ConfigError(
-            f"{SOURCE}: vcache: write flat keys, such as vcache.server.socket, not a mapping under vcache"
+            f"{SOURCE}: vcache: write flat keys, such as vcache.server.socket, not a mapping "
+            "under vcache"
         )
     try:
         own = msgspec.convert(given, _Own, strict=False)
@@ -130,6 +131,7 @@ def _agree(engine: dict[str, Any], chunk_size: int, written: bool, path: str) ->
             else f"{path or 'VCACHE_CONFIG'}: engine.chunk_size"
         )
         raise ConfigError(
-            f"{where} is {ours} but LMCache's chunk_size is {chunk_size}, which counts: leave ours out"
+            f"{where} is {ours} but LMCache's chunk_size is {chunk_size}, which counts: leave "
+            "ours out"
         )
     engine["chunk_size"] = chunk_size

@@ -142,7 +142,10 @@ class Starter:
             with Client(config.server.path, config.client, reconnect=False) as client:
                 client.report(
                     "error",
-                    f"stepped aside in LMCache's worker {self._metadata.worker_id} (pid {os.getpid()}): {reason}",
+                    (
+                        f"stepped aside in LMCache's worker {self._metadata.worker_id} (pid "
+                        f"{os.getpid()}): {reason}"
+                    ),
                 )
         except Exception as failure:  # noqa: BLE001 the log already says why
             log.debug("the server was not told: %s", failure)

@@ -20,7 +20,8 @@ def other_policy(found: str, wanted: str, connector: str) -> str:
     """
     then = "fails, too" if found == "fail" else "is computed"
     return (
-        f'a request whose load fails {then}: put "kv_load_failure_policy":"{wanted}" beside "kv_connector":"{connector}" in '
+        f'a request whose load fails {then}: put "kv_load_failure_policy":"{wanted}" beside '
+        f'"kv_connector":"{connector}" in '
         f"--kv-transfer-config; vLLM reads it there alone, where it is {found}"
     )
 

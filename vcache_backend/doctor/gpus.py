@@ -88,7 +88,10 @@ def _pairs(gpus: list[Gpu]) -> Iterator[Finding]:
                     "hits on this peer will be several times slower",
                 )
             else:
-                advice = "they cannot share hits; see `nvidia-smi topo -p2p r`, and IOMMU and ACS settings"
+                advice = (
+                    "they cannot share hits; see `nvidia-smi topo -p2p r`, and IOMMU and "
+                    "ACS settings"
+                )
                 yield Finding(check, "fail", f"no peer access from {gpu.uuid} to {peer}", advice)
 
 
@@ -112,7 +115,10 @@ def check_memory(config: Config) -> Iterator[Finding]:
     """Compare `pool.segment_bytes` with the free memory of the pool's device."""
     wanted = config.pool.lent
     if config.connector.share == "auto" and config.pool.segment_bytes is None:
-        detail = f"pool.segment_bytes is not set: a worker lends nothing if it shares in place, {wanted} if it uses a pool"
+        detail = (
+            "pool.segment_bytes is not set: a worker lends nothing if it shares in "
+            f"place, {wanted} if it uses a pool"
+        )
         yield Finding("memory", "ok", detail)
         return
     if wanted == 0:
@@ -185,7 +191,10 @@ def _pool_gpu(spec: str) -> Gpu | None:
 def _gpu_budget(gpu: Gpu, wanted: ByteSize) -> Finding:
     most = memory_budget.most_utilization(gpu.total_bytes, wanted)
     check = f"memory of gpu {gpu.ordinal}"
-    detail = f"pool.segment_bytes {wanted}, {ByteSize(gpu.free_bytes).about} of {ByteSize(gpu.total_bytes).about} free"
+    detail = (
+        f"pool.segment_bytes {wanted}, {ByteSize(gpu.free_bytes).about} of "
+        f"{ByteSize(gpu.total_bytes).about} free"
+    )
     if not most:
         half = memory_budget.most_segment(gpu.total_bytes, memory_budget.MAX_SHARE / 2).about
         return Finding(
@@ -196,6 +205,9 @@ def _gpu_budget(gpu: Gpu, wanted: ByteSize) -> Finding:
         )
     vllm = f"start vLLM with gpu_memory_utilization <= {most:.2f}"
     if wanted > gpu.free_bytes:
-        advice = f"set pool.segment_bytes lower, unless the pool's segment is there already (`vcache segment list`); {vllm}"
+        advice = (
+            "set pool.segment_bytes lower, unless the pool's segment is there already "
+            f"(`vcache segment list`); {vllm}"
+        )
         return Finding(check, "warn", f"{detail}: not enough for a new segment", advice)
     return Finding(check, "ok", f"{detail}; {vllm}")

@@ -51,7 +51,10 @@ def check_in_place(config: Config) -> Iterator[Finding]:
                 "in place", "ok", f"not possible here, so KV goes through a pool: {reason}", advice
             )
         return
-    detail = f"{name} {version} can share its KV cache in place, with prefix caching on and sleep mode off"
+    detail = (
+        f"{name} {version} can share its KV cache in place, with prefix caching on and "
+        "sleep mode off"
+    )
     if share == "pool":
         detail += "; these settings ask for a pool"
     yield Finding(
@@ -115,7 +118,10 @@ def _gpu_reasons() -> Iterator[tuple[str, str, bool]]:
             )
     if settings.expandable_segments():
         yield (
-            "expandable_segments does not work with the allocator of a shared KV cache (pytorch issue 147851)",
+            (
+                "expandable_segments does not work with the allocator of a shared KV cache "
+                "(pytorch issue 147851)"
+            ),
             "take it out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF",
             True,
         )

@@ -85,7 +85,8 @@ def ask(name: str, config: Config) -> ModelReport:
     """
     if find_spec("vllm") is None:
         raise UnknownModel(
-            "vLLM is not installed here, and only vLLM knows its models; run this in vLLM's environment"
+            "vLLM is not installed here, and only vLLM knows its models; run this in vLLM's "
+            "environment"
         )
     try:
         asked = subprocess.run(
@@ -115,7 +116,8 @@ def ask(name: str, config: Config) -> ModelReport:
             asked.stderr.decode(errors="replace").strip().splitlines() or ["it printed nothing"]
         )[-1]
         raise UnknownModel(
-            f"vLLM ended with code {asked.returncode}: {printable(last)}; start vLLM and see its log"
+            f"vLLM ended with code {asked.returncode}: {printable(last)}; start vLLM and see "
+            "its log"
         ) from error
 
 
@@ -157,14 +159,20 @@ def chunks(model: ModelReport, size: int) -> Finding:
         if model.state_bytes
         else ""
     )
-    detail = f"{model.chunk_bytes // size:,} B a token in {model.dtype}, {ByteSize(model.chunk_bytes).about} a chunk of {size} tokens"
+    detail = (
+        f"{model.chunk_bytes // size:,} B a token in {model.dtype}, "
+        f"{ByteSize(model.chunk_bytes).about} a chunk of {size} tokens"
+    )
     return Finding("chunks", "ok", f"{detail}, all ranks together{state}")
 
 
 def pool(model: ModelReport, config: Config) -> Finding:
     """How many tokens the pool that is configured holds."""
     size, lent = config.engine.chunk_size, config.pool.lent
-    detail = f"1 GiB of pool holds {GIB // model.chunk_bytes:,} chunks, {GIB // model.chunk_bytes * size:,} tokens"
+    detail = (
+        f"1 GiB of pool holds {GIB // model.chunk_bytes:,} chunks, "
+        f"{GIB // model.chunk_bytes * size:,} tokens"
+    )
     held = lent // model.chunk_bytes * size
     return Finding(
         "pool",

@@ -55,7 +55,10 @@ def _staging(tier: OffloadConfig, chunk_tokens: int) -> Finding:
     models.
     """
     token = ByteSize(tier.staging_bytes // LEAST_CHUNKS // chunk_tokens)
-    detail = f"{tier.staging_bytes}: room for {LEAST_CHUNKS} chunks of {chunk_tokens} tokens if a token's KV is at most {token.about}"
+    detail = (
+        f"{tier.staging_bytes}: room for {LEAST_CHUNKS} chunks of {chunk_tokens} tokens "
+        f"if a token's KV is at most {token.about}"
+    )
     available = host_available()
     if tier.staging_bytes > available:
         advice = f"set offload.staging_bytes to {ByteSize(available // 4).about} or less"
@@ -83,9 +86,15 @@ def _locked_memory(tier: OffloadConfig) -> Finding:
             "ok",
             "unlimited" if soft == resource.RLIM_INFINITY else f"limit {ByteSize(soft).about}",
         )
-    detail = f"limit {ByteSize(soft).about}, and RDMA must lock offload.staging_bytes, {tier.staging_bytes}"
+    detail = (
+        f"limit {ByteSize(soft).about}, and RDMA must lock offload.staging_bytes, "
+        f"{tier.staging_bytes}"
+    )
     bound = "none" if hard == resource.RLIM_INFINITY else ByteSize(hard).about
-    advice = f"ulimit -l unlimited (the hard limit: {bound}; docker: --ulimit memlock=-1), or LimitMEMLOCK=infinity in the unit"
+    advice = (
+        f"ulimit -l unlimited (the hard limit: {bound}; docker: --ulimit memlock=-1), or "
+        "LimitMEMLOCK=infinity in the unit"
+    )
     return Finding("locked memory", "fail", detail, advice)
 
 
@@ -132,7 +141,10 @@ def _master(process: OffloadProcess, master: str, fd: int) -> Iterator[Finding]:
             f"start mooncake_master there, or set offload.mooncake.master; {START} on this machine"
         )
         if isinstance(error, StoreLost) or not process.alive or "timed out" in str(error):
-            advice = "see whether that is the rpc_port of a mooncake_master, and not its metrics_port, whether it hangs, and the firewall"
+            advice = (
+                "see whether that is the rpc_port of a mooncake_master, and not its "
+                "metrics_port, whether it hangs, and the firewall"
+            )
         yield Finding(MASTER, "fail", f"{master}: {error}", advice)
         return
     yield Finding(MASTER, "ok", f"{master} answers")
@@ -151,7 +163,10 @@ def _provider(process: OffloadProcess, fd: int) -> Finding:
             (outcome,) = process.call("put", names, [(0, NBYTES)], seconds=SECONDS)
             written, step = time.monotonic(), "get"
             if outcome == FULL:
-                advice = f"start a provider ({START}), or a larger one; what was read in the last seconds is not evicted"
+                advice = (
+                    f"start a provider ({START}), or a larger one; what was read in the "
+                    "last seconds is not evicted"
+                )
                 return Finding(
                     PROVIDER,
                     "fail",
@@ -178,5 +193,8 @@ def _provider(process: OffloadProcess, fd: int) -> Finding:
 
 
 def _broken(detail: str) -> Finding:
-    advice = "see whether every provider lives and is reached from here; the master forgets a dead one after its client_ttl, 10 s"
+    advice = (
+        "see whether every provider lives and is reached from here; the master forgets a "
+        "dead one after its client_ttl, 10 s"
+    )
     return Finding(PROVIDER, "fail", detail, advice)

@@ -77,7 +77,10 @@ def check_packages(config: Config) -> Iterator[Finding]:
             yield Finding(
                 name,
                 "ok",
-                "not installed: the server and the commands do without; KV needs the extra `engine`",
+                (
+                    "not installed: the server and the commands do without; KV needs the extra "
+                    "`engine`"
+                ),
             )
         elif not version and not here[package.role]:
             yield Finding(name, "ok", "not installed (only needed where it is used)")

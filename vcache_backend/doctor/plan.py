@@ -52,5 +52,8 @@ def plan(
         enough = left >= LEAST_UTILIZATION
         less = "lend less, or on more GPUs, or keep the pool in host memory (pool.device: host)"
         advice = f"--gpu-memory-utilization {left:.2f}" if enough else less
-        detail = f"that leaves vLLM {left:.0%} of {ByteSize(gpu_bytes).about} for weights and its own KV cache"
+        detail = (
+            f"that leaves vLLM {left:.0%} of {ByteSize(gpu_bytes).about} for weights and "
+            "its own KV cache"
+        )
         yield Finding("vllm", "ok" if enough else "warn" if left > 0 else "fail", detail, advice)

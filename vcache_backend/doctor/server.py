@@ -101,7 +101,10 @@ def check_server(config: Config) -> Iterator[Finding]:
     here = same_pids(config.server.path)
     where = "" if here else " (the pid is that of the server's container)"
     for one in stats.still_mapped:
-        detail = f"the KV cache of instance {one.instance[:8]}, which has ended, is still mapped by pid {one.pid}"
+        detail = (
+            f"the KV cache of instance {one.instance[:8]}, which has ended, is still "
+            f"mapped by pid {one.pid}"
+        )
         advice = (
             f"kill -CONT {one.pid}, or kill it{where}"
             if one.stopped

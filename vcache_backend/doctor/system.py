@@ -68,7 +68,8 @@ def check_hash_seed(config: Config) -> Iterator[Finding]:
         yield Finding("PYTHONHASHSEED", "ok", "not set; it matters only with vLLM and LMCache")
         return
     detail = (
-        "not set: with LMCache each process then hashes prefixes differently, so that instances cannot share, and "
+        "not set: with LMCache each process then hashes prefixes differently, so that instances "
+        "cannot share, and "
         "vcache caches nothing"
     )
     advice = "export PYTHONHASHSEED=0, or another number, the same for every instance"

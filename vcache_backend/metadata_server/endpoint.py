@@ -38,9 +38,15 @@ def folder_fault(path: Path, trusted: Collection[int]) -> str:
     status = folder.lstat()
     other = "set server.socket to a folder of your own"
     if not stat.S_ISDIR(status.st_mode):
-        return f"{folder} is no folder but {stat.filemode(status.st_mode)[0]!r}, a link maybe; {other}, or remove {folder}"
+        return (
+            f"{folder} is no folder but {stat.filemode(status.st_mode)[0]!r}, a link maybe; "
+            f"{other}, or remove {folder}"
+        )
     if status.st_uid not in trusted:
-        return f"{folder} belongs to uid {status.st_uid}, not to uid {os.getuid()}; {other}, or remove {folder}"
+        return (
+            f"{folder} belongs to uid {status.st_uid}, not to uid {os.getuid()}; {other}, "
+            f"or remove {folder}"
+        )
     if status.st_mode & 0o022:
         shared = status.st_mode & stat.S_ISVTX  # such as /tmp, shared on purpose
         mend = other if shared else f"`chmod go-w {folder}`, or {other}, or remove {folder}"
@@ -148,7 +154,8 @@ class Endpoint:
             return
         if not stat.S_ISSOCK(mode):
             raise ConfigError(
-                f"server.socket: {self._path} is there and is no socket; it stays: remove it, or name another path"
+                f"server.socket: {self._path} is there and is no socket; it stays: remove it, "
+                "or name another path"
             )
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller:
             caller.settimeout(LISTENS_SECONDS)
@@ -160,7 +167,8 @@ class Endpoint:
             except (BlockingIOError, TimeoutError):
                 pass  # its backlog is full, so a server listens
         raise ConfigError(
-            f"server.socket: another server already serves {self._path}, though nobody holds its lock"
+            f"server.socket: another server already serves {self._path}, though nobody holds "
+            "its lock"
         )
 
     def _bind(self, undo: ExitStack) -> None:

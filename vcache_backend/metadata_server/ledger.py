@@ -4,17 +4,17 @@ The server writes each change to the ledger before it sends an answer that depen
 Every client gets a read-only descriptor with its welcome, and shows it to the next server. So the
 ledger lives as long as the segments do: as long as the server or any client.
 
-The memory is a memfd. Its first page is the header; two areas follow, of which one is valid. An area
-holds frames: the length of a record, then the record as MessagePack. The server first writes frames,
-then stores the area's number and length as one word of the header. So a server killed at any moment
-leaves a whole ledger: the state before the write, or after it. Compaction copies valid records to the
-other area, a slice at a time, while new records go to both. The same word then switches the area for
-all clients at once.
+The memory is a memfd. Its first page is the header; two areas follow, of which one is valid. An
+area holds frames: the length of a record, then the record as MessagePack. The server first writes
+frames, then stores the area's number and length as one word of the header. So a server killed at
+any moment leaves a whole ledger: the state before the write, or after it. Compaction copies valid
+records to the other area, a slice at a time, while new records go to both. The same word then
+switches the area for all clients at once.
 
 Only the server's user and root can write to the ledger: the mode is 0600, and the clients'
-descriptors are read-only. The server locks the file until its process ends, so no other server takes
-over a ledger that may still change. A server that takes over marks the ledger as ended for good: from
-then on its own ledger describes the segments."""
+descriptors are read-only. The server locks the file until its process ends, so no other server
+takes over a ledger that may still change. A server that takes over marks the ledger as ended for
+good: from then on its own ledger describes the segments."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ class Ledger:
     def write(self, records: list[Record], still: Callable[[Record], Iterable[Record]]) -> None:
         """Write records. On return they outlive this process, and answers may leave.
 
-        Also does a slice of a due compaction. `still` returns the parts of a record that still hold.
-        If the memory cannot be written, the ledger ends, and the next server starts empty."""
+        Also does a slice of a due compaction. `still` returns the parts of a record that still
+        hold. If the memory cannot be written, the ledger ends, and the next server starts empty."""
         if self._words[_ENDED]:
             return
         try:

@@ -210,7 +210,10 @@ class CacheShape(msgspec.Struct, frozen=True, array_like=True):
                 return f"plane {plane} lies in region {region} of {len(self.regions)}"
             nbytes, end = self.regions[region], offset + span
             if offset < 0 or end > nbytes:
-                return f"plane {plane} lies at bytes {offset:,} to {end:,} of region {region}, which has {nbytes:,} B"
+                return (
+                    f"plane {plane} lies at bytes {offset:,} to {end:,} of region {region}, "
+                    f"which has {nbytes:,} B"
+                )
         return ""
 
 

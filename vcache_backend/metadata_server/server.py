@@ -143,7 +143,8 @@ class Server:
         if self._hung_up:
             self._hung_up = False
             log.warning(
-                "SIGHUP: the configuration is only read at start. Restart the server to apply it: clients keep the pool's memory"
+                "SIGHUP: the configuration is only read at start. Restart the server to apply "
+                "it: clients keep the pool's memory"
             )
         self._endpoint.keep_fresh()
         self._directory.tick()

@@ -33,7 +33,10 @@ _EXITED_SECONDS = 1.0
 """After our server has ended, how long to wait for another server that was started at the same
 moment."""
 _ASKING_SECONDS = 1.0
-_DETACH = "import subprocess as s, sys; print(s.Popen(sys.argv[1:], stdin=0, stdout=2, start_new_session=True).pid)"
+_DETACH = (
+    "import subprocess as s, sys; print(s.Popen(sys.argv[1:], stdin=0, stdout=2, "
+    "start_new_session=True).pid)"
+)
 """The program of a helper process that starts the server and ends, which leaves the server to init.
 The server reads the helper's stdin, and writes its log to the helper's stderr."""
 
@@ -82,7 +85,10 @@ def _start(config: Config, path: Path, deadline: float) -> str:
         time.sleep(_PAUSE_SECONDS)
     if not processes.lives(server):
         return f"the metadata server at {path} was started by somebody else"
-    return f"metadata server started at {path}, pid {server.pid}, log {log}; it stays when this process ends"
+    return (
+        f"metadata server started at {path}, pid {server.pid}, log {log}; it stays when "
+        "this process ends"
+    )
 
 
 def _silence(path: Path, trusted: int | None) -> str:

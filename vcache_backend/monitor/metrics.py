@@ -19,43 +19,82 @@ from vcache_backend.status import SILENT_SECONDS
 
 REPORTS_SECONDS = 600.0
 _GAUGES = {
-    "uptime_seconds": "Time since the start of the server. When it falls, the server was restarted.",
+    "uptime_seconds": (
+        "Time since the start of the server. When it falls, the server was restarted."
+    ),
     "clients": "Processes that are connected: vLLM's scheduler and each worker, and tools.",
     "chunks": "Chunks in the pool.",
-    "leases": "Leases that keep chunks of the pool in place while they are read. They rise and fall with the load.",
-    "reservations": "Requests to write into the pool that are under way. They rise and fall with the load.",
+    "leases": (
+        "Leases that keep chunks of the pool in place while they are read. They rise and "
+        "fall with the load."
+    ),
+    "reservations": (
+        "Requests to write into the pool that are under way. They rise and fall with the load."
+    ),
 }
 _LONGEST = {
-    "longest_turn": "The longest that the server was busy at a stretch, since its start. Near client.request_seconds, requests fail.",
-    "longest_turn_cpu": "The same in time of the processor. Far less than by the clock: the machine has too much to do.",
+    "longest_turn": (
+        "The longest that the server was busy at a stretch, since its start. Near "
+        "client.request_seconds, requests fail."
+    ),
+    "longest_turn_cpu": (
+        "The same in time of the processor. Far less than by the clock: the "
+        "machine has too much to do."
+    ),
 }
 _COUNTERS = {
-    "clients_total": "Clients that have connected. If it rises while no instance starts, clients lose their connection.",
-    "protocol_errors": "Messages that the server could not read. Above 0, a client has another version, or is none of ours.",
+    "clients_total": (
+        "Clients that have connected. If it rises while no instance starts, "
+        "clients lose their connection."
+    ),
+    "protocol_errors": (
+        "Messages that the server could not read. Above 0, a client has another "
+        "version, or is none of ours."
+    ),
     "lookup_chunks": "Chunks that look-ups asked for.",
     "lookup_hits": "Chunks that look-ups found, in the pool or in another instance's KV cache.",
     "resident_hits": "Chunks that look-ups found in another instance's KV cache.",
     "acquire_chunks": "Chunks of the pool that loads asked to lease.",
-    "acquire_hits": "Chunks of the pool that loads leased. Far fewer than asked for: chunks go between look-up and load.",
+    "acquire_hits": (
+        "Chunks of the pool that loads leased. Far fewer than asked for: chunks go "
+        "between look-up and load."
+    ),
     "reserved": "Chunks of the pool that writers got a slot for.",
     "committed": "Chunks that were written to the pool.",
     "aborted": "Slots that writers gave back unwritten.",
-    "expired_reservations": "Reservations whose writer was too slow or is gone. If they rise, a worker hangs or the machine is overloaded.",
-    "expired_leases": "Leases that ended before their reader released them. If they rise, a worker hangs or the machine is overloaded.",
-    "evicted": "Chunks that made room for others in the pool. If they rise while the hit rate falls, the pool is too small.",
+    "expired_reservations": (
+        "Reservations whose writer was too slow or is gone. If they rise, a "
+        "worker hangs or the machine is overloaded."
+    ),
+    "expired_leases": (
+        "Leases that ended before their reader released them. If they rise, a "
+        "worker hangs or the machine is overloaded."
+    ),
+    "evicted": (
+        "Chunks that made room for others in the pool. If they rise while the hit rate "
+        "falls, the pool is too small."
+    ),
     "removed": "Chunks of the pool that were forgotten because a client asked for it.",
     "published": "Chunks that instances showed to others in their KV caches.",
     "hints": "Chunks in KV caches whose owner was told that others read them.",
-    "refused_full": "Chunks that were not stored because nothing in the pool could make room. If they rise, the pool is too small.",
+    "refused_full": (
+        "Chunks that were not stored because nothing in the pool could make room. "
+        "If they rise, the pool is too small."
+    ),
     "refused_too_large": "Chunks that were not stored because they are larger than any segment.",
-    "refused_no_segment": "Chunks that were not stored because the pool has no segment that their worker can use.",
+    "refused_no_segment": (
+        "Chunks that were not stored because the pool has no segment that their worker can use."
+    ),
 }
 """The server's counters. They start at 0, so that a scraper sees the first increase."""
 _OF_SEGMENTS = {
     "bytes": ("nbytes", "Size of a segment."),
     "used_bytes": (
         "used",
-        "Bytes of a segment that hold chunks. A full one is a good one: chunks that were used least make room.",
+        (
+            "Bytes of a segment that hold chunks. A full one is a good one: chunks that were used "
+            "least make room."
+        ),
     ),
     "chunks": ("chunks", "Chunks in a segment."),
     "leased": ("leased", "Chunks of a segment that are being read, and cannot make room."),
@@ -85,7 +124,10 @@ class ServerMetrics(Collector):
         stats = None if self._samples.problem else self._samples.stats
         yield _gauge(
             "server_up",
-            "1 if the server answered the last question, asked every few seconds. At 0 nothing is shared.",
+            (
+                "1 if the server answered the last question, asked every few seconds. At 0 nothing "
+                "is shared."
+            ),
             stats is not None,
         )
         if stats is None:
@@ -113,13 +155,22 @@ def _whole(stats: ServerStats) -> Iterator[Metric]:
     yield _gauge(
         "server_memory_bytes", "Resident memory of the server, without the pool's.", stats.rss_bytes
     )
-    what = "Slots out of use until their writer ends or answers. If they stay, a process hangs; `vcache status` has its pid."
+    what = (
+        "Slots out of use until their writer ends or answers. If they stay, a process "
+        "hangs; `vcache status` has its pid."
+    )
     yield _gauge("server_quarantined_slots", what, sum(stats.quarantined_slots.values()))
-    what = "Fields in which connected instances of one model differ, so that they do not share. Above 0, `vcache status` says what to do."
+    what = (
+        "Fields in which connected instances of one model differ, so that they do not "
+        "share. Above 0, `vcache status` says what to do."
+    )
     yield _gauge("server_not_shared", what, len(stats.mismatches))
     since = time.time() - REPORTS_SECONDS
     levels = Counter(one.level for one in stats.reports if one.time >= since)
-    what = "What clients reported in the last 10 minutes, of the newest ones. If one is an error, read it in `vcache status`."
+    what = (
+        "What clients reported in the last 10 minutes, of the newest ones. If one is an "
+        "error, read it in `vcache status`."
+    )
     yield _family(
         GaugeMetricFamily,
         "server_reports_10m",
@@ -182,7 +233,10 @@ def _hits(stats: ServerStats, samples: Samples, models: Mapping[str, str]) -> It
 
 def _requests(stats: ServerStats) -> Iterator[Metric]:
     """A summary with quantiles. prometheus_client has no family for that."""
-    what = "Time of requests inside the server; quantiles since its start. Near client.request_seconds, requests fail."
+    what = (
+        "Time of requests inside the server; quantiles since its start. Near "
+        "client.request_seconds, requests fail."
+    )
     made = Metric("vcache_server_request_seconds", what, "summary")
     for name, latency in stats.latency.items():
         for quantile, us in (("0.5", latency.p50_us), ("0.99", latency.p99_us)):
@@ -201,9 +255,15 @@ def _segments(segments: Sequence[SegmentInfo]) -> Iterator[Metric]:
 
     for name, (field, what) in _OF_SEGMENTS.items():
         yield _family(GaugeMetricFamily, f"segment_{name}", what, _SEGMENT, rows(field))
-    what = "Chunks of a segment that made room for others. If they rise while the hit rate falls, the pool is too small."
+    what = (
+        "Chunks of a segment that made room for others. If they rise while the hit rate "
+        "falls, the pool is too small."
+    )
     yield _family(CounterMetricFamily, "segment_evictions", what, _SEGMENT, rows("evictions"))
-    what = "1 if chunks can be stored in a segment; 0 if it is being dropped, or was lost when the server was restarted."
+    what = (
+        "1 if chunks can be stored in a segment; 0 if it is being dropped, or was lost when "
+        "the server was restarted."
+    )
     live = [float(one.state == "live") for one in segments]
     live_rows = list(zip(labels, live, strict=True))
     yield _family(GaugeMetricFamily, "segment_live", what, _SEGMENT, live_rows)
@@ -211,7 +271,10 @@ def _segments(segments: Sequence[SegmentInfo]) -> Iterator[Metric]:
 
 def _in_place(stats: ServerStats) -> Iterator[Metric]:
     every = [((one.id, one.device, str(one.pid)), one) for one in stats.instances]
-    what = "1 if a process of an instance is stopped, or nothing was heard of it for 10 s. Continue it, or end it."
+    what = (
+        "1 if a process of an instance is stopped, or nothing was heard of it for 10 s. "
+        "Continue it, or end it."
+    )
     stopped = [
         (labels, float(bool(one.stopped) or one.silent > SILENT_SECONDS)) for labels, one in every
     ]
@@ -220,7 +283,10 @@ def _in_place(stats: ServerStats) -> Iterator[Metric]:
     what = "Chunks that others find in an instance's KV cache."
     chunks = [(labels, float(one.resident)) for labels, one in shown]
     yield _family(GaugeMetricFamily, "instance_resident_chunks", what, _INSTANCE, chunks)
-    what = "1 if others can read an instance's KV cache. At 0 for minutes, `vcache status` says what it lacks."
+    what = (
+        "1 if others can read an instance's KV cache. At 0 for minutes, `vcache status` "
+        "says what it lacks."
+    )
     shared = [(labels, float(not one.missing)) for labels, one in shown]
     yield _family(GaugeMetricFamily, "instance_shared", what, _INSTANCE, shared)
     readers = [((str(one.pid), one.device, one.instance), one) for one in stats.reads]
@@ -237,7 +303,10 @@ def _in_place(stats: ServerStats) -> Iterator[Metric]:
     )
     refused = [(labels, float(one.refused)) for labels, one in readers]
     yield _family(CounterMetricFamily, "read_refused_chunks", what, _READER, refused)
-    what = "1 for a process that keeps the memory of an instance that has ended. If it stays, that process hangs: end it."
+    what = (
+        "1 for a process that keeps the memory of an instance that has ended. If it stays, "
+        "that process hangs: end it."
+    )
     kept = [((one.instance, one.device, str(one.pid)), 1.0) for one in stats.still_mapped]
     yield _family(GaugeMetricFamily, "instance_still_mapped", what, _INSTANCE, kept)
 

@@ -162,7 +162,10 @@ class Web:
                 HTTPStatus.METHOD_NOT_ALLOWED, _TEXT, b"only GET and HEAD are answered\n"
             )
         if host and not self.is_named(host):
-            said = f"{host[:256]!r} is no name of this server's; add it to server.metrics_hosts, or ask by its address\n"
+            said = (
+                f"{host[:256]!r} is no name of this server's; add it to "
+                "server.metrics_hosts, or ask by its address\n"
+            )
             return _Response(HTTPStatus.MISDIRECTED_REQUEST, _TEXT, said.encode())
         path = request.target.partition(b"?")[0].decode("latin-1")
         if path == "/":

@@ -110,11 +110,13 @@ class Format:
         (stored,) = _DIGEST.unpack_from(header, _PAYLOAD_DIGEST_AT)
         if header != self._header(key, epoch, stored):
             raise BadObject(
-                f"object of {key.hex()}: damaged, or another chunk's, model's, codec's or version's: {header.hex()}"
+                f"object of {key.hex()}: damaged, or another chunk's, model's, codec's or "
+                f"version's: {header.hex()}"
             )
         if digest(buffer[HEADER_BYTES:got_bytes]) != stored:
             raise BadObject(
-                f"object of {key.hex()}: the checksum of its {self.payload_bytes:,} B does not match"
+                f"object of {key.hex()}: the checksum of its {self.payload_bytes:,} B does not "
+                "match"
             )
 
     def _header(self, key: ChunkKey, epoch: int, payload_digest: int) -> bytes:

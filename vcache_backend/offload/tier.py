@@ -63,7 +63,8 @@ class OffloadTier(Index):
             bound_bytes = self._bound.format.chunk_bytes
             if bound_bytes != chunk_bytes:
                 raise ConfigError(
-                    f"chunks of {chunk_bytes:,} B; the offload tier was made ready for chunks of {bound_bytes:,} B"
+                    f"chunks of {chunk_bytes:,} B; the offload tier was made ready for chunks "
+                    f"of {bound_bytes:,} B"
                 )
             return
         settings = self._settings
@@ -78,7 +79,10 @@ class OffloadTier(Index):
         size = form.object_bytes
         count = min(settings.staging_bytes // size, 2 * MOST_BUFFERS)
         if count < 4:
-            need = f"offload.staging_bytes must be at least {4 * size:,}, four chunks of {size:,} B each"
+            need = (
+                f"offload.staging_bytes must be at least {4 * size:,}, four chunks of "
+                f"{size:,} B each"
+            )
             raise ConfigError(f"{need}; it is {int(settings.staging_bytes):,}")
         try:
             self._staging = Staging(

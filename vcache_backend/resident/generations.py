@@ -60,7 +60,8 @@ class Generations:
         _check_machine()
         if len(instance) != INSTANCE_BYTES or not 0 < blocks <= MAX_BLOCKS:
             raise SegmentError(
-                f"a generation table needs {INSTANCE_BYTES} bytes of instance and 1 to {MAX_BLOCKS:,} blocks, "
+                f"a generation table needs {INSTANCE_BYTES} bytes of instance and 1 to "
+                f"{MAX_BLOCKS:,} blocks, "
                 f"not {len(instance)} and {blocks:,}"
             )
         self.instance, self.blocks = instance, blocks
@@ -141,11 +142,13 @@ class GenerationView:
         magic, version, _, theirs, count = _HEADER.unpack_from(memory)
         if magic != MAGIC or version != VERSION:
             raise SegmentError(
-                f"generation table: begins with {magic!r}, version {version}, not {MAGIC!r}, {VERSION}; install the same vcache-backend"
+                f"generation table: begins with {magic!r}, version {version}, not {MAGIC!r}, "
+                f"{VERSION}; install the same vcache-backend"
             )
         if theirs != instance or count != blocks:
             raise SegmentError(
-                f"generation table: of instance {theirs.hex()} with {count:,} blocks, not of {instance.hex()} with {blocks:,}"
+                f"generation table: of instance {theirs.hex()} with {count:,} blocks, not of "
+                f"{instance.hex()} with {blocks:,}"
             )
         return cls(memory, instance, blocks)
 
@@ -186,14 +189,16 @@ def _check(fd: int, blocks: int) -> None:
     nbytes = os.fstat(fd).st_size
     if not 0 < blocks <= MAX_BLOCKS or nbytes != _size(blocks):
         raise SegmentError(
-            f"generation table: fd {fd} holds {nbytes:,} B, but one of {blocks:,} blocks has {_size(blocks):,}"
+            f"generation table: fd {fd} holds {nbytes:,} B, but one of {blocks:,} blocks has "
+            f"{_size(blocks):,}"
         )
 
 
 def _check_machine() -> None:
     if platform.machine() != MACHINE:
         raise SegmentError(
-            f"sharing in place needs a machine that orders stores and loads as {MACHINE} does, not {platform.machine()}; "
+            f"sharing in place needs a machine that orders stores and loads as {MACHINE} does, "
+            f"not {platform.machine()}; "
             "set connector.share: pool"
         )
 

@@ -24,7 +24,8 @@ def cache_shape(kv: PagedKV, regions: Sequence[Region], device: Device) -> Cache
     across two of them, planes have different strides, or planes or regions are too many."""
     if (kv.device.type == "cuda") != (device.medium == "cuda"):
         raise LayoutError(
-            f"the KV cache lies on {kv.device}, the pool on {device.name}; shared in place they must not differ: set pool.device: auto"
+            f"the KV cache lies on {kv.device}, the pool on {device.name}; shared in place they "
+            "must not differ: set pool.device: auto"
         )
     planes, strides = [], set()
     for number, (address, stride) in enumerate(kv.planes.tolist()):
@@ -37,16 +38,20 @@ def cache_shape(kv: PagedKV, regions: Sequence[Region], device: Device) -> Cache
         else:
             layer, part = divmod(number, kv.parts)
             raise LayoutError(
-                f"layer {layer}, part {part} of the KV cache lies at [{address:#x}, {end:#x}), in none of the "
-                f"{len(regions)} exported allocations: it was allocated elsewhere and cannot be read in place"
+                f"layer {layer}, part {part} of the KV cache lies at [{address:#x}, {end:#x}), "
+                "in none of the "
+                f"{len(regions)} exported allocations: it was allocated elsewhere and cannot be "
+                "read in place"
             )
     if len(strides) != 1:
         raise LayoutError(
-            f"the layers' blocks are {sorted(strides)} B apart; shared in place they must all be equally far apart"
+            f"the layers' blocks are {sorted(strides)} B apart; shared in place they must all "
+            "be equally far apart"
         )
     if len(planes) > MAX_PLANES or len(regions) > MAX_REGIONS:
         raise LayoutError(
-            f"the KV cache has {len(planes)} planes in {len(regions)} allocations; at most {MAX_PLANES} in {MAX_REGIONS} are shared"
+            f"the KV cache has {len(planes)} planes in {len(regions)} allocations; at most "
+            f"{MAX_PLANES} in {MAX_REGIONS} are shared"
         )
     return CacheShape(
         device=device.name,
@@ -86,7 +91,8 @@ def check_shape(shape: CacheShape, blocks: int, kv: PagedKV, device: Device) -> 
         raise LayoutError("its KV cache has " + "; ".join(wrong))
     if blocks < 1 or shape.num_blocks < 1 or shape.num_blocks % blocks:
         raise LayoutError(
-            f"its KV cache has {shape.num_blocks:,} blocks, which is no multiple of its {blocks:,} generations"
+            f"its KV cache has {shape.num_blocks:,} blocks, which is no multiple of its "
+            f"{blocks:,} generations"
         )
     if len(shape.planes) != len(kv.planes):
         raise LayoutError(f"its KV cache has {len(shape.planes)} planes, here {len(kv.planes)}")

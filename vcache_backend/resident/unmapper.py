@@ -116,7 +116,8 @@ class Unmapper(Generic[B]):
                 self._turn()
         except Exception:  # the thread's last line of defence
             log.exception(
-                "KV caches of other instances are not read any more: their ends would not be noticed"
+                "KV caches of other instances are not read any more: their ends would not be "
+                "noticed"
             )
         finally:
             with self._lock:

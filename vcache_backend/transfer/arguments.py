@@ -78,7 +78,8 @@ def as_kvcaches(kvcaches: object) -> list[torch.Tensor]:
         isinstance(kv, torch.Tensor) and kv.layout == torch.strided for kv in kvcaches
     ):
         raise ValueError(
-            f"kvcaches is a {type(kvcaches).__name__}; expected one dense torch.Tensor a layer, in a list or by name"
+            f"kvcaches is a {type(kvcaches).__name__}; expected one dense torch.Tensor a layer, "
+            "in a list or by name"
         )
     return list(kvcaches)
 

@@ -81,11 +81,13 @@ def as_integers(tokens: Sequence[int] | Any) -> npt.NDArray[np.integer[Any]]:
         )
     except Exception as error:  # whatever a foreign object raises
         raise ValueError(
-            f"tokens are a {type(tokens).__name__} that cannot be read: {type(error).__name__}: {error}"
+            f"tokens are a {type(tokens).__name__} that cannot be read: {type(error).__name__}: "
+            f"{error}"
         ) from error
     if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
         raise ValueError(
-            f"tokens have shape {ids.shape} and type {ids.dtype}; expected one dimension of integers"
+            f"tokens have shape {ids.shape} and type {ids.dtype}; expected one dimension of "
+            "integers"
         )
     return ids if len(ids) else np.empty(0, dtype=np.uint32)
 
@@ -190,7 +192,8 @@ class BlockHashKeys:
         ]
         if made and len(made[-1]) != KEY_BYTES:
             raise ConfigError(
-                f"a block hash has {len(hashes[each - 1])} B, {HASH_BYTES} are needed: set --prefix-caching-hash-algo sha256"
+                f"a block hash has {len(hashes[each - 1])} B, {HASH_BYTES} are needed: set "
+                "--prefix-caching-hash-algo sha256"
             )
         if adapter:
             made = [

@@ -55,7 +55,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"Layout(extra={self.extra!r}): expected texts only")
         if self.chunk_size % self.block_size:
             raise ValueError(
-                f"Layout(chunk_size={self.chunk_size}): expected a multiple of block_size {self.block_size}"
+                f"Layout(chunk_size={self.chunk_size}): expected a multiple of block_size "
+                f"{self.block_size}"
             )
 
     @classmethod

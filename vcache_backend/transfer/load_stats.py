@@ -52,7 +52,10 @@ class LoadStats:
             bytes_peer=(count - own) * each,
         )
         if log.isEnabledFor(logging.DEBUG):
-            said = "%s from the pool, %d of them on %s, asking the server %.2f ms, copy %.2f ms, the lease held"
+            said = (
+                "%s from the pool, %d of them on %s, asking the server %.2f ms, copy %.2f "
+                "ms, the lease held"
+            )
             log.debug(
                 said,
                 self._which(first, count),

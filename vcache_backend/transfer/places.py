@@ -143,7 +143,8 @@ class SlotPlaces:
         if len(twice):
             tokens = (first + np.flatnonzero(wanted == twice[0])[:2]).tolist()
             raise ValueError(
-                f"slot_mapping gives slot {twice[0]} to the tokens at {tokens}; each token needs a slot of its own"
+                f"slot_mapping gives slot {twice[0]} to the tokens at {tokens}; each token "
+                "needs a slot of its own"
             )
 
     def load_plan(self, first: int, count: int) -> CopyPlan:

@@ -65,7 +65,8 @@ class Session:
         caches, see `devices.resolve`. name: the instance's, for the server's status."""
         if layout.chunk_size != config.engine.chunk_size:
             raise ValueError(
-                f"layout.chunk_size is {layout.chunk_size}, engine.chunk_size is {config.engine.chunk_size}"
+                f"layout.chunk_size is {layout.chunk_size}, engine.chunk_size is "
+                f"{config.engine.chunk_size}"
             )
         self.layout = layout = with_codec(layout, config.offload)
         self.namespace = layout.namespace()
@@ -120,7 +121,8 @@ class Session:
         if (kv.name, kv.layers) != (self.layout.kv_layout, self.layout.layers):
             here = f"{kv.layers} layers of {kv.name}"
             raise LayoutError(
-                f"kvcaches are {here}, but the layout says {self.layout.layers} of {self.layout.kv_layout}"
+                f"kvcaches are {here}, but the layout says {self.layout.layers} of "
+                f"{self.layout.kv_layout}"
             )
         self.copier.prepare(kv)
         self._bind_tier(kv)

@@ -154,6 +154,7 @@ def _out_of_memory(driver: Driver, device: Device, nbytes: int, granule: int) ->
     free, total = driver.memory(_ordinal(device))
     fits = free // granule * granule
     return SegmentError(
-        f"{device}: a segment needs {nbytes:,} B but {free:,} of {total:,} B are free; set pool.segment_bytes <= {fits} "
+        f"{device}: a segment needs {nbytes:,} B but {free:,} of {total:,} B are free; set "
+        f"pool.segment_bytes <= {fits} "
         f"or give vLLM less (gpu_memory_utilization)"
     )

@@ -85,7 +85,8 @@ def resolve(spec: str, kv_device: str = "") -> Device:
             return Device("host", "host")
         if current is None:
             raise ConfigError(
-                "pool.device: cuda, but torch sees no GPU here; run `vcache doctor`, or set pool.device: host"
+                "pool.device: cuda, but torch sees no GPU here; run `vcache doctor`, or set "
+                "pool.device: host"
             )
         name = f"cuda:{current}"
     try:
@@ -98,7 +99,8 @@ def resolve(spec: str, kv_device: str = "") -> Device:
             return Device(uuid, "cuda", ordinal)
     seen = ", ".join(uuids) or "none"
     raise ConfigError(
-        f"pool.device: {spec} is not visible to this process (see CUDA_VISIBLE_DEVICES); visible: {seen}"
+        f"pool.device: {spec} is not visible to this process (see CUDA_VISIBLE_DEVICES); "
+        f"visible: {seen}"
     )
 
 

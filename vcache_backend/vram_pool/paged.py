@@ -158,8 +158,10 @@ class PagedKV:
         for layer, kv in found.items():
             if kv.pitch != widest.pitch or (kv.planes != widest.planes[: len(kv.planes)]).any():
                 raise LayoutError(
-                    f"KV caches of several block tables must lie in the same memory, but {layer} and its group have "
-                    f"{kv.layers} layers of {kv.name}, others {widest.layers} of {widest.name}, or lie elsewhere"
+                    "KV caches of several block tables must lie in the same memory, but "
+                    f"{layer} and its group have "
+                    f"{kv.layers} layers of {kv.name}, others {widest.layers} of {widest.name}, "
+                    "or lie elsewhere"
                 )
         name = " + ".join(dict.fromkeys(kv.name for kv in found.values()))
         return replace(
@@ -198,7 +200,8 @@ class PagedKV:
                 )
                 if self.parts > 1 or not fits or not alike:
                     raise LayoutError(
-                        f"the state of {layer} does not lie in pages of {room} B where other layers' tokens do"
+                        f"the state of {layer} does not lie in pages of {room} B where other "
+                        "layers' tokens do"
                     )
         planes = np.array([(page.data_ptr(), page.stride(0)) for page in pages], dtype=np.int64)
         return replace(self, layers=len(pages) // self.parts, pages=tuple(pages), planes=planes)
@@ -227,7 +230,8 @@ class PagedKV:
         for size, _ in shares:
             if chunk_size <= 0 or chunk_size % size:
                 raise LayoutError(
-                    f"chunk_size {chunk_size} is no multiple of the KV block size {size}; set engine.chunk_size"
+                    f"chunk_size {chunk_size} is no multiple of the KV block size {size}; set "
+                    "engine.chunk_size"
                 )
         return sum(share.of(chunk_size) for share in shares)
 
@@ -285,7 +289,8 @@ class _Layer:
         kv = self.tensor
         if kv.dtype not in DTYPES or not kv.numel():
             raise self.error(
-                "empty, or of a dtype vcache does not move; it moves bfloat16, float16, float32, fp8 and uint8"
+                "empty, or of a dtype vcache does not move; it moves bfloat16, float16, "
+                "float32, fp8 and uint8"
             )
         names = self._named(axes) if axes is not None else self._recognised()
         block, item = names.index("block"), kv.element_size()
@@ -298,7 +303,8 @@ class _Layer:
             part = None
         if order is None:
             raise self.error(
-                "a block's bytes are not contiguous; vcache moves whole pages, so pass the tensor vLLM allocated"
+                "a block's bytes are not contiguous; vcache moves whole pages, so pass the "
+                "tensor vLLM allocated"
             )
         sizes = [(names[axis], kv.shape[axis]) for axis in order]
         page_bytes = math.prod(size for _, size in sizes) * item
@@ -318,11 +324,13 @@ class _Layer:
         names, shape = tuple(axes.split()), self.tensor.shape
         if len(set(names)) < len(names) or not {"block", "token"} <= set(names) <= set(KV_AXES):
             raise self.error(
-                f"axes {axes!r} must be different words of {', '.join(KV_AXES)}, with block and token among them"
+                f"axes {axes!r} must be different words of {', '.join(KV_AXES)}, with block and "
+                "token among them"
             )
         if len(names) != len(shape) or shape[names.index("token")] != self.block_size:
             raise self.error(
-                f"axes {axes!r} do not fit: {len(shape)} axes are needed, and a token axis of {self.block_size}"
+                f"axes {axes!r} do not fit: {len(shape)} axes are needed, and a token axis of "
+                f"{self.block_size}"
             )
         return names
 
@@ -336,7 +344,8 @@ class _Layer:
                 fits.append(names)
         if not fits:
             raise self.error(
-                "no known layout has this shape; check block_size, or pass axes, such as 'block token head dim'"
+                "no known layout has this shape; check block_size, or pass axes, such as 'block "
+                "token head dim'"
             )
         if len(fits) == 1:
             return fits[0]

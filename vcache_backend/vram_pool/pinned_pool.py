@@ -100,7 +100,10 @@ class PinnedPool(Pool):
 
     def _no_more(self, error: SegmentError) -> None:
         there = sum(info.nbytes for info in self.mapped() if info.device == self.device.name)
-        said = f"{self.device} lends {ByteSize(there).about} of {ByteSize(self._segment_bytes).about}: {error}"
+        said = (
+            f"{self.device} lends {ByteSize(there).about} of "
+            f"{ByteSize(self._segment_bytes).about}: {error}"
+        )
         log.error("%s", said)
         with suppress(VCacheError):
             self._client.report("error", said)

@@ -61,7 +61,8 @@ def _wait_for_room(nbytes: int) -> None:
     while (available := devices.host_available()) < nbytes + SPARE_BYTES:
         if time.monotonic() > until:
             raise SegmentError(
-                f"{available:,} B of host memory are available, and {SPARE_BYTES:,} of them stay free; set pool.segment_bytes lower"
+                f"{available:,} B of host memory are available, and {SPARE_BYTES:,} of them "
+                "stay free; set pool.segment_bytes lower"
             )
         time.sleep(0.1)
 

@@ -199,7 +199,10 @@ class Pool:
     def _no_more(self, error: SegmentError) -> None:
         """Log that this worker cannot lend what it should."""
         log.error(
-            "nothing of %s is lent to the pool: %s; chunks go to other devices of it, if there are any",
+            (
+                "nothing of %s is lent to the pool: %s; chunks go to other devices of it, if there "
+                "are any"
+            ),
             self.device,
             error,
         )
@@ -243,7 +246,10 @@ class Pool:
         except SegmentError as error:
             log.log(
                 self._level(),
-                "segment %s cannot be mapped: %s; its chunks are misses here, and none is stored there",
+                (
+                    "segment %s cannot be mapped: %s; its chunks are misses here, and none is "
+                    "stored there"
+                ),
                 info.id,
                 error,
             )

@@ -94,7 +94,8 @@ class MappedSegment(_WithDescriptor):
         """
         if offset < 0 or length < 1 or offset + length > self.nbytes:
             raise SegmentError(
-                f"bytes [{offset:,}, {offset + length:,}) are not in segment {self.id} of {self.nbytes:,} B"
+                f"bytes [{offset:,}, {offset + length:,}) are not in segment {self.id} of "
+                f"{self.nbytes:,} B"
             )
         return self.whole[offset : offset + length]
 
@@ -143,7 +144,8 @@ def map_segment(info: SegmentInfo, fd: int, reader: Device) -> MappedSegment:
     _check_claim(info.id, nbytes := info.nbytes)
     if info.medium != reader.medium:
         raise SegmentError(
-            f"segment {info.id} is {info.medium} memory of {info.device}: {reader.name} cannot map that"
+            f"segment {info.id} is {info.medium} memory of {info.device}: {reader.name} cannot "
+            "map that"
         )
     what = f"segment {info.id} of {info.device}"
     with raising_as({OSError: SegmentError, SegmentError: SegmentError}, what), ExitStack() as undo:

@@ -189,7 +189,8 @@ class ResidentPool:
             self._generations.give_up()
             self.broken = True
             log.exception(
-                "vcache: the generations of blocks could not be counted, so others read nothing of this instance any more"
+                "vcache: the generations of blocks could not be counted, so others read nothing "
+                "of this instance any more"
             )
 
 

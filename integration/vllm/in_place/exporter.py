@@ -29,7 +29,10 @@ from ..model.spec import ModelSpec
 log = logging.getLogger("vllm.vcache")
 
 _POOL = "connector.share: pool"
-_SEVERAL = "a model with several block tables, or with one of a sliding window, is shared through a pool only"
+_SEVERAL = (
+    "a model with several block tables, or with one of a sliding window, is shared "
+    "through a pool only"
+)
 
 
 class Exporter:
@@ -56,7 +59,8 @@ class Exporter:
         LayoutError if a tensor lies elsewhere, SegmentError without exportable memory."""
         if self._memory is None or self._problems:
             raise SegmentError(
-                f"vLLM's KV cache cannot be shared in place: {'; '.join(self._problems)}; or set {_POOL}"
+                f"vLLM's KV cache cannot be shared in place: {'; '.join(self._problems)}; or "
+                f"set {_POOL}"
             )
         regions = sorted(self._memory.allocations(), key=lambda region: region.address)
         used = {
@@ -75,7 +79,8 @@ class Exporter:
                 return at
         why = memory.problem or "another connector or allocator has made it"
         raise LayoutError(
-            f"vLLM's KV cache cannot be shared in place: {name}, {storage.nbytes():,} B on {tensor.device}, "
+            f"vLLM's KV cache cannot be shared in place: {name}, {storage.nbytes():,} B on "
+            f"{tensor.device}, "
             f"lies in none of the {len(regions)} exportable allocations ({why}); or set {_POOL}"
         )
 
@@ -101,7 +106,8 @@ def _noting_failure(problems: list[str]) -> Iterator[None]:
         yield
     except Exception as error:  # vLLM uses its own memory; `Exporter.regions` says why
         log.exception(
-            "vcache: the KV cache lies in memory that other processes cannot map, so it is not shared in place"
+            "vcache: the KV cache lies in memory that other processes cannot map, so it is not "
+            "shared in place"
         )
         problems.append(f"{type(error).__name__}: {error}")
 
@@ -117,7 +123,8 @@ def begin(device_type: str) -> Exporter:
         return Exporter(None, str(error))
     except Exception as error:
         log.exception(
-            "vcache: the KV cache lies in memory that other processes cannot map, so it is not shared in place"
+            "vcache: the KV cache lies in memory that other processes cannot map, so it is not "
+            "shared in place"
         )
         return Exporter(None, f"{type(error).__name__}: {error}")
 
@@ -142,7 +149,10 @@ def decide(settings: Config, vllm_config: Any, kv_cache_config: Any, model: Mode
         return settings
     why = _SEVERAL if several(kv_cache_config) else next(_refusals(vllm_config, model), None)
     if why is None and model.tp_size * model.pp_size > 1:
-        why = "the instance has several workers, for which sharing in place has to be asked for: it has not been run across GPUs"
+        why = (
+            "the instance has several workers, for which sharing in place has to be asked "
+            "for: it has not been run across GPUs"
+        )
     if why:
         log.info("vcache: KV goes through a pool (connector.share: auto): %s", why)
     return config.sharing(settings, "pool" if why else "in_place")
@@ -153,14 +163,26 @@ def _refusals(vllm_config: Any, model: ModelSpec) -> Iterator[str]:
     setting to change than `connector.share`, if any helps.
     """
     if platform.machine() != MACHINE:
-        yield f"it relies on the order in which x86-64 makes writes visible, and this machine is {platform.machine()}"
+        yield (
+            "it relies on the order in which x86-64 makes writes visible, and this machine "
+            f"is {platform.machine()}"
+        )
     if not vllm_config.cache_config.enable_prefix_caching:
-        yield "without prefix caching vLLM's KV cache keeps nothing to share: take out --no-enable-prefix-caching"
+        yield (
+            "without prefix caching vLLM's KV cache keeps nothing to share: take out "
+            "--no-enable-prefix-caching"
+        )
     if model.sleep_mode or getattr(vllm_config.model_config, "enable_cumem_allocator", False):
         # Our allocator would replace sleep mode's for the KV cache.
-        yield "sleep mode frees nothing of a KV cache that others can map: start vLLM without --enable-sleep-mode"
+        yield (
+            "sleep mode frees nothing of a KV cache that others can map: start vLLM without "
+            "--enable-sleep-mode"
+        )
     if model.device_type == "cuda" and config.expandable_segments():
-        why = "expandable_segments does not work with the allocator of a shared KV cache (pytorch issue 147851)"
+        why = (
+            "expandable_segments does not work with the allocator of a shared KV cache "
+            "(pytorch issue 147851)"
+        )
         yield f"{why}: take it out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"
 
 
@@ -170,7 +192,8 @@ def _memory(device_type: str) -> Exportable:
     if device_type == "cuda" and torch.cuda.is_available():
         return _gpu(torch.cuda.current_device())
     raise SegmentError(
-        f"a KV cache on {device_type!r} cannot be mapped by other processes, only one on a CPU or a CUDA GPU"
+        f"a KV cache on {device_type!r} cannot be mapped by other processes, only one on a CPU "
+        "or a CUDA GPU"
     )
 
 

@@ -106,7 +106,8 @@ def _sleep_refusal(model_config: Any) -> str | None:
     """
     if not hasattr(base.KVConnectorBase_V1, "unregister_kv_caches"):
         return (
-            "vLLM before 0.33 frees the KV cache for its sleep while copies may still run: start vLLM without --enable-sleep-mode, "
+            "vLLM before 0.33 frees the KV cache for its sleep while copies may still run: "
+            "start vLLM without --enable-sleep-mode, "
             "or take vLLM 0.33"
         )
     backend = str(getattr(model_config, "sleep_mode_backend", "cumem"))

@@ -26,11 +26,17 @@ _WINDOWED = "SlidingWindowSpec"
 _SIZES = "UniformTypeKVCacheSpecs"
 _REASONS: Mapping[str, str] = {
     "ChunkedLocalAttentionSpec": (
-        "chunked local attention gives blocks back while their request runs: unset VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"
+        "chunked local attention gives blocks back while their request runs: unset "
+        "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"
     ),
-    _SIZES: "layers of one block table have pages of several sizes: no setting changes that, unless a draft model's are among them",
+    _SIZES: (
+        "layers of one block table have pages of several sizes: no setting changes that, "
+        "unless a draft model's are among them"
+    ),
     "CrossAttentionSpec": "an encoder's output depends on the whole input: no setting changes that",
-    "EncoderOnlyAttentionSpec": "an encoder's output depends on the whole input: no setting changes that",
+    "EncoderOnlyAttentionSpec": (
+        "an encoder's output depends on the whole input: no setting changes that"
+    ),
 }
 
 
@@ -77,7 +83,8 @@ class Groups:
         if chunk_size % self.block:
             fitting = -(-chunk_size // self.block) * self.block
             raise LayoutError(
-                f"chunk_size {chunk_size} is no multiple of {self.block} tokens: set engine.chunk_size: {fitting}"
+                f"chunk_size {chunk_size} is no multiple of {self.block} tokens: set "
+                f"engine.chunk_size: {fitting}"
             )
         self.shares = tuple(
             Share(group.block_size, _tail(group, chunk_size)) for group in self.groups
@@ -272,7 +279,8 @@ def read(kv_cache_config: Any, chunk_size: int) -> Groups:
             reason = "its blocks are no part of vLLM's own prefix cache: no setting changes that"
         if reason is not None:
             raise LayoutError(
-                f"{group.layer_names[0] if group.layer_names else 'a group'} and its group: {reason}"
+                f"{group.layer_names[0] if group.layer_names else 'a group'} and its group: "
+                f"{reason}"
             )
     layer_groups = [_group(number, group) for number, group in enumerate(groups)]
     if all(group.state for group in layer_groups):
@@ -302,7 +310,10 @@ def unknown(kind: str) -> str | None:
         return None
     return _REASONS.get(
         kind,
-        f"the KV cache is {kind}, whose blocks do not hold the whole prefix: no setting changes that",
+        (
+            f"the KV cache is {kind}, whose blocks do not hold the whole prefix: no setting "
+            "changes that"
+        ),
     )
 
 
@@ -311,9 +322,15 @@ def _unsteady(spec: Any) -> str | None:
     if type(spec).__name__ != STATES:
         return None
     if spec.mamba_cache_mode != "align":
-        return "vLLM keeps no states at blocks' ends: start it without --no-enable-prefix-caching and --mamba-cache-mode"
+        return (
+            "vLLM keeps no states at blocks' ends: start it without "
+            "--no-enable-prefix-caching and --mamba-cache-mode"
+        )
     if spec.num_speculative_blocks:
-        return "states contain speculated tokens before these are verified: start vLLM without --speculative-config"
+        return (
+            "states contain speculated tokens before these are verified: start vLLM without "
+            "--speculative-config"
+        )
     return None
 
 

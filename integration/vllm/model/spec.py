@@ -140,14 +140,16 @@ def describe(
     for layer, tensor in kv_caches.items():
         if not isinstance(tensor, Tensor):
             raise LayoutError(
-                f"KV cache of {layer} is a {type(tensor).__name__} and no tensor: vcache shares attention layers only"
+                f"KV cache of {layer} is a {type(tensor).__name__} and no tensor: vcache shares "
+                "attention layers only"
             )
     configured = vllm_config.cache_config.block_size
     size = tensor_block_size(configured, kv_caches, num_blocks)
     kv = PagedKV.describe(kv_caches, size, axes=engine_config.kv_axes or axes(kv_caches, size))
     if num_blocks and kv.num_blocks * size != num_blocks * configured:
         raise LayoutError(
-            f"KV caches have {kv.num_blocks} blocks of {size} tokens where vLLM hands out {num_blocks} of {configured}; "
+            f"KV caches have {kv.num_blocks} blocks of {size} tokens where vLLM hands out "
+            f"{num_blocks} of {configured}; "
             "set engine.kv_axes to what each axis of the tensors is"
         )
     kv.chunk_bytes(chunk_size)
@@ -183,7 +185,8 @@ def describe_groups(
     )
     if num_blocks and kv.num_blocks != num_blocks * split:
         raise LayoutError(
-            f"KV caches have {kv.num_blocks} blocks of {kv.block_size} tokens where vLLM hands out {num_blocks} of "
+            f"KV caches have {kv.num_blocks} blocks of {kv.block_size} tokens where vLLM hands "
+            f"out {num_blocks} of "
             f"{groups.groups[0].block_size}; set engine.kv_axes to what each axis of the tensors is"
         )
     # vLLM before 0.32 passes a state's tensors, later releases pass a state's pages.
@@ -286,7 +289,8 @@ def _reasons(model: ModelSpec, chunk_size: int, hash_seed: str | None) -> Iterat
     yield from misfits(model)
     if model.new_weights and not model.named:
         yield (
-            "--weight-transfer-config brings new weights, and KV of old ones must not be found: set connector.model to one name for the "
+            "--weight-transfer-config brings new weights, and KV of old ones must not be found: "
+            "set connector.model to one name for the "
             "instances that get them together, and pause them all (with clear_cache) before they do"
         )
     yield seed(hash_seed)
@@ -296,18 +300,31 @@ def _reasons(model: ModelSpec, chunk_size: int, hash_seed: str | None) -> Iterat
 def misfits(instance: ModelSpec) -> Iterator[str]:
     """List why neither integration may cache this instance, each reason with what to change."""
     if instance.context_parallel > 1:
-        yield "context parallelism splits the tokens of a block among workers: set both context parallel sizes to 1"
+        yield (
+            "context parallelism splits the tokens of a block among workers: set both "
+            "context parallel sizes to 1"
+        )
     if instance.dynamic_kv_scales:
-        yield "calculate_kv_scales gives each instance FP8 scales of its own: start vLLM without --calculate-kv-scales"
+        yield (
+            "calculate_kv_scales gives each instance FP8 scales of its own: start vLLM "
+            "without --calculate-kv-scales"
+        )
     if instance.prompt_embeds:
-        yield "prompts given as embeddings have no tokens to tell them apart: start vLLM without --enable-prompt-embeds"
+        yield (
+            "prompts given as embeddings have no tokens to tell them apart: start vLLM "
+            "without --enable-prompt-embeds"
+        )
     if instance.kv_cache_dtype.endswith("per_token_head"):
         yield (
-            f"vLLM clears the scales of {instance.kv_cache_dtype} when it first runs a layer, those of loaded chunks with them: "
+            f"vLLM clears the scales of {instance.kv_cache_dtype} when it first runs a layer, "
+            "those of loaded chunks with them: "
             "set --kv-cache-dtype fp8 or auto"
         )
     if instance.unnamed_inputs:
-        yield "each instance counts images instead of naming them by content: start vLLM without --mm-processor-cache-gb 0"
+        yield (
+            "each instance counts images instead of naming them by content: start vLLM "
+            "without --mm-processor-cache-gb 0"
+        )
 
 
 def chunk_misfit(chunk_size: int, block_size: int, setting: str) -> str | None:
@@ -317,7 +334,10 @@ def chunk_misfit(chunk_size: int, block_size: int, setting: str) -> str | None:
     if block_size > 0 and not chunk_size % block_size:
         return None
     fitting = -(-chunk_size // max(block_size, 1)) * block_size
-    return f"chunk_size {chunk_size} is no multiple of the KV block size {block_size}: set {setting}: {fitting}"
+    return (
+        f"chunk_size {chunk_size} is no multiple of the KV block size {block_size}: set "
+        f"{setting}: {fitting}"
+    )
 
 
 def seed(hash_seed: str | None) -> str | None:
@@ -327,7 +347,8 @@ def seed(hash_seed: str | None) -> str | None:
     if hash_seed and hash_seed != "random":
         return None
     return (
-        f"PYTHONHASHSEED is {hash_seed or 'not set'}, so that each process may hash the same tokens differently: "
+        f"PYTHONHASHSEED is {hash_seed or 'not set'}, so that each process may hash the same "
+        "tokens differently: "
         "set PYTHONHASHSEED=0 in the environment of every instance before it starts"
     )
 

@@ -80,8 +80,9 @@ def extra(vllm_config: Any) -> dict[str, str]:
     own in `Layout`.
     """
     cache, model = vllm_config.cache_config, vllm_config.model_config
+    release = str(getattr(sys.modules.get("vllm"), "__version__", "")).split(".")[:2]
     settings = {
-        "engine": f"vllm {'.'.join(str(getattr(sys.modules.get('vllm'), '__version__', '')).split('.')[:2])}",
+        "engine": f"vllm {'.'.join(release)}",
         "model_config": digest(_model_config(model)),
         "quantization_config": digest(_plain(getattr(model, "quantization_config", None))),
         "weights": _loaded(getattr(vllm_config, "load_config", None)),

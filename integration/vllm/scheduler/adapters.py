@@ -65,7 +65,8 @@ class Adapters:
             return adapter[-1]
         if any(remembered):
             log.warning(
-                "adapter %s (%d): its files at %s have changed since vLLM first served it, or it has another one's number or name; it is "
+                "adapter %s (%d): its files at %s have changed since vLLM first served it, or "
+                "it has another one's number or name; it is "
                 "not cached any more. Load it from a new path, or start vLLM again",
                 *(lora_request.lora_name, number, path),
             )

@@ -102,7 +102,8 @@ class Introduction:
                 if (pp, tp) not in self._shards
             )
             self._refuse(
-                f"{len(self._shards)} of {self.workers} workers have described their KV caches within {INTRODUCTION_SECONDS:g} s; "
+                f"{len(self._shards)} of {self.workers} workers have described their KV caches "
+                f"within {INTRODUCTION_SECONDS:g} s; "
                 f"see the log of the others: {missing}"
             )
         return not self.refused
@@ -139,7 +140,8 @@ class Introduction:
             return not self.refused and self.keys is not None
         if self.publications is not None and not self.publications.watches:
             self._refuse(
-                "this vLLM has not passed its block pool to the connector, so nothing can be shared in place; set connector.share: pool"
+                "this vLLM has not passed its block pool to the connector, so nothing can be "
+                "shared in place; set connector.share: pool"
             )
             return False
         config, shards = self._config, [self._shards[rank] for rank in sorted(self._shards)]

@@ -40,7 +40,8 @@ def block_stored(
     if start % block_size or end % block_size or len(hashes) != last - first:
         have = len(request.block_hashes)
         raise ValueError(
-            f"tokens {start} to {end} are not whole blocks of {block_size} tokens; the request has {have} such blocks"
+            f"tokens {start} to {end} are not whole blocks of {block_size} tokens; the request "
+            f"has {have} such blocks"
         )
     lora = request.lora_request
     return BlockStored(

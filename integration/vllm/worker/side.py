@@ -224,7 +224,8 @@ class WorkerSide:
         self.loads.stop(deadline)
         if not worker.session.flush(max(deadline - time.monotonic(), 0.0)):
             log.warning(
-                "vcache: vLLM sleeps before its last stores are committed: their chunks may be missing in the pool"
+                "vcache: vLLM sleeps before its last stores are committed: their chunks may be "
+                "missing in the pool"
             )
         if worker.kv.device.type == "cuda":
             # Wait for our copies, since their address tables go with vLLM's memory. vLLM also

@@ -312,14 +312,23 @@ class Channel(ABC):
                     f"no metadata server at {at}: {error.strerror}; start one with `vcache serve`"
                 )
             case OSError(errno=errno.EPROTOTYPE):
-                return f"the metadata server at {at} is of another version; install the same vcache-backend"
+                return (
+                    f"the metadata server at {at} is of another version; install the same "
+                    "vcache-backend"
+                )
             case TimeoutError() | BlockingIOError():
                 seconds = self._config.connect_seconds
-                return f"the metadata server at {at} did not answer in {seconds:g} s: it is stopped, or has too much to do"
+                return (
+                    f"the metadata server at {at} did not answer in {seconds:g} s: it is "
+                    "stopped, or has too much to do"
+                )
             case Unwelcome() | PermissionError():
                 return f"no connection to the metadata server at {at}: {error}"
             case OSError(errno=None):
-                return f"no metadata server can be at {at}: {error}; set server.socket to a shorter one"
+                return (
+                    f"no metadata server can be at {at}: {error}; set server.socket to a "
+                    "shorter one"
+                )
             case _:
                 return f"no connection to the metadata server at {at}: {error}; its log may say why"
 

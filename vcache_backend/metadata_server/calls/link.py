@@ -52,7 +52,8 @@ class ServerLink:
         _, uid = processes.peer(self._socket)
         if uid not in self._trusted:
             raise Unwelcome(
-                f"a process of uid {uid} serves there, this one has uid {os.getuid()}; set client.server_uid: {uid} to trust it"
+                f"a process of uid {uid} serves there, this one has uid {os.getuid()}; set "
+                f"client.server_uid: {uid} to trust it"
             )
         reply = self._introduce(hello, deadline, ledger, received)
         if not isinstance(reply, m.Welcome):

@@ -135,10 +135,14 @@ class InstancePublications:
             due * m.NUMBER_BYTES,
             due * m.GENERATION_BYTES,
         ):
-            sizes = f"{len(request.keys)} keys of {self.each} blocks, but {len(request.blocks):,} B of numbers"
+            sizes = (
+                f"{len(request.keys)} keys of {self.each} blocks, but "
+                f"{len(request.blocks):,} B of numbers"
+            )
             due_bytes = f"{m.NUMBER_BYTES} and {m.GENERATION_BYTES} B a block"
             raise Refuse(
-                f"publish: {sizes} and {len(request.generations):,} B of generations; {due_bytes} are due"
+                f"publish: {sizes} and {len(request.generations):,} B of generations; "
+                f"{due_bytes} are due"
             )
         suffix = rank.to_bytes(m.RANK_BYTES, "big")
         if not all(key.startswith(namespace) and key.endswith(suffix) for key in request.keys):

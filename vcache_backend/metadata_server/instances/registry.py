@@ -98,7 +98,8 @@ class InstanceRegistry:
             raise Refuse(reason)
         if lacking_bytes := self._residents.lacks(client, request):
             raise Refuse(
-                f"{request.blocks:,} blocks need {lacking_bytes:,} B more than this process may hold in the server now"
+                f"{request.blocks:,} blocks need {lacking_bytes:,} B more than this process may "
+                "hold in the server now"
             )
         registered = self._enter(client, request.instance, m.SCHEDULER)
         before = registered.table
@@ -124,7 +125,8 @@ class InstanceRegistry:
         shown = WorkerPart(client, shape)
         if shown.nbytes > self._residents.room(client):
             raise Refuse(
-                f"its description takes {shown.nbytes:,} B, more than this process may hold in the server now"
+                f"its description takes {shown.nbytes:,} B, more than this process may hold in "
+                "the server now"
             )
         replaced = (
             self._of[instance].caches[rank].regions if self.owns(client, instance, rank) else ()
@@ -304,18 +306,21 @@ class InstanceRegistry:
         )
         if part is not None and part.peer is not None and part.process != client.process:
             raise Refuse(
-                f"pid {part.process.pid} is this part of it already; an id names one start of one instance"
+                f"pid {part.process.pid} is this part of it already; an id names one start of "
+                "one instance"
             )
         if not self.owns(client, instance, rank):
             mine = self._parts.setdefault(client.id, set())
             if len(mine) >= MAX_PARTS:
                 raise Refuse(
-                    f"this connection shows {len(mine)} parts of instances already; connect once more for others"
+                    f"this connection shows {len(mine)} parts of instances already; connect "
+                    "once more for others"
                 )
             joined = [id_ for id_, other in self._of.items() if client.process in other.processes()]
             if instance not in joined and len(joined) >= MAX_OF_PROCESS:
                 raise Refuse(
-                    f"pid {client.process.pid} is part of {len(joined)} instances already, the most for one process"
+                    f"pid {client.process.pid} is part of {len(joined)} instances already, the "
+                    "most for one process"
                 )
             if registered is None and len(self._of) >= MAX_INSTANCES:
                 raise Refuse(
@@ -324,7 +329,8 @@ class InstanceRegistry:
             if registered is None and not self._leaves_room(client, len(joined)):
                 kept = f"so that {MAX_INSTANCES - len(self._of)} are left for others"
                 raise Refuse(
-                    f"pid {client.process.pid} is part of {len(joined)} instances, its user of more, {kept}"
+                    f"pid {client.process.pid} is part of {len(joined)} instances, its user of "
+                    f"more, {kept}"
                 )
         if rank == m.SCHEDULER and (part is None or part.peer is None):
             self._make_sure_of_room()
@@ -375,7 +381,8 @@ class InstanceRegistry:
     def _make_sure_of_room(self, fds: int = 1) -> None:
         if fds > 0 and self._spare() < fds:
             raise Refuse(
-                f"{self.descriptors} fds of instances are kept, more would leave none for clients; raise ulimit -n"
+                f"{self.descriptors} fds of instances are kept, more would leave none for "
+                "clients; raise ulimit -n"
             )
 
     def _whole(self, instance: m.InstanceId) -> RegisteredInstance:

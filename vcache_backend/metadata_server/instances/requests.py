@@ -77,7 +77,8 @@ class InstanceService:
         keys, ranks = request.keys, request.ranks
         if len(keys) * ranks > m.MAX_LOOKED_UP:
             raise Refuse(
-                f"find: {len(keys):,} keys of {ranks:,} ranks; at most {m.MAX_LOOKED_UP:,} keys times ranks at once"
+                f"find: {len(keys):,} keys of {ranks:,} ranks; at most {m.MAX_LOOKED_UP:,} keys "
+                "times ranks at once"
             )
         answer, epoch = self.directory.find(request), self.directory.epochs.of(keys)
         return msgspec.structs.replace(answer, epoch=epoch) if epoch else answer

@@ -38,7 +38,8 @@ class Extents:
         for start, size in sorted(taken):
             if start < at or start + size > end:
                 raise ValueError(
-                    f"slot [{start}, {start + size}) overlaps another one or leaves the segment of {nbytes} B"
+                    f"slot [{start}, {start + size}) overlaps another one or leaves the segment "
+                    f"of {nbytes} B"
                 )
             self._add(at, start)
             at = start + size

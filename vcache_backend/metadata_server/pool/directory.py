@@ -320,7 +320,10 @@ class Directory(SegmentDirectory):
             else f"no {medium} segment is registered"
         )
         if absent:
-            what += f", and {absent} of before the server's restart, unless somebody has them mapped, are gone"
+            what += (
+                f", and {absent} of before the server's restart, unless somebody has them "
+                "mapped, are gone"
+            )
         return f"{what}; start a worker with pool.segment_bytes > 0 or `vcache segment add`"
 
     def _free_slots_of(self, process: records.ProcessId) -> Steps:
@@ -377,4 +380,7 @@ def _answers(
 
 def _full(nbytes: int, medium: m.Medium) -> str:
     taken = f"every {medium} segment is full of chunks that are leased, reserved or beside such"
-    return f"no slot of {nbytes:,} B: {taken}, or more than {MAX_SEARCH:,} of them would have to go at once"
+    return (
+        f"no slot of {nbytes:,} B: {taken}, or more than {MAX_SEARCH:,} of them would have "
+        "to go at once"
+    )

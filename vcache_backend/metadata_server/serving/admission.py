@@ -46,7 +46,10 @@ class Admission:
         self._few_descriptors = self._max_clients < config.max_clients
         if self._few_descriptors:
             log.warning(
-                "the limit of %d descriptors is enough for %d clients, not for server.max_clients: raise ulimit -n",
+                (
+                    "the limit of %d descriptors is enough for %d clients, not for "
+                    "server.max_clients: raise ulimit -n"
+                ),
                 limit,
                 self._max_clients,
             )
@@ -87,7 +90,10 @@ class Admission:
     def _refusal(self, connection: Connection, gids: set[int]) -> str:
         uid, pid = connection.caller
         if uid not in self._uids and self._gids.isdisjoint(gids):
-            allowed = "its own user and root; add the uid to server.allow_uids, or a group of it to server.allow_gids, to let it in"
+            allowed = (
+                "its own user and root; add the uid to server.allow_uids, or a group of "
+                "it to server.allow_gids, to let it in"
+            )
             return f"uid {uid} may not use the server of uid {os.getuid()}, which serves {allowed}"
         what = (
             "its limit of descriptors (ulimit -n)"
@@ -102,7 +108,10 @@ class Admission:
                 if pid
                 else f"uid {uid} in other pid namespaces"
             )
-            return f"{whose} has so many connections that the rest is kept for others: close some, or raise {what}"
+            return (
+                f"{whose} has so many connections that the rest is kept for others: close "
+                f"some, or raise {what}"
+            )
         return ""
 
     def _pause(self, error: OSError) -> None:
@@ -137,7 +146,8 @@ class Admission:
         if request.version != m.PROTOCOL_VERSION:
             theirs, ours = request.version, m.PROTOCOL_VERSION
             raise ProtocolError(
-                f"the client speaks protocol {theirs}, this server {ours}; install the same vcache-backend"
+                f"the client speaks protocol {theirs}, this server {ours}; install the same "
+                "vcache-backend"
             )
         process = processes.identity(connection.caller.pid, request.token)
         watch.joined(process, _take_pidfd(connection))

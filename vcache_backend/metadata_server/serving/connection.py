@@ -186,7 +186,10 @@ def unmappable(medium: m.Medium, nbytes: int, fd: int, to_write: bool = True) ->
     if flags & os.O_PATH or flags & os.O_ACCMODE not in (
         (os.O_RDWR,) if to_write else (os.O_RDWR, os.O_RDONLY)
     ):
-        return f"the fd is not open for reading{' and writing' if to_write else ''}, as workers need it"
+        return (
+            f"the fd is not open for reading{' and writing' if to_write else ''}, as "
+            "workers need it"
+        )
     if medium == "cuda":
         # The driver exports memory as an open file of its own device, /dev/nvidiactl.
         return (

@@ -210,7 +210,10 @@ def _differing(layout: dict[str, str], other: dict[str, str]) -> list[str]:
 def _line(layout: dict[str, str], who: Peer, other: dict[str, str], fields: list[str]) -> str:
     """Say in words why two instances of one model do not share."""
     differ = [
-        f"{printable(name)}: {printable(layout.get(name, ''))!r} here, {printable(other.get(name, ''))!r} there"
+        (
+            f"{printable(name)}: {printable(layout.get(name, ''))!r} here, "
+            f"{printable(other.get(name, ''))!r} there"
+        )
         for name in fields[:MAX_LINES]
     ]
     advice = dict.fromkeys(ADVICE[name] for name in fields if name in ADVICE)

@@ -186,7 +186,8 @@ class Service:
         ):
             was = f"{segment.nbytes:,} B of {segment.medium} on {segment.device}"
             raise Refuse(
-                f"segment {request.id} is {was}, not {request.nbytes:,} B of {request.medium} on {request.device}"
+                f"segment {request.id} is {was}, not {request.nbytes:,} B of {request.medium} "
+                f"on {request.device}"
             )
         if segment and segment.state != "absent":
             return m.Added(0)
@@ -194,7 +195,8 @@ class Service:
             return self._decline(request.id)
         if segment and not request.again:
             raise Refuse(
-                f"segment {request.id} is known from before a restart: offer it again, or make one with another id"
+                f"segment {request.id} is known from before a restart: offer it again, or make "
+                "one with another id"
             )
         if reason := unmappable(request.medium, request.nbytes, fds[0]):
             raise Refuse(f"segment {request.id}: {reason}")
@@ -211,13 +213,15 @@ class Service:
         )
         if listed > MAX_LISTED_BYTES:
             raise Refuse(
-                f"segment {request.id}: {len(self.directory.segments)} segments are there, no message could list more"
+                f"segment {request.id}: {len(self.directory.segments)} segments are there, no "
+                "message could list more"
             )
         if request.claim and not self.directory.redeem(
             client, request.claim, request.device, request.nbytes
         ):
             raise Refuse(
-                f"segment {request.id}: its claim on {request.device} has ended, or is on less; ask again what may be lent"
+                f"segment {request.id}: its claim on {request.device} has ended, or is on less; "
+                "ask again what may be lent"
             )
         info = m.SegmentInfo(request.id, request.device, request.medium, request.nbytes)
         self.fds[request.id] = Descriptor(fds.pop())
@@ -237,14 +241,16 @@ class Service:
         segment = self.directory.segments.get(id_)
         if segment is None:
             raise Refuse(
-                f"segment {id_} is not here: it was dropped, or nobody offered it since the server's restart"
+                f"segment {id_} is not here: it was dropped, or nobody offered it since the "
+                "server's restart"
             )
         return m.Opened(segment.info()), [self.fds[id_]]
 
     def _lookup(self, keys: list[m.ChunkKey], ranks: int) -> m.Count:
         if len(keys) * ranks > m.MAX_LOOKED_UP:
             raise Refuse(
-                f"lookup: {len(keys):,} keys of {ranks:,} ranks; at most {m.MAX_LOOKED_UP:,} keys times ranks at once"
+                f"lookup: {len(keys):,} keys of {ranks:,} ranks; at most {m.MAX_LOOKED_UP:,} "
+                "keys times ranks at once"
             )
         return m.Count(self.directory.lookup(keys, ranks))
 

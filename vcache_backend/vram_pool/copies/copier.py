@@ -177,7 +177,8 @@ class HostCopier:
         check_rows(kv, rows, origins)
         if kv.device.type != "cpu":
             raise LayoutError(
-                f"the KV cache is on {kv.device}, and this copier knows addresses of host memory only"
+                f"the KV cache is on {kv.device}, and this copier knows addresses of host "
+                "memory only"
             )
         started = time.perf_counter()
         reference.pull(kv, rows, origins)
@@ -223,7 +224,8 @@ def check_rows(kv: PagedKV, rows: Int64s, origins: Int64s) -> None:
     planes = len(kv.planes)
     if rows.ndim != 2 or rows.shape[1] != 3 or origins.ndim != 2 or origins.shape[1] != planes:
         raise LayoutError(
-            f"rows of 3 and origins of {planes} planes are needed; given are {rows.shape} and {origins.shape}"
+            f"rows of 3 and origins of {planes} planes are needed; given are {rows.shape} and "
+            f"{origins.shape}"
         )
     for column, name, count in ((0, "origin", len(origins)), (2, "block", kv.num_blocks)):
         low, high = int(rows[:, column].min(initial=0)), int(rows[:, column].max(initial=-1))

@@ -50,11 +50,10 @@ class Tuning:
     `benchmarks/sweep_copy.py`).
 
     ctas: thread blocks of a launch. block_bytes: bytes that a thread block moves at a time, a power
-    of two. num_warps: warps of 32 threads in a thread block. stages: 1 keeps the piece that is being
-    read in registers; n >= 2 keeps n - 1 such pieces in shared memory, so that
-    `(stages - 1) * block_bytes` must stay under the 227 KiB of an SM. Cache modifiers and eviction
-    hints were part of the sweep and made no difference beyond noise.
-    """
+    of two. num_warps: warps of 32 threads in a thread block. stages: 1 keeps the piece that is
+    being read in registers; n >= 2 keeps n - 1 such pieces in shared memory, so that `(stages - 1)
+    * block_bytes` must stay under the 227 KiB of an SM. Cache modifiers and eviction hints were
+    part of the sweep and made no difference beyond noise."""
 
     ctas: int
     block_bytes: int = 16 << 10

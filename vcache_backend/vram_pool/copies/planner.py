@@ -56,7 +56,8 @@ def whole_blocks(
     each, size = kv.blocks_in(chunk_size), kv.block_size
     if len(starts) and not 0 <= min(starts) <= max(starts) <= len(slot_mapping) - chunk_size:
         raise LayoutError(
-            f"chunks of {chunk_size} tokens from {list(starts)} on are not in a slot mapping of {len(slot_mapping)}"
+            f"chunks of {chunk_size} tokens from {list(starts)} on are not in a slot mapping of "
+            f"{len(slot_mapping)}"
         )
     number: Int64s | slice = slice(None)
     if isinstance(starts, range) and starts.step == chunk_size and skip <= starts.start:
@@ -127,7 +128,8 @@ def _common(each: int, stride: int, count: int) -> Int64s:
 def _outside(kv: PagedKV, low: int, high: int) -> LayoutError:
     named = f"blocks {low} to {high}"
     return LayoutError(
-        f"slot_mapping names {named} but the KV cache has {kv.num_blocks} blocks of {kv.block_size} tokens"
+        f"slot_mapping names {named} but the KV cache has {kv.num_blocks} blocks of "
+        f"{kv.block_size} tokens"
     )
 
 

@@ -50,7 +50,8 @@ class CudaExportable:
         driver = cuda_driver.load()
         if not driver.shares_memory(ordinal):
             raise SegmentError(
-                f"cuda:{ordinal} has no virtual memory management with POSIX fds, so nobody else can read it"
+                f"cuda:{ordinal} has no virtual memory management with POSIX fds, so nobody "
+                "else can read it"
             )
         self._driver, self._live, self.problem = driver, dict[int, _MappedRegion](), ""
         self._callbacks = _ALLOCATE(self._allocate), _FREE(self._free)
@@ -88,7 +89,10 @@ class CudaExportable:
             self._live[piece.allocation.address] = piece
             return piece.allocation.address
         except BaseException as error:  # noqa: BLE001 - it would go on into C
-            self.problem = f"{nbytes:,} B on cuda:{ordinal} for the KV cache: {str(error) or type(error).__name__}"
+            self.problem = (
+                f"{nbytes:,} B on cuda:{ordinal} for the KV cache: "
+                f"{str(error) or type(error).__name__}"
+            )
             log.warning("vcache: %s", self.problem)
             return 0
 
