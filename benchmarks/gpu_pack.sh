@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Pack vLLM 0.33.0 and LMCache 0.5.3 for a GPU host that reaches no package registry.
+#
+# The host brings Python 3.12, torch 2.11.0+cu130, triton 3.6.0, transformers 5.17 and cuda-bindings/cuda-core 13; the parts bring the
+# rest, trimmed to what Hopper needs (FlashAttention 3 alone). All undefined torch symbols of these libraries are in torch 2.11.0's
+# (LMCache 0.5.6's are not). vLLM's own pin is torch 2.14; compiled and in place it ran beside 2.11 (2026-11-24).
+#
+#   benchmarks/gpu_pack.sh OUT_DIR     some 165 MiB in six files into OUT_DIR; about 10 minutes on two busy cores, 2 GB of scratch
+#     deps.tar.xz    LMCache with its CUDA kernels, msgspec, pyzmq, ...       fa3.tar.xz    FlashAttention 3
+#     c.tar.xz.0, c.tar.xz.1   vLLM's CUDA extension, 61 MiB, in two pieces, since one call carries 64 MiB with the checkout
+#     moe.tar.xz     kernels of mixtures of experts, FlashMLA                 vllm.tar.xz   vLLM's Python code
+#
+# The pack of 2026-11-25 was made by these commands, one after the other; as one script it has not run.
+# On the host: benchmarks/gpu_night.sh unpack FILE... puts them into /tmp/site; then PYTHONPATH=/tmp/site.
+set -euo pipefail
+here=$(cd "$(dirname "$0")/../../shared/gpu" && pwd)  # the list of what the host lacks
+out=$(mkdir -p "${1:?usage: pack.sh OUT_DIR}" && cd "$1" && pwd)
+work=${PACK_WORK:-${TMPDIR:-/tmp}/pack-gpu-host-33}
+mkdir -p "$work/wheels"
+target=(--no-deps --only-binary=:all: --python-version 3.12 --implementation cp --abi cp312 --abi abi3 --abi none)
+for tag in 2_39 2_35 2_34 2_31 2_28 2_27 2_17 2_5; do target+=(--platform "manylinux_${tag}_x86_64"); done
+for tag in 2014 2010 1; do target+=(--platform "manylinux${tag}_x86_64"); done
+
+[ -d "$work/deps" ] || {
+  python3 -m pip install -q --no-compile "${target[@]}" --target "$work/deps.tmp" \
+    -r "$here/requirements-gpu-host.txt" msgpack==1.1.2 orjson lmcache==0.5.3
+  rm -rf "$work/deps.tmp/mistral_common/data" "$work"/deps.tmp/pycountry* "$work/deps.tmp/supervisor" "$work"/deps.tmp/lmcache/lmcache_redis*.so
+  find "$work/deps.tmp" -name '*.pyi' -delete
+  mv "$work/deps.tmp" "$work/deps"
+}
+[ -d "$work/vllm" ] || {
+  python3 -m pip download -q "${target[@]}" -d "$work/wheels" vllm==0.33.0
+  python3 -m zipfile -e "$work"/wheels/vllm-0.33.0-*.whl "$work/vllm.tmp"
+  cd "$work/vllm.tmp/vllm"
+  rm -rf vllm-rs third_party/deep_gemm third_party/fmha_sm100 _qutlass_C.abi3.so _flashkda_C.abi3.so _deepselect_C.abi3.so \
+    vllm_flash_attn/_vllm_fa2_C.abi3.so
+  mkdir -p "$work"/{c,moe}/vllm "$work/fa3/vllm/vllm_flash_attn"
+  mv _C_stable_libtorch.abi3.so "$work/c/vllm/"
+  mv _moe_C_stable_libtorch.abi3.so _flashmla_C.abi3.so "$work/moe/vllm/"
+  mv vllm_flash_attn/_vllm_fa3_C.abi3.so "$work/fa3/vllm/vllm_flash_attn/"
+  find . -name '*.pyi' -delete
+  mv "$work/vllm.tmp" "$work/vllm"
+}
+for part in deps fa3 c moe vllm; do
+  [ -f "$work/$part.tar.xz" ] || { tar cf - -C "$work/$part" . | xz -T1 -3 > "$work/$part.tmp"; mv "$work/$part.tmp" "$work/$part.tar.xz"; }
+  [ "$part" = c ] || cp "$work/$part.tar.xz" "$out/"
+done
+split -b 54m -d -a 1 "$work/c.tar.xz" "$out/c.tar.xz."
+ls -l "$out"
