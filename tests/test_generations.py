@@ -166,9 +166,9 @@ def forged(kind: str) -> Iterator[int]:
             }.get(kind, size),
         )
         magic, version = (
-            (b"nonsense", 2)
+            (b"nonsense", 3)
             if kind == "magic"
-            else (generations.MAGIC, 1 if kind == "version" else 2)
+            else (generations.MAGIC, 2 if kind == "version" else 3)
         )
         if kind == "empty":
             os.ftruncate(fd, 0)
@@ -199,8 +199,8 @@ def forged(kind: str) -> Iterator[int]:
         ("empty", "holds 0 B, but one of 64 blocks has 8,192"),
         ("short", "holds 4,096 B, but one of 64 blocks has 8,192"),
         ("long", "holds 16,384 B, but one of 64 blocks has 8,192"),
-        ("magic", r"begins with b'nonsense', version 2, not b'vcache-g', 2"),
-        ("version", r"begins with b'vcache-g', version 1, not b'vcache-g', 2"),
+        ("magic", r"begins with b'nonsense', version 3, not b'vcache-g', 3"),
+        ("version", r"begins with b'vcache-g', version 2, not b'vcache-g', 3"),
         ("count", "with 63 blocks, not of .* with 64"),
     ],
 )
