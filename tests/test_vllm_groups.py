@@ -587,7 +587,8 @@ def test_a_state_matters_and_a_hit_ends_where_one_is(
         "where the first of the two steps ended"
     )
     # b computes the rest in steps of other lengths, which round differently on a CPU without AMX.
-    assert found.agrees(own)
+    same_bits = "amx_bf16" in Path("/proc/cpuinfo").read_text()
+    assert found.said == own.said if same_bits else found.agrees(own)
     assert cold.differs(own)
 
 
