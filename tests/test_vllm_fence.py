@@ -158,5 +158,5 @@ def test_a_worker_that_closes_waits_for_the_copy_of_a_load(
     loads.expect([spec])
     loads.begin(Attached(worker.session, worker.kv, worker.block_size), StepMetadata(loads=[spec]))
     eventually(lambda: loads.finished(idle=False) == set() and begun.is_set())
-    loads.close(time.monotonic() + SECONDS)
+    loads.stop(time.monotonic() + SECONDS)
     assert copy.over

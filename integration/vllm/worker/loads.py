@@ -110,37 +110,26 @@ class Loads:
 
     def stop(self, deadline: float) -> None:
         """Cancel all loads, and abandon those that still run at `deadline` (time.monotonic): vLLM
-        takes the KV cache's memory away.
+        takes the KV cache's memory away, or ends.
         """
         for loading in self._under_way:
             loading.cancel()
         for loading in self._under_way:
-            while not loading.advance() and time.monotonic() < deadline:
-                loading.wait(IDLE_SECONDS)
-            loading.abandon()
+            loading.end(deadline)
             # vLLM waits for the load's end; its bytes are lost in any case.
             self._lost.append(loading.spec)
         self._under_way.clear()
 
-    def close(self, deadline: float) -> None:
-        """Cancel the loads, and let copies under way end until `deadline` (time.monotonic)."""
-        for loading in self._under_way:
-            loading.cancel()
-        while self._under_way and time.monotonic() < deadline:
-            self._advance(closing=True)
-            for loading in self._under_way[:1]:
-                loading.wait(IDLE_SECONDS)
-
     # ---- inside
 
-    def _advance(self, closing: bool = False) -> set[str]:
+    def _advance(self) -> set[str]:
         over = set()
         for loading in list(self._under_way):
             if loading.advance():
                 self._under_way.remove(loading)
                 try:
                     self._note(loading)
-                    if loading.spec.promote and not loading.cause and not closing:
+                    if loading.spec.promote and not loading.cause:
                         self._stores.promote(loading, loading.spec)
                     over.add(loading.spec.request_id)
                 except Exception:  # vLLM waits for the end of this one too

@@ -251,7 +251,7 @@ class WorkerSide:
         worker, self._worker, self._asleep = self._worker or self._asleep, None, None
         if worker is None:
             return
-        self.loads.close(time.monotonic() + CLOSE_SECONDS)
+        self.loads.stop(time.monotonic() + CLOSE_SECONDS)
         if self.in_place is not None:
             self.in_place.close()
         worker.session.close()
