@@ -59,7 +59,7 @@ OFTEN = 20
 """How many times as often an owner stops itself at rare steps."""
 
 Role = Literal["owner", "reader", "vllm"]
-Control = Literal["", "no verdict", "counted late", "published early", "no connector"]
+Control = Literal["", "no verdict", "counted late", "published early"]
 
 
 class Settings(msgspec.Struct, frozen=True):
