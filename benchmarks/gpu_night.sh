@@ -110,7 +110,7 @@ ttft() {
   local name=$1 seconds=$2 parts=$3; shift 3
   bench "$name" "$seconds" vllm_ttft --only "$parts" --logs "$logs/$name" "$@" ${GRAPHS:+--graphs-only} ${TINY:+--scale tiny --rounds 1}
 }
-pool=(--integration vllm --isolated --pool-gib 8) in_place=(--integration vllm --share in_place --isolated)
+pool=(--integration vllm --pool-gib 8) in_place=(--integration vllm --share in_place)
 
 tests() {
   timeout $((until - SECONDS)) "$python" -m pytest -q -m gpu -n 6 --dist loadfile -p no:cacheprovider -p no:benchmark tests > "$out/tests.txt" 2>&1
@@ -119,7 +119,7 @@ tests() {
 equal() {
   local parts=agreeing,sensitive,flipped,equal
   ttft equal_in_place 500 $parts "${in_place[@]}" --scale beside &
-  ttft equal_pool 500 $parts,restart --integration vllm --isolated --scale beside &
+  ttft equal_pool 500 $parts,restart --integration vllm --scale beside &
   ttft equal_lmcache 500 $parts,restart --integration lmcache --scale beside &
   wait
 }
@@ -129,7 +129,7 @@ speed() {
 }
 short() { ttft short 300 short "${in_place[@]}" --kv-gib 6; }
 models() {
-  ttft models 550 gemma3,gptoss,state_mamba2,state_conv,state_gdn --integration vllm --isolated --pool-gib 4 --rounds 3 &
+  ttft models 550 gemma3,gptoss,state_mamba2,state_conv,state_gdn --integration vllm --pool-gib 4 --rounds 3 &
   ttft modes 550 fp8,mla,ngram,tp2 --integration vllm --scale beside --rounds 3 &
   wait
 }

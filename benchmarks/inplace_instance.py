@@ -39,9 +39,9 @@ from vcache_backend.vram_pool.exports.host_memory import HostExportable
 
 from .forked import Counts
 from .inplace_blocks import BlockPool
-from .kv import BLOCK_SIZE
 from .kv_content import content, mix
 
+BLOCK_SIZE = 16
 LAYERS, HEADS, DIM = 2, 2, 16
 PLANES = 2 * LAYERS
 WORDS = BLOCK_SIZE * HEADS * DIM * 2 // 8

@@ -23,9 +23,8 @@ import msgspec
 from vcache_backend.config import ByteSize, Config, EngineConfig, PoolConfig, ServerConfig
 
 from .forked import Forked, Waker, hear
-from .inplace_instance import EACH, Control, Outcomes, Role, Settings
+from .inplace_instance import BLOCK_SIZE, EACH, Control, Outcomes, Role, Settings
 from .inplace_levels import CPU, Level
-from .kv import BLOCK_SIZE
 from .processes import ChildFailed
 from .soak.chaos import QUICK
 from .soak.node import Node
