@@ -53,8 +53,6 @@ BLOCKS = 8 * MOST_CHUNKS * EACH
 FAMILIES = 12
 """Families of prompts. Prompts of one family are prefixes of one another."""
 POISON = 0x5A5A5A5A5A5A5A5A
-CLOCK_SECONDS = 0.01
-"""How much earlier than the clock a file's time may be."""
 OFTEN = 20
 """How many times as often an owner stops itself at rare steps."""
 

@@ -208,7 +208,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     flush=True,
                 )
     signal.alarm(0)
-    report.add(groups.together(list(report.rows.values())))
     print(report.table())
     print(
         (

@@ -20,9 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import ServerStats
 
 from ..processes import PATIENT, Child, ChildFailed, MetadataServer, free_ports, module, until
 from ..results import Row, none
@@ -35,7 +33,6 @@ from .weights import write_model
 START_SECONDS = 240.0
 OWNERS = 2
 """In place: how many times as large as a reader's KV cache an owner's is."""
-BACK_SECONDS = 20.0
 ANSWER_SECONDS = 120.0
 STATES_SECONDS = 0.1
 """Seconds between looks for more states; those of one prompt come as its steps end."""
@@ -324,21 +321,6 @@ class Fleet:
             child.answer(START_SECONDS)
             self._children["memory"] = child
         return self._children["memory"]
-
-    def revive(self, before: ServerStats) -> None:
-        """Start the metadata server again after its end. Wait until all clients and segments of
-        `before` are back.
-        """
-        self.server.kill()
-        self.server.start()
-
-        def back() -> bool:
-            with suppress(VCacheError):
-                now = self.pool.stats()
-                return now.clients >= before.clients and len(now.segments) >= len(before.segments)
-            return False
-
-        self.server.until(back, BACK_SECONDS)
 
     def _environment(self, name: str, spec: Spec) -> dict[str, str]:
         given = {
