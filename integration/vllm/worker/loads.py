@@ -35,13 +35,11 @@ class Loads:
         """several: report failed loads by request: with several block tables vLLM cannot tell which
         request owns a block.
         """
-        self._model, self._several, self._report, self._stores, self._meter = (
-            model,
-            several,
-            report,
-            stores,
-            meter,
-        )
+        self._model = model
+        self._several = several
+        self._report = report
+        self._stores = stores
+        self._meter = meter
         self._under_way: list[Loading] = []
         self._lost: list[LoadSpec] = []
         self._invalid: set[int] = set()
@@ -171,7 +169,11 @@ class Loads:
                 self._meter.count("recomputed_tokens", tokens)
 
     def _say(self, spec: LoadSpec, loading: Loading | None) -> None:
-        """Add the load's span to the report. loading: None if the load never began."""
+        """Add the load's span to the report, if vLLM traces. loading: None if the load never
+        began.
+        """
+        if not self._report.traces:
+            return
         name, number, now = spec.request_id, self._report.number, time.time_ns()
         if loading is None:
             self._report.spans.append(LoadSpan(name, number, now, now, {}, 0.0, 0.0, "never began"))
