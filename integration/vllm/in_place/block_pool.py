@@ -135,11 +135,9 @@ class ResidentPool:
         # was handed out and written.
         generations.void_all()
         self._generations, self._on_reset = generations, on_reset
-        self._get, self._evict, self._reset = (
-            pool.get_new_blocks,
-            pool.evict_blocks,
-            pool.reset_prefix_cache,
-        )
+        self._get = pool.get_new_blocks
+        self._evict = pool.evict_blocks
+        self._reset = pool.reset_prefix_cache
         pool.get_new_blocks, pool.evict_blocks = self._get_new_blocks, self._evict_blocks
         pool.reset_prefix_cache = self._reset_prefix_cache
 

@@ -143,11 +143,9 @@ class Publications:
             return
         loaded, tracked.resident.loaded = tracked.resident.loaded, NEVER
         late = loaded < NEVER and tracked.resident.resets != self._pool.resets
-        tracked.resident.resets, tracked.resident.evicted, tracked.resident.filled = (
-            self._pool.resets,
-            self._pool.evicted,
-            min(loaded, computed),
-        )
+        tracked.resident.resets = self._pool.resets
+        tracked.resident.evicted = self._pool.evicted
+        tracked.resident.filled = min(loaded, computed)
         self._fill()
         tracked.resident.generations = array(GENERATIONS)
         if tracked.resident.filled:

@@ -43,12 +43,13 @@ class Completions:
         self._size, self._block = config.engine.chunk_size, groups.block
         self._hash_block, self._hashes = hash_block, config.engine.chunk_size // hash_block
         self._spec_kind = spec_kind
-        self._prompts_only, self._event_medium = (
-            config.connector.store == "prompt",
-            config.connector.event_medium,
-        )
-        self._stores_allowed, self._groups = stores, groups
-        self._instance, self._lookups, self._publications = instance, lookups, instance.publications
+        self._prompts_only = config.connector.store == "prompt"
+        self._event_medium = config.connector.event_medium
+        self._stores_allowed = stores
+        self._groups = groups
+        self._instance = instance
+        self._lookups = lookups
+        self._publications = instance.publications
         self._leftovers = leftovers
         self._unsure: AbstractSet[int] = frozenset()
         self._offered: Mapping[str, list[tuple[int, int, int]]] = {}

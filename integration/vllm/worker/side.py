@@ -67,10 +67,8 @@ class WorkerSide:
         """None unless KV caches are shared in place."""
         if config.connector.share == "in_place" and not self._refused:
             self._refused = exportable.refusal(vllm_config, kv_cache_config, self._model)
-            each, shows = (
-                config.engine.chunk_size // self._model.block_size,
-                shards > 1 or not tp_rank,
-            )
+            each = config.engine.chunk_size // self._model.block_size
+            shows = shards > 1 or not tp_rank
             if not self._refused:
                 exporter = exportable.begin(self._model.device_type)
                 self.in_place = InPlace(exporter, each, shows)
