@@ -196,8 +196,7 @@ class Serving:
 
         A window: seconds, and every: how often to hand in the next of `loads`, in turn, for one
         token; 0: none. For each window the gaps between tokens of one request in seconds, all
-        requests' together, those of steps in which a load's token came apart, and of each load its
-        seconds to first token and its cached tokens."""
+        requests' together, and of each load its cached tokens."""
         running = {self._add(prompt, count, None, None)[0] for prompt in prompts}
         last: dict[str, float] = {}
         while len(last) < len(running):
@@ -220,26 +219,23 @@ class Serving:
             started + window["seconds"],
             started + window["every"] if window["every"] else float("inf"),
         )
-        loading: dict[str, float] = {}
+        loading = ""
         gaps: list[float] = []
-        beside: list[float] = []
-        done: list[tuple[float, int]] = []
+        done: list[int] = []
         while (now := time.perf_counter()) < until:
             if now >= due and not loading:
-                name, handed = self._add(loads[self._count % len(loads)], 1, None, None)
-                loading[name], due = handed, due + window["every"]
+                loading, _ = self._add(loads[self._count % len(loads)], 1, None, None)
+                due += window["every"]
             outputs = self._engine.step()
             now = time.perf_counter()
-            with_load = any(output.request_id in loading for output in outputs)
             for output in outputs:
                 if output.request_id in running:
-                    (beside if with_load else gaps).append(now - last[output.request_id])
+                    gaps.append(now - last[output.request_id])
                     last[output.request_id] = now
-                elif output.request_id in loading:
-                    done.append(
-                        (now - loading.pop(output.request_id), output.num_cached_tokens or 0)
-                    )
-        return {"gaps": gaps, "beside": beside, "loads": done}
+                elif output.request_id == loading:
+                    done.append(output.num_cached_tokens or 0)
+                    loading = ""
+        return {"gaps": gaps, "loads": done}
 
     def _add(
         self,
