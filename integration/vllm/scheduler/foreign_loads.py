@@ -28,7 +28,7 @@ class ForeignLoads:
         Another connector loads if a request begins with more tokens than vLLM's own cache and we
         supply. If that load fails, vLLM recomputes tokens that the step would store."""
         blocks = set[int]()
-        for request_id, computed, rows in _beginning(output):
+        for request_id, computed, rows in beginning(output):
             tracked = requests.get(request_id)
             if tracked is not None and computed > tracked.supplied:
                 blocks.update(*rows)
@@ -56,7 +56,7 @@ class ForeignLoads:
         return failed
 
 
-def _beginning(output: Any) -> list[tuple[str, int, Any]]:
+def beginning(output: Any) -> list[tuple[str, int, Any]]:
     """List the requests that begin or resume in the step: name, computed tokens, blocks by block
     table.
     """

@@ -43,11 +43,21 @@ class _Counter(NamedTuple):
     values: tuple[str, ...] = ("",)
 
 
+WAITS = ("kept", "withdrawn", "silent", "late", "aborted")
+"""How waits end: the chunks came; the promise was withdrawn; no chunk came for three of the owner's
+steps; the time was over; the request ended first."""
+
 COUNTERS = {
     "lookup_asked_tokens": _Counter(
         "Prompt tokens that look-ups asked the pool, other instances and the offload tier for."
     ),
     "lookup_hit_tokens": _Counter("Prompt tokens that look-ups promised."),
+    "awaited_tokens": _Counter(
+        "Tokens that another instance computed while a request here waited for them."
+    ),
+    "waits": _Counter(
+        "Requests that waited for chunks another instance was computing.", "end", WAITS
+    ),
     "loaded_tokens": _Counter("Tokens loaded, by where they lay.", "tier", TIERS),
     "loaded_bytes": _Counter("Bytes loaded by all workers, by where they lay.", "tier", TIERS),
     "stored_tokens": _Counter("Tokens stored."),
@@ -77,6 +87,7 @@ COUNTERS = {
 HISTOGRAMS = {
     "load_seconds": "Time of one worker's load, metadata and data.",
     "lookup_seconds": "Time of one look-up in the scheduler.",
+    "wait_seconds": "Time that a request waited for chunks another instance was computing.",
 }
 BUCKETS = [
     0.00005,
@@ -200,6 +211,13 @@ class Meter:
         """Add to one of COUNTERS."""
         with self._lock:
             self._add(name, amount, label)
+
+    def waited(self, end: str, tokens: int, seconds: float) -> None:
+        """Count the end of a request's wait, and the tokens that came during it."""
+        with self._lock:
+            self._add("waits", 1, end)
+            self._add("awaited_tokens", tokens, "")
+            self._interval().observe("wait_seconds", seconds)
 
     def loaded(self, stats: LoadStats) -> None:
         """Count a load that has filled some blocks."""

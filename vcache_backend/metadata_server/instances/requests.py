@@ -86,7 +86,10 @@ class InstanceService:
         answer, epoch = directory.find(request), directory.epochs.of(keys)
         missing = [] if answer.cut else keys[len(answer.pooled) :]
         coming = directory.promises.coming(client, missing)
-        if coming is None and missing and request.promise:
+        if request.promise and coming is not None:
+            # Who waits computes nothing yet.
+            directory.promises.begin(client, m.Promise(request.promise))
+        elif request.promise and missing:
             own = directory.residents.of(request.instance)
             directory.promises.intend(client, request.promise, missing, ranks, own)
         if coming is None and not epoch:
