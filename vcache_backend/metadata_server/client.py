@@ -101,11 +101,6 @@ class Client(InstanceCalls):
         """Lease the leading chunks, at most `MAX_KEYS`."""
         return self._call(m.Acquire(keys[: m.MAX_KEYS]), m.Leased)
 
-    def send_lookup(self, keys: list[m.ChunkKey], ranks: int = 1) -> Sent[m.Count] | None:
-        """Send `lookup` without waiting for the answer. None if the keys exceed one request."""
-        most = min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks)
-        return self._send(m.Lookup(keys, ranks), m.Count) if len(keys) <= most else None
-
     def send_acquire(self, keys: list[m.ChunkKey]) -> Sent[m.Leased]:
         """Send `acquire` without waiting for the answer."""
         return self._send(m.Acquire(keys[: m.MAX_KEYS]), m.Leased)
