@@ -1,4 +1,4 @@
-"""`python -m benchmarks`, or `vcache bench`: run the subjects this machine can run, print their
+"""`python -m benchmarks`: run the subjects this machine can run, print their
 rows, write them as they come.
 """
 

@@ -18,6 +18,11 @@
 #   lmcache  TTFT, decoding and misses through LMCache                                              6 minutes
 #   decode   running requests beside loads, prefill apart, the death of an owner, in place          8 minutes
 #   serving  two servers, vLLM alone and in place, prefix repetition: RUNS=0,1,2                    7 minutes
+#   routed   two servers, vLLM alone and in place, in turn and behind vllm-router, small: ARMS=..., WORKLOADS=...   8 minutes; nothing beside it
+#   ranks    one server of two data parallel ranks, alone and in place: WORKLOADS=...               8 minutes; nothing beside it
+#
+# `routed` keeps its rows for the next call on the same machine: two calls may measure one system each (ARMS=alone:turn,alone:cache_aware16,
+# then ARMS=inplace:turn,inplace:cache_aware16), and the second one compares.
 #
 # Within 30 minutes of device time: `unpack` in four calls, the first with `later tests` behind it; `equal`; `speed`; `short death+models`.
 # SECONDS_IN_ALL (560): when everything must be over. GRAPHS=1: nothing is compiled, CUDA graphs of decode steps alone, should vLLM not
@@ -31,6 +36,7 @@ case ${1:?"see the top of $0"} in
     shift; mkdir -p "$site" "$stay/parts"
     for file in "$@"; do
       case $file in
+        *.whl) python3 -m zipfile -e "$file" "$site" & ;;
         *.xz) tar xJf "$file" -C "$site" & ;;
         *) cp "$file" "$stay/parts/" ;;  # A piece of a file that is too large for one call: NAME.tar.xz.0, NAME.tar.xz.1
       esac
@@ -76,6 +82,7 @@ if calls not in ("tests", "copies"):
 if not tiny and "vllm" in names:
     names += ["vllm._C_stable_libtorch", "vllm.vllm_flash_attn._vllm_fa3_C"]
 names += ["lmcache"] if "equal" in calls or "lmcache" in calls else []
+names += ["vllm_router.launch_router", "vllm_router_rs"] if "routed" in calls else []
 problems = []
 for name in names:
     try:
@@ -137,12 +144,25 @@ copies() { "$python" -m benchmarks --only engine --only copies --only metadata -
 lmcache() { ttft lmcache 500 ttft,tpot,miss --integration lmcache --kv-gib 6 --pool-gib 8 --rounds 7; }
 decode() { ttft decode 500 tpot,pd,death "${in_place[@]}" --kv-gib 6; }
 serving() {
-  bench serving 500 vllm_serving --systems alone,inplace --workloads prefix --runs "${RUNS:-0}" --memory 0.6 --logs "$logs/serving" ${TINY:+--scale tiny}
+  bench serving 500 vllm_serving --arms alone:turn,inplace:turn --workloads prefix --runs "${RUNS:-0}" --memory 0.6 --logs "$logs/serving" ${TINY:+--scale tiny}
 }
+# served NAME ARMS WORKLOADS [OPTION...]: rows of earlier calls on this machine are continued. Sizes are for 80 GiB a GPU and a short time.
+served() {
+  local name=$1 arms=$2 workloads=$3; shift 3
+  mkdir -p "$stay"; [ ! -f "$stay/$name.json" ] || cp "$stay/$name.json" "$out/"
+  [ -n "${TINY:-}" ] || set -- --memory 0.8 --prefixes 48 --fork-contexts 4 --contention-concurrency 24 --chat-conversations 80 --chat-turns 6 --chat-arrivals 8 --chat-thinking 2 "$@"
+  bench "$name" 500 vllm_serving --arms "$arms" --workloads "$workloads" --runs "${RUNS:-0}" --logs "$logs/$name" ${TINY:+--scale tiny} "$@"
+  [ ! -f "$out/$name.json" ] || cp "$out/$name.json" "$stay/"
+  sed -n '/^    *req\/s/,$p' "$logs/$name.txt"
+}
+routed() {
+  served routed "${ARMS:-alone:turn,alone:cache_aware16,inplace:turn,inplace:cache_aware16}" "${WORKLOADS:-fork,hot,contention,chat}"
+}
+ranks() { served ranks "${ARMS:-alone_dp:turn,inplace_dp:turn}" "${WORKLOADS:-chat,prefix,hot}"; }
 
 for beside in "$@"; do
   for call in ${beside//+/ }; do
-    [[ " tests equal speed short models death campaign copies lmcache decode serving " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
+    [[ " tests equal speed short models death campaign copies lmcache decode serving routed ranks " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
     "$call" &
   done
   wait

@@ -96,11 +96,7 @@ def check(command: str, place: Place) -> None:
     """Run a command of a page by its rule."""
     for text in re.findall(r"'(\{\".*?\})'", command):
         msgspec.convert(json.loads(text).get("kv_connector_extra_config", {}), Config)
-    words = [
-        word
-        for word in shlex.split(re.sub(r"\[(--\w[^]]*|[A-Z]+)\]", r"\1", command))
-        if word != "--watch"
-    ]
+    words = shlex.split(re.sub(r"\[(--\w[^]]*|[A-Z]+)\]", r"\1", command))
     while re.match("[A-Z_]+=", words[0]):
         words.pop(0)
     words[0] = words[0].removeprefix(".venv/bin/").removeprefix("/opt/vcache/bin/")
@@ -150,7 +146,6 @@ def _vcache(words: list[str], place: Place) -> None:
     elif arguments in (
         ["segment", "add"],
         ["segment", "drop"],
-        ["plan"],
         ["doctor", "--model"],
     ):
         arguments = [*arguments[:2], "--help"]  # named without what it is about
@@ -213,7 +208,7 @@ def _completion(words: list[str], place: Place) -> None:
 
 def _module(words: list[str], place: Place) -> None:
     """Understands these options: it runs for longer than a test may."""
-    name, arguments = ("benchmarks", words[2:]) if words[0] == "vcache" else (words[2], words[3:])
+    name, arguments = words[2], words[3:]
     found, said = find_spec(name), io.StringIO()
     package = found is not None and found.submodule_search_locations
     place.monkeypatch.setattr(sys, "argv", [name, *arguments, "--help"])
@@ -363,7 +358,6 @@ def _apt(words: list[str], place: Place) -> None:
 RULES: dict[str, Callable[[list[str], Place], None]] = {
     "vcache --install-completion ": _completion,
     "vcache serve ": _serve,
-    "vcache bench ": _module,
     "vcache ": _vcache,
     "make ": _make,
     "(ruff|mypy) ": _linter,

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import socket
 import subprocess
 import sys
@@ -17,12 +16,12 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from fake_cuda import NOTHING, UUIDS, FakeCuda
+from fake_cuda import UUIDS, FakeCuda
 from processes import IN_A_CONTAINER, Child, Stage, containers, stage
 
 from vcache_backend import doctor
 from vcache_backend.config import Config, from_dict
-from vcache_backend.doctor import Finding, diagnose, in_place, offload, system
+from vcache_backend.doctor import Finding, diagnose, offload, system
 from vcache_backend.doctor import gpus as gpu_checks
 from vcache_backend.errors import SegmentError
 from vcache_backend.metadata_server.messages import PROTOCOL_VERSION
@@ -71,7 +70,7 @@ def test_a_machine_without_a_gpu_is_fine_and_told_that_it_will_use_host_memory(
 ) -> None:
     monkeypatch.setattr(gpu_checks, "has_nvidia", lambda: False)
     findings = by_check(diagnose(config))
-    assert len(findings) > 10
+    assert len(findings) > 8
     assert findings["gpus"] == Finding("gpus", "ok", "no NVIDIA GPU: segments will be host memory")
     assert findings["cuda-bindings"].status == "ok"
     assert findings["memory"].status == "ok"
@@ -88,7 +87,7 @@ def test_a_check_that_breaks_is_a_finding_and_the_others_go_on(
     findings = by_check(diagnose(config))
     assert findings["kernel"].status == "fail"
     assert "ZeroDivisionError('surprise')" in findings["kernel"].detail
-    assert "open files" in findings
+    assert "socket" in findings
 
 
 def test_the_doctor_imports_neither_torch_nor_what_it_looks_at() -> None:
@@ -173,133 +172,6 @@ def test_an_old_kernel_and_a_forbidden_call_are_named(
     )
 
 
-@pytest.mark.parametrize("seed", [None, "0", "123", "random"])
-def test_the_hash_seed_is_the_one_python_was_started_with(seed: str | None) -> None:
-    script = (
-        "import os; os.environ['PYTHONHASHSEED'] = '99'; from vcache_backend import config, "
-        "doctor; "
-        "(f,) = doctor.check_hash_seed(config.load()); print(f.status, f.detail)"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
-    if seed is not None:
-        environment["PYTHONHASHSEED"] = seed
-    command = [sys.executable, "-c", script]
-    answer = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=100, check=True
-    ).stdout
-    expected = f"ok {seed}: give every" if seed not in (None, "random") else "not set"
-    assert expected in answer
-
-
-def test_an_unset_hash_seed_is_a_warning_once_lmcache_is_there(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(system, "_start_environment", dict)
-    monkeypatch.setattr(metadata, "version", lambda name: "0.5.6")
-    finding = only(doctor.check_hash_seed(config))
-    assert finding.status == "warn"
-    assert "caches nothing" in finding.detail
-    assert "PYTHONHASHSEED=0" in finding.advice
-
-
-def test_too_few_open_files_are_a_warning(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 1 << 20))
-    finding = by_check(doctor.check_limits(config))["open files"]
-    assert (finding.status, finding.detail) == ("warn", "limit 256, server.max_clients 1024")
-    assert "ulimit -n 4096 (the hard limit is 1048576)" in finding.advice
-
-
-# ---- sharing in place
-
-
-IN_PLACE = from_dict({"connector": {"share": "in_place"}})
-
-
-@pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A vLLM, as far as the doctor looks at one: the folder of its sources."""
-    folder = tmp_path / "vllm"
-    for file, names in in_place._HOOKS.items():
-        (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        (folder / file).write_text("".join(f"    def {name}(self): ...\n" for name in names))
-    (folder / "__init__.py").touch()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    # An earlier test of this process may have imported the real one, which is then found where it
-    # was.
-    monkeypatch.delitem(sys.modules, "vllm", raising=False)
-    monkeypatch.setattr(metadata, "version", lambda name: "0.32.1")
-    return folder
-
-
-def test_the_doctor_says_that_vllm_can_share_in_place_and_which_setting_does_it(
-    config: Config, vllm: Path
-) -> None:
-    can = "vllm 0.32.1 can share its KV cache in place, with prefix caching on and sleep mode off"
-    assert only(doctor.check_in_place(IN_PLACE)) == Finding("in place", "ok", can)
-    asked = f"{can}; these settings ask for a pool"
-    assert only(doctor.check_in_place(config)) == Finding(
-        "in place", "ok", asked, "connector.share: in_place does it"
-    )
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said", "advised"),
-    [
-        (
-            "version",
-            "vcache does not know how vLLM 0.34.0 makes its KV cache",
-            "install vllm>=0.31,<0.34",
-        ),
-        (
-            "hook",
-            "this vLLM has no evict_blocks in v1/core/block_pool.py",
-            "install an unchanged vllm>=0.31,<0.34",
-        ),
-        (
-            "machine",
-            "sharing in place needs a machine that orders stores",
-            "run it on x86-64 with Linux 5.4 or later",
-        ),
-        (
-            "link",
-            "gpu 0 does not reach the memory of every other GPU",
-            "see `nvidia-smi topo -p2p r`",
-        ),
-        (
-            "allocator",
-            "expandable_segments does not work",
-            "take it out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF",
-        ),
-    ],
-)
-def test_the_first_reason_why_it_cannot_is_a_failure_only_for_who_wants_it(
-    config: Config,
-    vllm: Path,
-    gpus: FakeCuda,
-    monkeypatch: pytest.MonkeyPatch,
-    wrong: str,
-    said: str,
-    advised: str,
-) -> None:
-    gpus.peers = wrong != "link"
-    if wrong == "version":
-        monkeypatch.setattr(metadata, "version", lambda name: "0.34.0")
-    if wrong == "hook":
-        file = vllm / "v1/core/block_pool.py"
-        file.write_text(file.read_text().replace("evict", "drop"))
-    if wrong == "machine":
-        monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    if wrong == "allocator":
-        monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    asked, unasked = only(doctor.check_in_place(IN_PLACE)), only(doctor.check_in_place(config))
-    assert (asked.status, said in asked.detail) == ("fail", True), asked
-    assert asked.advice == f"{advised}, or set connector.share: pool"
-    assert (unasked.status, said in unasked.detail, unasked.advice) == ("ok", True, advised)
-    # What is only seen when the KV cache is there: then it is too late for a pool.
-    seen = wrong in ("version", "machine", "allocator")
-    assert only(doctor.check_in_place(from_dict({}))) == (unasked if seen else asked)
-
-
 # ---- GPUs
 
 
@@ -359,23 +231,6 @@ def test_host_memory_that_is_not_there_fails_with_a_figure_to_set() -> None:
     assert finding.status == "fail"
     assert "pool.segment_bytes 64 TiB" in finding.detail
     assert "set pool.segment_bytes to" in finding.advice
-
-
-def test_host_memory_that_the_driver_does_not_lock_is_no_pool_for_a_gpu(gpus: FakeCuda) -> None:
-    config = from_dict({"pool": {"device": "host:0", "segment_bytes": "1 MiB"}})
-    good = by_check(doctor.check_memory(config))["memory read by gpus"]
-    assert (good.status, good.detail) == (
-        "ok",
-        "pool.device: host:0: the driver locks host memory for KV caches on GPUs",
-    )
-    gpus.most_registered = 0
-    bad = by_check(doctor.check_memory(config))["memory read by gpus"]
-    assert bad.status == "fail"
-    assert (
-        "the driver locks no 1,048,576 B of host memory: cuMemHostRegister: "
-        "CUDA_ERROR_OUT_OF_MEMORY"
-    ) in bad.detail
-    assert gpus.holds() == NOTHING
 
 
 def test_gpus_that_cannot_be_used_fail_with_the_reason(
@@ -456,11 +311,8 @@ def test_a_server_that_answers_is_fine_and_instances_that_cannot_share_are_named
             finding for finding in doctor.check_server(config) if finding.check == "sharing"
         ]
     assert mismatch.status == "warn"
-    assert mismatch.advice
-    assert all(
-        part in mismatch.detail
-        for part in ("m, dtype: ", "bfloat16", "float16", f"pid {os.getpid()}")
-    )
+    assert mismatch.advice == "see `vcache status`"
+    assert mismatch.detail.endswith("lends memory; and 2 more")
 
 
 @pytest.mark.skipif(bool(containers()), reason=f"needs namespaces of its own: {containers()}")

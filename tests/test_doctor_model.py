@@ -1,4 +1,4 @@
-"""`vcache doctor --model` and `vcache plan`: what the vLLM that is installed here says of a model,
+"""`vcache doctor --model`: what the vLLM that is installed here says of a model,
 before it serves it.
 """
 
@@ -14,9 +14,8 @@ import pytest
 from test_doctor import config, only
 from vllm_cases import missing
 
-from vcache_backend.config import Config, from_dict
+from vcache_backend.config import Config
 from vcache_backend.doctor import diagnose
-from vcache_backend.doctor.plan import plan
 
 __all__ = ["config"]
 
@@ -64,23 +63,14 @@ def written(folder: Path, model: object) -> str:
 
 
 @needs_vllm
-def test_vllm_says_what_a_model_keeps_and_a_plan_what_gpus_lend_for_it(tmp_path: Path) -> None:
-    model, chunks, pool, vllm = plan(
-        written(tmp_path, LLAMA), Config(), gpus=8, tokens=500_000_000, gpu_bytes=80 << 30
-    )
+def test_vllm_says_what_a_model_keeps_and_a_pool_holds(tmp_path: Path) -> None:
+    model, chunks, pool = diagnose(Config(), written(tmp_path, LLAMA))
     assert "LlamaForCausalLM: 4 layers of full attention: shared in place" in model.detail
     assert chunks.detail.startswith(f"{TOKEN:,} B a token in bfloat16, ")
-    # 1,953,125 chunks of 256 tokens: 244,141 of 131,072 B on each.
-    held = (30 << 30) // (256 * TOKEN) * 8
-    assert (pool.advice, pool.detail) == (
-        "pool.segment_bytes: 30 GiB",
-        f"8 GPUs that lend 30 GiB each hold {held:,} chunks, {held * 256:,} tokens",
-    )
-    assert (vllm.status, vllm.advice) == ("ok", "--gpu-memory-utilization 0.57")
-    *_, pool = plan(str(tmp_path), from_dict({"pool": {"segment_bytes": 80}}), gpus=1)
-    assert (pool.status, pool.advice) == (
-        "fail",
-        "a chunk takes 128 KiB: set pool.segment_bytes to that or more",
+    held = (1 << 30) // TOKEN
+    assert pool.detail == (
+        f"1 GiB of pool holds {held:,} tokens; "
+        f"pool.segment_bytes: 8 GiB holds {8 * held:,} a worker and rank"
     )
 
 
@@ -97,14 +87,14 @@ def test_layers_with_windows_go_through_a_pool_and_a_chunk_holds_what_a_hit_can_
     # tables.
     chunk = (256 + 5 * 128) * TOKEN // 4
     assert chunks.detail.startswith(f"{chunk // 256:,} B a token")
-    assert f"1 GiB of pool holds {(1 << 30) // chunk:,} chunks, " in pool.detail
+    assert f"1 GiB of pool holds {(1 << 30) // chunk * 256:,} tokens; " in pool.detail
 
 
 @needs_vllm
 def test_a_model_that_is_not_cached_is_a_failure_that_says_why(
     config: Config, tmp_path: Path
 ) -> None:
-    finding = only(plan(written(tmp_path, MAMBA), config, gpus=1))
+    finding = only(diagnose(config, written(tmp_path, MAMBA)))
     assert finding.status == "fail"
     assert "Mamba2ForCausalLM: 2 layers with a state: nothing of it is cached: " in finding.detail
 
@@ -135,6 +125,5 @@ def test_without_vllm_nobody_guesses(
         "vcache_backend.doctor.model.find_spec",
         lambda name: None if name == "vllm" else find_spec(name),
     )
-    for found in (diagnose(config, written(tmp_path, LLAMA)), plan(str(tmp_path), config, gpus=1)):
-        finding = only(found)
-        assert (finding.status, finding.advice) == ("fail", "run this in vLLM's environment")
+    finding = only(diagnose(config, written(tmp_path, LLAMA)))
+    assert (finding.status, finding.advice) == ("fail", "run this in vLLM's environment")

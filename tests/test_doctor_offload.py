@@ -1,13 +1,11 @@
-"""What `vcache doctor` says of the offload tier: its settings, and a real store that works, lacks
-something, or is none.
+"""What `vcache doctor` says of the offload tier: a real store that works, lacks something, or is
+none.
 """
 
 from __future__ import annotations
 
 import json
-import resource
 import signal
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -48,62 +46,6 @@ def test_a_tier_that_is_off_is_one_line_and_asks_nobody(monkeypatch: pytest.Monk
     finding = only(check_offload(config(policy="off")))
     assert (finding.check, finding.status) == ("offload", "ok")
     assert finding.detail.startswith("off: ")
-
-
-@pytest.fixture
-def settings_only(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config], dict[str, Finding]]:
-    """What is said of settings, without a store."""
-    monkeypatch.setattr(store_checks, "check_store", lambda config: iter(()))
-    return findings
-
-
-def test_what_the_tier_is_stands_first(
-    settings_only: Callable[[Config], dict[str, Finding]],
-) -> None:
-    found = settings_only(config("node-1:50051", policy="write_through"))
-    assert found["offload"].detail == "write_through to Mooncake at node-1:50051, tcp"
-    assert {finding.status for finding in found.values()} == {"ok"}
-    assert "locked memory" not in found
-
-
-@pytest.mark.parametrize(
-    ("size", "status", "said", "advice"),
-    [
-        ("512 MiB", "ok", "room for 4 chunks of 256 tokens if a token's KV is at most 512 KiB", ""),
-        (
-            "16 MiB",
-            "warn",
-            "is at most 16 KiB; that of most models is larger",
-            "staging_bytes to 128 MiB",
-        ),
-        ("64 TiB", "fail", "of host memory available", "set offload.staging_bytes to"),
-    ],
-)
-def test_staging_must_hold_a_few_chunks_and_fit_the_machine(
-    size: str,
-    status: str,
-    said: str,
-    advice: str,
-    settings_only: Callable[[Config], dict[str, Finding]],
-) -> None:
-    finding = settings_only(config(staging_bytes=size))["offload staging"]
-    assert finding.status == status
-    assert said in finding.detail
-    assert advice in finding.advice
-
-
-@pytest.mark.parametrize(
-    ("soft", "status"), [(8 << 20, "fail"), (1 << 30, "ok"), (resource.RLIM_INFINITY, "ok")]
-)
-def test_rdma_needs_a_limit_of_locked_memory_that_staging_fits_in(
-    soft: int,
-    status: str,
-    monkeypatch: pytest.MonkeyPatch,
-    settings_only: Callable[[Config], dict[str, Finding]],
-) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, resource.RLIM_INFINITY))
-    finding = settings_only(config(mooncake={"protocol": "rdma"}))["locked memory"]
-    assert (finding.status, "ulimit -l unlimited" in finding.advice) == (status, status == "fail")
 
 
 # ---- packages

@@ -108,9 +108,6 @@ def place(tmp_path_factory: pytest.TempPathFactory, plain_python: Path) -> Itera
             "D": "host:page",
             "N": "64",
             "SIZE": "256KiB",
-            "S": "5",
-            "T": "4096",
-            "HEX": "00ff00ff00ff00ff",
             "FILE": str(folder / "there.yaml"),
             "PATH": str(folder / "there.yaml"),
             "NAME_OR_FOLDER": str(folder),
@@ -129,7 +126,7 @@ def test_the_pages_have_commands_at_all_and_there_is_no_rule_for_others() -> Non
         if not any(re.match(rule, f"{command} ") for command in plain) and rule != "(ruff|mypy) "
     ]
     assert {
-        "vcache segment drop ID [--wait S]",
+        "vcache segment drop ID",
         "python examples/two_vllm_instances.py --cpu",
     } <= dict(PAGED).keys()
 

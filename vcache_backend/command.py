@@ -4,7 +4,6 @@ are shown.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,8 +38,6 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables
 
 LEAST_WITHOUT_UNIT = 1 << 20
 """A size of a command below it needs its unit: `80` is never meant as 80 bytes."""
-MAX_TOKENS = 1 << 50
-_THOUSANDS = {"": 1, "k": 10**3, "m": 10**6}
 EXIT_CODES = (
     "Exit codes: 0 success; 1 failure, with one line on stderr or a finding that says "
     "why; 2 wrong usage."
@@ -104,7 +101,7 @@ def load(path: Path | None, socket: Path | None) -> config.Config:
     )
 
 
-def client(path: Path | None, socket: Path | None, reconnect: bool = False) -> Client:
+def client(path: Path | None, socket: Path | None) -> Client:
     """Connect to the server, for one command. Raises ServerUnavailable with the reason.
 
     Every call may take `client.control_seconds`: people can wait, and a busy machine should not end
@@ -114,7 +111,7 @@ def client(path: Path | None, socket: Path | None, reconnect: bool = False) -> C
     loaded = load(path, socket)
     waits = max(loaded.client.control_seconds, loaded.client.request_seconds)
     patient = msgspec.structs.replace(loaded.client, connect_seconds=waits, request_seconds=waits)
-    made = Client(loaded.server.path, patient, reconnect=reconnect)
+    made = Client(loaded.server.path, patient, reconnect=False)
     if not made.connected:
         made.close()
         raise ServerUnavailable(made.trouble)
@@ -139,20 +136,3 @@ def nbytes_of(text: str | config.ByteSize) -> config.ByteSize:
         wanted = f"write the unit, such as {number}GiB or {number}B"
         raise typer.BadParameter(f"{number} without a unit is {int(nbytes)} B: {wanted}")
     return nbytes
-
-
-def tokens_of(text: str | int) -> int:
-    """A number of tokens, such as `500k` or `1.5M`. Typer passes the option's default, too. Raises
-    BadParameter.
-    """
-    found = re.fullmatch(r"(\d{1,3}(?:[,_]\d{3})+|\d+(?:\.\d+)?)([kKmM]?)", str(text), re.ASCII)
-    if (
-        found is None
-        or (tokens := float(re.sub("[,_]", "", found[1])) * _THOUSANDS[found[2].lower()])
-        > MAX_TOKENS
-    ):
-        raise typer.BadParameter(
-            f"Expected a number of tokens such as 500000, 500k or 2M, at most {MAX_TOKENS:,}, "
-            f"got {text!r}"
-        )
-    return int(tokens)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from vcache_backend import command, config, terminal
 from vcache_backend.command import ConfigFile, Json, Socket
 from vcache_backend.errors import ConfigError, SegmentError
-
-if TYPE_CHECKING:
-    from vcache_backend.metadata_server.client import Client
 
 app = command.group("Lend memory to the pool, list it, take it back.")
 
@@ -76,12 +72,6 @@ def drop_segment(
         str,
         typer.Argument(metavar="ID", help="The segment's id, as `vcache segment list` names it."),
     ],
-    wait: Annotated[
-        float,
-        typer.Option(
-            min=0, metavar="SECONDS", help="How long to wait for its last readers and writers."
-        ),
-    ] = 0.0,
     config_file: ConfigFile = None,
     socket: Socket = None,
 ) -> None:
@@ -93,20 +83,8 @@ def drop_segment(
     with command.client(config_file, socket) as client:
         dropped = client.drop_segment(SegmentId(segment))
         typer.echo(f"{segment}: {dropped.chunks:,} chunks forgotten")
-        gone = dropped.gone or _waited(client, segment, time.monotonic() + wait)
-    if not gone and wait:
-        raise SegmentError(
-            f"{segment} is still being read or written after {wait:g} s; it goes when that ends"
-        )
     typer.echo(
-        f"{segment}: gone" if gone else f"{segment}: goes when its last readers and writers end"
+        f"{segment}: gone"
+        if dropped.gone
+        else f"{segment}: goes when its last readers and writers end"
     )
-
-
-def _waited(client: Client, id_: str, deadline: float) -> bool:
-    """Wait until the segment is gone, or until `deadline` (monotonic). Returns whether it is."""
-    while any(info.id == id_ for info in client.list_segments()):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True

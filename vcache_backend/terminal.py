@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import codecs
-import errno
 import json
 import os
-import select
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +16,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-PLAIN = {"█": "#", "·": ".", "–": "-", "µ": "u", "…": "~", "→": ">"} | dict.fromkeys("▏▎▍▌▋▊▉", "+")
+PLAIN = {"–": "-", "…": "~", "→": ">"}
 """What stands for our signs where the encoding does not have them."""
 
 
@@ -50,37 +48,15 @@ def _plainly(error: UnicodeError) -> tuple[str, int]:
     ), error.end
 
 
-def show(what: RenderableType, anew: bool = False) -> None:
-    """Print a table or the like. anew: clear the terminal before, and cut what is longer than
-    it.
-    """
+def show(what: RenderableType) -> None:
+    """Print a table or the like."""
     from rich.console import Console
 
     # Piped, a table keeps its columns rather than being folded at 80.
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    if not anew or not console.is_terminal:
-        console.print(what)
-        return
-    with console.capture() as picture:
-        console.print(what)
-    lines, most = picture.get().splitlines(), max(2, (os.get_terminal_size(1).lines or 24) - 1)
-    if len(lines) > most:
-        lines[most - 1 :] = [
-            f"… {len(lines) - most + 1} lines more: a taller window, or without --watch"
-        ]
-    console.clear()
-    sys.stdout.write("\n".join(lines) + "\n")
-    sys.stdout.flush()
+    width = None if sys.stdout.isatty() else 160
+    Console(width=width, highlight=False).print(what)
 
 
-def print_json(value: Any, indent: int | None = 2) -> None:
-    """Print `value` as JSON. indent: None for one line."""
-    typer.echo(json.dumps(value, indent=indent))
-
-
-def pause(seconds: float) -> None:
-    """Wait for `seconds`. Raises BrokenPipeError as soon as nobody reads our output any more."""
-    reader = select.poll()
-    reader.register(1, 0)
-    if reader.poll(seconds * 1000):
-        raise BrokenPipeError(errno.EPIPE, "the program that read the output has ended")
+def print_json(value: Any) -> None:
+    """Print `value` as JSON."""
+    typer.echo(json.dumps(value, indent=2))

@@ -1,8 +1,7 @@
 """`vcache doctor`: finds what is wrong with this machine for vcache, and says what to do about it.
 
-For a moment it makes a CUDA context on each GPU, locks a MiB of host memory if GPUs read the pool
-there, and puts one small object into the offload tier. It imports neither LMCache nor vLLM, and
-torch only to lock memory."""
+For a moment it makes a CUDA context on each GPU, and puts one small object into the offload tier.
+It imports neither torch nor LMCache nor vLLM."""
 
 from __future__ import annotations
 
@@ -12,12 +11,10 @@ from functools import partial
 from vcache_backend.config import Config
 from vcache_backend.doctor.finding import Finding
 from vcache_backend.doctor.gpus import check_gpus, check_memory
-from vcache_backend.doctor.in_place import check_in_place
 from vcache_backend.doctor.model import check_model
 from vcache_backend.doctor.offload import check_offload
-from vcache_backend.doctor.packages import check_packages
 from vcache_backend.doctor.server import check_server, check_socket
-from vcache_backend.doctor.system import check_hash_seed, check_kernel, check_limits, check_python
+from vcache_backend.doctor.system import check_kernel, check_packages
 
 
 def diagnose(config: Config, model: str = "") -> list[Finding]:
@@ -26,7 +23,6 @@ def diagnose(config: Config, model: str = "") -> list[Finding]:
     if model:
         return _made(partial(check_model, model), "model", config)
     checks: list[Callable[[Config], Iterator[Finding]]] = [
-        check_python,
         check_kernel,
         check_packages,
         check_gpus,
@@ -34,14 +30,11 @@ def diagnose(config: Config, model: str = "") -> list[Finding]:
         check_socket,
         check_server,
         check_offload,
-        check_in_place,
-        check_hash_seed,
-        check_limits,
     ]
     return [
-        found
+        finding
         for check in checks
-        for found in _made(check, check.__name__.removeprefix("check_").replace("_", " "), config)
+        for finding in _made(check, check.__name__.removeprefix("check_"), config)
     ]
 
 

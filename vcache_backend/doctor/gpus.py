@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 
 from vcache_backend.config import ByteSize, Config
 from vcache_backend.doctor.finding import Finding
-from vcache_backend.errors import SegmentError, VCacheError
+from vcache_backend.errors import SegmentError
 from vcache_backend.vram_pool import cuda_driver, devices, memory_budget
 from vcache_backend.vram_pool.cuda_driver import DriverError
 from vcache_backend.vram_pool.devices import Gpu
@@ -39,7 +38,6 @@ def check_gpus(config: Config) -> Iterator[Finding]:
     if not gpus:
         yield from _sees_none()
     yield from map(_one_gpu, gpus)
-    yield from _torch_build(gpus)
     yield from _pairs(gpus)
 
 
@@ -57,20 +55,6 @@ def _one_gpu(gpu: Gpu) -> Finding:
     return Finding(
         f"gpu {gpu.ordinal}", "fail", what, "it cannot hold segments: set pool.device: host"
     )
-
-
-def _torch_build(gpus: list[Gpu]) -> Iterator[Finding]:
-    try:
-        version = metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        return
-    if gpus and version.endswith("+cpu"):
-        yield Finding(
-            "torch build",
-            "fail",
-            f"torch {version} has no CUDA",
-            "install torch from the CUDA index",
-        )
 
 
 def _pairs(gpus: list[Gpu]) -> Iterator[Finding]:
@@ -147,29 +131,6 @@ def check_memory(config: Config) -> Iterator[Finding]:
             detail,
             f"set pool.segment_bytes to {ByteSize(available // 2).about} or less",
         )
-    if has_nvidia() and config.pool.device.startswith("host"):
-        yield from _locked_memory(config.pool.device)
-
-
-def _locked_memory(spec: str) -> Iterator[Finding]:
-    """Check that a GPU can read the pool's host memory, by locking a MiB of it as for a segment."""
-    check = "memory read by gpus"
-    try:
-        # Imports torch.
-        from vcache_backend.vram_pool import segment
-
-        device = devices.resolve(spec, "cuda:0")
-        with segment.create(device, 1 << 20) as owned:
-            segment.map_segment(owned.info, owned.fd, device).close()
-    except (VCacheError, ImportError) as error:
-        advice = (
-            "KV caches on GPUs have no pool here: set pool.device: auto, or pool.segment_bytes: 0"
-        )
-        yield Finding(check, "fail", f"pool.device: {spec}: {error}", advice)
-        return
-    yield Finding(
-        check, "ok", f"pool.device: {spec}: the driver locks host memory for KV caches on GPUs"
-    )
 
 
 def _pool_gpu(spec: str) -> Gpu | None:

@@ -1,5 +1,5 @@
-"""`vcache doctor --model`: whether vLLM's connector caches a model, and how many tokens a pool
-holds.
+"""`vcache doctor --model`: whether vLLM's connector caches a model, and how many tokens a pool of
+memory holds.
 
 The vLLM that is installed here is asked, in a child process: see `integration.vllm.model.report`.
 No weights are needed, nothing is downloaded, and no code of the model runs."""
@@ -125,57 +125,35 @@ def check_model(name: str, config: Config) -> Iterator[Finding]:
     """Say whether a model is cached, how large its chunks are, and what a pool holds of it. name:
     as `vllm serve` takes it.
     """
+    shown = printable(name)
     try:
         model = ask(name, config)
     except UnknownModel as error:
-        yield unknown(name, error)
+        why, _, advice = str(error).rpartition("; ")
+        yield Finding("model", "fail", f"{shown}: {why}", advice)
         return
-    yield cached(name, model)
-    if not model.refused:
-        yield chunks(model, config.engine.chunk_size)
-        yield pool(model, config)
-
-
-def unknown(name: str, error: UnknownModel) -> Finding:
-    """Why nothing is known of it."""
-    why, _, advice = str(error).rpartition("; ")
-    return Finding("model", "fail", f"{printable(name)}: {why}", advice)
-
-
-def cached(name: str, model: ModelReport) -> Finding:
-    """Whether it is cached."""
-    known = f"{printable(name)}, vLLM {model.vllm}, {model}"
+    known = f"{shown}, vLLM {model.vllm}, {model}"
     if model.refused:
-        return Finding("model", "fail", f"{known}: nothing of it is cached: {model.refused}")
-    return Finding(
+        yield Finding("model", "fail", f"{known}: nothing of it is cached: {model.refused}")
+        return
+    yield Finding(
         "model", "ok", f"{known}: shared {'in place' if model.in_place else 'through a pool'}"
     )
-
-
-def chunks(model: ModelReport, size: int) -> Finding:
-    """How large a chunk of `size` tokens is."""
+    size, lent = config.engine.chunk_size, config.pool.lent
     state = (
         f"; a state beside it takes {ByteSize(model.state_bytes).about}"
         if model.state_bytes
         else ""
     )
-    detail = (
+    yield Finding(
+        "chunks",
+        "ok",
         f"{model.chunk_bytes // size:,} B a token in {model.dtype}, "
-        f"{ByteSize(model.chunk_bytes).about} a chunk of {size} tokens"
+        f"{ByteSize(model.chunk_bytes).about} a chunk of {size} tokens, all ranks together{state}",
     )
-    return Finding("chunks", "ok", f"{detail}, all ranks together{state}")
-
-
-def pool(model: ModelReport, config: Config) -> Finding:
-    """How many tokens the pool that is configured holds."""
-    size, lent = config.engine.chunk_size, config.pool.lent
-    detail = (
-        f"1 GiB of pool holds {GIB // model.chunk_bytes:,} chunks, "
-        f"{GIB // model.chunk_bytes * size:,} tokens"
-    )
-    held = lent // model.chunk_bytes * size
-    return Finding(
+    yield Finding(
         "pool",
         "ok",
-        f"{detail}; pool.segment_bytes: {lent} holds {held:,} tokens a worker and rank",
+        f"1 GiB of pool holds {GIB // model.chunk_bytes * size:,} tokens; "
+        f"pool.segment_bytes: {lent} holds {lent // model.chunk_bytes * size:,} a worker and rank",
     )

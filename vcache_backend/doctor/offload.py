@@ -1,4 +1,4 @@
-"""Checks the offload tier: its settings, and the Mooncake store's library, master and providers.
+"""Checks the offload tier: the Mooncake store's library, master and providers.
 
 It asks the store through an offload process, as workers do, since the library may hang or crash.
 """
@@ -7,23 +7,17 @@ from __future__ import annotations
 
 import mmap
 import os
-import resource
 import secrets
 import time
 from collections.abc import Iterator
 
-from vcache_backend.config import ByteSize, Config, OffloadConfig
-from vcache_backend.doctor import packages
+from vcache_backend.config import Config
 from vcache_backend.doctor.finding import Finding
+from vcache_backend.doctor.system import MOONCAKE, installed
 from vcache_backend.errors import ConfigError
 from vcache_backend.offload.client import OffloadProcess
 from vcache_backend.offload.verbs import FULL, STORED, StoreDown, StoreLost
-from vcache_backend.vram_pool.devices import host_available
 
-LEAST_CHUNKS = 4
-"""A worker whose staging memory holds fewer has no tier."""
-SMALL_TOKEN = ByteSize(64 << 10)
-"""Bytes of a token's KV, all layers. Few models that are worth a tier have less."""
 NBYTES = 1 << 20
 SECONDS = 8.0
 """The deadline of each call, which takes a fraction of a second if all is well."""
@@ -32,7 +26,7 @@ START = "`vcache mooncake` starts a master and a provider"
 
 
 def check_offload(config: Config) -> Iterator[Finding]:
-    """Check the settings and the store; one finding if the tier is off."""
+    """Check the store; one finding if the tier is off."""
     tier = config.offload
     if tier.policy == "off":
         yield Finding(
@@ -44,68 +38,14 @@ def check_offload(config: Config) -> Iterator[Finding]:
         "ok",
         f"{tier.policy} to Mooncake at {tier.mooncake.master}, {tier.mooncake.protocol}",
     )
-    yield _staging(tier, config.engine.chunk_size)
-    if tier.mooncake.protocol == "rdma":
-        yield _locked_memory(tier)
     yield from check_store(config)
-
-
-def _staging(tier: OffloadConfig, chunk_tokens: int) -> Finding:
-    """Check that `offload.staging_bytes` fits host memory, and holds `LEAST_CHUNKS` chunks of most
-    models.
-    """
-    token = ByteSize(tier.staging_bytes // LEAST_CHUNKS // chunk_tokens)
-    detail = (
-        f"{tier.staging_bytes}: room for {LEAST_CHUNKS} chunks of {chunk_tokens} tokens "
-        f"if a token's KV is at most {token.about}"
-    )
-    available = host_available()
-    if tier.staging_bytes > available:
-        advice = f"set offload.staging_bytes to {ByteSize(available // 4).about} or less"
-        return Finding(
-            "offload staging",
-            "fail",
-            f"{detail}; {ByteSize(available).about} of host memory available",
-            advice,
-        )
-    if token < SMALL_TOKEN:
-        enough = ByteSize(2 * SMALL_TOKEN * chunk_tokens * LEAST_CHUNKS)
-        advice = f"set offload.staging_bytes to {enough.about}"
-        return Finding(
-            "offload staging", "warn", f"{detail}; that of most models is larger", advice
-        )
-    return Finding("offload staging", "ok", detail)
-
-
-def _locked_memory(tier: OffloadConfig) -> Finding:
-    """Check the limit of locked memory, which RDMA needs for the staging memory."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY or soft >= tier.staging_bytes:
-        return Finding(
-            "locked memory",
-            "ok",
-            "unlimited" if soft == resource.RLIM_INFINITY else f"limit {ByteSize(soft).about}",
-        )
-    detail = (
-        f"limit {ByteSize(soft).about}, and RDMA must lock offload.staging_bytes, "
-        f"{tier.staging_bytes}"
-    )
-    bound = "none" if hard == resource.RLIM_INFINITY else ByteSize(hard).about
-    advice = (
-        f"ulimit -l unlimited (the hard limit: {bound}; docker: --ulimit memlock=-1), or "
-        "LimitMEMLOCK=infinity in the unit"
-    )
-    return Finding("locked memory", "fail", detail, advice)
-
-
-# ---- the store
 
 
 def check_store(config: Config) -> Iterator[Finding]:
     """Put one small object into the store, read it and remove it. Nothing if the library is not
     installed.
     """
-    if not packages.installed(packages.MOONCAKE.name, *packages.MOONCAKE.builds)[1]:
+    if not installed(MOONCAKE.name, *MOONCAKE.builds)[1]:
         return  # check_packages says so
     fd = os.memfd_create("vcache-doctor", os.MFD_CLOEXEC)
     os.ftruncate(fd, 2 * NBYTES)

@@ -16,6 +16,7 @@ from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.endpoint import folder_fault, same_pids
 from vcache_backend.metadata_server.messages import PROTOCOL_VERSION, Reported
 from vcache_backend.metadata_server.processes import started
+from vcache_backend.status import verdict
 
 SERVER_SECONDS = 1.0
 REPORT_SECONDS = 3600.0
@@ -61,8 +62,7 @@ def check_socket(config: Config) -> Iterator[Finding]:
 
 
 def check_server(config: Config) -> Iterator[Finding]:
-    """Check that the server answers. Then look for instances that do not share, for memory of ended
-    instances that is still mapped, and for reports."""
+    """Check that the server answers and that instances share, and look for reports."""
     within = ClientConfig(
         connect_seconds=SERVER_SECONDS,
         request_seconds=SERVER_SECONDS,
@@ -94,28 +94,10 @@ def check_server(config: Config) -> Iterator[Finding]:
         "ok",
         f"{whole(config.server.path)} answers, protocol {PROTOCOL_VERSION}, epoch {stats.epoch}",
     )
-    for mismatch in stats.mismatches:
-        values = "; ".join(f"{value} ({', '.join(who)})" for value, who in mismatch.values)
-        advice = mismatch.advice or "give all instances the same settings if they should share"
-        yield Finding("sharing", "warn", f"{mismatch.model}, {mismatch.field}: {values}", advice)
+    good, said = verdict(stats)
+    if not good:
+        yield Finding("sharing", "warn", said, "see `vcache status`")
     here = same_pids(config.server.path)
-    where = "" if here else " (the pid is that of the server's container)"
-    for one in stats.still_mapped:
-        detail = (
-            f"the KV cache of instance {one.instance[:8]}, which has ended, is still "
-            f"mapped by pid {one.pid}"
-        )
-        advice = (
-            f"kill -CONT {one.pid}, or kill it{where}"
-            if one.stopped
-            else "nothing: it unmaps it when its copies are over; if not, check again"
-        )
-        yield Finding(
-            f"memory of {one.device}",
-            "warn",
-            f"{detail}{', which is stopped' * one.stopped}",
-            advice,
-        )
     since = time.time() - REPORT_SECONDS
     yield from (
         _reported(report, here)

