@@ -141,6 +141,7 @@ class WaitState(msgspec.Struct):
     since: 0.0 before the wait. until: when it ends at the latest. asked: when the server was last
     asked. began, target: how many leading chunks were there at the beginning, and will be at the
     end. promised: the server has said that chunks are coming. over: the request waits no more.
+    seconds: how long it has waited.
     loads: a load of the request brings its chunks. leads: the chunks for which other requests may
     follow this one."""
 
@@ -151,6 +152,7 @@ class WaitState(msgspec.Struct):
     target: int = 0
     promised: bool = False
     over: bool = False
+    seconds: float = 0.0
     loads: bool = False
     leads: list[ChunkKey] = []
 

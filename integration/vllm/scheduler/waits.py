@@ -101,12 +101,12 @@ class Waits:
         there."""
         wait, now = tracked.wait, monotonic()
         if wait.since and not wait.over:
-            wait.over = True
+            wait.over, wait.seconds = True, now - wait.since
             came = max(0, reached - wait.began)
-            self._meter.waited(why, came * self._size, now - wait.since)
+            self._meter.waited(why, came * self._size, wait.seconds)
             log.debug(
                 "request %s waited %.3f s for %d chunks: %s",
-                *(tracked.request.request_id, now - wait.since, came, why),
+                *(tracked.request.request_id, wait.seconds, came, why),
             )
         self._leave(tracked)
 
