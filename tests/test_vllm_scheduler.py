@@ -191,6 +191,7 @@ class Side:
         output = SimpleNamespace(
             num_scheduled_tokens=scheduled,
             total_num_scheduled_tokens=sum(scheduled.values()),
+            preempted_req_ids=None,
             scheduled_new_reqs=[
                 SimpleNamespace(
                     req_id=request.request_id, block_ids=rows, num_computed_tokens=computed
