@@ -684,8 +684,9 @@ class Resident(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class Coming(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The `chunks` chunks after those found are promised by the connection `owner`. `begun`: a step
-    of the owner has confirmed the promise. `quiet`: seconds since the promise was made or
-    confirmed, or since its last chunk arrived. The other fields: see `Promise`."""
+    of the owner has confirmed the promise, or one of its chunks has arrived. `quiet`: seconds
+    since the promise was made or confirmed, or since its last chunk arrived. The other fields: see
+    `Promise`."""
 
     chunks: int
     owner: int

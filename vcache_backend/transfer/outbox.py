@@ -80,15 +80,6 @@ class Outbox:
         """
         self._post(_Message(lambda prefix: self._client.hint(instance, prefix), keys), urgent=False)
 
-    def promise(
-        self, number: int, keys: list[ChunkKey], ranks: int, chunk: float, step: float
-    ) -> None:
-        """Say which chunks a request computes; none: no more. Waits `LATER_SECONDS` first. See
-        `Promise`.
-        """
-        about = number, keys, ranks, chunk, step
-        self._post(_Message(lambda promised: self._client.promise(*promised), about), urgent=False)
-
     def flush(self, timeout: float) -> bool:
         """Wait until all work is done or given up; False after `timeout` seconds. Messages that
         wait for a connection do not count.

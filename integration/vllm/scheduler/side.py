@@ -93,7 +93,8 @@ class SchedulerSide:
         self._promises = OwnPromises(
             config, self.instance, self.lookups, self._pace, self._hashes, step_tokens
         )
-        self._waits = Waits(config, self.lookups, self._pace, meter)
+        states = bool(self._groups.parts)
+        self._waits = Waits(config, self.lookups, self._pace, meter, states)
         self._numbers = count(1)
         self._leftovers = Leftovers(self._groups.sizes)
         self._resets = Resets(self.instance, self._drop_answers, self._outdate)
@@ -273,6 +274,7 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Idempotent."""
+        self._promises.close()
         if self.publications is not None:
             self.publications.close()
         self.instance.close()

@@ -31,6 +31,8 @@ LONGEST_STEP_SECONDS, UNKNOWN_STEP_SECONDS = 2.0, 1.0
 """Bounds what an owner says of its steps, and stands for what an owner cannot say yet."""
 UNKNOWN_CHUNK_SECONDS = 0.02
 """The time for a chunk where nobody has measured one."""
+STATE_SECONDS = 0.1
+"""How long the state of a model's layers may come after the last chunk."""
 DISTRUST_SECONDS = 10.0
 """How long nobody waits for an owner that was silent."""
 
@@ -38,7 +40,11 @@ DISTRUST_SECONDS = 10.0
 class Waits:
     """Runs in the scheduler's thread. Each method waits at most for one server call."""
 
-    def __init__(self, config: Config, lookups: Lookups, pace: Pace, meter: Meter) -> None:
+    def __init__(
+        self, config: Config, lookups: Lookups, pace: Pace, meter: Meter, states: bool
+    ) -> None:
+        """states: the model keeps states, which are stored behind their chunks."""
+        self._grace = STATE_SECONDS if states else 0.0
         self._lookups, self._pace, self._meter = lookups, pace, meter
         self._size = config.engine.chunk_size
         self._announced_seconds = config.connector.wait_seconds
@@ -143,8 +149,13 @@ class Waits:
             return "kept"
         if now > wait.until:
             return "late"
+        if answer is NO_ANSWER:
+            return "withdrawn"
         if coming is None:
-            return "withdrawn" if wait.promised or answer is NO_ANSWER else ""
+            if not wait.promised:
+                return ""
+            wait.gone = wait.gone or now
+            return "withdrawn" if now >= wait.gone + self._grace else ""
         return "silent" if self._is_silent(coming, now) else ""
 
     def _is_silent(self, coming: Coming, now: float) -> bool:

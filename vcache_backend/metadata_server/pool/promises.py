@@ -32,17 +32,17 @@ _FIRST_RANK = bytes(m.RANK_BYTES)
 class Promised(msgspec.Struct, gc=False, eq=False):
     """What one request of `client` has promised. left: the chunks that have not arrived (keys of
     rank 0), each with a bit for every rank that has stored it. at: when the promise was made or
-    confirmed, or its last chunk arrived. over: nobody waits for it any more."""
+    confirmed, or its last chunk arrived. pace: `Promise.chunk_seconds` and `step_seconds`. begun:
+    it was confirmed, or a chunk has arrived. over: nobody waits for it any more."""
 
     client: Peer
     number: int
     ranks: int
     at: float
-    left: dict[m.ChunkKey, int] = {}
+    pace: tuple[float, float]
+    left: dict[m.ChunkKey, int]
     begun: bool = False
     over: bool = False
-    chunk_seconds: float = 0.0
-    step_seconds: float = 0.0
 
 
 class Promises:
@@ -56,6 +56,8 @@ class Promises:
         self._quiet: dict[Promised, None] = {}
         """All promises, those that have been quiet longest first."""
         self._by_key: dict[m.ChunkKey, Promised] = {}
+        self._paces: dict[int, tuple[float, float]] = {}
+        """By connection, what its last promise said of its pace."""
 
     def __len__(self) -> int:
         """The number of promised chunks."""
@@ -75,8 +77,7 @@ class Promises:
             promised.client.id,
             promised.begun,
             max(0.0, self._now() - promised.at),
-            promised.chunk_seconds,
-            promised.step_seconds,
+            *promised.pace,
         )
 
     # ---- made
@@ -107,7 +108,7 @@ class Promises:
         if taken is None:
             return 0
         taken.begun = True
-        taken.chunk_seconds, taken.step_seconds = request.chunk_seconds, request.step_seconds
+        taken.pace = self._paces[client.id] = request.chunk_seconds, request.step_seconds
         return len(taken.left)
 
     # ---- kept
@@ -148,6 +149,7 @@ class Promises:
 
     def drop_client(self, client: Peer) -> None:
         """Drop the promises of a closed connection."""
+        self._paces.pop(client.id, None)
         self._drop(list(self._of.get(client.id, {}).values()))
 
     def clear(self, namespace: bytes) -> None:
@@ -174,7 +176,8 @@ class Promises:
         if promised is None:
             if not keys or len(of_client) >= MAX_OF_CLIENT:
                 return None
-            promised = Promised(client, number, ranks, 0.0, {})
+            pace = self._paces.get(client.id, (0.0, 0.0))
+            promised = Promised(client, number, ranks, 0.0, pace, {})
         room = min(self._shares.room(client.process, client.user), m.MAX_KEYS - len(promised.left))
         new = [key for key in dict.fromkeys(keys) if key not in promised.left][:room]
         for key in new:
@@ -198,6 +201,7 @@ class Promises:
 
     def _keep(self, promised: Promised, key: m.ChunkKey) -> None:
         self._counters["promised_chunks_arrived"] += 1
+        promised.begun = True
         self._progress(promised)
         self._remove(promised, [key])
 
