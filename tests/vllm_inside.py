@@ -278,7 +278,7 @@ class Serving:
         from vcache_backend.integration.vllm.scheduler import waits
 
         waits.UNKNOWN_CHUNK_SECONDS, waits.UNKNOWN_STEP_SECONDS = chunk_seconds, step_seconds
-        waits.LONGEST_STEP_SECONDS = PATIENCE_SECONDS
+        waits.LONGEST_STEP_SECONDS, waits.STATE_SECONDS = PATIENCE_SECONDS, 2.0
 
     def hurry(self, connect_seconds: float, request_seconds: float) -> None:
         """Deadlines for the metadata server's answers, from now on."""

@@ -31,8 +31,9 @@ LONGEST_STEP_SECONDS, UNKNOWN_STEP_SECONDS = 2.0, 1.0
 """Bounds what an owner says of its steps, and stands for what an owner cannot say yet."""
 UNKNOWN_CHUNK_SECONDS = 0.02
 """The time for a chunk where nobody has measured one."""
-STATE_SECONDS = 0.1
-"""How long the state of a model's layers may come after the last chunk."""
+STATE_SECONDS = 0.03
+"""How long the state of a model's layers may come after the last chunk. There may be none at this
+chunk: states are stored where steps end."""
 DISTRUST_SECONDS = 10.0
 """How long nobody waits for an owner that was silent."""
 
@@ -44,7 +45,7 @@ class Waits:
         self, config: Config, lookups: Lookups, pace: Pace, meter: Meter, states: bool
     ) -> None:
         """states: the model keeps states, which are stored behind their chunks."""
-        self._grace = STATE_SECONDS if states else 0.0
+        self._states = states
         self._lookups, self._pace, self._meter = lookups, pace, meter
         self._size = config.engine.chunk_size
         self._announced_seconds = config.connector.wait_seconds
@@ -155,7 +156,9 @@ class Waits:
             if not wait.promised:
                 return ""
             wait.gone = wait.gone or now
-            return "withdrawn" if now >= wait.gone + self._grace else ""
+            if now < wait.gone + (STATE_SECONDS if self._states else 0.0):
+                return ""
+            return "kept" if self._states and answer.hits > wait.began else "withdrawn"
         return "silent" if self._is_silent(coming, now) else ""
 
     def _is_silent(self, coming: Coming, now: float) -> bool:
