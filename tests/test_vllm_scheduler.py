@@ -184,14 +184,21 @@ class Side:
         """
         return self._step([(request, computed, count, rows)], [])
 
+    def preempted(self, request: Request) -> StepMetadata:
+        """One step, before which vLLM took the request's blocks away."""
+        return self._step([], [], {request.request_id})
+
     def _step(
-        self, begin: list[tuple[Request, int, int, Any]], go_on: list[tuple[Request, int, int, Any]]
+        self,
+        begin: list[tuple[Request, int, int, Any]],
+        go_on: list[tuple[Request, int, int, Any]],
+        preempted: set[str] | None = None,
     ) -> StepMetadata:
         scheduled = {request.request_id: count for request, _, count, _ in begin + go_on}
         output = SimpleNamespace(
             num_scheduled_tokens=scheduled,
             total_num_scheduled_tokens=sum(scheduled.values()),
-            preempted_req_ids=None,
+            preempted_req_ids=preempted,
             scheduled_new_reqs=[
                 SimpleNamespace(
                     req_id=request.request_id, block_ids=rows, num_computed_tokens=computed
@@ -662,6 +669,36 @@ def test_vllm_hears_where_the_tokens_of_a_hit_lay(here: Node, make: Callable[...
         assert side.half.hit_sources(plain, CHUNKS * CHUNK) == {"device": CHUNKS * CHUNK}
         assert side.asked("Contains") - before == 1
         assert peer.drop_segment(far.id)
+
+
+def test_what_a_request_computes_is_promised_until_it_is_stored_or_given_up(side: Side) -> None:
+    """By its look-up, and confirmed by its first step; not what it has."""
+
+    def coming(request: Request) -> tuple[int, bool] | None:
+        found = side.client.find(side.keys(request), 1, pool_only=True).coming
+        return None if found is None else (found.chunks, found.begun)
+
+    request = new_request()
+    assert side.matched(request) == (0, False)
+    assert coming(request) == (CHUNKS, False)
+    side.step((request, CHUNK))
+    eventually(lambda: coming(request) == (CHUNKS, True))
+    side.preempted(request)
+    eventually(lambda: coming(request) is None)
+    side.begun(request, 0, CHUNK, (blocks_of(CHUNK),))
+    eventually(lambda: coming(request) == (CHUNKS, True))
+    side.half.finished(request)
+    eventually(lambda: coming(request) is None)
+    queued = new_request()
+    assert side.matched(queued) == (0, False)
+    assert coming(queued) == (CHUNKS, False)
+    side.half.finished(queued)
+    eventually(lambda: coming(queued) is None)
+    # Nobody waits for what is not stored.
+    private = new_request(store=False)
+    assert side.matched(private) == (0, False)
+    side.step((private, CHUNK))
+    assert coming(private) is None
 
 
 def test_a_request_that_ends_while_it_loads_is_cancelled(side: Side) -> None:

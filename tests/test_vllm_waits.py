@@ -145,6 +145,24 @@ def test_a_wait_is_over_when_computing_would_have_taken_less(
     a.finish("first")
 
 
+def test_without_a_server_nobody_waits(
+    here: Node, a: Instance, b: Instance, aside: Instance
+) -> None:
+    """And the next server knows no promises."""
+    tokens = new_tokens(LONG)
+    a.add("first", tokens)
+    a.step(1)
+    b.add("second", tokens)
+    with counted(b, "withdrawn", 0):
+        assert b.step(3) == {}
+        here.kill()
+        second = b.finish("second")["second"]
+    here.serve_again(stores=False)
+    assert second.cached == 0
+    assert second.agrees(aside.one(tokens))
+    a.finish("first")
+
+
 @pytest.mark.parametrize("mishap", ["killed", "stopped"])
 def test_an_owner_killed_or_stopped_in_the_middle_costs_no_token(
     here: Node, settings: dict[str, Any], b: Instance, aside: Instance, mishap: str
