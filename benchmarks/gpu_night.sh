@@ -13,7 +13,6 @@
 #   short    short_tax in place                                                                     4 minutes; nothing beside it
 #   models   through a pool: Gemma 3, gpt-oss, Granite 4, LFM 2, Qwen3-Next; fp8, MLA, n-gram, tensor parallel 2   7 minutes
 #   death    whole vLLMs paused, stopped, starved and killed, in place and through a pool, with controls   5 minutes
-#   campaign live KV caches of two vLLMs, read by others while they are used again                  9 minutes
 #   copies   copies, engine, metadata server, turns                                                 2 minutes
 #   lmcache  TTFT, decoding and misses through LMCache                                              6 minutes
 #   decode   running requests beside loads, prefill apart, the death of an owner, in place          8 minutes
@@ -22,7 +21,7 @@
 #   ranks    one server of two data parallel ranks, alone and in place: WORKLOADS=...               8 minutes; nothing beside it
 #
 # `routed` keeps its rows for the next call on the same machine: two calls may measure one system each (ARMS=alone:turn,alone:cache_aware16,
-# then ARMS=inplace:turn,inplace:cache_aware16), and the second one compares.
+# then ARMS=inplace:turn,inplace:cache_aware16), and the second one compares. The router's wheel is unpacked like the other parts.
 #
 # Within 30 minutes of device time: `unpack` in four calls, the first with `later tests` behind it; `equal`; `speed`; `short death+models`.
 # SECONDS_IN_ALL (560): when everything must be over. GRAPHS=1: nothing is compiled, CUDA graphs of decode steps alone, should vLLM not
@@ -111,7 +110,7 @@ ttft() {
   local name=$1 seconds=$2 parts=$3; shift 3
   bench "$name" "$seconds" vllm_ttft --only "$parts" --logs "$logs/$name" "$@" ${GRAPHS:+--graphs-only} ${TINY:+--scale tiny --rounds 1}
 }
-pool=(--integration vllm --isolated --pool-gib 8) in_place=(--integration vllm --share in_place --isolated)
+pool=(--integration vllm --pool-gib 8) in_place=(--integration vllm --share in_place)
 
 tests() {
   timeout $((until - SECONDS)) "$python" -m pytest -q -m gpu -n 6 --dist loadfile -p no:cacheprovider -p no:benchmark tests > "$out/tests.txt" 2>&1
@@ -120,7 +119,7 @@ tests() {
 equal() {
   local parts=agreeing,sensitive,flipped,equal
   ttft equal_in_place 500 $parts "${in_place[@]}" --scale beside &
-  ttft equal_pool 500 $parts,restart --integration vllm --isolated --scale beside &
+  ttft equal_pool 500 $parts,restart --integration vllm --scale beside &
   ttft equal_lmcache 500 $parts,restart --integration lmcache --scale beside &
   wait
 }
@@ -130,7 +129,7 @@ speed() {
 }
 short() { ttft short 300 short "${in_place[@]}" --kv-gib 6; }
 models() {
-  ttft models 550 gemma3,gptoss,state_mamba2,state_conv,state_gdn --integration vllm --isolated --pool-gib 4 --rounds 3 &
+  ttft models 550 gemma3,gptoss,state_mamba2,state_conv,state_gdn --integration vllm --pool-gib 4 --rounds 3 &
   ttft modes 550 fp8,mla,ngram,tp2 --integration vllm --scale beside --rounds 3 &
   wait
 }
@@ -139,7 +138,6 @@ death() {
   bench death_pool 180 inplace_campaign --level death_pool &
   wait
 }
-campaign() { bench campaign 440 inplace_campaign --level gpu; }
 copies() { "$python" -m benchmarks --only engine --only copies --only metadata --only turns --out "$out/copies.json" --commit "${COMMIT:-}" 2>&1 | tail -n 60; }
 lmcache() { ttft lmcache 500 ttft,tpot,miss --integration lmcache --kv-gib 6 --pool-gib 8 --rounds 7; }
 decode() { ttft decode 500 tpot,pd,death "${in_place[@]}" --kv-gib 6; }
@@ -162,7 +160,7 @@ ranks() { served ranks "${ARMS:-alone_dp:turn,inplace_dp:turn}" "${WORKLOADS:-ch
 
 for beside in "$@"; do
   for call in ${beside//+/ }; do
-    [[ " tests equal speed short models death campaign copies lmcache decode serving routed ranks " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
+    [[ " tests equal speed short models death copies lmcache decode serving routed ranks " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
     "$call" &
   done
   wait

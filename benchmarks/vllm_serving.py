@@ -36,6 +36,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from .options import end_in_time, names_of, parser
 from .processes import ChildFailed
 from .results import Clock, Report, none, read
 from .serving.client import Balancer, Job, Run
@@ -59,7 +60,6 @@ from .serving.workloads import (
     warm_up,
 )
 from .vllm.weights import write_model
-from .vllm_ttft import common_options, end_in_time, names_of
 
 WORKLOADS = {
     "prefix": prefix_repetition,
@@ -278,26 +278,21 @@ def _sizes(options: argparse.Namespace) -> Sizes:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="vllm_serving",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    common_options(parser, 540.0)
-    parser.add_argument(
+    made = parser("vllm_serving", __doc__, 540.0)
+    made.add_argument(
         "--arms",
         type=_arms,
         default="alone:turn,inplace:turn",
         help=f"SYSTEM:POLICY with commas between; systems: {', '.join(SYSTEMS)}; policies: "
         f"{', '.join(POLICIES)}; '': only compare and print (default: %(default)s)",
     )
-    parser.add_argument(
+    made.add_argument(
         "--workloads",
         type=names_of(WORKLOADS),
         default=["prefix", "hot", "fork", "contention", "chat"],
         help=f"of {', '.join(WORKLOADS)}",
     )
-    parser.add_argument(
+    made.add_argument(
         "--with",
         dest="earlier",
         type=Path,
@@ -306,37 +301,35 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="FILE",
         help="a result file of an earlier call, to compare with",
     )
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON, no tables")
-    parser.add_argument("--scale", choices=SIZES, default="full")
-    parser.add_argument(
+    made.add_argument("--json", action="store_true", help="print the rows as JSON, no tables")
+    made.add_argument("--scale", choices=SIZES, default="full")
+    made.add_argument(
         "--gpus",
         type=_numbers,
         default=[0, 1],
         help="one for each server; 0,0: two on one GPU; default: 0,1",
     )
-    parser.add_argument(
+    made.add_argument(
         "--memory",
         type=float,
         default=1.0,
         help="of the scale's KV caches and host memory; default: all",
     )
-    parser.add_argument(
+    made.add_argument(
         "--runs",
         type=_numbers,
         default=[0],
         help="numbers of the runs to make, each with other prompts; default: 0",
     )
-    load = parser.add_argument_group(
-        "workloads, see `serving.workloads.Plan`; default: the scale's"
-    )
+    load = made.add_argument_group("workloads, see `serving.workloads.Plan`; default: the scale's")
     for name in PLANNED:
         kind = type(getattr(SIZES["full"].plan, name))
         load.add_argument(f"--{name.replace('_', '-')}", type=kind)
-    options = parser.parse_args(arguments)
+    options = made.parse_args(arguments)
     if len(options.gpus) < 2:
-        parser.error(f"it takes two servers, and --gpus names a GPU for {len(options.gpus)}")
+        made.error(f"it takes two servers, and --gpus names a GPU for {len(options.gpus)}")
     if {"trace", "unfiltered"} & set(options.workloads) and not options.trace:
-        parser.error("the workloads `trace` and `unfiltered` need --trace FILE")
+        made.error("the workloads `trace` and `unfiltered` need --trace FILE")
     return options
 
 

@@ -87,7 +87,7 @@ class Servers:
             for index, port in enumerate(self.ports):
                 given = {**side, "index": index, "events": f"tcp://*:{self.events[index]}"}
                 arguments = serve_arguments(name, sizes, model, port, given)
-                command = module(*_serve(name), *arguments)
+                command = module("vllm.entrypoints.openai.api_server", *arguments)
                 log = folder / f"{name}_{index}.log"
                 environment = self._environment(index)
                 self._servers.append(Program(f"{name}_{index}", command, log, environment))
@@ -208,13 +208,6 @@ class Servers:
         """The end of the servers, then of what they may still tell of it."""
         for programs in (self._servers, self._beside):
             _finish(programs)
-
-
-def _serve(name: str) -> tuple[str, ...]:
-    """The module of a server. `vllm serve` starts an API server for each data parallel rank."""
-    if SYSTEMS[name].ranks:
-        return "vllm.entrypoints.cli.main", "serve"
-    return ("vllm.entrypoints.openai.api_server",)
 
 
 def _finish(programs: Sequence[Program]) -> None:
