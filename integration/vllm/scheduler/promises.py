@@ -134,7 +134,8 @@ class OwnPromises:
         ):
             return 0
         limit = request.num_prompt_tokens if self._prompts_only else request.num_tokens
-        return min(limit // self._size, len(request.block_hashes) // self._hashes)
+        whole: int = min(limit // self._size, len(request.block_hashes) // self._hashes)
+        return whole
 
     def _send(self) -> None:
         while (promise := self._unsent.get()) is not None:
