@@ -101,12 +101,11 @@ class Lookups:
         if not answer.counted:
             answer.counted = True
             hits = max(min(answer.hits, whole) - first, 0)
-            asked, hit = tracked.lookup.asked, tracked.lookup.promised
-            tracked.lookup.asked, tracked.lookup.promised = (
-                max(asked, whole - first),
-                max(hit, hits),
-            )
-            more, more_found = tracked.lookup.asked - asked, tracked.lookup.promised - hit
+            lookup = tracked.lookup
+            more = max(whole - first - lookup.asked, 0)
+            more_found = max(hits - lookup.found, 0)
+            lookup.asked += more
+            lookup.found += more_found
             self._meter.looked_up(more * self._size, more_found * self._size, answer.seconds)
             if self._instance.client is not None:
                 self._instance.client.looked_up(more * self._size, more_found * self._size)

@@ -74,14 +74,14 @@ class Question(msgspec.Struct):
 class LookupState(msgspec.Struct):
     """A request's look-ups. Only `Lookups` writes it.
 
-    keys: the keys of the leading chunks. question: sent, and not answered yet. asked, promised: the
+    keys: the keys of the leading chunks. question: sent, and not answered yet. asked, found: the
     numbers of chunks that the metrics count as looked up and as hits."""
 
     keys: list[ChunkKey] = []
     question: Question | None = None
     answer: Answer | None = None
     asked: int = 0
-    promised: int = 0
+    found: int = 0
 
 
 class StoreState(msgspec.Struct):

@@ -51,7 +51,7 @@ COUNTERS = {
     "lookup_asked_tokens": _Counter(
         "Prompt tokens that look-ups asked the pool, other instances and the offload tier for."
     ),
-    "lookup_hit_tokens": _Counter("Prompt tokens that look-ups promised."),
+    "lookup_hit_tokens": _Counter("Prompt tokens that look-ups found."),
     "awaited_tokens": _Counter(
         "Tokens that another instance computed while a request here waited for them."
     ),
@@ -72,7 +72,7 @@ COUNTERS = {
         "Time of stores, summed over workers.", "part", ("metadata", "data")
     ),
     "failures": _Counter("Loads, stores and look-ups that failed.", "cause", FAILURES),
-    "recomputed_tokens": _Counter("Promised tokens that were computed after all."),
+    "recomputed_tokens": _Counter("Tokens that a look-up found and that were computed after all."),
     "not_stored_chunks": _Counter(
         "Chunks that were not stored; `exists` and `busy` are no failures.", "cause", NOT_STORED
     ),
