@@ -74,12 +74,6 @@ def test_the_lease_held_though_the_server_hangs(reading: Reading) -> None:
         assert reading.concluded(0.0)
 
 
-def test_the_lease_held_though_the_server_is_gone(reading: Reading) -> None:
-    reading.server.kill()
-    eventually(lambda: not reading.session.client.connected)
-    assert reading.concluded(0.0)
-
-
 def test_the_lease_is_ended_behind_the_reader_s_back(reading: Reading) -> None:
     assert reading.leases() == 1
     assert reading.concluded(0.0)
@@ -152,28 +146,6 @@ def test_a_release_that_another_call_keeps_waiting_too_long_is_not_lost(here: No
 
 
 # ---- leases of loads that come to nothing
-
-
-def test_a_retrieve_that_is_refused_gives_back_what_it_asked_for(here: Node) -> None:
-    here.serve(lease_seconds=60.0)
-    cache, tokens = Cache(), prompt(2 * CHUNK)
-    engine, bystander = (
-        here.engine("host:a", 2 * cache.chunk_bytes, layout_of(cache)),
-        here.client(),
-    )
-    put(engine, cache, tokens)
-    slots = places(cache.sizes, 2 * CHUNK)
-    slots[-1] = slots[0]
-    for _ in range(3):
-        with pytest.raises(ValueError, match="each token needs a slot of its own"):
-            engine.retrieve(tokens, None, cache.tensors, slots)
-
-    def ended() -> bool:
-        stats = bystander.stats()
-        asked = stats.latency.get("Acquire")
-        return asked is not None and asked.count == 3 and not stats.leases
-
-    eventually(ended)
 
 
 class HalfFailing(HostCopier):

@@ -76,13 +76,9 @@ def test_our_own_settings_may_be_text_too() -> None:
             {"vcache.blocksize": 16},
             r"vcache.blocksize is no setting.*did you mean vcache.block_size\?",
         ),
-        ({"vcache.offload.mooncake": "lru"}, r"vcache.offload.mooncake is no setting"),
-        ({"vcache.pool.segment_bytes.x": 1}, r"vcache.pool.segment_bytes.x is no setting"),
         ({"vcache.pool.segment_bytes": "8 GiBs"}, r"8 GiBs.*pool.segment_bytes"),
-        ({"vcache.block_size": -1}, r"vcache.block_size"),
         ({"vcache.start_server": "perhaps"}, r"Expected `bool`.*vcache.start_server"),
         ({"vcache.config": "/nonexistent/vcache.yaml"}, r"/nonexistent/vcache.yaml"),
-        ({"vcache.": 1}, r"vcache. is no setting"),
         ({"vcache": {"server": {"socket": "x"}}}, r"write flat keys"),
     ],
 )
