@@ -55,18 +55,24 @@ def counted(instance: Instance, end: str, tokens: int) -> Iterator[None]:
     assert counts() == (before[0] + 1, before[1] + tokens)
 
 
+def computes(here: Node, owner: Instance, steps: int) -> None:
+    """So many steps, and others can find what they have computed."""
+    assert owner.step(steps) == {}
+    assert owner.ask("told") if owner.in_place else here.chunks() >= 0
+
+
 def alike(answer: Answer, cached: int, tokens: list[int], aside: Instance) -> None:
     assert answer.cached == cached
     assert answer.agrees(aside.one(tokens))
 
 
 def test_a_prefix_is_waited_for_while_another_instance_computes_it(
-    a: Instance, b: Instance, aside: Instance
+    here: Node, a: Instance, b: Instance, aside: Instance
 ) -> None:
     """The second computes nothing of it, holds nobody up, and is told when it asks late."""
     tokens, other = new_tokens(LONG), new_tokens(CHUNK + 1)
     a.add("first", tokens)
-    a.step(2)
+    computes(here, a, 2)
     b.add("second", tokens)
     with counted(b, "kept", 8 * CHUNK):
         assert b.step(3) == {}
@@ -80,7 +86,7 @@ def test_a_prefix_is_waited_for_while_another_instance_computes_it(
 
 
 def test_of_two_that_begin_together_one_waits_before_either_has_computed_anything(
-    a: Instance, b: Instance, aside: Instance
+    here: Node, a: Instance, b: Instance, aside: Instance
 ) -> None:
     tokens = new_tokens(LONG)
     a.add("first", tokens)
@@ -97,7 +103,7 @@ def test_requests_with_one_prefix_read_it_once(a: Instance, b: Instance, aside: 
     tokens = new_tokens(LONG)
     prompts = {name: tokens[: 10 * CHUNK] + new_tokens(5) for name in ("x", "y", "z")}
     a.add("first", tokens)
-    a.step(1)
+    computes(here, a, 1)
     before = b.counter("vllm:vcache_loaded_tokens")
     for name in ("x", "y"):
         b.add(name, prompts[name])
@@ -113,13 +119,13 @@ def test_requests_with_one_prefix_read_it_once(a: Instance, b: Instance, aside: 
 
 
 def test_what_an_owner_does_not_compute_any_more_is_computed_at_once(
-    a: Instance, b: Instance, aside: Instance
+    here: Node, a: Instance, b: Instance, aside: Instance
 ) -> None:
     """It aborts the request, in its queue and in the middle; the reader has what came by then."""
     for steps, came in ((0, 0), (2, 4)):
         tokens = new_tokens(LONG)
         a.add("first", tokens)
-        a.step(steps)
+        computes(here, a, steps)
         b.add("second", tokens)
         with counted(b, "withdrawn", 0):
             assert b.step(3) == {}
@@ -130,12 +136,12 @@ def test_what_an_owner_does_not_compute_any_more_is_computed_at_once(
 
 
 def test_a_wait_is_over_when_computing_would_have_taken_less(
-    a: Instance, b: Instance, aside: Instance
+    here: Node, a: Instance, b: Instance, aside: Instance
 ) -> None:
     """It is over for good: the request does not wait for the chunks that come later."""
     tokens = new_tokens(LONG)
     a.add("first", tokens)
-    a.step(1)
+    computes(here, a, 1)
     b.add("second", tokens)
     b.ask("paced", 0.05, 60)
     with counted(b, "late", 0):
@@ -151,7 +157,7 @@ def test_without_a_server_nobody_waits(
     """And the next server knows no promises."""
     tokens = new_tokens(LONG)
     a.add("first", tokens)
-    a.step(1)
+    computes(here, a, 1)
     b.add("second", tokens)
     with counted(b, "withdrawn", 0):
         assert b.step(3) == {}
@@ -172,7 +178,7 @@ def test_an_owner_killed_or_stopped_in_the_middle_costs_no_token(
     tokens, more = new_tokens(LONG), new_tokens(LONG)
     owner.add("first", tokens)
     owner.add("more", more)
-    owner.step(3)
+    computes(here, owner, 3)
     b.add("second", tokens)
     with counted(b, "withdrawn" if mishap == "killed" else "silent", 0):
         assert b.step(3) == {}

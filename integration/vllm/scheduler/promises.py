@@ -32,7 +32,7 @@ WEIGHT = 0.3
 """The weight of the newest measurement."""
 
 
-class _Promise(NamedTuple):
+class _Unsent(NamedTuple):
     """A `messages.Promise` to be sent, of the chunks [first, stop) of a request's keys."""
 
     number: int
@@ -93,7 +93,7 @@ class OwnPromises:
         self._size, self._hashes = config.engine.chunk_size, hashes
         self._prompts_only = config.connector.store == "prompt"
         self._step_chunks = step_tokens / self._size
-        self._unsent: SimpleQueue[_Promise | None] = SimpleQueue()
+        self._unsent: SimpleQueue[_Unsent | None] = SimpleQueue()
         threading.Thread(target=self._send, name="vcache-promises", daemon=True).start()
 
     def begun(self, tracked: Tracked, computed: int) -> None:
@@ -107,7 +107,7 @@ class OwnPromises:
             stop = 0
         chunk, chunks = self._pace.chunk_seconds, max(stop - first, 0)
         step = min(chunk * min(self._step_chunks, chunks), LONGEST_SECONDS)
-        self._unsent.put(_Promise(promise.number, tracked.lookup.keys, first, stop, chunk, step))
+        self._unsent.put(_Unsent(promise.number, tracked.lookup.keys, first, stop, chunk, step))
         promise.made, promise.stop = chunks > 0, stop
         self._pace.begun(tracked, chunks)
 
@@ -117,7 +117,7 @@ class OwnPromises:
         self._pace.ended(tracked)
         promise = tracked.promise
         if promise.made and (not promise.stop or tracked.store.stored < promise.stop):
-            self._unsent.put(_Promise(promise.number))
+            self._unsent.put(_Unsent(promise.number))
         promise.made = False
 
     def close(self) -> None:
