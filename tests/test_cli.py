@@ -335,12 +335,6 @@ def test_a_second_server_on_the_same_socket_is_refused(server: Path) -> None:
         status, said = child.wait()
     assert (status, "Traceback" in said) == (1, False)
     assert said.splitlines()[-1].startswith("vcache: ")
-    config = server.with_name("json.yaml")
-    config.write_text("server: {log_format: json}")
-    with Child([*VCACHE, "serve", "--config", str(config), "--socket", str(server)]) as child:
-        status, said = child.wait()
-    (line,) = map(json.loads, said.splitlines())
-    assert (status, line["level"], str(server) in line["message"]) == (1, "error", True)
 
 
 @pytest.mark.parametrize(

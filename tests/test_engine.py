@@ -39,6 +39,7 @@ from processes import SECONDS, eventually
 
 from vcache_backend import status
 from vcache_backend.engine import VCacheEngine
+from vcache_backend.transfer import committer
 
 __all__ = ["folder", "fresh", "pair", "shared"]
 
@@ -336,9 +337,12 @@ def test_storing_twice_stores_once(pair: Pair) -> None:
     assert get(pair.reader, pair.theirs, prompt(3 * CHUNK)) == 3 * CHUNK
 
 
-def test_a_store_that_would_wait_behind_too_many_others_is_skipped(shared: Node) -> None:
+def test_a_store_that_would_wait_behind_too_many_others_is_skipped(
+    shared: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(committer, "MOST_INFLIGHT", 2)
     copier, mine = UnfinishedCopier(), Cache()
-    writer = shared.engine("host:a", ROOMY, layout_of(mine), copier=copier, max_inflight_stores=2)
+    writer = shared.engine("host:a", ROOMY, layout_of(mine), copier=copier)
     slots = places(mine.sizes, CHUNK)
     for family in range(1, 5):
         writer.store(prompt(CHUNK, family), None, mine.tensors, slots)

@@ -57,9 +57,8 @@ class Fleet:
         return self.here.connect(f"in-place-{name}", settings, **arguments)
 
     def _lmcache(self, name: str) -> Instance:
-        settings = {"enable_async_loading": True} if name == "asynchronous" else {}
         kinds = {"a": LONG, "tiny": TINY, "adapters": LORA, "adapters-too": LORA}
-        return self.here.start(f"lmcache-{name}", settings, **kinds.get(name, {}))
+        return self.here.start(f"lmcache-{name}", {}, **kinds.get(name, {}))
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +76,7 @@ WAYS = [
 @pytest.fixture(scope="module", params=WAYS)
 def fleet(request: pytest.FixtureRequest, here: Node, aside: Instance) -> Fleet:
     made = Fleet(here, request.param)
-    for name in ("a", "reader", *(("asynchronous",) if made.integration == "lmcache" else ())):
+    for name in ("a", "reader"):
         made(name)
     return made
 
@@ -87,12 +86,9 @@ def a(fleet: Fleet) -> Instance:
     return fleet("a")
 
 
-@pytest.fixture(params=["reader", "asynchronous"])
-def reader(request: pytest.FixtureRequest, fleet: Fleet) -> Instance:
-    """LMCache has two ways to load: in the step that computes the rest, or between steps."""
-    if request.param == "asynchronous" and fleet.integration != "lmcache":
-        pytest.skip("all loads of our own connector are asynchronous")
-    return fleet(request.param)
+@pytest.fixture
+def reader(fleet: Fleet) -> Instance:
+    return fleet("reader")
 
 
 @pytest.fixture

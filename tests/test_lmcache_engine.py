@@ -13,7 +13,6 @@ import torch
 from engine_cases import WrongCopier
 from kv_cases import CHUNK, FLASH, MLA, PACKED, PACKED_HND, Arrangement, places
 from lmcache_cases import (
-    NOTHING,
     Engine,
     Pair,
     Pool,
@@ -220,48 +219,6 @@ def test_the_lease_of_an_abandoned_look_up_ends_by_itself(
         engine.do("unpin", request)
         assert pool.settled()
     assert pool.stats().counters["expired_leases"] == 1
-
-
-# ---- loading ahead (enable_async_loading)
-
-
-def loading_ahead(pool: Pool, **more: Any) -> Engine:
-    return pool.engine(enable_async_loading=True, process={"service": "ahead"}, **more)
-
-
-def test_what_was_loaded_ahead_is_retrieved(served: Pool) -> None:
-    writer, reader = served.engine(), loading_ahead(served)
-    writer.store(chunks(4))
-    mixed = chunks(3) + chunks(2, family=5)
-    assert reader.do("ask", mixed, "r") == 3 * CHUNK
-    assert served.leases() == 1
-    assert said(reader.retrieve(mixed[: 3 * CHUNK], cached=CHUNK + 4)) == all_of(2 * CHUNK, CHUNK)
-    assert served.settled()
-    assert reader.do("ask", chunks(2, family=9), "miss") == 0
-
-
-def test_an_abandoned_load_ahead_leaves_no_lease(served: Pool) -> None:
-    reader = loading_ahead(served)
-    reader.store(chunks(2))
-    assert reader.do("ask", chunks(2), "aborted") == 2 * CHUNK
-    reader.do("unpin", "aborted")
-    assert served.settled()
-
-
-def test_chunks_evicted_before_the_load_are_not_retrieved(pool: Pool) -> None:
-    pool.node.serve(lease_seconds=1.0)
-    writer, reader = pool.engine(lent=4), loading_ahead(pool, lent=0)
-    writer.store(chunks(3))
-    assert reader.do("ask", chunks(3), "all") == 3 * CHUNK
-    assert pool.settled()
-    # Tails go first: room for two is the free slot and the third chunk.
-    writer.store(chunks(2, family=2))
-    assert said(reader.retrieve(chunks(3), request="all")) == all_of(2 * CHUNK)
-    assert reader.do("ask", chunks(2), "none") == 2 * CHUNK
-    assert pool.settled()
-    writer.store(chunks(4, family=3))
-    assert said(reader.retrieve(chunks(2), request="none")) == NOTHING
-    assert pool.settled()
 
 
 def test_there_is_no_offload_tier_behind_lmcache_and_the_log_says_so(served: Pool) -> None:

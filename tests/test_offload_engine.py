@@ -23,7 +23,7 @@ from benchmarks.mooncake_store import Depot
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import ServerTimeout
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey, Leased, Present
-from vcache_backend.offload import objects, tier
+from vcache_backend.offload import objects, tier, write
 
 __all__ = ["depot", "model", "nodes", "own_depot", "raw"]
 pytestmark = needs_mooncake
@@ -128,10 +128,11 @@ def test_the_tier_is_there_for_the_first_request(
 
 
 def test_without_a_master_everything_else_works(
-    nodes: list[Node], depot: Depot, model: str
+    nodes: list[Node], depot: Depot, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its port is dead: no exception, no wait, no look-up that costs anything."""
-    settings = TIER | {"queue_chunks": 3, "mooncake": {"master": "127.0.0.1:9", "rpc_seconds": 0.5}}
+    settings = TIER | {"mooncake": {"master": "127.0.0.1:9", "rpc_seconds": 0.5}}
+    monkeypatch.setattr(write, "MOST_WAITING", 3)
     config = msgspec.structs.replace(
         nodes[0].config("host", ROOMY), offload=depot.offload(**settings)
     )
@@ -203,7 +204,7 @@ def test_a_full_store_drops_and_counts(nodes: list[Node], tmp_path: Path, model:
     """16 MiB hold a third of it; of what was written last some is there, and right."""
     with Depot(tmp_path / "mooncake", (16 << 20,), default_kv_lease_ttl=100) as store:
         cache = Cache()
-        one = engine(nodes[0], store, model, segment=64 << 20, queue_chunks=1 << 14)
+        one = engine(nodes[0], store, model, segment=64 << 20)
         count = 2000
         for family in range(1, count // 12 + 1):
             put(one, cache, prompt(12 * CHUNK, family))

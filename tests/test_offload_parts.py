@@ -164,7 +164,7 @@ def test_what_was_absent_in_another_epoch_is_asked_for_again(
 
 
 def test_slow_links_are_tried_now_and_then(store: Store) -> None:
-    config = OffloadConfig(min_bandwidth=1000, retry_max_seconds=60.0)  # type: ignore[arg-type]
+    config = OffloadConfig(min_bandwidth=1000, retry_seconds=4.0)  # type: ignore[arg-type]
     index = Index(config, store, on_gpu=False)
     index.measured(100, 10.0)
     assert (index.bandwidth, index.too_slow()) == (None, False)
@@ -213,7 +213,7 @@ def test_a_load_waits_for_its_next_chunk_as_long_as_it_may_and_no_longer(
 ) -> None:
     """The store is at fault only where its own call took that long."""
     config, clock, go_on, begun = (
-        OffloadConfig(get_seconds=2.0, readers=1),
+        OffloadConfig(get_seconds=2.0),
         Clock(),
         threading.Event(),
         threading.Event(),

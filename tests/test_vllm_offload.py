@@ -524,7 +524,7 @@ def test_after_a_reset_nothing_of_before_is_taken_from_below(
 
 
 def test_a_link_slower_than_computing_is_tried_now_and_then(two: Two) -> None:
-    settings = two.settings(ROOM, min_bandwidth=1 << 48, retry_seconds=1.0, retry_max_seconds=600)
+    settings = two.settings(ROOM, min_bandwidth=1 << 48, retry_seconds=40.0)
     b = two.second.connect("slower", settings)
     two.empty()
     first, second, third = (new_tokens(8 * CHUNK + 17) for _ in range(3))

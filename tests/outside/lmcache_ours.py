@@ -271,9 +271,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         )
         for name in (
             "lookup",
-            "async_lookup_and_prefetch",
             "lookup_unpin",
-            "cleanup_memory_objs",
             "retrieve",
         ):
             setattr(engine, name, functools.partial(getattr(LMCacheEngine, name), engine))

@@ -37,10 +37,6 @@ def spin(few: float, many: float) -> float:
 
 _EXITING = 4
 """PF_EXITING, a flag in /proc/PID/stat."""
-_SO_PEERGROUPS = 59
-_GROUPS_BYTES = 1024
-"""The most bytes that Python reads: 256 groups. For a process with more, only its own group
-counts."""
 
 
 def peer(sock: socket.socket) -> tuple[int, int]:
@@ -49,18 +45,6 @@ def peer(sock: socket.socket) -> tuple[int, int]:
         "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     )
     return pid, uid
-
-
-def groups(sock: socket.socket) -> set[int]:
-    """The groups of the process that connected: its own and its supplementary ones (Linux 4.13)."""
-    _, _, gid = struct.unpack(
-        "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    )
-    try:
-        more = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS_BYTES)
-    except OSError:
-        return {gid}
-    return {gid, *struct.unpack(f"{len(more) // 4}I", more)}
 
 
 def started(pid: int) -> int:

@@ -203,11 +203,7 @@ class Web:
             "troubles": [trouble(one) for one in samples.stats.instances]
             if samples.stats is not None
             else [],
-            "points": [
-                (point.at, point.epoch, point.asked, point.found) for point in samples.points()
-            ],
-            "hit_rate_1m": samples.hit_rate(),
-            "hits_1m": samples.hits(),
+            "points": samples.points(),
         }
         return _Response(HTTPStatus.OK, "application/json", json.dumps(told).encode())
 

@@ -92,7 +92,7 @@ class Index:
             self.bandwidth = rate if self.bandwidth is None else 0.5 * self.bandwidth + 0.5 * rate
 
     def too_slow(self) -> bool:
-        """Whether computing is faster than loading. False once every `retry_max_seconds`, to
+        """Whether computing is faster than loading. False now and then, to
         measure again.
         """
         if not self._least or self.bandwidth is None or self.bandwidth >= self._least:

@@ -36,6 +36,8 @@ BUFFER_SECONDS = 10.0
 """How long a thread waits for buffers. Buffers come back when their chunks are copied: in vLLM once
 a step.
 """
+READERS = 2
+"""How many threads call the store to read."""
 CHECKERS = 4
 """The most threads that hash arrived chunks, beside the calls: one for each four cores.
 
@@ -85,7 +87,7 @@ class Reader:
     ) -> None:
         self.bound, self.ring, self.seconds, self.now = bound, ring, config.get_seconds, now
         self.batch = max(1, min(batch_chunks(bound.format.chunk_bytes), ring.count // 4))
-        self.calls = Workers("vcache-offload-read", config.readers)
+        self.calls = Workers("vcache-offload-read", READERS)
         self.checks = Workers(
             "vcache-offload-check", max(1, min(CHECKERS, len(os.sched_getaffinity(0)) // 4))
         )

@@ -16,6 +16,8 @@ from vcache_backend.vram_pool.copies.copier import Completion
 
 log = logging.getLogger(__name__)
 
+MOST_INFLIGHT = 64
+"""The most stores that are copied and not yet committed. A further store is skipped and counted."""
 _SLICE_SECONDS = 0.05
 """How long to wait for a copy before other work gets its turn."""
 
@@ -46,19 +48,18 @@ class Committer(Outbox):
         self,
         client: Client,
         stats: EngineStats,
-        max_inflight: int,
         listeners: Sequence[Callable[[list[ChunkKey]], None]] = (),
     ) -> None:
         """listeners: called in the commit thread with chunks that others can now see. The sequence
         may change later.
         """
-        self._stats, self._max_inflight, self._listeners = stats, max_inflight, listeners
+        self._stats, self._listeners = stats, listeners
         self._queue: deque[PendingStore] = deque()
         super().__init__(client)
 
     def has_room(self) -> bool:
         """Whether another store may be submitted."""
-        return len(self._queue) < self._max_inflight
+        return len(self._queue) < MOST_INFLIGHT
 
     def submit(self, store: PendingStore) -> None:
         """Queue a store whose copy was launched. Never blocks."""

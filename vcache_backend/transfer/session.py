@@ -94,9 +94,7 @@ class Session:
         """
         self.on_stored: list[Callable[[list[ChunkKey]], None]] = [self._offer]
         """Called in the commit thread with this worker's chunks that others can now see."""
-        self.committer = Committer(
-            self.client, self.stats, config.engine.max_inflight_stores, self.on_stored
-        )
+        self.committer = Committer(self.client, self.stats, self.on_stored)
         self.leases = LeaseClient(self.client, self.committer, self.stats, self.note_epoch)
         self.miss = self.stats.miss
         self.uploader: Uploader | None = None

@@ -4,7 +4,6 @@ runs."""
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
 import threading
@@ -30,12 +29,8 @@ class MonitorProcess:
             str(config.path),
             "--listen",
             config.metrics,
-            "--pid",
-            str(os.getpid()),
         ]
         self._command += [
-            "--log-format",
-            config.log_format,
             f"--hosts={','.join(config.metrics_hosts)}",
         ]
         self._closing = threading.Event()
