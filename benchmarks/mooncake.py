@@ -146,7 +146,7 @@ def get_row(size: Size = LARGE, runs: int = 9) -> Row:
                 raise RuntimeError(f"not written: {writer.get_stats()}")
         place, offload = (
             site.node(),
-            site.depot.offload(promote=False, negative_seconds=0.0, lookup_seconds=1.0),
+            site.depot.offload(promote=False, lookup_seconds=1.0),
         )
         reader = site.engine(place, into, size.nbytes + GIB // 8, offload)
         keys, object_bytes = reader.keys(tokens), objects.HEADER_BYTES + size.chunk_bytes

@@ -260,7 +260,6 @@ class OffloadConfig(_Section, frozen=True, kw_only=True):
     lookup_seconds: Positive = 0.05
     get_seconds: Positive = 2.0
     call_seconds: Positive = 10.0
-    negative_seconds: NotNegative = 1.0
     failures: PositiveInt = 3
     retry_seconds: Positive = 1.0
     mooncake: MooncakeConfig = MooncakeConfig()

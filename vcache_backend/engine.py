@@ -229,18 +229,6 @@ class VCacheEngine:
         through: wait until they are written to the offload tier or dropped, too."""
         return self._session.flush(as_seconds(timeout), through)
 
-    def give_back(self) -> None:
-        """Take the segments that this engine has lent out of the pool, with all chunks in them,
-        whoever stored them.
-
-        Their memory is free once nobody has them mapped: this engine's own mapping ends with
-        `close`."""
-        for id_ in self._session.pool.lent:
-            try:
-                self._session.client.drop_segment(id_)
-            except VCacheError as error:
-                self._session.miss("give_back", error)
-
     def close(self) -> None:
         """Finish stores, unmap, disconnect. The segments and their chunks stay in the pool.
         Idempotent.

@@ -253,8 +253,6 @@ class Fetch:
     def _is_right(self, index: int, buffer: Buffer, nbytes: int) -> bool:
         bound, key = self._bound, self.keys[index]
         if nbytes <= 0:
-            if nbytes == 0:
-                bound.index.absent([key])
             self._stop(index, "absent" if nbytes == 0 else "store")
             return False
         try:
@@ -263,7 +261,6 @@ class Fetch:
             if bound.stats.failed("offload_bad") == 1:
                 log.error("a damaged or foreign object is removed from the store: %s", error)
             bound.store.forget(objects.name(key, self.epoch))
-            bound.index.absent([key])
             self._stop(index, "bad")
             return False
         return True

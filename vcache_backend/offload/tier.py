@@ -106,8 +106,7 @@ class OffloadTier(Index):
 
     def fetch(self, keys: Sequence[ChunkKey], epoch: int) -> Fetch | None:
         """Begin to read chunks stored in `epoch`; None if the store is not usable."""
-        self.note_epoch(epoch)
-        if self._reader is None or not keys or not self.may_have(keys[0]):
+        if self._reader is None or not keys or not self.usable:
             return None
         return self._reader.fetch(keys, epoch)
 

@@ -168,7 +168,6 @@ class Writer:
             later = keys[run + 1 :]
             if not leased.lease:
                 return []
-            self._bound.index.note_epoch(leased.epoch)
             sealed = self._sealed(keys[:run], leased, buffers)
             if self._client.release(leased.lease):
                 return sealed

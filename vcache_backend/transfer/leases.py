@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import msgspec
 
@@ -82,21 +81,10 @@ class AskedLease:
 
 
 class LeaseClient:
-    """Takes and ends the leases of one session. Any thread. note_epoch: called with the namespace's
-    epoch in each answer.
-    """
+    """Takes and ends the leases of one session. Any thread."""
 
-    def __init__(
-        self,
-        client: Client,
-        outbox: Outbox,
-        stats: EngineStats,
-        note_epoch: Callable[[int], None],
-    ) -> None:
-        self.client = client
-        self._outbox = outbox
-        self._stats = stats
-        self._note_epoch = note_epoch
+    def __init__(self, client: Client, outbox: Outbox, stats: EngineStats) -> None:
+        self.client, self._outbox, self._stats = client, outbox, stats
 
     def acquire(self, keys: list[ChunkKey]) -> Lease | None:
         """Lease the leading run of `keys` in the pool; None if it is empty. Raises VCacheError."""
@@ -116,7 +104,6 @@ class LeaseClient:
         `connection`. None if it grants no lease.
         """
         self._stats.add_time("acquire", time.monotonic() - asked)
-        self._note_epoch(leased.epoch)
         if not leased.lease:
             return None
         leased_keys, until = keys[: len(leased.locations)], asked + leased.seconds

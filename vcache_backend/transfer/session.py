@@ -95,7 +95,7 @@ class Session:
         self.on_stored: list[Callable[[list[ChunkKey]], None]] = [self._offer]
         """Called in the commit thread with this worker's chunks that others can now see."""
         self.committer = Committer(self.client, self.stats, self.on_stored)
-        self.leases = LeaseClient(self.client, self.committer, self.stats, self.note_epoch)
+        self.leases = LeaseClient(self.client, self.committer, self.stats)
         self.miss = self.stats.miss
         self.uploader: Uploader | None = None
         """Copies the offload tier's chunks from host memory into KV caches; None without a tier."""
@@ -207,16 +207,11 @@ class Session:
         if self.tier is not None:
             self.tier.offer(keys)
 
-    def note_epoch(self, epoch: int) -> None:
-        """Pass the namespace's epoch, as the server says, to the offload tier."""
-        if self.tier is not None:
-            self.tier.note_epoch(epoch)
-
     def fetch(self, keys: Sequence[ChunkKey]) -> Fetch | None:
         """Begin to read the leading chunks that the pool lacks from the offload tier. None if it
         has none. Cancel a fetch that is not used up.
         """
-        if self.tier is None or not keys or not self.tier.may_have(keys[0]):
+        if self.tier is None or not keys or not self.tier.usable:
             return None
         answer = self.client.present(list(keys))
         pooled = answer.present

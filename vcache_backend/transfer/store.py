@@ -63,7 +63,6 @@ def store(
     nbytes = places.kv.chunk_bytes(session.chunk_size)
     with stats.timed("reserve"):
         reserved = session.client.reserve([keys[chunk] for chunk in chunks], nbytes)
-    session.note_epoch(reserved.epoch)
     if fetched_in not in (None, reserved.epoch):
         # A reset came in between, so these chunks are outdated.
         if reserved.reservation:
