@@ -14,8 +14,7 @@ try:
     import msgspec
     import torch
 
-    from . import copies, engine, inplace_campaign, metadata, mooncake, turns
-    from .mooncake_store import missing
+    from . import copies, engine, inplace_campaign, metadata, turns
     from .results import Report, Row
 except ModuleNotFoundError as absent:
     sys.exit(
@@ -29,10 +28,9 @@ SUBJECTS: dict[str, Callable[[], list[Row]]] = {
     "copies": copies.run,
     "engine": engine.run,
     "inplace": inplace_campaign.run,
-    "mooncake": mooncake.run,
 }
-LONG = ("inplace", "mooncake")
-"""Subjects that run only where `--only` names them."""
+LONG = "inplace"
+"""The subject that runs only where `--only` names it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,8 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, msgspec.MsgspecError, LookupError, TypeError) as error:
         parser.error(f"argument --out: {options.out}: {error}")
     for name in options.only or SUBJECTS:
-        if why := _why_not(name, bool(options.only)):
-            print(f"{name}: skipped, {why}", file=sys.stderr)
+        if name == "copies" and not torch.cuda.is_available():
+            print("copies: skipped, no GPU here", file=sys.stderr)
+            continue
+        if name == LONG and not options.only:
+            print(f"{name}: skipped, it takes long: --only {name}", file=sys.stderr)
             continue
         print(f"{name}:", file=sys.stderr, flush=True)
         try:
@@ -66,15 +67,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             failed.append(name)
             traceback.print_exc()
     return int(bool(failed) or report.missed)
-
-
-def _why_not(name: str, asked: bool) -> str:
-    """Why a subject is not run here; empty if it is run. asked: `--only` names it."""
-    if name == "copies" and not torch.cuda.is_available():
-        return "no GPU here"
-    if name in LONG and not asked:
-        return f"it takes long: --only {name}"
-    return missing() if name == "mooncake" else ""
 
 
 if __name__ == "__main__":

@@ -103,14 +103,13 @@ def _check(made: Case, caches: list[torch.Tensor]) -> None:
 
 class InPlaceCase(NamedTuple):
     """A paged KV cache on `reader`, and blocks of another one, in memory that its owner exported.
-    rows, origins: see `Copier.pull`. halves: the same with every other block counted from a second
-    origin."""
+    rows, origins: see `Copier.pull`.
+    """
 
     reader: Device
     kv: PagedKV
     mapped: MappedSegment
     rows: Int64s
-    halves: Int64s
     origins: Int64s
     flat: torch.Tensor
 
@@ -118,15 +117,7 @@ class InPlaceCase(NamedTuple):
     def nbytes(self) -> int:
         return self.flat.numel()
 
-    def move(self, copier: CudaCopier, *, halves: bool = False) -> Completion:
-        if halves:
-            return copier.pull(
-                self.kv,
-                self.halves,
-                np.concatenate([self.origins, self.origins]),
-                None,
-                self.mapped,
-            )
+    def move(self, copier: CudaCopier) -> Completion:
         return copier.pull(self.kv, self.rows, self.origins, None, self.mapped)
 
     def engine(self) -> None:
@@ -156,21 +147,18 @@ def in_place_case(owner: Device, reader: Device, nbytes: int) -> InPlaceCase:
         order.permutation(blocks) * page_bytes,
         order.permutation(blocks + 7)[:blocks],
     )
-    halves = rows.copy()
-    halves[:, 0] = np.arange(blocks) % 2
     origins = (whole.data_ptr() + np.arange(layers, dtype=np.int64) * blocks * page_bytes)[None]
     flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    made = InPlaceCase(reader, kv, mapped, rows, halves, origins, flat)
-    for many in (False, True):
-        _check_in_place(made, many)
+    made = InPlaceCase(reader, kv, mapped, rows, origins, flat)
+    _check_in_place(made)
     return made
 
 
-def _check_in_place(made: InPlaceCase, halves: bool) -> None:
+def _check_in_place(made: InPlaceCase) -> None:
     """Every page must be the owner's."""
     for page in made.kv.pages:
         page.zero_()
-    if not made.move(CudaCopier(made.reader.ordinal or 0), halves=halves).wait(10):
+    if not made.move(CudaCopier(made.reader.ordinal or 0)).wait(10):
         raise RuntimeError("the copy did not end")
     there = made.mapped.tensor(0, made.nbytes).view(len(made.kv.pages), -1, made.kv.page_bytes)
     ids, places = (
@@ -298,30 +286,16 @@ def _peer(made: Case, name: str, floor: float) -> list[Row]:
 
 def _in_place(made: InPlaceCase) -> list[Row]:
     copier = CudaCopier(made.reader.ordinal or 0)
-    engine, one, two = interleaved(
-        [
-            lambda: engine_seconds(made.engine),
-            lambda: copier_seconds(lambda: made.move(copier)),
-            lambda: copier_seconds(lambda: made.move(copier, halves=True)),
-        ],
+    engine, ours = interleaved(
+        [lambda: engine_seconds(made.engine), lambda: copier_seconds(lambda: made.move(copier))],
         made.nbytes,
     )
     how = (
         "256 MiB out of a KV cache on the peer, where it lies, into scattered 64-KiB pages "
         "of 32 tensors"
     )
-    against = "reference: the copy engine, contiguous"
-    return [
-        row("inplace_copy_256MiB", "GB/s", one, engine, what=f"{how}; {against}", at_least=0.93),
-        row(
-            "inplace_copy_256MiB_2_origins",
-            "GB/s",
-            two,
-            engine,
-            what=f"{how}, from two origins in turn; {against}",
-            at_least=0.90,
-        ),
-    ]
+    what = f"{how}; reference: the copy engine, contiguous"
+    return [row("inplace_copy_256MiB", "GB/s", ours, engine, what=what, at_least=0.93)]
 
 
 def _one(

@@ -13,11 +13,15 @@
 #   short    short_tax in place                                                                     4 minutes; nothing beside it
 #   models   through a pool: Gemma 3, gpt-oss, Granite 4, LFM 2, Qwen3-Next; fp8, MLA, n-gram, tensor parallel 2   7 minutes
 #   death    whole vLLMs paused, stopped, starved and killed, in place and through a pool, with controls   5 minutes
-#   campaign live KV caches of two vLLMs, read by others while they are used again                  9 minutes
 #   copies   copies, engine, metadata server, turns                                                 2 minutes
 #   lmcache  TTFT, decoding and misses through LMCache                                              6 minutes
 #   decode   running requests beside loads, prefill apart, the death of an owner, in place          8 minutes
 #   serving  two servers, vLLM alone and in place, prefix repetition: RUNS=0,1,2                    7 minutes
+#   routed   two servers, vLLM alone and in place, in turn and behind vllm-router, small: ARMS=..., WORKLOADS=...   8 minutes; nothing beside it
+#   ranks    one server of two data parallel ranks, alone and in place: WORKLOADS=...               8 minutes; nothing beside it
+#
+# `routed` keeps its rows for the next call on the same machine: two calls may measure one system each (ARMS=alone:turn,alone:cache_aware16,
+# then ARMS=inplace:turn,inplace:cache_aware16), and the second one compares. The router's wheel is unpacked like the other parts.
 #
 # Within 30 minutes of device time: `unpack` in four calls, the first with `later tests` behind it; `equal`; `speed`; `short death+models`.
 # SECONDS_IN_ALL (560): when everything must be over. GRAPHS=1: nothing is compiled, CUDA graphs of decode steps alone, should vLLM not
@@ -31,6 +35,7 @@ case ${1:?"see the top of $0"} in
     shift; mkdir -p "$site" "$stay/parts"
     for file in "$@"; do
       case $file in
+        *.whl) python3 -m zipfile -e "$file" "$site" & ;;
         *.xz) tar xJf "$file" -C "$site" & ;;
         *) cp "$file" "$stay/parts/" ;;  # A piece of a file that is too large for one call: NAME.tar.xz.0, NAME.tar.xz.1
       esac
@@ -76,6 +81,7 @@ if calls not in ("tests", "copies"):
 if not tiny and "vllm" in names:
     names += ["vllm._C_stable_libtorch", "vllm.vllm_flash_attn._vllm_fa3_C"]
 names += ["lmcache"] if "equal" in calls or "lmcache" in calls else []
+names += ["vllm_router.launch_router", "vllm_router_rs"] if "routed" in calls else []
 problems = []
 for name in names:
     try:
@@ -104,7 +110,7 @@ ttft() {
   local name=$1 seconds=$2 parts=$3; shift 3
   bench "$name" "$seconds" vllm_ttft --only "$parts" --logs "$logs/$name" "$@" ${GRAPHS:+--graphs-only} ${TINY:+--scale tiny --rounds 1}
 }
-pool=(--integration vllm --isolated --pool-gib 8) in_place=(--integration vllm --share in_place --isolated)
+pool=(--integration vllm --pool-gib 8) in_place=(--integration vllm --share in_place)
 
 tests() {
   timeout $((until - SECONDS)) "$python" -m pytest -q -m gpu -n 6 --dist loadfile -p no:cacheprovider -p no:benchmark tests > "$out/tests.txt" 2>&1
@@ -113,7 +119,7 @@ tests() {
 equal() {
   local parts=agreeing,sensitive,flipped,equal
   ttft equal_in_place 500 $parts "${in_place[@]}" --scale beside &
-  ttft equal_pool 500 $parts,restart --integration vllm --isolated --scale beside &
+  ttft equal_pool 500 $parts,restart --integration vllm --scale beside &
   ttft equal_lmcache 500 $parts,restart --integration lmcache --scale beside &
   wait
 }
@@ -123,7 +129,7 @@ speed() {
 }
 short() { ttft short 300 short "${in_place[@]}" --kv-gib 6; }
 models() {
-  ttft models 550 gemma3,gptoss,state_mamba2,state_conv,state_gdn --integration vllm --isolated --pool-gib 4 --rounds 3 &
+  ttft models 550 gemma3,gptoss,state_mamba2,state_conv,state_gdn --integration vllm --pool-gib 4 --rounds 3 &
   ttft modes 550 fp8,mla,ngram,tp2 --integration vllm --scale beside --rounds 3 &
   wait
 }
@@ -132,17 +138,29 @@ death() {
   bench death_pool 180 inplace_campaign --level death_pool &
   wait
 }
-campaign() { bench campaign 440 inplace_campaign --level gpu; }
 copies() { "$python" -m benchmarks --only engine --only copies --only metadata --only turns --out "$out/copies.json" --commit "${COMMIT:-}" 2>&1 | tail -n 60; }
 lmcache() { ttft lmcache 500 ttft,tpot,miss --integration lmcache --kv-gib 6 --pool-gib 8 --rounds 7; }
 decode() { ttft decode 500 tpot,pd,death "${in_place[@]}" --kv-gib 6; }
 serving() {
-  bench serving 500 vllm_serving --systems alone,inplace --workloads prefix --runs "${RUNS:-0}" --memory 0.6 --logs "$logs/serving" ${TINY:+--scale tiny}
+  bench serving 500 vllm_serving --arms alone:turn,inplace:turn --workloads prefix --runs "${RUNS:-0}" --memory 0.6 --logs "$logs/serving" ${TINY:+--scale tiny}
 }
+# served NAME ARMS WORKLOADS [OPTION...]: rows of earlier calls on this machine are continued. Sizes are for 80 GiB a GPU and a short time.
+served() {
+  local name=$1 arms=$2 workloads=$3; shift 3
+  mkdir -p "$stay"; [ ! -f "$stay/$name.json" ] || cp "$stay/$name.json" "$out/"
+  [ -n "${TINY:-}" ] || set -- --memory 0.8 --prefixes 48 --fork-contexts 4 --contention-concurrency 24 --chat-conversations 80 --chat-turns 6 --chat-arrivals 8 --chat-thinking 2 "$@"
+  bench "$name" 500 vllm_serving --arms "$arms" --workloads "$workloads" --runs "${RUNS:-0}" --logs "$logs/$name" ${TINY:+--scale tiny} "$@"
+  [ ! -f "$out/$name.json" ] || cp "$out/$name.json" "$stay/"
+  sed -n '/^    *req\/s/,$p' "$logs/$name.txt"
+}
+routed() {
+  served routed "${ARMS:-alone:turn,alone:cache_aware16,inplace:turn,inplace:cache_aware16}" "${WORKLOADS:-fork,hot,contention,chat}"
+}
+ranks() { served ranks "${ARMS:-alone_dp:turn,inplace_dp:turn}" "${WORKLOADS:-chat,prefix,hot}"; }
 
 for beside in "$@"; do
   for call in ${beside//+/ }; do
-    [[ " tests equal speed short models death campaign copies lmcache decode serving " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
+    [[ " tests equal speed short models death copies lmcache decode serving routed ranks " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
     "$call" &
   done
   wait

@@ -5,10 +5,11 @@
 # rest, trimmed to what Hopper needs (FlashAttention 3 alone). All undefined torch symbols of these libraries are in torch 2.11.0's
 # (LMCache 0.5.6's are not). vLLM's own pin is torch 2.14; compiled and in place it ran beside 2.11 (2026-11-24).
 #
-#   benchmarks/gpu_pack.sh OUT_DIR     some 165 MiB in six files into OUT_DIR; about 10 minutes on two busy cores, 2 GB of scratch
+#   benchmarks/gpu_pack.sh OUT_DIR     some 190 MiB in seven files into OUT_DIR; about 10 minutes on two busy cores, 2 GB of scratch
 #     deps.tar.xz    LMCache with its CUDA kernels, msgspec, pyzmq, ...       fa3.tar.xz    FlashAttention 3
 #     c.tar.xz.0, c.tar.xz.1   vLLM's CUDA extension, 61 MiB, in two pieces, since one call carries 64 MiB with the checkout
 #     moe.tar.xz     kernels of mixtures of experts, FlashMLA                 vllm.tar.xz   vLLM's Python code
+#     vllm_router-0.1.17-*.whl   the router that benchmarks put before vLLM; deps has what it needs (orjson, setproctitle)
 #
 # The pack of 2026-11-25 was made by these commands, one after the other; as one script it has not run.
 # On the host: benchmarks/gpu_night.sh unpack FILE... puts them into /tmp/site; then PYTHONPATH=/tmp/site.
@@ -45,5 +46,6 @@ for part in deps fa3 c moe vllm; do
   [ -f "$work/$part.tar.xz" ] || { tar cf - -C "$work/$part" . | xz -T1 -3 > "$work/$part.tmp"; mv "$work/$part.tmp" "$work/$part.tar.xz"; }
   [ "$part" = c ] || cp "$work/$part.tar.xz" "$out/"
 done
+python3 -m pip download -q "${target[@]}" -d "$out" vllm-router==0.1.17
 split -b 54m -d -a 1 "$work/c.tar.xz" "$out/c.tar.xz."
 ls -l "$out"

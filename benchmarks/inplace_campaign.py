@@ -1,7 +1,7 @@
 """Does a load out of another instance's live KV cache ever bring a wrong byte, though blocks are
 used again all the time?
 
-    python -m benchmarks.inplace_campaign [--level cpu|vllm|gpu] [--loads N] [--seed N]
+    python -m benchmarks.inplace_campaign [--level cpu|death|death_pool] [--loads N] [--seed N]
                                           [--control WHAT] [--out FILE]
 
 `cpu`: one metadata server, owners whose blocks are constantly handed out and rewritten, and readers
@@ -10,22 +10,15 @@ each byte is compared (`inplace_instance`). They pause themselves at every step 
 stopped and killed at any moment, and start again under other names; the server is killed and
 stopped, too. One seed gives the same decisions again, but not the same timing.
 
-`vllm`: whole vLLMs on the CPU, each an owner and a reader, with so few KV blocks that these are
-constantly used again. Tokens and log probabilities of each answer are compared with those of a vLLM
-that shares nothing (`vllm.campaign`).
-
-`gpu`: owners are live vLLMs on two GPUs, or a tiny one on the CPU. Readers do not run vLLM; they
-compare what they load with checksums from the owners (`inplace_live`).
-
-`death`, `death_pool`: whole vLLMs, on GPUs if there are any, that share in place or through a pool.
-Readers pause between the launch of most loads and their verdicts; all of them, and the server,
-are stopped, starved and killed. No answer may be wrong, and no engine may end or leave a request
-without an answer.
+`death`, `death_pool`: whole vLLMs, on GPUs if there are any, that share in place or through a pool,
+with so few KV blocks that these are constantly used again. Readers pause between the launch of most
+loads and their verdicts; all of them, and the server, are stopped, starved and killed. Tokens and
+log probabilities of each answer are compared with those of a vLLM that shares nothing
+(`vllm.campaign`); no engine may end or leave a request without an answer.
 
 Controls run the same with one rule broken: readers ignore the generations after a copy; owners
 change generations only after writing, or publish before writing. There wrong bytes must be seen, or
-the zeros above prove nothing. Another control runs vLLMs without any connector, to tell apart
-faults of their own prefix caches (vLLM #37164)."""
+the zeros above prove nothing."""
 
 from __future__ import annotations
 
@@ -74,7 +67,6 @@ def measure(
             add(rows(result, loads or level.loads, name, level))
         for one in [control] if control else level.controls:
             result = run_control(one, seed, level=level, shared=shared)
-            wrong += result.wrong if one == "no connector" else []
             add([control_row(one, result, name)])
     return wrong
 

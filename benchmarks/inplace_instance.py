@@ -39,9 +39,9 @@ from vcache_backend.vram_pool.exports.host_memory import HostExportable
 
 from .forked import Counts
 from .inplace_blocks import BlockPool
-from .kv import BLOCK_SIZE
 from .kv_content import content, mix
 
+BLOCK_SIZE = 16
 LAYERS, HEADS, DIM = 2, 2, 16
 PLANES = 2 * LAYERS
 WORDS = BLOCK_SIZE * HEADS * DIM * 2 // 8
@@ -53,13 +53,11 @@ BLOCKS = 8 * MOST_CHUNKS * EACH
 FAMILIES = 12
 """Families of prompts. Prompts of one family are prefixes of one another."""
 POISON = 0x5A5A5A5A5A5A5A5A
-CLOCK_SECONDS = 0.01
-"""How much earlier than the clock a file's time may be."""
 OFTEN = 20
 """How many times as often an owner stops itself at rare steps."""
 
 Role = Literal["owner", "reader", "vllm"]
-Control = Literal["", "no verdict", "counted late", "published early", "no connector"]
+Control = Literal["", "no verdict", "counted late", "published early"]
 
 
 class Settings(msgspec.Struct, frozen=True):

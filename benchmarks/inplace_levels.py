@@ -75,27 +75,6 @@ CPU = Level(
 )
 
 
-def whole_requests() -> Level:
-    """Real vLLM on the CPU."""
-    from .vllm import campaign as vllm
-
-    prepare_host(cpu=True)
-    return Level(
-        life=vllm.live,
-        counts={"vllm": 3},
-        mishaps={"vllm killed": 1, "vllm stopped": 30, "server killed": 1, "server stopped": 2},
-        stops=0.01,
-        loads=1000,
-        reuse_hits=0.05,
-        controls=("no verdict", "no connector"),
-        control_loads=400,
-        control_seconds=240.0,
-        seconds=900.0,
-        silence=240.0,
-        prepare=vllm.prepare,
-    )
-
-
 def death(lends: int = 0) -> Level:
     """Real vLLMs, on GPUs if there are any, that are paused, stopped, starved and killed around
     their loads, as is the server. lends: see `Settings`.
@@ -132,41 +111,8 @@ def death(lends: int = 0) -> Level:
     )
 
 
-def live_caches() -> Level:
-    """KV caches of live vLLMs (two on two GPUs, or one on the CPU), and readers that do not run
-    vLLM. Its time includes vLLM's start.
-    """
-    from . import inplace_live as caches
-
-    on_gpus = torch.cuda.is_available()
-    prepare_host(cpu=not on_gpus)
-    return Level(
-        life=caches.live,
-        counts={"owner": 2, "reader": 24} if on_gpus else {"owner": 1, "reader": 2},
-        mishaps={
-            "owner killed": 1,
-            "reader killed": 8,
-            "owner stopped": 90,
-            "reader stopped": 100,
-            "server killed": 5,
-            "server stopped": 8,
-        },
-        stops=0.001,
-        loads=20_000,
-        reuse_hits=0.05,
-        controls=("no verdict",),
-        control_loads=1000,
-        control_seconds=120.0,
-        seconds=540.0,
-        silence=300.0,
-        prepare=caches.prepare,
-    )
-
-
 LEVELS: dict[str, Callable[[], Level]] = {
     "cpu": lambda: CPU,
-    "vllm": whole_requests,
-    "gpu": live_caches,
     "death": death,
     "death_pool": lambda: death(LENT),
 }

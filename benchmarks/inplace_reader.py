@@ -29,7 +29,6 @@ from vcache_backend.vram_pool.paged import Int64s, PagedKV
 from .forked import begin
 from .inplace_instance import (
     EACH,
-    FAMILIES,
     POISON,
     Instance,
     Outcomes,
@@ -37,7 +36,6 @@ from .inplace_instance import (
     Settings,
     Told,
     Written,
-    prompt,
     what,
 )
 
@@ -53,8 +51,6 @@ PATIENCE_SECONDS = 60.0
 class Reader(Instance):
     """Loads chunks, compares them, and publishes its copies for others."""
 
-    each = EACH
-
     def __init__(self, settings: Settings, dice: random.Random) -> None:
         super().__init__(settings, dice)
         self.session.copier = Slowly(self.session.copier, self, SLOW, SLOW_SECONDS)
@@ -68,9 +64,8 @@ class Reader(Instance):
         keys, outcomes = self.some_prompt(), self.told.outcomes
         found = self._look_up(keys)
         self.step("looked up")
-        count, runs = choose(found, self.tables, self.each)
+        count, runs = choose(found, self.tables, EACH)
         chosen = by_chunk(runs)
-        count = self.checkable(count, chosen)
         if not count:
             outcomes.misses += 1
             return
@@ -107,7 +102,7 @@ class Reader(Instance):
             outcomes.reuse_hits += 1
             changed = [chosen.get(number) for number in range(loaded, loaded + refused)]
             outcomes.differed += bool(
-                self.wrong(keys[loaded : loaded + refused], blocks[loaded * self.each :], changed)
+                self.wrong(keys[loaded : loaded + refused], blocks[loaded * EACH :], changed)
             )
         if nbytes := self.wrong(
             keys[:loaded], blocks, [chosen.get(number) for number in range(loaded)]
@@ -118,8 +113,8 @@ class Reader(Instance):
         elif loaded:
             self.publish(
                 keys[:loaded],
-                blocks[: loaded * self.each],
-                generations[: loaded * self.each],
+                blocks[: loaded * EACH],
+                generations[: loaded * EACH],
                 Written(over=True),
             )
         self.pool.free_blocks(blocks)
@@ -136,10 +131,6 @@ class Reader(Instance):
             time.sleep(OFFLINE_SECONDS)
             return old or Found(b"", [], [])
         return found
-
-    def checkable(self, count: int, chosen: Mapping[int, Replica]) -> int:
-        """How many of these leading chunks can be told right from wrong: all."""
-        return count
 
     def poison(self, blocks: Sequence[int]) -> None:
         """Fill the blocks with poison, so that bytes that a copy does not write are noticed."""
@@ -160,44 +151,22 @@ class Reader(Instance):
         )
 
     def describe(
-        self,
-        keys: Sequence[ChunkKey],
-        blocks: Sequence[int],
-        chosen: Mapping[int, Replica],
-        number: int | None = None,
+        self, keys: Sequence[ChunkKey], blocks: Sequence[int], chosen: Mapping[int, Replica]
     ) -> str:
-        """A description of chunk `number`, or of the first wrong one. Call it before anything
-        overwrites the blocks.
-        """
-        if number is None:
-            number = next(
-                n for n, key in enumerate(keys) if self.wrong([key], blocks[n * EACH :], ())
-            )
+        """A description of the first wrong chunk. Call it before anything overwrites the blocks."""
+        number = next(n for n, key in enumerate(keys) if self.wrong([key], blocks[n * EACH :], ()))
         got = self.words[:, blocks[number * EACH : (number + 1) * EACH]]
         instance, theirs, generations = chosen[number]
         view = self.tables.view(instance)
         ids = np.frombuffer(theirs, dtype="<u4")
         now = "gone" if view is None else view.counters[ids].tolist()
-        said = [
-            f"process {os.getpid()}: chunk {number} of {len(keys)}, key {bytes(keys[number]).hex()}"
-        ]
-        said += [
-            (
-                f"in {instance.hex()}'s blocks {ids.tolist()}, generations "
-                f"{np.frombuffer(generations, dtype='<u8').tolist()}"
-            )
-        ]
-        said += [
-            (
-                f"which are now {now}; {int((got == POISON).sum())} of {got.size} words are "
-                f"poison, {int((got == 0).sum())} zero"
-            )
-        ]
-        for family in range(FAMILIES):
-            for at, key in enumerate(prompt(self.hasher, family)):
-                if same := int((got == what(key)).sum()):
-                    said.append(f"{same} prompt {family}'s chunk {at}")
-        return ", ".join(said)
+        return (
+            f"process {os.getpid()}: chunk {number} of {len(keys)}, key "
+            f"{bytes(keys[number]).hex()}, in {instance.hex()}'s blocks {ids.tolist()}, "
+            f"generations {np.frombuffer(generations, dtype='<u8').tolist()}, now {now}; "
+            f"{int((got == POISON).sum())} of {got.size} words are poison, "
+            f"{int((got == 0).sum())} zero"
+        )
 
 
 class Slowly:

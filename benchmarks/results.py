@@ -179,8 +179,8 @@ class Report:
     again is replaced.
     """
 
-    def __init__(self, path: Path | None, commit: str = "", suffix: str = "") -> None:
-        self._path, self._commit, self._suffix = path, commit, suffix
+    def __init__(self, path: Path | None, commit: str = "") -> None:
+        self._path, self._commit = path, commit
         self.rows: dict[str, Row] = {}
         if path is not None and path.exists():
             self.rows = {row.case: row for row in read(path)}
@@ -196,7 +196,7 @@ class Report:
 
     def add(self, rows: Sequence[Row]) -> None:
         """Print them and write the file."""
-        for row in [msgspec.structs.replace(row, case=row.case + self._suffix) for row in rows]:
+        for row in rows:
             self.rows[row.case] = row
             print("  " + line(row), flush=True)
         if self._path is not None:

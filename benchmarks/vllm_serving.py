@@ -1,28 +1,31 @@
-"""vLLM servers under load, requests to each in turn: what does sharing their KV bring?
+"""vLLM servers under load: what does sharing their KV bring, and what a router before them?
 
-    python3 -m benchmarks.vllm_serving --out FILE --trace mooncake-conversation.jsonl
-                                       [--systems alone,inplace]
+    python3 -m benchmarks.vllm_serving --out FILE --arms alone:turn,alone:cache_aware16,inplace:turn
+                                       --workloads fork,hot [--trace mooncake-conversation.jsonl]
 
 Real OpenAI servers, one a GPU, of a model with the shape of Llama-3.1-8B and dummy weights; prompts
 are token ids, answers have a fixed length. Every system has the same VRAM for KV: what vcache lends
 to the pool its vLLM does without; in place it is all vLLM's.
 
-Workloads: `prefix`, the requests of `vllm bench serve --dataset-name prefix_repetition` (sent by a
-client of ours: vLLM's needs a tokenizer and knows one address), so many at a time; `trace`,
-conversations of Mooncake's trace at their times, scaled; `unfiltered`, a part of that trace as it
-is, so many at a time. The servers start empty, are warmed up with prompts nobody asks again, and
-are ended after the last workload. Each of `--runs` has other prompts, and finds caches full of what
-nobody asks for.
+An arm is a system and the policy that distributes its requests: `turn`, `least` (to the server with
+the fewest in flight), or the real `vllm-router` with `cache_aware`, with its threshold behind it,
+or `kv_aware`. The systems with `_dp` are one server with data parallel ranks.
 
-Rows are written after every workload of every system. Comparisons need ours and the other's rows of
-the same workload and runs in the file, which may be of two calls. Four servers: `--gpus 0,1,2,3`.
-`--scale tiny` runs the same on the CPU, for the sake of the script."""
+Workloads are in `serving.workloads` and `serving.trace`. Every arm gets the same prompts, with
+empty caches and a new router. The servers of a system are warmed up with prompts nobody asks again,
+and end after the last workload. Each of `--runs` has other prompts; rows are their medians.
+
+Rows are written after every workload of every arm. `routed_*` and `dp_*` rows compare; they need
+both arms in the file, or in a file named by `--with`. `--scale tiny` runs the same on the CPU, for
+the sake of the script."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gc
+import json
 import signal
 import sys
 import tempfile
@@ -33,45 +36,58 @@ from typing import NamedTuple
 
 import msgspec
 
+from .options import end_in_time, names_of, parser
 from .processes import ChildFailed
-from .results import Clock, Report, write
-from .serving.client import Job, Run
+from .results import Clock, Report, none, read
+from .serving.client import Balancer, Job, Run
+from .serving.router import POLICIES, Arm, Way, check_installed, way
 from .serving.servers import START_SECONDS, Servers
-from .serving.summary import compared, figures, of_runs, raw_rows
+from .serving.summary import Counted, Figures, case, compared, rows_of, tables
 from .serving.systems import MODEL, SIZES, SYSTEMS, Sizes, memory
+from .serving.trace import conversations, unfiltered
 from .serving.workloads import (
-    WORKLOADS,
     Ceilings,
+    Phase,
     Plan,
     Request,
-    Tokens,
     ceilings,
-    describe,
+    chat,
+    cold,
+    contention,
+    fork,
+    hot,
+    prefix_repetition,
     warm_up,
 )
 from .vllm.weights import write_model
-from .vllm_ttft import common_options, end_in_time, names_of
 
+WORKLOADS = {
+    "prefix": prefix_repetition,
+    "trace": conversations,
+    "unfiltered": unfiltered,
+    "hot": hot,
+    "fork": fork,
+    "contention": contention,
+    "cold": cold,
+    "chat": chat,
+}
 WARM_SECONDS, LOAD_SECONDS, LEAST_SECONDS = 60.0, 300.0, 20.0
-"""When the warm-up and a workload are cut: what is not answered by then is an error. With less left
-than the last, none is begun.
+"""When the warm-up and a phase are cut: what is not answered by then is an error. With less left
+than the last, no workload is begun.
 """
 SETTLES = 0.5
-"""Seconds after a warm-up round: what it left is stored in the background."""
+"""Seconds after a warm-up round or a reset: what it left is stored in the background."""
 PLANNED = tuple(
-    name
-    for name in Plan.__struct_fields__
-    if name not in ("vocabulary", "block", "warm", "servers")
+    name for name in Plan.__struct_fields__ if name not in ("vocabulary", "block", "warm")
 )
 
 
-class Workload(NamedTuple):
-    """asked: server, body, at, of each of `requests`. name: of the rows."""
+class Load(NamedTuple):
+    """One run of a workload. jobs: of each phase."""
 
     name: str
-    run: int
-    requests: list[Request]
-    asked: list[tuple[int, bytes, float | None]]
+    phases: list[Phase]
+    jobs: list[list[Job]]
     what: str
     ceilings: Ceilings
 
@@ -79,117 +95,151 @@ class Workload(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the module's text. 1 if a row missed its limit or a system failed."""
     options = _options(arguments)
+    if not options.json:
+        return _run(options, Report(options.out, options.commit))
+    report = Report(options.out, options.commit)
+    with contextlib.redirect_stdout(sys.stderr):
+        code = _run(options, report)
+    print(json.dumps([msgspec.to_builtins(row) for row in report.rows.values()], indent=1))
+    return code
+
+
+def _run(options: argparse.Namespace, report: Report) -> int:
     end_in_time(options.seconds)
-    sizes, clock, report = (
-        _sizes(options),
-        Clock(options.seconds),
-        Report(options.out, options.commit),
-    )
-    workloads = [
-        _workload(name, sizes.plan, run) for run in options.runs for name in options.workloads
-    ]
-    gc.collect()
-    gc.freeze()
+    sizes, clock, failed = _sizes(options), Clock(options.seconds), list[str]()
+    loads = dict[str, list[Load]]()
+    for file in options.earlier:
+        report.rows |= {row.case: row for row in read(file)}
+    check_installed(options.arms)
     folder = options.logs or Path(tempfile.mkdtemp(prefix="vcache-serving-logs-"))
     folder.mkdir(parents=True, exist_ok=True)
     print(f"logs in {folder}", flush=True)
-    model, failed = write_model(options.cache / f"model_{sizes.scale.name}", sizes.scale), []
+    model = write_model(options.cache / f"model_{sizes.scale.name}", sizes.scale)
     more = dict(setting.removeprefix("vcache.").split("=", 1) for setting in options.set)
-    for system in options.systems:
+    for system in dict.fromkeys(arm.system for arm in options.arms):
         if why := SYSTEMS[system].gpu_only if sizes.scale.cpu else "":
             print(f"{system} is left out: {why}", flush=True)
             continue
+        arms = [arm for arm in options.arms if arm.system == system]
+        own = msgspec.structs.replace(sizes, kv_events=any(a.policy == "kv_aware" for a in arms))
         try:
             clock.check(LEAST_SECONDS)
-            with Servers(
-                system, sizes, options.gpus, model, folder, options.cache, more
-            ) as servers:
-                _measure(system, servers, sizes, workloads, clock, report, folder)
+            with Servers(system, own, options.gpus, model, folder, options.cache, more) as servers:
+                # While the servers start.
+                loads = loads or _loads(options.workloads, sizes, options.runs)
+                _start(servers, own, clock)
+                for name, runs in loads.items():
+                    for arm in arms:
+                        clock.check(LEAST_SECONDS)
+                        _measure(arm, servers, own, runs, clock, report, folder)
+                    report.add(compared(report.rows, name))
         except Exception as error:  # noqa: BLE001 - the other systems' rows count
             failed.append(system)
             print(f"{system}: FAILED: {type(error).__name__}: {error}", flush=True)
     signal.alarm(0)
-    print(report.table())
+    for name in options.workloads:
+        if not options.arms:
+            report.add(compared(report.rows, name))
+        print(tables(report.rows, name))
     print(f"{clock.spent:.0f} s{'; failed: ' + ', '.join(failed) if failed else ''}", flush=True)
     return int(bool(failed) or report.missed)
 
 
-def _workload(name: str, plan: Plan, run: int) -> Workload:
+def _loads(names: Sequence[str], sizes: Sizes, runs: Sequence[int]) -> dict[str, list[Load]]:
+    loads = {name: [_load(name, sizes, run) for run in runs] for name in names}
+    gc.collect()
+    gc.freeze()
+    return loads
+
+
+def _load(name: str, sizes: Sizes, run: int) -> Load:
     """run: each has a seed of its own."""
-    plan = msgspec.structs.replace(plan, seed=plan.seed + run)
-    requests = WORKLOADS[name](plan)
-    made = [(each.server, _body(each.tokens, plan), each.at) for each in requests]
-    case_ = f"{name}_x{plan.servers}" if plan.servers != 2 else name
-    return Workload(
-        case_, run, requests, made, describe(name, plan, requests), ceilings(requests, plan.block)
-    )
+    plan = msgspec.structs.replace(sizes.plan, seed=sizes.plan.seed + run)
+    phases, what = WORKLOADS[name](plan)
+    jobs = [
+        [Job(_body(each), each.at, each.conversation) for each in phase.requests]
+        for phase in phases
+    ]
+    return Load(name, phases, jobs, what, ceilings(phases, plan.block, sizes.instances))
 
 
-def _body(tokens: Tokens, plan: Plan) -> bytes:
+def _body(request: Request) -> bytes:
     asked = {
         "model": MODEL,
-        "prompt": tokens.tolist(),
-        "max_tokens": plan.output,
+        "prompt": request.tokens.tolist(),
+        "max_tokens": request.output,
         "temperature": 0,
         "ignore_eos": True,
+        **({"allowed_token_ids": [request.answer]} if request.answer >= 0 else {}),
     }
     return msgspec.json.encode(asked | {"stream": True, "stream_options": {"include_usage": True}})
 
 
+def _start(servers: Servers, sizes: Sizes, clock: Clock) -> None:
+    """Wait for the servers, and warm them up. Raises ChildFailed for servers that do not start, or
+    share nothing.
+    """
+    took = servers.wait(min(START_SECONDS, clock.left))
+    print(f"{servers.name}: {len(servers.ports)} servers up after {took:.0f} s", flush=True)
+    for error in _warm(servers.ports, sizes.plan)[:3]:
+        print(f"{servers.name}: warm-up: {error}", flush=True)
+    system = SYSTEMS[servers.name]
+    if system.ours and not system.ranks and not servers.counters()["external"]:
+        raise ChildFailed(
+            f"{servers.name} shares nothing: in the warm-up no server hit what another one has; "
+            f"{servers.said()}"
+        )
+
+
 def _measure(
-    system: str,
+    arm: Arm,
     servers: Servers,
     sizes: Sizes,
-    workloads: Sequence[Workload],
+    runs: Sequence[Load],
     clock: Clock,
     report: Report,
     folder: Path,
 ) -> None:
-    """Raises ChildFailed for servers that do not start or end, OutOfTime; rows of workloads before
-    that stay.
-    """
-
-    def say(text: str) -> None:
-        print(f"{clock.spent:4.0f} s  {system:8} {text}", flush=True)
-
-    took = servers.wait(min(START_SECONDS, clock.left))
-    say(f"{len(servers.ports)} servers up after {took:.0f} s, {memory(system, sizes)}")
-    for error in _warm(servers.ports, sizes.plan)[:3]:
-        say(f"warm-up: {error}")
-    if SYSTEMS[system].ours and not servers.counters()["external"]:
-        raise ChildFailed(
-            f"{system} shares nothing: in the warm-up no server hit what another one has; "
-            f"{servers.said()}"
+    """All runs of one workload through one arm. Raises ChildFailed, OutOfTime."""
+    name, found, undecoded = runs[0].name, list[Figures](), 0
+    for load in runs:
+        servers.reset()
+        time.sleep(SETTLES)
+        with way(arm, servers, sizes.scale.block, folder) as to:
+            before = servers.counters()["preemptions"]
+            found.append(_answered(to, servers, load, clock))
+            preempted = servers.counters()["preemptions"] - before
+            undecoded += to.undecoded
+        print(
+            f"{clock.spent:4.0f} s  {arm.name} {name}: {found[-1].throughput:.2f} requests/s in "
+            f"{found[-1].duration:.1f} s, {found[-1].errors} errors, hit rate "
+            f"{found[-1].hit_rate:.3f} of {load.ceilings.shared:.3f}, {preempted:.0f} preemptions",
+            flush=True,
         )
-    for work in workloads:
-        clock.check(LEAST_SECONDS)
-        name = work.name
+    label = f"{SYSTEMS[arm.system].label}, {arm.said}"
+    label += ", KV events published" if sizes.kv_events else ""
+    what = runs[0].what + "".join(f" and {load.what.rpartition(' ')[2]}" for load in runs[1:])
+    rows = rows_of(arm.name, name, found, label, memory(arm.system, sizes), what)
+    if arm.policy == "kv_aware":
+        text = f"{label}: KV events that the router did not understand"
+        rows.append(none(case(arm.name, name, "undecoded_events"), "events", undecoded, text))
+    report.add(rows)
+
+
+def _answered(to: Way, servers: Servers, load: Load, clock: Clock) -> Figures:
+    """One run of a workload, phase by phase."""
+    counted = Counted()
+    for phase, jobs in zip(load.phases, load.jobs, strict=True):
+        if phase.restart:
+            servers.restart(min(START_SECONDS, clock.left))
         before = servers.counters()
-        run = Run([Job(servers.ports[server], body, at) for server, body, at in work.asked])
-        asyncio.run(run.go(sizes.plan.concurrency, min(LOAD_SECONDS, clock.left)))
-        write(
-            folder / f"answers_{system}_{name}_{work.run}.json",
-            {"answers": msgspec.to_builtins(run.answers)},
-        )
+        run = Run(jobs, to.balancer)
+        asyncio.run(run.go(phase.concurrency, min(phase.seconds or LOAD_SECONDS, clock.left)))
         for error in sorted({answer.error for answer in run.answers if answer.error})[:3]:
-            say(f"{name}: {error}")
-        after, known = servers.counters(), work.ceilings
-        found = figures(run.answers, before, after)
-        say(
-            f"{name}: {found.throughput:.2f} requests/s in {found.duration:.1f} s, "
-            f"{found.errors} errors, hit rate "
-            f"{found.hit_rate:.3f} (ceiling {known.shared:.3f}, one a server "
-            f"{known.single:.3f}, {known.unique:,} tokens in all), "
-            f"{after['preemptions'] - before['preemptions']:.0f} preemptions"
-        )
-        report.add(
-            of_runs(
-                report.rows,
-                work.run,
-                raw_rows(system, name, found, known, work.what, memory(system, sizes)),
-            )
-        )
-        report.add(compared(report.rows, name))
+            print(f"  {load.name}: {error}", flush=True)
+        if phase.counted:
+            counted.add(run.answers, bool(phase.seconds), before, servers.counters())
+    return counted.figures(load.ceilings)
 
 
 def _warm(ports: Sequence[int], plan: Plan) -> list[str]:
@@ -199,12 +249,8 @@ def _warm(ports: Sequence[int], plan: Plan) -> list[str]:
     prompts, errors = warm_up(plan), []
     for turn in range(4):
         half = prompts[turn // 2 :: 2]
-        run = Run(
-            [
-                Job(ports[(index + turn) % len(ports)], _body(tokens, plan))
-                for index, tokens in enumerate(half)
-            ]
-        )
+        shifted = [ports[(index + turn) % len(ports)] for index in range(len(ports))]
+        run = Run([Job(_body(request)) for request in half], Balancer(shifted))
         asyncio.run(run.go(len(half), WARM_SECONDS / 4))
         errors += [answer.error for answer in run.answers if answer.error]
         time.sleep(SETTLES)
@@ -214,64 +260,84 @@ def _warm(ports: Sequence[int], plan: Plan) -> list[str]:
 def _sizes(options: argparse.Namespace) -> Sizes:
     """The scale's, with what was asked for otherwise."""
     sizes = SIZES[options.scale]
-    plan = {name: value for name in PLANNED if (value := getattr(options, name)) is not None}
-    return msgspec.structs.replace(
+    given = {name: value for name in PLANNED if (value := getattr(options, name)) is not None}
+    plan = msgspec.structs.replace(sizes.plan, **given)
+    sizes = msgspec.structs.replace(
         sizes,
         kv_bytes=int(sizes.kv_bytes * options.memory),
         pool_bytes=int(sizes.pool_bytes * options.memory),
         host_gib=sizes.host_gib * options.memory,
+        instances=len(options.gpus),
         one_gpu=len(set(options.gpus)) == 1,
-        plan=msgspec.structs.replace(sizes.plan, **plan, servers=len(options.gpus)),
     )
+    if not plan.contention_documents:
+        document = (plan.contention_tokens + plan.suffix) * sizes.scale.token_bytes
+        many = max(2, sizes.all_kv_bytes * 3 // 2 // document)
+        plan = msgspec.structs.replace(plan, contention_documents=many)
+    return msgspec.structs.replace(sizes, plan=plan)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="vllm_serving",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    made = parser("vllm_serving", __doc__, 540.0)
+    made.add_argument(
+        "--arms",
+        type=_arms,
+        default="alone:turn,inplace:turn",
+        help=f"SYSTEM:POLICY with commas between; systems: {', '.join(SYSTEMS)}; policies: "
+        f"{', '.join(POLICIES)}; '': only compare and print (default: %(default)s)",
     )
-    common_options(parser, 540.0)
-    parser.add_argument(
-        "--systems", type=names_of(SYSTEMS), default=list(SYSTEMS), help=f"of {', '.join(SYSTEMS)}"
-    )
-    parser.add_argument(
+    made.add_argument(
         "--workloads",
         type=names_of(WORKLOADS),
-        default=list(WORKLOADS),
+        default=["prefix", "hot", "fork", "contention", "chat"],
         help=f"of {', '.join(WORKLOADS)}",
     )
-    parser.add_argument("--scale", choices=SIZES, default="full")
-    parser.add_argument(
+    made.add_argument(
+        "--with",
+        dest="earlier",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a result file of an earlier call, to compare with",
+    )
+    made.add_argument("--json", action="store_true", help="print the rows as JSON, no tables")
+    made.add_argument("--scale", choices=SIZES, default="full")
+    made.add_argument(
         "--gpus",
         type=_numbers,
         default=[0, 1],
         help="one for each server; 0,0: two on one GPU; default: 0,1",
     )
-    parser.add_argument(
+    made.add_argument(
         "--memory",
         type=float,
         default=1.0,
         help="of the scale's KV caches and host memory; default: all",
     )
-    parser.add_argument(
+    made.add_argument(
         "--runs",
         type=_numbers,
         default=[0],
         help="numbers of the runs to make, each with other prompts; default: 0",
     )
-    load = parser.add_argument_group(
-        "workloads, see `serving.workloads.Plan`; default: the scale's"
-    )
+    load = made.add_argument_group("workloads, see `serving.workloads.Plan`; default: the scale's")
     for name in PLANNED:
         kind = type(getattr(SIZES["full"].plan, name))
         load.add_argument(f"--{name.replace('_', '-')}", type=kind)
-    options = parser.parse_args(arguments)
+    options = made.parse_args(arguments)
     if len(options.gpus) < 2:
-        parser.error(f"it takes two servers, and --gpus names a GPU for {len(options.gpus)}")
+        made.error(f"it takes two servers, and --gpus names a GPU for {len(options.gpus)}")
     if {"trace", "unfiltered"} & set(options.workloads) and not options.trace:
-        parser.error("the workloads `trace` and `unfiltered` need --trace FILE")
+        made.error("the workloads `trace` and `unfiltered` need --trace FILE")
     return options
+
+
+def _arms(text: str) -> list[Arm]:
+    try:
+        return [Arm.parse(each) for each in text.split(",") if each]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _numbers(text: str) -> list[int]:

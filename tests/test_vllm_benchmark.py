@@ -72,12 +72,7 @@ def test_a_result_file_is_continued_and_a_case_measured_again_replaces_the_old(
         [row("a", "ms", [1.0], 1.0, what=""), row("b", "ms", [2.0], 1.0, what="")]
     )
     Report(path, "two").add([row("b", "ms", [3.0], 1.0, what="")])
-    Report(path, "two", "_again").add([row("b", "ms", [4.0], 1.0, what="")])
-    assert [(row.case, row.value) for row in read(path)] == [
-        ("a", 1.0),
-        ("b", 3.0),
-        ("b_again", 4.0),
-    ]
+    assert [(row.case, row.value) for row in read(path)] == [("a", 1.0), ("b", 3.0)]
     assert json.loads(path.read_text())["commit"] == "two"
 
 

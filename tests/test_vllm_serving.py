@@ -19,21 +19,11 @@ NEEDED = (
 @pytest.mark.skipif(bool(missing(NEEDED)), reason=missing(NEEDED) or "vLLM is here")
 @pytest.mark.timeout(900)
 def test_two_servers_answer_on_the_cpu(tmp_path: Path) -> None:
-    """vLLM alone, whole answers only, and hits at most as the ceiling has it; how fast is nobody's
-    concern.
+    """vLLM alone in turn: whole answers only, and hits at most as the ceiling has it; how fast is
+    nobody's concern.
     """
-    arguments = [
-        "--scale",
-        "tiny",
-        "--systems",
-        "alone",
-        "--workloads",
-        "prefix",
-        "--prefixes",
-        "4",
-        "--repeats",
-        "4",
-    ]
+    arguments = ["--scale", "tiny", "--arms", "alone:turn", "--workloads", "prefix,chat"]
+    arguments += ["--prefixes", "4", "--repeats", "4"]
     arguments += ["--seconds", "840", "--commit", "x"]
     arguments += [
         "--out",
@@ -47,7 +37,11 @@ def test_two_servers_answer_on_the_cpu(tmp_path: Path) -> None:
     with forking("benchmarks.vllm_serving", arguments, tmp_path / "log", apart) as script:
         assert script.answer(880) == 0, script.log
     found = {row["case"]: row for row in json.loads((tmp_path / "r.json").read_text())["rows"]}
-    assert found["vllm_serving_alone_prefix_errors"]["value"] == 0
-    hit = found["vllm_serving_alone_prefix_hit_rate"]
-    assert 0 < hit["value"] <= hit["reference"]
-    assert hit["value"] == pytest.approx(found["vllm_serving_alone_prefix_hit_rate_own"]["value"])
+    for workload in ("prefix", "chat"):
+        rows = {
+            name: found[f"vllm_serving_alone_turn_{workload}_{name}"]
+            for name in ("errors", "hit_rate", "fate_own")
+        }
+        assert rows["errors"]["value"] == 0
+        assert 0 < rows["hit_rate"]["value"] <= rows["hit_rate"]["reference"]
+        assert rows["hit_rate"]["value"] == pytest.approx(rows["fate_own"]["value"])

@@ -1,5 +1,5 @@
-"""A client of `/v1/completions`, over plain asyncio streams: sends jobs at given times, or a given
-number at once.
+"""A client of `/v1/completions`, over plain asyncio streams: sends jobs at given times, after
+others, or a given number at once.
 """
 
 from __future__ import annotations
@@ -7,11 +7,14 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import msgspec
 
 HOST = "127.0.0.1"
+LATE = "not answered in time"
+TOKENS = b'"choices":[{'
 
 
 class Answer(msgspec.Struct, kw_only=True):
@@ -29,11 +32,34 @@ class Answer(msgspec.Struct, kw_only=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """A request to send: the server's port, the body, and when."""
+    """A request to send. at, conversation: see `workloads.Request`."""
 
-    port: int
     body: bytes
     at: float | None = None
+    conversation: int = -1
+
+
+class Balancer:
+    """Picks the server of each request: in turn, or (`least`) the server with the fewest requests
+    in flight.
+    """
+
+    def __init__(self, ports: Sequence[int], least: bool = False) -> None:
+        self._ports, self._least = ports, least
+        self._flying = [0] * len(ports)
+        self._sent = 0
+
+    @contextmanager
+    def port(self) -> Iterator[int]:
+        """The port for a request that is in flight while the context lasts."""
+        order = [(self._sent + step) % len(self._ports) for step in range(len(self._ports))]
+        chosen = min(order, key=lambda index: self._flying[index]) if self._least else order[0]
+        self._sent += 1
+        self._flying[chosen] += 1
+        try:
+            yield self._ports[chosen]
+        finally:
+            self._flying[chosen] -= 1
 
 
 class Run:
@@ -41,24 +67,37 @@ class Run:
     loop.
     """
 
-    def __init__(self, jobs: Sequence[Job]) -> None:
-        self._jobs = jobs
-        self.answers: list[Answer] = [Answer(error="not sent") for _ in jobs]
-        self.started = 0.0
+    def __init__(self, jobs: Sequence[Job], balancer: Balancer) -> None:
+        self._jobs, self._balancer = jobs, balancer
+        self.answers: list[Answer] = [Answer(error=LATE) for _ in jobs]
 
     async def go(self, concurrency: int, seconds: float) -> None:
-        """Send jobs with times at their times, the others `concurrency` at once. Jobs that are
-        unanswered after `seconds` get an error.
+        """Send conversations and jobs with times at their times, the others `concurrency` at once.
+        Jobs that are unanswered after `seconds` get an error.
         """
-        self.started = time.perf_counter()
-        timed = [index for index, job in enumerate(self._jobs) if job.at is not None]
-        waiting = iter([index for index, job in enumerate(self._jobs) if job.at is None])
+        started = time.perf_counter()
+        chains: dict[int, list[int]] = {}
+        waiting: list[int] = []
+        for index, job in enumerate(self._jobs):
+            if job.at is None:
+                waiting.append(index)
+            else:
+                chain = job.conversation if job.conversation >= 0 else -1 - index
+                chains.setdefault(chain, []).append(index)
+        pending = iter(waiting)
 
         async def worker() -> None:
-            for index in waiting:
+            for index in pending:
                 await self._ask(index)
 
-        tasks = [asyncio.ensure_future(self._ask(index)) for index in timed]
+        async def follow(indices: Sequence[int]) -> None:
+            begin = started
+            for index in indices:
+                await asyncio.sleep(begin + (self._jobs[index].at or 0.0) - time.perf_counter())
+                await self._ask(index)
+                begin = time.perf_counter()
+
+        tasks = [asyncio.ensure_future(follow(indices)) for indices in chains.values()]
         tasks += [asyncio.ensure_future(worker()) for _ in range(concurrency)]
         _, late = await asyncio.wait(tasks, timeout=seconds)
         for task in late:
@@ -66,13 +105,11 @@ class Run:
         await asyncio.gather(*late, return_exceptions=True)
 
     async def _ask(self, index: int) -> None:
-        job, answer = self._jobs[index], self.answers[index]
-        if job.at is not None:
-            await asyncio.sleep(max(0.0, self.started + job.at - time.perf_counter()))
-        answer.error = "not answered in time"
+        answer = self.answers[index]
         try:
-            await complete(job.port, job.body, answer)
-            answer.error = "" if answer.tokens else answer.error or "no tokens"
+            with self._balancer.port() as port:
+                await complete(port, self._jobs[index].body, answer)
+            answer.error = "" if answer.tokens else "no tokens"
         except (OSError, ValueError, EOFError, KeyError) as error:
             answer.error = f"{type(error).__name__}: {error}"
 
@@ -114,19 +151,20 @@ async def _stream(reader: asyncio.StreamReader, answer: Answer) -> None:
         now = time.perf_counter()
         *events, kept = kept.split(b"\n\n")
         for event in events:
-            if event.startswith(b"data: {"):
-                _note(json.loads(event[6:]), now, answer)
+            if TOKENS in event:
+                # An event of tokens is not parsed, which would make this process late.
+                answer.first = answer.first or now
+                answer.last = now
+            elif event.startswith(b"data: {"):
+                _note(json.loads(event[6:]), answer)
             elif event == b"data: [DONE]":
                 return
     raise EOFError("the stream ended before [DONE]")
 
 
-def _note(event: dict[str, object], now: float, answer: Answer) -> None:
+def _note(event: dict[str, object], answer: Answer) -> None:
     if "error" in event:
         raise ValueError(str(event["error"])[:300])
-    if event.get("choices"):
-        answer.first = answer.first or now
-        answer.last = now
     if (usage := event.get("usage")) is not None:
         said = msgspec.convert(usage, Usage)
         answer.prompt, answer.tokens = said.prompt_tokens, said.completion_tokens

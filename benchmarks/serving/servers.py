@@ -16,31 +16,48 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from vcache_backend.config import ClientConfig
 from vcache_backend.metadata_server.client import Client
 
-from ..processes import ChildFailed, MetadataServer, Program, free_ports, module, until
+from ..processes import (
+    HOST,
+    PATIENT,
+    ChildFailed,
+    MetadataServer,
+    Program,
+    free_ports,
+    module,
+    until,
+)
 from ..vllm.environment import CPU_ENVIRONMENT, ENVIRONMENT
 from ..vllm.scale import GIB
 from .systems import SYSTEMS, Sizes, mp_arguments, serve_arguments
 
 START_SECONDS = 300.0
 END_SECONDS = 20.0
+RESET_SECONDS = 10.0
 COUNTERS = {
-    "queries": "vllm:prefix_cache_queries_total",
-    "own": "vllm:prefix_cache_hits_total",
-    "external": "vllm:external_prefix_cache_hits_total",
-    "preemptions": "vllm:num_preemptions_total",
+    "queries": r"vllm:prefix_cache_queries_total",
+    "own": r"vllm:prefix_cache_hits_total",
+    "external": r"vllm:external_prefix_cache_hits_total",
+    "resident": r'vllm:vcache_loaded_tokens_total\{[^}]*tier="resident"[^}]*\}',
+    "loaded": r"vllm:vcache_loaded_tokens_total",
+    "waited": r"vllm:vcache_waited_tokens_total",
+    "preemptions": r"vllm:num_preemptions_total",
 }
-"""Of vLLM's Prometheus endpoint, in tokens but for the last."""
+"""Of vLLM's Prometheus endpoint, in tokens but for the last: patterns, of which all series are
+added up. Where there is none, it is 0.
+"""
 
 
 class Servers:
     """Starts at once; `wait` until they answer.
 
-    gpus: one for each server, by ordinal; a server sees all of them, its own first. One that is
-    named twice has two servers. folder: for logs. cache: for vLLM's compiled code. more: settings
-    of vcache."""
+    gpus: one for each server, or for each rank of the only one, by ordinal; a server sees all of
+    them, its own first. One that is named twice has two servers. folder: for logs. cache: for
+    vLLM's compiled code. more: settings of vcache."""
 
     def __init__(
         self,
@@ -52,35 +69,28 @@ class Servers:
         cache: Path,
         more: Mapping[str, str],
     ) -> None:
-        self.name, self._sizes, self._gpus, self._folder, self._cache = (
-            name,
-            sizes,
-            gpus,
-            folder,
-            cache,
-        )
+        self.name = name
+        self._sizes, self._gpus, self._folder, self._cache = sizes, gpus, folder, cache
         self._undo = ExitStack()
-        self._programs: list[Program] = []
-        self.ports = free_ports(len(gpus))
+        self._beside: list[Program] = []
+        self._servers: list[Program] = []
+        count = 1 if SYSTEMS[name].ranks else len(gpus)
+        self.ports = free_ports(count)
+        self.events = free_ports(count)
         self._started = time.monotonic()
         with ExitStack() as undo:
             # Not among the logs, which may be another run's too.
-            self._own = Path(
-                undo.enter_context(
-                    tempfile.TemporaryDirectory(
-                        prefix="vcache-serving-", ignore_cleanup_errors=True
-                    )
-                )
-            )
+            own = tempfile.TemporaryDirectory(prefix="vcache-serving-", ignore_cleanup_errors=True)
+            self._own = Path(undo.enter_context(own))
             undo.callback(self._end)
-            side = self._beside() | {"more": more}
+            side = self._start_beside() | {"more": more}
             for index, port in enumerate(self.ports):
-                arguments = serve_arguments(name, sizes, model, port, {**side, "index": index})
+                given = {**side, "index": index, "events": f"tcp://*:{self.events[index]}"}
+                arguments = serve_arguments(name, sizes, model, port, given)
                 command = module("vllm.entrypoints.openai.api_server", *arguments)
                 log = folder / f"{name}_{index}.log"
-                self._programs.append(
-                    Program(f"{name}_{index}", command, log, self._environment(index))
-                )
+                environment = self._environment(index)
+                self._servers.append(Program(f"{name}_{index}", command, log, environment))
             self._undo = undo.pop_all()
 
     def __enter__(self) -> Servers:
@@ -97,13 +107,32 @@ class Servers:
         """Until all are healthy; the seconds since their start. Raises ChildFailed for a process
         that ended or is late.
         """
-        for program, port in zip(self._programs[-len(self.ports) :], self.ports, strict=True):
+        for program, port in zip(self._servers, self.ports, strict=True):
             left = seconds - (time.monotonic() - self._started)
             program.until(partial(healthy, port), left)
-        if ended := [program for program in self._programs if not program.alive]:
+        every = [*self._servers, *self._beside]
+        if ended := [program for program in every if not program.alive]:
             raise ChildFailed(f"{ended[0].name} ended; {ended[0].tail()}")
         self._wait_for_memory(seconds - (time.monotonic() - self._started))
         return time.monotonic() - self._started
+
+    def restart(self, seconds: float = START_SECONDS) -> None:
+        """End the last server and start it again. Returns once it is healthy."""
+        _finish(self._servers[-1:])
+        self._servers[-1].start()
+        self._servers[-1].until(partial(healthy, self.ports[-1]), seconds)
+
+    def reset(self) -> None:
+        """Empty all caches: vLLM's, what its connector reads, and our pool. Raises ChildFailed."""
+        # Without a connector vLLM has none to reset, and would say that it failed.
+        external = SYSTEMS[self.name].connector
+        path = f"/reset_prefix_cache?reset_external={str(external).lower()}"
+        for port in self.ports:
+            if not until(partial(_reset, port, path), RESET_SECONDS, 0.2):
+                raise ChildFailed(f"{self.name} does not reset its caches; {self.said()}")
+        if SYSTEMS[self.name].ours:
+            with Client(self._own / "vcache.sock", PATIENT, reconnect=False) as client:
+                client.clear()
 
     def _wait_for_memory(self, seconds: float) -> None:
         """Of the host, which our pool takes in the background: until it is all there, as a peer's
@@ -114,56 +143,44 @@ class Servers:
             return
         wanted = int(self._sizes.host_gib * GIB) // len(self.ports) * len(self.ports)
         with Client(self._own / "vcache.sock", ClientConfig(), reconnect=False) as client:
-            while (there := sum(info.nbytes for info in client.list_segments())) < wanted:
+            while (lent := sum(info.nbytes for info in client.list_segments())) < wanted:
                 if time.monotonic() > deadline:
                     raise ChildFailed(
-                        f"{there:,} of {wanted:,} B of host memory are lent; {self.said()}"
+                        f"{lent:,} of {wanted:,} B of host memory are lent; {self.said()}"
                     )
                 time.sleep(0.2)
-        print(
-            (
-                f"  {self.name}: {wanted / GIB:g} GiB of host memory "
-                f"{time.monotonic() - self._started:.0f} s after the start"
-            ),
-            flush=True,
-        )
+        took = time.monotonic() - self._started
+        print(f"  {self.name}: {wanted / GIB:g} GiB of host memory {took:.0f} s after the start")
 
     def counters(self) -> dict[str, float]:
         """`COUNTERS`, of all servers together."""
-        found = [counters(port) for port in self.ports]
-        return {key: sum(one[key] for one in found) for key in COUNTERS}
+        each = [counters(port) for port in self.ports]
+        return {key: sum(values[key] for values in each) for key in COUNTERS}
 
     def said(self) -> str:
         """What vcache has last said in the servers' logs."""
         lines = [
             line
-            for each in self._programs
-            for line in each.log.read_text(errors="replace").splitlines()
+            for program in self._servers
+            for line in program.log.read_text(errors="replace").splitlines()
+            if "vcache" in line and ("WARN" in line or "ERROR" in line)
         ]
-        return " | ".join(
-            [line for line in lines if "vcache" in line and ("WARN" in line or "ERROR" in line)][
-                -3:
-            ]
-        )
+        return " | ".join(lines[-3:])
 
-    def _beside(self) -> dict[str, Any]:
+    def _start_beside(self) -> dict[str, Any]:
         """Start what the system needs beside its servers. It is up long before they ask."""
         environment = {**os.environ, **ENVIRONMENT}
         if self.name == "mp":
             (port,) = free_ports(1)
-            command = module(
-                "lmcache.v1.multiprocess.server",
-                *mp_arguments(self._sizes.scale, self._sizes.host_gib, port),
-            )
-            self._programs.append(
-                Program("mp_server", command, self._folder / "mp_server.log", environment)
-            )
+            arguments = mp_arguments(self._sizes.scale, self._sizes.host_gib, port)
+            command = module("lmcache.v1.multiprocess.server", *arguments)
+            log = self._folder / "mp_server.log"
+            self._beside.append(Program("mp_server", command, log, environment))
             return {"port": port}
         if SYSTEMS[self.name].ours:
             path = self._own / "vcache.sock"
-            self._programs.append(
-                MetadataServer(path, self._folder / "vcache_server.log", environment)
-            )
+            log = self._folder / "vcache_server.log"
+            self._beside.append(MetadataServer(path, log, environment))
             return {"socket": path}
         return {}
 
@@ -177,6 +194,7 @@ class Servers:
         given = {
             **os.environ,
             **ENVIRONMENT,
+            "VLLM_SERVER_DEV_MODE": "1",  # for `reset`
             "VLLM_CACHE_ROOT": str(self._cache),
             # The ports that vLLM's processes take among themselves are looked for from here on.
             "VLLM_PORT": str(42000 + 400 * (int(gpu) if gpu.isdigit() else 0) + 100 * index),
@@ -188,9 +206,8 @@ class Servers:
 
     def _end(self) -> None:
         """The end of the servers, then of what they may still tell of it."""
-        programs, self._programs = self._programs, []
-        for group in (programs[-len(self.ports) :], programs[: -len(self.ports)]):
-            _finish(group)
+        for programs in (self._servers, self._beside):
+            _finish(programs)
 
 
 def _finish(programs: Sequence[Program]) -> None:
@@ -209,8 +226,8 @@ def counters(port: int) -> dict[str, float]:
 
 
 def counter(text: str, name: str) -> float:
-    """A counter in Prometheus's text form, over all its labels."""
-    pattern = rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$"
+    """A counter in Prometheus's text form, over all its labels. name: a pattern."""
+    pattern = rf"^{name}(?:\{{[^}}]*\}})? (\S+)$"
     return sum(float(value) for value in re.findall(pattern, text, re.MULTILINE))
 
 
@@ -222,7 +239,13 @@ def healthy(port: int) -> bool:
     return True
 
 
-def _get(port: int, path: str) -> bytes:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as reply:
+def _reset(port: int, path: str) -> bool:
+    """Whether a server has reset its caches. Not while blocks are in use."""
+    return bool(msgspec.json.decode(_get(port, path, b""))["success"])
+
+
+def _get(port: int, path: str, data: bytes | None = None) -> bytes:
+    """data: POST it."""
+    with urllib.request.urlopen(f"http://{HOST}:{port}{path}", data, timeout=10) as reply:
         body: bytes = reply.read()
     return body

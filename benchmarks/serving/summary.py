@@ -1,37 +1,49 @@
-"""Makes figures from answers, and rows from figures."""
+"""Makes figures from answers, rows from figures, and tables from rows."""
 
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from ..results import Row, none, percentile, row, spread
-from .client import Answer
-from .systems import SYSTEMS
+from ..results import Row, none, percentile, row
+from .client import LATE, Answer
 from .workloads import Ceilings
 
 MS = 1e3
-OURS = {"vcache": "vllm", "inplace": "inplace", "inplace_host": "inplace_host"}
-"""Our systems, and the prefix of the rows that compare each with others."""
-FOUR = "prefix_x4"
-"""The workload of four servers."""
-AHEAD = {("inplace", "mp", "prefix"): 1.1, ("inplace", "alone", FOUR): 1.5}
-"""By (ours, theirs, workload): the least ratio of throughputs that is asked for; 1 for all
-others.
+PLAIN, OURS = "alone", ("inplace", "inplace_host")
+"""The systems that `routed_*` rows compare: their reference, and ours."""
+FIGURES = {
+    "throughput": ("requests_per_second", 1.0, 1.15),
+    "ttft_p50": ("ttft_p50", 1.0, 0.0),
+    "ttft_p99": ("ttft_p99", 1.0, 2.0),
+}
+"""Of `routed_*` rows: the figure, the least ratio, and by how much ours has to be ahead in one of
+them where routing ends (`AHEAD`).
 """
-OF_RUNS = ("requests_per_second", "ttft_p50", "hit_rate")
-"""Figures for which every run's row is kept, besides the median of all runs."""
+AHEAD = ("fork", "contention", "cold")
+SHARED = ("prefix", "trace", "hot", "chat")
+"""Workloads whose hit rate has to be that of one shared cache, or nearly."""
+RANKS = {"throughput": 1.3, "ttft_p50": 2.0}
+"""The least ratios of `dp_*` rows."""
+FATES = {
+    "own": "in vLLM's own prefix cache",
+    "resident": "read in another instance's KV cache",
+    "pooled": "read in a pool or through another connector",
+    "waited": "of those read: waited for until another instance had computed them",
+    "held": "computed, though one shared cache would have had them",
+    "new": "computed, since nobody had them",
+}
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one system under one workload. Only complete answers count.
+    """The figures of one arm under one run of a workload. Only complete answers count.
 
     Samples are in ms; the duration is in seconds, from the first request to the last answer.
-    hit_rate: cached tokens ÷ prompt tokens, as the servers report them for each request. shares:
-    the parts of all prompt tokens that were found in vLLM's own prefix cache, and outside of it, by
-    the servers' counters."""
+    hit_rate: cached tokens ÷ prompt tokens, as the servers report them for each request. fates: of
+    prompt tokens, as shares, by the servers' counters; see FATES."""
 
     requests: int
     errors: int
@@ -39,7 +51,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     ttft: list[float]
     tpot: list[float]
     hit_rate: float
-    shares: dict[str, float] = {}
+    fates: dict[str, float]
+    ceilings: Ceilings
 
     @property
     def throughput(self) -> float:
@@ -47,175 +60,246 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
         return (self.requests - self.errors) / self.duration if self.duration else 0.0
 
 
-def figures(
-    answers: Sequence[Answer], before: Mapping[str, float], after: Mapping[str, float]
-) -> Figures:
-    """The figures of these answers. before, after: the servers' counters before and after the
-    workload.
-    """
-    whole = [answer for answer in answers if not answer.error]
-    prompt = sum(answer.prompt for answer in whole)
-    duration = max(a.last for a in whole) - min(a.sent for a in whole) if whole else 0.0
-    asked = after.get("queries", 0.0) - before.get("queries", 0.0)
-    shares = {
-        key: (after[key] - before[key]) / asked
-        for key in ("own", "external")
-        if asked and key in after
+class Counted(msgspec.Struct):
+    """What a workload's phases that count have given so far."""
+
+    answers: list[Answer] = []
+    duration: float = 0.0
+    counters: dict[str, float] = {}
+
+    def add(
+        self,
+        answers: Sequence[Answer],
+        cut: bool,
+        before: Mapping[str, float],
+        after: Mapping[str, float],
+    ) -> None:
+        """cut: the phase was to be cut, so late answers do not count. before, after: the servers'
+        counters.
+        """
+        counts = [answer for answer in answers if not (cut and answer.error == LATE)]
+        whole = [answer for answer in counts if not answer.error]
+        if whole:
+            self.duration += max(a.last for a in whole) - min(a.sent for a in whole)
+        self.answers = [*self.answers, *counts]
+        self.counters = {
+            key: self.counters.get(key, 0.0) + after[key] - before[key] for key in after
+        }
+
+    def figures(self, ceilings: Ceilings) -> Figures:
+        whole = [answer for answer in self.answers if not answer.error]
+        prompt = sum(answer.prompt for answer in whole)
+        return Figures(
+            requests=len(self.answers),
+            errors=len(self.answers) - len(whole),
+            duration=self.duration,
+            ttft=[MS * (answer.first - answer.sent) for answer in whole],
+            tpot=[
+                MS * (answer.last - answer.first) / (answer.tokens - 1)
+                for answer in whole
+                if answer.tokens > 1
+            ],
+            hit_rate=sum(answer.cached for answer in whole) / prompt if prompt else 0.0,
+            fates=_fates(self.counters, ceilings),
+            ceilings=ceilings,
+        )
+
+
+def _fates(counters: Mapping[str, float], ceilings: Ceilings) -> dict[str, float]:
+    asked = counters.get("queries", 0.0)
+    if not asked:
+        return {}
+    own, external = counters["own"] / asked, counters["external"] / asked
+    # Loads of several workers of an instance are not counted by place.
+    resident = min(external, counters["resident"] / asked)
+    return {
+        "own": own,
+        "resident": resident,
+        "pooled": external - resident,
+        "waited": counters["waited"] / asked,
+        "held": max(0.0, ceilings.shared - own - external),
+        "new": 1 - max(ceilings.shared, own + external),
     }
-    return Figures(
-        requests=len(answers),
-        errors=len(answers) - len(whole),
-        duration=duration,
-        ttft=[MS * (answer.first - answer.sent) for answer in whole],
-        tpot=[
-            MS * (answer.last - answer.first) / (answer.tokens - 1)
-            for answer in whole
-            if answer.tokens > 1
-        ],
-        hit_rate=sum(answer.cached for answer in whole) / prompt if prompt else 0.0,
-        shares=shares,
-    )
 
 
-def raw_rows(
-    system: str, workload: str, found: Figures, ceilings: Ceilings, what: str, has: str
+def rows_of(
+    arm: str, workload: str, runs: Sequence[Figures], label: str, has: str, what: str
 ) -> list[Row]:
-    """A row for every figure of one system under one workload. The reference is the value itself;
-    for hit rates a shared cache's ceiling.
+    """A row for every figure of an arm under a workload, of the medians of its runs. The reference
+    is the value itself; for hit rates a shared cache's ceiling.
 
-    what: the workload in words; `compared` only compares rows with the same. has: the system's
-    memory, in words."""
-    said = f"{SYSTEMS[system].label}, {has}; {what}"
+    label: the system and the policy in words; has: its memory; what: the workload. `compared` only
+    compares rows with the same workload."""
+    said = f"{label}, {has}; {what}"
 
-    def name(figure: str) -> str:
-        return case(system, workload, figure)
+    def plain(figure: str, unit: str, values: Sequence[float]) -> Row:
+        return row(case(arm, workload, figure), unit, values, values, what=said)
 
-    def timed(which: str, samples: Sequence[float]) -> list[Row]:
-        made = []
-        for share in (50, 99):
-            value = percentile(samples, share)
-            one = row(name(f"{which}_p{share}"), "ms", value, value, what=said, runs=len(samples))
-            made.append(msgspec.structs.replace(one, spread=spread(samples)))
-        return made
+    def timed(figure: str, samples: Sequence[Sequence[float]]) -> list[Row]:
+        return [
+            plain(f"{figure}_p{share}", "ms", [percentile(each, share) for each in samples])
+            for share in (50, 99)
+        ]
 
-    def share(figure: str, value: float, text: str) -> Row:
-        about = (
-            f"{text}; reference: the ceiling of one shared cache without bounds "
-            f"({ceilings.single:.3f} for one a server)"
-        )
-        return row(
-            name(figure),
-            "fraction",
-            value,
-            ceilings.shared,
-            what=f"{said}; {about}",
-            runs=found.requests,
-        )
-
-    texts = {"own": "found in vLLM's own prefix cache", "external": "found through the connector"}
+    shared = [run.ceilings.shared for run in runs]
+    single = sum(run.ceilings.single for run in runs) / len(runs)
+    about = f"reference: one shared cache without bounds ({single:.3f}: one a server, in turn)"
     return [
-        row(
-            name("requests_per_second"),
-            "requests/s",
-            found.throughput,
-            found.throughput,
-            what=said,
-            runs=found.requests,
+        plain("requests_per_second", "requests/s", [run.throughput for run in runs]),
+        *timed("ttft", [run.ttft for run in runs]),
+        *timed("tpot", [run.tpot for run in runs]),
+        none(
+            case(arm, workload, "errors"),
+            "requests",
+            sum(run.errors for run in runs),
+            said,
+            sum(run.requests for run in runs),
         ),
-        *timed("ttft", found.ttft),
-        *timed("tpot", found.tpot),
-        none(name("errors"), "requests", float(found.errors), said, found.requests),
-        share("hit_rate", found.hit_rate, "cached tokens of all prompt tokens"),
-        *(share(f"hit_rate_{key}", value, texts[key]) for key, value in found.shares.items()),
+        row(
+            case(arm, workload, "hit_rate"),
+            "fraction",
+            [run.hit_rate for run in runs],
+            shared,
+            what=f"{said}; {about}",
+        ),
+        *(
+            row(
+                case(arm, workload, f"fate_{fate}"),
+                "fraction",
+                [run.fates[fate] for run in runs],
+                1.0,
+                what=f"{said}; prompt tokens {text}",
+            )
+            for fate, text in FATES.items()
+            if all(fate in run.fates for run in runs)
+        ),
     ]
 
 
-def case(system: str, workload: str, figure: str) -> str:
-    return f"vllm_serving_{system}_{workload}_{figure}"
-
-
-def of_runs(rows: Mapping[str, Row], run: int, raw: Sequence[Row]) -> list[Row]:
-    """The raw rows of run number `run`, with the figures in OF_RUNS replaced by medians of all runs
-    so far, with their spread.
-
-    rows: those of the earlier runs. The workload's text names all seeds, since comparisons need the
-    same ones."""
-    made = []
-    for one in raw:
-        if not one.case.endswith(OF_RUNS):
-            made.append(one)
-            continue
-        made.append(mine := msgspec.structs.replace(one, case=f"{one.case}_run{run}"))
-        others = [
-            row
-            for case, row in rows.items()
-            if re.fullmatch(rf"{one.case}_run\d+", case) and case != mine.case
-        ]
-        runs = [*others, mine]
-        seeds = sorted(
-            int(seed) for each in runs for seed in re.findall(r", seed (\d+)", each.what)
-        )
-        what = re.sub(r", seed \d+", f", seeds {', '.join(map(str, seeds))}", one.what)
-        values, references = [each.value for each in runs], [each.reference for each in runs]
-        made.append(row(one.case, one.unit, values, references, what=what))
-    return made
+def case(arm: str, workload: str, figure: str) -> str:
+    return f"vllm_serving_{arm}_{workload}_{figure}"
 
 
 def compared(rows: Mapping[str, Row], workload: str) -> list[Row]:
-    """Rows that compare each of our systems with each other one measured on the same workload. A
-    ratio above 1: ours is ahead.
-    """
-    found: list[Row] = []
-    rate, first = "requests_per_second", "ttft_p50"
-    for our, prefix in OURS.items():
-        for other in [
-            other
-            for other, system in SYSTEMS.items()
-            if not system.ours or (other == "vcache" and our != other)
-        ]:
-            ours, theirs = (_named(rows, system, workload) for system in (our, other))
-            if (
-                not ours
-                or not theirs
-                or len({_workload(row) for row in (*ours.values(), *theirs.values())}) > 1
-            ):
-                continue
-            about, least = (
-                f"{_workload(ours[rate])}; reference:",
-                AHEAD.get((our, other, workload), 1.0),
+    """Ours with requests in turn, and the better of ours, against the best plain vLLM of any
+    policy, figure by figure; and data parallel ranks with and without ours. Above 1: ours is ahead.
+
+    rows: of arms; those of another workload than ours in turn are left out."""
+    made: list[Row] = []
+    arms = arms_of(rows, workload)
+    if f"{OURS[0]}_turn" in arms:
+        what = _workload(rows[case(f"{OURS[0]}_turn", workload, "requests_per_second")])
+        plain = _of(rows, arms, workload, (PLAIN,), what)
+        made += _against(rows, workload, "turn", [f"{OURS[0]}_turn"], plain)
+        made += _against(rows, workload, "best", _of(rows, arms, workload, OURS, what), plain)
+        if workload in SHARED:
+            hit = rows[case(f"{OURS[0]}_turn", workload, "hit_rate")]
+            name, limit = f"routed_{workload}_turn_hit_rate", 0.99
+            made.append(
+                row(name, hit.unit, hit.value, hit.reference, what=hit.what, at_least=limit)
             )
-            their = "pool" if other == "vcache" else other
-            name = f"{prefix}_x4" if workload == FOUR else prefix
-            of = "" if workload == FOUR else f"_{workload}"
-            case_, what = f"{name}_throughput_vs_{their}{of}", f"requests a second; {about} {other}"
-            found.append(_ahead(case_, ours[rate], theirs[rate], what, least))
-            case_, what = (
-                f"{name}_ttft_p50_vs_{their}{of}",
-                f"median TTFT of {other}; {about} {our}",
-            )
-            found.append(_ahead(case_, theirs[first], ours[first], what, 1.0))
-    return found
+    if {"alone_dp_turn", "inplace_dp_turn"} <= set(arms):
+        for figure, least in RANKS.items():
+            name = f"dp_{workload}_{figure}"
+            made += _ratio(rows, workload, name, ["inplace_dp_turn"], ["alone_dp_turn"], least)
+    return made
 
 
-def _named(rows: Mapping[str, Row], system: str, workload: str) -> dict[str, Row]:
-    """The rows of a system that comparisons need; empty unless all are there."""
-    named = {
-        figure: rows.get(case(system, workload, figure))
-        for figure in ("requests_per_second", "ttft_p50")
-    }
-    return (
-        {figure: row for figure, row in named.items() if row is not None}
-        if all(named.values())
-        else {}
+def _against(
+    rows: Mapping[str, Row], workload: str, which: str, ours: list[str], plain: list[str]
+) -> list[Row]:
+    """The rows `routed_{workload}_{which}_{figure}`; nothing if there is no plain arm."""
+    made: list[Row] = []
+    for figure, (_, least, _) in FIGURES.items():
+        made += _ratio(rows, workload, f"routed_{workload}_{which}_{figure}", ours, plain, least)
+    if made and which == "best" and workload in AHEAD:
+        wanted = {figure: ahead for figure, (_, _, ahead) in FIGURES.items() if ahead}
+        gains = {
+            f: each.ratio / wanted[f] for f, each in zip(FIGURES, made, strict=True) if f in wanted
+        }
+        best = max(gains, key=lambda figure: gains[figure])
+        what = f"{best} ratio ÷ {wanted[best]:g}, the better of {', '.join(wanted)}"
+        name = f"routed_{workload}_best_ahead"
+        made.append(row(name, "ratio", gains[best], 1.0, what=what, at_least=1.0))
+    return made
+
+
+def _ratio(
+    rows: Mapping[str, Row],
+    workload: str,
+    name: str,
+    ours: list[str],
+    plain: list[str],
+    least: float,
+) -> list[Row]:
+    """The best of our arms against the best of the plain ones in one figure."""
+    figure = FIGURES[next(key for key in FIGURES if name.endswith(key))][0]
+    rate = figure == "requests_per_second"
+
+    def best(arms: list[str]) -> tuple[str, Row]:
+        values = {arm: rows[case(arm, workload, figure)] for arm in arms}
+        pick = (max if rate else min)(values, key=lambda arm: values[arm].value)
+        return pick, values[pick]
+
+    if not ours or not plain:
+        return []
+    (our, mine), (their, theirs) = best(ours), best(plain)
+    value, reference = (mine, theirs) if rate else (theirs, mine)
+    what = f"{_workload(mine)}; {our} against {their}, the best of {', '.join(plain)}; " + (
+        "requests a second" if rate else "ms of theirs; reference: ours"
     )
+    made = row(name, value.unit, value.value, reference.value, what=what, at_least=least)
+    return [msgspec.structs.replace(made, spread=value.spread, runs=value.runs)]
+
+
+def arms_of(rows: Mapping[str, Row], workload: str) -> list[str]:
+    """The arms that have rows of a workload."""
+    pattern = re.compile(case(r"(\w+)", workload, "requests_per_second"))
+    return [match[1] for name in rows if (match := pattern.fullmatch(name))]
+
+
+def _of(
+    rows: Mapping[str, Row], arms: Sequence[str], workload: str, systems: Sequence[str], what: str
+) -> list[str]:
+    """The arms of some systems whose workload is the same."""
+    policies = r"_(turn|least|cache_aware\d+|kv_aware)"
+    return [
+        arm
+        for arm in arms
+        if any(re.fullmatch(system + policies, arm) for system in systems)
+        and _workload(rows[case(arm, workload, "requests_per_second")]) == what
+    ]
 
 
 def _workload(row: Row) -> str:
     return row.what.partition("; ")[2]
 
 
-def _ahead(name: str, value: Row, reference: Row, what: str, least: float) -> Row:
-    made = row(
-        name, value.unit, value.value, reference.value, what=what, at_least=least, runs=value.runs
-    )
-    return msgspec.structs.replace(made, spread=value.spread)
+def tables(rows: Mapping[str, Row], workload: str) -> str:
+    """The figures and the fates of all arms under a workload, in 80 columns."""
+    arms = arms_of(rows, workload)
+    if not arms:
+        return ""
+    wide = max(25, *map(len, arms))
+
+    def value(arm: str, figure: str) -> float:
+        found = rows.get(case(arm, workload, figure))
+        return found.value if found is not None else 0.0
+
+    first = rows[case(arms[0], workload, "requests_per_second")]
+    ceiling = rows[case(arms[0], workload, "hit_rate")].reference
+    lines = ["", *textwrap.wrap(f"{_workload(first)}. Ceiling of the hit rate {ceiling:.3f}.", 80)]
+    heads = "  req/s TTFT p50      p99 TPOT p50    hit errors"
+    lines += [f"{'':{wide}}{heads}"]
+    for arm in arms:
+        figures = (
+            f"{value(arm, 'requests_per_second'):7.2f} {value(arm, 'ttft_p50'):8.0f} "
+            f"{value(arm, 'ttft_p99'):8.0f} {value(arm, 'tpot_p50'):8.1f} "
+            f"{value(arm, 'hit_rate'):6.3f} {value(arm, 'errors'):6.0f}"
+        )
+        lines.append(f"{arm:{wide}}{figures}")
+    lines.append(f"{'% of prompt tokens':{wide}}" + "".join(f"{fate:>9}" for fate in FATES))
+    for arm in arms:
+        shares = (100 * value(arm, f"fate_{fate}") for fate in FATES)
+        lines.append(f"{arm:{wide}}" + "".join(f"{share:9.1f}" for share in shares))
+    return "\n".join(lines)

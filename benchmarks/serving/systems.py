@@ -25,7 +25,8 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """scale: the model, and what an instance may take on. kv_bytes: vLLM's KV cache of an instance
     beside a pool; pool_bytes: what it lends to the pool. Without a pool an instance has the sum of
     both. host_gib: host memory of all instances together, where a system uses any. seqs: requests
-    that an instance runs at a time. one_gpu: all instances share one."""
+    that an instance runs at a time. instances: servers, or data parallel ranks of one. one_gpu:
+    all instances share one. kv_events: servers publish them, for a router."""
 
     scale: Scale
     kv_bytes: int
@@ -33,7 +34,14 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     host_gib: float
     seqs: int
     plan: Plan
+    instances: int = 2
     one_gpu: bool = False
+    kv_events: bool = False
+
+    @property
+    def all_kv_bytes(self) -> int:
+        """vLLM's KV cache of an instance without a pool."""
+        return self.kv_bytes + self.pool_bytes
 
 
 FULL = Sizes(
@@ -61,6 +69,23 @@ TINY = Sizes(
         repeats=3,
         concurrency=4,
         warm=2,
+        hot_documents=6,
+        hot_tokens=512,
+        hot_requests=24,
+        fork_contexts=2,
+        fork_tokens=1024,
+        fork_requests=6,
+        contention_tokens=512,
+        contention_repeats=2,
+        contention_concurrency=4,
+        chat_conversations=4,
+        chat_turns=3,
+        chat_system=64,
+        chat_first=256,
+        chat_message=32,
+        chat_answer=16,
+        chat_thinking=0.5,
+        chat_arrivals=2.0,
         trace_block=32,
         trace_tokens=15_000,
         trace_turns=1,
@@ -74,15 +99,22 @@ SIZES = {"full": FULL, "tiny": TINY}
 
 class System(msgspec.Struct, frozen=True, kw_only=True):
     """label: for people. ours: with our connector. lends: VRAM of each GPU goes to the pool.
-    in_place: vLLM's own KV cache is the pool. host: it takes host memory. gpu_only: why it does not
-    run on the CPU."""
+    in_place: vLLM's own KV cache is the pool. host: it takes host memory. ranks: one server with
+    data parallel ranks, among which vLLM balances itself. gpu_only: why it does not run on the
+    CPU."""
 
     label: str
     ours: bool = False
     lends: bool = False
     in_place: bool = False
     host: bool = False
+    ranks: bool = False
     gpu_only: str = ""
+
+    @property
+    def connector(self) -> bool:
+        """Whether its servers have a connector."""
+        return self.ours or self.host
 
 
 SYSTEMS = {
@@ -98,13 +130,17 @@ SYSTEMS = {
     "inplace_host": System(
         label="vcache in place, victims in host memory", ours=True, in_place=True, host=True
     ),
+    "alone_dp": System(label="vLLM alone, data parallel", ranks=True),
+    "inplace_dp": System(
+        label="vcache in place, data parallel", ours=True, in_place=True, ranks=True
+    ),
 }
 
 
 def memory(name: str, sizes: Sizes) -> str:
     """What a system has, in words."""
     system = SYSTEMS[name]
-    own = sizes.kv_bytes if system.lends else sizes.kv_bytes + sizes.pool_bytes
+    own = sizes.kv_bytes if system.lends else sizes.all_kv_bytes
     said = (
         f"{own / GIB:.3g} GiB of KV cache a {'server, all on one GPU' if sizes.one_gpu else 'GPU'}"
     )
@@ -118,7 +154,7 @@ def serve_arguments(
 ) -> list[str]:
     """Of vLLM's OpenAI server. side: see `transfer`."""
     scale, system = sizes.scale, SYSTEMS[name]
-    kv_bytes = sizes.kv_bytes if system.lends else sizes.kv_bytes + sizes.pool_bytes
+    kv_bytes = sizes.kv_bytes if system.lends else sizes.all_kv_bytes
     given: dict[str, Any] = {
         "model": model,
         "served-model-name": MODEL,
@@ -143,9 +179,15 @@ def serve_arguments(
         given |= {"load-format": "dummy", "gpu-memory-utilization": UTILISATION}
     if name == "offload":
         given |= {
-            "kv-offloading-size": sizes.host_gib / sizes.plan.servers,
+            "kv-offloading-size": sizes.host_gib / sizes.instances,
             "kv-offloading-backend": "native",
         }
+    if system.ranks:
+        given["data-parallel-size"] = sizes.instances
+    if sizes.kv_events:
+        given["kv-events-config"] = json.dumps(
+            {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": side["events"]}
+        )
     if (config := transfer(name, sizes, side)) is not None:
         given["kv-transfer-config"] = json.dumps(config)
     return [
@@ -156,7 +198,8 @@ def serve_arguments(
 
 def transfer(name: str, sizes: Sizes, side: Mapping[str, Any]) -> dict[str, Any] | None:
     """The connector. side: where the process beside the servers is (`port` of LMCache's, `socket`
-    of ours), `index` of the server, and `more`, settings of vcache by `SECTION.KEY`."""
+    of ours), `index` of the server, `events`, where it publishes its KV events, and `more`,
+    settings of vcache by `SECTION.KEY`."""
     if name == "mp":
         return _mp_connector(side["port"])
     system = SYSTEMS[name]
@@ -171,7 +214,7 @@ def transfer(name: str, sizes: Sizes, side: Mapping[str, Any]) -> dict[str, Any]
         else {}
     )
     more |= {"connector.share": "in_place"} if system.in_place else {}
-    servers = sizes.plan.servers
+    servers = sizes.instances
     lends = sizes.pool_bytes * (servers if together else 1) if system.lends else 0
     lends += int(sizes.host_gib * GIB) // servers if system.host else 0
     return our_connector(

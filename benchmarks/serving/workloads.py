@@ -1,49 +1,72 @@
-"""Makes the workloads' requests from a seed: their tokens, times and servers; and computes how much
-of them caches could hit.
-"""
+"""Makes the workloads' requests from a seed: what is asked, when, and in which order."""
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 Tokens = npt.NDArray[np.uint32]
-TRACED = 512
-"""Tokens that one of the trace's hash ids covers."""
 FIRST = 3
 """The first token id in use; lower ones are special tokens of the model."""
+AFTER_RESTART = 20.0
+"""Seconds of `cold` that count, from the restarted server's first health check on."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The parameters of the workloads. Lengths are in tokens.
 
-    prefixes, prefix, suffix, repeats: as in `vllm bench serve --dataset-name prefix_repetition`;
-    repeats: prompts for each prefix. concurrency: requests in flight, over all servers. warm:
-    prompts of the warm-up, which stay in the caches. trace: its file. trace_block: tokens for each
-    block of 512 of the trace. trace_tokens: prompt tokens in all. trace_turns: take only
-    conversations of at least so many requests. trace_seconds: the time into which all arrivals are
-    scaled. window: consecutive requests of the trace, from number `window_start` on. window_block:
-    as trace_block. longest: longer prompts are cut. output: tokens of every answer. block: tokens
-    of vLLM's KV blocks. servers: how many, asked in turn."""
+    longest: longer prompts are cut. output: tokens of every answer. concurrency: requests in
+    flight, over all servers. warm: prompts of the warm-up. prefixes, prefix, suffix, repeats: as in
+    `vllm bench serve --dataset-name prefix_repetition`; repeats: prompts for each prefix. suffix:
+    also what every prompt of hot, fork and contention has of its own.
+
+    hot_*: how many documents, of what length, how many requests for them, and the exponent of
+    their popularity. fork_*: contexts, their length, and the requests that begin with one of them
+    at the same instant. contention_*: documents (0: 1.5 KV caches of them), their length, requests
+    for each, and requests in flight. chat_*: conversations, their turns, tokens that all begin
+    with, tokens of the first and of later messages, tokens of an answer, the mean thinking time,
+    and the seconds within which all conversations begin.
+
+    trace: its file. trace_block: tokens for each block of 512 of the trace. trace_tokens: prompt
+    tokens in all. trace_turns: take only conversations of at least so many requests.
+    trace_seconds: the time into which all arrivals are scaled. window: consecutive requests of the
+    trace, from number `window_start` on. window_block: as trace_block."""
 
     vocabulary: int
     block: int
     seed: int = 1
     longest: int = 32768
     output: int = 32
+    concurrency: int = 16
+    warm: int = 8
     prefixes: int = 72
     prefix: int = 8192
     suffix: int = 256
     repeats: int = 6
-    concurrency: int = 16
-    warm: int = 8
+    hot_documents: int = 48
+    hot_tokens: int = 8192
+    hot_requests: int = 320
+    hot_zipf: float = 1.1
+    fork_contexts: int = 6
+    fork_tokens: int = 32000
+    fork_requests: int = 48
+    contention_documents: int = 0
+    contention_tokens: int = 16384
+    contention_repeats: int = 3
+    contention_concurrency: int = 64
+    chat_conversations: int = 200
+    chat_turns: int = 8
+    chat_system: int = 1024
+    chat_first: int = 3072
+    chat_message: int = 256
+    chat_answer: int = 128
+    chat_thinking: float = 3.0
+    chat_arrivals: float = 20.0
     trace: str = ""
     trace_block: int = 256
     trace_tokens: int = 2_000_000
@@ -52,137 +75,220 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     window: int = 600
     window_start: int = 1000
     window_block: int = 512
-    servers: int = 2
 
 
-class Request(msgspec.Struct, frozen=True):
-    """at: seconds after the workload's start; None: as soon as another request is done."""
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt and when to send it.
+
+    at: seconds after the phase's start; None: as soon as another request is done. conversation:
+    requests of one conversation follow each other; `at` of a later one: seconds after the answer
+    before it. answer: the only token that the answer may consist of, so that the next prompt of
+    its conversation is known before it is given; -1: whatever the model says."""
 
     tokens: Tokens
-    server: int
     at: float | None = None
+    conversation: int = -1
+    answer: int = -1
+    output: int
 
 
-class Ceilings(msgspec.Struct, frozen=True):
-    """Hit rates of unbounded caches, as shares of all prompt tokens, if each request comes after
-    the one before it has ended.
+class Phase(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests that begin once those of the phase before have ended.
 
-    shared: one cache for all servers. single: one for each server. unique: tokens that the shared
-    cache holds in the end."""
+    counted: they count in the figures. seconds: the phase is cut then, and what has no answer by
+    then does not count. restart: one server is ended before, and started again empty."""
 
-    shared: float
-    single: float
-    unique: int
+    requests: list[Request]
+    concurrency: int
+    counted: bool = True
+    seconds: float = 0.0
+    restart: bool = False
 
 
-def prefix_repetition(plan: Plan) -> list[Request]:
+class Workload(NamedTuple):
+    """what: the workload in words. Results with the same words may be compared."""
+
+    phases: list[Phase]
+    what: str
+
+
+def prefix_repetition(plan: Plan) -> Workload:
     """Random prefixes, each with `repeats` random suffixes, shuffled: what vLLM's
     `prefix_repetition` sends, as token ids.
     """
-    dice = np.random.default_rng([plan.seed, 1])
-    prompts: list[Tokens] = []
-    for _ in range(plan.prefixes):
-        prefix = _random(dice, plan.prefix, plan)
-        prompts += [
-            np.concatenate([prefix, _random(dice, plan.suffix, plan)]) for _ in range(plan.repeats)
-        ]
-    random.Random(plan.seed).shuffle(prompts)
-    return [Request(tokens, index % plan.servers) for index, tokens in enumerate(prompts)]
-
-
-def conversations(plan: Plan) -> list[Request]:
-    """Whole conversations drawn from the trace, in the order of their arrivals, scaled to
-    `trace_seconds`.
-
-    A block of the trace becomes random tokens that follow from its id, so prompts share what they
-    share in the trace. ValueError if the trace is missing or has another format."""
-    lines = _drawn(_trace(plan), plan)
-    blocks: dict[int, Tokens] = {}
-    first, last = lines[0]["timestamp"], lines[-1]["timestamp"]
-    pace = plan.trace_seconds / max(1, last - first)
-    return [
-        Request(
-            _prompt(line, plan, plan.trace_block, blocks),
-            index % plan.servers,
-            (line["timestamp"] - first) * pace,
-        )
-        for index, line in enumerate(lines)
-    ]
-
-
-def unfiltered(plan: Plan) -> list[Request]:
-    """Consecutive requests of the trace, `concurrency` at a time, without a choice of
-    conversations. ValueError if the trace is missing.
-    """
-    lines = _trace(plan)[plan.window_start : plan.window_start + plan.window]
-    blocks: dict[int, Tokens] = {}
-    return [
-        Request(_prompt(line, plan, plan.window_block, blocks), index % plan.servers)
-        for index, line in enumerate(lines)
-    ]
-
-
-WORKLOADS = {"prefix": prefix_repetition, "trace": conversations, "unfiltered": unfiltered}
-
-
-def warm_up(plan: Plan) -> list[Tokens]:
-    """Prompts that share nothing with the workloads or with each other."""
-    dice = np.random.default_rng([plan.seed, 2])
-    return [
-        _random(dice, min(plan.longest, plan.prefix + plan.suffix), plan) for _ in range(plan.warm)
-    ]
-
-
-def describe(name: str, plan: Plan, requests: Sequence[Request]) -> str:
-    """The workload in one line. Results with the same line may be compared."""
-    if name == "prefix":
-        return (
-            f"prefix repetition: {plan.prefixes} prefixes of {plan.prefix} tokens x "
-            f"{plan.repeats} suffixes of {plan.suffix}, "
-            f"answers of {plan.output}, {plan.concurrency} requests at a time, seed {plan.seed}"
-        )
-    if name == "unfiltered":
-        return (
-            f"unfiltered trace: {len(requests)} requests from number {plan.window_start} on, "
-            f"{plan.window_block} tokens for {TRACED}, "
-            f"prompts cut at {plan.longest}, answers of {plan.output}, {plan.concurrency} "
-            f"requests at a time, seed {plan.seed}"
-        )
-    turns = (
-        f"conversations of {plan.trace_turns} or more requests"
-        if plan.trace_turns > 1
-        else "conversations"
+    what = (
+        f"prefix repetition: {plan.prefixes} prefixes of {plan.prefix} tokens x {plan.repeats} "
+        f"suffixes of {plan.suffix}, {usual(plan)}"
     )
-    return (
-        f"conversation trace: {len(requests)} requests of whole {turns}, {plan.trace_block} "
-        f"tokens for {TRACED}, prompts cut at "
-        f"{plan.longest}, answers of {plan.output}, arrivals within {plan.trace_seconds:g} s, "
+    requests = _repeated(plan, 1, plan.prefixes, plan.prefix, plan.repeats)
+    return Workload([Phase(requests=requests, concurrency=plan.concurrency)], what)
+
+
+def cold(plan: Plan) -> Workload:
+    """Prefix repetition, of which one server restarts halfway."""
+    requests = prefix_repetition(plan).phases[0].requests
+    half, many = len(requests) // 2, plan.concurrency
+    phases = [
+        Phase(requests=requests[:half], concurrency=many, counted=False),
+        Phase(requests=requests[half:], concurrency=many, seconds=AFTER_RESTART, restart=True),
+    ]
+    what = (
+        f"cold: {AFTER_RESTART:g} s after one server has restarted, halfway through "
+        f"{plan.prefixes} prefixes of {plan.prefix} tokens x {plan.repeats} suffixes of "
+        f"{plan.suffix}, {usual(plan)}"
+    )
+    return Workload(phases, what)
+
+
+def hot(plan: Plan) -> Workload:
+    """Documents of which few are asked for often."""
+    dice = np.random.default_rng([plan.seed, 4])
+    documents = [random_tokens(dice, plan.hot_tokens, plan) for _ in range(plan.hot_documents)]
+    weights = 1 / np.arange(1, plan.hot_documents + 1) ** plan.hot_zipf
+    chosen = dice.choice(plan.hot_documents, plan.hot_requests, p=weights / weights.sum())
+    requests = [_asking(dice, documents[number], plan) for number in chosen]
+    what = (
+        f"hot: {plan.hot_requests} requests for {plan.hot_documents} documents of "
+        f"{plan.hot_tokens} tokens, Zipf {plan.hot_zipf:g}, {usual(plan)}"
+    )
+    return Workload([Phase(requests=requests, concurrency=plan.concurrency)], what)
+
+
+def fork(plan: Plan) -> Workload:
+    """Contexts that one request computes; then many begin with it at the same instant."""
+    dice = np.random.default_rng([plan.seed, 5])
+    phases: list[Phase] = []
+    for _ in range(plan.fork_contexts):
+        context = random_tokens(dice, plan.fork_tokens, plan)
+        first = [_asking(dice, context, plan)]
+        forks = [_asking(dice, context, plan) for _ in range(plan.fork_requests)]
+        phases.append(Phase(requests=first, concurrency=1, counted=False))
+        phases.append(Phase(requests=forks, concurrency=len(forks)))
+    what = (
+        f"fork: {plan.fork_contexts} contexts of {plan.fork_tokens} tokens, each computed once, "
+        f"then {plan.fork_requests} requests with it at once, answers of {plan.output}, "
         f"seed {plan.seed}"
     )
+    return Workload(phases, what)
 
 
-def ceilings(requests: Sequence[Request], block: int) -> Ceilings:
+def contention(plan: Plan) -> Workload:
+    """More documents than one KV cache holds, and fewer than two hold."""
+    many, documents = plan.contention_concurrency, plan.contention_documents
+    requests = _repeated(plan, 6, documents, plan.contention_tokens, plan.contention_repeats)
+    what = (
+        f"contention: {documents} documents of {plan.contention_tokens} tokens x "
+        f"{plan.contention_repeats} suffixes of {plan.suffix}, answers of {plan.output}, {many} "
+        f"requests at a time, seed {plan.seed}"
+    )
+    return Workload([Phase(requests=requests, concurrency=many)], what)
+
+
+def chat(plan: Plan) -> Workload:
+    """Conversations with thinking times. What the model answers is fixed, so that all arms get the
+    same prompts.
+    """
+    dice = np.random.default_rng([plan.seed, 7])
+    system = random_tokens(dice, plan.chat_system, plan)
+    timed: list[tuple[float, Request]] = []
+    for conversation in range(plan.chat_conversations):
+        history = np.concatenate([system, random_tokens(dice, plan.chat_first, plan)])
+        at = now = dice.uniform(0, plan.chat_arrivals)
+        for _ in range(plan.chat_turns):
+            word = int(dice.integers(FIRST, plan.vocabulary))
+            request = Request(
+                tokens=history,
+                at=at,
+                conversation=conversation,
+                answer=word,
+                output=plan.chat_answer,
+            )
+            timed.append((now, request))
+            answer = np.full(plan.chat_answer, word, np.uint32)
+            message = random_tokens(dice, plan.chat_message, plan)
+            history = np.concatenate([history, answer, message])
+            at = dice.exponential(plan.chat_thinking)
+            now += at
+    timed.sort(key=lambda each: each[0])
+    what = (
+        f"chat: {plan.chat_conversations} conversations of {plan.chat_turns} turns that begin "
+        f"within {plan.chat_arrivals:g} s, {plan.chat_system} tokens that all share, "
+        f"{plan.chat_first} of their own, messages of {plan.chat_message}, answers of "
+        f"{plan.chat_answer}, thinking {plan.chat_thinking:g} s, seed {plan.seed}"
+    )
+    return Workload([Phase(requests=[request for _, request in timed], concurrency=0)], what)
+
+
+def warm_up(plan: Plan) -> list[Request]:
+    """Prompts that share nothing with the workloads or with each other."""
+    dice = np.random.default_rng([plan.seed, 2])
+    length = min(plan.longest, plan.prefix + plan.suffix)
+    return [
+        Request(tokens=random_tokens(dice, length, plan), output=plan.output)
+        for _ in range(plan.warm)
+    ]
+
+
+def _repeated(plan: Plan, stream: int, count: int, length: int, repeats: int) -> list[Request]:
+    """Prefixes, each with `repeats` suffixes, shuffled. stream: of the random numbers."""
+    dice = np.random.default_rng([plan.seed, stream])
+    requests: list[Request] = []
+    for _ in range(count):
+        prefix = random_tokens(dice, length, plan)
+        requests += [_asking(dice, prefix, plan) for _ in range(repeats)]
+    random.Random(plan.seed).shuffle(requests)
+    return requests
+
+
+def _asking(dice: np.random.Generator, document: Tokens, plan: Plan) -> Request:
+    suffix = random_tokens(dice, plan.suffix, plan)
+    return Request(tokens=np.concatenate([document, suffix]), output=plan.output)
+
+
+def random_tokens(dice: np.random.Generator, count: int, plan: Plan) -> Tokens:
+    return dice.integers(FIRST, plan.vocabulary, count, dtype=np.uint32)
+
+
+def usual(plan: Plan) -> str:
+    return f"answers of {plan.output}, {plan.concurrency} requests at a time, seed {plan.seed}"
+
+
+class Ceilings(msgspec.Struct, frozen=True):
+    """Hit rates of unbounded caches, as shares of the prompt tokens that count, if each request
+    comes after the one before it has ended.
+
+    shared: one cache for all servers. single: one for each server, with requests in turn."""
+
+    shared: float
+    single: float
+
+
+def ceilings(phases: Sequence[Phase], block: int, servers: int) -> Ceilings:
     """The ceilings of caches of whole blocks. A prompt's last token is always computed, as in
     vLLM.
     """
     shared: set[int] = set()
-    single: list[set[int]] = [
-        set() for _ in range(1 + max((request.server for request in requests), default=0))
-    ]
-    known, own, total = 0, 0, 0
-    for request in requests:
-        chain = _chain(request.tokens, block)
-        most = (len(request.tokens) - 1) // block
-        total += len(request.tokens)
-        known += block * min(most, _leading(chain, shared))
-        own += block * min(most, _leading(chain, single[request.server]))
-        shared.update(chain)
-        single[request.server].update(chain)
-    return Ceilings(known / max(1, total), own / max(1, total), len(shared) * block)
+    single: list[set[int]] = [set() for _ in range(servers)]
+    sent = held_shared = held_single = total = 0
+    for phase in phases:
+        if phase.restart:
+            single[-1] = set()
+        for request in phase.requests:
+            own = single[sent % servers]
+            sent += 1
+            chain = _chain(request.tokens, block)
+            most = (len(request.tokens) - 1) // block
+            if phase.counted:
+                total += len(request.tokens)
+                held_shared += block * min(most, _leading(chain, shared))
+                held_single += block * min(most, _leading(chain, own))
+            shared.update(chain)
+            own.update(chain)
+    return Ceilings(held_shared / max(1, total), held_single / max(1, total))
 
 
-def _leading(chain: Sequence[int], known: set[int]) -> int:
-    return next((index for index, key in enumerate(chain) if key not in known), len(chain))
+def _leading(chain: Sequence[int], held: set[int]) -> int:
+    return next((index for index, key in enumerate(chain) if key not in held), len(chain))
 
 
 def _chain(tokens: Tokens, block: int) -> list[int]:
@@ -191,60 +297,3 @@ def _chain(tokens: Tokens, block: int) -> list[int]:
     for start in range(0, len(tokens) - block + 1, block):
         keys.append(hash((keys[-1] if keys else 0, tokens[start : start + block].tobytes())))
     return keys
-
-
-def _random(dice: np.random.Generator, count: int, plan: Plan) -> Tokens:
-    return dice.integers(FIRST, plan.vocabulary, count, dtype=np.uint32)
-
-
-def _trace(plan: Plan) -> list[dict[str, Any]]:
-    path = Path(plan.trace)
-    if not path.is_file():
-        raise ValueError(
-            f"no trace at {plan.trace!r}; name Mooncake's conversation trace with --trace FILE"
-        )
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    if not lines or not {"timestamp", "input_length", "hash_ids"} <= lines[0].keys():
-        raise ValueError(f"{path} is no trace of timestamp, input_length and hash_ids")
-    return lines
-
-
-def _drawn(lines: Sequence[dict[str, Any]], plan: Plan) -> list[dict[str, Any]]:
-    """The requests of randomly drawn conversations, `trace_tokens` in all, in the order of the
-    trace.
-
-    All prompts begin with the same block; those that share the second one count as one
-    conversation."""
-    of: dict[int, list[int]] = {}
-    for index, line in enumerate(lines):
-        ids = line["hash_ids"]
-        of.setdefault(ids[1] if len(ids) > 1 else -1 - index, []).append(index)
-    candidates = [indices for indices in of.values() if len(indices) >= plan.trace_turns]
-    random.Random(plan.seed).shuffle(candidates)
-    chosen: list[int] = []
-    tokens = 0
-    for indices in candidates:
-        if tokens >= plan.trace_tokens:
-            break
-        chosen += indices
-        tokens += sum(_length(lines[index], plan, plan.trace_block) for index in indices)
-    if not chosen:
-        raise ValueError(
-            f"no conversation of {plan.trace_turns} requests in {plan.trace}; lower --trace-turns"
-        )
-    return [lines[index] for index in sorted(chosen)]
-
-
-def _length(line: dict[str, Any], plan: Plan, block: int) -> int:
-    scaled: int = line["input_length"] * block // TRACED
-    return max(1, min(plan.longest, scaled))
-
-
-def _prompt(line: dict[str, Any], plan: Plan, block: int, blocks: dict[int, Tokens]) -> Tokens:
-    """block: tokens that a block of the trace becomes."""
-    length = _length(line, plan, block)
-    ids = line["hash_ids"][: -(-length // block)]
-    for each in ids:
-        if each not in blocks:
-            blocks[each] = _random(np.random.default_rng([plan.seed, 3, each]), block, plan)
-    return np.concatenate([blocks[each] for each in ids])[:length]

@@ -23,14 +23,6 @@ class Fault(msgspec.Struct, frozen=True):
     token: int
     nbytes: int
 
-    def __str__(self) -> str:
-        where = (
-            f"layer {self.layer}, token {self.token}"
-            if self.token >= 0
-            else f"layer {self.layer}, cache block {self.block}"
-        )
-        return f"{self.nbytes:,} {self.kind} byte{'s' * (self.nbytes != 1)} in {where}"
-
 
 class PagedCache:
     """KV tensors as vLLM has them; `shape` says which. Between requests every block holds poison

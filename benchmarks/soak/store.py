@@ -129,7 +129,7 @@ class StoreMishaps(Mishaps):
         try:
             if self._vandal is None:
                 memory = str(DAMAGED * MOST_CHUNKS * OBJECT_BYTES)
-                command = module("benchmarks.mooncake_raw", self._depot.master.address, memory)
+                command = module("benchmarks.soak.vandal", self._depot.master.address, memory)
                 self._vandal = Child("vandal", command, Path(self._folder.name, "log"))
                 self._vandal.answer(20.0)
             how = self._dice.choice(["flip", "cut", "zero", "next"])

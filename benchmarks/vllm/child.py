@@ -30,11 +30,8 @@ class Serving:
         from vllm import LLM
         from vllm.platforms import current_platform
 
-        if (
-            not current_platform.is_cpu()
-            and on_one_gpu()
-            and arguments["tensor_parallel_size"] * arguments["pipeline_parallel_size"] > 1
-        ):
+        ranks = arguments["tensor_parallel_size"]
+        if ranks > 1 and on_one_gpu() and not current_platform.is_cpu():
             one_gpu.install()
         self._llm = LLM(**arguments)
         self._engine = self._llm.llm_engine

@@ -5,10 +5,6 @@ and whose child one is.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
 ENVIRONMENT = {
@@ -44,38 +40,6 @@ def prepare_host(cpu: bool) -> None:
     os.environ.update(
         ENVIRONMENT | own | (CPU_ENVIRONMENT | {"NUMBA_NUM_THREADS": "1"} if cpu else {})
     )
-
-
-@cache
-def container() -> list[str]:
-    """Before a command: what gives it namespaces of pids, network and IPC of its own, with a
-    loopback; empty where that is forbidden.
-    """
-    apart = [
-        "unshare",
-        "--pid",
-        "--net",
-        "--ipc",
-        "--mount-proc",
-        "--fork",
-        "--kill-child",
-        sys.executable,
-        "-c",
-        _UP,
-    ]
-    with suppress(OSError):
-        if not subprocess.run(
-            [*apart, sys.executable, "-c", ""], capture_output=True, check=False
-        ).returncode:
-            return apart
-    return []
-
-
-_UP = (
-    "import fcntl, os, socket, struct, sys; fcntl.ioctl(socket.socket(), 0x8914, "
-    "struct.pack('16sh14x', b'lo', 1)); "
-    "os.execv(sys.argv[1], sys.argv[1:])"
-)
 
 
 def descends(pid: int, ancestor: int) -> bool:

@@ -1,8 +1,6 @@
-"""The processes of a run: the metadata server, a Mooncake store, and vLLM instances (`instances`,
-`settings`).
+"""The processes of a run: the metadata server, and vLLM instances (`instances`, `settings`).
 
-Every instance sees both GPUs, first the one it computes on, unless the run is `isolated`: then each
-sees only its own.
+Through our connector an instance sees only the GPUs it computes on, through LMCache first those.
 
 Instances of one kind run the same compiled code, which they load from one cache of vLLM's. The
 first instance with a connector and the first without compile it, are ended once it is saved, and
@@ -22,27 +20,20 @@ from pathlib import Path
 
 import msgspec
 
-from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import ServerStats
 
-from ..mooncake_store import Depot
-from ..processes import HOST, PATIENT, Child, ChildFailed, MetadataServer, free_ports, module, until
+from ..processes import PATIENT, Child, ChildFailed, MetadataServer, free_ports, module, until
 from ..results import Row, none
-from .environment import CPU_ENVIRONMENT, ENVIRONMENT, container, descends, visible
+from .environment import CPU_ENVIRONMENT, ENVIRONMENT, descends, visible
 from .instances import INSTANCES, KINDS, Spec
 from .scale import Scale
 from .settings import Integration, arguments, lmcache_file
 from .weights import write_model
 
 START_SECONDS = 240.0
-STORE_POOLS = 2
-"""The store holds as much as the pool of two instances."""
 OWNERS = 2
 """In place: how many times as large as a reader's KV cache an owner's is."""
-BACK_SECONDS = 20.0
 ANSWER_SECONDS = 120.0
-WRITTEN_SECONDS = 0.3
 STATES_SECONDS = 0.1
 """Seconds between looks for more states; those of one prompt come as its steps end."""
 SAVED = (b"saved AOT compiled function", b"Directly load AOT compilation")
@@ -54,9 +45,8 @@ class Fleet:
 
     folder: for logs and settings. cache: for vLLM's compiled code and the models, kept for the next
     run. more: settings of vcache, by `vcache.SECTION.KEY`. integration: `lmcache`, vcache as a
-    plugin under LMCacheConnectorV1, or `vllm`, our own connector; rows begin with it. isolated: an
-    instance sees only the GPUs it computes on. in_place: nobody lends to the pool, and others read
-    vLLM's own KV cache; rows begin with `inplace`."""
+    plugin under LMCacheConnectorV1, or `vllm`, our own connector; rows begin with it. in_place:
+    nobody lends to the pool, and others read vLLM's own KV cache; rows begin with `inplace`."""
 
     def __init__(
         self,
@@ -65,19 +55,13 @@ class Fleet:
         cache: Path,
         more: dict[str, str] | None = None,
         integration: str = "lmcache",
-        isolated: bool = False,
         in_place: bool = False,
     ) -> None:
         self.scale = msgspec.structs.replace(scale, whole_blocks=integration == "vllm")
         if in_place:
             self.scale = msgspec.structs.replace(self.scale, pool_bytes=0)
             more = {"vcache.connector.share": "in_place", **(more or {})}
-        self.folder, self.cache, self.integration, self._isolated = (
-            folder,
-            cache,
-            integration,
-            isolated,
-        )
+        self.folder, self.cache, self.integration = folder, cache, integration
         self.more = more or {}
         self.in_place, self.rows = in_place, "inplace" if in_place else integration
         self._undo = ExitStack()
@@ -92,7 +76,6 @@ class Fleet:
         self._compiled: set[tuple[str, bool]] = set()
         self._ports = iter(range(free_ports(1)[0], 60_000, 200))
         self._server: MetadataServer | None = None
-        self._depot: Depot | None = None
         for each in (folder, cache):
             each.mkdir(parents=True, exist_ok=True)
 
@@ -133,8 +116,6 @@ class Fleet:
 
     def _start(self, name: str) -> None:
         spec = INSTANCES[name]
-        if spec.below:
-            assert self.depot is not None
         if self._settings.of(spec):
             assert self.pool is not None
         scale = KINDS[spec.kind].of(self.scale)
@@ -146,8 +127,7 @@ class Fleet:
         log = self.folder / f"{name}.log"
         # Remove an earlier run's log: its lines would say that the code is compiled.
         log.unlink(missing_ok=True)
-        within = container() if KINDS[spec.kind].isolated else []
-        command = [*within, *module(f"{__package__}.child", settings)]
+        command = module(f"{__package__}.child", settings)
         self._children[name] = Child(name, command, log, self._environment(name, spec))
         self._waiting[name] = time.monotonic()
 
@@ -250,7 +230,7 @@ class Fleet:
         """
         stats = self.pool.stats()
         if not self.in_place:
-            return stats.chunks // KINDS[INSTANCES[writer].kind].gpus
+            return stats.chunks // KINDS[INSTANCES[writer].kind].tensor_parallel
         child = self.instance(writer).pid
         return sum(
             one.resident for one in stats.instances if not one.missing and descends(one.pid, child)
@@ -342,48 +322,6 @@ class Fleet:
             self._children["memory"] = child
         return self._children["memory"]
 
-    def revive(self, before: ServerStats) -> None:
-        """Start the metadata server again after its end. Wait until all clients and segments of
-        `before` are back.
-        """
-        self.server.kill()
-        self.server.start()
-
-        def back() -> bool:
-            with suppress(VCacheError):
-                now = self.pool.stats()
-                return now.clients >= before.clients and len(now.segments) >= len(before.segments)
-            return False
-
-        self.server.until(back, BACK_SECONDS)
-
-    # ---- the offload tier
-
-    @property
-    def depot(self) -> Depot:
-        if self._depot is None:
-            self._depot = self._undo.enter_context(
-                Depot(self.folder, [STORE_POOLS * self.scale.pool_bytes])
-            )
-            store = {
-                "policy": "write_through",
-                "min_bandwidth": 0,
-                "mooncake.master": self._depot.master.address,
-                "mooncake.hostname": HOST,
-            }
-            self._settings = msgspec.structs.replace(
-                self._settings, store={f"vcache.offload.{name}": str(store[name]) for name in store}
-            )
-        return self._depot
-
-    def below(self, objects: int) -> bool:
-        """Wait until the store holds so many objects, the last one completely written."""
-        if not until(lambda: self.depot.objects() >= objects, BACK_SECONDS):
-            return False
-        # An object counts from when its writing begins.
-        time.sleep(WRITTEN_SECONDS)
-        return True
-
     def _environment(self, name: str, spec: Spec) -> dict[str, str]:
         given = {
             **os.environ,
@@ -393,16 +331,16 @@ class Fleet:
         }
         if self._settings.of(spec) == "lmcache":
             file = self.folder / f"{name}.yaml"
-            file.write_text(json.dumps(lmcache_file(self.scale, spec, self._settings), indent=1))
+            file.write_text(json.dumps(lmcache_file(self.scale, self._settings), indent=1))
             given["LMCACHE_CONFIG_FILE"] = str(file)
         kind = KINDS[spec.kind]
         if self.scale.cpu:
             return (
                 given
                 | CPU_ENVIRONMENT
-                | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(kind.gpus > 1))}
+                | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(kind.tensor_parallel > 1))}
             )
-        alone = (self._isolated or kind.isolated) and kind.gpus == 1
+        alone = self.integration == "vllm" and kind.tensor_parallel == 1
         given["CUDA_VISIBLE_DEVICES"] = (
             visible(spec.gpu).split(",")[0] if alone else visible(spec.gpu)
         )

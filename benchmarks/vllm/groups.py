@@ -7,8 +7,6 @@ not cut a window's blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
 from ..processes import Child, ChildFailed
@@ -58,28 +56,6 @@ def measure(fleet: Fleet, clock: Clock, source: Prompts, kind: str, rounds: int)
     rows += [msgspec.structs.replace(one, case=f"groups_equal_{kind}") for one in found]
     rows += _first_token(fleet, clock, prompts, kind, rounds)
     return rows + _states_matter(fleet, prompts, kind) if states else rows
-
-
-def together(rows: Sequence[Row]) -> list[Row]:
-    """The row `groups_equal_state`, over the prompts of all models with states, if a run has all of
-    them.
-    """
-    cases = {f"groups_equal_{kind}": kind for kind in STATES}
-    found = [row for row in rows if row.case in cases]
-    if len(found) < len(cases):
-        return []
-    good = [index < round(row.value * row.runs) for row in found for index in range(row.runs)]
-    what = ", ".join(f"{cases[row.case]} {row.value:g} of {row.runs}" for row in found)
-    whole = fraction(
-        "groups_equal_state",
-        good,
-        f"hits of models whose layers keep states, each as in its own row: {what}",
-    )
-    return [
-        whole
-        if all(row.ok is not None for row in found) or not whole.ok
-        else msgspec.structs.replace(whole, ok=None)
-    ]
 
 
 def _states_matter(fleet: Fleet, prompts: Prompts, kind: str) -> list[Row]:

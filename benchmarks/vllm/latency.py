@@ -1,8 +1,7 @@
 """Times to first token on a hit and on a miss, and times between the tokens of running requests
 while another one loads.
 
-On otherwise idle GPUs, one request at a time unless said otherwise; the variants take turns within
-each round.
+On otherwise idle GPUs, one request at a time unless said otherwise.
 
 Prompts of hits end `TAIL` tokens after their last whole chunk, as almost all prompts do. Then a hit
 in vLLM's own prefix cache, through our connector and through LMCache leaves the same tokens to
@@ -20,7 +19,6 @@ from typing import Any
 
 import msgspec
 
-from ..processes import ChildFailed
 from ..results import Clock, Row, percentile, row
 from .environment import peer
 from .fleet import Fleet
@@ -34,7 +32,7 @@ ALLOWED_MS = 4.0
 ALLOWED_COPY = 1.15
 VS_RECOMPUTE = {"4k": 4.0, "16k": 15.0, "32k": 30.0}
 TPOT = {"lmcache": 1.10, "vllm": 1.05, "inplace": 1.03}
-MISS = {"inplace_16k": 1.003}
+MISS = {"16k": 1.003}
 """Limits for the ratio of a miss in place; else 1.01 for lengths in `VS_RECOMPUTE`."""
 LOAD = "16k"
 EVERY = 1.0
@@ -50,11 +48,6 @@ SHORT, SHORT_REQUESTS, AT_ONCE, SLICES = 600, 3000, 128, 10
 """Of `short_tax`: tokens, how many requests, how many of them at a time, and in how many slices."""
 SHORT_ANSWER = 8
 SHORT_TAX, SHORT_SECONDS = 0.99, 120.0
-
-SIDES = {"vcache": ("a", "b"), "lmcache": ("lm_a", "lm_b")}
-"""By variant: the instance that stores and the one that hits. lmcache: through LMCache, in the same
-run as our own connector.
-"""
 
 Samples = dict[tuple[str, str], list[float]]
 
@@ -85,42 +78,27 @@ def allowed(
 
 
 def first_token(
-    fleet: Fleet,
-    clock: Clock,
-    prompts: Prompts,
-    rounds: int,
-    variants: Sequence[str] = ("vcache",),
-    kind: str = "",
-    only: str = "",
+    fleet: Fleet, clock: Clock, prompts: Prompts, rounds: int, kind: str = "", only: str = ""
 ) -> list[Row]:
-    """TTFT, by length, of recomputing, of vLLM's own prefix cache, and of `variants` (of `SIDES`).
-    One warm-up round does not count.
+    """TTFT, by length, of recomputing, of vLLM's own prefix cache, and of vcache. One warm-up round
+    does not count.
 
-    A variant whose instances do not start is left out; if time runs short, the rounds so far count.
-    kind: the prefix of the instances' names. only: this length alone."""
+    If time runs short, the rounds so far count. kind: the prefix of the instances' names. only:
+    this length alone."""
     fleet.settle()
     speed = copy_engine(fleet)
     samples: Samples = defaultdict(list)
-    short: list[str] = []
-    able = [variant for variant in variants if _starts(fleet, variant, kind)]
+    partial: list[str] = []
     for turn in range(rounds + 1):
         if turn > 2 and clock.left < 25:
             break
         clock.check(15)
-        order = able if turn % 2 else able[::-1]
         for name, length in _lengths(fleet, kind).items():
             for _ in range(REPEATS.get(name, 1) if only in ("", name) else 0):
-                _round(
-                    fleet,
-                    prompts.new(length),
-                    name,
-                    samples if turn else defaultdict(list),
-                    order,
-                    short,
-                    kind,
-                )
+                into = samples if turn else defaultdict(list)
+                _round(fleet, prompts.new(length), name, into, partial, kind)
         print(f"  round {turn} of {rounds}: {clock.spent:.0f} s into the run", flush=True)
-    return _rows(fleet, samples, speed, short, kind)
+    return _rows(fleet, samples, speed, partial, kind)
 
 
 def _lengths(fleet: Fleet, kind: str = "") -> dict[str, int]:
@@ -134,46 +112,22 @@ def _lengths(fleet: Fleet, kind: str = "") -> dict[str, int]:
     }
 
 
-def _names(variant: str, kind: str) -> tuple[str, str]:
-    """The instances of a kind that store and that hit."""
-    writer, reader = SIDES[variant]
-    return (f"{kind}_{writer}", f"{kind}_{reader}") if kind else (writer, reader)
-
-
-def _starts(fleet: Fleet, variant: str, kind: str) -> bool:
-    try:
-        for name in _names(variant, kind):
-            fleet.instance(name)
-    except ChildFailed as error:
-        print(f"  {variant} is left out: {error}", flush=True)
-        return False
-    return True
-
-
 def _round(
-    fleet: Fleet,
-    prompt: list[int],
-    name: str,
-    samples: Samples,
-    variants: Sequence[str],
-    short: list[str],
-    kind: str,
+    fleet: Fleet, prompt: list[int], name: str, samples: Samples, partial: list[str], kind: str
 ) -> None:
-    """Ask one prompt of all variants. Before every hit its instance was idle for as long as others
-    took to compute the prompt.
+    """Ask one prompt without a cache, through vcache and from vLLM's own cache. Before every hit
+    its instance was idle for as long as others took to compute the prompt.
     """
-    scale = fleet.of(kind)
-    due, alone = scale.hit(len(prompt)), fleet.instance(f"{kind}_alone" if kind else "alone")
+    scale, prefix = fleet.of(kind), f"{kind}_" if kind else ""
+    due, alone = scale.hit(len(prompt)), fleet.instance(f"{prefix}alone")
     samples["recompute", name].append(_ttft(alone, prompt)[0])
-    for variant in variants:
-        writer, reader = _names(variant, kind)
-        fleet.make_room(len(prompt))
-        fleet.compute(writer, prompt)
-        seconds, cached = _ttft(fleet.instance(reader), prompt)
-        if due - scale.chunk < cached:
-            samples[variant, name].append(seconds)
-        else:
-            short.append(f"{variant} {name}: {cached} of {due}")
+    fleet.make_room(len(prompt))
+    fleet.compute(f"{prefix}a", prompt)
+    seconds, cached = _ttft(fleet.instance(f"{prefix}b"), prompt)
+    if due - scale.chunk < cached:
+        samples["vcache", name].append(seconds)
+    else:
+        partial.append(f"{name}: {cached} of {due}")
     samples["prefix", name].append(_ttft(alone, prompt)[0])
 
 
@@ -183,17 +137,17 @@ def _ttft(child: Any, prompt: list[int]) -> tuple[float, int]:
 
 
 def _rows(
-    fleet: Fleet, samples: Samples, speed: float, short: Sequence[str], kind: str = ""
+    fleet: Fleet, samples: Samples, speed: float, partial: Sequence[str], kind: str = ""
 ) -> list[Row]:
     rows, begin = [], f"{fleet.rows}_{kind}" if kind else fleet.rows
     if not fleet.scale.cpu:
         what = f"the copy engine from {peer()} in this run"
         rows.append(row(f"{begin}_copy_engine", "GB/s", speed, speed, what=what))
-    missed = f"; not full hits, left out: {', '.join(short)}" if short else ""
+    missed = f"; not full hits, left out: {', '.join(partial)}" if partial else ""
     for name, length in _lengths(fleet, kind).items():
         held = {
-            variant: [1e3 * value for value in samples.get((variant, name), [])]
-            for variant in ("recompute", "prefix", *SIDES)
+            variant: [MS * value for value in samples.get((variant, name), [])]
+            for variant in ("recompute", "prefix", "vcache")
         }
         if not held["prefix"]:
             continue
@@ -218,78 +172,49 @@ def _judged(
     kind: str,
 ) -> list[Row]:
     """The rows with limits. The GPUs of an instance copy their parts at the same time."""
-    begin, gpus = f"{fleet.rows}_{kind}" if kind else fleet.rows, KINDS[kind].gpus
-    most, sum_ = allowed(
-        floor, fleet.of(kind).read_bytes(_lengths(fleet, kind)[name] - TAIL) // gpus, speed
-    )
-    ours = held["vcache"]
-    what = f"TTFT of a hit on {f'{gpus} peer GPUs' if gpus > 1 else peer()}; reference: {sum_}"
+    begin = f"{fleet.rows}_{kind}" if kind else fleet.rows
+    gpus, length = KINDS[kind].tensor_parallel, _lengths(fleet, kind)[name] - TAIL
+    most, sum_ = allowed(floor, fleet.of(kind).read_bytes(length) // gpus, speed)
+    where = f"{gpus} peer GPUs" if gpus > 1 else peer()
     which = "ttft" if fleet.integration == "lmcache" else "async_ttft"
-    rows = [row(f"{begin}_{which}_{name}", "ms", ours, most, what=what + missed, at_most=1.0)]
-    against = f"reference: a hit on {peer()} {'in place' if fleet.in_place else 'through the pool'}"
-    what, least = f"TTFT recomputing; {against}", None if kind else VS_RECOMPUTE.get(name)
-    rows.append(
-        row(
-            f"{begin}_vs_recompute_{name}", "ms", held["recompute"], ours, what=what, at_least=least
-        )
-    )
-    if held["lmcache"]:
-        what = (
-            f"TTFT of a hit on {peer()} by our connector; reference: by LMCache and the "
-            f"plugin, same pool{missed}"
-        )
-        rows.append(
-            row(
-                f"{begin}_ttft_vs_lmcache_{name}",
-                "ms",
-                ours,
-                held["lmcache"],
-                what=what,
-                at_most=1.0,
-            )
-        )
-    return rows
+    hit = f"TTFT of a hit on {where}; reference: {sum_}{missed}"
+    how = "in place" if fleet.in_place else "through the pool"
+    computed = f"TTFT recomputing; reference: a hit on {peer()} {how}"
+    least = None if kind else VS_RECOMPUTE.get(name)
+    recompute, ours = held["recompute"], held["vcache"]
+    return [
+        row(f"{begin}_{which}_{name}", "ms", ours, most, what=hit, at_most=1.0),
+        row(f"{begin}_vs_recompute_{name}", "ms", recompute, ours, what=computed, at_least=least),
+    ]
 
 
 def miss(fleet: Fleet, clock: Clock, prompts: Prompts, counts: dict[str, int]) -> list[Row]:
     """TTFT of a miss with the pool and without, in turn on one GPU, on which the pool also stores
-    it.
+    it. The lengths with a limit have one row more for the worst of them, except in place.
     """
     fleet.settle()
     children = {"with": fleet.instance("a"), "without": fleet.instance("alone")}
+    how = "with its KV cache shared in place" if fleet.in_place else "with the pool on"
     rows: list[Row] = []
     for name, count in counts.items():
+        length = fleet.scale.lengths[name]
         samples: dict[str, list[float]] = {"with": [], "without": []}
         for turn in range(count + 1):
             clock.check(10)
-            fleet.make_room(fleet.scale.lengths[name])
-            for which in ("with", "without") if turn % 2 else ("without", "with"):
-                seconds, cached = _ttft(children[which], prompts.new(fleet.scale.lengths[name]))
+            fleet.make_room(length)
+            for which in sorted(children, reverse=turn % 2 == 0):
+                seconds, cached = _ttft(children[which], prompts.new(length))
                 if turn and not cached:
                     samples[which].append(seconds * MS)
-        how = (
-            "with its KV cache shared in place, nothing copied"
-            if fleet.in_place
-            else "with the pool on, stored as it goes"
-        )
-        what = f"TTFT of a miss of {fleet.scale.lengths[name]} tokens {how}; reference: vLLM alone"
-        limit = (
-            MISS.get(f"{fleet.rows}_{name}")
-            if fleet.in_place
-            else 1.01
-            if name in VS_RECOMPUTE
-            else None
-        )
+        what = f"TTFT of a miss of {length} tokens {how}; reference: vLLM alone"
+        most = 1.01 if name in VS_RECOMPUTE else None
+        limit = MISS.get(name) if fleet.in_place else most
         case = f"{fleet.rows}_miss_{'' if fleet.in_place else 'overhead_'}{name}"
         rows.append(row(case, "ms", samples["with"], samples["without"], what=what, at_most=limit))
-    if fleet.in_place:
-        return rows
-    if judged := [each for each in rows if each.ok is not None]:
+    judged = [each for each in rows if each.ok is not None]
+    if judged and not fleet.in_place:
         worst = max(judged, key=lambda each: each.ratio)
-        what = (
-            f"the worst of the lengths {[each.case.rpartition('_')[2] for each in judged]}: "
-            f"{worst.what}"
-        )
+        what = f"the worst of {[each.case for each in judged]}: {worst.what}"
         rows.append(msgspec.structs.replace(worst, case=f"{fleet.rows}_miss_overhead", what=what))
     return rows
 

@@ -4,12 +4,19 @@ CPU.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 GIB = 1 << 30
 MIB = 1 << 20
+SHAPES: dict[str, dict[str, Any]] = msgspec.json.decode(
+    Path(__file__).with_name("models.json").read_bytes()
+)
+"""A `config.json` for each model: few layers, real widths. What begins with `tiny_` changes another
+one for the CPU.
+"""
 STATEFUL = ("linear_attention", "conv")
 """Kinds of layers that keep a state, not tokens."""
 
@@ -52,7 +59,7 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def state_bytes(self) -> int:
-        """Of the state behind a token, in bfloat16, as the models of `states` have it; 0 where all
+        """Of the state behind a token, in bfloat16, as the models with states have it; 0 where all
         layers keep tokens.
         """
         model = self.model
@@ -110,46 +117,9 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
         return min(length - length % self.chunk, most)
 
 
-def _llama(**sizes: Any) -> dict[str, Any]:
-    """A Llama's `config.json`."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "tie_word_embeddings": False,
-        **sizes,
-    }
-
-
-LLAMA_8B = _llama(
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    vocab_size=128256,
-    max_position_embeddings=131072,
-)
-TINY_LLAMA = _llama(
-    hidden_size=256,
-    intermediate_size=512,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=64,
-    vocab_size=1024,
-    max_position_embeddings=4096,
-)
-
 FULL = Scale(
     name="full",
-    model=LLAMA_8B,
+    model=SHAPES["llama_8b"],
     chunk=256,
     block=16,
     lengths={"1k": 1024, "4k": 4096, "16k": 16384, "32k": 32768},
@@ -163,24 +133,17 @@ FULL = Scale(
     decode_prompt=256,
     decode_seconds=4.0,
 )
-SHORT = msgspec.structs.replace(
-    FULL,
-    name="short",
-    model=LLAMA_8B | {"num_hidden_layers": 8},
-    kv_bytes=3 * GIB,
-    pool_bytes=3 * GIB,
-    answer=16,
-)
-"""For ranks that share a GPU: each layer's exchange between them waits until the GPU has turned to
-the other one.
-"""
 BESIDE = msgspec.structs.replace(
-    SHORT, name="beside", kv_bytes=GIB * 3 // 2, few=FULL.few, answer=FULL.answer
+    FULL,
+    name="beside",
+    model=FULL.model | {"num_hidden_layers": 8},
+    kv_bytes=GIB * 3 // 2,
+    pool_bytes=3 * GIB,
 )
-"""For three runs beside each other on GPUs of 80 GiB."""
+"""For three runs beside each other on GPUs of 80 GiB, and for ranks that share a GPU."""
 TINY = Scale(
     name="tiny",
-    model=TINY_LLAMA,
+    model=SHAPES["llama_tiny"],
     chunk=64,
     block=32,
     lengths={"1k": 64, "4k": 128, "16k": 512, "32k": 1024},
@@ -198,4 +161,4 @@ TINY = Scale(
     beside=2,
     cpu=True,
 )
-SCALES = {scale.name: scale for scale in (FULL, SHORT, BESIDE, TINY)}
+SCALES = {scale.name: scale for scale in (FULL, BESIDE, TINY)}

@@ -34,20 +34,16 @@ all-reduce reads the peer GPU's memory.
 
 class Integration(msgspec.Struct, frozen=True, kw_only=True):
     """How instances come to the pool. name: lmcache or vllm. more: of vcache's configuration,
-    `vcache.SECTION.KEY` by value. store: likewise, of instances with an offload tier."""
+    `vcache.SECTION.KEY` by value.
+    """
 
     name: str
     socket: Path
     more: dict[str, str] = {}
-    store: dict[str, str] = {}
 
     def of(self, spec: Spec) -> str:
         """vllm, lmcache, or "" for an instance without vcache."""
-        return {"vcache": self.name, "lmcache": "lmcache"}.get(spec.variant, "")
-
-    def settings(self, spec: Spec) -> dict[str, str]:
-        """What an instance's configuration has beside the usual."""
-        return {**(self.store if spec.below else {}), **self.more}
+        return self.name if spec.variant == "vcache" else ""
 
 
 def arguments(scale: Scale, spec: Spec, model: Path, integration: Integration) -> dict[str, Any]:
@@ -60,19 +56,18 @@ def arguments(scale: Scale, spec: Spec, model: Path, integration: Integration) -
         "max_model_len": scale.max_model_len,
         "max_num_seqs": 32,
         "max_num_batched_tokens": scale.batched_tokens,
-        "kv_cache_memory_bytes": scale.kv_bytes // kind.gpus,
+        "kv_cache_memory_bytes": scale.kv_bytes // kind.tensor_parallel,
         "block_size": scale.block,
         "enable_prefix_caching": True,
         "enforce_eager": scale.cpu,
         "tensor_parallel_size": kind.tensor_parallel,
-        "pipeline_parallel_size": kind.pipeline_parallel,
     }
     if not scale.cpu:
         graphs = COMPILED_BY_RULE if scale.compiled else DECODE_GRAPHS
         given |= {"gpu_memory_utilization": 0.15, "compilation_config": graphs}
     if not (model / "model.safetensors").exists():
         given["load_format"] = "dummy"
-    if kind.gpus > 1 and not scale.cpu and on_one_gpu():
+    if kind.tensor_parallel > 1 and not scale.cpu and on_one_gpu():
         given |= ONE_GPU
     if spec.scheduler:
         given["scheduler_cls"] = f"{__package__}.scheduler.{spec.scheduler}"
@@ -85,9 +80,7 @@ def arguments(scale: Scale, spec: Spec, model: Path, integration: Integration) -
 def _transfer(scale: Scale, spec: Spec, integration: Integration) -> dict[str, Any]:
     if integration.of(spec) != "vllm":
         return {"kv_connector": "LMCacheConnectorV1", **BOTH}
-    more = {
-        path.removeprefix("vcache."): value for path, value in integration.settings(spec).items()
-    }
+    more = {path.removeprefix("vcache."): value for path, value in integration.more.items()}
     lends = 0 if spec.role == "consumer" else scale.pool_bytes
     return our_connector(integration.socket, lends, scale.chunk, more) | (
         {"kv_role": f"kv_{spec.role}"} if spec.role else {}
@@ -124,15 +117,12 @@ def _plain(value: str) -> Any:
         return value
 
 
-def lmcache_file(scale: Scale, spec: Spec, integration: Integration) -> dict[str, Any]:
+def lmcache_file(scale: Scale, integration: Integration) -> dict[str, Any]:
     """configs/lmcache-vcache.yaml with what is different here, for JSON, which is YAML."""
-    # Beside instances of our own connector, which lend the pool its memory, those of LMCache's lend
-    # nothing.
-    lends = 0 if spec.variant == "lmcache" else scale.pool_bytes
     own = {
         "vcache.server.socket": str(integration.socket),
-        "vcache.pool.segment_bytes": lends,
-        **integration.settings(spec),
+        "vcache.pool.segment_bytes": scale.pool_bytes,
+        **integration.more,
     }
     return lmcache(own, {"chunk_size": scale.chunk})
 

@@ -1,0 +1,123 @@
+"""How requests come to the servers: in turn, to the least busy one, or through vLLM's router."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from ..processes import HOST, ChildFailed, Program, free_ports, module
+from .client import Balancer
+from .servers import Servers, healthy
+from .systems import MODEL, SYSTEMS
+
+POLICIES = ("turn", "least", "cache_aware", "kv_aware")
+THRESHOLD = 64
+"""Of `cache_aware` by default: it sends a request to the server with its prefix, unless that has so
+many requests more than the other one.
+"""
+RELATIVE = 1.1
+"""And so many times as many."""
+START_SECONDS = 40.0
+UNDECODED = re.compile(r"kv_index decode|invalid KV event|unsupported KV event", re.IGNORECASE)
+"""What the router logs when it does not understand an event."""
+
+
+class Arm(NamedTuple):
+    """A system, and the policy that distributes its requests. threshold: of `cache_aware`."""
+
+    system: str
+    policy: str
+    threshold: int
+
+    @classmethod
+    def parse(cls, text: str) -> Arm:
+        """Of SYSTEM:POLICY, such as inplace:turn or alone:cache_aware16. Raises ValueError."""
+        system, _, policy = text.partition(":")
+        match = re.fullmatch(r"(\D+?)(\d*)", policy or "turn")
+        if system not in SYSTEMS or match is None or match[1] not in POLICIES:
+            raise ValueError(f"no arm {text}; {', '.join(SYSTEMS)} : {', '.join(POLICIES)}")
+        if SYSTEMS[system].ranks and match[1] != "turn":
+            raise ValueError(f"no arm {text}: {system} is one server, so nothing is distributed")
+        return cls(system, match[1], int(match[2] or THRESHOLD))
+
+    @property
+    def name(self) -> str:
+        """As rows have it."""
+        return f"{self.system}_{self.policy}" + (
+            str(self.threshold) if self.policy == "cache_aware" else ""
+        )
+
+    @property
+    def said(self) -> str:
+        """The policy in words."""
+        if SYSTEMS[self.system].ranks:
+            return "vLLM's own balancer"
+        if self.policy in ("turn", "least"):
+            return {"turn": "requests in turn", "least": "the server with fewest requests"}[
+                self.policy
+            ]
+        version = importlib.metadata.version("vllm-router")
+        more = f", threshold {self.threshold}" if self.policy == "cache_aware" else ""
+        return f"vllm-router {version} {self.policy}{more}"
+
+
+class Way:
+    """The way of an arm's requests, while it stands. undecoded: KV events that the router did not
+    understand.
+    """
+
+    def __init__(self, balancer: Balancer, router: Program | None = None) -> None:
+        self.balancer, self._router = balancer, router
+
+    @property
+    def undecoded(self) -> int:
+        if self._router is None:
+            return 0
+        return len(UNDECODED.findall(self._router.log.read_text(errors="replace")))
+
+
+@contextmanager
+def way(arm: Arm, servers: Servers, block: int, folder: Path) -> Iterator[Way]:
+    """Start what distributes an arm's requests; a router knows nothing yet. block: tokens of
+    vLLM's KV blocks. Raises ChildFailed.
+    """
+    if arm.policy in ("turn", "least"):
+        yield Way(Balancer(servers.ports, arm.policy == "least"))
+        return
+    port, metrics = free_ports(2)
+    log = folder / f"router_{arm.name}.log"
+    log.unlink(missing_ok=True)
+    listens = ["--host", HOST, "--port", str(port), "--prometheus-port", str(metrics)]
+    arguments = [*listens, *_arguments(arm, servers, block)]
+    command = module("vllm_router.launch_router", *arguments)
+    with Program(f"router {arm.name}", command, log) as router:
+        router.until(partial(healthy, port), START_SECONDS)
+        yield Way(Balancer([port]), router)
+
+
+def _arguments(arm: Arm, servers: Servers, block: int) -> list[str]:
+    """Of the router: its policy, and the servers."""
+    urls = [f"http://{HOST}:{each}" for each in servers.ports]
+    given = ["--policy", arm.policy, "--worker-urls", *urls]
+    if arm.policy == "cache_aware":
+        given += ["--balance-abs-threshold", str(arm.threshold)]
+        given += ["--balance-rel-threshold", str(RELATIVE)]
+    else:
+        given += ["--kv-event-block-size", str(block), "--kv-event-model", MODEL]
+        for url, events in zip(urls, servers.events, strict=True):
+            given += ["--kv-event-source", f"{url}=tcp://{HOST}:{events}"]
+    return given
+
+
+def check_installed(arms: Sequence[Arm]) -> None:
+    """Raises ChildFailed if an arm needs the router, and it is not installed."""
+    if any(arm.policy in ("cache_aware", "kv_aware") for arm in arms):
+        try:
+            importlib.metadata.version("vllm-router")
+        except importlib.metadata.PackageNotFoundError:
+            raise ChildFailed("no vllm-router here: pip install vllm-router==0.1.17") from None

@@ -1,0 +1,114 @@
+"""Workloads from Mooncake's conversation trace: lengths, arrivals, and what prompts share."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .workloads import Phase, Plan, Request, Tokens, Workload, random_tokens, usual
+
+TRACED = 512
+"""Tokens that one of the trace's hash ids covers."""
+
+
+def conversations(plan: Plan) -> Workload:
+    """Whole conversations drawn from the trace, in the order of their arrivals, scaled to
+    `trace_seconds`.
+
+    A block of the trace becomes random tokens that follow from its id, so prompts share what they
+    share in the trace. ValueError if the trace is missing or has another format."""
+    lines = _drawn(_trace(plan), plan)
+    blocks: dict[int, Tokens] = {}
+    first, last = lines[0]["timestamp"], lines[-1]["timestamp"]
+    pace = plan.trace_seconds / max(1, last - first)
+    requests = [
+        Request(
+            tokens=_prompt(line, plan, plan.trace_block, blocks),
+            at=(line["timestamp"] - first) * pace,
+            output=plan.output,
+        )
+        for line in lines
+    ]
+    turns = f" of {plan.trace_turns} or more requests" if plan.trace_turns > 1 else ""
+    what = (
+        f"conversation trace: {len(lines)} requests of whole conversations{turns}, "
+        f"{plan.trace_block} tokens for {TRACED}, prompts cut at {plan.longest}, answers of "
+        f"{plan.output}, arrivals within {plan.trace_seconds:g} s, seed {plan.seed}"
+    )
+    return Workload([Phase(requests=requests, concurrency=0)], what)
+
+
+def unfiltered(plan: Plan) -> Workload:
+    """Consecutive requests of the trace, without a choice of conversations. ValueError if the trace
+    is missing.
+    """
+    lines = _trace(plan)[plan.window_start : plan.window_start + plan.window]
+    blocks: dict[int, Tokens] = {}
+    requests = [
+        Request(tokens=_prompt(line, plan, plan.window_block, blocks), output=plan.output)
+        for line in lines
+    ]
+    what = (
+        f"unfiltered trace: {len(lines)} requests from number {plan.window_start} on, "
+        f"{plan.window_block} tokens for {TRACED}, prompts cut at {plan.longest}, {usual(plan)}"
+    )
+    return Workload([Phase(requests=requests, concurrency=plan.concurrency)], what)
+
+
+def _trace(plan: Plan) -> list[dict[str, Any]]:
+    path = Path(plan.trace)
+    if not path.is_file():
+        raise ValueError(
+            f"no trace at {plan.trace!r}; name Mooncake's conversation trace with --trace FILE"
+        )
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    if not lines or not {"timestamp", "input_length", "hash_ids"} <= lines[0].keys():
+        raise ValueError(f"{path} is no trace of timestamp, input_length and hash_ids")
+    return lines
+
+
+def _drawn(lines: Sequence[dict[str, Any]], plan: Plan) -> list[dict[str, Any]]:
+    """The requests of randomly drawn conversations, `trace_tokens` in all, in the order of the
+    trace.
+
+    All prompts begin with the same block; those that share the second one count as one
+    conversation."""
+    of: dict[int, list[int]] = {}
+    for index, line in enumerate(lines):
+        ids = line["hash_ids"]
+        of.setdefault(ids[1] if len(ids) > 1 else -1 - index, []).append(index)
+    candidates = [indices for indices in of.values() if len(indices) >= plan.trace_turns]
+    random.Random(plan.seed).shuffle(candidates)
+    chosen: list[int] = []
+    tokens = 0
+    for indices in candidates:
+        if tokens >= plan.trace_tokens:
+            break
+        chosen += indices
+        tokens += sum(_length(lines[index], plan, plan.trace_block) for index in indices)
+    if not chosen:
+        raise ValueError(
+            f"no conversation of {plan.trace_turns} requests in {plan.trace}; lower --trace-turns"
+        )
+    return [lines[index] for index in sorted(chosen)]
+
+
+def _length(line: dict[str, Any], plan: Plan, block: int) -> int:
+    scaled: int = line["input_length"] * block // TRACED
+    return max(1, min(plan.longest, scaled))
+
+
+def _prompt(line: dict[str, Any], plan: Plan, block: int, blocks: dict[int, Tokens]) -> Tokens:
+    """block: tokens that a block of the trace becomes."""
+    length = _length(line, plan, block)
+    ids = line["hash_ids"][: -(-length // block)]
+    for each in ids:
+        if each not in blocks:
+            dice = np.random.default_rng([plan.seed, 3, each])
+            blocks[each] = random_tokens(dice, block, plan)
+    return np.concatenate([blocks[each] for each in ids])[:length]
