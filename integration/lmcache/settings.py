@@ -61,7 +61,7 @@ def read(extra_config: Mapping[str, Any], chunk_size: int) -> Settings:
     try:
         own = msgspec.convert({name: given.pop(name) for name in names}, _Own)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{SOURCE}: {PREFIX}{error}") from error
+        raise ConfigError(f"{SOURCE}: {str(error).replace('$.', PREFIX)}") from error
     values, *source = configuration.read(own.config or None)
     configuration.from_dict(values, *source)
     values["connector"] = {}
