@@ -39,7 +39,7 @@ from processes import SECONDS, eventually
 
 from vcache_backend import status
 from vcache_backend.engine import VCacheEngine
-from vcache_backend.transfer import committer
+from vcache_backend.transfer import store
 
 __all__ = ["folder", "fresh", "pair", "shared"]
 
@@ -340,7 +340,7 @@ def test_storing_twice_stores_once(pair: Pair) -> None:
 def test_a_store_that_would_wait_behind_too_many_others_is_skipped(
     shared: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(committer, "MOST_INFLIGHT", 2)
+    monkeypatch.setattr(store, "MOST_INFLIGHT", 2)
     copier, mine = UnfinishedCopier(), Cache()
     writer = shared.engine("host:a", ROOMY, layout_of(mine), copier=copier)
     slots = places(mine.sizes, CHUNK)

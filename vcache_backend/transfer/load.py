@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.transfer.leases import AskedLease, Lease
-from vcache_backend.transfer.load_stats import LoadStats
 from vcache_backend.transfer.memory import MemorySource
 from vcache_backend.transfer.places import Places
 from vcache_backend.transfer.pooled import POLL_SECONDS, Pooled
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.sources import LoadContext, OffloadSource, Part, Source
+from vcache_backend.transfer.stats import LoadStats
 from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool.copies.copier import Mark
 

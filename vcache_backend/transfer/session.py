@@ -18,10 +18,10 @@ from vcache_backend.errors import LayoutError, VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey, Location, SegmentId, of_rank
 from vcache_backend.transfer.arguments import KVCaches, as_kvcaches
-from vcache_backend.transfer.committer import Committer
 from vcache_backend.transfer.layout import Layout, with_codec
 from vcache_backend.transfer.leases import LeaseClient
 from vcache_backend.transfer.stats import EngineStats
+from vcache_backend.transfer.store import Committer
 from vcache_backend.vram_pool import devices, pool
 from vcache_backend.vram_pool.copies.copier import Copier, HostCopier
 from vcache_backend.vram_pool.copies.uploads import Uploader, make_uploader
