@@ -165,14 +165,12 @@ class VCacheEngine:
             ids, size = as_tokens(tokens), self._layout.chunk_size
             first = first_wanted(mask, len(ids))
             start, keys = first // size, self._hasher.keys(ids, as_salt(salt))
-            # The server answers while the places are worked out.
-            with self._session.leases.ask(keys[start:]) as lease:
-                slots, kv = as_slots(slot_mapping, len(ids), 0), self._bound("retrieve", kvcaches)
-                if kv is None:
-                    return torch.zeros(len(ids), dtype=torch.bool)
-                places = self._places(kv, slots, first, len(keys))
-                load = Load(self._session, places, keys[start:], lease=lease)
-                return torch.from_numpy(places.loaded(load.finish(self._patience, keys[:start])))
+            slots, kv = as_slots(slot_mapping, len(ids), 0), self._bound("retrieve", kvcaches)
+            if kv is None:
+                return torch.zeros(len(ids), dtype=torch.bool)
+            places = self._places(kv, slots, first, len(keys))
+            load = Load(self._session, places, keys[start:])
+            return torch.from_numpy(places.loaded(load.finish(self._patience, keys[:start])))
 
     def contains(self, cache_key: bytes) -> int:
         """0: the chunk of this key is in the pool; 1: in the offload tier; -1: in neither, as far
