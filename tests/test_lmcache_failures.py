@@ -289,7 +289,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "layerwise": ({"use_layerwise": True}, "use_layerwise: false"),
     "an old version": ({"process": {"before": an_old_lmcache}}, "LMCache 0.4.7"),
     "a changed version": ({"process": {"before": a_changed_lmcache}}, "retrieve with mask"),
-    "a wrong setting": ({"extra": {"vcache.pool.segment_byte": 5}}, "vcache.pool.segment_bytes"),
+    "a wrong setting": ({"extra": {"vcache.pool.segment_byte": 5}}, "`segment_bytes`"),
     "an unknown layout": ({"arrangement": UNKNOWN}, "layout"),
     "another tier that would get stores": (
         {"store_location": None, "max_local_cpu_size": 0.01},
