@@ -104,15 +104,15 @@ def split_address(address: str, name: str, absent: str = "127.0.0.1") -> tuple[s
     """Host and port of `address`; the host is `absent` if there is none. name: the setting, for
     errors. Raises ValueError.
     """
-    found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s:/\[\]]*)):([0-9]{1,5})", address)
-    if found is None:
+    parts = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s:/\[\]]*)):([0-9]{1,5})", address)
+    if parts is None:
         hint = (
             f'; write ":{address}" for this machine alone' if absent and address.isdecimal() else ""
         )
         raise ValueError(f"{name} must be HOST:PORT, got {address!r}{hint}")
-    if int(found[3]) > 65535:
+    if int(parts[3]) > 65535:
         raise ValueError(f"{name} must be HOST:PORT, and a port is 65535 at most, got {address!r}")
-    host = found[1] or found[2]
+    host = parts[1] or parts[2]
     try:
         if ":" in host:
             inet_pton(AF_INET6, host)
@@ -122,7 +122,7 @@ def split_address(address: str, name: str, absent: str = "127.0.0.1") -> tuple[s
         raise ValueError(
             f"{name} must be HOST:PORT, and {host} is no host, got {address!r}"
         ) from error
-    return host or absent, int(found[3])
+    return host or absent, int(parts[3])
 
 
 def is_device(spec: str) -> bool:

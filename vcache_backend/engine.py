@@ -90,14 +90,13 @@ class VCacheEngine:
             ids = as_tokens(tokens)
             keys = self._hasher.keys(ids, as_salt(salt))
             try:
-                found = self._session.lookup(keys, self._ranks)
+                chunks = self._session.lookup(keys, self._ranks)
             except Exception as error:  # noqa: BLE001 - nothing is raised into the caller
                 return self._session.miss("lookup", error)
-        self._stats.count(tokens_asked=len(ids), tokens_hit=found * self._layout.chunk_size)
-        self._session.client.looked_up(
-            len(keys) * self._layout.chunk_size, found * self._layout.chunk_size
-        )
-        return found * self._layout.chunk_size
+        hit = chunks * self._layout.chunk_size
+        self._stats.count(tokens_asked=len(ids), tokens_hit=hit)
+        self._session.client.looked_up(len(keys) * self._layout.chunk_size, hit)
+        return hit
 
     def store(
         self,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from vcache_backend.config import ByteSize, Config
@@ -85,11 +86,11 @@ def has_nvidia() -> bool:
 
 
 def _kernel_module() -> str:
-    try:
-        found = re.search(r"\b(\d{3}\.[\d.]+)\b", Path("/proc/driver/nvidia/version").read_text())
-    except OSError:
-        found = None
-    return found[1] if found else "driver of unknown version"
+    with suppress(OSError):
+        text = Path("/proc/driver/nvidia/version").read_text()
+        if version := re.search(r"\b(\d{3}\.[\d.]+)\b", text):
+            return version[1]
+    return "driver of unknown version"
 
 
 # ---- memory

@@ -200,7 +200,7 @@ class Web:
             "problem": samples.problem,
             "late_seconds": samples.late_seconds,
             "stats": summary(samples.stats) if samples.stats is not None else None,
-            "troubles": [trouble(one) for one in samples.stats.instances]
+            "troubles": [trouble(instance) for instance in samples.stats.instances]
             if samples.stats is not None
             else [],
             "points": samples.points(),
