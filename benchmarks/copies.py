@@ -8,6 +8,7 @@ contiguous bytes. All bytes are compared before any timing."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -198,117 +199,56 @@ def copier_seconds(work: Callable[[], Completion]) -> float:
     return completion.seconds or 0.0
 
 
-def interleaved(works: list[Callable[[], float]], nbytes: int) -> list[list[float]]:
-    """GB/s of each work, RUNS samples; the works take turns."""
-    for work in works:
-        for _ in range(3):
-            work()
-    samples: list[list[float]] = [[] for _ in works]
+def _measured(
+    name: str,
+    nbytes: int,
+    engine: Callable[[], object],
+    ours: Callable[[], Completion],
+    what: str,
+    floor: float,
+) -> Row:
+    """The row of GB/s, RUNS samples each; the copy engine and ours take turns."""
+    works = partial(copier_seconds, ours), partial(engine_seconds, engine)
+    for work in works * 3:
+        work()
+    rates: list[list[float]] = [[], []]
     for _ in range(RUNS):
-        for work, rates in zip(works, samples, strict=True):
-            rates.append(nbytes / work() / 1e9)
-    return samples
+        for work, samples in zip(works, rates, strict=True):
+            samples.append(nbytes / work() / 1e9)
+    text = f"{nbytes // MIB} MiB {what}; reference: the copy engine, contiguous"
+    return row(name, "GB/s", *rates, what=text, at_least=floor)
 
 
 def run() -> list[Row]:
     """All copy cases; needs two GPUs with peer access for those between GPUs."""
-    rows = []
-    first = resolve("cuda:0")
+    first, host = resolve("cuda:0"), resolve("host", "cuda:0")
+    copier, rows = CudaCopier(0), list[Row]()
+
+    def add(name: str, made: Case, what: str, floor: float, by: CudaCopier = copier) -> None:
+        """A read out of the segment."""
+        ours = partial(made.scatter, by)
+        rows.append(_measured(name, made.copy.nbytes, made.pull, ours, what, floor))
+
+    def add_store(name: str, made: Case, what: str) -> None:
+        ours = partial(made.gather, copier)
+        rows.append(_measured(name, made.copy.nbytes, made.push, ours, what, 0.85))
+
     if torch.cuda.device_count() > 1:
         second = resolve("cuda:1")
-        for nbytes, name, floor in (
-            (256 * MIB, "256MiB", 0.95),
-            (32 * MIB, "32MiB", 0.95),
-            (4 * MIB, "4MiB", 0.90),
-        ):
-            rows += _peer(case(second, first, nbytes), name, floor)
-        rows += _in_place(in_place_case(second, first, 256 * MIB))
-    own, host = (
-        case(first, first, 256 * MIB),
-        case(resolve("host", "cuda:0"), resolve("host", "cuda:0"), 256 * MIB),
-    )
-    rows.append(
-        _one(
-            "local_store_256MiB",
-            own,
-            own.push,
-            own.gather,
-            "into the own segment; reference: a contiguous device copy",
-        )
-    )
-    for name, engine, move, way in (
-        ("host_retrieve_256MiB", host.pull, host.scatter, "out of"),
-        ("host_store_256MiB", host.push, host.gather, "into"),
-    ):
-        rows.append(
-            _one(
-                name,
-                host,
-                engine,
-                move,
-                f"{way} locked host memory; reference: the copy engine, contiguous",
-            )
-        )
+        how = f"from a segment on the peer into scattered {PAGE_BYTES >> 10}-KiB pages"
+        for mib, floor in ((256, 0.95), (32, 0.95), (4, 0.90)):
+            made = case(second, first, mib * MIB)
+            add(f"peer_retrieve_{mib}MiB", made, how, floor)
+            if mib == 256:
+                few = CudaCopier(0, max_ctas=32)
+                add("peer_retrieve_256MiB_32cta", made, f"with 32 CTAs {how}", 0.90, few)
+        other = in_place_case(second, first, 256 * MIB)
+        ours = partial(other.move, copier)
+        how = "out of a KV cache on the peer into scattered 64-KiB pages of 32 tensors"
+        name = "inplace_copy_256MiB"
+        rows.append(_measured(name, other.nbytes, other.engine, ours, how, 0.93))
+    add_store("local_store_256MiB", case(first, first, 256 * MIB), "into the own segment")
+    locked = case(host, host, 256 * MIB)
+    add("host_retrieve_256MiB", locked, "out of locked host memory", 0.85)
+    add_store("host_store_256MiB", locked, "into locked host memory")
     return rows
-
-
-def _peer(made: Case, name: str, floor: float) -> list[Row]:
-    ordinal = made.reader.ordinal or 0
-    tuned, bounded = CudaCopier(ordinal), CudaCopier(ordinal, max_ctas=32)
-    engine, ours, few = interleaved(
-        [
-            lambda: engine_seconds(made.pull),
-            lambda: copier_seconds(lambda: made.scatter(tuned)),
-            lambda: copier_seconds(lambda: made.scatter(bounded)),
-        ],
-        made.copy.nbytes,
-    )
-    how = (
-        f"from a segment on the peer into scattered {PAGE_BYTES >> 10}-KiB pages; reference: "
-        "the copy engine, contiguous"
-    )
-    rows = [
-        row(f"peer_retrieve_{name}", "GB/s", ours, engine, what=f"{name} {how}", at_least=floor)
-    ]
-    if name == "256MiB":
-        rows.append(
-            row(
-                f"peer_retrieve_{name}_32cta",
-                "GB/s",
-                few,
-                engine,
-                what=f"{name}, 32 CTAs, {how}",
-                at_least=0.90,
-            )
-        )
-    return rows
-
-
-def _in_place(made: InPlaceCase) -> list[Row]:
-    copier = CudaCopier(made.reader.ordinal or 0)
-    engine, ours = interleaved(
-        [lambda: engine_seconds(made.engine), lambda: copier_seconds(lambda: made.move(copier))],
-        made.nbytes,
-    )
-    how = (
-        "256 MiB out of a KV cache on the peer, where it lies, into scattered 64-KiB pages "
-        "of 32 tensors"
-    )
-    what = f"{how}; reference: the copy engine, contiguous"
-    return [row("inplace_copy_256MiB", "GB/s", ours, engine, what=what, at_least=0.93)]
-
-
-def _one(
-    name: str,
-    made: Case,
-    engine: Callable[[], None],
-    move: Callable[[CudaCopier], Completion],
-    where: str,
-) -> Row:
-    copier = CudaCopier(made.reader.ordinal or 0)
-    theirs, ours = interleaved(
-        [lambda: engine_seconds(engine), lambda: copier_seconds(lambda: move(copier))],
-        made.copy.nbytes,
-    )
-    what = f"256 MiB of scattered {PAGE_BYTES >> 10}-KiB pages {where}"
-    return row(name, "GB/s", ours, theirs, what=what, at_least=0.85)

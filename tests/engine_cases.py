@@ -141,7 +141,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     config: Config
     arrangement: Arrangement
     sizes: Sizes
-    copier: Literal["plain", "pausing", "unfinished"] = "plain"
+    copier: Literal["plain", "pausing"] = "plain"
     trusting: bool = False
     visible: str = ""
     apart: processes.Apart | None = None
@@ -161,8 +161,8 @@ class WorkerLoop:
         if device.startswith("cuda"):
             torch.cuda.set_device(device)
         self.cache = Cache(setup.arrangement, setup.sizes, device)
-        self.pausing, self.unfinished = PausingCopier(self._wait), UnfinishedCopier()
-        planted: dict[str, Copier] = {"pausing": self.pausing, "unfinished": self.unfinished}
+        self.pausing = PausingCopier(self._wait)
+        planted: dict[str, Copier] = {"pausing": self.pausing}
         kind = TrustingEngine if setup.trusting else VCacheEngine
         layout = layout_of(self.cache, setup.config.engine.chunk_size)
         self.engine = kind(
@@ -172,10 +172,6 @@ class WorkerLoop:
     def pause(self) -> None:
         """In the next copy."""
         self.pausing.armed = True
-
-    def finish(self) -> None:
-        """The device says that the stores are complete."""
-        self.unfinished.finished.set()
 
     def store(self, tokens: torch.Tensor, slots: torch.Tensor) -> str:
         """Prefill and store, with a GPU's stream in a hurry: the kernels that write the KV have not

@@ -82,11 +82,7 @@ def show(
     client: Client, instance: bytes, rank: int = 0, regions: int = 1, blocks: int = 64
 ) -> None:
     """Show a cache and its regions, as a worker does."""
-    show_shape(client, instance, rank, shape(blocks, regions))
-
-
-def show_shape(client: Client, instance: bytes, rank: int, what: m.CacheShape) -> None:
-    """Show memory for a cache of that shape."""
+    what = shape(blocks, regions)
     memories = [make_memfd(nbytes) for nbytes in what.regions]
     try:
         client.show_cache(instance, rank, what, memories)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from instance_cases import instance_id as instance
 from kv_cases import SMALL, Sizes
 from processes import PATIENT, SECONDS, Stage, Worker, with_torch
 
@@ -39,8 +40,18 @@ EACH = 2
 """Blocks of a chunk."""
 
 
-def instance(number: int) -> InstanceId:
-    return InstanceId(number.to_bytes(16, "big"))
+def allocate(device: Device, nbytes: int, undo: ExitStack) -> tuple[Region, torch.Tensor]:
+    """Memory that others can map: a memfd, or a GPU's. Its fd is closed with `undo`."""
+    if device.medium == "cuda":
+        with create(device, nbytes) as owned:
+            mapped = undo.enter_context(map_segment(owned.info, owned.fd, device))
+        return Region(mapped.fd, mapped.nbytes, mapped.whole.data_ptr()), mapped.whole
+    fd = os.memfd_create("vcache-kv-of-a-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    undo.callback(os.close, fd)
+    os.ftruncate(fd, nbytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals.RESIZING)
+    memory = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+    return Region(fd, nbytes, memory.data_ptr()), memory
 
 
 class SharedCache:
@@ -60,27 +71,14 @@ class SharedCache:
         self._undo = ExitStack()
         for region in range(regions):
             layers = range(region, sizes.layers, regions)
-            memory = self._allocate(offset + len(layers) * self.layer_bytes)
+            made, memory = allocate(device, offset + len(layers) * self.layer_bytes, self._undo)
+            self.regions.append(made)
             for at in range(len(layers)):
                 start = offset + at * self.layer_bytes
                 self.tensors.append(
                     memory[start : start + self.layer_bytes].view(torch.bfloat16).view(shape)
                 )
         self.kv = PagedKV.describe(self.tensors, sizes.block_size)
-
-    def _allocate(self, nbytes: int) -> torch.Tensor:
-        if self.device.medium == "cuda":
-            with create(self.device, nbytes) as owned:
-                mapped = self._undo.enter_context(map_segment(owned.info, owned.fd, self.device))
-            fd, nbytes, memory = mapped.fd, mapped.nbytes, mapped.whole
-        else:
-            fd = os.memfd_create("vcache-kv-of-a-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            self._undo.callback(os.close, fd)
-            os.ftruncate(fd, nbytes)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals.RESIZING)
-            memory = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
-        self.regions.append(Region(fd, nbytes, memory.data_ptr()))
-        return memory
 
     def close(self) -> None:
         """The memory goes with the tensors."""

@@ -5,10 +5,10 @@ half-way."""
 from __future__ import annotations
 
 import mmap
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from engine_cases import Copied, Node
 from kv_cases import CHUNK, SMALL, Cache, Sizes, layout_of
-from neighbour_cases import instance
-from processes import PATIENT, SECONDS, Worker, eventually, make_memfd, with_torch
+from neighbour_cases import allocate, instance
+from processes import PATIENT, SECONDS, Worker, eventually, with_torch
 
 from vcache_backend.config import ClientConfig
 from vcache_backend.metadata_server.client import Client
@@ -31,7 +31,7 @@ from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.resident import ResidentChunk, UInt64s
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.store import store
-from vcache_backend.vram_pool import devices, segment
+from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.copies.copier import HostCopier, Mark
 from vcache_backend.vram_pool.exports.memory import Region
 from vcache_backend.vram_pool.paged import Int64s, PagedKV
@@ -42,22 +42,17 @@ NAMESPACE = b"resident"
 class ExportedCache(Cache):
     """A KV cache in allocations that others can map, one a layer: memfds, or a GPU's."""
 
-    regions: tuple[Region, ...] = ()
-    held: tuple[object, ...] = ()
+    def __init__(self, sizes: Sizes, device: str) -> None:
+        self.regions: list[Region] = []
+        self.undo, self.where = ExitStack(), devices.resolve(device)
+        super().__init__(sizes=sizes, device=device)
 
     def _allocated(self, shape: list[int], device: torch.device) -> torch.Tensor:
         nbytes = int(np.prod(shape))
-        if device.type == "cuda":
-            where = devices.resolve(str(device))
-            own = segment.create(where, nbytes)
-            mapped = segment.map_segment(own.info, own.fd, where)
-            self.held += (own, mapped)
-            self.regions += (Region(os.dup(own.fd), own.nbytes, mapped.whole.data_ptr()),)
-            return mapped.tensor(0, nbytes).view(shape)
-        whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        fd = make_memfd(whole)
-        memory = torch.frombuffer(mmap.mmap(fd, whole), dtype=torch.uint8)
-        self.regions += (Region(fd, whole, memory.data_ptr()),)
+        region, memory = allocate(
+            self.where, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, self.undo
+        )
+        self.regions.append(region)
         return memory[:nbytes].view(shape)
 
 
@@ -76,7 +71,7 @@ class Owner:
         self.name, self.sizes, self.split = instance(name), sizes, split
         self.size = sizes.block_size * split
         self.each = CHUNK // self.size
-        self.cache, where = ExportedCache(sizes=sizes, device=device), devices.resolve(device)
+        self.cache = ExportedCache(sizes, device)
         self.kv = PagedKV.describe(self.cache.tensors, sizes.block_size)
         self.table = Generations(self.name, sizes.blocks // split)
         self.client = Client(path, config)
@@ -85,7 +80,7 @@ class Owner:
             self.client,
             self.name,
             0,
-            cache_shape(self.kv, self.cache.regions, where),
+            cache_shape(self.kv, self.cache.regions, self.cache.where),
             self.cache.regions,
         )
 
@@ -143,8 +138,7 @@ class Owner:
         self.shown.close()
         self.table.close()
         self.client.close()
-        for region in self.cache.regions:
-            os.close(region.fd)
+        self.cache.undo.close()
 
 
 def written(block: int, generation: int, size: int) -> torch.Tensor:
@@ -314,11 +308,3 @@ class Reader:
         """These owners have shown all."""
         for name in names:
             eventually(lambda name=name: self.neighbours.get(instance(name)))  # type: ignore[misc]
-
-
-def kv_mapped() -> int:
-    """Mappings of KV caches of others in this process."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return sum(
-        "memfd:" in line and " r--s " in line and "generations" not in line for line in lines
-    )

@@ -43,7 +43,6 @@ os._exit(0)
 """
 )
 IN_A_PID_NAMESPACE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
-IN_A_TIME_NAMESPACE = ["unshare", "--time", "--boottime", "1000", "--fork", "--kill-child"]
 ISOLATES = (
     subprocess.run([*IN_A_PID_NAMESPACE, "true"], capture_output=True, check=False).returncode == 0
 )

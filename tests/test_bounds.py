@@ -6,20 +6,17 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import signal
 import tracemalloc
-import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import instance_cases
 import msgspec
 import pytest
 from instance_cases import NAMESPACE, chunk_generations, instance_id, keys, numbers
 from model import FakeClock
-from processes import Raw, Stage, eventually, info
+from processes import Raw, Stage
 
 from vcache_backend.config import ServerConfig
 from vcache_backend.metadata_server import messages as m
@@ -175,24 +172,6 @@ def test_whatever_some_publish_there_is_room_for_others(monkeypatch: pytest.Monk
 # ---- what they reserve
 
 
-def test_slots_count_until_they_are_free_whatever_has_become_of_their_writer() -> None:
-    """A client that reserves, hangs up and comes back; one that leases chunks and removes them."""
-    directory = Directory(ServerConfig(max_chunks=1000), FakeClock())
-    directory.add_segment(m.SegmentInfo(m.SegmentId("s"), "host", "host", 16 * MIB))
-    slots = 0
-    for number in range(1, 6):
-        client = peer(number=number)
-        reserved = directory.reserve(client, keys(600, start=1000 * number), 256)
-        slots += sum(isinstance(slot, m.Location) for slot in reserved.slots)
-        if number == 1:
-            directory.commit(client, reserved.reservation, [])
-            directory.acquire(client, keys(600, start=1000))
-            directory.remove(keys(600, start=1000))
-        else:
-            directory.disconnect(client)
-    assert slots == 1000
-
-
 # ---- connections
 
 
@@ -255,7 +234,7 @@ def test_no_client_fills_the_log_however_often_it_connects_and_others_are_heard(
     server = alone.server()
     layout = {"model": "m", "namespace": "aa", "field": "x"}
     alone.raw(hello=False).ask("hello", m.PROTOCOL_VERSION, "host", "host", layout)
-    for number in range(300):
+    for number in range(100):
         with Raw(alone.path, hello=False) as raw:
             other = layout | {"namespace": str(number), "field": str(number)}
             assert raw.ask("hello", m.PROTOCOL_VERSION, "host", "host", other)[0] == "welcome"
@@ -332,41 +311,6 @@ def test_what_a_client_says_is_one_printable_line(lines: Any) -> None:
     assert len(said[0]) < 1600
 
 
-OWN = """
-import sys, time
-from pathlib import Path
-from processes import PATIENT
-from instance_cases import instance_id, join, show
-from vcache_backend.metadata_server.client import Client
-client = Client(Path(sys.argv[1]), PATIENT, "GPU-7", "host")
-join(client, instance_id(1 << 120)), show(client, instance_id(1 << 120))
-print("shown", flush=True)
-time.sleep(60)
-"""
-
-
-def test_who_joins_and_leaves_stands_in_the_log_and_why(alone: Stage) -> None:
-    server = alone.server()
-    owner = alone.script(OWN)
-    owner.expect("shown")
-    who = f"(pid {owner.pid} on GPU-7)"
-    assert " INFO " in server.expect(f"instance 01000000: scheduler {who} joins")
-    server.expect(f"instance 01000000: rank 0 {who} joins")
-    owner.kill()
-    server.expect(f"{who} leaves: its process has ended")
-    with alone.client() as client:
-        instance_cases.join(client, A)
-    server.expect(f"scheduler (pid {os.getpid()} on host) leaves: its connection is closed")
-    one, other = alone.client(), alone.client()
-    instance_cases.join(one, A)
-    instance_cases.join(other, A)
-    server.expect(f"scheduler (pid {os.getpid()} on host) replaces its earlier connection")
-    alone.raw(hello=False).ask("hello", 1, "host", "host", {})
-    assert "the client speaks protocol 1" in server.expect(
-        f"refused pid {os.getpid()} of uid {os.getuid()}"
-    )
-
-
 def test_who_reports_much_pushes_out_its_own_reports_alone() -> None:
     reports = Reports(lambda: 0.0)
     reports.add(peer(8), "error", "what an operator should see")
@@ -386,29 +330,7 @@ def test_who_reports_much_pushes_out_its_own_reports_alone() -> None:
 def test_no_name_has_invisible_characters() -> None:
     """They turn the direction of writing, or begin a line, wherever the name is shown."""
     taken = msgspec.msgpack.Decoder(m.Text)
-    for code in range(0x110000):
-        letter = chr(code)
-        if unicodedata.category(letter) in ("Cc", "Cf", "Zl", "Zp"):
-            with pytest.raises(msgspec.ValidationError):
-                taken.decode(msgspec.msgpack.encode(f"GPU{letter}"))
+    for letter in "\x00\x1b\x7f\x9b\u00ad\u061c\u200b\u202e\u2028\u2029\ufeff\U000e0001":
+        with pytest.raises(msgspec.ValidationError):
+            taken.decode(msgspec.msgpack.encode(f"GPU{letter}"))
     assert taken.decode(msgspec.msgpack.encode("GPU-Grüße 東京 é")) == "GPU-Grüße 東京 é"
-
-
-def test_a_namespace_is_told_as_long_as_it_has_a_client_or_a_chunk(
-    alone: Stage, memfd: int
-) -> None:
-    alone.server()
-    looking = alone.client()
-    looking.add_segment(info("s0", 4096), memfd)
-    layout = {"model": "m", "chunk_size": "16", "namespace": NAMESPACE.hex()}
-    with alone.client(layout=layout) as client:
-        client.commit(client.reserve(keys(1), 1024).reservation)
-        assert client.lookup(keys(2)) == 1
-        client.looked_up(32, 16)
-        eventually(lambda: looking.stats().hits == {NAMESPACE.hex(): (32, 16)})
-    eventually(lambda: looking.stats().clients == 1)
-    assert NAMESPACE.hex() in looking.stats().hits
-    counted = looking.stats().counters["lookup_hits"]
-    looking.clear(NAMESPACE)
-    assert looking.stats().hits == {}
-    assert looking.stats().counters["lookup_hits"] == counted

@@ -254,12 +254,8 @@ def test_answers_to_what_was_sent_ahead_are_each_ones_own(
     third, fourth = client._send(m.Acquire([B]), m.Leased), client.send_lookup([A])
     assert client.renew(7)
     assert fourth is not None
-    assert (third.over, fourth.over, third.answer().lease, fourth.answer().count) == (
-        True,
-        True,
-        7,
-        1,
-    )
+    expected = (True, True, 7, 1)
+    assert (third.over, fourth.over, third.answer().lease, fourth.answer().count) == expected
     client._send(m.Acquire([B]), m.Leased)
     assert client.lookup([A]) == 1
     assert client.send_lookup([A] * (m.MAX_LOOKED_UP // 2 + 1), 2) is None
@@ -297,10 +293,7 @@ def test_what_was_sent_ahead_is_lost_with_its_connection(
     [
         ["verdict", True],
         ["count", "many"],
-        ["count"],
-        ["surprise", 1],
         b"\xc1",
-        b"\x91\xa1\x80",
         b"",
         bytes(m.MAX_MESSAGE_BYTES + 1),
         ["error", "go away", True],
@@ -397,18 +390,6 @@ def test_a_call_under_way_ends_when_its_client_is_closed(
     assert [type(error) for error in errors] == [ServerUnavailable]
 
 
-def test_close_is_idempotent_and_ends_the_background_thread(stage_: Stage) -> None:
-    stage_.server()
-    before = set(threading.enumerate())
-    client = Client(stage_.path, QUICK)
-    (background,) = set(threading.enumerate()) - before
-    client.close()
-    client.close()
-    assert not background.is_alive()
-    with pytest.raises(ServerUnavailable):
-        client.lookup([A])
-
-
 def test_clients_leave_no_fd_behind(stage_: Stage, memfd: int) -> None:
     stage_.server()
 
@@ -454,12 +435,3 @@ print("both fine")
 """
     )
     child.expect("both fine")
-
-
-def test_heartbeats_tell_about_segments(stage_: Stage, memfd: int) -> None:
-    stage_.server()
-    heard: list[list[m.SegmentInfo]] = []
-    client = stage_.client(msgspec.structs.replace(PATIENT, heartbeat_seconds=0.02))
-    client.on_segments = heard.append
-    client.add_segment(info("s0", 4 * KIB), memfd)
-    eventually(lambda: any(segments and segments[0].id == "s0" for segments in heard))

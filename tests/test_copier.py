@@ -112,14 +112,6 @@ def test_a_plan_for_other_blocks_is_refused(device: str, make: Callable[[], Copi
 
 
 @COPIERS
-def test_an_empty_plan_is_complete_at_once(device: str, make: Callable[[], Copier]) -> None:
-    kv, _, slots = request(device)
-    empty = plan_blocks(kv, CHUNK, np.array([7, 3]), 2)
-    assert make().gather(kv, empty, views(slots)).done()
-    assert bool((slots[0] == POISON).all())
-
-
-@COPIERS
 @pytest.mark.parametrize(
     ("row", "why"),
     [
@@ -378,17 +370,6 @@ def test_the_order_holds_for_a_stream_of_the_callers() -> None:
             cache.fill_(1)
     assert completion.wait(10)
     assert all(bool((slot == 9).all()) for slot in slots)
-
-
-@pytest.mark.gpu
-def test_a_wait_for_a_busy_device_ends_at_its_deadline() -> None:
-    _, kv, copy, slots = large(1)
-    copier = CudaCopier(0)
-    copier.prepare(kv)
-    torch.cuda._sleep(2_000_000_000)  # about a second
-    completion = copier.gather(kv, copy, views(slots))
-    assert not completion.wait(0.05)
-    assert completion.wait(10)
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import torch
 from engine_cases import Worker, node
-from kv_cases import FLASH, MLA, PACKED, PACKED_HND, Arrangement, Cache, Sizes, places, prompt
+from kv_cases import FLASH, MLA, Arrangement, Cache, Sizes, places, prompt
 from processes import IN_A_CONTAINER, PATIENT, QUICK, Apart, containers, eventually
 
 from vcache_backend.vram_pool import devices
@@ -134,7 +134,7 @@ A_GPU = [pytest.mark.gpu, pytest.mark.timeout(300)]
 @pytest.mark.parametrize(
     ("where", "arrangement"),
     on(HOST, MLA)
-    + on(GPUS, FLASH, PACKED, PACKED_HND, MLA, marks=TWO_GPUS)
+    + on(GPUS, FLASH, MLA, marks=TWO_GPUS)
     + on(ONE_GPU, FLASH, MLA, marks=A_GPU)
     + on(TWO, FLASH, marks=TWO_GPUS),
 )

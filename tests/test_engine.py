@@ -4,8 +4,6 @@ failures have files of their own.
 
 from __future__ import annotations
 
-import signal
-
 import pytest
 import torch
 from engine_cases import (
@@ -22,7 +20,6 @@ from engine_cases import (
     shared,
 )
 from kv_cases import (
-    ARRANGEMENTS,
     CHUNK,
     FLASH,
     MLA,
@@ -30,7 +27,6 @@ from kv_cases import (
     SMALL,
     Arrangement,
     Cache,
-    Sizes,
     layout_of,
     places,
     prompt,
@@ -38,7 +34,6 @@ from kv_cases import (
 from processes import SECONDS, eventually
 
 from vcache_backend import status
-from vcache_backend.engine import VCacheEngine
 from vcache_backend.transfer import store
 
 __all__ = ["folder", "fresh", "pair", "shared"]
@@ -47,7 +42,7 @@ __all__ = ["folder", "fresh", "pair", "shared"]
 # ---- the bytes
 
 
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=lambda a: a.name)
+@pytest.mark.parametrize("arrangement", [FLASH, PACKED, MLA], ids=lambda a: a.name)
 def test_what_is_stored_comes_back_into_other_blocks_and_touches_nothing_else(
     shared: Node, arrangement: Arrangement
 ) -> None:
@@ -101,12 +96,8 @@ def test_a_tail_shorter_than_a_chunk_is_not_stored(pair: Pair) -> None:
         mask = pair.reader.retrieve(
             kind, None, pair.theirs.tensors, places(SMALL, len(tokens), 1).numpy()
         )
-        assert (mask.dtype, mask.shape, mask.device.type, int(mask.sum())) == (
-            torch.bool,
-            tokens.shape,
-            "cpu",
-            2 * CHUNK,
-        )
+        expected = (torch.bool, tokens.shape, "cpu", 2 * CHUNK)
+        assert (mask.dtype, mask.shape, mask.device.type, int(mask.sum())) == expected
     assert pair.reader.retrieve([], None, pair.theirs.tensors, []).shape == (0,)
 
 
@@ -124,19 +115,17 @@ def test_a_prompt_that_is_looked_up_and_then_retrieved_counts_once_in_the_hit_ra
 # ---- what the caller has already, and what has no place
 
 
-@pytest.mark.parametrize("arrangement", [FLASH, PACKED, MLA], ids=lambda a: a.name)
-def test_a_prefix_the_caller_has_is_never_written(shared: Node, arrangement: Arrangement) -> None:
+def test_a_prefix_the_caller_has_is_never_written(pair: Pair) -> None:
     """Chunk-aligned, block-aligned and in the middle of a block, of which nothing is brought
     then.
     """
-    pair = Pair(shared, arrangement)
     tokens, slots, block = (
         prompt(3 * CHUNK),
         places(pair.mine.sizes, 3 * CHUNK, 1),
         pair.mine.sizes.block_size,
     )
     put(pair.writer, pair.mine, tokens)
-    for known in (CHUNK, 16, CHUNK + 16, 1, 5, 37, 2 * CHUNK - 1, 3 * CHUNK - 1, 3 * CHUNK):
+    for known in (CHUNK, 16, 37, 3 * CHUNK - 1, 3 * CHUNK):
         pair.theirs.poison()
         wanted = torch.arange(len(tokens)) >= known
         mask = pair.reader.retrieve(tokens, wanted, pair.theirs.tensors, slots)
@@ -144,59 +133,7 @@ def test_a_prefix_the_caller_has_is_never_written(shared: Node, arrangement: Arr
         assert pair.theirs.holds_only(tokens[mask], slots[mask]), known
 
 
-def test_a_block_is_brought_as_a_whole_or_not_at_all(pair: Pair) -> None:
-    """Not where a token has no slot, nor where the tokens do not lie in one block, in order."""
-    tokens, slots, block = (
-        prompt(3 * CHUNK),
-        places(pair.mine.sizes, 3 * CHUNK, 1),
-        pair.mine.sizes.block_size,
-    )
-    put(pair.writer, pair.mine, tokens)
-    slots[:7] = slots[CHUNK + 3] = slots[2 * CHUNK :] = -1
-    slots[[CHUNK + block, CHUNK + block + 1]] = slots[[CHUNK + block + 1, CHUNK + block]]
-    mask = pair.reader.retrieve(tokens, None, pair.theirs.tensors, slots)
-    assert torch.equal(
-        mask, (torch.arange(len(tokens)) >= block) & (torch.arange(len(tokens)) < CHUNK)
-    )
-    assert pair.theirs.holds_only(tokens[mask], slots[mask])
-    shifted = places(pair.mine.sizes, 3 * CHUNK + block, 3)[5:][: 3 * CHUNK]
-    assert not pair.reader.retrieve(tokens, None, pair.theirs.tensors, shifted).any()
-    other = prompt(3 * CHUNK, 2)
-    pair.mine.fill(other, shifted)
-    pair.writer.store(other, None, pair.mine.tensors, shifted)
-    assert pair.writer.flush(SECONDS)
-    assert pair.writer.lookup(other) == 0
-
-
-@pytest.mark.parametrize(
-    ("hole", "swapped"), [(0, False), (CHUNK + 5, True), (3 * CHUNK - 2, False)]
-)
-def test_a_chunk_is_stored_if_it_lies_in_whole_blocks(pair: Pair, hole: int, swapped: bool) -> None:
-    """One that does not, since a token has no slot or two have each other's, costs the others
-    nothing.
-    """
-    tokens, slots = prompt(3 * CHUNK), places(pair.mine.sizes, 3 * CHUNK)
-    pair.mine.fill(tokens, slots)
-    slots[[hole, hole + 1]] = slots[[hole + 1, hole]] if swapped else -1
-    pair.writer.store(tokens, None, pair.mine.tensors, slots)
-    assert pair.writer.flush(SECONDS)
-    there = [pair.reader.contains(key) == 0 for key in pair.reader.keys(tokens)]
-    assert there == [chunk != hole // CHUNK for chunk in range(3)]
-    put(pair.writer, pair.mine, tokens)
-    assert get(pair.reader, pair.theirs, tokens) == 3 * CHUNK
-
-
-def test_a_token_without_a_slot_costs_no_other_where_blocks_have_one_token(shared: Node) -> None:
-    pair = Pair(shared, MLA, sizes=Sizes(blocks=4 * CHUNK, block_size=1))
-    tokens, slots = prompt(3 * CHUNK), places(pair.mine.sizes, 3 * CHUNK, 1)
-    put(pair.writer, pair.mine, tokens)
-    slots[5] = slots[2 * CHUNK + 3 :] = -1
-    mask = pair.reader.retrieve(tokens, None, pair.theirs.tensors, slots)
-    assert torch.equal(mask, slots >= 0)
-    assert pair.theirs.holds_only(tokens[mask], slots[mask])
-
-
-@pytest.mark.parametrize("offset", [CHUNK, CHUNK + 16, 5])
+@pytest.mark.parametrize("offset", [CHUNK, 5])
 def test_slot_mapping_may_begin_at_an_offset(pair: Pair, offset: int) -> None:
     """As LMCache calls: the first `offset` tokens are in the pool already, and no slots are given
     for them.
@@ -213,17 +150,6 @@ def test_slot_mapping_may_begin_at_an_offset(pair: Pair, offset: int) -> None:
     )
     put(pair.writer, pair.mine, tokens[: first * CHUNK])
     assert get(pair.reader, pair.theirs, tokens) == 4 * CHUNK
-
-
-def test_the_mask_of_a_store_skips_whole_chunks_only(pair: Pair) -> None:
-    tokens, slots = prompt(3 * CHUNK), places(pair.mine.sizes, 3 * CHUNK)
-    pair.mine.fill(tokens, slots)
-    pair.writer.store(tokens, torch.arange(len(tokens)) >= CHUNK + 5, pair.mine.tensors, slots)
-    assert pair.writer.flush(SECONDS)
-    assert [pair.reader.contains(key) for key in pair.reader.keys(tokens)] == [-1, 0, 0]
-    pair.writer.store(tokens, torch.zeros(len(tokens), dtype=torch.bool), pair.mine.tensors, slots)
-    assert pair.writer.flush(SECONDS)
-    assert pair.writer.contains(pair.writer.keys(tokens)[0]) == -1
 
 
 # ---- whose chunks they are
@@ -246,21 +172,6 @@ def test_chunks_lie_on_all_devices_of_the_node(shared: Node) -> None:
     )
 
 
-def test_several_segments_of_one_device_are_one_pool(shared: Node) -> None:
-    """A worker that wants more than its predecessor left gets a second segment for the rest."""
-    mine, theirs = Cache(), Cache()
-    layout = layout_of(mine)
-    with VCacheEngine(shared.config("host:a", 2 * mine.chunk_bytes), layout) as predecessor:
-        put(predecessor, mine, prompt(2 * CHUNK))
-    writer = shared.engine("host:a", 5 * mine.chunk_bytes, layout)
-    put(writer, mine, prompt(5 * CHUNK))
-    segments = writer.get_stats()["server"]["segments"].values()
-    assert sorted((s["device"], s["chunks"]) for s in segments) == [("host:a", 2), ("host:a", 3)]
-    reader = shared.engine("host:a", 0, layout)
-    assert get(reader, theirs, prompt(5 * CHUNK)) == 5 * CHUNK
-    assert reader.get_stats()["bytes"]["peer"] == 0
-
-
 def test_a_chunk_counts_only_when_every_rank_has_stored_it(shared: Node) -> None:
     caches = [Cache(), Cache()]
     layout = layout_of(caches[0], tp_size=2)
@@ -275,66 +186,7 @@ def test_a_chunk_counts_only_when_every_rank_has_stored_it(shared: Node) -> None
     ] == [2 * CHUNK, 2 * CHUNK]
 
 
-def test_a_salt_keeps_tenants_apart(pair: Pair) -> None:
-    tokens = prompt(2 * CHUNK)
-    put(pair.writer, pair.mine, tokens, salt=b"alice")
-    assert [pair.reader.lookup(tokens, salt=salt) for salt in (b"", b"bob", b"alice")] == [
-        0,
-        0,
-        2 * CHUNK,
-    ]
-    assert get(pair.reader, pair.theirs, tokens, salt=b"bob") == 0
-    assert get(pair.reader, pair.theirs, tokens, salt=b"alice") == 2 * CHUNK
-    assert pair.reader.contains(pair.reader.keys(tokens, salt=b"alice")[0]) == 0
-
-
-def test_why_two_instances_do_not_share_is_said_once_on_either_side(
-    fresh: Node, caplog: pytest.LogCaptureFixture
-) -> None:
-    mine, fp16 = Cache(), Cache(FLASH._replace(dtype=torch.float16))
-    fresh.engine("host:a", 0, layout_of(mine))
-    fresh.engine("host:b", 0, layout_of(mine))
-    assert not said(caplog, "does not share")
-    fresh.engine("host:c", 0, layout_of(fp16))
-    (line,) = said(caplog, "does not share")
-    assert "dtype: 'float16' here, 'bfloat16' there" in line
-    assert "block_size" not in line
-    fresh.undo.close()
-    fresh.server.signal(signal.SIGTERM)
-    status, text = fresh.server.wait()
-    assert status == 0
-    assert text.count("does not share") == 1
-    assert "dtype: 'float16' here" in text
-
-
 # ---- the directory as the engine shows it
-
-
-def test_contains_says_where_a_chunk_is_and_takes_no_lease(shared: Node) -> None:
-    pair = Pair(shared, chunks=2)
-    tokens = prompt(2 * CHUNK)
-    first, second = pair.reader.keys(tokens)
-    assert pair.reader.contains(first) == -1
-    put(pair.writer, pair.mine, tokens)
-    assert [pair.reader.contains(key) for key in (first, second)] == [0, 0]
-    assert pair.reader.contains(pair.reader.keys(prompt(CHUNK, 9))[0]) == -1
-    assert pair.reader.lookup(tokens) == 2 * CHUNK
-    assert shared.client().stats().leases == 0
-    put(pair.writer, pair.mine, prompt(2 * CHUNK, 2))
-    assert pair.reader.contains(first) == -1
-    assert pair.writer.get_stats()["server"]["evictions"] == 2
-
-
-def test_storing_twice_stores_once(pair: Pair) -> None:
-    tokens = prompt(2 * CHUNK)
-    put(pair.writer, pair.mine, tokens)
-    put(pair.writer, pair.mine, tokens)
-    put(pair.writer, pair.mine, prompt(3 * CHUNK))
-    stats = pair.writer.get_stats()
-    assert stats["server"]["chunks"] == 3
-    assert stats["tokens"]["stored"] == 3 * CHUNK
-    assert stats["not_stored"]["exists"] == 4
-    assert get(pair.reader, pair.theirs, prompt(3 * CHUNK)) == 3 * CHUNK
 
 
 def test_a_store_that_would_wait_behind_too_many_others_is_skipped(
@@ -390,41 +242,19 @@ def test_stats_count_what_happened(fresh: Node) -> None:
     pair = Pair(fresh, chunks=4)
     chunk = pair.mine.chunk_bytes
     put(pair.writer, pair.mine, prompt(3 * CHUNK))
-    assert (
-        pair.writer.lookup(prompt(5 * CHUNK)) == pair.reader.lookup(prompt(5 * CHUNK)) == 3 * CHUNK
-    )
+    assert pair.writer.lookup(prompt(5 * CHUNK)) == 3 * CHUNK
     assert get(pair.writer, pair.mine, prompt(2 * CHUNK)) == 2 * CHUNK
     assert get(pair.reader, pair.theirs, prompt(5 * CHUNK)) == 3 * CHUNK
     writer, reader = pair.writer.get_stats(), pair.reader.get_stats()
-    assert writer["tokens"] == {
-        "asked": 5 * CHUNK,
-        "hit": 3 * CHUNK,
-        "retrieved": 2 * CHUNK,
-        "stored": 3 * CHUNK,
-    }
+    tokens = {"asked": 5, "hit": 3, "retrieved": 2, "stored": 3}
+    assert writer["tokens"] == {name: count * CHUNK for name, count in tokens.items()}
     assert (writer["hits"]["vram"], writer["misses"]) == (2, 0)
+    assert (reader["hits"]["vram"], reader["misses"]) == (3, 2)
     below = {"offload": 0, "offload_written": 0}
     assert writer["bytes"] == {"own": 2 * chunk, "peer": 0, "stored": 3 * chunk} | below
-    assert (reader["hits"]["vram"], reader["misses"]) == (3, 2)
     assert reader["bytes"] == {"own": 0, "peer": 3 * chunk, "stored": 0} | below
     assert (reader["device"], reader["connected"], reader["failures"]) == ("host:b", True, {})
     (segment,) = reader["server"]["segments"].values()
-    assert segment == {
-        "device": "host:a",
-        "nbytes": 4 * chunk,
-        "used": 3 * chunk,
-        "chunks": 3,
-        "state": "live",
-    }
-    assert (reader["server"]["chunks"], reader["server"]["evictions"]) == (3, 0)
-    assert [writer[name]["count"] for name in ("store", "reserve", "commit", "store_copy")] == [
-        1,
-        1,
-        1,
-        1,
-    ]
-    assert [reader[name]["count"] for name in ("lookup", "retrieve", "retrieve_copy")] == [1, 1, 1]
-    for stats, whole in ((writer, "store"), (reader, "retrieve")):
-        assert min(stats["metadata_us"], stats["data_us"], stats["gb_per_s"]["retrieve"]) > 0
-        assert stats[whole]["p50_us"] <= stats[whole]["p99_us"]
-    assert reader["gb_per_s"]["store"] == 0.0
+    assert (segment["device"], segment["used"], segment["chunks"]) == ("host:a", 3 * chunk, 3)
+    counted = [writer[name]["count"] for name in ("store", "reserve", "commit", "store_copy")]
+    assert counted == [1, 1, 1, 1]

@@ -6,18 +6,15 @@ import gc
 import logging
 import os
 import threading
-import time
 from pathlib import Path
 
 import pytest
 from engine_cases import ROOMY, Node, Pair, folder, get, node, pair, put, shared
 from kv_cases import CHUNK, Cache, layout_of, places, prompt
-from processes import QUICK, SECONDS, eventually
+from processes import SECONDS, eventually
 
 from vcache_backend.config import ClientConfig
 from vcache_backend.engine import VCacheEngine
-from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import SegmentInfo
 
 __all__ = ["folder", "pair", "shared"]
 
@@ -100,31 +97,6 @@ def test_close_is_idempotent_and_leaves_nothing_behind(tmp_path: Path) -> None:
         assert all(now <= was for now, was in zip(_held(), before, strict=True))
         assert {engine.lookup(prompt(CHUNK)) for engine in closed} == {0}
         assert keeper.lookup(prompt(2 * CHUNK)) == 2 * CHUNK
-
-
-def test_a_heartbeat_under_way_maps_nothing_after_close(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with node(tmp_path, QUICK) as here:
-        here.serve()
-        mine = Cache()
-        here.engine("host:a", ROOMY, layout_of(mine))
-        engine = here.engine("host:b", 0, layout_of(mine))
-        assert len(engine._session.pool.mapped()) == 1
-        whole, asked = Client.list_segments, threading.Event()
-
-        def slow(client: Client) -> list[SegmentInfo]:
-            infos = whole(client)
-            if client is engine._session.client:
-                asked.set()
-                time.sleep(0.2)
-            return infos
-
-        monkeypatch.setattr(Client, "list_segments", slow)
-        assert asked.wait(SECONDS)
-        engine.close()
-        time.sleep(0.3)
-        assert engine._session.pool.mapped() == []
 
 
 def test_close_finishes_the_stores_under_way(shared: Node) -> None:

@@ -51,36 +51,14 @@ def holds(tensor: torch.Tensor, found: Sequence[Region]) -> bool:
 def test_only_zeros_of_int8_in_host_memory_become_exportable() -> None:
     memory = HostExportable()
     with memory.context():
-        taken = [
-            kv(),
-            kv(100),
-            torch.zeros((3, 5), dtype=torch.int8),
-            torch.zeros(2, 3, dtype=torch.int8, device="cpu"),
-        ]
-        left = [
-            torch.zeros(MIB),
-            torch.empty(MIB, dtype=torch.int8),
-            kv(device="meta"),
-            kv(0),
-            kv(requires_grad=False),
-        ]
-    after = kv()
+        taken = [kv(), torch.zeros((3, 5), dtype=torch.int8)]
+        left = [torch.zeros(MIB), torch.empty(MIB, dtype=torch.int8), kv(device="meta"), kv(0)]
     found = memory.allocations()
-    assert [holds(tensor, found) for tensor in taken] == [True] * 4
-    assert [holds(tensor, found) for tensor in [*left, after]] == [False] * 6
-    assert len(found) == 4
-    assert [tuple(tensor.shape) for tensor in taken] == [(MIB + 100,), (100,), (3, 5), (2, 3)]
-    assert all(
-        tensor.dtype == torch.int8 and not tensor.any() and tensor.device.type == "cpu"
-        for tensor in taken
-    )
-
-
-def test_zeros_on_a_default_device_stay_there() -> None:
-    memory = HostExportable()
-    with torch.device("meta"), memory.context():
-        assert torch.zeros(100, dtype=torch.int8).is_meta
-    assert memory.allocations() == []
+    assert [holds(tensor, found) for tensor in taken] == [True] * 2
+    assert [holds(tensor, found) for tensor in [*left, kv()]] == [False] * 5
+    assert len(found) == 2
+    assert [tuple(tensor.shape) for tensor in taken] == [(MIB + 100,), (3, 5)]
+    assert not any(tensor.any() for tensor in taken)
 
 
 def test_another_process_reads_what_is_written_and_can_write_nothing() -> None:
@@ -154,22 +132,6 @@ def test_descriptor_and_mapping_live_as_long_as_a_view_of_the_tensor() -> None:
     assert memory.allocations() == []
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(found.fd)
-
-
-def test_torch_allocates_as_ever_where_no_memfd_is_to_be_had(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(*_: object) -> int:
-        raise OSError(24, "Too many open files")
-
-    memory = HostExportable()
-    monkeypatch.setattr(os, "memfd_create", refuse)
-    with memory.context():
-        assert kv().sum() == 0
-    assert memory.allocations() == []
-    assert (
-        memory.problem == "a memfd of 1,048,676 B for the KV cache: [Errno 24] Too many open files"
-    )
 
 
 def test_a_context_may_be_left_before_those_within_it() -> None:
@@ -255,6 +217,7 @@ def test_a_kv_cache_that_got_no_memfd_is_said_to_have_got_none(
     monkeypatch.setattr(os, "memfd_create", refuse)
     with exporter.context() or nullcontext():
         layer = kv()
+    assert layer.sum() == 0
     with pytest.raises(LayoutError, match="for the KV cache: .* Too many open files"):
         exporter.regions({"layers.0": layer})
 
@@ -300,30 +263,15 @@ def test_what_vllm_raises_within_its_context_is_vllms() -> None:
     assert torch._C._len_torch_function_stack() == 0
 
 
-@pytest.mark.parametrize(
-    ("given", "moves"),
-    [
-        ({}, False),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, True),
-        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512, expandable_segments:true"}, True),
-        (
-            {
-                "PYTORCH_ALLOC_CONF": "max_split_size_mb:512",
-                "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-            },
-            False,
-        ),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, False),
-    ],
-)
-def test_expandable_segments_are_seen(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], moves: bool
-) -> None:
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+def test_expandable_segments_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    new, old = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+    for name in (new, old):
         monkeypatch.delenv(name, raising=False)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    assert config.expandable_segments() == moves
+    assert not config.expandable_segments()
+    monkeypatch.setenv(old, "max_split_size_mb:512, expandable_segments:true")
+    assert config.expandable_segments()
+    monkeypatch.setenv(new, "max_split_size_mb:512")  # it counts, if it is there
+    assert not config.expandable_segments()
 
 
 # ---- the GPU's, as torch calls it
@@ -402,14 +350,6 @@ def test_a_call_of_the_driver_that_fails_is_no_memory_for_torch_and_leaves_nothi
     )
     cuda.broken = ""
     assert (memory.allocations(), cuda.holds()) == ([], NOTHING)
-
-
-def test_more_than_the_gpu_has_is_no_memory_for_torch(cuda: FakeCuda) -> None:
-    memory = CudaExportable(0)
-    allocate, _ = callbacks(memory)
-    assert allocate(66 * MIB, 0, None) is None
-    assert "CUDA_ERROR_OUT_OF_MEMORY" in memory.problem
-    assert cuda.holds() == NOTHING
 
 
 def test_freeing_never_raises_through_c(cuda: FakeCuda, caplog: pytest.LogCaptureFixture) -> None:

@@ -139,21 +139,6 @@ def test_memory_and_descriptor_are_gone_once_torch_gives_them_back(memory: CudaE
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(180)
-def test_100_lives_of_a_kv_cache_leave_no_memory(memory: CudaExportable) -> None:
-    # Tests beside this one take and free memory of the same GPU. So a life takes so much that 100
-    # would not fit.
-    nbytes = torch.cuda.mem_get_info(0)[1] // 60
-    fds = len(os.listdir("/proc/self/fd"))
-    for _ in range(100):
-        with memory.context():
-            kv(nbytes)
-        torch.cuda.empty_cache()
-    assert memory.allocations() == []
-    assert len(os.listdir("/proc/self/fd")) == fds
-
-
-@pytest.mark.gpu
 def test_too_little_memory_is_torchs_own_error_and_the_process_goes_on(
     memory: CudaExportable,
 ) -> None:

@@ -50,35 +50,6 @@ def reader(stage: Stage) -> Iterator[GpuReader]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("regions", [1, 4])
-def test_a_reader_reads_what_another_process_wrote_on_the_same_gpu(
-    stage: Stage, reader: GpuReader, regions: int
-) -> None:
-    _read(stage, reader, "cuda:0", regions)
-
-
-@pytest.mark.gpu(count=2)
-def test_a_reader_reads_what_another_process_wrote_on_the_other_gpu(
-    stage: Stage, reader: GpuReader
-) -> None:
-    _read(stage, reader, "cuda:1", 4)
-
-
-def _read(stage: Stage, reader: GpuReader, device: str, regions: int) -> None:
-    with owner(stage, device=device, sizes=SIZES, regions=regions) as there:
-        generations = there.ask("write", [5, 63], 40)
-        neighbour = reader.there()
-        assert neighbour.enter()
-        assert [
-            read(neighbour, reader.cache, block, copier=reader.copier) for block in (5, 63)
-        ] == [40, 40]
-        assert still(neighbour.view, [5, 63], generations)
-        there.ask("write", [63], 41)
-        assert not still(neighbour.view, [5, 63], generations)
-        neighbour.leave()
-
-
-@pytest.mark.gpu
 def test_a_copy_out_of_a_killed_owners_memory_ends_well(stage: Stage, reader: GpuReader) -> None:
     """The owner dies while the copy waits in its stream; then the memory goes."""
     with owner(stage, device="cuda:0", sizes=SIZES) as there:

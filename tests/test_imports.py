@@ -189,22 +189,6 @@ def test_no_two_classes_have_one_name() -> None:
     assert [name for name, count in counted.items() if count > 1] == []
 
 
-def test_only_the_tools_for_people_print() -> None:
-    allowed = ("vcache_backend.cli", "vcache_backend.status", "vcache_backend.demo", "benchmarks")
-    wrong = []
-    for path in FILES:
-        if not within(module(path), allowed):
-            calls = (
-                node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
-            )
-            wrong += [
-                f"{path.relative_to(ROOT)}:{call.lineno}"
-                for call in calls
-                if ast.unparse(call.func) == "print"
-            ]
-    assert wrong == []
-
-
 def test_only_the_configuration_reads_the_environment() -> None:
     """Handing it on to a child (`env={**os.environ, …}`) is not reading it."""
     reads = {"os.environ", "os.getenv", "os.environb"}

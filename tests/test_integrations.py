@@ -1,5 +1,5 @@
 """Real vLLM on the CPU with our own connector and with LMCache: what requests are answered,
-whichever way their KV comes.
+whichever way their KV comes; in place: test_vllm_sharing.
 
 Every answer is compared with vLLM's own. Of each integration instance `a` stores, and computes long
 prompts in several steps; a `reader`, another process, has never computed what it is asked and so
@@ -13,8 +13,14 @@ import pytest
 from vllm_cases import BLOCK, CHUNK, TINY, Answer, Instance, Node, Prompt, here, missing, new_tokens
 from vllm_models import write_lora
 
-LONG = {"max_num_batched_tokens": 256, "enable_chunked_prefill": True}
 LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+ARGUMENTS = {
+    "a": {"max_num_batched_tokens": 256, "enable_chunked_prefill": True},
+    "tiny": TINY,
+    "adapters": LORA,
+    "adapters-too": LORA,
+}
+"""Of vLLM, by the name of the instance."""
 HITS = 3 * CHUNK
 
 vllm_here = pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here")
@@ -29,36 +35,17 @@ class Fleet:
     def __init__(self, here: Node, integration: str) -> None:
         self.here, self.integration = here, integration
         self._instances: dict[str, Instance] = {}
-        self.pooled = integration != "in_place"
-        """Whether an instance finds in the pool what it has itself forgotten."""
 
     def __call__(self, name: str) -> Instance:
         if name not in self._instances:
-            self._instances[name] = getattr(self, f"_{self.integration}")(name)
+            self._instances[name] = self._start(name)
         return self._instances[name]
 
-    def _vllm(self, name: str) -> Instance:
-        arguments = {"a": LONG, "tiny": TINY, "adapters": LORA, "adapters-too": LORA}.get(name, {})
-        return self.here.connect(f"vllm-{name}", **arguments)
-
-    def _in_place(self, name: str) -> Instance:
-        # It shares what its own prefix cache keeps.
-        kinds = {
-            "a": LONG,
-            "tiny": {**TINY, "enable_prefix_caching": True},
-            "adapters": LORA,
-            "adapters-too": LORA,
-        }
-        arguments = kinds.get(name, {})
-        settings = {
-            "connector": {"share": "in_place", "min_hit_tokens": CHUNK},
-            "pool": {"segment_bytes": 0},
-        }
-        return self.here.connect(f"in-place-{name}", settings, **arguments)
-
-    def _lmcache(self, name: str) -> Instance:
-        kinds = {"a": LONG, "tiny": TINY, "adapters": LORA, "adapters-too": LORA}
-        return self.here.start(f"lmcache-{name}", {}, **kinds.get(name, {}))
+    def _start(self, name: str) -> Instance:
+        arguments = ARGUMENTS.get(name, {})
+        if self.integration == "vllm":
+            return self.here.connect(f"vllm-{name}", **arguments)
+        return self.here.start(f"lmcache-{name}", {}, **arguments)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +55,6 @@ def aside(here: Node) -> Instance:
 
 WAYS = [
     pytest.param("vllm", marks=vllm_here),
-    pytest.param("in_place", marks=vllm_here),
     pytest.param("lmcache", marks=lmcache_here),
 ]
 
@@ -92,13 +78,6 @@ def reader(fleet: Fleet) -> Instance:
 
 
 @pytest.fixture
-def pooled(fleet: Fleet) -> None:
-    """For what is about the pool itself, or about an instance that reads what it has stored."""
-    if not fleet.pooled:
-        pytest.skip("nothing is in the pool")
-
-
-@pytest.fixture
 def tiny(fleet: Fleet) -> Instance:
     return fleet("tiny")
 
@@ -115,8 +94,10 @@ def test_another_instances_prefix_is_as_good_as_vllms_own(
     for tail in (1, 17, BLOCK):
         tokens = new_tokens(HITS + tail)
         computed = here.keep(a, tokens)
-        own, from_pool = a.one(tokens), reader.one(tokens)
-        assert (own.cached, from_pool.cached) == (HITS, HITS)
+        own = a.one(tokens)
+        assert own.cached == HITS
+        from_pool = reader.one(tokens)
+        assert from_pool.cached == HITS
         assert from_pool.said == own.said
         assert from_pool.agrees(computed)
     here.unleased()
@@ -164,13 +145,6 @@ def test_the_pool_continues_vllms_own_cache(
     assert from_both.said == own.said
 
 
-def test_a_miss_is_vllms_ordinary_prefill(reader: Instance, aside: Instance) -> None:
-    tokens = new_tokens(HITS + 9)
-    alone, missed = aside.one(tokens), reader.one(tokens)
-    assert (alone.cached, missed.cached) == (0, 0)
-    assert missed.said == alone.said
-
-
 def test_a_prompt_computed_in_several_steps_is_stored_whole(
     here: Node, a: Instance, reader: Instance
 ) -> None:
@@ -182,7 +156,7 @@ def test_a_prompt_computed_in_several_steps_is_stored_whole(
 
 
 def test_a_hit_whose_rest_is_computed_in_several_steps(
-    here: Node, pooled: None, a: Instance, aside: Instance
+    here: Node, a: Instance, aside: Instance
 ) -> None:
     """`a` computes 256 tokens a step at most, after what it loads."""
     tokens = new_tokens(HITS + 1)
@@ -219,7 +193,7 @@ def test_hits_and_misses_of_one_batch(here: Node, a: Instance, reader: Instance)
 
 
 def test_wrong_bytes_in_the_pool_are_wrong_tokens(
-    here: Node, pooled: None, a: Instance, reader: Instance
+    here: Node, a: Instance, reader: Instance
 ) -> None:
     """What the tests here compare does come from the pool."""
     tokens = new_tokens(HITS + 17)
@@ -268,16 +242,15 @@ def test_an_adapter_is_told_apart_by_what_lies_at_its_path(
         str(write_lora(tmp_path / "2/sql", 2)),
         fleet("adapters"),
     )
-    reader = adapters if fleet.pooled else fleet("adapters-too")
     tokens = new_tokens(4 * CHUNK + 1)
     answers = {lora: here.keep(adapters, tokens, lora=lora) for lora in (one, two, None)}
     assert len({tuple(answer.tokens) for answer in answers.values()}) == 3
     for lora, computed in answers.items():
-        own, from_pool = adapters.one(tokens, lora=lora), reader.again(tokens, lora=lora)
+        own, from_pool = adapters.one(tokens, lora=lora), adapters.again(tokens, lora=lora)
         assert (from_pool.cached, from_pool.said) == (4 * CHUNK, own.said)
         assert from_pool.agrees(computed)
     write_lora(tmp_path / "1/sql", 3)
-    assert reader.again(tokens, lora=one).cached == 0, "trained again into the same folder"
+    assert adapters.again(tokens, lora=one).cached == 0, "trained again into the same folder"
 
 
 def test_what_vllm_takes_for_another_adapters_kv_is_not_passed_on(

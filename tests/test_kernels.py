@@ -465,38 +465,3 @@ def test_words_are_as_wide_as_the_owners_addresses_and_strides_allow(
         page.fill_(POISON)
     assert launch(reader, there.rows(chosen), there.origins, False, SMALL) == aligned
     assert all(torch.equal(mine, right) for mine, right in zip(reader.pages, expected, strict=True))
-
-
-def test_one_origin_is_not_looked_up() -> None:
-    """Small copies would feel one more look-up before their first byte; the table of one origin
-    ends with its rows.
-    """
-    kv = owners(1, 512, 2, "cpu", [0]).caches[0]
-    assert (kernels.table_rows(kv, 1, 1), kernels.table_rows(kv, 1, 2)) == (3, 3 + 2)
-
-
-@given(st.integers(1, 5), st.integers(0, 3))
-def test_slots_are_rows_of_one_origin(chunks: int, first: int) -> None:
-    kv = cache((12, 2, 4, 1, 8), 4, "cpu")
-    copy = plan_blocks(kv, 8, np.arange(2 * chunks), min(first, chunks))
-    views = [
-        SlotView((1 << 40) + 7 * i * kv.chunk_bytes(8), kv.chunk_bytes(8), True, torch.empty(0), 0)
-        for i in range(chunks)
-    ]
-    rows, origins = slot_rows(kv, copy, views)
-    quick, slow = (
-        np.empty((kernels.table_rows(kv, len(rows)), 3), dtype=np.int64) for _ in range(2)
-    )
-    kernels.fill_slots(kv, copy, np.array([view.address for view in views], dtype=np.int64), quick)
-    kernels.fill_table(kv, rows, origins, slow)
-    assert np.array_equal(quick[: len(kv.planes)], slow[: len(kv.planes)])
-    assert np.array_equal(quick[:, :2], slow[:, :2])
-
-
-def test_tunings_are_chosen_by_place_and_bounded_by_max_ctas() -> None:
-    for tuning, local in ((kernels.PEER, False), (kernels.LOCAL, True)):
-        assert kernels.tuning_for(local=local) == tuning
-        assert tuning.block_bytes & (tuning.block_bytes - 1) == 0
-        assert (tuning.stages - 1) * tuning.block_bytes < 227 << 10
-    assert kernels.tuning_for(local=False, max_ctas=5).ctas == 5
-    assert kernels.tuning_for(local=False, max_ctas=4096) == kernels.PEER

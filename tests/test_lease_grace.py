@@ -73,12 +73,6 @@ def test_the_lease_held_though_the_server_hangs(reading: Reading) -> None:
         assert reading.concluded(0.0)
 
 
-def test_the_lease_held_though_the_server_is_gone(reading: Reading) -> None:
-    reading.server.kill()
-    eventually(lambda: not reading.session.client.connected)
-    assert reading.concluded(0.0)
-
-
 def test_the_lease_is_ended_behind_the_reader_s_back(reading: Reading) -> None:
     assert reading.leases() == 1
     assert reading.concluded(0.0)

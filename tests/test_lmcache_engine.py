@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from engine_cases import WrongCopier
-from kv_cases import CHUNK, FLASH, MLA, PACKED, PACKED_HND, Arrangement, places
+from kv_cases import CHUNK, FLASH, MLA, PACKED, PACKED_HND, Arrangement
 from lmcache_cases import (
     Engine,
-    Pair,
     Pool,
     all_of,
     chunks,
@@ -64,25 +63,8 @@ def flip_a_byte(inside: Inside) -> None:
     inside.worker.session.copier = WrongCopier()
 
 
-def forget_what_vllm_has(inside: Inside) -> None:
-    load = inside.worker.load
-    inside.worker.load = lambda hit, first, count, slots, skip: load(hit, first, count, slots, 0)
-
-
-def touch_another_block(inside: Inside) -> None:
-    copier = inside.worker.session.copier
-    scatter = copier.scatter
-
-    def and_one_more(kv: Any, plan: Any, slots: Any, after: Any) -> Any:
-        kv.pages[0][0 if (kv.pages[0][0] == 0xA5).all() else 1, 0] = 0
-        return scatter(kv, plan, slots, after)
-
-    copier.scatter = and_one_more
-
-
-@pytest.mark.parametrize("plant", [flip_a_byte, forget_what_vllm_has, touch_another_block])
-def test_the_comparison_sees_one_wrong_byte_anywhere(served: Pool, plant: Any) -> None:
-    writer, reader = served.engine(), served.engine(process={"plant": plant})
+def test_the_comparison_sees_one_wrong_byte(served: Pool) -> None:
+    writer, reader = served.engine(), served.engine(process={"plant": flip_a_byte})
     writer.store(chunks(3))
     found = reader.retrieve(chunks(3), cached=CHUNK + 16)
     assert (found.tokens, found.right) == (2 * CHUNK, False)
@@ -101,15 +83,6 @@ def test_tokens_that_vllm_has_are_never_written(served: Pool) -> None:
     assert served.settled()
 
 
-def test_chunks_that_the_mask_leaves_out_are_not_stored(pair: Pair) -> None:
-    served, writer, reader = pair
-    writer.store(chunks(4), skip=2 * CHUNK)
-    assert served.stats().chunks == 2
-    assert reader.lookup(chunks(4)) == 0
-    writer.store(chunks(2))
-    assert said(reader.retrieve(chunks(4))) == all_of(4 * CHUNK)
-
-
 def test_a_tail_shorter_than_a_chunk_is_not_stored_even_if_lmcache_would(served: Pool) -> None:
     writer, reader = served.engine(save_unfull_chunk=True), served.engine(save_unfull_chunk=True)
     prompt = tokens(2 * CHUNK + 9)
@@ -118,41 +91,6 @@ def test_a_tail_shorter_than_a_chunk_is_not_stored_even_if_lmcache_would(served:
     assert served.stats().chunks == 2
     assert reader.lookup(prompt, "r") == 2 * CHUNK
     assert said(reader.retrieve(prompt)) == all_of(2 * CHUNK)
-
-
-def test_kv_caches_may_be_shown_with_the_first_store_or_retrieval(served: Pool) -> None:
-    writer, reader = (served.engine(process={"bind": False}) for _ in range(2))
-    writer.store(chunks(2))
-    assert reader.lookup(chunks(2)) == 0
-    reader.store(chunks(1, family=2))
-    assert reader.lookup(chunks(2)) == 2 * CHUNK
-    assert said(reader.retrieve(chunks(2))) == all_of(2 * CHUNK)
-
-
-def count_hashes(inside: Inside) -> None:
-    database = inside.engine.token_database
-    hash_tokens, inside.hashes = database._hash_tokens, 0
-
-    def counted(*things: Any, **more: Any) -> int:
-        inside.hashes += 1
-        return int(hash_tokens(*things, **more))
-
-    database._hash_tokens = counted
-
-
-def hashed(inside: Inside) -> int:
-    return inside.hashes
-
-
-def test_a_prompt_that_was_looked_up_is_not_hashed_again(served: Pool) -> None:
-    engine = served.engine(process={"plant": count_hashes})
-    engine.store(chunks(4))
-    assert engine.lookup(chunks(4), "r") == 4 * CHUNK
-    before = engine.do(hashed)
-    assert said(engine.retrieve(chunks(3), cached=CHUNK + 1)) == all_of(2 * CHUNK, CHUNK)
-    assert engine.do(hashed) == before == 8
-    assert said(engine.retrieve(chunks(3), request="never looked up")) == all_of(3 * CHUNK)
-    assert engine.do(hashed) == before + 3
 
 
 # ---- leases
@@ -182,50 +120,6 @@ def test_a_look_up_leases_until_it_is_unpinned_looked_up_again_or_one_of_too_man
     eventually(lambda: served.leases() == 2)
     # One that is forgotten is looked up anew.
     assert said(engine.retrieve(chunks(3), request="1")) == all_of(3 * CHUNK)
-
-
-def load_under_anothers_lease(inside: Inside, prompt: list[int]) -> bool:
-    """Under a lease that is said to begin with the first chunk, and begins with the second: is
-    every byte right?
-    """
-    from vcache_backend.integration.lmcache.worker import Hit
-
-    worker, slots = inside.worker, places(inside.setup.sizes, len(prompt), 1)
-    names = worker._named(inside.keys(prompt))
-    hit = Hit(names, worker.session.leases.acquire(names[1:]))
-    inside.cache.poison()
-    loaded = worker.load(hit, 0, len(names), slots.numpy(), 0)
-    return loaded == len(names) and inside.cache.holds_only(inside.shard(prompt), slots)
-
-
-def test_a_lease_on_other_chunks_is_not_read_under(pair: Pair) -> None:
-    served, writer, reader = pair
-    writer.store(chunks(3))
-    assert reader.do(load_under_anothers_lease, chunks(3))
-    assert served.settled()
-
-
-def test_the_lease_of_an_abandoned_look_up_ends_by_itself(
-    pool: Pool,
-) -> None:
-    pool.node.serve(lease_seconds=2.0)
-    engine = pool.engine()
-    engine.store(chunks(2))
-    assert engine.lookup(chunks(2), "aborted") == 2 * CHUNK
-    assert pool.leases() == 1
-    assert pool.settled()
-    for request in ("next", "and the next"):
-        assert engine.lookup(chunks(2), request) == 2 * CHUNK
-        engine.do("unpin", request)
-        assert pool.settled()
-    assert pool.stats().counters["expired_leases"] == 1
-
-
-def test_there_is_no_offload_tier_behind_lmcache_and_the_log_says_so(served: Pool) -> None:
-    engine = served.engine(extra={"vcache.offload.policy": "write_through"})
-    engine.store(chunks(2))
-    assert said(engine.retrieve(chunks(2))) == all_of(2 * CHUNK)
-    assert engine.do("logged", "there is no offload tier behind LMCache")
 
 
 # ---- several ranks

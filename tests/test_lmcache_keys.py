@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from vcache_backend.integration.lmcache.scope import TAG_NAME, scoped, tags_of
-from vcache_backend.metadata_server.messages import KEY_BYTES
-from vcache_backend.transfer.keys import TaggedHashKeys, TokenHasher
+from vcache_backend.transfer.keys import TaggedHashKeys
 from vcache_backend.transfer.layout import Namespace
 
 HERE, THERE = Namespace(bytes(range(32))), Namespace(bytes(range(1, 33)))
@@ -26,12 +25,6 @@ class Key:
 
 def make(*keys: Key, namespace: Namespace = HERE, rank: int = 0) -> list[bytes]:
     return list(TaggedHashKeys(namespace, rank).keys(keys))
-
-
-def test_a_key_is_namespace_digest_and_rank() -> None:
-    (key,) = make(Key(5), rank=0x0102)
-    assert len(key) == KEY_BYTES
-    assert (key[:8], key[-2:]) == (HERE.prefix, b"\x01\x02")
 
 
 def test_the_bytes_that_are_hashed_stay_what_they_are() -> None:
@@ -109,11 +102,6 @@ def test_the_order_of_tags_and_having_none_make_no_difference() -> None:
 def test_namespaces_and_ranks_share_nothing() -> None:
     assert len({key[8:-2] for key in [*make(Key(7)), *make(Key(7), namespace=THERE)]}) == 2
     assert make(Key(7), rank=1)[0][:-2] == make(Key(7))[0][:-2]
-
-
-def test_no_key_is_one_of_our_own_token_hashes() -> None:
-    own = TokenHasher(HERE, 4).keys(list(range(8)), b"")
-    assert not set(own) & set(make(*(Key(n) for n in range(-8, 8))))
 
 
 def test_a_key_without_our_tag_is_not_scoped() -> None:

@@ -15,8 +15,6 @@ from integration.memory_budget import beside_vllm
 from vcache_backend.config import ByteSize
 from vcache_backend.vram_pool.memory_budget import (
     MAX_SHARE,
-    most_segment,
-    most_utilization,
     shortfall,
 )
 
@@ -40,20 +38,6 @@ def test_pool_and_utilization_share_95_percent(
     segment: int, utilization: float | None, free: int, fits: bool
 ) -> None:
     assert (shortfall(TOTAL, free, segment, segment, utilization) is None) == fits
-
-
-def test_the_message_says_both_things_one_can_set() -> None:
-    assert shortfall(TOTAL, TOTAL, 8 * GIB, 0, 0.92) == (
-        "gpu_memory_utilization 0.92 and pool.segment_bytes 8 GiB are 102.0% of 80 GiB, more "
-        "than 95%: "
-        "set gpu_memory_utilization to 0.85 or less, or pool.segment_bytes to 2457 MiB or less"
-    )
-
-
-def test_a_utilization_that_leaves_nothing_can_only_be_lowered() -> None:
-    said = shortfall(TOTAL, TOTAL, GIB, GIB, 0.96)
-    assert said is not None
-    assert said.endswith("set gpu_memory_utilization to 0.93 or less")
 
 
 def test_a_segment_without_room_says_how_much_there_is() -> None:
@@ -87,12 +71,6 @@ def test_doing_what_a_message_says_helps(total: int, share: float, utilization: 
         fitting = ByteSize.parse(smaller[1])
         assert shortfall(total, total, fitting, fitting, utilization) is None
     assert lower or smaller or "leaves nothing" in said
-
-
-def test_the_bounds_never_go_below_nothing() -> None:
-    assert most_utilization(TOTAL, TOTAL) == 0.0
-    assert most_segment(TOTAL, 1.0) == 0
-    assert most_utilization(TOTAL, 8 * GIB) == 0.85
 
 
 def test_the_workers_gpu_is_asked_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 from engine_cases import Node, get
 from kv_cases import CHUNK, FLASH, MLA, PACKED_HND, Arrangement, Cache, places, prompt
 from mooncake_cases import depot, model, needs_mooncake
-from offload_cases import LENGTH, ROOMY, engine, nodes, through
+from offload_cases import LENGTH, engine, nodes, through
 from processes import SECONDS
 
 from benchmarks.mooncake_store import Depot
@@ -64,22 +64,6 @@ def test_tokens_the_caller_has_stay_as_they_are(
     slots, mask = places(cache.sizes, LENGTH, 3), torch.arange(LENGTH) >= CHUNK + 16
     assert torch.equal(two.retrieve(tokens, mask, cache.tensors, slots), mask)
     assert cache.holds_only(tokens[mask], slots[mask])
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_what_the_pool_had_no_room_for_is_read_from_below(
-    nodes: list[Node], depot: Depot, model: str, device: str
-) -> None:
-    cache = cache_on(device)
-    made = engine(nodes[0], depot, model, cache=cache, device=device)
-    prompts = [prompt(LENGTH, family) for family in range(1, ROOMY // cache.chunk_bytes // 5 + 9)]
-    for tokens in prompts:
-        through(made, cache, tokens)
-    for number, tokens in enumerate(prompts):
-        assert get(made, cache, tokens, seed=number) == LENGTH
-    stats = made.get_stats()
-    assert stats["hits"]["offload"] >= 5
-    assert sum(stats["offload"]["dropped"].values()) == 0
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -22,8 +22,8 @@ from test_cli import vcache
 from benchmarks.mooncake_store import Depot
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import ServerTimeout
-from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey, Leased, Present
-from vcache_backend.offload import objects, tier, write
+from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey, Present
+from vcache_backend.offload import objects, write
 
 __all__ = ["depot", "model", "nodes", "own_depot", "raw"]
 pytestmark = needs_mooncake
@@ -78,17 +78,6 @@ def test_what_the_pool_has_is_a_hit_though_nobody_says_what_is_below(
     eventually(lambda: client.stats().leases == 0)
 
 
-def test_a_hole_that_is_nowhere_ends_the_hit(
-    pair: tuple[VCacheEngine, VCacheEngine], raw: Raw
-) -> None:
-    one, two = pair
-    cache, tokens = Cache(), fresh(LENGTH)
-    through(one, cache, tokens)
-    raw.remove([objects.name(two.keys(tokens)[3])])
-    assert two.lookup(tokens) == 3 * CHUNK
-    assert get(two, cache, tokens) == 3 * CHUNK
-
-
 # ---- objects that are not what they should be
 
 
@@ -115,16 +104,6 @@ def test_a_bad_object_is_a_miss_and_removed(
 
 
 # ---- failures
-
-
-def test_the_tier_is_there_for_the_first_request(
-    nodes: list[Node], depot: Depot, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a machine that is quick enough. Half a second later it would be there in any case."""
-    monkeypatch.setattr(tier, "START_SECONDS", SECONDS)
-    config = msgspec.structs.replace(nodes[0].config("host", ROOMY), offload=depot.offload())
-    with VCacheEngine(config, layout_of(Cache(), model=model)) as made:
-        assert made.get_stats()["offload"]["usable"]
 
 
 def test_without_a_master_everything_else_works(
@@ -198,51 +177,6 @@ def test_a_hung_provider_costs_one_deadline(
     one.close()
     two.close()
     provider.cont()
-
-
-def test_a_full_store_drops_and_counts(nodes: list[Node], tmp_path: Path, model: str) -> None:
-    """16 MiB hold a third of it; of what was written last some is there, and right."""
-    with Depot(tmp_path / "mooncake", (16 << 20,), default_kv_lease_ttl=100) as store:
-        cache = Cache()
-        one = engine(nodes[0], store, model, segment=64 << 20)
-        count = 2000
-        for family in range(1, count // 12 + 1):
-            put(one, cache, prompt(12 * CHUNK, family))
-        assert one.flush(40, through=True)
-        tier = one.get_stats()["offload"]
-        assert tier["written"] + sum(tier["dropped"].values()) == 12 * (count // 12)
-        two = engine(nodes[1], store, model, promote=False)
-        hits = [
-            get(two, cache, prompt(12 * CHUNK, family))
-            for family in range(count // 12 - 45, count // 12 + 1, 3)
-        ]
-        assert max(hits) > 0
-    assert one.lookup(prompt(12 * CHUNK, 1)) == 12 * CHUNK
-
-
-def test_chunks_wait_for_a_metadata_server_that_answers_late(
-    pair: tuple[VCacheEngine, VCacheEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, two = pair
-    assert one._session.tier is not None
-    assert one._session.tier._writer is not None
-    client, late, cache, tokens = (
-        one._session.tier._writer._client,
-        [ServerTimeout("planted")],
-        Cache(),
-        fresh(LENGTH),
-    )
-    assert client is not None
-    acquire = client.acquire
-
-    def late_once(keys: list[ChunkKey]) -> Leased:
-        if late:
-            raise late.pop()
-        return acquire(keys)
-
-    monkeypatch.setattr(client, "acquire", late_once)
-    through(one, cache, tokens)
-    assert (late, two.lookup(tokens)) == ([], LENGTH)
 
 
 def test_vcache_clear_reaches_below_where_it_is_told_to(

@@ -4,32 +4,24 @@ threads, buffers.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
+from model import FakeClock
 from processes import SECONDS, eventually
 
-from vcache_backend.config import MooncakeConfig, OffloadConfig, from_dict
+from vcache_backend.config import MooncakeConfig, OffloadConfig
 from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.offload.breaker import Breaker
 from vcache_backend.offload.index import Index
 from vcache_backend.offload.objects import Format
-from vcache_backend.offload.read import Bound, Reader, parts
-from vcache_backend.offload.staging import ALIGNMENT, Buffer, Ring, Staging
+from vcache_backend.offload.read import Bound, Reader
+from vcache_backend.offload.staging import Buffer, Ring, Staging
 from vcache_backend.offload.store import Store
 from vcache_backend.offload.workers import Workers
 from vcache_backend.transfer.stats import EngineStats
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def key(number: int) -> ChunkKey:
@@ -37,7 +29,7 @@ def key(number: int) -> ChunkKey:
 
 
 def test_a_breaker_opens_after_failures_in_a_row_and_closes_after_a_trial() -> None:
-    breaker = Breaker(3, 1.0, 4.0, Clock())
+    breaker = Breaker(3, 1.0, 4.0, FakeClock())
     assert (breaker.is_open, breaker.trial_due()) == (True, True)
     breaker.tried(held=True)
     assert [breaker.failed(), breaker.failed()] == [False, False]
@@ -53,7 +45,7 @@ def test_a_breaker_opens_after_failures_in_a_row_and_closes_after_a_trial() -> N
 
 
 def test_an_open_breaker_is_tried_after_pauses_that_double() -> None:
-    clock = Clock()
+    clock = FakeClock()
     breaker = Breaker(1, 1.0, 4.0, clock)
     for begin in (
         lambda: breaker.tried(held=False),
@@ -82,23 +74,6 @@ def test_a_call_that_hangs_or_fails_holds_up_no_other_and_ends_no_close() -> Non
     assert not any(thread.is_alive() for thread in workers._threads)
 
 
-def test_buffers_are_equal_apart_and_shared_with_who_has_the_fd() -> None:
-    fd = os.memfd_create("staging")
-    staging = Staging(fd, 1000, 3, pinned=False)
-    for number, buffer in enumerate(staging.buffers, 1):
-        assert (buffer.memory.numel(), buffer.memory.data_ptr() % ALIGNMENT) == (1000, 0)
-        buffer.memory.fill_(number)
-    for number, buffer in enumerate(staging.buffers, 1):
-        start, nbytes = buffer.place
-        assert (
-            os.pread(fd, nbytes, start) == bytes([number]) * 1000 == bytes(buffer.memory.tolist())
-        )
-    staging.close()
-    staging.close()
-    os.close(fd)
-    assert bytes(staging.buffers[0].memory.tolist()) == bytes([1]) * 1000
-
-
 def test_whoever_takes_buffers_waits_for_all_of_them_or_gets_none() -> None:
     ring = Ring([Buffer((0, 16), torch.empty(16, dtype=torch.uint8))] * 3)
     held = ring.take(2, 0)
@@ -107,11 +82,6 @@ def test_whoever_takes_buffers_waits_for_all_of_them_or_gets_none() -> None:
     giving.start()
     assert len(ring.take(3, SECONDS)) == 3
     giving.join()
-
-
-def test_memory_that_is_not_there_is_an_error(store: Store) -> None:
-    with pytest.raises((OSError, RuntimeError)):
-        Staging(store.memory, 1 << 50, 1000, pinned=False)
 
 
 @pytest.fixture
@@ -137,50 +107,6 @@ def test_a_store_that_is_down_is_not_asked(store: Store) -> None:
     assert store.breaker.opened == 0
 
 
-def test_slow_links_are_tried_now_and_then(store: Store) -> None:
-    config = OffloadConfig(min_bandwidth=1000, retry_seconds=4.0)  # type: ignore[arg-type]
-    index = Index(config, store, on_gpu=False)
-    index.measured(100, 10.0)
-    assert (index.bandwidth, index.too_slow()) == (None, False)
-    index.measured(1 << 20, 1.0)
-    assert not index.too_slow()
-    index.bandwidth = 999.0
-    assert [index.too_slow() for _ in range(3)] == [False, True, True]
-    index.bandwidth = 1000.0
-    assert not index.too_slow()
-
-
-def test_a_link_is_measured_against_what_a_gpu_computes_unless_somebody_set_a_bound(
-    store: Store,
-) -> None:
-    """Loopback TCP loses against an H200; RDMA, and computing on the CPU, are left alone."""
-    over_tcp, over_rdma = OffloadConfig(), OffloadConfig(mooncake=MooncakeConfig(protocol="rdma"))
-    assert [over_tcp.least_bandwidth(on_gpu) for on_gpu in (True, False)] == [5 * 10**9, 0]
-    assert [over_rdma.least_bandwidth(on_gpu) for on_gpu in (True, False)] == [0, 0]
-    for bound in (0, 1000):
-        assert (
-            from_dict({"offload": {"min_bandwidth": bound}}).offload.least_bandwidth(True) == bound
-        )
-    for on_gpu in (True, False):
-        index = Index(over_tcp, store, on_gpu)
-        index.bandwidth = 4.4e9
-        # One is tried, to find out.
-        assert [index.too_slow() for _ in range(2)] == [False, on_gpu]
-
-
-@pytest.mark.parametrize("most", [1, 2, 3, 4, 16])
-def test_what_is_read_is_divided_among_calls_of_which_the_first_and_the_last_are_small(
-    most: int,
-) -> None:
-    for count in range(50):
-        made = parts(count, most)
-        assert [chunk for part in made for chunk in part] == list(range(count))
-        assert all(0 < len(part) <= most for part in made)
-        half = max(1, most // 2)
-        assert all(len(made[end]) <= half for end in (0, -1) if made)
-    assert [len(part) for part in parts(16, 4)] == [2, 4, 4, 4, 2]
-
-
 @pytest.mark.parametrize("called", [False, True], ids=["behind another load", "in its own call"])
 def test_a_load_waits_for_its_next_chunk_as_long_as_it_may_and_no_longer(
     store: Store, called: bool, monkeypatch: pytest.MonkeyPatch
@@ -188,7 +114,7 @@ def test_a_load_waits_for_its_next_chunk_as_long_as_it_may_and_no_longer(
     """The store is at fault only where its own call took that long."""
     config, clock, go_on, begun = (
         OffloadConfig(get_seconds=2.0),
-        Clock(),
+        FakeClock(),
         threading.Event(),
         threading.Event(),
     )

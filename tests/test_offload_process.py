@@ -20,10 +20,9 @@ from mooncake_cases import MIB, Raw, depot, needs_mooncake, new_names, own_depot
 from processes import SECONDS, Child, eventually
 
 from benchmarks.mooncake_store import Depot
-from vcache_backend.config import MooncakeConfig, OffloadConfig, mooncake_environment
+from vcache_backend.config import MooncakeConfig, OffloadConfig
 from vcache_backend.errors import ConfigError
 from vcache_backend.offload.client import OffloadProcess
-from vcache_backend.offload.process import NICENESS
 from vcache_backend.offload.staging import Buffer, Staging
 from vcache_backend.offload.store import Store
 from vcache_backend.offload.verbs import FAILED, FULL, STORED, Place, StoreDown, StoreLost
@@ -54,12 +53,6 @@ def pid(store: Store) -> int:
 
 def gone(process: int) -> bool:
     return not Path(f"/proc/{process}").exists()
-
-
-def niceness(process: int) -> list[int]:
-    """Of each thread of a process."""
-    stats = [path.read_text() for path in Path(f"/proc/{process}/task").glob("*/stat")]
-    return [int(stat.rpartition(")")[2].split()[16]) for stat in stats]
 
 
 # ---- the verbs
@@ -137,37 +130,6 @@ def test_calls_before_open_answer_and_do_not_crash(depot: Depot) -> None:
             call()
     with raw:
         assert raw.there(["vcache1/x"]) == [False]
-
-
-def test_only_the_threads_that_wait_for_bytes_step_back(depot: Depot) -> None:
-    """The library spins in them, and moves the bytes in others."""
-    with Raw(depot.config()) as raw:
-        ours, names = os.nice(0), new_names(1)
-        before = niceness(raw.process.pid)
-        assert set(before) == {ours}
-        raw.put(names, [b"1"])
-        raw.get(names)
-        after = niceness(raw.process.pid)
-        stepped_back = [nice for nice in after if nice != ours]
-        assert 1 <= len(stepped_back) <= 2
-        assert set(stepped_back) == {min(ours + NICENESS, 19)}
-        assert len(after) >= len(before) + len(stepped_back)
-
-
-def test_the_library_is_told_our_deadlines_but_for_what_the_user_set(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # Of this process alone: what is set here is set for all that it starts, if it stays.
-    monkeypatch.setattr(
-        os,
-        "environ",
-        {name: value for name, value in os.environ.items() if not name.startswith("MC_")},
-    )
-    monkeypatch.setenv("MC_STORE_CLIENT_SETUP_RETRIES", "7")
-    said = mooncake_environment(MooncakeConfig(rpc_seconds=2.5))
-    assert said["MC_RPC_TIMEOUT_MS"] == "2500"
-    assert said["MC_TCP_PROGRESS_TIMEOUT_SEC"] == "4"
-    assert said["MC_STORE_CLIENT_SETUP_RETRIES"] == "7"
 
 
 @pytest.mark.parametrize(
@@ -378,27 +340,6 @@ with Raw(MooncakeConfig(master={own_depot.master.address!r}, hostname="127.0.0.1
         own_depot.providers[0].stop()
         parent.kill()
     eventually(lambda: gone(process))
-
-
-def test_it_ends_with_a_parent_that_was_killed_before_it_began() -> None:
-    """Though a process that the parent forked holds the other end of its socket."""
-    code = """
-import os, signal, subprocess, time
-from vcache_backend.config import MooncakeConfig
-from vcache_backend.offload.client import OffloadProcess
-class Killed(subprocess.Popen):
-    def __init__(self, *arguments, **more):
-        super().__init__(*arguments, **more)
-        if os.fork():
-            os.kill(os.getpid(), signal.SIGKILL)
-        print("process", self.pid, flush=True)
-        time.sleep(60)
-subprocess.Popen = Killed
-OffloadProcess(MooncakeConfig(master="127.0.0.1:1"))
-"""
-    with Child([sys.executable, "-c", code]) as parent:
-        process = int(parent.expect("process").split()[1])
-        eventually(lambda: gone(process))
 
 
 def test_a_forked_child_gets_nothing_and_leaves_it_alone(depot: Depot) -> None:

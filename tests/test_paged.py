@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 from torch import Tensor
 
 from vcache_backend.errors import LayoutError
-from vcache_backend.vram_pool.paged import DTYPES, PagedKV, Share, alignment
+from vcache_backend.vram_pool.paged import DTYPES, PagedKV, Share
 
 BLOCKS, BLOCK, HEADS, DIM = 10, 16, 8, 64
 PAGE = BLOCK * HEADS * DIM * 2
@@ -92,12 +90,8 @@ def test_a_known_layout_is_recognised_and_its_pages_are_the_bytes_of_the_tensor(
 ) -> None:
     tensor.copy_(torch.randn(tensor.shape))
     found = PagedKV.describe([tensor, torch.clone(tensor)], BLOCK)
-    assert (found.layers, found.parts, found.num_blocks, found.name) == (
-        2,
-        parts,
-        BLOCKS,
-        f"{order} bfloat16",
-    )
+    expected = (2, parts, BLOCKS, f"{order} bfloat16")
+    assert (found.layers, found.parts, found.num_blocks, found.name) == expected
     assert found.page_bytes == tensor.numel() * 2 // BLOCKS // parts
     assert found.chunk_bytes(2 * BLOCK) == 2 * 2 * (tensor.numel() // BLOCKS) * 2
     block_axis = 0 if tensor.shape[0] == BLOCKS else 1
@@ -133,23 +127,6 @@ def test_layouts_whose_bytes_differ_have_different_names() -> None:
     assert len(names) == 7 + len(DTYPES)
 
 
-def test_layers_of_a_mapping_are_taken_in_its_order_and_kept_alive() -> None:
-    tensors = {f"model.layers.{i}.attn": kv(BLOCKS, BLOCK, HEADS, DIM) for i in range(3)}
-    found = PagedKV.describe(tensors, BLOCK)
-    assert found.planes[:, 0].tolist() == [tensor.data_ptr() for tensor in tensors.values()]
-    tensors.clear()
-    gc.collect()
-    found.pages[1].fill_(7)
-    assert bool((found.pages[1] == 7).all())
-
-
-def test_views_into_one_large_buffer_are_planes_with_their_own_stride() -> None:
-    every = torch.zeros(BLOCKS, 3, BLOCK, HEADS, DIM, dtype=torch.bfloat16)
-    found = PagedKV.describe([every[:, layer] for layer in range(3)], BLOCK)
-    assert found.planes[:, 0].tolist() == [every.data_ptr() + layer * PAGE for layer in range(3)]
-    assert found.planes[:, 1].tolist() == [3 * PAGE] * 3
-
-
 def test_blocks_with_padding_between_them_are_recognised() -> None:
     padded = torch.zeros(BLOCKS, PAGE // 2 + 64, dtype=torch.bfloat16)
     view = padded.as_strided((BLOCKS, BLOCK, HEADS, DIM), (PAGE // 2 + 64, HEADS * DIM, DIM, 1))
@@ -172,20 +149,6 @@ def test_heads_as_many_as_tokens_are_ambiguous_until_axes_are_named() -> None:
         == "token16.head16.dim64 bfloat16"
     )
     assert PagedKV.describe([kv(BLOCKS, 1, 1, DIM)], 1).name == "dim64 bfloat16"
-
-
-def test_two_blocks_of_two_parts_are_ambiguous() -> None:
-    with pytest.raises(
-        LayoutError,
-        match="ambiguous; pass axes='part block token head dim' or 'block part token head dim'",
-    ):
-        PagedKV.describe([kv(2, 2, BLOCK, HEADS, DIM)], BLOCK)
-    assert (
-        PagedKV.describe(
-            [kv(2, 2, BLOCK, HEADS, DIM)], BLOCK, axes="part block token head dim"
-        ).parts
-        == 2
-    )
 
 
 def test_two_rows_of_blocks_are_not_taken_for_two_blocks_of_heads() -> None:
@@ -285,31 +248,8 @@ def test_several_block_tables_must_lie_in_the_same_memory() -> None:
         PagedKV.describe_groups([({}, Share(BLOCK))])
 
 
-def test_no_layers_are_refused() -> None:
-    with pytest.raises(LayoutError, match="no KV caches"):
-        PagedKV.describe([], BLOCK)
-
-
 def test_a_chunk_is_whole_blocks() -> None:
     found = PagedKV.describe([kv(BLOCKS, BLOCK, HEADS, DIM)], BLOCK)
     assert found.chunk_bytes(64) == 4 * PAGE
     with pytest.raises(LayoutError, match="chunk_size 40 is no multiple of the KV block size 16"):
         found.chunk_bytes(40)
-
-
-def test_alignment_is_the_widest_access_that_divides_everything() -> None:
-    assert [
-        alignment(),
-        alignment(64, 1 << 40),
-        alignment(24, 16),
-        alignment(12),
-        alignment(16, 2),
-        alignment(7),
-    ] == [
-        16,
-        16,
-        8,
-        4,
-        2,
-        1,
-    ]

@@ -5,7 +5,6 @@ test_gpu_segments.py."""
 from __future__ import annotations
 
 import gc
-import logging
 import threading
 from collections.abc import Iterator
 
@@ -93,15 +92,6 @@ def test_a_segment_that_fails_at_any_step_leaves_nothing(
             message = str(error)
     assert f"segment {owned.id} of host:a: " in message
     assert f"{call}: CUDA_ERROR" in message
-
-
-def test_what_the_driver_refuses_comes_with_what_to_change(cuda: FakeCuda) -> None:
-    cuda.most_registered = 0
-    with (
-        create(HOST, MIB) as owned,
-        pytest.raises(SegmentError, match=r"locks no 1,048,576 B .*set pool.segment_bytes lower"),
-    ):
-        map_segment(owned.info, owned.fd, HOST)
 
 
 def test_memory_is_locked_step_by_step_and_given_back_where_a_step_fails(
@@ -266,17 +256,6 @@ def test_where_the_driver_gives_out_what_was_lent_by_then_stays(
     eventually(lambda: len(beats) > 3)
     assert beats[0] == beats[-1] == 3, "it is not tried again"
     assert len(said(caplog, "lends 2 MiB of 8 MiB")) == 1
-
-
-def test_that_nothing_of_a_pool_can_be_locked_is_said_once(
-    shared: Node, pieces: FakeCuda, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name in ("host:a", "host:b"):
-        shared.engine(name, PIECE, layout_of(Cache(FLASH, SIZES)))
-    pieces.most_registered = 0
-    made = engine(shared, "host:c", 0, Cache(FLASH, SIZES))
-    eventually(lambda: len(made._session.pool._unreadable) == 2)
-    assert len(said(caplog, "cannot be mapped", logging.WARNING)) == 1
 
 
 def test_the_bytes_go_there_and_back_before_the_pool_is_there(

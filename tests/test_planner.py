@@ -57,27 +57,6 @@ def test_whole_chunks_are_their_blocks_in_order() -> None:
     assert by_slot.loaded(1).tolist() == [True] * CHUNK + [False] * CHUNK
 
 
-def test_chunks_may_stand_anywhere_in_the_mapping() -> None:
-    assert whole_blocks(KV, CHUNK, places(*range(12)), [32, 0]).tolist() == [
-        8,
-        9,
-        10,
-        11,
-        0,
-        1,
-        2,
-        3,
-    ]
-
-
-def test_of_blocks_some_may_be_wanted() -> None:
-    copy = plan_blocks(KV, CHUNK, np.array([-1, 3, 30, 4]), 1)
-    assert copy.blocks.tolist() == [[0, 192, 3], [0, 384, 30], [0, 576, 4]]
-    assert copy.complete(1).tolist() == [False]
-    with pytest.raises(LayoutError, match="blocks from 6 on are wanted of 5"):
-        plan_blocks(KV, CHUNK, np.arange(5), 6)
-
-
 def test_of_several_block_tables_a_chunk_has_the_blocks_of_each_one_behind_the_other() -> None:
     several = replace(KV, shares=(Share(BLOCK), Share(BLOCK, 2 * BLOCK)))
     copy = plan_blocks(several, CHUNK, np.array([7, 3, 30, 4, 0, 31, -1, 9, 8, -1, -1, 6]))
@@ -98,16 +77,6 @@ def test_with_several_block_tables_an_unwanted_block_is_no_place_and_its_chunk_i
     at = BlockPlaces(several, CHUNK, [5, 0, 7, 3, 4, -1], 2 * BLOCK)
     assert at.load_plan(0, 2).blocks[:, 2].tolist() == [10, 11, 0, 1, 14, 15, 6, 7, 8, 9]
     assert [at.holds(chunk) for chunk in (0, 1, 2)] == [True, False, False]
-
-
-def test_nothing_wanted_is_an_empty_plan() -> None:
-    for at in (
-        SlotPlaces(KV, CHUNK, places(), []),
-        SlotPlaces(KV, CHUNK, places(1, 2, 3, 4), range(0, CHUNK, CHUNK), CHUNK),
-    ):
-        copy = at.load_plan(0, 1)
-        assert (len(copy.blocks), copy.nbytes) == (0, 0)
-        assert not at.loaded(0).any()
 
 
 @pytest.mark.parametrize("bad", [32 * BLOCK, -2, 1 << 40])

@@ -114,16 +114,6 @@ def test_nothing_is_told_before_the_step_that_wrote_it_is_over(owner: Owner) -> 
     assert owner.found(1, 2) == [True, True]
 
 
-def test_what_can_be_read_is_told_at_once(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages that are not urgent may wait; whoever is asked next looks for these chunks."""
-    monkeypatch.setattr(outbox, "LATER_SECONDS", 10 * SECONDS)
-    owner = Owner(here)
-    owner.join()
-    owner.publish(1, Step())
-    eventually(lambda: owner.found(1) == [True])
-    owner.close()
-
-
 def test_what_nobody_looks_for_is_told_later_or_with_what_somebody_does(
     here: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:

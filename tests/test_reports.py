@@ -5,17 +5,15 @@ and `vcache doctor`.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Iterator
 
 import msgspec
 import pytest
-from processes import Child, Stage, stage
+from processes import Stage, stage
 from test_cli import vcache
-from test_status import STATS, text_of
 
-from vcache_backend import doctor, status
+from vcache_backend import doctor
 from vcache_backend.config import ServerConfig, from_dict
 from vcache_backend.doctor import Finding
 from vcache_backend.errors import Refused
@@ -25,12 +23,9 @@ from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
 from vcache_backend.metadata_server.serving.layouts import (
-    MAX_NAMESPACES,
     MAX_REPORTS,
-    Layouts,
     Reports,
 )
-from vcache_backend.metadata_server.serving.server_stats import fitting
 from vcache_backend.metadata_server.serving.service import Service
 from vcache_backend.metadata_server.succession import Predecessors
 
@@ -59,17 +54,6 @@ def peer(number: int = 1, pid: int = 7) -> Peer:
 
 
 # ---- what is kept
-
-
-def test_the_newest_are_kept_and_no_more() -> None:
-    kept = Reports(iter(range(1000)).__next__)
-    for number in range(MAX_REPORTS + 3):
-        assert kept.add(peer(), "info", f"line {number}") == m.Reported(
-            number, "info", 7, "GPU-1", f"line {number}"
-        )
-    assert [report.text for report in kept.newest_last()] == [
-        f"line {number}" for number in range(3, MAX_REPORTS + 3)
-    ]
 
 
 def test_what_a_connection_says_again_is_one_report_with_a_new_time() -> None:
@@ -153,52 +137,7 @@ def test_statistics_stay_readable_with_more_reports_and_segments_than_a_message_
     service.close()
 
 
-def test_instances_with_the_longest_names_leave_the_statistics_readable() -> None:
-    """64 of them, as many that have ended, and all segments that a list may have."""
-    name = "\N{GRINNING FACE}" * 256
-    instances = [m.InstanceStats("0" * 32, name, 1, 1, 1, 1)] * 64
-    ended = [m.StillMapped("0" * 32, name, 1, False)] * 64
-    segments = [
-        m.SegmentInfo(m.SegmentId(f"{number:04}"), "d" * 256, "host", 4096) for number in range(400)
-    ]
-    stats = fitting(
-        msgspec.structs.replace(STATS, instances=instances, still_mapped=ended, segments=segments)
-    )
-    assert wire.encode(stats)
-    assert (len(stats.segments), len(stats.instances), stats.reports) == (400, 32, [])
-
-
-def test_what_connected_instances_have_asked_for_is_kept_longer_than_what_others_had() -> None:
-    """Over months there are namespaces without end."""
-    layouts = Layouts()
-    layout = {"model": "m", "namespace": "here"}
-    layouts.add(peer(), layout)
-    for number in range(2, 2 * MAX_NAMESPACES):
-        layouts.looked_up(1, 32, 16)
-        layouts.add(peer(number), layout | {"namespace": f"{number}"})
-        layouts.drop(number)
-    assert (layouts.hits["here"], len(layouts.hits)) == (
-        [32 * (number - 1), 16 * (number - 1)],
-        MAX_NAMESPACES,
-    )
-
-
 # ---- what a person sees
-
-
-def test_status_shows_reports_above_what_is_well_newest_first() -> None:
-    told = [
-        m.Reported(1.0, "warn", 12, "GPU-a", SEED),
-        m.Reported(2.0, "error", 34, "GPU-b", "word " * 200),
-    ]
-    stats = msgspec.structs.replace(STATS, reports=told)
-    text = text_of(status.render(stats))
-    assert text.index("Reports") < text.index(" 34 ") < text.index(" 12 ") < text.index("Segments")
-    assert text.count("word") == 200
-    assert "Reports" not in text_of(status.render(STATS))
-    when = time.strftime("%m-%d %H:%M:%S", time.localtime(1.0))
-    row = next(line for line in text.splitlines() if SEED in line)
-    assert row.split() == [*when.split(), "warn", "12", *SEED.split()]
 
 
 def found(stage_: Stage) -> list[Finding]:
@@ -231,16 +170,3 @@ def test_the_doctor_fails_for_an_error_of_a_process_that_runs_for_an_hour(
     later = time.time() + 3700
     monkeypatch.setattr(time, "time", lambda: later)
     assert found(stage_) == []
-
-
-def test_an_error_of_a_process_that_is_gone_is_a_warning(stage_: Stage) -> None:
-    code = (
-        "from processes import Raw; import sys; from pathlib import Path; "
-        "Raw(Path(sys.argv[1])).ask('report', 'error', 'bye')"
-    )
-    with Child([sys.executable, "-c", code, str(stage_.path)]) as child:
-        assert child.wait()[0] == 0
-    (finding,) = found(stage_)
-    assert (finding.status, finding.check) == ("warn", f"report of pid {child.pid}")
-    assert "bye" in finding.detail
-    assert "has ended" in finding.advice

@@ -15,16 +15,14 @@ import torch
 from engine_cases import Node, node
 from engine_cases import fresh as here
 from kv_cases import CHUNK, SMALL, prompt
-from neighbour_cases import instance
+from neighbour_cases import instance, kv_mapped
 from processes import QUICK, Worker, asked, eventually
-from resident_cases import Owner, Reader, kv_mapped, owner, owner_process, shared_numbers, written
+from resident_cases import Owner, Reader, owner, owner_process, shared_numbers, written
 
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.messages import MAX_OWNERS
 from vcache_backend.resident.neighbours import Neighbour
 from vcache_backend.transfer import load as loads
 from vcache_backend.transfer.resident import ResidentChunk
-from vcache_backend.transfer.stats import EngineStats
 
 __all__ = ["here"]
 ROOM = 1 << 20
@@ -49,6 +47,7 @@ def test_chunks_are_read_where_another_instance_computed_them_in_one_launch(here
     assert reader.loaded(tokens, there) == (5, "")
     assert reader.cache.holds_only(tokens, reader.slots(len(tokens)))
     assert (reader.copier.pulls, reader.copier.scatters) == ([10], [])
+    assert asked(reader.session.client, "Acquire", "Present", "Release") == 0
     nbytes = 5 * reader.cache.chunk_bytes
     assert reader.stats == {
         "chunks": 5,
@@ -59,32 +58,7 @@ def test_chunks_are_read_where_another_instance_computed_them_in_one_launch(here
     }
 
 
-def test_chunks_that_travelled_packed_are_the_same_together_and_one_by_one() -> None:
-    blocks, generations = np.arange(6, dtype="<u4"), np.arange(9, 15, dtype="<u8")
-    many = ResidentChunk.many(b"o", 3, blocks.tobytes(), generations.tobytes())
-    for number, one in enumerate(many):
-        own = slice(2 * number, 2 * number + 2)
-        alone = ResidentChunk.unpacked(b"o", blocks[own].tobytes(), generations[own].tobytes())
-        assert one.instance == alone.instance
-        assert one.blocks.tolist() == alone.blocks.tolist()
-        assert one.generations.tolist() == alone.generations.tolist()
-    assert len(many) == 3
-
-
-@pytest.mark.parametrize("length", [7, 12])
-def test_numbers_that_are_none_are_told_together_too(length: int) -> None:
-    with pytest.raises(ValueError, match=r"buffer size|reshape"):
-        ResidentChunk.many(b"o", 2, bytes(length), bytes(16))
-
-
-def test_nobody_is_asked_about_the_pool_if_all_chunks_are_resident(here: Node) -> None:
-    one, reader, tokens = owner(here), Reader(here), prompt(3 * CHUNK)
-    there = one.compute(tokens, [9, 3, 4, 22, 0, 1])
-    assert reader.loaded(tokens, there) == (3, "")
-    assert asked(reader.session.client, "Acquire", "Present", "Release") == 0
-
-
-@pytest.mark.parametrize(("theirs", "ours"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("theirs", "ours"), [(2, 1), (1, 2)])
 def test_blocks_of_vllm_may_be_several_of_the_tensors_and_not_equally_many_here_and_there(
     here: Node, theirs: int, ours: int
 ) -> None:
@@ -92,21 +66,6 @@ def test_blocks_of_vllm_may_be_several_of_the_tensors_and_not_equally_many_here_
     there = one.compute(tokens, [9, 3, 4, 11, 0, 1, 7, 8][: 4 * one.each])
     assert reader.loaded(tokens, there) == (4, "")
     assert reader.cache.holds_only(tokens, reader.slots(len(tokens)))
-
-
-def test_the_chunks_of_two_owners_come_in_one_launch(here: Node) -> None:
-    one, two, reader, tokens = owner(here, 1), owner(here, 2), Reader(here), prompt(4 * CHUNK)
-    first, second = (
-        one.compute(tokens, [9, 3, 4, 22, 0, 1, 17, 8]),
-        two.compute(tokens, [1, 2, 3, 4, 5, 6, 7, 8]),
-    )
-    there = {number: (first if number % 2 else second)[number] for number in range(4)}
-    assert reader.loaded(tokens, there) == (4, "")
-    assert reader.copier.pulls == [8]
-    assert reader.stats["owners"] == {
-        one.name.hex(): 2 * reader.cache.chunk_bytes,
-        two.name.hex(): 2 * reader.cache.chunk_bytes,
-    }
 
 
 def test_new_owners_are_mapped_while_the_load_waits_or_the_chunk_comes_from_elsewhere(
@@ -195,15 +154,6 @@ def test_a_lost_lease_ends_the_load_at_the_first_pooled_chunk(
     session.leases.release(lease)
 
 
-def test_a_chunk_that_is_nowhere_ends_the_load_before_it(here: Node) -> None:
-    _, reader, tokens, there = beside(here, 5, segment_bytes=ROOM)
-    reader.put(tokens, [1])
-    assert reader.loaded(tokens, {number: there[number] for number in (0, 3, 4)}) == (
-        2,
-        loads.ABSENT,
-    )
-
-
 def test_without_a_server_resident_chunks_are_read_all_the_same(tmp_path: Path) -> None:
     with node(tmp_path, QUICK) as here:
         here.serve()
@@ -227,17 +177,7 @@ def test_a_chunk_that_changed_before_the_launch_is_not_read_at_all(here: Node) -
     assert (reader.stats["stale"], reader.stats["refused"]) == (1, 0)
 
 
-def test_a_chunk_that_changed_before_the_launch_comes_from_the_pool_if_it_is_there(
-    here: Node,
-) -> None:
-    one, reader, tokens, there = beside(here, 4, segment_bytes=ROOM)
-    reader.put(tokens, [2])
-    one.reuse(5)
-    assert reader.loaded(tokens, there) == (4, "")
-    assert reader.cache.holds_only(tokens, reader.slots(len(tokens)))
-
-
-@pytest.mark.parametrize("block", [0, 3, 5, 7])
+@pytest.mark.parametrize("block", [0, 5])
 def test_a_block_that_is_used_again_while_it_is_read_ends_the_load_before_it(
     here: Node, block: int
 ) -> None:
@@ -305,7 +245,7 @@ def test_beside_an_owner_that_uses_its_blocks_again_all_the_time_nothing_that_co
 
     def seen() -> bool:
         churn.read()
-        return churn.wrong > 0 or (churn.held >= 200 and churn.refused >= 10)
+        return churn.wrong > 0 or (churn.held >= 100 and churn.refused >= 10)
 
     eventually(seen, 60)
     churn.stop()
@@ -326,14 +266,6 @@ def test_an_owner_that_changed_the_generation_only_after_the_write_would_be_foun
     churn.stop()
 
 
-def test_without_the_verdict_wrong_bytes_would_count(here: Node) -> None:
-    """The hazard is real: what the copy read is not what the chunk was."""
-    one, reader, tokens, there = beside(here, 4)
-    reader.copier.half_way = lambda: one.reuse(6)
-    reader.loaded(tokens, there)
-    assert reader.cache.wrong(tokens, reader.slots(len(tokens))) > 0
-
-
 def test_a_block_that_is_used_again_between_copy_and_verdict_does_not_count(
     here: Node,
 ) -> None:
@@ -347,29 +279,12 @@ def test_a_block_that_is_used_again_between_copy_and_verdict_does_not_count(
     assert (reader.check(load, tokens), load.cause) == (2, "changed")
 
 
-def test_a_changed_block_of_one_owner_does_not_touch_what_another_one_has_before_it(
-    here: Node,
+@pytest.mark.parametrize("given_up", [False, True])
+def test_a_reset_of_the_owner_or_its_table_given_up_while_it_is_read_ends_the_load(
+    here: Node, given_up: bool
 ) -> None:
-    one, two, reader, tokens = owner(here, 1), owner(here, 2), Reader(here), prompt(4 * CHUNK)
-    first, second = one.compute(tokens, list(range(8))), two.compute(tokens, list(range(8)))
-    reader.copier.half_way = lambda: one.reuse(4)
-    assert reader.loaded(tokens, {0: first[0], 1: second[1], 2: first[2], 3: second[3]}) == (
-        2,
-        "changed",
-    )
-    assert set(reader.stats["owners"]) == {one.name.hex(), two.name.hex()}
-    assert not any(neighbour._launches for neighbour in reader.neighbours._here.values())
-
-
-def test_a_reset_of_the_owner_while_it_is_read_ends_the_load(here: Node) -> None:
     one, reader, tokens, there = beside(here, 2)
-    reader.copier.half_way = one.table.void_all
-    assert reader.loaded(tokens, there) == (0, "changed")
-
-
-def test_a_table_that_was_given_up_while_it_was_read_proves_nothing(here: Node) -> None:
-    one, reader, tokens, there = beside(here, 2)
-    reader.copier.half_way = one.give_up
+    reader.copier.half_way = one.give_up if given_up else one.table.void_all
     assert reader.loaded(tokens, there) == (0, "changed")
 
 
@@ -493,20 +408,6 @@ def test_a_load_that_nobody_wants_any_more_lets_go_once_its_copy_is_over(here: N
     assert launches(reader) == 0
 
 
-def test_a_load_whose_first_part_changed_lets_go_of_the_others(here: Node) -> None:
-    one, reader, tokens, there = beside(here, 4, segment_bytes=ROOM)
-    reader.put(tokens, [1])
-    reader.copier.finished.clear()
-    load = reader.load(tokens, {number: there[number] for number in (0, 2, 3)})
-    assert not load.advance()
-    assert launches(reader) == 2
-    one.reuse(0)
-    reader.copier.finished.set()
-    assert load.advance()
-    assert (load.loaded, load.cause, launches(reader)) == (0, "changed", 0)
-    eventually(lambda: not reader.session.client.stats().leases)
-
-
 @pytest.mark.parametrize(
     ("error", "left"), [(VCacheError("planted"), 0), (RuntimeError("planted"), 1)]
 )
@@ -524,28 +425,6 @@ def test_a_launch_that_failed_lets_go_only_if_nothing_of_it_runs(
     for neighbour in list(reader.neighbours._here.values())[:left]:
         # Or its mapping, and the thread that waits for the copy, stay as long as the process.
         neighbour.leave()
-
-
-def test_whatever_goes_wrong_with_one_owners_chunk_lets_go_of_all_owners(here: Node) -> None:
-    one, two, reader, tokens = owner(here, 1), owner(here, 2), Reader(here), prompt(2 * CHUNK)
-    first, second = one.compute(tokens, list(range(4))), two.compute(tokens, list(range(4)))
-    broken: Any = None
-    assert reader.loaded(tokens, {0: first[0], 1: second[1]._replace(blocks=broken)}) == (0, "copy")
-    assert launches(reader) == 0
-
-
-def test_bytes_are_told_apart_for_the_owners_read_last() -> None:
-    stats = EngineStats()
-    for number in range(3 * MAX_OWNERS):
-        stats.read_from(b"always", 2)
-        stats.read_from(number.to_bytes(2, "big"), 1)
-    owners = stats.snapshot()["resident"]["owners"]
-    assert len(owners) == MAX_OWNERS
-    assert (owners[b"always".hex()], f"{3 * MAX_OWNERS - 1:04x}" in owners, "0000" in owners) == (
-        6 * MAX_OWNERS,
-        True,
-        False,
-    )
 
 
 class Broken(threading.Event):
@@ -599,20 +478,4 @@ def test_what_an_owners_gpu_wrote_again_before_the_verdict_does_not_count(
     assert load.loaded in (4, 6)
     reader.check(load, tokens)
     one.ask("reuse", 1)
-    assert reader.loaded(tokens, there) == (0, loads.ABSENT)
-
-
-@pytest.mark.parametrize(("theirs", "ours"), GPUS)
-def test_memory_of_a_gpu_whose_owner_was_killed_is_free_again_once_the_copy_is_over(
-    here: Node, theirs: str, ours: str
-) -> None:
-    one, reader, tokens, there = apart(here, theirs, ours, chunks=6)
-    neighbour = reader.neighbours.get(there[0].instance)
-    assert neighbour is not None
-    load = reader.load(tokens, there)
-    load.advance()
-    one.kill()
-    assert load.run(10) == 6
-    reader.check(load, tokens)
-    eventually(lambda: not neighbour._mapped)
     assert reader.loaded(tokens, there) == (0, loads.ABSENT)

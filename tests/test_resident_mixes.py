@@ -5,7 +5,6 @@ any order.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
 from itertools import count
 from typing import NamedTuple
 
@@ -13,17 +12,11 @@ import pytest
 from engine_cases import Node, node
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_cases import CHUNK, Cache, places, prompt
+from kv_cases import CHUNK, prompt
 from mooncake_cases import depot, model
-from neighbour_cases import HOST
-from offload_cases import LENGTH, engine, nodes, through
+from offload_cases import nodes
 from processes import eventually
-from resident_cases import Owner, Reader, owner
-
-from benchmarks.mooncake_store import Depot
-from vcache_backend.resident.neighbours import Neighbours
-from vcache_backend.transfer.load import Load
-from vcache_backend.transfer.places import BlockPlaces
+from resident_cases import Reader, owner
 
 __all__ = ["depot", "model", "nodes"]
 CHUNKS = 6
@@ -105,7 +98,7 @@ def leading(flags: list[bool]) -> int:
     return flags.index(False) if False in flags else len(flags)
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(
     st.lists(CHUNK_PLACES, min_size=CHUNKS, max_size=CHUNKS),
     st.sampled_from([None, *range(CHUNKS)]),
@@ -119,31 +112,3 @@ def test_loads_from_mixed_places_that_change_at_any_time_are_right_and_leave_not
     assert least <= scene.play(where) <= most
     assert not any(neighbour._launches for neighbour in scene.reader.neighbours._here.values())
     eventually(lambda: not scene.reader.session.client.stats().leases)
-
-
-def test_chunks_of_the_offload_tier_and_of_other_kv_caches_may_alternate(
-    nodes: list[Node], depot: Depot, model: str
-) -> None:
-    cache, tokens = Cache(), prompt(LENGTH)
-    one, two = (engine(at, depot, model, cache=cache) for at in nodes)
-    through(one, cache, tokens)
-    there: Owner = owner(nodes[1])
-    chunks = there.compute(tokens, list(range(10)))
-    session, slots = two._session, places(cache.sizes, LENGTH, 2)
-    kv = session.bind(cache.tensors)
-    where = BlockPlaces(
-        kv, CHUNK, (slots[:: kv.block_size] // kv.block_size).tolist(), kv.block_size
-    )
-    cache.poison()
-    with closing(Neighbours(session.client, HOST, kv, 0)) as neighbours:
-        load = Load(
-            session,
-            where,
-            two.keys(tokens),
-            residents={1: chunks[1], 3: chunks[3]},
-            neighbours=neighbours,
-        )
-        assert load.run(30) == 5
-    assert cache.holds_only(tokens, slots)
-    assert load.stats.tokens == {"store": 3 * CHUNK, "resident": 2 * CHUNK}
-    assert two.get_stats()["hits"]["offload"] == 3

@@ -5,7 +5,6 @@ is as before.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from vllm_objects import BLOCK, BLOCKS
 
 from vcache_backend.errors import LayoutError
 from vcache_backend.integration.round_trip import round_trip
-from vcache_backend.vram_pool.copies import reference
 from vcache_backend.vram_pool.copies.copier import Finished, HostCopier
 from vcache_backend.vram_pool.copies.planner import CopyPlan
 from vcache_backend.vram_pool.paged import PagedKV
@@ -37,10 +35,6 @@ def layouts() -> dict[str, tuple[list[Tensor], dict[str, Any]]]:
         "layers side by side": ([outer[:, layer] for layer in range(3)], {}),
         "fewer blocks than a chunk": (
             [torch.zeros((2, *shape[1:])) for _ in range(2)],
-            {"axes": "block token head dim"},
-        ),
-        "as many blocks as a chunk": (
-            [torch.zeros((CHUNK // BLOCK, *shape[1:]))],
             {"axes": "block token head dim"},
         ),
     }
@@ -106,12 +100,6 @@ def overrun(kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> None:
     kv.pages[0][CHUNK // BLOCK, 0] ^= 1
 
 
-def ignore_ids(kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> None:
-    rows = plan.blocks.copy()
-    rows[:, 2] = rows[::-1, 2]
-    reference.gather(kv, replace(plan, blocks=rows), [view.tensor for view in slots])
-
-
 def fail(kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> None:
     raise RuntimeError("a launch that failed")
 
@@ -132,7 +120,6 @@ PACKED, APART = "K and V packed, tokens first", "K and V apart"
             "gathered wrongly into the pool: layer 1, block 2, byte 5 is",
         ),
         (APART, Faulty(gather=flip_in_slot), "layer 1, block 2, part 0, byte 5"),
-        (PACKED, Faulty(gather=ignore_ids), "gathered wrongly into the pool: layer 0, block 0"),
         (
             PACKED,
             Faulty(scatter=flip_in_cache),

@@ -7,7 +7,6 @@ from __future__ import annotations
 import fcntl
 import gc
 import os
-import resource
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -28,7 +27,6 @@ from vcache_backend.vram_pool.segment import MappedSegment, OwnedSegment, create
 
 HOST = Device("host", "host")
 NBYTES = 1 << 20
-CYCLES = 50
 
 
 def open_fds() -> int:
@@ -43,7 +41,7 @@ def mappings() -> int:
     return sum("memfd:vcache-" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
-def left_behind(action: Callable[[], object], cycles: int = CYCLES) -> tuple[int, int]:
+def left_behind(action: Callable[[], object], cycles: int) -> tuple[int, int]:
     """(fds, mappings) that `cycles` runs of `action` leave in this process."""
     action()
     gc.collect()
@@ -78,12 +76,6 @@ def test_a_mapped_segment_can_be_offered_again_from_its_own_fd(
 
 
 # ---- what a segment is
-
-
-def test_a_new_segment_is_zero_and_exactly_as_large_as_asked() -> None:
-    with create(HOST, 12_345) as owned, map_segment(owned.info, owned.fd, HOST) as mapped:
-        assert owned.info == SegmentInfo(owned.id, "host", "host", 12_345)
-        assert int(mapped.tensor(0, 12_345).count_nonzero()) == 0
 
 
 @pytest.mark.parametrize("nbytes", [0, -1, 1 << 60])
@@ -155,19 +147,6 @@ def test_a_forged_fd_is_refused_with_the_figures_and_leaves_nothing(
         assert open_fds() <= before
 
 
-def test_an_id_that_is_none_is_refused(owned: OwnedSegment) -> None:
-    with pytest.raises(SegmentError, match=r"'\.\./\.\./evil' is not up to 64 letters"):
-        map_segment(msgspec.structs.replace(owned.info, id="../../evil"), owned.fd, HOST)
-
-
-def test_an_fd_that_is_none_is_refused(owned: OwnedSegment) -> None:
-    spare = os.dup(owned.fd)
-    os.close(spare)
-    for fd in (spare, -1):
-        with pytest.raises(SegmentError, match="Bad file descriptor"):
-            map_segment(owned.info, fd, HOST)
-
-
 def test_a_gpu_does_not_map_host_memory_and_a_host_reader_no_gpu_memory(
     owned: OwnedSegment,
 ) -> None:
@@ -178,28 +157,6 @@ def test_a_gpu_does_not_map_host_memory_and_a_host_reader_no_gpu_memory(
         map_segment(
             msgspec.structs.replace(owned.info, device=gpu.name, medium="cuda"), owned.fd, HOST
         )
-
-
-def test_running_out_of_fds_is_a_segment_error_and_leaks_none(owned: OwnedSegment) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    before = open_fds()
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard)
-    )
-    spares = []
-    try:
-        with pytest.raises(OSError, match="Too many open files"):
-            for _ in range(1 << 20):
-                spares.append(os.dup(owned.fd))
-        os.close(spares.pop())  # room for the dup, none for the mapping's own
-        with pytest.raises(SegmentError, match="Too many open files"):
-            map_segment(owned.info, owned.fd, HOST)
-        os.close(os.dup(owned.fd))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for fd in spares:
-            os.close(fd)
-    assert open_fds() <= before
 
 
 # ---- closing
@@ -248,10 +205,6 @@ def one_life() -> MappedSegment:
         return mapped
 
 
-def test_many_lives_of_a_segment_leave_no_fd_and_no_mapping() -> None:
-    assert left_behind(one_life) == (0, 0)
-
-
 def test_segments_are_made_and_closed_from_many_threads() -> None:
     def lives() -> None:
         threads = [threading.Thread(target=one_life) for _ in range(8)]
@@ -266,15 +219,9 @@ def test_segments_are_made_and_closed_from_many_threads() -> None:
 # ---- devices on a machine without a GPU
 
 
-def test_host_memory_may_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "current_gpu", lambda: None)
-    assert devices.resolve("auto") == devices.resolve("host") == HOST
-    assert devices.resolve("host:worker-1") == Device("host:worker-1", "host")
-
-
 @pytest.mark.parametrize(
     "spec",
-    ["", "gpu", "host:", "host:a/b", "cuda:", "cuda:-1", "cuda:x", "GPU-123", "Host", "cuda:0 "],
+    ["", "host:a/b", "cuda:-1", "GPU-123"],
 )
 def test_an_unknown_device_is_a_configuration_error_that_lists_the_forms(spec: str) -> None:
     with pytest.raises(
@@ -282,20 +229,3 @@ def test_an_unknown_device_is_a_configuration_error_that_lists_the_forms(spec: s
         match=r"pool\.device: .*expected auto, host, host:NAME .*, cuda, cuda:N or a GPU's UUID",
     ):
         devices.resolve(spec)
-
-
-@pytest.mark.parametrize(
-    ("reader", "owner", "where"),
-    [
-        (Device("GPU-0", "cuda", 0), "GPU-0", "own"),
-        (Device("GPU-0", "cuda", 0), "GPU-1", "peer"),
-        (Device("host", "host", 0), "host", "host"),
-        (Device("host", "host", 0), "host:other", "host"),
-        (HOST, "host", "host"),
-        (HOST, "host:other", "peer"),
-    ],
-)
-def test_where_a_segment_lies_depends_on_who_reads_it(
-    reader: Device, owner: str, where: str
-) -> None:
-    assert devices.where(reader, owner) == where

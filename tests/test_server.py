@@ -13,7 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from model import chunk_key
 from processes import PATIENT, SECONDS, Child, Raw, Stage, eventually, make_memfd, stage
@@ -94,12 +93,8 @@ def test_every_request_and_its_answer(
     assert os.fstat(worker.fds[-1]).st_ino == os.fstat(memfd).st_ino
     assert worker.ask("lend", 5 * KIB) == ["lendable", worker.ask("lend", 5 * KIB)[1] - 1, KIB]
     name, reservation, seconds, slots, reason, _ = worker.ask("reserve", [A, B], KIB)
-    assert (name, seconds, reason, [slot[:3] for slot in slots]) == (
-        "reserved",
-        30.0,
-        "",
-        [["s0", 0, KIB], ["s0", KIB, KIB]],
-    )
+    expected = ("reserved", 30.0, "", [["s0", 0, KIB], ["s0", KIB, KIB]])
+    assert (name, seconds, reason, [slot[:3] for slot in slots]) == expected
     assert worker.ask("commit", reservation, []) == ["count", 2]
     assert worker.ask("abort", worker.ask("reserve", [C], KIB)[1]) == ["count", 1]
     assert worker.ask("reserve", [A, C], 5 * KIB)[3] == [m.Refusal.EXISTS, m.Refusal.TOO_LARGE]
@@ -157,40 +152,6 @@ def test_a_segment_dropped_before_its_answer_left_is_the_one_that_is_handed_out(
     eventually(lambda: not any("vcache-test" in name for name in server.fds()))
 
 
-def test_stats_count_what_happened(worker: Raw) -> None:
-    def stats() -> m.ServerStats:
-        return msgspec.convert(worker.ask("stats"), m.ServerStats)
-
-    before = stats()
-    put(worker, A, B)
-    worker.ask("lookup", [A, B, C], 1)
-    worker.ask("acquire", [A])
-    after = stats()
-    assert (after.epoch, after.clients, after.chunks, after.leases, after.reservations) == (
-        worker.welcome[2],
-        1,
-        2,
-        1,
-        0,
-    )
-    counted = {
-        name: after.counters[name] - before.counters.get(name, 0)
-        for name in ("lookup_chunks", "lookup_hits", "committed")
-    }
-    assert counted == {"lookup_chunks": 3, "lookup_hits": 2, "committed": 2}
-    assert (
-        after.latency["Lookup"].count
-        == (before.latency["Lookup"].count if "Lookup" in before.latency else 0) + 1
-    )
-    assert 0 < after.latency["Lookup"].p50_us <= after.latency["Lookup"].p99_us
-    assert (after.segments[0].used, after.segments[0].chunks, after.segments[0].leased) == (
-        2048,
-        2,
-        1,
-    )
-    assert after.rss_bytes > 1 << 20
-
-
 def test_instances_of_one_model_that_cannot_share_are_told_why_and_so_is_who_looks(
     stage_: Stage, server: Child, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -231,42 +192,21 @@ def test_no_layout_is_anybody_else_s_trouble(stage_: Stage, server: Child) -> No
     """Without a model, with names for a terminal, or as large as a frame: its own hello may be
     refused, every other one is not.
     """
-    nameless = stage_.raw(hello=False)
-    assert (
-        nameless.ask("hello", m.PROTOCOL_VERSION, "host", "host", {"namespace": "aa"})[0]
-        == "welcome"
-    )
-    assert hello(stage_, {})[0] == "welcome"
+    assert hello(stage_, {"namespace": "aa"})[0] == hello(stage_, {})[0] == "welcome"
     victim = {"model": "llama", "namespace": "aa"}
-    for layout in (
-        {**victim, "\x1b[2J": "x"},
-        dict.fromkeys(map(str, range(65)), "x"),
-    ):
+    for layout in ({**victim, "\x1b[2J": "x"}, dict.fromkeys(map(str, range(65)), "x")):
         assert "hello of protocol" in hello(stage_, layout)[1]
-    assert (
-        stage_.raw(hello=False).ask("hello", m.PROTOCOL_VERSION, "\x1b]0;owned\x07", "host", {})[0]
-        == "error"
-    )
+    assert hello(stage_, {}, device="\x1b]0;owned\x07")[0] == "error"
     with stage_.client() as looking:
         before = looking.stats().rss_bytes
         for number in range(100):
-            assert (
-                hello(
-                    stage_,
-                    {**victim, "namespace": str(number), "long": "x" * 190_000 + str(number)},
-                )[0]
-                == "welcome"
-            )
-        assert looking.stats().rss_bytes < before + (8 << 20), (
-            "all of what 100 clients said is kept"
-        )
+            large = {**victim, "namespace": str(number), "long": "x" * 190_000 + str(number)}
+            assert hello(stage_, large)[0] == "welcome"
+        assert looking.stats().rss_bytes < before + (8 << 20), "all of what they said is kept"
         (mismatch,) = looking.stats().mismatches
-        assert (mismatch.field, len(mismatch.values)) == ("long", MAX_COMPARED), (
-            "long values with other ends are other values"
-        )
+        assert (mismatch.field, len(mismatch.values)) == ("long", MAX_COMPARED)
     said = hello(stage_, victim)
-    assert said[0] == "welcome"
-    assert len(said[5]) == 8
+    assert (said[0], len(said[5])) == ("welcome", 8)
     assert len(str(said)) < 8_000
 
 
@@ -327,33 +267,12 @@ def test_a_look_up_of_too_many_keys_and_ranks_is_refused_with_its_size(worker: R
     assert worker.ask("lookup", [A] * 2048, 8) == ["count", 0]
 
 
-@pytest.mark.parametrize("namespace", [b"\x01", b"namespa"])
-def test_only_a_whole_namespace_is_cleared(worker: Raw, namespace: bytes) -> None:
+def test_only_a_whole_namespace_is_cleared(worker: Raw) -> None:
     put(worker, A)
-    reply = worker.ask("clear", namespace)
+    reply = worker.ask("clear", b"namespa")
     assert (reply[0], reply[2]) == ("error", False)
-    assert f"is {len(namespace)} bytes; a namespace is 8 bytes" in reply[1]
+    assert "is 7 bytes; a namespace is 8 bytes" in reply[1]
     assert worker.ask("lookup", [A], 1) == ["count", 1]
-
-
-def test_who_clears_much_is_answered_at_once_and_the_slots_come_back(
-    stage_: Stage, server: Child
-) -> None:
-    count = 30_000
-    fd = make_memfd(count * KIB)
-    stage_.undo.callback(os.close, fd)
-    worker = stage_.raw()
-    assert worker.ask("add_segment", "s0", "host", "host", count * KIB, fds=(fd,)) == [
-        "added",
-        0,
-        True,
-    ]
-    keys = [chunk_key(n) for n in range(count)]
-    for at in range(0, count, 1000):
-        put(worker, *keys[at : at + 1000])
-    assert worker.ask("clear", b"") == ["count", count]
-    assert stage_.raw().ask("lookup", [A], 1) == ["count", 0]
-    eventually(lambda: worker.ask("list_segments")[1][0][4:6] == [0, 0])
 
 
 # ---- segments that are refused
@@ -394,28 +313,6 @@ def test_what_is_surely_no_memory_of_a_gpu_is_refused_as_such(
     ]
     wire.close_fds([file, pipe, other_end])
     assert [reply[0] for reply in replies] == ["error"] * 4
-
-
-def test_who_cannot_use_a_segment_gets_no_slot_there_and_everybody_else_does(
-    stage_: Stage, worker: Raw
-) -> None:
-    large = make_memfd(16 * KIB)
-    stage_.undo.callback(os.close, large)
-    assert worker.ask("add_segment", "s1", "host:far", "host", 16 * KIB, fds=(large,)) == [
-        "added",
-        0,
-        True,
-    ]
-    far = stage_.raw(hello=False)
-    assert far.ask("hello", m.PROTOCOL_VERSION, "host:far", "host", {})[0] == "welcome"
-    put(far, *(chunk_key(n) for n in range(50, 60)))
-    assert worker.ask("unusable", "s1") == ["count", 1]
-    for start in (0, 10, 20):
-        slots = put(worker, *(chunk_key(n) for n in range(start, start + 4)))
-        assert {slot[0] for slot in slots} == {"s0"}, "it evicts where it can store"
-    too_large = worker.ask("reserve", [A], 5 * KIB)
-    assert too_large[3] == [m.Refusal.TOO_LARGE]
-    assert put(far, E)[0][0] == "s1"
 
 
 # ---- the process
@@ -464,11 +361,3 @@ def test_a_process_may_have_any_name() -> None:
         assert processes.started(os.getpid()) == began > 0
     finally:
         name.write_bytes(before.rstrip(b"\n"))
-
-
-@pytest.mark.parametrize(("cores", "default"), [(1, 0.0), (2, 0.005), (16, 1.0)])
-def test_how_long_it_spins_goes_by_the_cores_unless_it_is_said(
-    monkeypatch: pytest.MonkeyPatch, cores: int, default: float
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
-    assert processes.spin(0.005, 1.0) == default

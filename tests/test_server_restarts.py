@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
-import sys
 import time
 from typing import Any
 
@@ -13,7 +11,6 @@ from model import chunk_key
 from processes import QUICK, Child, Raw, Stage, eventually, info, make_memfd, running
 from server_cases import (
     IN_A_PID_NAMESPACE,
-    IN_A_TIME_NAMESPACE,
     ISOLATES,
     KIB,
     has_room,
@@ -25,7 +22,6 @@ from server_cases import (
 from vcache_backend.errors import ServerUnavailable
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.endpoint import beside
 
 A, B, C, D, E = (chunk_key(n) for n in range(5))
 
@@ -163,39 +159,6 @@ def test_what_came_before_the_news_of_a_reset_is_forgotten(stage_: Stage, memfd:
     assert (hasty.contains([A, B]), hasty.present([A]).epoch) == ([False, True], epoch)
 
 
-def test_a_server_whose_ledger_cannot_be_written_goes_on_and_the_next_does_not_believe_it(
-    stage_: Stage, memfd: int
-) -> None:
-    server = stage_.server()
-    client = offering(stage_, memfd)
-    put(client, A, B, C, D)
-    resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (4096, 4096))
-    client.remove([C])
-    put(client, E)
-    server.expect("ledger: [Errno 27] File too large; going on without one")
-    assert client.lookup([E]) == 1
-    restart_with(stage_, client, server)
-    eventually(lambda: client.list_segments() == [])
-    assert client.contains([A, B, C, D, E]) == [False] * 5
-
-
-def test_the_ledger_of_a_server_that_still_lives_is_not_taken_over(
-    stage_: Stage, memfd: int
-) -> None:
-    """It is stopped; lock and socket were taken from under it."""
-    server = stage_.server()
-    client = offering(stage_, memfd)
-    put(client, A)
-    with server.stopped():
-        for path in (stage_.path, beside(stage_.path, ".lock")):
-            path.unlink()
-        before = client.epoch
-        stage_.server()
-        eventually(lambda: client.connected and client.epoch != before)
-        eventually(lambda: client.list_segments() == [])
-    assert server.wait()[0] == 1
-
-
 def test_slots_being_written_at_the_crash_are_not_given_to_others(
     stage_: Stage, memfd: int
 ) -> None:
@@ -219,11 +182,8 @@ def test_slots_being_written_at_the_crash_are_not_given_to_others(
 
 
 @pytest.mark.skipif(not ISOLATES, reason="needs the right to make a pid namespace")
-@pytest.mark.parametrize(
-    "elsewhere", [IN_A_PID_NAMESPACE, IN_A_TIME_NAMESPACE], ids=["pid", "time"]
-)
 def test_a_server_that_starts_again_in_another_namespace_takes_nobody_for_gone(
-    stage_: Stage, memfd: int, elsewhere: list[str]
+    stage_: Stage, memfd: int
 ) -> None:
     """The ledger has the writer's pid of before, which here is nobody's, or somebody else's; and
     its start, by a clock of before.
@@ -233,15 +193,7 @@ def test_a_server_that_starts_again_in_another_namespace_takes_nobody_for_gone(
     reserving(stage_)
     before = client.epoch
     server.kill()
-    command = [
-        *elsewhere,
-        sys.executable,
-        "-m",
-        "vcache_backend.metadata_server",
-        "--socket",
-        str(stage_.path),
-    ]
-    stage_.undo.enter_context(Child(command)).expect("serving")
+    stage_.server(within=IN_A_PID_NAMESPACE)
     eventually(
         lambda: (
             client.connected

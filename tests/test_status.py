@@ -202,29 +202,6 @@ def test_who_does_not_share_is_shown_with_both_values_and_what_to_do() -> None:
     assert "Not shared" not in text_of(status.render(STATS))
 
 
-def test_eighty_columns_say_who_does_not_share_whatever_the_model_s_path() -> None:
-    path, who = "/models/" + "x" * 100, "GPU-3c1f5a3e-1111-2222-3333-444444444444"
-    values = [("", [f"pid 4711 on {who}"]), ("7", [f"pid 4712 on {who}", f"pid 4713 on {who}"])]
-    mismatch = Mismatch(path, "extra.hash_root", values, "start all with the same PYTHONHASHSEED")
-    lines = text_of(
-        status.render(msgspec.structs.replace(STATS, mismatches=[mismatch])), 80
-    ).splitlines()
-    assert max(len(line.rstrip()) for line in lines) <= 80
-    assert (lines[0].strip(), lines[1][:11]) == ("instances of", "/models/xxx")
-    words = " ".join(lines).split()
-    assert {
-        "instances",
-        "what",
-        "extra.hash_root",
-        "–",
-        "4711",
-        "4713",
-        "GPU-3c1f5a3e",
-        "PYTHONHASHSEED",
-    } <= {*words}
-    assert sum(word.count("x") for word in words if set(word) == {"x"}) >= 90
-
-
 def test_the_summary_is_named_fields_and_rates() -> None:
     summary = json.loads(json.dumps(status.summary(STATS)))
     assert summary["segments"][0]["device"] == "GPU-3c1f"

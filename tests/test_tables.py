@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
-from neighbour_cases import added_to, descriptors, few_descriptors, instance, owner, still
+from neighbour_cases import added_to, descriptors, instance, owner, still
 from processes import PATIENT, QUICK, Stage, asked, eventually, hung
 
 from vcache_backend.metadata_server.client import Client
@@ -63,21 +62,6 @@ def test_the_table_of_a_killed_owner_is_forgotten(
         there(tables, TWO)
 
 
-def test_the_table_that_its_owner_gave_up_is_not_shown(stage: Stage, tables: Tables) -> None:
-    with owner(stage) as part:
-        there(tables)
-        part.ask("give_up")
-        assert tables.view(ONE) is None
-
-
-def test_a_table_that_was_given_up_before_anybody_looked_is_not_shown(
-    stage: Stage, tables: Tables
-) -> None:
-    with owner(stage) as part:
-        part.ask("give_up")
-        assert tables.view(ONE) is None
-
-
 def test_a_table_outlives_the_server_and_an_owner_that_dies_meanwhile_is_noticed(
     stage_: Stage,
 ) -> None:
@@ -107,24 +91,6 @@ def test_a_server_that_hangs_costs_a_miss_and_some_seconds_until_it_is_asked_aga
             there(others)
 
 
-def test_a_reader_that_has_run_out_of_descriptors_sees_a_table_again_once_it_has_some(
-    stage: Stage, client: Client, tables: Tables, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("vcache_backend.resident.tables.SHORT_SECONDS", 0.0)
-    monkeypatch.setattr("vcache_backend.resident.tables.RETRY_SECONDS", 0.0)
-    with owner(stage):
-        eventually(lambda: [one for one in client.stats().instances if not one.missing])
-        gc.collect()
-        before, tries = descriptors(), 0
-        with few_descriptors() as taken:
-            while tables.view(ONE) is None:
-                os.close(taken.pop())
-                tries += 1
-        assert tries > 1
-        # The end of its scheduler; Python's mapping.
-        assert added_to(before).total() == 2
-
-
 def test_an_end_is_noticed_once_though_somebody_else_holds_the_same_pidfd(
     stage: Stage, client: Client, tables: Tables
 ) -> None:
@@ -143,28 +109,10 @@ def test_an_end_is_noticed_once_though_somebody_else_holds_the_same_pidfd(
             os.close(fd)
 
 
-def test_closed_tables_show_nothing_and_leave_no_descriptor(stage: Stage, client: Client) -> None:
-    with owner(stage):
-        client.stats()
-        before = descriptors()
-        tables = Tables(client)
-        view = there(tables)
-        tables.close()
-        tables.close()
-        assert tables.view(ONE) is None
-        assert not view.dead
-        del view
-        assert not added_to(before)
-
-
 def test_what_was_refused_is_remembered_but_not_without_bound() -> None:
     refused = Refusals()
     for number in range(MAX_REFUSED + 1):
         refused.add(instance(number))
     refused.add(instance(5), 0.0)
-    assert [instance(number) in refused for number in (0, 1, 5, MAX_REFUSED)] == [
-        False,
-        True,
-        False,
-        True,
-    ]
+    expected = [False, True, False, True]
+    assert [instance(number) in refused for number in (0, 1, 5, MAX_REFUSED)] == expected

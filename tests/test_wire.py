@@ -157,24 +157,13 @@ def test_a_message_above_the_limit_is_not_sent_and_the_largest_request_and_lease
         ["lookup", [b"short"]],
         ["lookup", ["text"]],
         ["lookup", [A], 0],
-        ["lookup", [A], 1 << 40],
         ["lookup", [A] * (m.MAX_KEYS + 1)],
-        ["reserve", [A], 0],
-        ["reserve", [A], -1],
         ["reserve", [A], 1 << 60],
-        ["commit", "one"],
         ["clear", b"far more than eight bytes"],
-        ["report", "fatal", "text"],
-        ["report", "info", ""],
         ["report", "info", "x" * 1025],
-        ["add_segment", "", "host", "host", 4096],
         ["add_segment", "s" * 65, "host", "host", 4096],
         ["add_segment", "s", "host", "tape", 4096],
-        ["unusable", "s" * 65],
-        ["add_segment", "s", "host", "host", 0],
         {"lookup": []},
-        "lookup",
-        5,
         None,
     ],
     ids=lambda message: repr(message)[:50],
@@ -299,12 +288,6 @@ def test_requests_sent_in_one_breath_are_answered_in_order(raw: Raw) -> None:
     raw.send("reserve", [A], 0)
     raw.send("touch", [A])
     answers = [raw.receive() for _ in range(6)]
-    assert [answer[0] for answer in answers if answer] == [
-        "count",
-        "present",
-        "error",
-        "error",
-        "error",
-        "count",
-    ]
+    expected = ["count", "present", "error", "error", "error", "count"]
+    assert [answer[0] for answer in answers if answer] == expected
     assert not any(answer[2] for answer in answers[2:5] if answer), "none is fatal"

@@ -44,7 +44,7 @@ COUNTERS = {
     "external": r"vllm:external_prefix_cache_hits_total",
     "resident": r'vllm:vcache_loaded_tokens_total\{[^}]*tier="resident"[^}]*\}',
     "loaded": r"vllm:vcache_loaded_tokens_total",
-    "waited": r"vllm:vcache_waited_tokens_total",
+    "waited": r"vllm:vcache_awaited_tokens_total",
     "preemptions": r"vllm:num_preemptions_total",
 }
 """Of vLLM's Prometheus endpoint, in tokens but for the last: patterns, of which all series are

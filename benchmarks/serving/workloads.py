@@ -220,12 +220,18 @@ def chat(plan: Plan) -> Workload:
 
 
 def warm_up(plan: Plan) -> list[Request]:
-    """Prompts that share nothing with the workloads or with each other."""
+    """Prompts that share nothing with the workloads or with each other. The answers of half are
+    fixed, since `chat` must not wait for the kernel that does it to compile.
+    """
     dice = np.random.default_rng([plan.seed, 2])
     length = min(plan.longest, plan.prefix + plan.suffix)
     return [
-        Request(tokens=random_tokens(dice, length, plan), output=plan.output)
-        for _ in range(plan.warm)
+        Request(
+            tokens=random_tokens(dice, length, plan),
+            output=plan.output,
+            answer=FIRST if number // 2 % 2 else -1,
+        )
+        for number in range(plan.warm)
     ]
 
 

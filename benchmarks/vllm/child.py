@@ -103,61 +103,31 @@ class Serving:
         }
 
     def beside(
-        self,
-        others: list[list[int]],
-        length: int,
-        tokens: list[list[int]],
-        count: int,
-        extra: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """`others` decode, and once all of them do, each of `tokens` is handed in, the next when
-        the one before is done.
-
-        Others get `length` tokens each and are waited for; 0: they are ended once the last of
-        `tokens` is done. one: the answers to `tokens`; others: theirs, none with `length` 0."""
+        self, others: list[list[int]], tokens: list[list[int]], extra: dict[str, Any]
+    ) -> list[int]:
+        """`others` decode, and once all of them do, each of `tokens` is handed in for one token,
+        the next when the one before is done. Then the others are ended. Cached tokens of each.
+        """
         room = self._engine.vllm_config.model_config.max_model_len
-        names = [
-            self._add(prompt, length or room - len(prompt) - 1, None, None)[0] for prompt in others
-        ]
-        said: dict[str, dict[str, Any]] = {}
+        names = {self._add(prompt, room - len(prompt) - 1, None, None)[0] for prompt in others}
         begun: set[str] = set()
-        while len(begun) < len(names):
-            begun |= {output.request_id for output in self._step(said)}
-        answers = []
-        for prompt in tokens:
-            name, _ = self._add(prompt, count, None, extra)
-            self._until({name}, said)
-            answers.append(said[name])
-        if length:
-            self._until(set(names), said)
-        else:
-            self._engine.abort_request(names)
-            while self._engine.has_unfinished_requests():
-                self._engine.step()
-        return {"one": answers, "others": [said[name] for name in names if length]}
+        while begun < names:
+            begun |= {output.request_id for output in self._engine.step()}
+        cached = [self._one(prompt, extra) for prompt in tokens]
+        self._engine.abort_request(list(names))
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+        return cached
 
-    def _until(self, names: set[str], said: dict[str, dict[str, Any]]) -> None:
-        deadline = time.perf_counter() + SECONDS
-        while not names <= set(said):
-            self._step(said)
-            if time.perf_counter() > deadline:
-                self._engine.abort_request(list(names - set(said)))
-                raise TimeoutError(
-                    f"{len(names - set(said))} of {len(names)} requests have no answer in "
-                    f"{SECONDS:g} s"
-                )
-
-    def _step(self, said: dict[str, dict[str, Any]]) -> list[Any]:
-        """One step; requests that ended in it are noted in `said`."""
-        outputs: list[Any] = self._engine.step()
-        for output in outputs:
-            if output.finished:
-                tokens = list(output.outputs[0].token_ids)
-                said[output.request_id] = {
-                    "tokens": tokens,
-                    "cached": output.num_cached_tokens or 0,
-                }
-        return outputs
+    def _one(self, prompt: list[int], extra: dict[str, Any]) -> int:
+        """Ask for one token beside other requests. Cached tokens."""
+        name, started = self._add(prompt, 1, None, extra)
+        while time.perf_counter() < started + SECONDS:
+            for output in self._engine.step():
+                if output.request_id == name and output.finished:
+                    return output.num_cached_tokens or 0
+        self._engine.abort_request([name])
+        raise TimeoutError(f"no answer to a request of {len(prompt)} tokens in {SECONDS:g} s")
 
     def burst(self, prompts: list[list[int]], count: int, at_once: int) -> float:
         """Ask all prompts, so many at once, for so many tokens each. Seconds."""
@@ -196,8 +166,7 @@ class Serving:
 
         A window: seconds, and every: how often to hand in the next of `loads`, in turn, for one
         token; 0: none. For each window the gaps between tokens of one request in seconds, all
-        requests' together, those of steps in which a load's token came apart, and of each load its
-        seconds to first token and its cached tokens."""
+        requests' together, and of each load its cached tokens."""
         running = {self._add(prompt, count, None, None)[0] for prompt in prompts}
         last: dict[str, float] = {}
         while len(last) < len(running):
@@ -220,26 +189,23 @@ class Serving:
             started + window["seconds"],
             started + window["every"] if window["every"] else float("inf"),
         )
-        loading: dict[str, float] = {}
+        loading = ""
         gaps: list[float] = []
-        beside: list[float] = []
-        done: list[tuple[float, int]] = []
+        done: list[int] = []
         while (now := time.perf_counter()) < until:
             if now >= due and not loading:
-                name, handed = self._add(loads[self._count % len(loads)], 1, None, None)
-                loading[name], due = handed, due + window["every"]
+                loading, _ = self._add(loads[self._count % len(loads)], 1, None, None)
+                due += window["every"]
             outputs = self._engine.step()
             now = time.perf_counter()
-            with_load = any(output.request_id in loading for output in outputs)
             for output in outputs:
                 if output.request_id in running:
-                    (beside if with_load else gaps).append(now - last[output.request_id])
+                    gaps.append(now - last[output.request_id])
                     last[output.request_id] = now
-                elif output.request_id in loading:
-                    done.append(
-                        (now - loading.pop(output.request_id), output.num_cached_tokens or 0)
-                    )
-        return {"gaps": gaps, "beside": beside, "loads": done}
+                elif output.request_id == loading:
+                    done.append(output.num_cached_tokens or 0)
+                    loading = ""
+        return {"gaps": gaps, "loads": done}
 
     def _add(
         self,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -105,25 +105,22 @@ def equal(
     hits: Sequence[Hit],
     prompts: Prompts,
     kind: str = "",
-    store: Callable[[Pair, Hit], object] = Pair.store,
-    where: str = "",
 ) -> list[Row]:
     """The row over all `hits`, or over those before the time was up. kind: the prefix of the
-    instances' names. store: what has to be done so that `then` is a hit. where: what `store` does,
-    in words, if it is not the default."""
+    instances' names.
+    """
     suffix = f"_{kind}" if kind else ""
     case, prefix = f"{fleet.rows}_equal{suffix}", f"{kind}_" if kind else ""
     pair = Pair(fleet, prefix)
     soil(pair.b, fleet, prompts)
     wrong: Counter[str] = Counter()
     good: list[bool] = []
-    started = time.monotonic()
     for hit in hits:
         try:
             clock.check(10)
         except OutOfTime:
             break
-        store(pair, hit)
+        pair.store(hit)
         expected, got = pair.both(hit)
         same = said(expected) == said(got) and got["cached"] == hit.cached
         good.append(same)
@@ -131,20 +128,12 @@ def equal(
             wrong[hit.kind] += 1
             print(f"  {hit.kind}: {_difference(expected, got, hit)}", flush=True)
         if len(good) % 20 == 0:
-            print(
-                (
-                    f"  {len(good)} of {len(hits)} prompts, {sum(good)} equal, "
-                    f"{time.monotonic() - started:.0f} s"
-                ),
-                flush=True,
-            )
-    where = where or f"stored by an instance on {peer()}"
+            print(f"  {len(good)} of {len(hits)} prompts, {sum(good)} equal", flush=True)
     kinds = Counter("partial" if "+" in hit.kind else hit.kind for hit in hits[: len(good)])
     what = (
-        f"{fleet.scale.answer} greedy tokens and {LOGPROBS} logprobs each after a hit {where}, "
-        "bit for bit against "
-        "vLLM's own prefix-cache hit of the same length; prompts by length: "
-        f"{dict(sorted(kinds.items()))}"
+        f"{fleet.scale.answer} greedy tokens and {LOGPROBS} logprobs each after a hit stored by an "
+        f"instance on {peer()}, bit for bit against vLLM's own prefix-cache hit of the same "
+        f"length; prompts by length: {dict(sorted(kinds.items()))}"
     )
     if wrong:
         what += f"; wrong: {dict(wrong)}"
@@ -281,22 +270,21 @@ def flipped(fleet: Fleet, prompts: Prompts) -> list[Row]:
     ]
 
 
-def restart(fleet: Fleet, prompts: Prompts, kind: str = "") -> list[Row]:
+def restart(fleet: Fleet, prompts: Prompts) -> list[Row]:
     """Kill B and start it again: its first request must hit what A stored, its second what B itself
     had stored.
     """
-    suffix, prefix = (f"_{kind}", f"{kind}_") if kind else ("", "")
-    pair, scale = Pair(fleet, prefix), fleet.scale
+    pair, scale = Pair(fleet), fleet.scale
     fleet.pool.clear()
     theirs, own = prompts.whole(scale.few[1]), prompts.whole(scale.few[2])
     expected = []
     for hit, writer in ((theirs, "a"), (own, "b")):
-        fleet.compute(prefix + writer, hit.first)
+        fleet.compute(writer, hit.first)
         pair.alone.ask("generate", SECONDS, tokens=hit.first, count=1)
         expected.append(reference(pair.alone, fleet, hit))
-    fleet.kill(f"{prefix}b")
+    fleet.kill("b")
     started = time.monotonic()
-    again = fleet.instance(f"{prefix}b")
+    again = fleet.instance("b")
     seconds = time.monotonic() - started
     good, cached = [], []
     for hit, one in zip((theirs, own), expected, strict=True):
@@ -309,4 +297,4 @@ def restart(fleet: Fleet, prompts: Prompts, kind: str = "") -> list[Row]:
         f"the second what it stored itself; cached {cached} of {[theirs.cached, own.cached]} "
         "tokens, equal to the own prefix cache"
     )
-    return [fraction(f"{fleet.rows}_restart_hits{suffix}", good, what)]
+    return [fraction(f"{fleet.rows}_restart_hits", good, what)]

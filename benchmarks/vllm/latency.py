@@ -251,7 +251,7 @@ def short_tax(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
 
 def decoding(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
     """Gaps between the tokens of running requests on B while requests load 16k tokens from A's GPU,
-    one a second.
+    one a second; and in place those of A.
 
     LMCache loads before a step, on the worker's main thread, so in one step for each load every
     running request waits for the copy. Our connector loads beside the steps; only the step that
@@ -259,33 +259,56 @@ def decoding(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
     The loads cycle through more prompts than B's own prefix cache can keep."""
     fleet.settle()
     scale, b = fleet.scale, fleet.instance("b")
-    length = scale.lengths[LOAD]
+    length, seconds = scale.lengths[LOAD], scale.decode_seconds
     loads = _held_by_a(fleet, clock, prompts, length)
-    seconds = scale.decode_seconds
     # Contexts, and so steps, grow by a tenth meanwhile: this order spreads each kind of window
     # evenly.
     order = [0.0, EVERY, OFTEN, OFTEN, EVERY, 0.0] * 2
     windows = [{"seconds": seconds, "every": min(every, seconds / 2)} for every in order]
-    running = [prompts.new(scale.decode_prompt) for _ in range(scale.running)]
-    room = scale.max_model_len - scale.decode_prompt - 1
     results = b.ask(
-        "decode", 60 + 20 * seconds, prompts=running, count=room, windows=windows, loads=loads
+        "decode", 60 + 20 * seconds, windows=windows, loads=loads, **_asked(fleet, prompts)
     )
-    of = {
-        every: [result for result, kind in zip(results, order, strict=True) if kind == every]
-        for every in (0.0, EVERY, OFTEN)
-    }
-    quiet = [MS * gap for result in of[0.0] for gap in result["gaps"]]
-    loaded = [MS * gap for result in of[EVERY] for gap in (*result["gaps"], *result["beside"])]
-    often = [MS * gap for result in of[OFTEN] for gap in (*result["gaps"], *result["beside"])]
-    done = [load for result in of[EVERY] for load in result["loads"]]
-    full = sum(cached == scale.hit(length) for _, cached in done)
-    share = sum(len(result["beside"]) for result in of[EVERY]) / max(1, len(loaded))
-    loads_ = (
-        f"{len(done)} loads of {length} tokens ({full} full hits), {share:.2%} of the gaps hold one"
-    )
-    rows = _gaps(fleet, quiet, loaded, often, loads_)
+    gaps: dict[float, list[float]] = defaultdict(list)
+    done: list[int] = []
+    for every, result in zip(order, results, strict=True):
+        gaps[every] += [MS * gap for gap in result["gaps"]]
+        done += result["loads"] if every == EVERY else []
+    full = done.count(scale.hit(length))
+    who = f"{_who(fleet)} while another loads from {peer()}"
+    said = f"{who} once a second: {len(done)} loads of {length} tokens ({full} full hits)"
+    name = f"{fleet.rows}_tpot_p99"
+    rows = [
+        _judged_gaps(
+            f"{name}{'_reader' if fleet.in_place else ''}",
+            gaps[EVERY],
+            gaps[0.0],
+            said,
+            TPOT[fleet.rows],
+        ),
+        _judged_gaps(
+            f"{name}_10_loads_a_second", gaps[OFTEN], gaps[0.0], f"{who} ten times a second", None
+        ),
+    ]
     return [*rows, _owner(fleet, clock, prompts, loads)] if fleet.in_place else rows
+
+
+def _asked(fleet: Fleet, prompts: Prompts) -> dict[str, Any]:
+    """The running requests of a window: prompts, and tokens of each answer."""
+    scale = fleet.scale
+    running = [prompts.new(scale.decode_prompt) for _ in range(scale.running)]
+    return {"prompts": running, "count": scale.max_model_len - scale.decode_prompt - 1}
+
+
+def _who(fleet: Fleet) -> str:
+    return f"p99 of gaps between tokens of {fleet.scale.running} running requests"
+
+
+def _judged_gaps(
+    name: str, gaps: list[float], calm: list[float], what: str, most: float | None
+) -> Row:
+    value, reference = percentile(gaps, 99), percentile(calm, 99)
+    text = f"{what}; reference: none loads"
+    return row(name, "ms", value, reference, what=text, at_most=most, runs=len(gaps))
 
 
 def _held_by_a(fleet: Fleet, clock: Clock, prompts: Prompts, length: int) -> list[list[int]]:
@@ -310,64 +333,17 @@ def _owner(fleet: Fleet, clock: Clock, prompts: Prompts, loads: Sequence[list[in
     for turn in range(8):
         reads = turn % 4 in (1, 2)
         clock.check(20)
-        running = [prompts.new(scale.decode_prompt) for _ in range(scale.running)]
-        a.send(
-            "decode",
-            prompts=running,
-            count=scale.max_model_len - scale.decode_prompt - 1,
-            windows=windows,
-            loads=[],
-        )
+        a.send("decode", windows=windows, loads=[], **_asked(fleet, prompts))
         until = time.monotonic() + scale.decode_seconds
         while reads and (due := time.monotonic()) < until:
             cached.append(_ttft(b, loads[len(cached) % len(loads)])[1])
             time.sleep(max(0.0, min(due + EVERY, until) - time.monotonic()))
         (window,) = a.answer(60 + 20 * scale.decode_seconds)
         gaps[reads] += [MS * gap for gap in window["gaps"]]
-    full = sum(one == scale.hit(len(loads[0])) for one in cached)
-    who = f"gaps between tokens of {scale.running} running requests"
-    reads_ = f"{len(cached)} reads of {len(loads[0])} tokens ({full} full hits)"
+    full = sum(count == scale.hit(len(loads[0])) for count in cached)
     what = (
-        f"p99 of {who} while another instance reads this one's KV cache once a second: "
-        f"{reads_}; reference: nobody reads"
+        f"{_who(fleet)} while another instance reads this one's KV cache once a second: "
+        f"{len(cached)} reads of {len(loads[0])} tokens ({full} full hits)"
     )
-    calm = percentile(gaps[False], 99)
-    case = f"{fleet.rows}_tpot_p99_owner"
-    return row(
-        case,
-        "ms",
-        percentile(gaps[True], 99),
-        calm,
-        what=what,
-        at_most=TPOT["inplace"],
-        runs=len(gaps[True]),
-    )
-
-
-def _gaps(
-    fleet: Fleet, quiet: list[float], loaded: list[float], often: list[float], loads: str
-) -> list[Row]:
-    case, most, unit = f"{fleet.rows}_tpot", TPOT[fleet.rows], "ms"
-    calm = percentile(quiet, 99)
-    who = f"gaps between tokens of {fleet.scale.running} running requests"
-    what = (
-        f"p99 of {who} while another loads from {peer()} once a second: {loads}; reference: "
-        "none loads"
-    )
-    judged = f"{case}_p99{'_reader' if fleet.in_place else ''}"
-    rows = [
-        row(judged, unit, percentile(loaded, 99), calm, what=what, at_most=most, runs=len(loaded))
-    ]
-    if often:
-        what = f"p99 of {who}, a load of the same size every {OFTEN:g} s; reference: none"
-        rows.append(
-            row(
-                f"{case}_p99_10_loads_a_second",
-                unit,
-                percentile(often, 99),
-                calm,
-                what=what,
-                runs=len(often),
-            )
-        )
-    return rows
+    name = f"{fleet.rows}_tpot_p99_owner"
+    return _judged_gaps(name, gaps[True], gaps[False], what, TPOT["inplace"])

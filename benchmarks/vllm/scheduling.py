@@ -44,20 +44,13 @@ def scheduler_time(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
                 for prompt in asked if kind == "hit" else ():
                     fleet.compute("a", prompt)
                 file.unlink(missing_ok=True)
-                answers = timed.ask(
-                    "beside",
-                    SECONDS,
-                    others=running,
-                    length=0,
-                    tokens=asked,
-                    count=1,
-                    extra={"timed": str(file)},
-                )["one"]
+                extra = {"timed": str(file)}
+                cached = timed.ask("beside", SECONDS, others=running, tokens=asked, extra=extra)
                 due_tokens = scale.hit(scale.lengths[name]) if kind == "hit" else 0
-                right = sum(answer["cached"] == due_tokens for answer in answers)
+                right = cached.count(due_tokens)
                 what = (
                     f"{kind} of {scale.lengths[name]} tokens beside {beside} running "
-                    f"requests ({right} of {len(answers)} were)"
+                    f"requests ({right} of {len(cached)} were)"
                 )
                 rows.append(_row(fleet.rows, f"{name}_{kind}_{beside}_running", file, what))
     worst = max(rows, key=lambda each: each.value)
