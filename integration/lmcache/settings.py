@@ -62,14 +62,14 @@ def read(extra_config: Mapping[str, Any], chunk_size: int) -> Settings:
         own = msgspec.convert({name: given.pop(name) for name in names}, _Own)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{SOURCE}: {str(error).replace('$.', PREFIX)}") from error
-    values, *source = configuration.read(own.config or None)
-    configuration.from_dict(values, *source)
+    values, file, lines = configuration.read(own.config or None)
+    configuration.from_dict(values, file, lines)
     values["connector"] = {}
     for key, value in given.items():
         _put(values, key, value)
     ours = values.setdefault("engine", {}).setdefault("chunk_size", chunk_size)
     if ours != chunk_size:
-        where = SOURCE if "engine.chunk_size" in given else source[0]
+        where = SOURCE if "engine.chunk_size" in given else file
         raise ConfigError(
             f"{where}: engine.chunk_size is {ours} but LMCache's chunk_size is {chunk_size}, "
             "which counts: leave ours out"
