@@ -159,8 +159,8 @@ def test_what_the_pool_has_in_between_comes_from_there(two: Two, a: Instance, b:
 def test_a_chunk_of_which_vllm_has_the_first_block_itself(
     two: Two, a: Instance, b: Instance
 ) -> None:
-    """It is read from the store, but not stored in the pool again: the load does not name its first
-    block.
+    """It is read from the store, but not stored in the pool again: its first block may be from before
+    a reset that vLLM's cache has outlived, which is known only when the request runs (`Leftovers`).
     """
     tokens, own = two.kept(a)
     assert b.one(tokens[: CHUNK + BLOCK + 1], params=UNCACHED).cached == 0
