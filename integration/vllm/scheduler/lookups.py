@@ -77,6 +77,7 @@ class Lookups:
             return
         if sent is not None:
             seconds = perf_counter() - started
+            tracked.promise.made |= tracked.promise.early
             tracked.lookup.question = Question(sent, first, stop, at, seconds)
 
     def find(self, tracked: Tracked, first: int, whole: int) -> Answer:
@@ -174,8 +175,8 @@ class Lookups:
         # Behind a chunk that has just been lost nothing can be loaded.
         coming = reply.coming if chunks == there else None
         comes_to = first + there + coming.chunks if coming is not None else 0
-        if tracked.promise.early and there < stop - first and reply.coming is None:
-            tracked.promise.made = True
+        if tracked.promise.early:
+            tracked.promise.made = there < stop - first and reply.coming is None
         if self._parts and chunks:
             chunks = self._with_state(tracked.lookup.keys[first : first + chunks])
         pooled = hits = first + chunks
