@@ -14,7 +14,8 @@ try:
     import msgspec
     import torch
 
-    from . import copies, engine, inplace_campaign, metadata, turns
+    from . import copies, engine, metadata, turns
+    from .inplace.__main__ import run as run_campaign
     from .results import Report, Row
 except ModuleNotFoundError as absent:
     sys.exit(
@@ -27,7 +28,7 @@ SUBJECTS: dict[str, Callable[[], list[Row]]] = {
     "turns": turns.run,
     "copies": copies.run,
     "engine": engine.run,
-    "inplace": inplace_campaign.run,
+    "inplace": run_campaign,
 }
 LONG = "inplace"
 """The subject that runs only where `--only` names it."""

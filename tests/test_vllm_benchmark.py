@@ -18,7 +18,7 @@ from vllm_cases import forking, missing
 from benchmarks.processes import Child, ChildFailed
 from benchmarks.results import Report, fraction, read, row
 from benchmarks.vllm.answers import Answer
-from benchmarks.vllm.equality import said
+from benchmarks.vllm.parts.equality import said
 
 SLOW_SECONDS = 0.5
 ECHO = """

@@ -1,12 +1,12 @@
 """Does a load out of another instance's live KV cache ever bring a wrong byte, though blocks are
 used again all the time?
 
-    python -m benchmarks.inplace_campaign [--level cpu|death|death_pool] [--loads N] [--seed N]
+    python -m benchmarks.inplace [--level cpu|death|death_pool] [--loads N] [--seed N]
                                           [--control WHAT] [--out FILE]
 
 `cpu`: one metadata server, owners whose blocks are constantly handed out and rewritten, and readers
 that load from them and from each other, some slowly. All are real processes with real memory, and
-each byte is compared (`inplace_instance`). They pause themselves at every step of the protocol, are
+each byte is compared (`instance`). They pause themselves at every step of the protocol, are
 stopped and killed at any moment, and start again under other names; the server is killed and
 stopped, too. One seed gives the same decisions again, but not the same timing.
 
@@ -14,7 +14,7 @@ stopped, too. One seed gives the same decisions again, but not the same timing.
 with so few KV blocks that these are constantly used again. Readers pause between the launch of most
 loads and their verdicts; all of them, and the server, are stopped, starved and killed. Tokens and
 log probabilities of each answer are compared with those of a vLLM that shares nothing
-(`vllm.campaign`); no engine may end or leave a request without an answer.
+(`whole`); no engine may end or leave a request without an answer.
 
 Controls run the same with one rule broken: readers ignore the generations after a copy; owners
 change generations only after writing, or publish before writing. There wrong bytes must be seen, or
@@ -29,11 +29,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import get_args
 
-from .inplace_instance import Control
-from .inplace_levels import LEVELS, LOADS
-from .inplace_rows import control_row, rows
-from .inplace_run import campaign, run_control
-from .results import Report, Row
+from ..results import Report, Row
+from .instance import Control
+from .levels import LEVELS, LOADS
+from .rows import control_row, rows
+from .run import campaign, run_control
 
 SHOWN = 10
 
@@ -74,7 +74,7 @@ def measure(
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 if a row missed its limit."""
     parser = argparse.ArgumentParser(
-        prog="benchmarks.inplace_campaign",
+        prog="benchmarks.inplace",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
