@@ -15,7 +15,6 @@ try:
     import torch
 
     from . import copies, engine, metadata, turns
-    from .inplace.__main__ import run as run_campaign
     from .results import Report, Row
 except ModuleNotFoundError as absent:
     sys.exit(
@@ -28,10 +27,7 @@ SUBJECTS: dict[str, Callable[[], list[Row]]] = {
     "turns": turns.run,
     "copies": copies.run,
     "engine": engine.run,
-    "inplace": run_campaign,
 }
-LONG = "inplace"
-"""The subject that runs only where `--only` names it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--only",
         action="append",
         choices=[*SUBJECTS],
-        help="may be repeated (default: all quick ones)",
+        help="may be repeated (default: all)",
     )
     parser.add_argument(
         "--out",
@@ -57,9 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in options.only or SUBJECTS:
         if name == "copies" and not torch.cuda.is_available():
             print("copies: skipped, no GPU here", file=sys.stderr)
-            continue
-        if name == LONG and not options.only:
-            print(f"{name}: skipped, it takes long: --only {name}", file=sys.stderr)
             continue
         print(f"{name}:", file=sys.stderr, flush=True)
         try:
