@@ -106,16 +106,16 @@ SHAPES = {
 def test_what_all_publish_is_bounded_in_bytes(
     directory: Directory, monkeypatch: pytest.MonkeyPatch, each: int, ranks: int
 ) -> None:
-    monkeypatch.setattr(residents, "MAX_BYTES", 6 * MIB, raising=False)
+    monkeypatch.setattr(residents, "MAX_BYTES", 2 * MIB, raising=False)
     directory = Directory(ServerConfig(), FakeClock())
-    with grows_by_less_than(6 * MIB):
+    with grows_by_less_than(2 * MIB):
         for number in range(3):
             join(directory, instance_id(number), peer(number + 1), each, ranks)
-            publish(directory, instance_id(number), each, 9984)
+            publish(directory, instance_id(number), each, 3328)
 
 
 def publish_and_retract(directory: Directory) -> None:
-    for sequence in range(1, 60):
+    for sequence in range(1, 20):
         publish(directory, A, 128, 64, sequence=sequence)
         directory.residents.retract(A, sequence + 1)
 
@@ -128,12 +128,12 @@ def retract_old_ones(directory: Directory) -> None:
 
 
 def clear_nothing(directory: Directory) -> None:
-    for _ in range(20_000):
+    for _ in range(8_000):
         directory.clear(b"")
 
 
 def join_anew(directory: Directory) -> None:
-    for ranks in range(60):
+    for ranks in range(20):
         join(directory, A, peer(), 128, 1 + ranks % 2, 10_000)
         publish(directory, A, 128, 64)
 
@@ -143,9 +143,9 @@ def test_what_is_void_counts_until_it_is_out_of_memory(
     monkeypatch: pytest.MonkeyPatch, does: Callable[[Directory], None]
 ) -> None:
     """A client that is faster than the server's backlog."""
-    monkeypatch.setattr(residents, "MAX_BYTES", 6 * MIB, raising=False)
+    monkeypatch.setattr(residents, "MAX_BYTES", 2 * MIB, raising=False)
     directory = Directory(ServerConfig(), FakeClock())
-    with grows_by_less_than(6 * MIB):
+    with grows_by_less_than(2 * MIB):
         join(directory, A, peer(), 128 if does is not retract_old_ones else 1)
         does(directory)
     while directory.backlog:

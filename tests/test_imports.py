@@ -5,6 +5,7 @@ imported but the server.
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 import tomllib
@@ -51,6 +52,11 @@ FORBIDDEN = [
 ]
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def module(path: Path) -> str:
     """The name a file is installed under."""
     folder, *rest = path.relative_to(ROOT).with_suffix("").parts
@@ -62,7 +68,7 @@ def imports(path: Path, top_level_only: bool = False) -> Iterator[tuple[int, str
     for type checkers only.
     """
     package = module(path) if path.name == "__init__.py" else module(path).rpartition(".")[0]
-    for node in _walk(ast.parse(path.read_text()), top_level_only):
+    for node in _walk(parsed(path), top_level_only):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -154,7 +160,7 @@ def test_the_doors_and_benchmarks_import_their_own_modules_relatively() -> None:
         if own != "vcache_backend":
             absolute = [
                 node
-                for node in ast.walk(ast.parse(path.read_text()))
+                for node in ast.walk(parsed(path))
                 if isinstance(node, ast.Import | ast.ImportFrom)
             ]
             for node in absolute:
@@ -182,7 +188,7 @@ def test_no_two_classes_have_one_name() -> None:
     classes = [
         node
         for path in product
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.ClassDef)
     ]
     counted = Counter(node.name.lstrip("_") for node in classes)
@@ -196,19 +202,21 @@ def test_only_the_configuration_reads_the_environment() -> None:
     for path in FILES:
         if not path.is_relative_to(ROOT / "vcache_backend") or path.name == "config.py":
             continue
-        tree = ast.parse(path.read_text())
+        tree = parsed(path)
         handed_on = {
             id(node)
             for call in ast.walk(tree)
             if isinstance(call, ast.keyword) and call.arg == "env"
             for node in ast.walk(call)
         }
-        nodes = (
-            node
+        lines = [
+            node.lineno
             for node in ast.walk(tree)
-            if isinstance(node, ast.Attribute) and id(node) not in handed_on
-        )
-        lines = [node.lineno for node in nodes if ast.unparse(node) in reads]
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and f"{node.value.id}.{node.attr}" in reads
+            and id(node) not in handed_on
+        ]
         lines += [line for line, name in imports(path) if name in reads]
         wrong += [f"{path.relative_to(ROOT)}:{line}" for line in lines]
     assert wrong == []

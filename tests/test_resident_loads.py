@@ -245,7 +245,7 @@ def test_beside_an_owner_that_uses_its_blocks_again_all_the_time_nothing_that_co
 
     def seen() -> bool:
         churn.read()
-        return churn.wrong > 0 or (churn.held >= 100 and churn.refused >= 10)
+        return churn.wrong > 0 or (churn.held >= 50 and churn.refused >= 5)
 
     eventually(seen, 60)
     churn.stop()

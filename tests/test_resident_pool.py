@@ -196,12 +196,12 @@ def test_nothing_that_lies_here_alone_leaves_before_a_copy_does(
 
 def test_copies_of_before_resets_are_forgotten(watched: Watched) -> None:
     """Where weights change again and again, and vLLM has blocks that hold nothing."""
-    for _ in range(10):
+    for _ in range(30):
         tracked, blocks = watched.read([0, 1])
         watched.duplicates.finished(tracked, 4)
         watched.pool.free_blocks(reversed(blocks))
         assert watched.pool.reset_prefix_cache()
-    assert watched.duplicates.count == 2
+    assert watched.duplicates.count <= 2 + BLOCKS
 
 
 def test_a_dead_owner_s_copies_are_passed_over_a_few_at_a_time(

@@ -235,6 +235,25 @@ def test_nothing_is_found_before_all_of_an_instance_is_shown_in_whatever_order(
     assert found(reader, 2, 1) == 0
 
 
+def test_of_many_copies_two_are_told_and_a_run_stays_with_its_instance(
+    alone: Stage, reader: Client
+) -> None:
+    owners = [alone.client() for _ in range(4)]
+    ids = [instance_id(10 + number) for number in range(4)]
+    for owner, instance in zip(owners, ids, strict=True):
+        join(owner, instance)
+        show(owner, instance)
+        publish(owner, instance, keys(8))
+    firsts = set()
+    for _ in range(50):
+        there = reader.find(keys(8))
+        assert [len(here) for here in there.residents] == [2] * 8
+        run = {there.instances[here[0].instance] for here in there.residents}
+        assert len(run) == 1
+        firsts |= run
+    assert len(firsts) > 1
+
+
 # ---- who may
 
 

@@ -152,11 +152,11 @@ def test_a_worker_that_closes_waits_for_the_copy_of_a_load(
     assert worker.session.flush(SECONDS)
     monkeypatch.setattr(worker.copier, "scatter", lambda *_, **__: begun.set() or copy)
     model: Any = SimpleNamespace(block_size=worker.block_size)
-    loads = Loads(model, False, Reporter((0, 0), 0, 0, False), worker.stores, Meter())
+    loads = Loads(model, False, Reporter((0, 0), 0, 0), worker.stores, Meter())
     key = ChunkKey(bytes(KEY_BYTES))
     spec = LoadSpec(request_id="r", keys=[key], blocks=[5, 6])
     loads.expect([spec])
     loads.begin(Attached(worker.session, worker.kv, worker.block_size), StepMetadata(loads=[spec]))
     eventually(lambda: loads.finished(idle=False) == set() and begun.is_set())
-    loads.close(time.monotonic() + SECONDS)
+    loads.stop(time.monotonic() + SECONDS)
     assert copy.over

@@ -204,7 +204,7 @@ def undisturbed(bystander: Raw) -> bool:
     return bystander.ask("lookup", [A], 1) == ["count", 0]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=hostile, hello=st.booleans())
 @example(data=BOMB, hello=True)
 @example(data=NO_TEXT, hello=True)

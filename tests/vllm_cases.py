@@ -39,6 +39,8 @@ from vllm_models import TOKEN_BYTES, VOCABULARY, write_model
 
 from benchmarks.vllm.answers import Answer as Answer
 from benchmarks.vllm.settings import lmcache as lmcache_settings
+from vcache_backend.config import Config
+from vcache_backend.doctor.model import ModelReport
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey
 
@@ -191,18 +193,16 @@ def beside_vllm() -> Worker:
     return Worker(_home(), object, name="beside vLLM")
 
 
-def know_model() -> None:
-    """Have vLLM find out about the tests' model now, which it keeps (`VLLM_CACHE_ROOT`): each
-    server would import vLLM twice for it.
-    """
+def doctor_report(model: Path, settings: Config) -> ModelReport:
+    """What `vcache doctor --model` hears of its child process, from one that has vLLM already."""
     with beside_vllm() as worker:
-        worker.ask(_inspect)
+        return msgspec.convert(worker.ask(_report, str(model), settings), ModelReport)
 
 
-def _inspect(_: object) -> None:
-    from vllm.model_executor.models import ModelRegistry
+def _report(_: object, model: str, settings: Config) -> dict[str, Any]:
+    from vcache_backend.integration.vllm.model.report import report
 
-    ModelRegistry.models["LlamaForCausalLM"].inspect_model_cls()
+    return report(model, settings)
 
 
 def forking(

@@ -5,10 +5,10 @@ shield LMCache.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,7 +20,7 @@ from vcache_backend.metadata_server.messages import ChunkKey, of_rank
 from vcache_backend.transfer.arguments import KVCaches
 from vcache_backend.transfer.keys import TaggedHashKeys, Tags
 from vcache_backend.transfer.leases import Lease
-from vcache_backend.transfer.load import SLICE_SECONDS, Load
+from vcache_backend.transfer.load import COPY_SECONDS, Load
 from vcache_backend.transfer.places import SlotPlaces
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.store import store
@@ -30,8 +30,6 @@ from .scope import scoped
 
 log = logging.getLogger(__name__)
 
-COPY_SECONDS = 10.0
-"""How long a load waits for its next chunk. A copy takes milliseconds."""
 Slots = npt.NDArray[np.int64]
 
 
@@ -43,8 +41,7 @@ class Hit:
     lease: Lease | None = None
 
 
-@dataclass
-class _PendingLoad:
+class _Launched(NamedTuple):
     """A load that was launched and not settled yet.
 
     starts: the first token of each chunk. slots: the slots of the request's tokens. skip: tokens
@@ -77,7 +74,7 @@ class PoolWorker:
         self.session, self.kvcaches, self.settles = session, kvcaches, False
         self._names = TaggedHashKeys(session.namespace, session.rank)
         self._ranks, self._needs_scope, self._unscoped = ranks, needs_scope, False
-        self._loading: list[_PendingLoad] = []
+        self._launched: list[_Launched] = []
 
     # ---- look-ups
 
@@ -132,18 +129,10 @@ class PoolWorker:
         places = SlotPlaces(self.session.bind(self.kvcaches), size, slots, starts, skip, whole=True)
         load = Load(self.session, places, names, lease=self._lease_on(hit, first, count))
         if not self.settles:
-            return load.run(COPY_SECONDS)
-        reached, until = 0, time.monotonic() + COPY_SECONDS
-        while not load.advance() and load.reached < len(names):
-            if load.reached > reached:
-                reached, until = load.reached, time.monotonic() + COPY_SECONDS
-            elif time.monotonic() > until:
-                break
-            else:
-                load.wait(SLICE_SECONDS)
-        load.hold()
-        self._loading.append(_PendingLoad(load, slots, starts[: load.reached], skip))
-        return load.reached
+            return load.finish(COPY_SECONDS)
+        reached = load.launch(COPY_SECONDS)
+        self._launched.append(_Launched(load, slots, starts[:reached], skip))
+        return reached
 
     def _lease_on(self, hit: Hit, first: int, count: int) -> Lease | None:
         """Take the hit's lease, cut to these chunks. None if it has no time for a copy."""
@@ -159,18 +148,12 @@ class PoolWorker:
         """Wait for the launched loads. Returns the KV blocks, of `block_size` tokens each, that
         they did not fill.
         """
-        loads, self._loading = self._loading, []
+        loads, self._launched = self._launched, []
         bad: set[int] = set()
-        for loading in loads:
-            try:
-                loaded = loading.load.run(COPY_SECONDS)
-            except Exception as error:  # noqa: BLE001 - report unverified blocks to vLLM as failed
-                loaded = self.session.miss("load", error)
-            for start in loading.starts[loaded:]:
-                tokens = slice(
-                    max(start, loading.skip), max(start + self.session.chunk_size, loading.skip)
-                )
-                bad |= set((loading.slots[tokens] // block_size).tolist())
+        for load, slots, starts, skip in loads:
+            for start in starts[load.finish(COPY_SECONDS) :]:
+                tokens = slots[max(start, skip) : max(start + self.session.chunk_size, skip)]
+                bad |= set((tokens // block_size).tolist())
         return bad
 
     # ---- stores

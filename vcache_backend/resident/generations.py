@@ -42,6 +42,8 @@ VOID = np.uint64(1)
 SEALS = RESIZING | FUTURE_WRITE
 """The seals that every reader demands: a table that others can write proves nothing."""
 
+_ODD = np.uint64(1)
+
 UInt32s = npt.NDArray[np.uint32]
 UInt64s = npt.NDArray[np.uint64]
 Blocks = Sequence[int] | npt.NDArray[np.intp] | npt.NDArray[np.uint32]
@@ -138,7 +140,9 @@ class GenerationView:
         _check_machine()
         with raising_as({OSError: SegmentError}, "generation table"):
             _check(fd, blocks)
-            memory = mmap.mmap(fd, _size(blocks), flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+            # Map all pages now: else the first steps that read them wait for each page.
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            memory = mmap.mmap(fd, _size(blocks), flags=flags, prot=mmap.PROT_READ)
         magic, version, _, theirs, count = _HEADER.unpack_from(memory)
         if magic != MAGIC or version != VERSION:
             raise SegmentError(
@@ -172,10 +176,10 @@ class GenerationView:
 
         False for void blocks, for blocks outside of the cache, and for every block of a dead
         table."""
-        now = self.counters.take(blocks, mode="clip")
-        same: npt.NDArray[np.bool_] = (
-            (now == generations) & (generations & np.uint64(1) == 0) & (blocks < self.blocks)
-        )
+        # Clip: a block outside of the cache is compared with the last one, and refused below.
+        same: npt.NDArray[np.bool_] = self.counters.take(blocks, mode="clip") == generations
+        same &= generations & _ODD == 0
+        same &= blocks < self.blocks
         # Read after the counters: an owner that cannot keep its counters gives the table up before
         # it hands out a block.
         return np.zeros_like(same) if self.dead else same

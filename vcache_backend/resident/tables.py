@@ -19,6 +19,9 @@ from vcache_backend.resident.generations import GenerationView
 
 log = logging.getLogger(__name__)
 
+ENDS_SECONDS = 0.05
+"""How often to look for schedulers that have ended: a system call, and one step looks at many
+tables."""
 RETRY_SECONDS = 1.0
 SLOW_SECONDS = 5.0
 SHORT_SECONDS = 30.0
@@ -92,10 +95,11 @@ class Tables:
         self._refused = Refusals()
         self._ends = select.epoll()
         self._pidfds: dict[int, bytes] = {}
+        self._looked = 0.0
 
     def view(self, instance: bytes) -> GenerationView | None:
-        """Return the table of `instance`; None while it cannot be opened, and once it is dead or
-        its scheduler has ended. Never raises.
+        """Return the table of `instance`; None while it cannot be opened, once it is dead, and
+        `ENDS_SECONDS` after its scheduler has ended at the latest. Never raises.
 
         Takes some microseconds for an open table. A new table takes some requests to the server,
         each with its own deadline."""
@@ -124,7 +128,11 @@ class Tables:
 
     def _forget_ended(self) -> None:
         """Forget the tables of schedulers that have ended. Called under the lock."""
-        for pidfd, _ in () if self._ends.closed else self._ends.poll(0):
+        now = time.monotonic()
+        if self._ends.closed or now < self._looked + ENDS_SECONDS:
+            return
+        self._looked = now
+        for pidfd, _ in self._ends.poll(0):
             instance = self._pidfds.pop(pidfd)
             self._ends.unregister(pidfd)
             os.close(pidfd)

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -138,14 +138,24 @@ class Load:
         """Wait until the load is over. Abandons it after `patience` seconds without another chunk.
         Returns how many chunks are in place.
         """
-        loaded, until = self.loaded, time.monotonic() + patience
-        while not self.advance():
-            if self.loaded > loaded:
-                loaded, until = self.loaded, time.monotonic() + patience
-            elif time.monotonic() >= until:
-                self.abandon()
-            self.wait(SLICE_SECONDS)
+        if not self._wait_until(self.advance, patience):
+            self.abandon()
         return self.loaded
+
+    def launch(self, patience: float) -> int:
+        """Launch the load's copies, for `finish` to wait for. Gives up waiting for a chunk after
+        `patience` seconds without another one. Returns how many leading chunks are in place or
+        being copied; no other copy starts later.
+        """
+        self._wait_until(lambda: self.advance() or self.launched, patience)
+        self.hold()
+        return self.reached
+
+    def end(self, deadline: float) -> None:
+        """Wait until the load is over, and abandon it at `deadline` (time.monotonic)."""
+        while not self.advance() and time.monotonic() < deadline:
+            self.wait(SLICE_SECONDS)
+        self.abandon()
 
     def finish(self, patience: float, prefix: Sequence[ChunkKey] = ()) -> int:
         """Call `run`, then store the offload tier's chunks in the pool again. Never raises.
@@ -248,6 +258,19 @@ class Load:
         ]
 
     # ---- inside
+
+    def _wait_until(self, done: Callable[[], bool], patience: float) -> bool:
+        """Wait until `done()`. False after `patience` seconds without another chunk."""
+        seen = self.reached, self.loaded
+        until = time.monotonic() + patience
+        while not done():
+            if (self.reached, self.loaded) != seen:
+                seen = self.reached, self.loaded
+                until = time.monotonic() + patience
+            elif time.monotonic() >= until:
+                return False
+            self.wait(SLICE_SECONDS)
+        return True
 
     def _of_others(
         self, residents: Mapping[int, ResidentChunk], neighbours: Neighbours | None

@@ -9,18 +9,17 @@ from array import array
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from vcache_backend.metadata_server.messages import (
-    GENERATION_BYTES,
     INSTANCE_BYTES,
     MAX_PUBLISHED,
-    NUMBER_BYTES,
     ChunkKey,
     Found,
     Heard,
     InstanceId,
 )
-from vcache_backend.resident.generations import Generations, GenerationView
+from vcache_backend.resident.generations import Generations, GenerationView, UInt32s, UInt64s
 from vcache_backend.resident.tables import Tables
 
 from ..metadata import PublicationSpec
@@ -29,9 +28,6 @@ from .block_pool import GENERATIONS, NUMBERS, KVBlocks, ResidentPool
 from .duplicates import Duplicates
 from .hints import Hints
 from .replicas import Run, choose
-
-Place = tuple[bytes, bytes]
-"""A chunk's blocks (uint32), and their generations (uint64), packed as in the protocol."""
 
 
 class Publications:
@@ -53,8 +49,12 @@ class Publications:
         self.generations = Generations(self.instance, blocks)
         self.retract: Callable[[int], None] = lambda sequence: None
         """Called on a reset: voids publications with a lower sequence."""
-        self._told: dict[ChunkKey, Place] = {}
-        """The last published place of each chunk, where others look for it."""
+        self._told: dict[ChunkKey, int] = {}
+        """The first block of each chunk's last published place, where others look for it."""
+        # Write the arrays now: else the first steps that write them wait for the memory.
+        self._published: UInt64s = np.full(blocks, 0, dtype=np.uint64)
+        self._first: UInt32s = np.full(blocks, 0, dtype=np.uint32)
+        """By block: the generation in which it was published last, and its chunk's first block."""
         self._filling = array(NUMBERS)
         """Blocks that the step being planned fills, and that the table does not show as
         filled yet.
@@ -143,11 +143,9 @@ class Publications:
             return
         loaded, tracked.resident.loaded = tracked.resident.loaded, NEVER
         late = loaded < NEVER and tracked.resident.resets != self._pool.resets
-        tracked.resident.resets, tracked.resident.evicted, tracked.resident.filled = (
-            self._pool.resets,
-            self._pool.evicted,
-            min(loaded, computed),
-        )
+        tracked.resident.resets = self._pool.resets
+        tracked.resident.evicted = self._pool.evicted
+        tracked.resident.filled = min(loaded, computed)
         self._fill()
         tracked.resident.generations = array(GENERATIONS)
         if tracked.resident.filled:
@@ -186,30 +184,28 @@ class Publications:
         self._counts(tracked)
         state, each = tracked.resident, self.each
         stop = min(ready, len(state.generations) // each)
-        blocks = tracked.store.rows[0][first * each : stop * each].tobytes()
-        generations = state.generations[first * each : stop * each].tobytes()
-        number, counter = each * NUMBER_BYTES, each * GENERATION_BYTES
-        places = [
-            (
-                blocks[at * number : (at + 1) * number],
-                generations[at * counter : (at + 1) * counter],
+        if stop <= first:
+            return []
+        chunks = slice(first * each, stop * each)
+        keys = tracked.lookup.keys[first:stop]
+        blocks = np.frombuffer(tracked.store.rows[0][chunks], np.uint32).reshape(-1, each)
+        generations = np.frombuffer(state.generations[chunks], np.uint64).reshape(-1, each)
+        told = self._published[blocks] == generations
+        if told.any():
+            fresh = np.flatnonzero(~self._are_told(keys, blocks, told))
+            keys = [keys[at] for at in fresh.tolist()]
+            blocks, generations = blocks[fresh], generations[fresh]
+        self._tell(keys, blocks, generations)
+        return [
+            self._spec(
+                tracked,
+                keys[at : at + MAX_PUBLISHED],
+                blocks[at : at + MAX_PUBLISHED].tobytes(),
+                generations[at : at + MAX_PUBLISHED].tobytes(),
+                loaded,
             )
-            for at in range(stop - first)
+            for at in range(0, len(keys), MAX_PUBLISHED)
         ]
-        fresh = self._fresh(tracked.lookup.keys[first:stop], places)
-        made = list[PublicationSpec]()
-        for at in range(0, len(fresh), MAX_PUBLISHED):
-            some = fresh[at : at + MAX_PUBLISHED]
-            made.append(
-                self._spec(
-                    tracked,
-                    [key for key, _ in some],
-                    b"".join([place[0] for _, place in some]),
-                    b"".join([place[1] for _, place in some]),
-                    loaded,
-                )
-            )
-        return made
 
     def forget(self, tracked: Tracked, first: int) -> None:
         """Forget the request's publications, so that all chunks are published again: vLLM
@@ -227,19 +223,25 @@ class Publications:
 
     # ---- inside
 
-    def _fresh(self, keys: list[ChunkKey], places: list[Place]) -> list[tuple[ChunkKey, Place]]:
-        """Return the chunks that are not published at this place yet. They count as published from
-        now on.
+    def _are_told(
+        self, keys: list[ChunkKey], blocks: UInt32s, same: npt.NDArray[np.bool_]
+    ) -> npt.NDArray[np.bool_]:
+        """Whether each chunk is published at this place, and at no other since. blocks: a row for
+        each chunk. same: the blocks that were published in their present generation.
         """
-        told = self._told
-        fresh = [
-            (key, place) for key, place in zip(keys, places, strict=True) if told.get(key) != place
-        ]
-        if len(told) > self.blocks:
+        first = blocks[:, 0]
+        whole = (same & (self._first[blocks] == first[:, None])).all(axis=1)
+        last = np.fromiter((self._told.get(key, -1) for key in keys), np.int64, len(keys))
+        told: npt.NDArray[np.bool_] = whole & (last == first)
+        return told
+
+    def _tell(self, keys: list[ChunkKey], blocks: UInt32s, generations: UInt64s) -> None:
+        """Note that these chunks are published."""
+        if len(self._told) > self.blocks:
             # Most of these chunks are gone. The others are published again at their next hit.
-            told.clear()
-        told.update(fresh)
-        return fresh
+            self._told.clear()
+        self._told.update(zip(keys, blocks[:, 0].tolist(), strict=True))
+        self._published[blocks], self._first[blocks] = generations, blocks[:, :1]
 
     def _fill(self) -> None:
         if self._filling:

@@ -110,12 +110,11 @@ def _right(
     instance = found.instances[replicas[0].instance] if replicas else b""
     view = tables.view(instance) if replicas else None
     number, counter = each * NUMBER_BYTES, each * GENERATION_BYTES
-    if view is None or {
-        (len(replica.blocks), len(replica.generations)) for replica in replicas
-    } != {(number, counter)}:
+    numbers = [replica.blocks for replica in replicas]
+    counters = [replica.generations for replica in replicas]
+    if view is None or {*map(len, numbers)} != {number} or {*map(len, counters)} != {counter}:
         return None
-    blocks = b"".join([replica.blocks for replica in replicas])
-    generations = b"".join([replica.generations for replica in replicas])
+    blocks, generations = b"".join(numbers), b"".join(counters)
     count = view.leading(
         np.frombuffer(blocks, dtype="<u4"), np.frombuffer(generations, dtype="<u8"), each
     )

@@ -89,11 +89,9 @@ def read_model(vllm_config: Any, name: str = "") -> ModelSpec:
     name: the user's name for the weights; it also replaces their revision. Reads the names, sizes
     and times of local weights; OSError if it cannot. A model's code may change its configuration
     while it loads, so only the scheduler's reading goes into the layout."""
-    model, parallel, cache = (
-        vllm_config.model_config,
-        vllm_config.parallel_config,
-        vllm_config.cache_config,
-    )
+    model = vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    cache = vllm_config.cache_config
     device_type = str(getattr(getattr(vllm_config, "device_config", None), "device_type", ""))
     known_as, revision = (name, "") if name else weights(model)
     return ModelSpec(

@@ -38,11 +38,9 @@ class Adapters:
 
         Empty if the adapter's KV must not be shared: the files cannot be read here, or vLLM may
         confuse the adapter with another."""
-        number, known_as, path = (
-            lora_request.lora_int_id,
-            _known_as(lora_request),
-            lora_request.lora_path,
-        )
+        number = lora_request.lora_int_id
+        known_as = _known_as(lora_request)
+        path = lora_request.lora_path
         adapter = known_as, path, _content(path)
         if not adapter[-1]:
             log.debug(

@@ -43,12 +43,13 @@ class Completions:
         self._size, self._block = config.engine.chunk_size, groups.block
         self._hash_block, self._hashes = hash_block, config.engine.chunk_size // hash_block
         self._spec_kind = spec_kind
-        self._prompts_only, self._event_medium = (
-            config.connector.store == "prompt",
-            config.connector.event_medium,
-        )
-        self._stores_allowed, self._groups = stores, groups
-        self._instance, self._lookups, self._publications = instance, lookups, instance.publications
+        self._prompts_only = config.connector.store == "prompt"
+        self._event_medium = config.connector.event_medium
+        self._stores_allowed = stores
+        self._groups = groups
+        self._instance = instance
+        self._lookups = lookups
+        self._publications = instance.publications
         self._leftovers = leftovers
         self._unsure: AbstractSet[int] = frozenset()
         self._offered: Mapping[str, list[tuple[int, int, int]]] = {}
@@ -72,7 +73,8 @@ class Completions:
         self._offered = getattr(
             getattr(output, "kv_connector_block_state", None), "boundary_state_offloads", {}
         )
-        cached = output.scheduled_cached_reqs
+        cached, resumed = output.scheduled_cached_reqs, output.scheduled_cached_reqs.resumed_req_ids
+        in_place = self._publications is not None
         # Running requests first: new requests may hit the blocks that they write in this step.
         for request_id, computed, added in zip(
             cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
@@ -82,7 +84,7 @@ class Completions:
                 fresh += added
             if tracked is None:
                 continue
-            if request_id in cached.resumed_req_ids:
+            if request_id in resumed:
                 self.own(
                     tracked,
                     added if added is not None else [[] for _ in tracked.store.rows],
@@ -92,7 +94,14 @@ class Completions:
             elif added is not None:
                 self.own(tracked, added, anew=False)
                 self._leftovers.more(tracked, added)
-            self._computes(tracked, computed, computed + scheduled[request_id], meta)
+            reached = computed + scheduled[request_id]
+            # Most steps of a running request complete neither a block nor a chunk.
+            if (
+                reached >= tracked.store.complete_at
+                or (in_place and reached >= (tracked.resident.filled + 1) * self._block)
+                or self._groups.states
+            ):
+                self._computes(tracked, computed, reached, meta)
         for new in output.scheduled_new_reqs:
             fresh += new.block_ids
             tracked = requests.get(new.req_id)

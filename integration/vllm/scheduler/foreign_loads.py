@@ -27,6 +27,8 @@ class ForeignLoads:
 
         Another connector loads if a request begins with more tokens than vLLM's own cache and we
         supply. If that load fails, vLLM recomputes tokens that the step would store."""
+        if not output.scheduled_new_reqs and not output.scheduled_cached_reqs.resumed_req_ids:
+            return 0
         blocks = set[int]()
         for request_id, computed, rows in _beginning(output):
             tracked = requests.get(request_id)

@@ -33,12 +33,10 @@ class LoadSpecs:
         """Make the load of the tokens [tracked.local, tracked.supplied), as the look-up found them.
         ValueError if the chunks do not fit vLLM's blocks.
         """
-        size, asked, answer, end = (
-            self._size,
-            tracked.params,
-            tracked.lookup.answer,
-            tracked.supplied,
-        )
+        size = self._size
+        asked = tracked.params
+        answer = tracked.lookup.answer
+        end = tracked.supplied
         first, stop, parts = tracked.local // size, -(-end // size), self._groups.parts
         all_keys = tracked.lookup.keys
         keys = all_keys[first:stop] + state_keys(all_keys[stop - 1 : stop], parts)

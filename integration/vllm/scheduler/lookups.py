@@ -119,10 +119,8 @@ class Lookups:
             answer.counted = True
             hits = max(min(answer.hits, whole) - first, 0)
             asked, hit = tracked.lookup.asked, tracked.lookup.promised
-            tracked.lookup.asked, tracked.lookup.promised = (
-                max(asked, whole - first),
-                max(hit, hits),
-            )
+            tracked.lookup.asked = max(asked, whole - first)
+            tracked.lookup.promised = max(hit, hits)
             more, more_found = tracked.lookup.asked - asked, tracked.lookup.promised - hit
             self._meter.looked_up(more * self._size, more_found * self._size, answer.seconds)
             if self._instance.client is not None:

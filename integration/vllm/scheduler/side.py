@@ -55,61 +55,65 @@ class SchedulerSide:
         """loads, stores: the instance's role allows them."""
         model = compat.read_model(vllm_config, kv_cache_config, config.connector.model)
         config = exportable.decide(config, vllm_config, kv_cache_config, model)
-        self._settings, self._size = config.connector, config.engine.chunk_size
-        self._loads_allowed, self._stores_allowed, self._least = (
-            loads,
-            stores,
-            config.connector.min_hit_tokens,
-        )
-        in_place = config.connector.share == "in_place"
+        self._loads_allowed = loads
+        self._size = config.engine.chunk_size
+        self._least = config.connector.min_hit_tokens
         self._hash_block = compat.hash_block_size(vllm_config, kv_cache_config)
         self._hashes = self._size // self._hash_block
-        refused = compat.refusal(vllm_config, kv_cache_config, model, config)
-        self._groups = (
-            groups.Groups((), self._size) if refused else groups.read(kv_cache_config, self._size)
-        )
+        self.blocks: KVBlocks | None = None
+        """vLLM's block pool; None until vLLM has shown it."""
         self.publications: Publications | None = None
         """This instance's publications; None with `connector.share: pool`."""
         self.victims: Victims | None = None
         """Saves chunks in the pool before they leave the KV cache; None unless a pool stands beside
         KV caches shared in place.
         """
-        if in_place and not refused:
-            refused = exportable.refusal(vllm_config, kv_cache_config, model)
-            if not refused:
-                refused = self._share_in_place(
-                    config, kv_cache_config, vllm_config.scheduler_config.max_num_batched_tokens
-                )
+        self._requests: dict[str, Tracked] = {}
+        self._loads: list[LoadSpec] = []
+        self._cancelled: set[str] = set()
+        refused = compat.refusal(vllm_config, kv_cache_config, model, config)
+        self._groups = (
+            groups.Groups((), self._size) if refused else groups.read(kv_cache_config, self._size)
+        )
+        if config.connector.share == "in_place" and not refused:
+            refused = exportable.refusal(
+                vllm_config, kv_cache_config, model
+            ) or self._share_in_place(
+                config, kv_cache_config, vllm_config.scheduler_config.max_num_batched_tokens
+            )
         name = served_at(data_parallel_rank(vllm_config))
         self.instance = Introduction(
             config, model, self._hash_block, refused, self.publications, name
         )
-        self.lookups = Lookups(self.instance, self._size, meter, self._groups.parts)
-        self._specs = LoadSpecs(config, stores, self._groups, self.instance)
+        self._make_parts(vllm_config, kv_cache_config, config, stores, meter)
+
+    def _make_parts(
+        self, vllm_config: Any, kv_cache_config: Any, config: Config, stores: bool, meter: Meter
+    ) -> None:
+        """Make the parts that need `instance`. stores: the instance's role allows stores."""
+        instance = self.instance
+        # Chunks shared in place need no events of ours: vLLM announces what its own KV cache holds.
+        if compat.publishes_events(vllm_config) and (
+            config.connector.share != "in_place" or self.victims is not None
+        ):
+            instance.announcer = Announcer(instance.ranks)
+        self.lookups = Lookups(instance, self._size, meter, self._groups.parts)
+        self._specs = LoadSpecs(config, stores, self._groups, instance)
         self._awaited = Awaited(self.lookups)
         self._leftovers = Leftovers(self._groups.sizes)
-        self._resets = Resets(self.instance, self._drop_answers, self._outdate)
-        # Chunks shared in place need no events of ours: vLLM announces what its own KV cache holds.
-        if compat.publishes_events(vllm_config) and (not in_place or self.victims is not None):
-            self.instance.announcer = Announcer(self.instance.ranks)
-        kind = compat.spec_kind(kv_cache_config)
+        self._resets = Resets(instance, self._drop_answers, self._outdate)
         self._completions = Completions(
             config,
             stores,
             self._groups,
             self._hash_block,
-            kind,
-            self.instance,
+            compat.spec_kind(kv_cache_config),
+            instance,
             self.lookups,
             self._leftovers,
         )
-        self._spans = traces.begin(vllm_config, self.instance.workers)
-        self.blocks: KVBlocks | None = None
-        """vLLM's block pool; None until vLLM has shown it."""
-        self._requests: dict[str, Tracked] = {}
+        self._spans = traces.begin(vllm_config, instance.workers)
         self._foreign = ForeignLoads()
-        self._loads: list[LoadSpec] = []
-        self._cancelled: set[str] = set()
 
     # ---- vLLM's questions
 

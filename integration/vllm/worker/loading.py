@@ -48,9 +48,9 @@ class Loading(transfer.Load):
             neighbours=worker.neighbours,
         )
         self.began = time.time_ns()
-        self.spec, self._per_chunk = (
-            spec,
-            worker.kv.blocks_in(session.chunk_size) * worker.kv.block_size // worker.block_size,
+        self.spec = spec
+        self._per_chunk = (
+            worker.kv.blocks_in(session.chunk_size) * worker.kv.block_size // worker.block_size
         )
         self.in_place = worker.neighbours is not None
 

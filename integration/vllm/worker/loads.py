@@ -35,13 +35,11 @@ class Loads:
         """several: report failed loads by request: with several block tables vLLM cannot tell which
         request owns a block.
         """
-        self._model, self._several, self._report, self._stores, self._meter = (
-            model,
-            several,
-            report,
-            stores,
-            meter,
-        )
+        self._model = model
+        self._several = several
+        self._report = report
+        self._stores = stores
+        self._meter = meter
         self._under_way: list[Loading] = []
         self._lost: list[LoadSpec] = []
         self._invalid: set[int] = set()
@@ -110,37 +108,26 @@ class Loads:
 
     def stop(self, deadline: float) -> None:
         """Cancel all loads, and abandon those that still run at `deadline` (time.monotonic): vLLM
-        takes the KV cache's memory away.
+        takes the KV cache's memory away, or ends.
         """
         for loading in self._under_way:
             loading.cancel()
         for loading in self._under_way:
-            while not loading.advance() and time.monotonic() < deadline:
-                loading.wait(IDLE_SECONDS)
-            loading.abandon()
+            loading.end(deadline)
             # vLLM waits for the load's end; its bytes are lost in any case.
             self._lost.append(loading.spec)
         self._under_way.clear()
 
-    def close(self, deadline: float) -> None:
-        """Cancel the loads, and let copies under way end until `deadline` (time.monotonic)."""
-        for loading in self._under_way:
-            loading.cancel()
-        while self._under_way and time.monotonic() < deadline:
-            self._advance(closing=True)
-            for loading in self._under_way[:1]:
-                loading.wait(IDLE_SECONDS)
-
     # ---- inside
 
-    def _advance(self, closing: bool = False) -> set[str]:
+    def _advance(self) -> set[str]:
         over = set()
         for loading in list(self._under_way):
             if loading.advance():
                 self._under_way.remove(loading)
                 try:
                     self._note(loading)
-                    if loading.spec.promote and not loading.cause and not closing:
+                    if loading.spec.promote and not loading.cause:
                         self._stores.promote(loading, loading.spec)
                     over.add(loading.spec.request_id)
                 except Exception:  # vLLM waits for the end of this one too
@@ -182,7 +169,11 @@ class Loads:
                 self._meter.count("recomputed_tokens", tokens)
 
     def _say(self, spec: LoadSpec, loading: Loading | None) -> None:
-        """Add the load's span to the report. loading: None if the load never began."""
+        """Add the load's span to the report, if vLLM traces. loading: None if the load never
+        began.
+        """
+        if not self._report.traces:
+            return
         name, number, now = spec.request_id, self._report.number, time.time_ns()
         if loading is None:
             self._report.spans.append(LoadSpan(name, number, now, now, {}, 0.0, 0.0, "never began"))

@@ -22,11 +22,23 @@ class Reporter:
     failed, echoes, spans, flushed: see `WorkerReport`; each entry is sent once. introduce: put this
     worker's shard into the next report."""
 
-    def __init__(self, place: tuple[int, int], number: int, rank: int, events: bool) -> None:
-        """place: pipeline and tensor rank. rank: the rank of this worker's part of a chunk. events:
-        somebody wants KV events.
+    def __init__(
+        self,
+        place: tuple[int, int],
+        number: int,
+        rank: int,
+        *,
+        events: bool = False,
+        traces: bool = False,
+    ) -> None:
+        """place: pipeline and tensor rank. rank: the rank of this worker's part of a chunk. events,
+        traces: somebody wants KV events, spans.
         """
-        self._place, self.number, self._rank, self._events = place, number, rank, events
+        self._place = place
+        self.number = number
+        self._rank = rank
+        self._events = events
+        self.traces = traces
         self._session: Session | None = None
         self.refuse("it was given no KV caches")
         self.failed, self.echoes, self.spans = set[str](), set[int](), list[LoadSpan]()

@@ -19,6 +19,7 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import InstanceId
 from vcache_backend.transfer.session import Session
+from vcache_backend.vram_pool.paged import PagedKV
 
 from ... import amx, memory_budget, round_trip
 from ..in_place import exporter as exportable
@@ -26,6 +27,7 @@ from ..in_place.worker import InPlace
 from ..metadata import Shard, StepMetadata
 from ..model import compat, groups
 from ..model import spec as model_spec
+from ..telemetry import traces
 from ..telemetry.stats import Meter
 from .loading import Attached
 from .loads import Loads
@@ -65,10 +67,8 @@ class WorkerSide:
         """None unless KV caches are shared in place."""
         if config.connector.share == "in_place" and not self._refused:
             self._refused = exportable.refusal(vllm_config, kv_cache_config, self._model)
-            each, shows = (
-                config.engine.chunk_size // self._model.block_size,
-                shards > 1 or not tp_rank,
-            )
+            each = config.engine.chunk_size // self._model.block_size
+            shows = shards > 1 or not tp_rank
             if not self._refused:
                 exporter = exportable.begin(self._model.device_type)
                 self.in_place = InPlace(exporter, each, shows)
@@ -80,7 +80,11 @@ class WorkerSide:
         self._stores = Stores(meter, groups.keep_states(kv_cache_config))
         number = pp_rank * self._model.tp_size + tp_rank
         self.report = Reporter(
-            (pp_rank, tp_rank), number, self._rank, compat.publishes_events(vllm_config)
+            (pp_rank, tp_rank),
+            number,
+            self._rank,
+            events=compat.publishes_events(vllm_config),
+            traces=traces.wanted(vllm_config),
         )
         self.loads = Loads(
             self._model, groups.several(kv_cache_config), self.report, self._stores, meter
@@ -110,9 +114,27 @@ class WorkerSide:
         shard = model_spec.read_shard(
             self._vllm, kv_caches, kv, size, self._pp_rank, self._tp_rank, tables.layers
         )
+        session = self._session(kv_caches, kv, shard)
+        block_size = tables.groups[0].block_size
+        neighbours = self.in_place.neighbours if self.in_place is not None else None
+        self._worker = Attached(session, kv, block_size, neighbours)
+        self._stores.open(session, kv, block_size)
+        self.report.open(session, Shard(shard, session.tier is not None))
+        log.info(
+            "vcache: worker %d %s %s, %s B a chunk",
+            self._rank,
+            "shares its KV cache in place, on" if self.in_place else "lends to and reads from",
+            session.device,
+            f"{shard.chunk_bytes:,}",
+        )
+
+    def _session(
+        self, kv_caches: Mapping[str, torch.Tensor], kv: PagedKV, shard: model_spec.ShardSpec
+    ) -> Session:
+        """Join the pool, and check that bytes come back from it unchanged. VCacheError."""
         session = Session(
             self._config,
-            model_spec.layout(self._model, [shard], size, b""),
+            model_spec.layout(self._model, [shard], self._config.engine.chunk_size, b""),
             over_budget=memory_budget.beside_vllm(
                 self._model.device_type, self._model.gpu_memory_utilization
             ),
@@ -130,26 +152,7 @@ class WorkerSide:
         except BaseException:
             session.close()
             raise
-        self._worker = Attached(
-            session,
-            kv,
-            tables.groups[0].block_size,
-            self.in_place.neighbours if self.in_place is not None else None,
-        )
-        self._stores.open(session, kv, tables.groups[0].block_size)
-        self.report.open(session, Shard(shard, session.tier is not None))
-        does = (
-            "lends to and reads from"
-            if self.in_place is None
-            else "shares its KV cache in place, on"
-        )
-        log.info(
-            "vcache: worker %d %s %s, %s B a chunk",
-            self._rank,
-            does,
-            session.device,
-            f"{shard.chunk_bytes:,}",
-        )
+        return session
 
     @property
     def needless(self) -> bool:
@@ -251,7 +254,7 @@ class WorkerSide:
         worker, self._worker, self._asleep = self._worker or self._asleep, None, None
         if worker is None:
             return
-        self.loads.close(time.monotonic() + CLOSE_SECONDS)
+        self.loads.stop(time.monotonic() + CLOSE_SECONDS)
         if self.in_place is not None:
             self.in_place.close()
         worker.session.close()

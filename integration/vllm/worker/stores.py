@@ -110,10 +110,8 @@ class Stores:
             return
         stats = self._session.stats
         self._updates = stats.updates
-        offload, written = (
-            stats.counted("offload_"),
-            stats.counted("bytes_").get("offload_written", 0),
-        )
+        offload = stats.counted("offload_")
+        written = stats.counted("bytes_").get("offload_written", 0)
         counts = {
             ("not_stored_chunks", cause): count for cause, count in stats.not_stored().items()
         }

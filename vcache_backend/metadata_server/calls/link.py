@@ -124,8 +124,10 @@ class ServerLink:
         return bool(message)
 
     def _receive(self, deadline: float) -> tuple[memoryview, list[int]]:
-        """Receive once. First polls without sleeping, since an answer mostly arrives before a
-        sleeping thread would wake."""
+        """Receive once. An answer that has not arrived mostly comes before a sleeping thread would
+        wake: so first look for it without sleeping."""
+        with suppress(BlockingIOError):
+            return self._receiver.receive(self._socket)
         spin_until = time.perf_counter() + self._spin
         while not self._incoming.poll(0) and time.perf_counter() < spin_until:
             os.sched_yield()
