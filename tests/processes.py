@@ -613,7 +613,6 @@ QUICK = ClientConfig(
     control_seconds=10,
     heartbeat_seconds=0.1,
     retry_seconds=0.02,
-    retry_max_seconds=0.1,
 )
 """For servers that die and come back, which is noticed at once; but a machine that is slow for a
 while is no dead server.

@@ -248,15 +248,15 @@ def test_answers_to_what_was_sent_ahead_are_each_ones_own(
         )
     )
     client = stage_.client(PATIENT)
-    first, second = client.send_lookup([A], 2), client.send_acquire([B])
+    first, second = client.send_lookup([A], 2), client._send(m.Acquire([B]), m.Leased)
     assert first is not None
     assert (second.answer().lease, first.over, first.answer().count) == (7, True, 1)
-    third, fourth = client.send_acquire([B]), client.send_lookup([A])
+    third, fourth = client._send(m.Acquire([B]), m.Leased), client.send_lookup([A])
     assert client.renew(7)
     assert fourth is not None
     expected = (True, True, 7, 1)
     assert (third.over, fourth.over, third.answer().lease, fourth.answer().count) == expected
-    client.send_acquire([B])
+    client._send(m.Acquire([B]), m.Leased)
     assert client.lookup([A]) == 1
     assert client.send_lookup([A] * (m.MAX_LOOKED_UP // 2 + 1), 2) is None
 
@@ -279,7 +279,8 @@ def test_what_was_sent_ahead_is_lost_with_its_connection(
 ) -> None:
     server = scripted(lambda request: None)
     client = stage_.client(QUICK)
-    sent = client.send_acquire([A])
+    sent = client.send_lookup([A])
+    assert sent is not None
     server.hang_up()
     eventually(lambda: client.connections_lost)
     assert sent.over

@@ -106,10 +106,6 @@ class Client(InstanceCalls):
         most = min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks)
         return self._send(m.Lookup(keys, ranks), m.Count) if len(keys) <= most else None
 
-    def send_acquire(self, keys: list[m.ChunkKey]) -> Sent[m.Leased]:
-        """Send `acquire` without waiting for the answer."""
-        return self._send(m.Acquire(keys[: m.MAX_KEYS]), m.Leased)
-
     def renew(self, lease: int) -> bool:
         return self._call(m.Renew(lease), m.Verdict).held
 

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey
-from vcache_backend.transfer.leases import AskedLease, Lease
-from vcache_backend.transfer.load_stats import LoadStats
+from vcache_backend.transfer.leases import Lease
 from vcache_backend.transfer.memory import MemorySource
 from vcache_backend.transfer.places import Places
 from vcache_backend.transfer.pooled import POLL_SECONDS, Pooled
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.sources import LoadContext, OffloadSource, Part, Source
+from vcache_backend.transfer.stats import LoadStats
 from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool.copies.copier import Mark
 
@@ -60,7 +60,7 @@ class Load:
         places: Places,
         keys: list[ChunkKey],
         *,
-        lease: Lease | AskedLease | None = None,
+        lease: Lease | None = None,
         mark: Mark | None = None,
         wait_seconds: float = 0.0,
         offload: bool = True,
@@ -70,15 +70,14 @@ class Load:
     ) -> None:
         """`keys[i]` and `places` belong to chunk i.
 
-        lease: a lease on the leading chunks, taken or asked for. The load ends it, and leases the
-        other chunks itself. mark: see `LoadContext`; None: the current stream continues behind the
+        lease: a lease on the leading chunks. The load ends it, and leases the other chunks
+        itself. mark: see `LoadContext`; None: the current stream continues behind the
         copies. wait_seconds: how long to wait for chunks that no source has yet. offload: look in
         the offload tier for chunks that the pool lacks. name: the request's, for the log.
         residents: chunks in the KV caches of `neighbours`, by number.
 
         A new KV cache is mapped in the background, and the load waits for it. If a resident chunk
-        is gone when its copy would start, another source may provide it. Without `lease` the pool
-        is asked for the other chunks at once."""
+        is gone when its copy would start, another source may provide it."""
         self.keys, self.places, self.stats = (
             keys,
             places,
@@ -87,10 +86,9 @@ class Load:
         self.loaded, self.cause = 0, ""
         self._session = session
         self._context = LoadContext(session, places, keys, mark, self.stats)
-        numbers = None
-        if residents and lease is None and session.client.connected:
-            numbers = [number for number in range(len(keys)) if number not in residents]
-            lease = session.leases.ask([keys[number] for number in numbers]) if numbers else None
+        numbers = (
+            [number for number in range(len(keys)) if number not in residents] if residents else []
+        )
         self._residents = (
             self._of_others(residents or {}, neighbours) if residents or wait_seconds else None
         )

@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from vcache_backend.transfer.load_stats import LoadStats
+from vcache_backend.transfer.stats import LoadStats
 
 OTHER = "other"
 FAILURES = (
