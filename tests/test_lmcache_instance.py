@@ -405,11 +405,6 @@ def test_what_cannot_work_is_named_with_what_to_set(
         ({"save_unfull_chunk": True}, {}, "set save_unfull_chunk: false"),
         ({"max_local_cpu_size": 1}, {}, "set local_cpu: false and max_local_cpu_size: 0"),
         ({"pre_caching_hash_algorithm": "builtin"}, {}, "set pre_caching_hash_algorithm: sha256"),
-        (
-            {"extra_config": {"vcache.connector.share": "in_place", "vcache.pool.max_ctas": 4}},
-            {},
-            "vcache.connector.share in extra_config: settings of vcache's own connector for vLLM",
-        ),
         ({}, {"load_failure_policy": "fail"}, '"kv_load_failure_policy":"recompute"'),
     ],
 )
