@@ -26,7 +26,7 @@ unit: setup  ## the tests alone
 	@scripts/setup.sh vllm
 	@$(BIN)/python -m pytest $(BESIDE) $(ARGS)
 
-outside: setup  ## vLLM's and LMCache's own tests, from their source archives (network), with vcache in place of theirs
+outside: setup  ## vLLM's own tests, from its source archive (network), with vcache in place of a connector
 	@scripts/setup.sh vllm
 	@$(BIN)/python tests/outside/releases.py
 	@$(BIN)/python tests/outside/run.py $(ARGS)

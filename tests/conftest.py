@@ -46,6 +46,13 @@ if GPUS == 0:
     # Read by Triton when a kernel is decorated, so before anything imports it; children inherit it.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+LONGEST = (
+    "integration_failures integrations vllm_processes vllm_offload vllm_modes vllm_groups "
+    "vllm_survival disaggregated_prefill vllm_connector vllm_sharing monitor examples demo soak "
+    "resident_stateful directory_stateful vllm_sleep offload_process deploy doctor_model "
+    "vllm_benchmark documents inplace_campaign start_server vllm_serving vllm_in_place"
+)
+"""Files of tests by the seconds that they take, the longest first; all others are short."""
 _NO_GPU = re.compile(r"needs \d+ GPUs?, here are")
 
 
@@ -103,14 +110,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _longest_first(items: list[pytest.Item]) -> None:
-    """Files that may take long first, so that none of them runs alone at the end (with
+    """Files that take long first, so that none of them runs alone at the end (with
     `--no-loadscope-reorder`).
     """
-    patience: dict[Path, float] = {}
-    for item in items:
-        marker = item.get_closest_marker("timeout")
-        patience[item.path] = max(patience.get(item.path, 0.0), marker.args[0] if marker else 0.0)
-    items.sort(key=lambda item: -patience[item.path])
+    places = {f"test_{name}.py": place for place, name in enumerate(LONGEST.split())}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
 @pytest.hookimpl(wrapper=True)

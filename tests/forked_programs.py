@@ -61,6 +61,8 @@ def _live(
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)  # as Python does
     except BaseException:  # noqa: BLE001 - the process's outermost loop
         sys.excepthook(*sys.exc_info())
     finally:

@@ -8,6 +8,7 @@ import gc
 import importlib
 import os
 import pickle
+import select
 import signal
 import socket
 import struct
@@ -45,34 +46,54 @@ def listen(seconds: float) -> Any:
 
 
 def main() -> None:
-    """Import modules, then fork a process for each request; it obeys until the test hangs up."""
-    for name in sys.argv[2:]:
+    """Import modules, then fork a process for each request of whoever connects, until the tests are
+    over. argv: the listening socket, the process that ends with the tests, the modules.
+    """
+    if os.fork():
+        os._exit(0)  # who started it may end before other processes of the tests
+    over = os.pidfd_open(int(sys.argv[2]))
+    for name in sys.argv[3:]:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
-    with socket.socket(fileno=int(sys.argv[1])) as tests:
-        while True:
-            message, fds, _, _ = socket.recv_fds(tests, _REQUEST_BYTES, 3)
-            if not message:
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    tests = list[socket.socket]()
+    while True:
+        for ready in select.select([over, listener, *tests], [], [])[0]:
+            if ready == over:
                 return
-            sys.stdout.flush()
-            sys.stderr.flush()
-            pid = os.fork()
-            if pid == 0:
-                tests.close()
-                try:
-                    _become(pickle.loads(message), fds)
-                    _obey(Connection(fds[0]))
-                except BaseException:  # noqa: BLE001 - the process's outermost loop
-                    traceback.print_exc()
-                finally:
-                    sys.stdout.flush()
-                    sys.stderr.flush()
-                    os._exit(1)  # threads of others would keep it from ending by itself
+            if ready is listener:
+                tests.append(listener.accept()[0])
+                socket.send_fds(tests[-1], [b"log"], [1])
+                continue
+            message, fds, _, _ = socket.recv_fds(ready, _REQUEST_BYTES, 3)
+            if not message:
+                tests.remove(ready)
+                ready.close()
+                continue
+            ready.send(str(_fork(message, fds, [listener, *tests])).encode())
             for each in fds:
                 os.close(each)
-            tests.send(str(pid).encode())
+
+
+def _fork(message: bytes, fds: list[int], ours: list[socket.socket]) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        for each in ours:
+            each.close()
+        try:
+            _become(pickle.loads(message), fds)
+            _obey(Connection(fds[0]))
+        except BaseException:  # noqa: BLE001 - the process's outermost loop
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)  # threads of others would keep it from ending by itself
+    return pid
 
 
 def _become(setting: dict[str, Any], fds: list[int]) -> None:

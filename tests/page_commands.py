@@ -9,7 +9,6 @@ import io
 import json
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -22,10 +21,8 @@ from typing import NamedTuple
 
 import msgspec
 import pytest
-from mooncake_cases import BIN, MISSING
 from processes import ROOT, SECONDS, Child, without_paths
 
-from benchmarks import run_on
 from vcache_backend.config import Config
 
 COMMANDS = [
@@ -39,12 +36,6 @@ COMMANDS = [
 STARTS = "vcache|make|python3?|pip|vllm|apt-get|systemctl|curl|examples/|benchmarks/|scripts/|tests/|.venv/bin/python"
 TEXTS = ("vcache caches nothing", "vcache stepped aside", "vcache.", "vcache: ")
 """What begins like a command and is none: lines of a log, settings."""
-VLLM = find_spec("vllm")
-ROUTES = (
-    next(Path(VLLM.origin).parent.glob("entrypoints/serve/**/cache/api_router.py"), None)
-    if VLLM and VLLM.origin
-    else None
-)
 _FENCED = r"^ *```{}\n(.*?)^ *```$"
 
 
@@ -151,8 +142,8 @@ def _vcache(words: list[str], place: Place) -> None:
         arguments = [*arguments[:2], "--help"]  # named without what it is about
     if arguments[:2] == ["config", "init"]:
         arguments = arguments[:2]
-    if arguments[0] in ("demo", "mooncake"):
-        arguments.append("--help")  # test_demo and test_examples run them
+    if arguments[0] in ("demo", "mooncake", "plan") or "--model" in arguments:
+        arguments.append("--help")  # test_demo, test_examples and test_doctor_model run them
     ran = _run(place, arguments)
     fails = {"doctor": "fail", "clear": "no offload tier"}.get(arguments[0], "?")
     assert ran.returncode == 0 or (ran.returncode == 1 and fails in ran.stdout + ran.stderr), ran
@@ -184,28 +175,6 @@ def _serve(words: list[str], place: Place) -> None:
         server.expect("serving")
 
 
-def _completion(words: list[str], place: Place) -> None:
-    """In a shell, whose next one completes."""
-    asks = (
-        "COMP_WORDS=(vcache segment dr); COMP_CWORD=2; _vcache_completion vcache; echo "
-        '"${COMPREPLY[@]}"'
-    )
-    environment = {
-        "HOME": str(place.folder),
-        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
-    }
-    for script in (shlex.join(words), f". ~/.bashrc; {asks}"):
-        ran = subprocess.run(
-            ["bash", "-c", f"{script}\n:"],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-        )
-    assert ran.stdout == "drop\n", ran.stderr
-
-
 def _module(words: list[str], place: Place) -> None:
     """Understands these options: it runs for longer than a test may."""
     name, arguments = words[2], words[3:]
@@ -216,16 +185,6 @@ def _module(words: list[str], place: Place) -> None:
         import_module(f"{name}.__main__" if package else name).main()
     assert not ended.value.code
     assert not [word for word in _options(arguments) if word not in said.getvalue()]
-
-
-def _run_on(words: list[str], place: Place) -> None:
-    """Writes what the page has; here into a copy of it."""
-    copy = place.folder / run_on.PAGE.name
-    shutil.copy(run_on.PAGE, copy)
-    before = copy.read_text()
-    place.monkeypatch.setattr(run_on, "PAGE", copy)
-    assert run_on.main(words[3:]) == 0
-    assert copy.read_text() == before
 
 
 def _program(words: list[str], place: Place) -> None:
@@ -250,19 +209,11 @@ def _make(words: list[str], place: Place) -> None:
         check(line, place)
 
 
-def _linter(words: list[str], place: Place) -> None:
-    verb = [word for word in words[1:2] if not word.startswith("-")] if words[0] == "ruff" else []
-    said = _help(str(Path(sys.executable).with_name(words[0])), *verb)
-    assert not [word for word in _options(words) if word not in said]
-
-
 # ---- others'
 
 
 def _pip(words: list[str], place: Place) -> None:
-    """From a checkout, whose extras there are: test_deploy makes its wheel, tests/new_user.py
-    installs it.
-    """
+    """From a checkout, whose extras there are: test_deploy makes its wheel."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
@@ -271,109 +222,30 @@ def _pip(words: list[str], place: Place) -> None:
     assert set(re.findall(r"\w+", words[2].partition("[")[2])) <= set(extras)
 
 
-def _venv(words: list[str], place: Place) -> None:
-    _said(sys.executable, "-m", "venv", "--without-pip", place.folder / words[-1].lstrip("/"))
-    assert (place.folder / words[-1].lstrip("/") / "bin" / "python").exists()
-
-
-def _pytest(words: list[str], place: Place) -> None:
-    """These are its tests."""
-    said = _help(sys.executable, "-m", "pytest")
-    short = [word for word in words[3:] if re.fullmatch("-[a-z]", word)]
-    assert not [
-        word
-        for word in [*_options(words[3:]), *short]
-        if not re.search(rf"(?<!\S){re.escape(word)}\b", said)
-    ]
-
-
 def _vllm(words: list[str], place: Place) -> None:
     """vLLM itself reads them all in one process, in another test."""
     said = (ROOT / "tests" / "test_vllm_processes.py").read_text()
     assert "def test_vllm_understands_its_commands_as_the_pages_have_them(" in said
 
 
-def _curl(words: list[str], place: Place) -> None:
-    if any(word.endswith("/v1/completions") for word in words):
-        return  # as the examples do
-    path, _, parameter = words[-1].rpartition("8000/")[2].partition("?")
-    routes = ROUTES.read_text() if ROUTES is not None else pytest.skip("needs vLLM")
-    assert f'"/{path}"' in routes
-    assert f"{parameter.partition('=')[0]}: bool" in routes
+def _there(words: list[str], place: Place) -> None:
+    """Not run. What it names of this repository is there."""
+    tops = {path.name for path in ROOT.iterdir() if path.is_dir()}
+    named = [one for word in words[1:] for one in re.split("[=:]", word) if "/" in one]
+    assert not [name for name in named if name.split("/")[0] in tops and not (ROOT / name).exists()]
 
 
-def _mooncake(words: list[str], place: Place) -> None:
-    if MISSING:
-        pytest.skip(MISSING)
-    ran = subprocess.run(
-        [str(BIN / words[0]), "--help"],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert not [
-        word for word in words[1:] if f"-{word.lstrip('-').partition('=')[0]} (" not in ran.stdout
-    ]
-
-
-# ---- the machine's
-
-
-def _export(words: list[str], place: Place) -> None:
-    files = [word.partition("=")[2] for word in words[1:]]
-    assert all((ROOT / file).exists() for file in files if "/" in file and not file.startswith("{"))
-
-
-def _copy(words: list[str], place: Place) -> None:
-    """Into a root of its own."""
-    *sources, into = words[1:]
-    target = place.folder / into.lstrip("/")
-    (target if into.endswith("/") else target.parent).mkdir(parents=True, exist_ok=True)
-    _said("cp", *sources, target)
-
-
-def _systemctl(words: list[str], place: Place) -> None:
-    """In a root of its own, in which nothing can be started: our unit is found by its name, and
-    wanted by a target that there is.
-    """
-    if shutil.which("systemctl") is None:
-        pytest.skip("needs systemctl, of Debian's systemd")
-    _copy(["cp", f"deploy/{words[-1]}.service", "/etc/systemd/system/"], place)
-    _said("systemctl", f"--root={place.folder}", *(word for word in words[1:] if word != "--now"))
-    (wanted,) = (place.folder / "etc" / "systemd" / "system").glob("*.wants/*")
-    assert (wanted.parent.name, wanted.name) == ("multi-user.target.wants", f"{words[-1]}.service")
-
-
-def _apt(words: list[str], place: Place) -> None:
-    """Debian has it. scripts/setup.sh installs it for these tests."""
-    if shutil.which("apt-get") is None:
-        pytest.skip("needs apt-get, of Debian")
-    assert not [
-        word for word in words[2:] if word not in (ROOT / "scripts" / "setup.sh").read_text()
-    ]
-    _said("apt-get", "install", "--simulate", *words[2:])
-
-
+OTHERS = "ruff|mypy|python3? -m (venv|pytest|benchmarks.run_on)|curl|mooncake_\\w+|export|cp|systemctl|apt-get install"
+"""Programs of others, beside vLLM and pip."""
 RULES: dict[str, Callable[[list[str], Place], None]] = {
-    "vcache --install-completion ": _completion,
     "vcache serve ": _serve,
     "vcache ": _vcache,
     "make ": _make,
-    "(ruff|mypy) ": _linter,
     "pip install ": _pip,
-    "python3? -m venv ": _venv,
-    "python3? -m pytest ": _pytest,
-    "python3? -m benchmarks.run_on ": _run_on,
     "python3? -m vllm.entrypoints.openai.api_server ": _vllm,
+    "vllm serve ": _vllm,
+    f"({OTHERS}) ": _there,
     "python3? -m ": _module,
     "(python3? )?(examples|benchmarks|scripts|tests)/": _program,
-    "vllm serve ": _vllm,
-    "curl ": _curl,
-    "mooncake_": _mooncake,
-    "export ": _export,
-    "cp ": _copy,
-    "systemctl ": _systemctl,
-    "apt-get install ": _apt,
 }
 """By how a command begins; the first one counts."""

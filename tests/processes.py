@@ -6,7 +6,6 @@ named."""
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import fcntl
 import functools
@@ -42,7 +41,7 @@ from vcache_backend.metadata_server.server import Server
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 60.0
 """Nothing in these tests waits longer, however slow the machine."""
-IMPORT_SECONDS = 120.0
+IMPORT_SECONDS = 240.0
 """Until a nursery has imported its modules on a busy machine."""
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -92,7 +91,7 @@ def installed(folder: Path) -> Path:
         "--ignore-installed",
         source,
     ]
-    subprocess.run(install, check=True, timeout=SECONDS, env=without_paths())
+    subprocess.run(install, check=True, timeout=SECONDS * 3, env=without_paths())
     return python
 
 
@@ -108,7 +107,9 @@ def asked(client: Client, *requests: str) -> int:
     there, and leases on them.
     """
     latency = client.stats().latency
-    return sum(latency[name].count for name in requests or ("Lookup", "Acquire") if name in latency)
+    return sum(
+        latency[name].count for name in requests or ("Lookup", "Find", "Acquire") if name in latency
+    )
 
 
 def eventually(what: Callable[[], Any], seconds: float = SECONDS) -> Any:
@@ -350,38 +351,22 @@ def _python_path() -> str:
 # ---- functions in other processes
 
 
-class Nursery(Process):
+class Nursery:
     """A process that has imported modules, for others to be forked from it: that takes
-    milliseconds. See `nursery`.
+    milliseconds. All processes of one run of tests share it. See `nursery`.
     """
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str | None]) -> None:
-        self._socket, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.name = f"the nursery of {', '.join(modules)}"
+        # The process that ends with the tests, also with pytest-xdist.
+        tests = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+        address = f"\0vcache-{tests}-{'-'.join(modules)}"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            if _bound(listener, address):
+                _start_nursery(listener, tests, modules, environment)
+        self._socket = eventually(lambda: _connected(address))
         self._socket.settimeout(IMPORT_SECONDS)
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
-        given = {**os.environ, "PYTHONPATH": _python_path(), **environment}
-        with there:
-            process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    "import nursery; nursery.main()",
-                    str(there.fileno()),
-                    *modules,
-                ],
-                cwd=ROOT,
-                env={name: value for name, value in given.items() if value is not None},
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
-                pass_fds=[there.fileno()],
-                start_new_session=True,
-                preexec_fn=_start,
-            )
-        super().__init__(f"the nursery of {', '.join(modules)}", process.pid)
-        # Not of one test.
-        del _running[self]
-        self._process = process
+        _, (self._log,), _, _ = socket.recv_fds(self._socket, 64, 1)
 
     def fork(self, setting: Mapping[str, Any], fds: Sequence[int]) -> int:
         """The number of a new process. Returns once all is imported."""
@@ -392,24 +377,59 @@ class Nursery(Process):
 
     def said(self) -> str:
         """The end of its output, and of that of processes without a log of their own."""
-        self._log.seek(0)
-        return self._log.read().decode(errors="replace")[-4000:]
+        size = os.fstat(self._log).st_size
+        return os.pread(self._log, 4000, max(0, size - 4000)).decode(errors="replace")
 
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait(SECONDS)
-        self._socket.close()
-        self._log.close()
+
+def _bound(listener: socket.socket, address: str) -> bool:
+    """Listen there, unless another process of this run does."""
+    try:
+        listener.bind(address)
+    except OSError:
+        return False
+    listener.listen()
+    return True
+
+
+def _start_nursery(
+    listener: socket.socket,
+    tests: int,
+    modules: Sequence[str],
+    environment: Mapping[str, str | None],
+) -> None:
+    given = {**os.environ, "PYTHONPATH": _python_path(), **environment}
+    command = [sys.executable, "-c", "import nursery; nursery.main()", str(listener.fileno())]
+    with tempfile.TemporaryFile() as log:
+        subprocess.run(
+            [*command, str(tests), *modules],
+            check=True,
+            cwd=ROOT,
+            env={name: value for name, value in given.items() if value is not None},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=[listener.fileno()],
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+
+
+def _connected(address: str) -> socket.socket | None:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        made.connect(address)
+    except OSError:
+        made.close()
+        return None
+    return made
 
 
 @functools.cache
 def nursery(*modules: str, **environment: str | None) -> Nursery:
-    """The one that has imported these, for all tests of this process. Its environment is that of
-    its first use, with changes.
+    """The one that has imported these, for all tests of this run. Its environment is that of its
+    first use, with changes.
     """
-    made = Nursery(modules, environment)
-    atexit.register(made.close)
-    return made
+    return Nursery(modules, environment)
 
 
 def with_torch() -> Nursery:
@@ -595,7 +615,6 @@ QUICK = ClientConfig(
     control_seconds=10,
     heartbeat_seconds=0.1,
     retry_seconds=0.02,
-    retry_max_seconds=0.1,
 )
 """For servers that die and come back, which is noticed at once; but a machine that is slow for a
 while is no dead server.

@@ -5,19 +5,15 @@ bytes are seen.
 from __future__ import annotations
 
 import pytest
-from mooncake_cases import needs_mooncake
 
 from benchmarks.soak import __main__ as soak
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "store", [False, pytest.param(True, marks=needs_mooncake)], ids=["node", "store"]
-)
-def test_no_byte_is_wrong_whatever_happens_and_one_would_be_seen(store: bool) -> None:
-    result = soak.run(retrieves=200, seed=7, workers=3, pause=0.15, store=store)
-    assert all(row.ok for row in soak.rows(result, 200)), soak.told(result)
-    assert bool(result.outcomes.below) == store
+def test_no_byte_is_wrong_whatever_happens_and_one_would_be_seen() -> None:
+    """`make soak` is the long one; `python -m benchmarks.soak --store` has a store below."""
+    result = soak.run(retrieves=60, seed=7, workers=2, pause=0.15)
+    assert all(row.ok for row in soak.rows(result, 60)), soak.told(result)
     assert result.counts
     assert result.control is not None
     assert result.control.wrong_bytes > 0

@@ -99,7 +99,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def mourner(path: Path) -> Client:
     """A client that has a server started again, as the integrations make it."""
     made = Client(
-        path, msgspec.structs.replace(PATIENT, retry_seconds=0.02, retry_max_seconds=0.02)
+        path,
+        msgspec.structs.replace(PATIENT, heartbeat_seconds=0.1, retry_seconds=0.02),
     )
     made.on_killed = partial(try_ensure, config(path))
     return made
@@ -133,7 +134,7 @@ import logging, sys
 from pathlib import Path
 from vcache_backend import log_format
 log_format.LOG_BYTES = 10_000
-log_format.begin("text", Path(sys.argv[1]))
+log_format.begin(Path(sys.argv[1]))
 for number in range(1000):
     logging.info("line %d", number)
 sys.stderr.write("its last words")
@@ -246,16 +247,7 @@ def test_under_vllm_the_pool_outlives_the_instance_that_had_it_started(tmp_path:
             second = here.start("second", named)
             after = second.one(tokens)
             assert (before.cached, after.cached, after.tokens) == (0, 4 * CHUNK, before.tokens)
-            # Otherwise it would offer the pool's chunks to the next server again.
-            second.close()
             assert servers(here.socket) == [pid]
-            os.kill(pid, signal.SIGKILL)
-            eventually(lambda: not servers(here.socket))
-            # Scheduler and worker, in one process here, agree on one.
-            ours = here.connect("ours", {"connector": {"start_server": True}})
-            ours.one(tokens)
-            assert len(servers(here.socket)) == 1
-            eventually(lambda: here.stats().chunks == 4)
         finally:
             end_servers(here.socket)
 

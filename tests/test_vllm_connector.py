@@ -120,7 +120,7 @@ def test_a_request_runs_once_the_copies_of_its_load_are_over(
 def test_a_conversation_finds_what_was_said_before(here: Node, a: Instance, b: Instance) -> None:
     """Chunks that an answer completes are stored, and are a prefix of the next prompt."""
     tokens, before = new_tokens(3 * CHUNK - 10), here.chunks()
-    said = a.one(tokens, max_tokens=2 * CHUNK)
+    said = a.one(tokens, max_tokens=CHUNK + 12)
     here.stored(before + 4)
     following = tokens + said.tokens + new_tokens(7)
     from_pool = b.one(following)
@@ -135,9 +135,9 @@ def test_a_request_costs_one_look_up_and_a_hit_one_lease(
     hit, miss = new_tokens(6 * CHUNK + 1), new_tokens(6 * CHUNK + 1)
     here.keep(a, hit)
     before = here.asked()
-    assert b.one(hit, max_tokens=2 * CHUNK).cached == 6 * CHUNK
+    assert b.one(hit, max_tokens=CHUNK // 4).cached == 6 * CHUNK
     assert here.asked() == before + 2
-    b.one(miss, max_tokens=CHUNK // 2, params=vcache(store=False))
+    b.one(miss, max_tokens=CHUNK // 4, params=vcache(store=False))
     assert here.asked() == before + 3
 
 
@@ -213,12 +213,10 @@ def test_wishes_we_do_not_understand_are_served_uncached(
 # ---- a prefix that another instance is still computing, or that is for one reader
 
 
-def test_an_announced_prefix_is_loaded_as_it_is_computed(
+def test_an_announced_prefix_is_waited_for_before_its_instance_has_it(
     here: Node, a: Instance, b: Instance
 ) -> None:
-    """The reader is first. It waits without holding others up, and takes what comes in the order in
-    which it comes.
-    """
+    """The reader is first. It waits without holding others up, until all has come."""
     tokens, other = new_tokens(6 * CHUNK + 17), new_tokens(CHUNK)
     b.add("waiting", tokens, params=vcache(announced=True, wait_seconds=60))
     assert b.step(3) == {}
@@ -240,12 +238,10 @@ def test_an_announced_prefix_is_loaded_as_it_is_computed(
 def test_an_announced_prefix_that_is_there_needs_no_waiting(
     here: Node, a: Instance, b: Instance
 ) -> None:
-    """Nobody looks it up: the worker asks for the lease."""
     tokens = new_tokens(6 * CHUNK)
     here.keep(a, tokens)
-    before = here.asked()
     answer = b.one(tokens, params=vcache(announced=True, wait_seconds=600))
-    assert (answer.cached, here.asked()) == (6 * CHUNK - BLOCK, before + 1)
+    assert answer.cached == 6 * CHUNK - BLOCK
     assert answer.said == a.one(tokens).said
 
 
@@ -281,7 +277,7 @@ def test_resetting_the_cache_empties_the_pool_too(
     assert a.ask("reset")
     assert here.chunks() == 0
     assert b.again(tokens).cached == 0
-    for _ in range(8):
+    for _ in range(3):
         fresh = new_tokens(6 * CHUNK + 1)
         a.ask("run_and_reset", Prompt(fresh))
         a.one(new_tokens(5))
@@ -304,7 +300,7 @@ def test_what_goes_on_over_a_reset_that_vllm_did_not_make_is_not_stored(
     computed with KV of before is no better.
     """
     tokens, fresh = new_tokens(3 * CHUNK + 1), new_tokens(3 * CHUNK + 1)
-    a.add("long", tokens, max_tokens=2 * CHUNK)
+    a.add("long", tokens, max_tokens=CHUNK + 1)
     a.step(3)
     assert not a.ask("reset")
     a.ask("finish", ["long"])

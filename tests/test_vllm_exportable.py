@@ -19,6 +19,8 @@ import pytest
 from vllm_cases import Instance, Node, missing
 from vllm_sources import FILES, differences
 
+pytest.importorskip("vllm.v1.request", reason="vLLM is not installed")
+
 from vcache_backend.doctor import system
 from vcache_backend.integration.vllm.model import compat
 
@@ -153,34 +155,16 @@ def test_the_doctor_knows_the_same_releases() -> None:
     ("file", "before", "after", "said"),
     [
         (
-            "v1/worker/gpu_worker.py",
-            "self.model_runner.initialize_kv_cache(",
-            "self.model_runner.start(",
-            "initialize_from_config calls",
-        ),
-        (
-            "v1/worker/cpu_worker.py",
-            "class CPUWorker(Worker):",
-            "class CPUWorker(Worker):\n    def initialize_from_config(self): ...\n",
-            "way",
-        ),
-        (
-            "v1/worker/gpu/kv_connector.py",
-            "self.kv_connector.register_kv_caches(",
-            "print(",
-            "does not call register_kv_caches",
-        ),
-        (
             "v1/worker/utils.py",
             "buf = torch.zeros(",
             "buf = torch.empty(",
             "the KV cache is made by",
         ),
         (
-            "v1/worker/gpu/attn_utils.py",
-            "with allocation_context:",
-            "if True:",
-            "in the context it was given",
+            "v1/worker/gpu_worker.py",
+            "self.model_runner.initialize_kv_cache(",
+            "self.model_runner.start(",
+            "initialize_from_config calls",
         ),
         (
             "v1/core/block_pool.py",
@@ -188,7 +172,6 @@ def test_the_doctor_knows_the_same_releases() -> None:
             "def take(self):\n        self.free_block_queue.popleft()\n\n    def touch(",
             "hands out",
         ),
-        ("v1/core/block_pool.py", "def evict_blocks(", "def drop_blocks(", "has no evict_blocks"),
         (
             "v1/core/sched/scheduler.py",
             "self.connector.bind_",

@@ -59,7 +59,7 @@ from vcache_backend.transfer.keys import state_keys
 
 HERE = pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here")
 HIT = 15 * CHUNK
-CASES = 1200
+CASES = 400
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -217,20 +217,6 @@ def test_blocks_that_vllm_has_are_not_wanted_and_missing_ones_do_not_count_as_lo
     ]
 
 
-def test_of_one_table_of_all_tokens_a_hit_may_begin_and_end_within_a_chunk() -> None:
-    found, row = groups.read(caches(spec()), 64), list(range(11, 20))
-    assert (found.plain, found.whole, found.text, found.blocks) == (True, 16, "", 4)
-    assert found.wanted([row], 0, 128) == row[:8]
-    assert found.wanted([row], 80, 112) == [-1, *row[5:7]]
-    assert found.chunks([array("I", row)], 1, 2) == row[4:8]
-    assert found.alive_from([row], 100, 1, 2) == 1
-    with pytest.raises(ValueError, match="wants 72 tokens"):
-        found.wanted([row], 0, 72)
-    for specs in ((spec(33),), (spec(33), spec()), (state(), spec()), (spec(), spec())):
-        other = groups.read(caches(*specs), 64)
-        assert (other.plain, other.whole) == (False, 64)
-
-
 class Running:
     """A request in vLLM's own manager, and what vLLM's worker has in the blocks of its states."""
 
@@ -263,7 +249,7 @@ def test_a_state_is_taken_when_the_step_is_over_that_ends_there() -> None:
     )
     found, living, taken = groups.read(config, 16), list[Running](), list[tuple[int, Any]]()
     holds: dict[int, Any] = {}
-    for number in range(4 * CASES):
+    for number in range(6 * CASES):
         if len(living) < 3:
             living.append(Running(f"{number}", choice.randrange(20, 250), choice))
         one = choice.choice(living)
@@ -523,9 +509,7 @@ STATES = "cfcf"
 
 
 @HERE
-@pytest.mark.parametrize(
-    ("layers", "window"), [("sfsf", 64), ("sssf", BLOCK + 1), ("ssss", 100), (STATES, 0)]
-)
+@pytest.mark.parametrize(("layers", "window"), [("sfsf", 64), ("ssss", 100), (STATES, 0)])
 def test_a_hit_is_equal_to_vllms_own_and_fills_what_it_needs_and_nothing_else(
     here: Node, pairs: Callable[..., Pair], layers: str, window: int
 ) -> None:
@@ -606,11 +590,10 @@ def test_a_second_turn_finds_the_state_in_the_middle_of_the_answer_before(
 
 
 @HERE
-@pytest.mark.parametrize(("layers", "window"), [("sfsf", 64), (STATES, 0)])
 def test_a_request_whose_load_fails_is_computed_from_its_start(
-    here: Node, pairs: Callable[..., Pair], layers: str, window: int
+    here: Node, pairs: Callable[..., Pair]
 ) -> None:
-    pair, tokens = pairs(layers, window), new_tokens(HIT + 5)
+    pair, tokens = pairs(STATES, 0), new_tokens(HIT + 5)
     before, cold = here.chunks(), pair.a.one(tokens)
     pair.kept(here, before)
     with meddled(pair.b, SCATTER, "raise", times=1):
@@ -664,11 +647,8 @@ def test_a_state_that_goes_before_a_lease_is_on_it_is_computed(
 
 
 @HERE
-@pytest.mark.parametrize(("layers", "window"), [("sfsf", 64), (STATES, 0)])
-def test_chunks_that_are_announced_are_waited_for(
-    here: Node, pairs: Callable[..., Pair], layers: str, window: int
-) -> None:
-    pair, tokens = pairs(layers, window), new_tokens(HIT + 5)
+def test_chunks_that_are_announced_are_waited_for(here: Node, pairs: Callable[..., Pair]) -> None:
+    pair, tokens = pairs(STATES, 0), new_tokens(HIT + 5)
     asked = {"vcache": {"announced": True, "wait_seconds": 60, "store": False}}
     pair.b.tell("run", [Prompt(tokens, params=asked)], False)
     cold = pair.a.one(tokens)

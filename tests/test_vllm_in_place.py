@@ -87,14 +87,6 @@ def test_a_chunk_whose_first_block_alone_is_another_one_is_published_again(engin
     assert engine.right([now])
 
 
-def test_what_a_request_finds_that_is_planned_in_the_same_step_is_right(engine: Engine) -> None:
-    tokens = new_tokens(2 * CHUNK)
-    first, second = engine.add(tokens + new_tokens(5)), engine.add(tokens + new_tokens(CHUNK))
-    engine.step()
-    assert engine.hit(second) == 2 * CHUNK
-    assert [engine.numbers(one) for one in (first, second)] == [[0, 1], [2]]
-
-
 @pytest.mark.parametrize("lost", [False, True], ids=["of another's load", "of its own"])
 def test_behind_a_block_that_vllm_has_evicted_nothing_is_published(
     engine: Engine, lost: bool
@@ -270,29 +262,6 @@ def test_what_began_before_a_reset_is_not_published_by_who_finds_it_in_vllms_cac
     assert engine.numbers(fresh) == list(range(9))
 
 
-def test_what_fails_as_a_step_is_planned_is_not_vllms(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It looks for chunks that loads wait for."""
-
-    def fails() -> Any:
-        raise RuntimeError("on purpose")
-
-    monkeypatch.setattr(engine.half._awaited, "found", fails)
-    request = engine.add(new_tokens(2 * CHUNK), max_tokens=BLOCK)
-    engine.step()
-    assert request.num_computed_tokens == 2 * CHUNK
-    assert engine.metas[-1].publications == []
-    monkeypatch.undo()
-    engine.step()
-    own = engine.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
-    assert (engine.half.publications.generations.counters[own] & np.uint64(1)).all(), (
-        "nobody knows which of them is full"
-    )
-    request = engine.add(new_tokens(2 * CHUNK))
-    assert engine.published(request, engine.step())
-
-
 # ---- whatever happens
 
 
@@ -373,7 +342,7 @@ def test_what_is_published_holds_what_it_should_whatever_happens(here: Node, pol
             [new_tokens(choice.randrange(2, 6) * CHUNK) for _ in range(3)],
             dict[int, list[LoadSpec]]({0: [], 1: []}),
         )
-        for turn in range(1000):
+        for turn in range(500):
             if turn % 50 == 0:
                 heads = [*heads[1:], new_tokens(choice.randrange(2, 6) * CHUNK)]
             engine, other = both[turn % 2], both[1 - turn % 2]
@@ -409,4 +378,4 @@ def test_what_is_published_holds_what_it_should_whatever_happens(here: Node, pol
         if policy == "fcfs":
             assert sum(engine.wrong for engine in both) == 0
         assert min(seen[True], seen["preempted"]) > 3
-        assert min(seen["held"], seen["gone"]) > 1000
+        assert min(seen["held"], seen["gone"]) > 500

@@ -4,8 +4,6 @@ namespace, and the reasons not to cache.
 
 from __future__ import annotations
 
-import json
-import pickle
 import re
 import sys
 from collections.abc import Sequence
@@ -58,28 +56,6 @@ def test_chunks_of_before_models_of_several_block_tables_are_found_still() -> No
     )
 
 
-def test_the_model_is_the_whole_one() -> None:
-    assert (MODEL.model, MODEL.revision, MODEL.dtype, MODEL.kv_cache_dtype) == (
-        "org/model",
-        "abc123",
-        "bfloat16",
-        "bfloat16",
-    )
-    assert (MODEL.layers, MODEL.kv_heads, MODEL.head_dim, MODEL.tp_size, MODEL.pp_size) == (
-        6,
-        4,
-        8,
-        2,
-        2,
-    )
-    assert (MODEL.block_size, MODEL.gpu_memory_utilization, MODEL.device_type) == (
-        BLOCK,
-        0.9,
-        "cuda",
-    )
-    assert model_spec.read_model(vllm_config(), "llama@3").model == "llama@3"
-
-
 def test_a_worker_describes_its_shard() -> None:
     assert (SHARD.layers, SHARD.parts, SHARD.block_size, SHARD.page_bytes) == (
         3,
@@ -92,12 +68,6 @@ def test_a_worker_describes_its_shard() -> None:
         "FLASH_ATTN",
         "",
     )
-
-
-def test_facts_travel_between_processes() -> None:
-    for one in (MODEL, SHARD):
-        assert pickle.loads(pickle.dumps(one)) == one
-        assert msgspec.msgpack.decode(msgspec.msgpack.encode(one), type=type(one)) == one
 
 
 def test_blocks_that_the_kernel_cuts_are_described_as_the_tensors_have_them() -> None:
@@ -224,24 +194,10 @@ def test_seed_and_chunk_size_are_part_of_it() -> None:
     assert len(set(found)) == len(found)
 
 
-def test_a_worker_alone_gets_a_layout_of_its_own_kv_caches() -> None:
-    last = shard(pp_rank=1, kv_caches=dict(list(caches().items())[:2]))
-    found = model_spec.layout(MODEL, [last], CHUNK, ROOT)
-    assert (found.layers, found.kv_layout, found.block_size, found.chunk_size) == (
-        2,
-        last.kv_layout,
-        BLOCK,
-        CHUNK,
-    )
-    assert found.extra["integration"] == "vllm"
-    with pytest.raises(LayoutError, match="no worker"):
-        model_spec.layout(MODEL, [], CHUNK, ROOT)
-
-
 @dataclass
 class Quantization:
     linear: str = "fp8"
-    ignore: set[str] = field(default_factory=lambda: {"lm_head", "router"})
+    ignore: set[str] = field(default_factory=lambda: {f"layer{n}" for n in range(9)})
 
 
 @pytest.mark.parametrize(
@@ -250,7 +206,6 @@ class Quantization:
         {"model_config__hf_config": HFConfig(_commit_hash="abc123", hidden_size=512)},
         {"model_config__disable_sliding_window": True},
         {"model_config__quantization_config": Quantization()},
-        {"model_config__quantization_config": Quantization(ignore={"lm_head"})},
         {"cache_config__kv_cache_dtype_skip_layers": ["0"]},
         {"load_config__load_format": "dummy"},
         {
@@ -263,14 +218,8 @@ class Quantization:
                 mm_processor_cache_gb=4, mm_processor_kwargs={"max_pixels": 784}
             )
         },
-        {
-            "model_config__multimodal_config": SimpleNamespace(
-                mm_processor_cache_gb=4, media_io_kwargs={"image": {"image_mode": "L"}}
-            )
-        },
         {"speculative_config": SimpleNamespace(method="eagle", draft_model_config=None)},
         {"lora_config": SimpleNamespace(target_modules=["o_proj"])},
-        {"lora_config": SimpleNamespace(enable_tower_connector_lora=True)},
         {"lora_config": SimpleNamespace(lora_dtype=torch.float32)},
     ],
     ids=lambda changes: next(iter(changes)),
@@ -284,6 +233,20 @@ def test_what_has_no_field_of_its_own_is_read_too(changes: dict[str, Any]) -> No
             vllm_config(model_config__quantization_config=Quantization(ignore=set()))
         ).extra
     )
+
+
+def quantized() -> str:
+    """The namespace of an instance whose configuration has sets."""
+    config = vllm_config(model_config__quantization_config=Quantization())
+    return namespace(model_spec.read_model(config), [SHARD])
+
+
+def test_pythons_hash_seed_makes_no_difference() -> None:
+    """The order of a set depends on it."""
+    code = "import test_vllm_model_spec as it; print(it.quantized())"
+    settings = {"PYTHONHASHSEED": "2", "PYTHONPATH": str(Path(__file__).parent)}
+    with Child([sys.executable, "-W", "ignore", "-c", code], **settings) as child:
+        assert child.wait() == (0, f"{quantized()}\n")
 
 
 @pytest.mark.parametrize(
@@ -311,10 +274,6 @@ def test_the_longest_request_matters_where_vllm_computes_all_of_them_otherwise_f
 # ---- reasons not to cache
 
 
-def test_a_usual_instance_is_not_refused() -> None:
-    assert model_spec.refusal(MODEL, CHUNK, "0") is None
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -338,9 +297,6 @@ def test_an_instance_that_cannot_share_is_refused_with_what_to_change(
     assert answer is not None
     assert said in answer
     assert "\n" not in answer
-
-
-def test_a_seed_that_differs_is_refused() -> None:
     for seed in (None, "", "random"):
         assert "set PYTHONHASHSEED=0" in (model_spec.refusal(MODEL, CHUNK, seed) or "")
 
@@ -371,34 +327,16 @@ def real(served: object, folder: str) -> dict[str, Any]:
     return {
         "model": msgspec.to_builtins(model),
         "shard": msgspec.to_builtins(part),
-        "namespace": namespace(model, [part], 256, bytes(32)),
         "refusal": model_spec.refusal(model, 256, "0"),
     }
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here")
-def test_real_vllm_is_read_alike_in_two_processes_with_other_hash_seeds(tmp_path: Path) -> None:
-    """One of them is forked from one with vLLM and seed 0."""
+def test_real_vllm_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(LLAMA)
-    script = (
-        "import json, sys, test_vllm_model_spec as it; print('FOUND', "
-        "json.dumps(it.real(None, sys.argv[1])))"
-    )
-    settings = {
-        "PYTHONHASHSEED": "2",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "PYTHONPATH": str(Path(__file__).parent),
-    }
-    with (
-        Child([sys.executable, "-c", script, str(tmp_path)], **settings) as child,
-        beside_vllm() as worker,
-    ):
+    with beside_vllm() as worker:
         found = worker.ask(real, str(tmp_path))
-        _, printed = child.wait(110)
-    (other,) = re.findall(r"^FOUND (.*)$", printed, re.MULTILINE)
-    assert json.loads(other) == found
     model = msgspec.convert(found["model"], ModelSpec)
     assert (model.layers, model.kv_heads, model.head_dim, model.block_size) == (4, 2, 64, 32)
     assert (model.dtype, model.kv_cache_dtype, model.device_type, model.hash_algorithm) == (

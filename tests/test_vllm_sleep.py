@@ -8,7 +8,6 @@ namespace."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import cpu_sleep
@@ -97,10 +96,6 @@ def release(serving: Any) -> None:
     core.release_kv_cache_memory()
 
 
-def hook(serving: Any, name: str) -> None:
-    cpu_sleep._connector(name)
-
-
 def laid_aside(serving: Any) -> bool:
     connector = serving.llm.llm_engine.engine_core.engine_core.scheduler.connector
     return connector._scheduler is None
@@ -131,22 +126,6 @@ def test_others_read_and_store_while_it_sleeps(here: Node, a: Instance, b: Insta
     again = b.again(tokens)
     assert (again.cached, again.agrees(computed)) == (3 * CHUNK, True)
     a.ask(wake)
-
-
-def test_hooks_that_come_twice_or_alone_change_nothing(
-    here: Node, a: Instance, b: Instance
-) -> None:
-    tokens = new_tokens(3 * CHUNK + 1)
-    a.ask(hook, "restore_kv_caches")
-    a.ask(sleep)
-    a.ask(sleep)
-    a.ask(hook, "unregister_kv_caches")
-    a.ask(wake)
-    a.ask(hook, "restore_kv_caches")
-    a.one(new_tokens(CHUNK + 1))  # its workers answer the reset
-    computed = here.keep(b, tokens)
-    read = a.one(tokens)
-    assert (read.cached, read.agrees(computed)) == (3 * CHUNK, True)
 
 
 def test_a_load_under_way_fails_and_is_computed_where_vllm_did_not_wait_for_it(
@@ -196,36 +175,3 @@ def test_who_cannot_move_a_byte_rightly_after_its_sleep_caches_nothing_any_more(
     assert any(
         "caches nothing: after vLLM's sleep the byte round trip" in one.text for one in reports
     )
-
-
-# ---- by itself
-
-
-def test_sleep_mode_is_refused_before_vllm_tells_of_it_and_with_backends_that_are_not_known(
-    b: Instance,
-) -> None:
-    told, untold, strange = b.ask(refusals)
-    assert told is None
-    assert untold.endswith("start vLLM without --enable-sleep-mode, or take vLLM 0.33")
-    assert strange.endswith("set --sleep-mode-backend cumem")
-
-
-def refusals(serving: Any) -> list[str | None]:
-    from vllm.distributed.kv_transfer.kv_connector.v1 import base
-
-    from vcache_backend.integration.vllm.model import compat
-
-    class Told:
-        unregister_kv_caches = None
-
-    class Untold:
-        pass
-
-    found, kept = [], base.KVConnectorBase_V1
-    try:
-        for kind, backend in ((Told, "cumem"), (Untold, "cumem"), (Told, "criu")):
-            base.KVConnectorBase_V1 = kind
-            found.append(compat._sleep_refusal(SimpleNamespace(sleep_mode_backend=backend)))
-    finally:
-        base.KVConnectorBase_V1 = kept
-    return found

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 import pickle
-import sys
-import threading
-import tracemalloc
 from collections import Counter as Multiset
 from types import SimpleNamespace
 from typing import Any
@@ -85,17 +82,6 @@ def taken(meter: Meter) -> VCacheStats:
     return got
 
 
-def test_nothing_that_happened_is_nothing_to_send() -> None:
-    meter = Meter()
-    assert meter.take() is None
-    meter.count("recomputed_tokens", 0)
-    meter.count("not_stored_chunks", 0, "full")
-    assert meter.take() is None
-    meter.count("failures", 1, "server")
-    assert taken(meter).data == {"counters": {"failures": {"server": 1}}}
-    assert meter.take() is None
-
-
 def test_two_workers_and_the_scheduler_add_up() -> None:
     """And a worker that did nothing."""
     first, second = taken(worker_meter()), taken(worker_meter(counts_tokens=False))
@@ -115,29 +101,6 @@ def test_two_workers_and_the_scheduler_add_up() -> None:
         "load_seconds": pytest.approx([0.005, 0.005]),
         "lookup_seconds": [0.0005],
     }
-
-
-def test_threads_lose_no_count() -> None:
-    meter, seen, interval = Meter(), VCacheStats(), sys.getswitchinterval()
-
-    def work() -> None:
-        for _ in range(8000):
-            meter.count("stored_bytes", 2)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    # As often as it can: without the lock two runs in three lose counts.
-    sys.setswitchinterval(1e-6)
-    try:
-        for thread in threads:
-            thread.start()
-        while any(thread.is_alive() for thread in threads):
-            seen.aggregate(meter.take() or VCacheStats())
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    seen.aggregate(meter.take() or VCacheStats())
-    assert seen.data["counters"] == {"stored_bytes": {"": 64000}}
 
 
 def test_an_unlisted_cause_is_counted_as_other() -> None:
@@ -309,32 +272,6 @@ def test_an_event_is_vllms_own_but_for_the_medium(arguments: dict[str, Any], fir
     assert (ours.parent_block_hash is None) == (first == 0)
 
 
-@pytest.mark.parametrize(("numbers", "kind"), [("1", int), ("0", bytes)])
-def test_hashes_have_the_form_that_vllm_publishes(
-    monkeypatch: pytest.MonkeyPatch, numbers: str, kind: type
-) -> None:
-    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", numbers)
-    request = make_request(8 * BLOCK)
-    ours, theirs = (
-        events.block_stored(request, 4 * BLOCK, 8 * BLOCK, BLOCK, "CPU"),
-        vllms_own_event(request, 4, 8),
-    )
-    assert [type(block) for block in [*ours.block_hashes, ours.parent_block_hash]] == [kind] * 5
-    assert (ours.block_hashes, ours.parent_block_hash) == (
-        theirs.block_hashes,
-        theirs.parent_block_hash,
-    )
-
-
-@pytest.mark.parametrize(("start", "end"), [(0, 5 * BLOCK), (0, BLOCK + 1), (1, BLOCK)])
-def test_tokens_without_hashed_blocks_are_refused(start: int, end: int) -> None:
-    with pytest.raises(
-        ValueError,
-        match=f"tokens {start} to {end} are not whole blocks of 16 tokens; the request has 4 such",
-    ):
-        events.block_stored(make_request(4 * BLOCK + 3), start, end, BLOCK, "CPU")
-
-
 class Ranks:
     """A scheduler's announcer, what ranks do to the pool, and what the server finds there. The
     chunks are those of one request.
@@ -423,24 +360,6 @@ def test_a_chunk_is_gone_with_its_first_part_and_that_is_said_once() -> None:
     assert two.taken() == [("BlockRemoved", two.last(2))]
 
 
-def test_many_chunks_are_asked_for_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "MOST_CHECKED", 4)
-    two = Ranks(2)
-    two.order(0, 1, 2)
-    two.step({0: [0, 1, 2]}, {1: [0, 1, 2]})
-    two.there.clear()
-    gone = []
-    for _ in range(2):
-        two.announcer.check(two.contains)
-        gone.append(two.taken())
-    assert gone == [
-        [("BlockRemoved", two.last(0)), ("BlockRemoved", two.last(1))],
-        [("BlockRemoved", two.last(2))],
-    ]
-    two.announcer.check(two.contains)
-    assert two.asked == [2, 2, 1, 1]
-
-
 def test_a_slow_server_has_its_deadline_for_each_request_and_what_it_did_not_answer_is_asked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -463,33 +382,6 @@ def test_a_slow_server_has_its_deadline_for_each_request_and_what_it_did_not_ans
     assert one.taken() == [("BlockRemoved", one.last(chunk)) for chunk in (0, 1)]
     one.announcer.check(one.contains)
     assert one.taken() == [("BlockRemoved", one.last(chunk)) for chunk in (2, 3)]
-
-
-def test_a_check_copies_what_it_asks_for_and_not_all_that_is_published(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A copy of 100,000 chunks keeps the scheduler's step waiting for 12 ms."""
-    monkeypatch.setattr(events, "MOST_CHECKED", 64)
-    announcer, event = (
-        Announcer(1),
-        events.block_stored(make_request(2 * BLOCK), 0, BLOCK, BLOCK, "CPU"),
-    )
-    for number in range(20_000):
-        key = ChunkKey(number.to_bytes(KEY_BYTES, "big"))
-        announcer.expect(key, event)
-        announcer.note({0: [key]})
-    tracemalloc.start()
-    announcer.check(lambda keys: [True] * len(keys))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 200_000
-
-
-def test_what_nobody_ordered_is_not_announced() -> None:
-    """Workers that hold the same shard store it once; and whoever was asked before a restart may
-    say so late.
-    """
-    assert Ranks(1).step({0: [1]}) == []
 
 
 def test_chunks_that_never_become_complete_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:

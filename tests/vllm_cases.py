@@ -39,6 +39,8 @@ from vllm_models import TOKEN_BYTES, VOCABULARY, write_model
 
 from benchmarks.vllm.answers import Answer as Answer
 from benchmarks.vllm.settings import lmcache as lmcache_settings
+from vcache_backend.config import Config
+from vcache_backend.doctor.model import ModelReport
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey
 
@@ -52,7 +54,7 @@ CLIENT = {"connect_seconds": 10.0, "request_seconds": 10.0, "control_seconds": 1
 """On a machine whose cores are taken the server answers late: 0.25 s, the default, was missed where
 two other processes computed.
 """
-QUICK = CLIENT | {"heartbeat_seconds": 0.1, "retry_seconds": 0.02, "retry_max_seconds": 0.1}
+QUICK = CLIENT | {"heartbeat_seconds": 0.1, "retry_seconds": 0.02}
 """For tests in which the server dies and comes back."""
 TINY = {
     "kv_cache_memory_bytes": 15 * BLOCK * TOKEN_BYTES,
@@ -191,18 +193,16 @@ def beside_vllm() -> Worker:
     return Worker(_home(), object, name="beside vLLM")
 
 
-def know_model() -> None:
-    """Have vLLM find out about the tests' model now, which it keeps (`VLLM_CACHE_ROOT`): each
-    server would import vLLM twice for it.
-    """
+def doctor_report(model: Path, settings: Config) -> ModelReport:
+    """What `vcache doctor --model` hears of its child process, from one that has vLLM already."""
     with beside_vllm() as worker:
-        worker.ask(_inspect)
+        return msgspec.convert(worker.ask(_report, str(model), settings), ModelReport)
 
 
-def _inspect(_: object) -> None:
-    from vllm.model_executor.models import ModelRegistry
+def _report(_: object, model: str, settings: Config) -> dict[str, Any]:
+    from vcache_backend.integration.vllm.model.report import report
 
-    ModelRegistry.models["LlamaForCausalLM"].inspect_model_cls()
+    return report(model, settings)
 
 
 def forking(
@@ -287,7 +287,8 @@ NO_SEGMENTS = "vcache-ledger", "vcache-kv", "vcache-generations"
 """Other memory that the server has fds of."""
 OURS = "vcache_backend.integration.vllm"
 _CLIENT = "vcache_backend.metadata_server.client:Client"
-LOOK_UP, LEASE = f"{_CLIENT}.lookup,send_lookup", f"{_CLIENT}.acquire,send_acquire"
+_FIND = "vcache_backend.metadata_server.calls.instances:InstanceCalls.find,send_find"
+LOOK_UP, LEASE = f"{_CLIENT}.lookup|{_FIND}", f"{_CLIENT}.acquire"
 COMMIT, LATE = f"{_CLIENT}.commit", "vcache_backend.metadata_server.calls.channel:Channel._late"
 SESSION, LOAD = "vcache_backend.transfer.session:Session", "vcache_backend.transfer.load:Load"
 VIEWS, RELEASE = f"{SESSION}.views", "vcache_backend.transfer.leases:LeaseClient.verdict"

@@ -142,31 +142,6 @@ def write_eagle(folder: Path) -> Path:
     )
 
 
-def write_eagle3(folder: Path) -> Path:
-    """An EAGLE-3 head of it, which has nothing of what the target's layers say."""
-    import torch
-
-    def head(weights: dict[str, Any]) -> dict[str, Any]:
-        found = {"fc.weight": torch.zeros(_HIDDEN, 3 * _HIDDEN), "norm.weight": torch.ones(_HIDDEN)}
-        found |= {
-            "midlayer.hidden_norm.weight": torch.ones(_HIDDEN),
-            "lm_head.weight": weights["lm_head.weight"],
-        }
-        for name, one in weights.items():
-            wide = any(part in name for part in ("q_proj", "k_proj", "v_proj"))
-            if ".layers.0." in name:
-                named = name.replace("model.layers.0", "midlayer")
-                found[named] = torch.cat([one, torch.zeros_like(one)], 1) if wide else one
-        return found
-
-    kind = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "num_hidden_layers": 1,
-        "draft_vocab_size": VOCABULARY,
-    }
-    return _changed(write_model(folder), head, **kind, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
-
-
 def write_mtp(folder: Path) -> Path:
     """It as a MiMo, whose own last layer, for the token after the next one, is its first one."""
     import torch

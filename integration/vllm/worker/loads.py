@@ -12,7 +12,7 @@ from vcache_backend.transfer import load as transfer
 from ..metadata import LoadSpan, LoadSpec, StepMetadata
 from ..model.spec import ModelSpec
 from ..telemetry.stats import Meter
-from .loading import Attached, Loading, unpacked
+from .loading import Attached, Loading
 from .report import Reporter
 from .stores import Stores
 
@@ -59,9 +59,7 @@ class Loads:
         self._lost += specs
 
     def begin(self, worker: Attached, meta: StepMetadata) -> None:
-        """Begin the loads passed to `expect`. Pass newly found chunks and cancellations to earlier
-        loads.
-        """
+        """Begin the loads passed to `expect`. Cancel earlier loads whose requests have ended."""
         specs = [spec for spec in meta.loads if not spec.lost]
         mark = worker.session.copier.mark() if specs else None
         for spec in specs:
@@ -69,8 +67,6 @@ class Loads:
             self._under_way.append(Loading(worker, spec, mark))
             self._lost.remove(spec)
         for loading in self._under_way:
-            if loading.spec.request_id in meta.found:
-                loading.found(unpacked(meta.found[loading.spec.request_id]))
             if loading.spec.request_id in meta.cancelled:
                 loading.cancel()
 
