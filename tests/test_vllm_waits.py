@@ -192,5 +192,6 @@ def test_an_owner_killed_or_stopped_in_the_middle_costs_no_token(
     assert second.cached <= 6 * CHUNK
     assert second.agrees(aside.one(tokens))
     again = b.one(more)
+    owner.kill()
     assert again.cached == 0
     assert again.agrees(aside.one(more))
