@@ -29,6 +29,12 @@ _COUNTERS = {
     "lookup_chunks": "Chunks that look-ups asked for.",
     "lookup_hits": "Chunks that look-ups found, in the pool or in another instance's KV cache.",
     "resident_hits": "Chunks that look-ups found in another instance's KV cache.",
+    "promised_chunks": "Chunks that instances said they would compute, so that others wait.",
+    "promised_chunks_arrived": "Promised chunks that others can read.",
+    "promised_chunks_broken": (
+        "Chunks that an instance began to compute and gave up, so that others compute them. If "
+        "they rise, requests are aborted or preempted, or instances die."
+    ),
     "acquire_chunks": "Chunks of the pool that loads asked to lease.",
     "acquire_hits": "Chunks of the pool that loads leased.",
     "reserved": "Chunks of the pool that writers got a slot for.",

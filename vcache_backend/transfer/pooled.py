@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -16,9 +15,6 @@ from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.sources import LoadContext, Settled
 from vcache_backend.vram_pool.copies.planner import plane_offsets
 from vcache_backend.vram_pool.paged import Int64s
-
-POLL_SECONDS = 0.0002
-"""How often a load asks for chunks that another instance is still computing."""
 
 
 class _LeasedRun:
@@ -92,16 +88,13 @@ class Pooled:
         self,
         context: LoadContext,
         lease: Lease | None,
-        every: float,
         numbers: Sequence[int] = (),
     ) -> None:
         """lease: on consecutive chunks, from the first chunk taken on. numbers: chunks to be leased
-        together, once the first of them is taken. every: the least seconds between two
-        requests for a lease; 0: no limit.
+        together, once the first of them is taken.
         """
-        self._context, self._given, self._numbers, self._every = context, lease, numbers, every
+        self._context, self._given, self._numbers = context, lease, numbers
         self._run: _LeasedRun | None = None
-        self._next_look = 0.0
         self.cause = ""
 
     def has(self, chunk: int) -> bool:
@@ -150,10 +143,7 @@ class Pooled:
             given = None
         if given is not None:
             return _LeasedRun(given, range(chunk, chunk + len(given.locations)))
-        session, now = self._context.session, time.monotonic()
-        if self._every and now < self._next_look:
-            return None
-        self._next_look = now + self._every
+        session = self._context.session
         if not session.client.connected:
             self.cause = "server"
             return None
