@@ -87,7 +87,8 @@ class Lookups:
         question = tracked.lookup.question
         if question is not None and question.at + AHEAD_SECONDS > monotonic():
             self._read(tracked, question)
-        answer, tracked.lookup.question = tracked.lookup.answer, None
+        answer = tracked.lookup.answer
+        tracked.lookup.question = None
         if answer is None or not answer.counts(first):
             answer = self._ask(tracked, first, whole)
         self._count(tracked, answer, first, whole)

@@ -206,13 +206,15 @@ class SchedulerSide:
 
     def begin(self, meta: StepMetadata) -> None:
         """Move the loads that begin in this step into `meta`. Never raises."""
-        meta.loads, self._loads = self._loads, []
+        meta.loads = self._loads
+        self._loads = []
 
     def plan(self, output: Any, meta: StepMetadata) -> None:
         """Complete `meta` for the step that `output` describes: stores, and blocks with a new
         owner.
         """
-        meta.cancelled, self._cancelled = self._cancelled, set()
+        meta.cancelled = self._cancelled
+        self._cancelled = set()
         meta.fresh = [load.blocks for load in meta.loads]
         meta.idle = not output.total_num_scheduled_tokens
         meta.introduce = self.instance.keys is None and not self.instance.over
@@ -239,7 +241,10 @@ class SchedulerSide:
         """Store no more chunks of the present requests, after `plan` raised: their blocks are
         unknown.
         """
-        meta.stores, meta.publications, meta.victims, meta.opaque = [], [], None, True
+        meta.stores = []
+        meta.publications = []
+        meta.victims = None
+        meta.opaque = True
         if self.publications is not None:
             self.publications.planned()
         for tracked in self._requests.values():

@@ -165,7 +165,8 @@ class Announcer:
                 self._ready.append(event)
             else:
                 self._turns.append(key)
-        ready, self._ready = self._ready, []
+        ready = self._ready
+        self._ready = []
         return ready
 
 

@@ -186,7 +186,8 @@ class Meter:
         if self._stats is None and not self._lookups:
             return None
         with self._lock:
-            taken, self._stats = self._stats, None
+            taken = self._stats
+            self._stats = None
         if self._lookups:
             counters = {"lookup_asked_tokens": {"": self._asked}} | (
                 {"lookup_hit_tokens": {"": self._hit}} if self._hit else {}
@@ -195,7 +196,9 @@ class Meter:
                 data={"counters": counters, "histograms": {"lookup_seconds": self._lookups}}
             )
             taken = looked_up if taken is None else taken.aggregate(looked_up)
-            self._asked, self._hit, self._lookups = 0, 0, []
+            self._asked = 0
+            self._hit = 0
+            self._lookups = []
         return None if taken is None or taken.is_empty() else taken
 
     def looked_up(self, asked: int, hit: int, seconds: float) -> None:

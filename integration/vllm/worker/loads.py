@@ -88,7 +88,8 @@ class Loads:
         """Return the blocks that loads have failed to fill since the last call, vLLM's numbers. See
         `failed`.
         """
-        invalid, self._invalid = self._invalid, set()
+        invalid = self._invalid
+        self._invalid = set()
         return invalid
 
     def failed(self) -> set[str]:
@@ -97,7 +98,8 @@ class Loads:
 
         These are loads that never began and, with several block tables, all failed loads. For the
         others `invalid` names the blocks, and vLLM keeps the blocks before them."""
-        failed, self._failed = self._failed, set()
+        failed = self._failed
+        self._failed = set()
         return failed
 
     # ---- the end
@@ -133,7 +135,8 @@ class Loads:
 
     def _give_up(self) -> set[str]:
         """Report loads that never began as failed. Returns their requests."""
-        lost, self._lost = self._lost, []
+        lost = self._lost
+        self._lost = []
         for spec in lost:
             self._report.failed.add(spec.request_id)
             self._failed.add(spec.request_id)
