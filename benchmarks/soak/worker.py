@@ -45,7 +45,6 @@ CHUNK_TOKENS = 64
 CHUNK_BYTES = CHUNK_TOKENS * SHAPE.token_bytes
 MOST_CHUNKS = 4
 BLOCKS = 2 * MOST_CHUNKS * CHUNK_TOKENS // SHAPE.block_size
-BLOCKS_A_PROMPT = MOST_CHUNKS * CHUNK_TOKENS // SHAPE.block_size
 POISONS = 256
 """So many different poisons; up to that many workers each have their own."""
 REMOVED = 0.01
