@@ -14,7 +14,7 @@ try:
     import msgspec
     import torch
 
-    from . import copies, engine, inplace_campaign, metadata, turns
+    from . import copies, engine, metadata, turns
     from .results import Report, Row
 except ModuleNotFoundError as absent:
     sys.exit(
@@ -27,10 +27,7 @@ SUBJECTS: dict[str, Callable[[], list[Row]]] = {
     "turns": turns.run,
     "copies": copies.run,
     "engine": engine.run,
-    "inplace": inplace_campaign.run,
 }
-LONG = "inplace"
-"""The subject that runs only where `--only` names it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--only",
         action="append",
         choices=[*SUBJECTS],
-        help="may be repeated (default: all quick ones)",
+        help="may be repeated (default: all)",
     )
     parser.add_argument(
         "--out",
@@ -56,9 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in options.only or SUBJECTS:
         if name == "copies" and not torch.cuda.is_available():
             print("copies: skipped, no GPU here", file=sys.stderr)
-            continue
-        if name == LONG and not options.only:
-            print(f"{name}: skipped, it takes long: --only {name}", file=sys.stderr)
             continue
         print(f"{name}:", file=sys.stderr, flush=True)
         try:

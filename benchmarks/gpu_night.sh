@@ -134,8 +134,8 @@ models() {
   wait
 }
 death() {
-  bench death 180 inplace_campaign --level death &
-  bench death_pool 180 inplace_campaign --level death_pool &
+  bench death 180 inplace --level death &
+  bench death_pool 180 inplace --level death_pool &
   wait
 }
 copies() { "$python" -m benchmarks --only engine --only copies --only metadata --only turns --out "$out/copies.json" --commit "${COMMIT:-}" 2>&1 | tail -n 60; }

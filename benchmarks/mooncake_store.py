@@ -173,11 +173,6 @@ class Depot:
         )
         return self.providers[-1]
 
-    def objects(self) -> int:
-        """How many objects the store has, including those being written."""
-        lines = self.master.ask("/metrics").splitlines()
-        return int(next(line.split()[1] for line in lines if line.startswith("master_key_count ")))
-
     def config(self, **more: Any) -> MooncakeConfig:
         """How to reach it, from this machine only."""
         values: dict[str, Any] = {"master": self.master.address, "hostname": HOST}

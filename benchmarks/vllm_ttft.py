@@ -24,10 +24,10 @@ import msgspec
 
 from .options import end_in_time, names_of, parser
 from .results import Clock, Report, Row
-from .vllm import death, equality, groups, latency, pd, scheduling
 from .vllm.environment import on_one_gpu
 from .vllm.fleet import Fleet
 from .vllm.instances import KINDS
+from .vllm.parts import death, equality, groups, latency, pd, scheduling
 from .vllm.prompts import Prompts
 from .vllm.scale import GIB, SCALES
 

@@ -296,7 +296,7 @@ class Node:
     def engine(
         self, device: str, segment_bytes: int, layout: Layout, **options: Any
     ) -> VCacheEngine:
-        """An engine of this process. options: of the engine section (max_inflight_stores) and of
+        """An engine of this process. options: of the engine section and of
         VCacheEngine.
         """
         section = {

@@ -55,10 +55,7 @@ class Inside:
             if setup.service
             else None
         )
-        asynchronous = (
-            {"async_lookup_server": self.server} if self.config.enable_async_loading else {}
-        )
-        self.engine.post_init(**asynchronous)
+        self.engine.post_init()
         if setup.bind:
             self.show_kv_caches()
         if setup.plant is not None:

@@ -23,8 +23,6 @@ ROOMY = 4 << 20
 LENGTH = 5 * CHUNK
 TIER = {
     "retry_seconds": 0.05,
-    "retry_max_seconds": 0.2,
-    "negative_seconds": 0.05,
     "lookup_seconds": 10.0,
     "get_seconds": 10.0,
 }

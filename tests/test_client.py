@@ -241,24 +241,24 @@ def test_answers_to_what_was_sent_ahead_are_each_ones_own(
     """Fetched in any order, or read on the way by whoever calls next; an answer nobody fetches is
     no other one's.
     """
-    answers = {A: ["count", 1], B: ["leased", 7, 10.0, [], 1]}
+    answers = {A: ["found", b"\1", [], [[]], 0, False, None], B: ["leased", 7, 10.0, [], 1]}
     scripted(
         lambda request: (
-            answers[request[1][0]] if request[0] in ("lookup", "acquire") else ["verdict", True]
+            answers[request[1][0]] if request[0] in ("find", "acquire") else ["verdict", True]
         )
     )
     client = stage_.client(PATIENT)
-    first, second = client.send_lookup([A], 2), client.send_acquire([B])
+    first, second = client.send_find([A], 2), client._send(m.Acquire([B]), m.Leased)
     assert first is not None
-    assert (second.answer().lease, first.over, first.answer().count) == (7, True, 1)
-    third, fourth = client.send_acquire([B]), client.send_lookup([A])
+    assert (second.answer().lease, first.over, len(first.answer().pooled)) == (7, True, 1)
+    third, fourth = client._send(m.Acquire([B]), m.Leased), client.send_find([A])
     assert client.renew(7)
     assert fourth is not None
-    expected = (True, True, 7, 1)
-    assert (third.over, fourth.over, third.answer().lease, fourth.answer().count) == expected
-    client.send_acquire([B])
-    assert client.lookup([A]) == 1
-    assert client.send_lookup([A] * (m.MAX_LOOKED_UP // 2 + 1), 2) is None
+    expected = (True, True, 7, b"\1")
+    assert (third.over, fourth.over, third.answer().lease, fourth.answer().pooled) == expected
+    client._send(m.Acquire([B]), m.Leased)
+    assert len(client.find([A]).pooled) == 1
+    assert client.send_find([A] * (m.MAX_LOOKED_UP // 2 + 1), 2) is None
 
 
 def test_answers_that_nobody_reads_yet_hold_up_neither_the_server_nor_the_client(
@@ -269,8 +269,8 @@ def test_answers_that_nobody_reads_yet_hold_up_neither_the_server_nor_the_client
     """
     stage_.server()
     client = stage_.client(PATIENT)
-    sent = [client.send_lookup([A] * 100) for _ in range(5000)]
-    assert [question.answer().count for question in sent if question is not None] == [0] * 5000
+    sent = [client.send_find([A] * 100) for _ in range(5000)]
+    assert [one for one in sent if one is None or one.answer().pooled] == []
     assert not client.connections_lost
 
 
@@ -279,7 +279,8 @@ def test_what_was_sent_ahead_is_lost_with_its_connection(
 ) -> None:
     server = scripted(lambda request: None)
     client = stage_.client(QUICK)
-    sent = client.send_acquire([A])
+    sent = client.send_find([A])
+    assert sent is not None
     server.hang_up()
     eventually(lambda: client.connections_lost)
     assert sent.over

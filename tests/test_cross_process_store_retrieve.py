@@ -66,14 +66,14 @@ def share(
     visible: tuple[str, str] = ("", ""),
     isolated: bool = False,
 ) -> None:
-    """isolated: the server and the workers in containers of their own, the workers' users in a
-    group that the server lets in.
+    """isolated: the server and the workers in containers of their own, the workers' users let
+    in by the server.
     """
     sizes = where.sizes
     count = sizes.blocks * sizes.block_size * 4 // 5 // CHUNK_SIZE * CHUNK_SIZE
     token_bytes = Cache(arrangement, sizes._replace(blocks=1)).token_bytes
     with node(folder, CLIENT) as here:
-        here.serve(**({"within": IN_A_CONTAINER, "allow_gids": [GROUP]} if isolated else {}))
+        here.serve(**({"within": IN_A_CONTAINER, "allow_uids": [1001, 1002]} if isolated else {}))
 
         def start(number: int) -> Worker:
             room = max(4 * count * token_bytes, 1 << 20)

@@ -204,7 +204,7 @@ def test_gpus_without_peer_access_fail_by_both_names(config: Config, gpus: FakeC
     ("wanted", "status", "said"),
     [
         ("6 MiB", "warn", "unless the pool's segment is there already"),
-        ("62 MiB", "fail", "segment_bytes to 30.4 MiB or less"),
+        ("62 MiB", "fail", "set it to 30.4 MiB or less"),
     ],
 )
 def test_a_budget_that_does_not_fit_says_what_to_set(

@@ -34,6 +34,7 @@ from kv_cases import (
 from processes import SECONDS, eventually
 
 from vcache_backend import status
+from vcache_backend.transfer import store
 
 __all__ = ["folder", "fresh", "pair", "shared"]
 
@@ -188,9 +189,12 @@ def test_a_chunk_counts_only_when_every_rank_has_stored_it(shared: Node) -> None
 # ---- the directory as the engine shows it
 
 
-def test_a_store_that_would_wait_behind_too_many_others_is_skipped(shared: Node) -> None:
+def test_a_store_that_would_wait_behind_too_many_others_is_skipped(
+    shared: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "MOST_INFLIGHT", 2)
     copier, mine = UnfinishedCopier(), Cache()
-    writer = shared.engine("host:a", ROOMY, layout_of(mine), copier=copier, max_inflight_stores=2)
+    writer = shared.engine("host:a", ROOMY, layout_of(mine), copier=copier)
     slots = places(mine.sizes, CHUNK)
     for family in range(1, 5):
         writer.store(prompt(CHUNK, family), None, mine.tensors, slots)

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.inplace_instance import Control
-from benchmarks.inplace_levels import CPU
-from benchmarks.inplace_rows import control_row, rows
-from benchmarks.inplace_run import campaign, run_control
+from benchmarks.inplace.instance import Control
+from benchmarks.inplace.levels import CPU
+from benchmarks.inplace.rows import control_row, rows
+from benchmarks.inplace.run import campaign, run_control
 
 
 @pytest.mark.timeout(300)

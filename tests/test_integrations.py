@@ -35,8 +35,6 @@ class Fleet:
     def __init__(self, here: Node, integration: str) -> None:
         self.here, self.integration = here, integration
         self._instances: dict[str, Instance] = {}
-        self.readers = ("reader", "asynchronous") if integration == "lmcache" else ("reader",)
-        """LMCache has two ways to load: in the step that computes the rest, or between steps."""
 
     def __call__(self, name: str) -> Instance:
         if name not in self._instances:
@@ -47,8 +45,7 @@ class Fleet:
         arguments = ARGUMENTS.get(name, {})
         if self.integration == "vllm":
             return self.here.connect(f"vllm-{name}", **arguments)
-        settings = {"enable_async_loading": True} if name == "asynchronous" else {}
-        return self.here.start(f"lmcache-{name}", settings, **arguments)
+        return self.here.start(f"lmcache-{name}", {}, **arguments)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +62,7 @@ WAYS = [
 @pytest.fixture(scope="module", params=WAYS)
 def fleet(request: pytest.FixtureRequest, here: Node, aside: Instance) -> Fleet:
     made = Fleet(here, request.param)
-    for name in ("a", *made.readers):
+    for name in ("a", "reader"):
         made(name)
     return made
 
@@ -89,7 +86,7 @@ def tiny(fleet: Fleet) -> Instance:
 
 
 def test_another_instances_prefix_is_as_good_as_vllms_own(
-    here: Node, fleet: Fleet, a: Instance
+    here: Node, a: Instance, reader: Instance
 ) -> None:
     """The same tokens are cached in both, so the same are computed: tokens and log probabilities
     are equal to the last bit.
@@ -99,11 +96,10 @@ def test_another_instances_prefix_is_as_good_as_vllms_own(
         computed = here.keep(a, tokens)
         own = a.one(tokens)
         assert own.cached == HITS
-        for name in fleet.readers:
-            from_pool = fleet(name).one(tokens)
-            assert from_pool.cached == HITS
-            assert from_pool.said == own.said
-            assert from_pool.agrees(computed)
+        from_pool = reader.one(tokens)
+        assert from_pool.cached == HITS
+        assert from_pool.said == own.said
+        assert from_pool.agrees(computed)
     here.unleased()
 
 

@@ -6,17 +6,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 from engine_cases import Copied, Node, here, put
 from kv_cases import CHUNK, Cache, layout_of, places, prompt
 from processes import SECONDS, eventually, hasty, hung
 
-from vcache_backend.errors import ServerTimeout, VCacheError
+from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import GRACE_SECONDS
-from vcache_backend.transfer.leases import AskedLease
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import SlotPlaces
 from vcache_backend.transfer.session import Session
@@ -108,7 +107,7 @@ def test_the_server_s_silence_is_a_no(reading: Reading) -> None:
         assert not reading.concluded(GRACE_SECONDS)
 
 
-# ---- a lease that was asked for ahead
+# ---- a release that waits
 
 
 @contextmanager
@@ -119,22 +118,6 @@ def another_call(session: Session) -> Iterator[None]:
         session.client._config = hasty(kept)
         yield
         session.client._config = kept
-
-
-@pytest.mark.parametrize("end", [AskedLease.fetch, AskedLease.drop])
-def test_an_answer_that_comes_too_late_leaves_no_lease(
-    here: Node, end: Callable[[AskedLease], object]
-) -> None:
-    """Another thread's call takes longer than an answer is waited for, and the connection lives."""
-    reading = Reading(here)
-    assert reading.session.client.release(reading.lease.id)
-    asked = reading.session.leases.ask(reading.lease.keys)
-    with another_call(reading.session), suppress(ServerTimeout):
-        end(asked)
-    assert reading.session.client.connected
-    eventually(
-        lambda: reading.session.client.lookup(reading.lease.keys) == 2 and reading.leases() == 0
-    )
 
 
 def test_a_release_that_another_call_keeps_waiting_too_long_is_not_lost(here: Node) -> None:
@@ -183,7 +166,7 @@ def test_a_load_that_failed_is_not_over_while_another_part_of_it_may_still_write
         places(cache.sizes, 4 * CHUNK).numpy(),
         range(0, 4 * CHUNK, CHUNK),
     )
-    load = Load(session, where, keys, lease=session.leases.ask(keys[:2]))
+    load = Load(session, where, keys, lease=session.leases.acquire(keys[:2]))
     assert not load.advance()
     assert copier.launched == 2
     copier.failing.set()

@@ -7,7 +7,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 from kv_cases import CHUNK
 from lmcache_cases import (
@@ -99,15 +98,12 @@ def fill_host_tier(inside: Inside, prompt: list[int]) -> int:
     return in_hot_cache(inside)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_what_another_tier_has_under_our_keys_is_not_read(served: Pool, ahead: bool) -> None:
+def test_what_another_tier_has_under_our_keys_is_not_read(served: Pool) -> None:
     """Its keys say nothing of the layout of the bytes."""
-    engine = served.engine(
-        **HOST_TIER, enable_async_loading=ahead, process={"service": "tiers"} if ahead else {}
-    )
+    engine = served.engine(**HOST_TIER)
     engine.store(chunks(1))
     assert engine.do(fill_host_tier, chunks(3)) == 3
-    assert (engine.do("ask", chunks(3), "r") if ahead else engine.lookup(chunks(3), "r")) == CHUNK
+    assert engine.lookup(chunks(3), "r") == CHUNK
     assert said(engine.retrieve(chunks(3), request="r")) == all_of(CHUNK)
     assert said(engine.retrieve(chunks(3))) == all_of(CHUNK)
 

@@ -13,7 +13,6 @@ import torch
 from engine_cases import WrongCopier
 from kv_cases import CHUNK, FLASH, MLA, PACKED, PACKED_HND, Arrangement
 from lmcache_cases import (
-    NOTHING,
     Engine,
     Pool,
     all_of,
@@ -121,40 +120,6 @@ def test_a_look_up_leases_until_it_is_unpinned_looked_up_again_or_one_of_too_man
     eventually(lambda: served.leases() == 2)
     # One that is forgotten is looked up anew.
     assert said(engine.retrieve(chunks(3), request="1")) == all_of(3 * CHUNK)
-
-
-# ---- loading ahead (enable_async_loading)
-
-
-def loading_ahead(pool: Pool, **more: Any) -> Engine:
-    return pool.engine(enable_async_loading=True, process={"service": "ahead"}, **more)
-
-
-def test_what_was_loaded_ahead_is_retrieved(served: Pool) -> None:
-    writer, reader = served.engine(), loading_ahead(served)
-    writer.store(chunks(4))
-    mixed = chunks(3) + chunks(2, family=5)
-    assert reader.do("ask", mixed, "r") == 3 * CHUNK
-    assert served.leases() == 1
-    assert said(reader.retrieve(mixed[: 3 * CHUNK], cached=CHUNK + 4)) == all_of(2 * CHUNK, CHUNK)
-    assert served.settled()
-    assert reader.do("ask", chunks(2, family=9), "miss") == 0
-
-
-def test_chunks_evicted_before_the_load_are_not_retrieved(pool: Pool) -> None:
-    pool.node.serve(lease_seconds=1.0)
-    writer, reader = pool.engine(lent=4), loading_ahead(pool, lent=0)
-    writer.store(chunks(3))
-    assert reader.do("ask", chunks(3), "all") == 3 * CHUNK
-    assert pool.settled()
-    # Tails go first: room for two is the free slot and the third chunk.
-    writer.store(chunks(2, family=2))
-    assert said(reader.retrieve(chunks(3), request="all")) == all_of(2 * CHUNK)
-    assert reader.do("ask", chunks(2), "none") == 2 * CHUNK
-    assert pool.settled()
-    writer.store(chunks(4, family=3))
-    assert said(reader.retrieve(chunks(2), request="none")) == NOTHING
-    assert pool.settled()
 
 
 # ---- several ranks

@@ -19,6 +19,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from lmcache_cases import home, needs_lmcache
+from processes import Worker
 from torch import Tensor
 from vllm_objects import BLOCK, BLOCKS, caches, vllm_config
 
@@ -241,23 +243,22 @@ def token_database(algorithm: str, chunk_size: int = CHUNK) -> Any:
     return module.ChunkedTokenDatabase(config, lmcache_metadata())
 
 
-def test_the_probe_tells_chunk_sizes_algorithms_and_seeds_apart(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def probes(_: object, seed: str) -> list[str]:
+    """In a process that has imported LMCache and vLLM."""
+    os.environ["PYTHONHASHSEED"] = seed
     database = token_database("builtin")
     ((_, _, expected),) = database.process_tokens(torch.arange(1, CHUNK + 1), make_key=False)
-    assert hash_probe(database) == str(expected) != hash_probe(token_database("builtin", 2 * CHUNK))
-    pytest.importorskip("vllm.v1.core.kv_cache_utils", reason="vLLM is not installed")
-    found = []
-    for seed in ("0", "1"):
-        monkeypatch.setenv("PYTHONHASHSEED", seed)
-        found += [
-            hash_probe(token_database(algorithm))
-            for algorithm in ("sha256_cbor", "sha256", "builtin")
-        ]
-    assert len(set(found)) == len(found)
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
-    assert hash_probe(token_database("sha256_cbor")) == found[0]
+    assert hash_probe(database) == str(expected)
+    made = [("builtin", 2 * CHUNK), *((how, CHUNK) for how in ("builtin", "sha256_cbor", "sha256"))]
+    return [hash_probe(token_database(*each)) for each in made]
+
+
+@needs_lmcache
+def test_the_probe_tells_chunk_sizes_algorithms_and_seeds_apart() -> None:
+    with Worker(home(), dict, name="LMCache") as there:
+        first, second = there.ask(probes, "0"), there.ask(probes, "1")
+        assert len({*first, *second}) == len(first) + len(second)
+        assert there.ask(probes, "0") == first
 
 
 # ---- versions, settings that cannot work, remarks
@@ -287,13 +288,14 @@ def test_another_lmcache_is_refused(
     assert (package.low, package.high) == (checks.LOWEST, checks.HIGHEST)
 
 
-def test_what_lmcache_lacks_is_seen_where_it_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    engines = pytest.importorskip("lmcache.v1.cache_engine", reason="LMCache is not installed")
+def lacking(_: object) -> None:
+    """In a process of its own."""
+    from lmcache.v1.cache_engine import LMCacheEngineBuilder
     from lmcache.v1.storage_backend.storage_manager import StorageManager
 
     engine = SimpleNamespace(retrieve=lambda tokens, **kwargs: None, stats_monitor=None)
-    monkeypatch.delattr(engines.LMCacheEngineBuilder, "_instances")
-    monkeypatch.setattr(StorageManager, "_get_allocator_backend", lambda self: None)
+    del LMCacheEngineBuilder._instances
+    StorageManager._get_allocator_backend = lambda self: None
     for replaced, said in (
         (patches.take_allocator_role, "StorageManager has no _get_allocator_backend with config"),
         (lambda: patches.engine_of(None), "LMCacheEngineBuilder has no _instances"),
@@ -304,6 +306,12 @@ def test_what_lmcache_lacks_is_seen_where_it_is_replaced(monkeypatch: pytest.Mon
     ):
         with pytest.raises(patches.StepAside, match=f"{said}.*install lmcache>=0.5.3,<0.6"):
             replaced()
+
+
+@needs_lmcache
+def test_what_lmcache_lacks_is_seen_where_it_is_replaced() -> None:
+    with Worker(home(), dict, name="LMCache") as there:
+        there.ask(lacking)
 
 
 def lm_config(**changes: Any) -> Any:
@@ -397,11 +405,6 @@ def test_what_cannot_work_is_named_with_what_to_set(
         ({"save_unfull_chunk": True}, {}, "set save_unfull_chunk: false"),
         ({"max_local_cpu_size": 1}, {}, "set local_cpu: false and max_local_cpu_size: 0"),
         ({"pre_caching_hash_algorithm": "builtin"}, {}, "set pre_caching_hash_algorithm: sha256"),
-        (
-            {"extra_config": {"vcache.connector.share": "in_place", "vcache.pool.max_ctas": 4}},
-            {},
-            "vcache.connector.share in extra_config: settings of vcache's own connector for vLLM",
-        ),
         ({}, {"load_failure_policy": "fail"}, '"kv_load_failure_policy":"recompute"'),
     ],
 )

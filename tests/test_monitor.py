@@ -134,10 +134,10 @@ def looked_for(reader: Client) -> None:
 
 
 def test_prometheus_has_what_the_server_knows(alone: Stage) -> None:
-    server = alone.server()
+    alone.server()
     reader = used(alone)
     pid = str(os.getpid())
-    address = beside(alone, "--pid", str(server.pid))
+    address = beside(alone)
     eventually(lambda: samples(address).get(("vcache_server_clients",)) == 3)
     seen = samples(address)
     assert seen["vcache_server_up",] == 1
@@ -152,12 +152,6 @@ def test_prometheus_has_what_the_server_knows(alone: Stage) -> None:
         seen[f"vcache_namespace_{what}_tokens_total", "llama", "cafe"]
         for what in ("asked", "found")
     ] == [6 * 256, 3 * 256]
-    assert ("vcache_namespace_hit_ratio_1m", "llama", "cafe") not in seen
-    looked_for(reader)
-    reader.list_segments()
-    eventually(
-        lambda: samples(address).get(("vcache_namespace_hit_ratio_1m", "llama", "cafe")) == 0.5
-    )
     assert seen["vcache_server_request_seconds_count", "Publish"] == 1
     assert seen["vcache_server_request_seconds_sum", "Publish"] > 0
     assert [seen["vcache_server_reports_10m", level] for level in ("info", "warn", "error")] == [
@@ -165,7 +159,6 @@ def test_prometheus_has_what_the_server_knows(alone: Stage) -> None:
         0,
         1,
     ]
-    assert 10 < seen["vcache_server_open_fds",] < seen["vcache_server_max_fds",]
     reader.close()
     eventually(lambda: samples(address)["vcache_server_clients",] == 2)
     # nothing is stored of the namespace, either
@@ -227,8 +220,8 @@ def test_no_panel_of_the_dashboard_is_empty(tmp_path: Path) -> None:
         for panel in PANELS
     }
     with node(tmp_path) as here:
-        server = here.serve()
-        address = beside(here.stage, "--pid", str(server.pid))
+        here.serve()
+        address = beside(here.stage)
         with scraping(address, tmp_path) as prometheus:
             # nothing over nothing
             rates = {title for title, asked in queries.items() if "Hit rate" in title}
@@ -266,7 +259,7 @@ def test_no_panel_of_the_dashboard_is_empty(tmp_path: Path) -> None:
         check=False,
     )
     assert (ran.returncode, ran.stdout + ran.stderr) == (0, ""), "of their names, types and texts"
-    assert text.count("# HELP ") == text.count("# TYPE ") > 40
+    assert text.count("# HELP ") == text.count("# TYPE ") > 30
 
 
 @needs("promtool")
@@ -321,15 +314,9 @@ def test_a_browser_shows_the_page_and_what_clients_say_is_no_markup(
     alone: Stage, tmp_path: Path
 ) -> None:
     alone.server()
-    reader = used(alone)
+    used(alone)
     address = beside(alone)
     eventually(lambda: get(address, "/readyz")[0] == 200)
-    looked_for(reader)
-    eventually(
-        lambda: (
-            json.loads(get(address, "/stats.json")[1])["hits_1m"] == {"cafe": [6 * 256, 3 * 256]}
-        )
-    )
     page = shown(f"http://{address}/", tmp_path / "chromium")
     for said in (
         f"<title>vcache: {socket.gethostname()}, {alone.path}</title>",
@@ -528,23 +515,10 @@ def test_what_is_no_address_is_refused(address: str) -> None:
         split_address(address, "metrics")
 
 
-def test_a_log_for_machines_is_an_object_a_line_and_says_that_nothing_is_read_again(
-    alone: Stage,
-) -> None:
-    """Of the server and of the process beside it. SIGHUP, which ends most programs, is answered
-    there.
-    """
-    server = alone.server(metrics=":0", log_format="json")
-    said = [server.expect("metrics and a page at")]
+def test_a_hang_up_ends_neither_the_server_nor_its_monitor(alone: Stage) -> None:
+    server = alone.server(metrics=":0")
+    address_of(server)
     server.signal(signal.SIGHUP)
-    said.append(server.expect("the configuration is only read at start"))
     assert alone.client().connected
     server.signal(signal.SIGTERM)
-    status, rest = server.wait()
-    told = [json.loads(line) for line in [*said, *rest.splitlines()]]
-    assert (status, [one["level"] for one in told]) == (0, ["info", "warning", "info"])
-    assert told[2].keys() == {"time", "level", "logger", "pid", "message"}
-    assert (told[2]["logger"], told[2]["pid"]) == (
-        "vcache_backend.metadata_server.server",
-        server.pid,
-    )
+    assert server.wait()[0] == 0

@@ -23,7 +23,7 @@ from benchmarks.mooncake_store import Depot
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import ServerTimeout
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey, Present
-from vcache_backend.offload import objects
+from vcache_backend.offload import objects, write
 
 __all__ = ["depot", "model", "nodes", "own_depot", "raw"]
 pytestmark = needs_mooncake
@@ -107,10 +107,11 @@ def test_a_bad_object_is_a_miss_and_removed(
 
 
 def test_without_a_master_everything_else_works(
-    nodes: list[Node], depot: Depot, model: str
+    nodes: list[Node], depot: Depot, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its port is dead: no exception, no wait, no look-up that costs anything."""
-    settings = TIER | {"queue_chunks": 3, "mooncake": {"master": "127.0.0.1:9", "rpc_seconds": 0.5}}
+    settings = TIER | {"mooncake": {"master": "127.0.0.1:9", "rpc_seconds": 0.5}}
+    monkeypatch.setattr(write, "MOST_WAITING", 3)
     config = msgspec.structs.replace(
         nodes[0].config("host", ROOMY), offload=depot.offload(**settings)
     )

@@ -5,7 +5,7 @@ threads, buffers.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,9 +14,8 @@ from processes import SECONDS, eventually
 
 from vcache_backend.config import MooncakeConfig, OffloadConfig
 from vcache_backend.metadata_server.messages import ChunkKey
-from vcache_backend.offload import objects
 from vcache_backend.offload.breaker import Breaker
-from vcache_backend.offload.index import Index, Recent
+from vcache_backend.offload.index import Index
 from vcache_backend.offload.objects import Format
 from vcache_backend.offload.read import Bound, Reader
 from vcache_backend.offload.staging import Buffer, Ring, Staging
@@ -62,21 +61,6 @@ def test_an_open_breaker_is_tried_after_pauses_that_double() -> None:
             breaker.tried(held=False)
 
 
-def test_what_is_recent_ends_with_time_and_by_number() -> None:
-    clock = FakeClock()
-    recent = Recent(2.0, 3, clock)
-    recent.add([key(1), key(2)])
-    clock.now += 1.5
-    recent.add([key(1), key(3)])
-    assert [n for n in range(5) if key(n) in recent] == [1, 2, 3]
-    clock.now += 1.0
-    assert [n for n in range(5) if key(n) in recent] == [1, 3]
-    assert recent.first([key(9), key(3), key(1)]) == 1
-    assert recent.first([key(9), key(2)]) == 2
-    recent.add([key(10), key(11), key(12)])
-    assert [n for n in range(20) if key(n) in recent] == [10, 11, 12]
-
-
 def test_a_call_that_hangs_or_fails_holds_up_no_other_and_ends_no_close() -> None:
     workers, go_on, ran = Workers("test", 2), threading.Event(), list[int]()
     workers.submit(lambda: go_on.wait(SECONDS))
@@ -115,22 +99,12 @@ def store() -> Iterator[Store]:
 
 def test_a_store_that_is_down_is_not_asked(store: Store) -> None:
     index = Index(OffloadConfig(), store, on_gpu=False)
-    assert (store.lookup(["vcache1/x"]), index.lookup([key(1)], 0), index.may_have(key(1))) == (
+    assert (store.lookup(["vcache1/x"]), index.lookup([key(1)], 0), index.usable) == (
         None,
         0,
         False,
     )
     assert store.breaker.opened == 0
-
-
-def test_what_was_absent_in_another_epoch_is_asked_for_again(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    index, asked = Index(OffloadConfig(), store, on_gpu=False), list[Sequence[str]]()
-    monkeypatch.setattr(store, "lookup", lambda names: asked.append(names) or 0)
-    for epoch in (0, 0, 7):
-        assert index.lookup([key(1)], epoch) == 0
-    assert asked == [[objects.name(key(1))], [], [objects.name(key(1), 7)]]
 
 
 @pytest.mark.parametrize("called", [False, True], ids=["behind another load", "in its own call"])
@@ -139,7 +113,7 @@ def test_a_load_waits_for_its_next_chunk_as_long_as_it_may_and_no_longer(
 ) -> None:
     """The store is at fault only where its own call took that long."""
     config, clock, go_on, begun = (
-        OffloadConfig(get_seconds=2.0, readers=1),
+        OffloadConfig(get_seconds=2.0),
         FakeClock(),
         threading.Event(),
         threading.Event(),

@@ -32,7 +32,7 @@ __all__ = ["depot", "own_depot", "raw"]
 pytestmark = needs_mooncake
 
 SIZE = 1 << 16
-QUICK: dict[str, Any] = {"retry_seconds": 0.05, "retry_max_seconds": 0.1, "lookup_seconds": 10.0}
+QUICK: dict[str, Any] = {"retry_seconds": 0.05, "lookup_seconds": 10.0}
 
 
 def opened(config: OffloadConfig) -> tuple[Store, list[Buffer]]:

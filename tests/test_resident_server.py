@@ -698,7 +698,7 @@ def test_the_protocol_s_own_words(alone: Stage, server: Child) -> None:
     assert raw.ask("show_cache", A, 0, packed(shape()), fds=(memory,)) == ["count", 1]
     assert raw.ask("publish", A, 1, keys(1), chunk_blocks(0), chunk_generations(2)) == ["count", 1]
     one = [0, chunk_blocks(0), chunk_generations(2)]
-    assert other.ask("find", keys(2), 1, B) == ["found", b"\0", [A], [[one]], 0, False]
+    assert other.ask("find", keys(2), 1, B) == ["found", b"\0", [A], [[one]], 0, False, None]
     assert other.ask("open_instance", A) == ["joined", 64, 1, EACH]
     cache = other.ask("open_cache", A, 0)
     assert cache is not None

@@ -100,9 +100,7 @@ def mourner(path: Path) -> Client:
     """A client that has a server started again, as the integrations make it."""
     made = Client(
         path,
-        msgspec.structs.replace(
-            PATIENT, heartbeat_seconds=0.1, retry_seconds=0.02, retry_max_seconds=0.02
-        ),
+        msgspec.structs.replace(PATIENT, heartbeat_seconds=0.1, retry_seconds=0.02),
     )
     made.on_killed = partial(try_ensure, config(path))
     return made
@@ -136,7 +134,7 @@ import logging, sys
 from pathlib import Path
 from vcache_backend import log_format
 log_format.LOG_BYTES = 10_000
-log_format.begin("text", Path(sys.argv[1]))
+log_format.begin(Path(sys.argv[1]))
 for number in range(1000):
     logging.info("line %d", number)
 sys.stderr.write("its last words")

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from engine_cases import Node, node
 from kv_cases import Cache, layout_of
-from processes import QUICK, SECONDS
+from processes import QUICK, SECONDS, eventually
 from vllm_objects import BLOCK, vllm_config
 
 pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
@@ -161,13 +161,21 @@ class Side:
         """
         return self._step([(request, computed, count, rows)], [])
 
+    def preempted(self, request: Request) -> StepMetadata:
+        """One step, before which vLLM took the request's blocks away."""
+        return self._step([], [], {request.request_id})
+
     def _step(
-        self, begin: list[tuple[Request, int, int, Any]], go_on: list[tuple[Request, int, int, Any]]
+        self,
+        begin: list[tuple[Request, int, int, Any]],
+        go_on: list[tuple[Request, int, int, Any]],
+        preempted: set[str] | None = None,
     ) -> StepMetadata:
         scheduled = {request.request_id: count for request, _, count, _ in begin + go_on}
         output = SimpleNamespace(
             num_scheduled_tokens=scheduled,
             total_num_scheduled_tokens=sum(scheduled.values()),
+            preempted_req_ids=preempted,
             scheduled_new_reqs=[
                 SimpleNamespace(
                     req_id=request.request_id, block_ids=rows, num_computed_tokens=computed
@@ -391,6 +399,36 @@ def test_spans_of_instances_that_vllm_gave_one_seed_have_names_of_their_own(
     one, other = (span.context for span in spans())
     assert one.span_id != other.span_id
     assert one.trace_id != other.trace_id
+
+
+def test_what_a_request_computes_is_promised_until_it_is_stored_or_given_up(side: Side) -> None:
+    """By its look-up, and confirmed by its first step; not what it has."""
+
+    def coming(request: Request) -> tuple[int, bool] | None:
+        found = side.client.find(side.keys(request), 1, pool_only=True).coming
+        return None if found is None else (found.chunks, found.begun)
+
+    request = new_request()
+    assert side.matched(request) == (0, False)
+    assert coming(request) == (CHUNKS, False)
+    side.step((request, CHUNK))
+    eventually(lambda: coming(request) == (CHUNKS, True))
+    side.preempted(request)
+    eventually(lambda: coming(request) is None)
+    side.begun(request, 0, CHUNK, (blocks_of(CHUNK),))
+    eventually(lambda: coming(request) == (CHUNKS, True))
+    side.half.finished(request)
+    eventually(lambda: coming(request) is None)
+    queued = new_request()
+    assert side.matched(queued) == (0, False)
+    assert coming(queued) == (CHUNKS, False)
+    side.half.finished(queued)
+    eventually(lambda: coming(queued) is None)
+    # Nobody waits for what is not stored.
+    private = new_request(store=False)
+    assert side.matched(private) == (0, False)
+    side.step((private, CHUNK))
+    assert coming(private) is None
 
 
 def test_workers_that_never_describe_their_kv_caches_are_named(

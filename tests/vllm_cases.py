@@ -54,7 +54,7 @@ CLIENT = {"connect_seconds": 10.0, "request_seconds": 10.0, "control_seconds": 1
 """On a machine whose cores are taken the server answers late: 0.25 s, the default, was missed where
 two other processes computed.
 """
-QUICK = CLIENT | {"heartbeat_seconds": 0.1, "retry_seconds": 0.02, "retry_max_seconds": 0.1}
+QUICK = CLIENT | {"heartbeat_seconds": 0.1, "retry_seconds": 0.02}
 """For tests in which the server dies and comes back."""
 TINY = {
     "kv_cache_memory_bytes": 15 * BLOCK * TOKEN_BYTES,
@@ -287,7 +287,8 @@ NO_SEGMENTS = "vcache-ledger", "vcache-kv", "vcache-generations"
 """Other memory that the server has fds of."""
 OURS = "vcache_backend.integration.vllm"
 _CLIENT = "vcache_backend.metadata_server.client:Client"
-LOOK_UP, LEASE = f"{_CLIENT}.lookup,send_lookup", f"{_CLIENT}.acquire,send_acquire"
+_FIND = "vcache_backend.metadata_server.calls.instances:InstanceCalls.find,send_find"
+LOOK_UP, LEASE = f"{_CLIENT}.lookup|{_FIND}", f"{_CLIENT}.acquire"
 COMMIT, LATE = f"{_CLIENT}.commit", "vcache_backend.metadata_server.calls.channel:Channel._late"
 SESSION, LOAD = "vcache_backend.transfer.session:Session", "vcache_backend.transfer.load:Load"
 VIEWS, RELEASE = f"{SESSION}.views", "vcache_backend.transfer.leases:LeaseClient.verdict"

@@ -39,7 +39,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
-from vllm_cases import BLOCK, CHUNK, TOKEN_BYTES, Answer, Prompt
+from vllm_cases import BLOCK, CHUNK, FOREVER, TOKEN_BYTES, Answer, Prompt
 from vllm_models import picture
 
 registry._run_in_subprocess = lambda look: look()
@@ -87,10 +87,13 @@ class Serving:
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vcache_backend.integration import amx
-        from vcache_backend.integration.vllm.scheduler import lookups, tracked
+        from vcache_backend.integration.vllm.scheduler import lookups, promises, tracked
 
         # Tests count questions, and a slow machine must not ask again what it has asked.
         lookups.AHEAD_SECONDS = tracked.FRESH_SECONDS = PATIENCE_SECONDS
+        # Nobody measures how fast a machine is that others use: `paced` says it.
+        promises.LEAST_MEASURED = FOREVER
+        self.paced(PATIENCE_SECONDS, PATIENCE_SECONDS)
         transfer = {
             "kv_connector": "LMCacheConnectorV1",
             "kv_role": "kv_both",
@@ -269,6 +272,13 @@ class Serving:
         if not found:
             raise KeyError(name)
         return sum(found)
+
+    def paced(self, chunk_seconds: float, step_seconds: float) -> None:
+        """How long a chunk and a step take here and elsewhere, for waits for what others compute."""
+        from vcache_backend.integration.vllm.scheduler import waits
+
+        waits.UNKNOWN_CHUNK_SECONDS, waits.UNKNOWN_STEP_SECONDS = chunk_seconds, step_seconds
+        waits.LONGEST_STEP_SECONDS, waits.STATE_SECONDS = PATIENCE_SECONDS, 2.0
 
     def hurry(self, connect_seconds: float, request_seconds: float) -> None:
         """Deadlines for the metadata server's answers, from now on."""

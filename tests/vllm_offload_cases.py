@@ -41,9 +41,7 @@ class Two:
         more = {
             "policy": "write_through",
             "staging_bytes": BUFFERS * (CHUNK_BYTES + 4096),
-            "negative_seconds": 0,
             "retry_seconds": 0.1,
-            "retry_max_seconds": 0.2,
             "lookup_seconds": 10,
             "get_seconds": 10,
             **offload,

@@ -19,7 +19,7 @@ import typer
 
 from vcache_backend import __version__, command, config, segment_commands, terminal
 from vcache_backend.command import ConfigFile, Json, Socket
-from vcache_backend.errors import ConfigError, VCacheError
+from vcache_backend.errors import ConfigError
 
 if TYPE_CHECKING:
     from vcache_backend.doctor.finding import Finding
@@ -77,17 +77,8 @@ def serve(config_file: ConfigFile = None, socket: Socket = None) -> None:
     from vcache_backend.metadata_server.server import serve as run
 
     settings = command.load(config_file, socket).server
-    log_format.begin(settings.log_format)
-    try:
-        run(settings)
-    except VCacheError as error:
-        if settings.log_format == "text":
-            raise
-        logging.error("%s", error)
-        raise typer.Exit(1) from error
-    except OSError as error:
-        logging.exception("the server ends because of an unexpected error")
-        raise typer.Exit(1) from error
+    log_format.begin()
+    run(settings)
 
 
 @app.command()

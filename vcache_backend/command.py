@@ -53,9 +53,9 @@ class _Group(TyperGroup):
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        for one in self.commands.values():
-            first = " ".join((one.help or "").split()).partition(". ")[0]
-            one.short_help = first.removesuffix(".")  # else the list of commands cuts it off
+        for subcommand in self.commands.values():
+            first = " ".join((subcommand.help or "").split()).partition(". ")[0]
+            subcommand.short_help = first.removesuffix(".")  # else the list of commands cuts it off
 
     def invoke(self, ctx: Any) -> Any:
         try:

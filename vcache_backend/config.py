@@ -49,7 +49,6 @@ MOST_SECONDS = 1_000_000
 Positive = Annotated[float, msgspec.Meta(gt=0, le=MOST_SECONDS)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0, le=MOST_SECONDS)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
-Threads = Annotated[int, msgspec.Meta(ge=1, le=256)]
 Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 2)]
 """A uid or gid. 2^32 - 1 means none to the kernel."""
 
@@ -105,15 +104,15 @@ def split_address(address: str, name: str, absent: str = "127.0.0.1") -> tuple[s
     """Host and port of `address`; the host is `absent` if there is none. name: the setting, for
     errors. Raises ValueError.
     """
-    found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s:/\[\]]*)):([0-9]{1,5})", address)
-    if found is None:
+    parts = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s:/\[\]]*)):([0-9]{1,5})", address)
+    if parts is None:
         hint = (
             f'; write ":{address}" for this machine alone' if absent and address.isdecimal() else ""
         )
         raise ValueError(f"{name} must be HOST:PORT, got {address!r}{hint}")
-    if int(found[3]) > 65535:
+    if int(parts[3]) > 65535:
         raise ValueError(f"{name} must be HOST:PORT, and a port is 65535 at most, got {address!r}")
-    host = found[1] or found[2]
+    host = parts[1] or parts[2]
     try:
         if ":" in host:
             inet_pton(AF_INET6, host)
@@ -123,15 +122,7 @@ def split_address(address: str, name: str, absent: str = "127.0.0.1") -> tuple[s
         raise ValueError(
             f"{name} must be HOST:PORT, and {host} is no host, got {address!r}"
         ) from error
-    return host or absent, int(found[3])
-
-
-def _check_retries(first: float, longest: float | None) -> None:
-    if longest is not None and first > longest:
-        raise ValueError(
-            f"retry_seconds ({first:g}) is more than retry_max_seconds ({longest:g}): set the "
-            "first one lower, or the other one higher"
-        )
+    return host or absent, int(parts[3])
 
 
 def is_device(spec: str) -> bool:
@@ -154,10 +145,8 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     max_chunks: PositiveInt = 4_000_000
     max_clients: PositiveInt = 1024
     allow_uids: list[Id] = []
-    allow_gids: list[Id] = []
     metrics: str = ""
     metrics_hosts: list[Annotated[str, msgspec.Meta(pattern=r"\A[0-9A-Za-z._-]+\Z")]] = []
-    log_format: Literal["text", "json"] = "text"
 
     def __post_init__(self) -> None:
         if not self.socket.isprintable():
@@ -187,20 +176,12 @@ class ClientConfig(_Section, frozen=True, kw_only=True):
     control_seconds: Positive = 5.0
     heartbeat_seconds: Positive = 1.0
     retry_seconds: Positive = 0.1
-    retry_max_seconds: Positive | None = None
     server_uid: Id | None = None
-
-    def __post_init__(self) -> None:
-        _check_retries(self.retry_seconds, self.retry_max_seconds)
 
     @property
     def longest_pause(self) -> float:
-        """`retry_max_seconds`, or its default."""
-        return (
-            max(2.0, self.retry_seconds)
-            if self.retry_max_seconds is None
-            else self.retry_max_seconds
-        )
+        """The longest pause between two attempts to connect. The first pause is `retry_seconds`."""
+        return 20 * self.retry_seconds
 
 
 class PoolConfig(_Section, frozen=True, kw_only=True):
@@ -224,7 +205,6 @@ class EngineConfig(_Section, frozen=True, kw_only=True):
     """Chunks, and the KV caches they are copied from and to."""
 
     chunk_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 256
-    max_inflight_stores: PositiveInt = 64
     kv_axes: str = ""
 
     def __post_init__(self) -> None:
@@ -250,34 +230,21 @@ class ConnectorConfig(_Section, frozen=True, kw_only=True):
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     model: str = ""
     start_server: bool = False
-    event_medium: str = "CPU"
-
-    def __post_init__(self) -> None:
-        if self.event_medium.strip().upper() in ("", "GPU", "DEVICE"):
-            raise ValueError(
-                "event_medium must differ from that of vLLM's own prefix cache, got "
-                f"{self.event_medium!r}: routers could not tell them "
-                "apart"
-            )
 
 
 class MooncakeConfig(_Section, frozen=True, kw_only=True):
     """How to reach a Mooncake store."""
 
     master: str = "127.0.0.1:50051"
-    metadata: str = "P2PHANDSHAKE"
     protocol: Literal["tcp", "rdma"] = "tcp"
     devices: str = ""
     hostname: str = ""
-    replicas: PositiveInt = 1
     tenant: str = ""
     rpc_seconds: Positive = 1.0
 
     def __post_init__(self) -> None:
         if not all(split_address(self.master, "master", absent="")):
             raise ValueError(f"master must be HOST:PORT, got {self.master!r}")
-        if self.metadata != "P2PHANDSHAKE" and "://" not in self.metadata:
-            raise ValueError(f"metadata must be P2PHANDSHAKE or a URL, got {self.metadata!r}")
         if self.protocol == "tcp" and self.devices:
             raise ValueError(f"devices ({self.devices!r}) are for protocol: rdma")
 
@@ -290,31 +257,21 @@ class OffloadConfig(_Section, frozen=True, kw_only=True):
     promote: bool = True
     min_bandwidth: ByteSize | None = None
     staging_bytes: ByteSize = ByteSize(1 << 30)
-    queue_chunks: PositiveInt = 4096
-    readers: Threads = 2
-    writers: Threads = 1
     lookup_seconds: Positive = 0.05
     get_seconds: Positive = 2.0
     call_seconds: Positive = 10.0
-    negative_seconds: NotNegative = 1.0
     failures: PositiveInt = 3
     retry_seconds: Positive = 1.0
-    retry_max_seconds: Positive | None = None
     mooncake: MooncakeConfig = MooncakeConfig()
 
     def __post_init__(self) -> None:
-        _check_retries(self.retry_seconds, self.retry_max_seconds)
         if not self.staging_bytes:
             raise ValueError("staging_bytes must be more than 0")
 
     @property
     def longest_pause(self) -> float:
-        """`retry_max_seconds`, or its default."""
-        return (
-            max(15.0, self.retry_seconds)
-            if self.retry_max_seconds is None
-            else self.retry_max_seconds
-        )
+        """The longest pause between two trials. The first pause is `retry_seconds`."""
+        return 15 * self.retry_seconds
 
     def least_bandwidth(self, on_gpu: bool) -> ByteSize:
         """`min_bandwidth` in bytes a second, or its default: 5 GB/s for GPUs over TCP, which is how

@@ -76,8 +76,9 @@ def explained(error: str, kind: type, where: dict[str, int], values: object = No
 
     kind: the struct that `values` should have become. where: the lines of keys.
     """
-    found, unknown = re.search(r"at `\$([^`]*)", error), re.search(r"unknown field `(.+?)`", error)
-    steps = re.findall(r"\w+", found[1]) if found else []
+    place = re.search(r"at `\$([^`]*)", error)
+    unknown = re.search(r"unknown field `(.+?)`", error)
+    steps = re.findall(r"\w+", place[1]) if place else []
     path = "".join(f".{step}" for step in steps if not step.isdecimal())
     expected: Any = kind
     for name in steps:
@@ -158,7 +159,8 @@ def _given(error: str, value: Any, steps: list[str]) -> str:
 
 
 def _at(value: Any, steps: list[str]) -> Any:
-    """What stands at `steps` of `value`. LookupError, TypeError or ValueError if nothing does."""
+    """Return the value at `steps` of `value`. LookupError, TypeError or ValueError if it is not
+    there."""
     for step in steps:
         value = value[int(step)] if isinstance(value, list) else value[step]
     return value
@@ -166,7 +168,7 @@ def _at(value: Any, steps: list[str]) -> Any:
 
 def _fields(kind: Any) -> dict[str, Any]:
     return (
-        {one.name: one.type for one in msgspec.structs.fields(kind)}
+        {field.name: field.type for field in msgspec.structs.fields(kind)}
         if isinstance(kind, type(msgspec.Struct))
         else {}
     )

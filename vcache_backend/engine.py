@@ -90,14 +90,13 @@ class VCacheEngine:
             ids = as_tokens(tokens)
             keys = self._hasher.keys(ids, as_salt(salt))
             try:
-                found = self._session.lookup(keys, self._ranks)
+                chunks = self._session.lookup(keys, self._ranks)
             except Exception as error:  # noqa: BLE001 - nothing is raised into the caller
                 return self._session.miss("lookup", error)
-        self._stats.count(tokens_asked=len(ids), tokens_hit=found * self._layout.chunk_size)
-        self._session.client.looked_up(
-            len(keys) * self._layout.chunk_size, found * self._layout.chunk_size
-        )
-        return found * self._layout.chunk_size
+        hit = chunks * self._layout.chunk_size
+        self._stats.count(tokens_asked=len(ids), tokens_hit=hit)
+        self._session.client.looked_up(len(keys) * self._layout.chunk_size, hit)
+        return hit
 
     def store(
         self,
@@ -165,14 +164,12 @@ class VCacheEngine:
             ids, size = as_tokens(tokens), self._layout.chunk_size
             first = first_wanted(mask, len(ids))
             start, keys = first // size, self._hasher.keys(ids, as_salt(salt))
-            # The server answers while the places are worked out.
-            with self._session.leases.ask(keys[start:]) as lease:
-                slots, kv = as_slots(slot_mapping, len(ids), 0), self._bound("retrieve", kvcaches)
-                if kv is None:
-                    return torch.zeros(len(ids), dtype=torch.bool)
-                places = self._places(kv, slots, first, len(keys))
-                load = Load(self._session, places, keys[start:], lease=lease)
-                return torch.from_numpy(places.loaded(load.finish(self._patience, keys[:start])))
+            slots, kv = as_slots(slot_mapping, len(ids), 0), self._bound("retrieve", kvcaches)
+            if kv is None:
+                return torch.zeros(len(ids), dtype=torch.bool)
+            places = self._places(kv, slots, first, len(keys))
+            load = Load(self._session, places, keys[start:])
+            return torch.from_numpy(places.loaded(load.finish(self._patience, keys[:start])))
 
     def contains(self, cache_key: bytes) -> int:
         """0: the chunk of this key is in the pool; 1: in the offload tier; -1: in neither, as far
@@ -228,18 +225,6 @@ class VCacheEngine:
         """Wait until the stores so far are visible or given up; False after `timeout` seconds.
         through: wait until they are written to the offload tier or dropped, too."""
         return self._session.flush(as_seconds(timeout), through)
-
-    def give_back(self) -> None:
-        """Take the segments that this engine has lent out of the pool, with all chunks in them,
-        whoever stored them.
-
-        Their memory is free once nobody has them mapped: this engine's own mapping ends with
-        `close`."""
-        for id_ in self._session.pool.lent:
-            try:
-                self._session.client.drop_segment(id_)
-            except VCacheError as error:
-                self._session.miss("give_back", error)
 
     def close(self) -> None:
         """Finish stores, unmap, disconnect. The segments and their chunks stay in the pool.

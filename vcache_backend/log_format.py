@@ -1,35 +1,13 @@
-"""The log of the server's processes, on stderr: lines of text, or JSON for log collectors."""
+"""The log of the server's processes, on stderr or in a file."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Literal
 
 LOG_BYTES = 4 << 20
-LogFormat = Literal["text", "json"]
-
-
-class _JsonLine(logging.Formatter):
-    """One JSON object a line: time (RFC 3339, UTC), level, logger, pid, message, and a traceback as
-    `error`.
-    """
-
-    def format(self, record: logging.LogRecord) -> str:
-        said = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "pid": record.process,
-            "message": record.getMessage(),
-        }
-        return json.dumps(
-            said | ({"error": self.formatException(record.exc_info)} if record.exc_info else {})
-        )
 
 
 class _RotatedLog(RotatingFileHandler):
@@ -50,13 +28,10 @@ class _RotatedLog(RotatingFileHandler):
             os.dup2(self.stream.fileno(), 2)
 
 
-def begin(kind: LogFormat, path: Path | None = None) -> None:
+def begin(path: Path | None = None) -> None:
     """Set up logging in this process, from INFO on. path: of a log of bounded size; None:
     stderr.
     """
     handlers = None if path is None else [_RotatedLog(path)]
     form = "%(asctime)s %(process)d %(levelname)-7s %(name)s: %(message)s"
     logging.basicConfig(level=logging.INFO, format=form, handlers=handlers)
-    if kind == "json":
-        for handler in logging.getLogger().handlers:
-            handler.setFormatter(_JsonLine())

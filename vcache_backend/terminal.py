@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 import os
 import sys
@@ -16,18 +15,14 @@ import typer
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-PLAIN = {"–": "-", "…": "~", "→": ">"}
-"""What stands for our signs where the encoding does not have them."""
-
 
 @contextmanager
 def whatever_it_shows() -> Iterator[None]:
-    """Within the block, signs that the output's encoding does not have become those of `PLAIN`, and
-    an OSError, such as a full disk or a closed pipe, ends the program with one line."""
-    codecs.register_error("plain", _plainly)
+    """Within the block, a sign that the output's encoding does not have becomes a question mark,
+    and an OSError, such as a full disk or a closed pipe, ends the program with one line."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="plain")
+            stream.reconfigure(errors="replace")
     try:
         try:
             yield
@@ -37,15 +32,6 @@ def whatever_it_shows() -> Iterator[None]:
         # at exit Python writes its buffer's rest, and would fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(f"vcache: {error}")
-
-
-def _plainly(error: UnicodeError) -> tuple[str, int]:
-    """The error handler `plain` of codecs: what stands for characters that cannot be encoded."""
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    return "".join(
-        PLAIN.get(letter, "?") for letter in error.object[error.start : error.end]
-    ), error.end
 
 
 def show(what: RenderableType) -> None:

@@ -15,15 +15,12 @@ from .workloads import Ceilings
 MS = 1e3
 PLAIN, OURS = "alone", ("inplace", "inplace_host")
 """The systems that `routed_*` rows compare: their reference, and ours."""
-FIGURES = {
-    "throughput": ("requests_per_second", 1.0, 1.15),
-    "ttft_p50": ("ttft_p50", 1.0, 0.0),
-    "ttft_p99": ("ttft_p99", 1.0, 2.0),
-}
-"""Of `routed_*` rows: the figure, the least ratio, and by how much ours has to be ahead in one of
-them where routing ends (`AHEAD`).
-"""
-AHEAD = ("fork", "contention", "cold")
+RATIOS = {"throughput": "requests_per_second", "ttft_p50": "ttft_p50", "ttft_p99": "ttft_p99"}
+"""The figures that are compared, by the name that rows of comparisons give them."""
+ENDS = ("fork", "contention", "cold")
+"""Workloads where routing ends: there the better of ours has to be ahead in one of `AHEAD`."""
+AHEAD = {"throughput": 1.15, "ttft_p99": 2.0}
+"""By how much."""
 SHARED = ("prefix", "trace", "hot", "chat")
 """Workloads whose hit rate has to be that of one shared cache, or nearly."""
 RANKS = {"throughput": 1.3, "ttft_p50": 2.0}
@@ -186,70 +183,67 @@ def compared(rows: Mapping[str, Row], workload: str) -> list[Row]:
 
     rows: of arms; those of another workload than ours in turn are left out."""
     made: list[Row] = []
-    arms = arms_of(rows, workload)
-    if f"{OURS[0]}_turn" in arms:
-        what = _workload(rows[case(f"{OURS[0]}_turn", workload, "requests_per_second")])
+    arms, turn = arms_of(rows, workload), f"{OURS[0]}_turn"
+    if turn in arms:
+        what = _workload(rows[case(turn, workload, "requests_per_second")])
         plain = _of(rows, arms, workload, (PLAIN,), what)
-        made += _against(rows, workload, "turn", [f"{OURS[0]}_turn"], plain)
-        made += _against(rows, workload, "best", _of(rows, arms, workload, OURS, what), plain)
+        for which, ours in {"turn": [turn], "best": _of(rows, arms, workload, OURS, what)}.items():
+            prefix = f"routed_{workload}_{which}"
+            made += [
+                _ratio(rows, workload, prefix, figure, ours, plain, 1.0)
+                for figure in RATIOS
+                if plain
+            ]
+        if plain and workload in ENDS:
+            made.append(_ahead(f"routed_{workload}_best", made))
         if workload in SHARED:
-            hit = rows[case(f"{OURS[0]}_turn", workload, "hit_rate")]
-            name, limit = f"routed_{workload}_turn_hit_rate", 0.99
-            made.append(
-                row(name, hit.unit, hit.value, hit.reference, what=hit.what, at_least=limit)
-            )
+            hit = rows[case(turn, workload, "hit_rate")]
+            name = f"routed_{workload}_turn_hit_rate"
+            value, ceiling = hit.value, hit.reference
+            made.append(row(name, hit.unit, value, ceiling, what=hit.what, at_least=0.99))
     if {"alone_dp_turn", "inplace_dp_turn"} <= set(arms):
-        for figure, least in RANKS.items():
-            name = f"dp_{workload}_{figure}"
-            made += _ratio(rows, workload, name, ["inplace_dp_turn"], ["alone_dp_turn"], least)
+        ours, plain = ["inplace_dp_turn"], ["alone_dp_turn"]
+        made += [
+            _ratio(rows, workload, f"dp_{workload}", figure, ours, plain, least)
+            for figure, least in RANKS.items()
+        ]
     return made
 
 
-def _against(
-    rows: Mapping[str, Row], workload: str, which: str, ours: list[str], plain: list[str]
-) -> list[Row]:
-    """The rows `routed_{workload}_{which}_{figure}`; nothing if there is no plain arm."""
-    made: list[Row] = []
-    for figure, (_, least, _) in FIGURES.items():
-        made += _ratio(rows, workload, f"routed_{workload}_{which}_{figure}", ours, plain, least)
-    if made and which == "best" and workload in AHEAD:
-        wanted = {figure: ahead for figure, (_, _, ahead) in FIGURES.items() if ahead}
-        gains = {
-            f: each.ratio / wanted[f] for f, each in zip(FIGURES, made, strict=True) if f in wanted
-        }
-        best = max(gains, key=lambda figure: gains[figure])
-        what = f"{best} ratio ÷ {wanted[best]:g}, the better of {', '.join(wanted)}"
-        name = f"routed_{workload}_best_ahead"
-        made.append(row(name, "ratio", gains[best], 1.0, what=what, at_least=1.0))
-    return made
+def _ahead(prefix: str, made: Sequence[Row]) -> Row:
+    """The row that says whether the better of ours is ahead by enough. made: its comparisons."""
+    ratios = {each.case: each.ratio for each in made}
+    gains = {figure: ratios[f"{prefix}_{figure}"] / least for figure, least in AHEAD.items()}
+    best = max(gains, key=lambda figure: gains[figure])
+    what = f"{best} ratio ÷ {AHEAD[best]:g}, the better of {', '.join(AHEAD)}"
+    return row(f"{prefix}_ahead", "ratio", gains[best], 1.0, what=what, at_least=1.0)
 
 
 def _ratio(
     rows: Mapping[str, Row],
     workload: str,
-    name: str,
+    prefix: str,
+    figure: str,
     ours: list[str],
     plain: list[str],
     least: float,
-) -> list[Row]:
-    """The best of our arms against the best of the plain ones in one figure."""
-    figure = FIGURES[next(key for key in FIGURES if name.endswith(key))][0]
-    rate = figure == "requests_per_second"
+) -> Row:
+    """The best of our arms against the best of the plain ones in one figure of RATIOS."""
+    rate = figure == "throughput"
 
     def best(arms: list[str]) -> tuple[str, Row]:
-        values = {arm: rows[case(arm, workload, figure)] for arm in arms}
+        values = {arm: rows[case(arm, workload, RATIOS[figure])] for arm in arms}
         pick = (max if rate else min)(values, key=lambda arm: values[arm].value)
         return pick, values[pick]
 
-    if not ours or not plain:
-        return []
     (our, mine), (their, theirs) = best(ours), best(plain)
     value, reference = (mine, theirs) if rate else (theirs, mine)
-    what = f"{_workload(mine)}; {our} against {their}, the best of {', '.join(plain)}; " + (
-        "requests a second" if rate else "ms of theirs; reference: ours"
-    )
+    unit = "requests a second" if rate else "ms of theirs; reference: ours"
+    against = f"{our} against {their}, the best of {', '.join(plain)}"
+    what = f"{_workload(mine)}; {against}; {unit}"
+    name = f"{prefix}_{figure}"
     made = row(name, value.unit, value.value, reference.value, what=what, at_least=least)
-    return [msgspec.structs.replace(made, spread=value.spread, runs=value.runs)]
+    return msgspec.structs.replace(made, spread=value.spread, runs=value.runs)
 
 
 def arms_of(rows: Mapping[str, Row], workload: str) -> list[str]:

@@ -90,8 +90,6 @@ TINY = Sizes(
         trace_tokens=15_000,
         trace_turns=1,
         trace_seconds=3.0,
-        window=24,
-        window_block=32,
     ),
 )
 SIZES = {"full": FULL, "tiny": TINY}
@@ -100,8 +98,7 @@ SIZES = {"full": FULL, "tiny": TINY}
 class System(msgspec.Struct, frozen=True, kw_only=True):
     """label: for people. ours: with our connector. lends: VRAM of each GPU goes to the pool.
     in_place: vLLM's own KV cache is the pool. host: it takes host memory. ranks: one server with
-    data parallel ranks, among which vLLM balances itself. gpu_only: why it does not run on the
-    CPU."""
+    data parallel ranks, among which vLLM balances itself."""
 
     label: str
     ours: bool = False
@@ -109,7 +106,6 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
     in_place: bool = False
     host: bool = False
     ranks: bool = False
-    gpu_only: str = ""
 
     @property
     def connector(self) -> bool:
@@ -119,11 +115,6 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
 
 SYSTEMS = {
     "alone": System(label="vLLM alone"),
-    "offload": System(
-        label="vLLM, native CPU offload",
-        host=True,
-        gpu_only="vLLM's native CPU offload runs on CUDA and XPU devices only",
-    ),
     "mp": System(label="LMCache MP server, host memory", host=True),
     "vcache": System(label="vcache, a pool", ours=True, lends=True),
     "inplace": System(label="vcache in place", ours=True, in_place=True),
@@ -177,11 +168,6 @@ def serve_arguments(
         flags.append("enforce-eager")
     else:
         given |= {"load-format": "dummy", "gpu-memory-utilization": UTILISATION}
-    if name == "offload":
-        given |= {
-            "kv-offloading-size": sizes.host_gib / sizes.instances,
-            "kv-offloading-backend": "native",
-        }
     if system.ranks:
         given["data-parallel-size"] = sizes.instances
     if sizes.kv_events:

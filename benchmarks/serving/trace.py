@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .workloads import Phase, Plan, Request, Tokens, Workload, random_tokens, usual
+from .workloads import Phase, Plan, Request, Tokens, Workload, random_tokens
 
 TRACED = 512
 """Tokens that one of the trace's hash ids covers."""
@@ -28,7 +28,7 @@ def conversations(plan: Plan) -> Workload:
     pace = plan.trace_seconds / max(1, last - first)
     requests = [
         Request(
-            tokens=_prompt(line, plan, plan.trace_block, blocks),
+            tokens=_prompt(line, plan, blocks),
             at=(line["timestamp"] - first) * pace,
             output=plan.output,
         )
@@ -41,23 +41,6 @@ def conversations(plan: Plan) -> Workload:
         f"{plan.output}, arrivals within {plan.trace_seconds:g} s, seed {plan.seed}"
     )
     return Workload([Phase(requests=requests, concurrency=0)], what)
-
-
-def unfiltered(plan: Plan) -> Workload:
-    """Consecutive requests of the trace, without a choice of conversations. ValueError if the trace
-    is missing.
-    """
-    lines = _trace(plan)[plan.window_start : plan.window_start + plan.window]
-    blocks: dict[int, Tokens] = {}
-    requests = [
-        Request(tokens=_prompt(line, plan, plan.window_block, blocks), output=plan.output)
-        for line in lines
-    ]
-    what = (
-        f"unfiltered trace: {len(lines)} requests from number {plan.window_start} on, "
-        f"{plan.window_block} tokens for {TRACED}, prompts cut at {plan.longest}, {usual(plan)}"
-    )
-    return Workload([Phase(requests=requests, concurrency=plan.concurrency)], what)
 
 
 def _trace(plan: Plan) -> list[dict[str, Any]]:
@@ -90,7 +73,7 @@ def _drawn(lines: Sequence[dict[str, Any]], plan: Plan) -> list[dict[str, Any]]:
         if tokens >= plan.trace_tokens:
             break
         chosen += indices
-        tokens += sum(_length(lines[index], plan, plan.trace_block) for index in indices)
+        tokens += sum(_length(lines[index], plan) for index in indices)
     if not chosen:
         raise ValueError(
             f"no conversation of {plan.trace_turns} requests in {plan.trace}; lower --trace-turns"
@@ -98,14 +81,13 @@ def _drawn(lines: Sequence[dict[str, Any]], plan: Plan) -> list[dict[str, Any]]:
     return [lines[index] for index in sorted(chosen)]
 
 
-def _length(line: dict[str, Any], plan: Plan, block: int) -> int:
-    scaled: int = line["input_length"] * block // TRACED
+def _length(line: dict[str, Any], plan: Plan) -> int:
+    scaled: int = line["input_length"] * plan.trace_block // TRACED
     return max(1, min(plan.longest, scaled))
 
 
-def _prompt(line: dict[str, Any], plan: Plan, block: int, blocks: dict[int, Tokens]) -> Tokens:
-    """block: tokens that a block of the trace becomes."""
-    length = _length(line, plan, block)
+def _prompt(line: dict[str, Any], plan: Plan, blocks: dict[int, Tokens]) -> Tokens:
+    length, block = _length(line, plan), plan.trace_block
     ids = line["hash_ids"][: -(-length // block)]
     for each in ids:
         if each not in blocks:

@@ -34,8 +34,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     trace: its file. trace_block: tokens for each block of 512 of the trace. trace_tokens: prompt
     tokens in all. trace_turns: take only conversations of at least so many requests.
-    trace_seconds: the time into which all arrivals are scaled. window: consecutive requests of the
-    trace, from number `window_start` on. window_block: as trace_block."""
+    trace_seconds: the time into which all arrivals are scaled."""
 
     vocabulary: int
     block: int
@@ -72,9 +71,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     trace_tokens: int = 2_000_000
     trace_turns: int = 2
     trace_seconds: float = 14.0
-    window: int = 600
-    window_start: int = 1000
-    window_block: int = 512
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

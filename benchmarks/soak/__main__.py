@@ -1,8 +1,7 @@
 """Is a byte ever wrong? Engines retrieve, check and store while all that they share is killed,
 stopped and damaged.
 
-    python -m benchmarks.soak [--retrieves 100000] [--minutes M] [--seed N] [--only KIND]
-                              [--store] [--out FILE]
+    python -m benchmarks.soak [--retrieves 100000] [--minutes M] [--seed N] [--store] [--out FILE]
 
 Workers share one metadata server and a pool far too small for their prompts, so that slots are
 constantly rewritten. Workers are killed and stopped, also in the middle of copies. The server is
@@ -16,7 +15,7 @@ again, but not the same timing.
 With --store there is a Mooncake store as offload tier, too small as well, and the mishaps happen to
 its master, its providers, its objects and the processes that workers use it through.
 
-At the end, or alone with --control, a control is run: the same workers ignore the verdict on their
+At the end a control is run: the same workers ignore the verdict on their
 leases, or accept every object. It must see wrong bytes, or the zero above proves nothing."""
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ import msgspec
 from ..mooncake_store import missing
 from ..results import Report, Row, load, none, row
 from .chaos import Found, Soak
-from .mishaps import KINDS
-from .store import SHARES
 from .worker import Outcomes
 
 RETRIEVES = 100_000
@@ -69,17 +66,16 @@ def run(
     seed: int = 1,
     workers: int = WORKERS,
     pause: float = PAUSE,
-    only: Sequence[str] = (),
     store: bool = False,
 ) -> Result:
     """Run the soak until so many retrieves are verified, or for so many `minutes` instead. pause:
-    seconds between two mishaps, on average. only: kinds of mishaps; all by default. store: with a
-    Mooncake store, to which the mishaps happen."""
+    seconds between two mishaps, on average. store: with a Mooncake store, to which the mishaps
+    happen."""
 
     def over(outcomes: Outcomes, seconds: float) -> bool:
         return seconds > 60 * minutes if minutes else outcomes.verified >= retrieves
 
-    with Soak(seed, workers, only, store=store) as soak:
+    with Soak(seed, workers, store=store) as soak:
         seconds = soak.run(over, pause)
         counts = dict(sorted(soak.mishaps.counts.items()))
         result = Result(
@@ -177,28 +173,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--store", action="store_true", help="with an offload tier, to which the mishaps happen"
     )
-    parser.add_argument(
-        "--only",
-        action="append",
-        default=[],
-        choices=[*KINDS, *SHARES],
-        help="this mishap only; may be repeated",
-    )
-    parser.add_argument("--control", action="store_true", help="the control alone")
     parser.add_argument("--out", type=Path, help="result file")
     options = parser.parse_args(arguments)
     if why := options.store and missing():
         parser.error(why)
-    if options.control:
-        seen = run_control(options.seed, store=options.store)
-        print(
-            f"{seen.wrong} wrong of {seen.verified:,} verified retrieves, all trusted; seed "
-            f"{options.seed}"
-        )
-        return int(not seen.wrong)
-    result = run(
-        options.retrieves, options.minutes, options.seed, only=options.only, store=options.store
-    )
+    result = run(options.retrieves, options.minutes, options.seed, store=options.store)
     name = "soak_store" if options.store else "soak"
     made = rows(result, 0 if options.minutes else options.retrieves, name)
     if options.out:

@@ -43,7 +43,6 @@ QUICK = ClientConfig(
     control_seconds=1.0,
     heartbeat_seconds=0.2,
     retry_seconds=0.05,
-    retry_max_seconds=0.2,
 )
 PROGRESS_SECONDS = 15.0
 

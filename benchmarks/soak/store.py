@@ -33,8 +33,6 @@ FLAGS: dict[str, Any] = {
 CALL_SECONDS = 3.0
 TIMES: dict[str, Any] = {
     "retry_seconds": 0.1,
-    "retry_max_seconds": 0.5,
-    "negative_seconds": 0.2,
     "lookup_seconds": 0.1,
     "get_seconds": 1.0,
     "call_seconds": CALL_SECONDS,

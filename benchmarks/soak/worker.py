@@ -26,7 +26,7 @@ import torch
 from vcache_backend.config import Config
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Leased
+from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey
 from vcache_backend.offload import objects
 from vcache_backend.transfer.layout import Layout, Namespace
 from vcache_backend.transfer.leases import Lease
@@ -45,7 +45,6 @@ CHUNK_TOKENS = 64
 CHUNK_BYTES = CHUNK_TOKENS * SHAPE.token_bytes
 MOST_CHUNKS = 4
 BLOCKS = 2 * MOST_CHUNKS * CHUNK_TOKENS // SHAPE.block_size
-BLOCKS_A_PROMPT = MOST_CHUNKS * CHUNK_TOKENS // SHAPE.block_size
 POISONS = 256
 """So many different poisons; up to that many workers each have their own."""
 REMOVED = 0.01
@@ -140,12 +139,10 @@ class Worker:
         grace were over.
         """
         leases = self._engine._session.leases
-        grant, verdict = leases.granted, leases.verdict
+        acquire, verdict = leases.acquire, leases.verdict
 
-        def granted(
-            keys: list[ChunkKey], leased: Leased, asked: float, connection: int
-        ) -> Lease | None:
-            got = grant(keys, leased, asked, connection)
+        def acquired(keys: list[ChunkKey]) -> Lease | None:
+            got = acquire(keys)
             self._leases += [got] if got is not None else []
             return got
 
@@ -159,7 +156,7 @@ class Worker:
             self._refused += not held
             return held or trusting
 
-        leases.granted, leases.verdict = granted, judged  # type: ignore[method-assign]
+        leases.acquire, leases.verdict = acquired, judged  # type: ignore[method-assign]
 
     def serve(self, lasting: float) -> Served:
         """Run rounds for so many seconds, and report what happened. Returns at once on a wrong

@@ -1,7 +1,5 @@
 """All ranks of a vLLM on one GPU, to check what takes several where there is only one.
 
-    python3 -m benchmarks.vllm.one_gpu MODULE [ARGUMENT...]      run a module of vLLM that way
-
 NCCL lets ranks share a GPU from 2.30 on, with NCCL_MULTI_RANK_GPU_ENABLE=1 (`environment` sets it);
 an older one, such as that of torch 2.11,
 refuses ("Duplicate GPU detected"): preload a newer `libnccl.so.2`. vLLM 0.26 gives each rank
@@ -12,8 +10,6 @@ a GPU of its own, and its
 from __future__ import annotations
 
 import os
-import runpy
-import sys
 from typing import Any
 
 
@@ -30,9 +26,3 @@ def install() -> None:
         )
 
     EngineArgs._resolve_device_ids = device_ids
-
-
-if __name__ == "__main__":
-    install()
-    del sys.argv[0]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

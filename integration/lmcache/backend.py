@@ -31,8 +31,8 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
     """The plugin's storage backend in one worker. LMCache makes it for `storage_plugins: [vcache]`;
     see docs/lmcache.md.
 
-    LMCache calls `contains` and its variants in the look-up thread, the `async` methods on the
-    storage manager's loop, and the rest in the worker's main thread. Nothing raises, and no call
+    LMCache calls `contains` and its variants in the look-up thread, and the rest in the worker's
+    main thread. Nothing raises, and no call
     waits longer than the client's deadlines. If the plugin must not work here (see `checks`), the
     backend stays as an allocator that always returns None."""
 
@@ -110,19 +110,6 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
     def batched_contains(self, keys: list[CacheEngineKey], pin: bool = False) -> int:
         return self.worker.contains(keys) if self.worker is not None else 0
 
-    async def batched_async_contains(
-        self, lookup_id: str, keys: list[CacheEngineKey], pin: bool = False
-    ) -> int:
-        return 0
-
-    async def batched_get_non_blocking(
-        self, lookup_id: str, keys: list[CacheEngineKey], transfer_spec: Any = None
-    ) -> list[MemoryObj]:
-        return []
-
-    def get_non_blocking(self, key: CacheEngineKey, location: str | None = None) -> None:
-        return None
-
     def pin(self, key: CacheEngineKey) -> bool:
         return False
 
@@ -186,16 +173,6 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         `on_complete_callback` is not called: LMCache's storage manager passes none."""
         if self.worker is not None:
             self.worker.put(keys, objs)
-
-    async def async_batched_submit_put_task(
-        self,
-        keys: Sequence[CacheEngineKey],
-        objs: list[MemoryObj],
-        transfer_spec: Any = None,
-        on_complete_callback: Any = None,
-    ) -> None:
-        """Call `batched_submit_put_task`, which does not wait for the copy."""
-        self.batched_submit_put_task(keys, objs)
 
     def exists_in_put_tasks(self, key: CacheEngineKey) -> bool:
         return False

@@ -57,6 +57,9 @@ _REPLACED = {
         "LMCache's peer-to-peer tier needs its host allocator: set enable_p2p: false; "
         "vcache shares within the node"
     ),
+    "enable_async_loading": (
+        "vcache leases chunks in the look-up, which takes no time: set enable_async_loading: false"
+    ),
     "external_lookup_client": "look-ups would not ask vcache: remove external_lookup_client",
     "enable_scheduler_bypass_lookup": (
         "vcache answers look-ups in the workers: set enable_scheduler_bypass_lookup: false"
@@ -137,18 +140,6 @@ def remarks(lm_config: Any, instance: Instance) -> Iterator[str]:
         yield (
             "Python's own hash can be made to collide on purpose: set "
             "pre_caching_hash_algorithm: sha256"
-        )
-    unheard = [
-        key
-        for key in getattr(lm_config, "extra_config", None) or {}
-        if str(key).startswith("vcache.connector.")
-    ]
-    if unheard:
-        yield (
-            f"{', '.join(sorted(unheard))} in extra_config: settings of vcache's own connector "
-            "for vLLM, which LMCache's does not have; "
-            'take them out, or start vLLM with "kv_connector":"VCacheConnector" and set them in '
-            "kv_connector_extra_config"
         )
     if instance.load_failure_policy == "fail":
         yield (

@@ -15,7 +15,6 @@ import copy
 import functools
 import importlib
 import inspect
-import json
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -189,50 +188,9 @@ def _supply_connector() -> None:
 def _patch_scheduler(connector: Any) -> None:
     adapter = connector._lmcache_engine
     if connector.role.name == "SCHEDULER" and names_our_plugin(adapter.config):
-        _look_up_at_hand(adapter.lookup_client)
         scheduler = Scheduler(adapter)
         adapter.get_num_new_matched_tokens = scheduler.get_num_new_matched_tokens
         adapter.build_connector_meta = scheduler.build_connector_meta
-
-
-def _look_up_at_hand(client: Any) -> None:
-    """Make look-ups call the worker directly, without socket or thread, if the only worker runs in
-    the scheduler's process.
-    """
-    transport: Any = getattr(client, "transport", None)
-    if (
-        type(client).__name__ != "LMCacheLookupClient"
-        or client.enable_blending
-        or getattr(transport, "world_size", 0) != 1
-    ):
-        return
-    builder = importlib.import_module("lmcache.v1.cache_engine").LMCacheEngineBuilder
-    name = importlib.import_module("lmcache.integration.vllm.utils").ENGINE_NAME
-
-    def make(theirs: Callable[..., list[bytes]]) -> Callable[..., list[bytes]]:
-        def send_and_recv_all(message: list[Any]) -> list[bytes]:
-            engine = builder.get(name)
-            if engine is None or engine.storage_manager is None or engine.metadata.role != "worker":
-                return theirs(message)
-            hashes, offsets, lookup_id, configs = message
-            asked = {
-                "hashes": hashes,
-                "offsets": offsets,
-                "request_configs": json.loads(configs) if configs else None,
-            }
-            try:
-                return [engine.lookup(lookup_id=lookup_id, pin=True, **asked).to_bytes(4, "big")]
-            except Exception as error:  # noqa: BLE001 - vLLM's scheduler would die of it
-                log.warning(
-                    "vcache: a look-up failed, which counts as a miss (%s: %s)",
-                    type(error).__name__,
-                    error,
-                )
-                return []
-
-        return send_and_recv_all
-
-    _replace(transport, "send_and_recv_all", make)
 
 
 # ---- a worker
@@ -288,9 +246,7 @@ def install(engine: Any, backend: VCacheBackend, adapter: Any) -> None:
     )
     for name, verb, wanted in (
         ("lookup", verbs.lookup, look_up),
-        ("async_lookup_and_prefetch", verbs.fetch, look_up),
         ("lookup_unpin", verbs.unpin, "lookup_id"),
-        ("cleanup_memory_objs", verbs.clean_up, "lookup_id"),
         ("retrieve", verbs.retrieve, "tokens mask kwargs"),
     ):
         _replace(engine, name, lambda theirs, verb=verb: functools.partial(verb, theirs), wanted)  # type: ignore[misc]

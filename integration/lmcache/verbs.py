@@ -70,7 +70,7 @@ class Hits:
 
 
 class Verbs:
-    """Our methods of one engine. None raises: a failure is a miss. `lookup` and `fetch` run in any
+    """Our methods of one engine. None raises: a failure is a miss. `lookup` runs in any
     thread, `retrieve` in the worker's main thread. `theirs`: the engine's own method.
     """
 
@@ -122,42 +122,10 @@ class Verbs:
             engine.stats_monitor.on_lookup_finished(stats, hit_tokens)
         return hit_tokens
 
-    def fetch(
-        self,
-        theirs: Callable[..., None],
-        lookup_id: str,
-        tokens: Any = None,
-        hashes: Sequence[int] | None = None,
-        offsets: Sequence[int] | None = None,
-        search_range: list[str] | None = None,
-        pin: bool = False,
-        request_configs: dict[str, Any] | None = None,
-    ) -> None:
-        """Look up for `enable_async_loading`: like `lookup`, but send the answer to LMCache's
-        scheduler, where the request waits.
-        """
-        manager, worker, hits = self._engine.storage_manager, self._backend.worker, 0
-        try:
-            if worker is not None and self._engine.is_healthy():
-                hashes = self._hashes(tokens) if hashes is None else hashes
-                hits = self._look_up(
-                    worker, worker.promise, lookup_id, hashes, request_configs, search_range
-                )
-        except Exception as error:  # noqa: BLE001 the request would wait for ever
-            self._backend.note_failure("lookup", error)
-        # The answer's socket belongs to this loop.
-        manager.loop.call_soon_threadsafe(
-            manager.async_lookup_server.send_response_to_scheduler, lookup_id, hits * self._size
-        )
-
     def unpin(self, theirs: Callable[[str], None], lookup_id: str) -> None:
         """End a look-up and release its chunks, retrieved or not."""
         self._hits.end(self._hits.take(lookup_id))
         theirs(lookup_id)
-
-    def clean_up(self, theirs: Callable[[str], None], lookup_id: str) -> None:
-        """Release the chunks of a look-up that was answered after its request had gone."""
-        self._engine.lookup_unpin(lookup_id)
 
     def _release(self, lease: Lease) -> None:
         worker = self._backend.worker

@@ -44,16 +44,14 @@ class LoadSpec(_Spec, frozen=True):
     """A load: fill blocks of one request from consecutive chunks.
 
     keys: the keys of rank 0. blocks: vLLM's block numbers from the first block of the first chunk
-    on; -1: leave out. wait_seconds: how long to wait for chunks that are not stored yet; 0: do not
-    wait. offload: also read from the offload tier. promote: store chunks from the offload tier in
-    the pool again. prefix: the keys of all earlier chunks, if `offload`. residents: chunks in
-    other instances' KV caches, numbered within the load. lost: the scheduler could not describe the
-    load; load nothing and report a failure."""
+    on; -1: leave out. offload: also read from the offload tier. promote: store chunks from the
+    offload tier in the pool again. prefix: the keys of all earlier chunks, if `offload`. residents:
+    chunks in other instances' KV caches, numbered within the load. lost: the scheduler could not
+    describe the load; load nothing and report a failure."""
 
     request_id: str
     keys: list[ChunkKey] = []
     blocks: list[int] = []
-    wait_seconds: float = 0.0
     offload: bool = False
     promote: bool = False
     prefix: list[ChunkKey] = []
@@ -98,8 +96,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     their load. flush: report this number once the stores of earlier steps have begun; 0: none.
     idle: the step runs no model. opaque: the blocks with a new owner are unknown. introduce: report
     your shard. instance: the name under which to show the KV cache to others, in a step that
-    introduces; empty: do not show it. found: more `LoadSpec.residents`, by request, for loads that
-    wait for chunks; an empty entry: no more will come. victims: chunks to save in the pool before
+    introduces; empty: do not show it. victims: chunks to save in the pool before
     their blocks are used again. echo: report this number once this step's model run is over; 0:
     none."""
 
@@ -113,7 +110,6 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     introduce: bool = False
     instance: bytes = b""
     publications: list[PublicationSpec] = field(default_factory=list)
-    found: dict[str, list[Run]] = field(default_factory=dict)
     victims: PublicationSpec | None = None
     echo: int = 0
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from vcache_backend.config import ByteSize, Config
@@ -85,11 +86,11 @@ def has_nvidia() -> bool:
 
 
 def _kernel_module() -> str:
-    try:
-        found = re.search(r"\b(\d{3}\.[\d.]+)\b", Path("/proc/driver/nvidia/version").read_text())
-    except OSError:
-        found = None
-    return found[1] if found else "driver of unknown version"
+    with suppress(OSError):
+        text = Path("/proc/driver/nvidia/version").read_text()
+        if version := re.search(r"\b(\d{3}\.[\d.]+)\b", text):
+            return version[1]
+    return "driver of unknown version"
 
 
 # ---- memory
@@ -150,20 +151,16 @@ def _pool_gpu(spec: str) -> Gpu | None:
 
 
 def _gpu_budget(gpu: Gpu, wanted: ByteSize) -> Finding:
-    most = memory_budget.most_utilization(gpu.total_bytes, wanted)
+    """Whether a segment of `wanted` bytes fits on this GPU beside vLLM."""
     check = f"memory of gpu {gpu.ordinal}"
     detail = (
         f"pool.segment_bytes {wanted}, {ByteSize(gpu.free_bytes).about} of "
         f"{ByteSize(gpu.total_bytes).about} free"
     )
-    if not most:
-        half = memory_budget.most_segment(gpu.total_bytes, memory_budget.MAX_SHARE / 2).about
-        return Finding(
-            check,
-            "fail",
-            f"{detail}: nothing is left for vLLM",
-            f"set pool.segment_bytes to {half} or less",
-        )
+    # A segment may be there already, so lacking free memory is no failure.
+    if fault := memory_budget.shortfall(gpu.total_bytes, gpu.free_bytes, wanted, 0, None):
+        return Finding(check, "fail", f"{detail}: nothing is left for vLLM", fault)
+    most = memory_budget.most_utilization(gpu.total_bytes, wanted)
     vllm = f"start vLLM with gpu_memory_utilization <= {most:.2f}"
     if wanted > gpu.free_bytes:
         advice = (

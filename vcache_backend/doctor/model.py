@@ -73,8 +73,8 @@ class ModelReport(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         layers = ", ".join(
-            f"{one.count} layers {_KINDS.get(one.kind, one.kind).format(one.window)}"
-            for one in self.layers
+            f"{alike.count} layers {_KINDS.get(alike.kind, alike.kind).format(alike.window)}"
+            for alike in self.layers
         )
         return f"{printable(self.architecture)}: {layers or 'no KV cache'}"
 
@@ -132,12 +132,12 @@ def check_model(name: str, config: Config) -> Iterator[Finding]:
         why, _, advice = str(error).rpartition("; ")
         yield Finding("model", "fail", f"{shown}: {why}", advice)
         return
-    known = f"{shown}, vLLM {model.vllm}, {model}"
+    what = f"{shown}, vLLM {model.vllm}, {model}"
     if model.refused:
-        yield Finding("model", "fail", f"{known}: nothing of it is cached: {model.refused}")
+        yield Finding("model", "fail", f"{what}: nothing of it is cached: {model.refused}")
         return
     yield Finding(
-        "model", "ok", f"{known}: shared {'in place' if model.in_place else 'through a pool'}"
+        "model", "ok", f"{what}: shared {'in place' if model.in_place else 'through a pool'}"
     )
     size, lent = config.engine.chunk_size, config.pool.lent
     state = (

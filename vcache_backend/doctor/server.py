@@ -53,7 +53,7 @@ def check_socket(config: Config) -> Iterator[Finding]:
     detail = f"{path} (folder of uid {folder.st_uid}, mode {mode:04o})"
     if fault:
         yield Finding("socket", "fail", f"{detail}: {fault}", "see docs/operations.md")
-    elif mode & 0o077 and not (config.server.allow_uids or config.server.allow_gids):
+    elif mode & 0o077 and not config.server.allow_uids:
         yield Finding(
             "socket", "warn", f"{detail}: other users can reach it", f"chmod 700 {path.parent}"
         )

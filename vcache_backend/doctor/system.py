@@ -24,8 +24,8 @@ def numbers(text: str) -> Version:
     """The leading numbers of a version: (2, 13, 0) of "2.13.0+cpu", (6, 18, 44) of
     "6.18.44-generic".
     """
-    found = re.match(r"\d+(\.\d+)*", text)
-    return tuple(int(part) for part in found[0].split(".")) if found else ()
+    leading = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(part) for part in leading[0].split(".")) if leading else ()
 
 
 class _Package(msgspec.Struct, frozen=True):

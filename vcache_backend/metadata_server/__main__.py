@@ -29,7 +29,7 @@ def main() -> int:
         loaded = configuration.load(arguments.config)
         if arguments.socket:
             loaded = configuration.with_socket(loaded, arguments.socket, "--socket")
-        log_format.begin(loaded.server.log_format, arguments.log)
+        log_format.begin(arguments.log)
         serve(loaded.server)
     except VCacheError as error:
         sys.stderr.write(f"vcache server: {error}\n")

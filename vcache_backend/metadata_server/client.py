@@ -15,7 +15,7 @@ import msgspec
 from vcache_backend.config import ClientConfig
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server.calls.channel import R, Sent
+from vcache_backend.metadata_server.calls.channel import R
 from vcache_backend.metadata_server.calls.instances import InstanceCalls
 
 log = logging.getLogger(__name__)
@@ -100,15 +100,6 @@ class Client(InstanceCalls):
     def acquire(self, keys: list[m.ChunkKey]) -> m.Leased:
         """Lease the leading chunks, at most `MAX_KEYS`."""
         return self._call(m.Acquire(keys[: m.MAX_KEYS]), m.Leased)
-
-    def send_lookup(self, keys: list[m.ChunkKey], ranks: int = 1) -> Sent[m.Count] | None:
-        """Send `lookup` without waiting for the answer. None if the keys exceed one request."""
-        most = min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks)
-        return self._send(m.Lookup(keys, ranks), m.Count) if len(keys) <= most else None
-
-    def send_acquire(self, keys: list[m.ChunkKey]) -> Sent[m.Leased]:
-        """Send `acquire` without waiting for the answer."""
-        return self._send(m.Acquire(keys[: m.MAX_KEYS]), m.Leased)
 
     def renew(self, lease: int) -> bool:
         return self._call(m.Renew(lease), m.Verdict).held

@@ -8,7 +8,7 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -60,15 +60,11 @@ class Endpoint:
     """A listening socket with its lock, which keeps a second server away. ConfigError if it cannot
     be made.
 
-    Only this user can reach the socket, or the members of one group. With more users or groups
-    everybody can connect, and `Admission` checks who connects."""
+    Only this user can reach the socket, or with `open_to_others` everybody: then `Admission` checks
+    who connects."""
 
-    def __init__(self, path: Path, uids: Sequence[int] = (), gids: Sequence[int] = ()) -> None:
-        """uids, gids: users and groups who may connect, besides this user and root."""
-        self._path = path
-        self._gid = gids[0] if len(gids) == 1 and not uids else -1
-        self._bits = 0o1 if uids or len(gids) > 1 else 0o10 if gids else 0
-        """Who else may enter the folder: others, the group, or nobody."""
+    def __init__(self, path: Path, open_to_others: bool = False) -> None:
+        self._path, self._open_to_others = path, open_to_others
         self._undo = ExitStack()
         with ExitStack() as undo:
             try:
@@ -124,14 +120,8 @@ class Endpoint:
             if fault:
                 raise ConfigError(f"server.socket: {fault}") from None
         status = folder.stat()
-        if self._bits and status.st_uid == os.getuid():
-            bits = self._bits
-            if self._gid not in (-1, status.st_gid):
-                if status.st_mode & 0o40:
-                    bits = 0o1  # keep the folder's group, whose members may read
-                else:
-                    os.chown(folder, -1, self._gid)
-            folder.chmod(folder.stat().st_mode | bits | 0o10)
+        if self._open_to_others and status.st_uid == os.getuid():
+            folder.chmod(status.st_mode | 0o11)
 
     def _lock(self, undo: ExitStack) -> None:
         path = beside(self._path, ".lock")
@@ -179,9 +169,8 @@ class Endpoint:
             os.umask(umask)
         self._own = _identity(self._path)
         undo.callback(self._remove)
-        if self._bits:
-            os.chown(self._path, -1, self._gid)
-            self._path.chmod(0o666 if self._bits == 0o1 else 0o660)
+        if self._open_to_others:
+            self._path.chmod(0o666)
         self.listener.listen(256)
         self.listener.setblocking(False)
 

@@ -14,7 +14,7 @@ from typing import Annotated, Literal, NewType
 
 import msgspec
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 MAX_MESSAGE_BYTES = 200_000
 """Linux sends a packet of this size with a socket's ordinary buffer. A client that sends a larger
 packet is disconnected."""
@@ -87,6 +87,8 @@ MAX_REPORT_CHARS = 1024
 MAX_TOKENS = 1 << 48
 """The most tokens that one message may report as looked up."""
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
+PromiseNumber = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 GRACE_SECONDS = 0.25
 """How long a lease holds after its grant or renewal in any case, unless it was granted for less:
 even if its holder's connection is lost, or the server dies and restarts. A copy that ends within
@@ -531,13 +533,33 @@ class ShowReads(Request, frozen=True, tag="show_reads"):
 
 class Find(Request, frozen=True, tag="find"):
     """Which leading chunks are in the pool for all `ranks` ranks, or resident in an instance (keys
-    of rank 0)? → `Found`.
+    of rank 0), and which of the following ones is another instance computing? → `Found`.
 
-    `instance`: the asker's own, which the answer leaves out; b"" if it has none."""
+    `instance`: the asker's own, which the answer leaves out; b"" if it has none. `pool_only`: leave
+    out all instances. `promise`: if no other instance has promised the first missing chunk, note
+    all missing chunks as promised by this connection under this number (see `Promise`); 0: note
+    nothing."""
 
     keys: Keys
     ranks: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
     instance: Annotated[InstanceId, msgspec.Meta(max_length=INSTANCE_BYTES)] = InstanceId(b"")
+    pool_only: bool = False
+    promise: PromiseNumber = 0
+
+
+class Promise(Request, frozen=True, tag="promise"):
+    """A request of this connection's instance has begun to compute these chunks (keys of rank 0) →
+    `Count` of chunks promised. Replaces what was promised under the same number. No keys: the
+    request computes no more, or has ended.
+
+    `chunk_seconds`: how long the instance takes for a chunk; `step_seconds`: for a full step.
+    0: not measured yet."""
+
+    number: PromiseNumber
+    keys: Keys = []
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+    chunk_seconds: Seconds = 0.0
+    step_seconds: Seconds = 0.0
 
 
 class Stats(Request, frozen=True, tag="stats"):
@@ -660,16 +682,32 @@ class Resident(msgspec.Struct, frozen=True, array_like=True, gc=False):
     generations: bytes
 
 
+class Coming(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The `chunks` chunks after those found are promised by the connection `owner`. `begun`: a step
+    of the owner has confirmed the promise, or one of its chunks has arrived. `quiet`: seconds
+    since the promise was made or confirmed, or since its last chunk arrived. The other fields: see
+    `Promise`."""
+
+    chunks: int
+    owner: int
+    begun: bool
+    quiet: float
+    chunk_seconds: float
+    step_seconds: float
+
+
 class Found(Reply, frozen=True, tag="found"):
     """For each leading chunk, whether it is in the pool (a byte, 0 or 1), and its copies in
     instances: at most `MAX_REPLICAS`, first the copy in the instance that has the chunk before.
-    `epoch`: of the keys' namespace. `cut`: the answer is full; ask again for the remaining keys."""
+    `epoch`: of the keys' namespace. `cut`: the answer is full; ask again for the remaining keys.
+    `coming`: None if no other instance has promised the next chunk."""
 
     pooled: bytes
     instances: list[InstanceId]
     residents: list[list[Resident]]
     epoch: int = 0
     cut: bool = False
+    coming: Coming | None = None
 
 
 class Heard(Reply, frozen=True, tag="heard"):
@@ -751,7 +789,7 @@ _OfChunks = (
     | Clear
 )
 OfInstances = Join | ShowCache | OpenInstance | OpenCache | CloseInstance
-OfResidents = Publish | Retract | Hint | Listen | Find | ShowReads
+OfResidents = Publish | Retract | Hint | Listen | Find | Promise | ShowReads
 OfOthers = Hello | _OfSegments | OfInstances | OfResidents | Stats | Report
 AnyRequest = _OfChunks | OfOthers
 _OfOneThing = Count | Verdict | Present | Added | Lendable | Opened | Dropped

@@ -37,10 +37,6 @@ def spin(few: float, many: float) -> float:
 
 _EXITING = 4
 """PF_EXITING, a flag in /proc/PID/stat."""
-_SO_PEERGROUPS = 59
-_GROUPS_BYTES = 1024
-"""The most bytes that Python reads: 256 groups. For a process with more, only its own group
-counts."""
 
 
 def peer(sock: socket.socket) -> tuple[int, int]:
@@ -51,60 +47,55 @@ def peer(sock: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-def groups(sock: socket.socket) -> set[int]:
-    """The groups of the process that connected: its own and its supplementary ones (Linux 4.13)."""
-    _, _, gid = struct.unpack(
-        "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    )
+def _fields(pid: int) -> list[bytes]:
+    """The fields of /proc/PID/stat from the state on (see `man proc_pid_stat`); empty if the
+    process is gone or hidden. OSError if unreadable now."""
     try:
-        more = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS_BYTES)
-    except OSError:
-        return {gid}
-    return {gid, *struct.unpack(f"{len(more) // 4}I", more)}
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
 
 
 def started(pid: int) -> int:
     """When process `pid` began, in ticks since boot; 0 if it is gone or hidden. OSError if
     unreadable now."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return int(status.rpartition(b")")[2].split()[19])
+    fields = _fields(pid)
+    return int(fields[19]) if fields else 0
 
 
 def stopped(process: ProcessId) -> bool:
     """Whether a signal or a debugger has stopped the process; False if unknown."""
-    return _said(process)[:1] in ([b"T"], [b"t"])
+    return _fields_of(process)[:1] in ([b"T"], [b"t"])
 
 
 def parent(process: ProcessId) -> int:
     """The pid of the process's parent; 0 if unknown."""
-    said = _said(process)
-    return int(said[1]) if said else 0
+    fields = _fields_of(process)
+    return int(fields[1]) if fields else 0
 
 
-def _said(process: ProcessId) -> list[bytes]:
-    """The fields of /proc/PID/stat from the state on (see `man proc_pid_stat`); empty if
-    unreadable."""
+def _fields_of(process: ProcessId) -> list[bytes]:
+    """`_fields` of this very process; empty if unknown."""
     try:
-        said = Path(f"/proc/{process.pid}/stat").read_bytes().rpartition(b")")[2].split()
+        fields = _fields(process.pid)
     except OSError:
         return []
-    return said if int(said[19]) == process.started else []
+    return fields if fields and int(fields[19]) == process.started else []
 
 
 def ending(process: ProcessId) -> bool:
     """Whether the process has ended or is about to: its sockets close before its end can be waited
     for. False if unknown."""
     try:
-        said = Path(f"/proc/{process.pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return process.pid != 0 and process.started != 0
+        fields = _fields(process.pid)
     except OSError:
         return False
+    if not fields:
+        return process.pid != 0 and process.started != 0
     return (
-        int(said[19]) != process.started or said[0] in (b"Z", b"X") or bool(int(said[6]) & _EXITING)
+        int(fields[19]) != process.started
+        or fields[0] in (b"Z", b"X")
+        or bool(int(fields[6]) & _EXITING)
     )
 
 

@@ -45,13 +45,13 @@ class Server:
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
-        self._stopping = self._hung_up = False
+        self._stopping = False
         self._looked = time.monotonic()
         self.lines = ClientLines()
         """A filter for the log's handlers."""
         with ExitStack() as undo:
             self._endpoint = undo.enter_context(
-                Endpoint(config.path, config.allow_uids, config.allow_gids)
+                Endpoint(config.path, open_to_others=bool(config.allow_uids))
             )
             self._epoll = undo.enter_context(select.epoll())
             self._watch = processes.Watch(self._epoll)
@@ -121,11 +121,6 @@ class Server:
         """End `run` within a tick. May be called from a signal handler."""
         self._stopping = True
 
-    def hang_up(self) -> None:
-        """Note a SIGHUP, by which many servers are told to read their configuration again. A signal
-        handler."""
-        self._hung_up = True
-
     def _check_path(self) -> None:
         """Stop if another server has the path, since that server may have this server's segments:
         send no more answers. Works after a SIGSTOP, too."""
@@ -140,12 +135,6 @@ class Server:
             )
 
     def _tick(self) -> None:
-        if self._hung_up:
-            self._hung_up = False
-            log.warning(
-                "SIGHUP: the configuration is only read at start. Restart the server to apply "
-                "it: clients keep the pool's memory"
-            )
         self._endpoint.keep_fresh()
         self._directory.tick()
         self._service.collect_dropped()
@@ -194,7 +183,7 @@ def serve(config: ServerConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
     if not os.isatty(2):  # in a terminal the server ends with the terminal
-        signal.signal(signal.SIGHUP, lambda *_: server.hang_up())
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         server.run()
     finally:

@@ -14,7 +14,6 @@ import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import get_args
 
 from prometheus_client import CollectorRegistry
 
@@ -38,20 +37,16 @@ def main() -> int:
         "--hosts", default="", help="names by which it may be reached, with commas between them"
     )
     parser.add_argument(
-        "--pid", type=int, default=0, help="the server's process, for its descriptors"
-    )
-    parser.add_argument(
         "--every", type=float, default=EVERY_SECONDS, help="seconds between questions"
     )
     parser.add_argument("--until-eof", action="store_true")
-    parser.add_argument("--log-format", choices=get_args(log_format.LogFormat), default="text")
     arguments = parser.parse_args()
     if arguments.until_eof:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    log_format.begin(arguments.log_format)
+    log_format.begin()
     samples = Samples(arguments.socket, arguments.every)
     registry = CollectorRegistry()
-    registry.register(ServerMetrics(samples, arguments.pid))
+    registry.register(ServerMetrics(samples))
     try:
         web = Web(
             *split_address(arguments.listen, "--listen"),

@@ -17,20 +17,18 @@ from vcache_backend.status import tokens
 EVERY_SECONDS = 5.0
 KEPT_SECONDS = 3600.0
 ANSWER_SECONDS = 2.0
-MINUTE_SECONDS = 60.0
 
 
 class Point(NamedTuple):
     """What is kept of one answer. Counts are since the server's start.
 
     at: monotonic seconds. asked, found: prompt tokens that all instances looked up, and those that
-    were there. hits: see `ServerStats`."""
+    were there."""
 
     at: float
     epoch: int
     asked: int
     found: int
-    hits: dict[str, tuple[int, int]]
 
 
 class Samples:
@@ -63,44 +61,10 @@ class Samples:
         """The points of the last hour, oldest first."""
         return list(self._points)
 
-    def hit_rate(self) -> float | None:
-        """Tokens found over tokens looked up in the last minute; None if none was looked up."""
-        if (ends := self._last(MINUTE_SECONDS)) is None:
-            return None
-        first, last = ends
-        asked = last.asked - first.asked
-        return (last.found - first.found) / asked if asked > 0 else None
-
-    def hits(self) -> dict[str, tuple[int, int]]:
-        """By namespace, the prompt tokens that were asked for in the last minute, and those
-        found.
-        """
-        if (ends := self._last(MINUTE_SECONDS)) is None:
-            return {}
-        first, last = ends
-        before = {name: first.hits.get(name, (0, 0)) for name in last.hits}
-        since = {
-            name: (asked - before[name][0], found - before[name][1])
-            for name, (asked, found) in last.hits.items()
-        }
-        return {name: counts for name, counts in since.items() if counts[0] > 0}
-
     def close(self) -> None:
         """Stop asking, and wait for the thread."""
         self._over.set()
         self._thread.join(self._every + 2 * ANSWER_SECONDS)
-
-    def _last(self, seconds: float) -> tuple[Point, Point] | None:
-        """The first and the last point of the last `seconds` since the server's start; None without
-        one.
-        """
-        points = self.points()
-        if not points:
-            return None
-        last = points[-1]
-        return next(
-            point for point in points if point.at >= last.at - seconds and point.epoch == last.epoch
-        ), last
 
     def _run(self) -> None:
         with Client(self.path, ClientConfig(request_seconds=ANSWER_SECONDS)) as client:
@@ -116,5 +80,5 @@ class Samples:
             self.problem = str(error)
             return
         asked, found = tokens(stats)
-        self._points.append(Point(time.monotonic(), stats.epoch, asked, found, stats.hits))
+        self._points.append(Point(time.monotonic(), stats.epoch, asked, found))
         self.stats, self.problem, self.answered_at = stats, "", time.monotonic()

@@ -200,14 +200,10 @@ class Web:
             "problem": samples.problem,
             "late_seconds": samples.late_seconds,
             "stats": summary(samples.stats) if samples.stats is not None else None,
-            "troubles": [trouble(one) for one in samples.stats.instances]
+            "troubles": [trouble(instance) for instance in samples.stats.instances]
             if samples.stats is not None
             else [],
-            "points": [
-                (point.at, point.epoch, point.asked, point.found) for point in samples.points()
-            ],
-            "hit_rate_1m": samples.hit_rate(),
-            "hits_1m": samples.hits(),
+            "points": samples.points(),
         }
         return _Response(HTTPStatus.OK, "application/json", json.dumps(told).encode())
 

@@ -12,19 +12,19 @@ class Breaker:
     """A circuit breaker. It is open at first, with a trial due.
 
     `failures` failures in a row open it. The next trials come after `retry_seconds`, doubling up to
-    `retry_max_seconds`. A successful trial closes it. Any thread. `now`: a monotonic clock in
+    `longest_pause`. A successful trial closes it. Any thread. `now`: a monotonic clock in
     seconds."""
 
     def __init__(
         self,
         failures: int,
         retry_seconds: float,
-        retry_max_seconds: float,
+        longest_pause: float,
         now: Callable[[], float],
     ) -> None:
         self._failures = failures
         self._retry = retry_seconds
-        self._retry_max = retry_max_seconds
+        self._longest = longest_pause
         self._now = now
         self._lock = threading.Lock()
         self._in_a_row = 0
@@ -74,4 +74,4 @@ class Breaker:
 
     def _wait(self) -> None:
         self._due = self._now() + self._pause
-        self._pause = min(2 * self._pause, self._retry_max)
+        self._pause = min(2 * self._pause, self._longest)

@@ -36,6 +36,8 @@ BUFFER_SECONDS = 10.0
 """How long a thread waits for buffers. Buffers come back when their chunks are copied: in vLLM once
 a step.
 """
+READERS = 2
+"""How many threads call the store to read."""
 CHECKERS = 4
 """The most threads that hash arrived chunks, beside the calls: one for each four cores.
 
@@ -85,7 +87,7 @@ class Reader:
     ) -> None:
         self.bound, self.ring, self.seconds, self.now = bound, ring, config.get_seconds, now
         self.batch = max(1, min(batch_chunks(bound.format.chunk_bytes), ring.count // 4))
-        self.calls = Workers("vcache-offload-read", config.readers)
+        self.calls = Workers("vcache-offload-read", READERS)
         self.checks = Workers(
             "vcache-offload-check", max(1, min(CHECKERS, len(os.sched_getaffinity(0)) // 4))
         )
@@ -251,8 +253,6 @@ class Fetch:
     def _is_right(self, index: int, buffer: Buffer, nbytes: int) -> bool:
         bound, key = self._bound, self.keys[index]
         if nbytes <= 0:
-            if nbytes == 0:
-                bound.index.absent([key])
             self._stop(index, "absent" if nbytes == 0 else "store")
             return False
         try:
@@ -261,7 +261,6 @@ class Fetch:
             if bound.stats.failed("offload_bad") == 1:
                 log.error("a damaged or foreign object is removed from the store: %s", error)
             bound.store.forget(objects.name(key, self.epoch))
-            bound.index.absent([key])
             self._stop(index, "bad")
             return False
         return True

@@ -16,7 +16,7 @@ from vcache_backend.offload.objects import Format
 from vcache_backend.offload.read import Bound, Fetch, Reader, batch_chunks
 from vcache_backend.offload.staging import Ring, Staging
 from vcache_backend.offload.store import Store
-from vcache_backend.offload.write import DROPPED, Writer
+from vcache_backend.offload.write import DROPPED, WRITERS, Writer
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.vram_pool.devices import Device
@@ -94,20 +94,19 @@ class OffloadTier(Index):
             ) from error
         self._bound = Bound(self._store, self, self._stats, form, codec)
         # Buffers that writing does not need are for reading.
-        writers, buffers = min(settings.writers + 1, count // 2), self._staging.buffers
-        batch = min(batch_chunks(chunk_bytes), count // 2 // writers)
-        shares = [buffers[at : at + batch] for at in range(0, writers * batch, batch)]
-        self._reader = Reader(self._bound, Ring(buffers[writers * batch :]), settings)
+        buffers = self._staging.buffers
+        batch = min(batch_chunks(chunk_bytes), count // 2 // WRITERS)
+        shares = [buffers[at : at + batch] for at in range(0, WRITERS * batch, batch)]
+        self._reader = Reader(self._bound, Ring(buffers[WRITERS * batch :]), settings)
         client = Client(config.server.path, config.client, device.name, device.medium)
-        self._writer = Writer(self._bound, shares, settings, client, views, device.ordinal)
+        self._writer = Writer(self._bound, shares, client, views, device.ordinal)
         log.info("offload tier: %s; %d buffers of %s B", settings, count, f"{size:,}")
 
     # ---- reads and writes
 
     def fetch(self, keys: Sequence[ChunkKey], epoch: int) -> Fetch | None:
         """Begin to read chunks stored in `epoch`; None if the store is not usable."""
-        self.note_epoch(epoch)
-        if self._reader is None or not keys or not self.may_have(keys[0]):
+        if self._reader is None or not keys or not self.usable:
             return None
         return self._reader.fetch(keys, epoch)
 

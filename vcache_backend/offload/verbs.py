@@ -83,7 +83,7 @@ class Mooncake:
         # memory is not needed.
         settings = {
             "local_hostname": hostname,
-            "metadata_server": config.metadata,
+            "metadata_server": "P2PHANDSHAKE",
             "global_segment_size": "0",
             "local_buffer_size": "0",
             "protocol": config.protocol,
@@ -112,11 +112,9 @@ class Mooncake:
 
     def put(self, names: Sequence[str], places: Sequence[Place]) -> list[str]:
         """Write objects in one batched call. Returns STORED, FULL or FAILED for each."""
-        config = self._library.ReplicateConfig()
-        config.replica_num = self._config.replicas
         raw, sizes = self._opened(), [nbytes for _, nbytes in places]
         codes = _checked(
-            "put", raw.batch_put_from(self._full(names), self._addresses(places), sizes, config)
+            "put", raw.batch_put_from(self._full(names), self._addresses(places), sizes)
         )
         return [STORED if code == 0 else FULL if code == NO_ROOM else FAILED for code in codes]
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from vcache_backend.config import OffloadConfig
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey, Leased, Location
@@ -36,6 +35,10 @@ begins early.
 """
 POLL_SECONDS = 0.05
 """How often an unreachable store or server is checked again."""
+WRITERS = 2
+"""Threads: one puts chunks while the other copies the next ones."""
+MOST_WAITING = 4096
+"""The most chunks that wait to be written. Further chunks are dropped and counted."""
 ATTEMPTS = 6
 RETRY_SECONDS = 0.05
 """Chunks that were not stored are tried again after about so long, doubling: a full store evicts in
@@ -49,28 +52,27 @@ Sealed = list[tuple[str, Place]]
 
 class Writer:
     """Writes offered chunks. Each thread takes some chunks, copies them out of the pool, and puts
-    them into the store. One thread copies at a time while `writers` threads put.
+    them into the store. One thread copies at a time while another puts.
     """
 
     def __init__(
         self,
         bound: Bound,
         shares: Sequence[Sequence[Buffer]],
-        config: OffloadConfig,
         client: Client,
         views: Callable[[Sequence[Location]], list[SlotView]],
         ordinal: int | None,
     ) -> None:
         """shares: the buffers of each thread. client: the writer's own; `close` closes it. views:
         returns the addresses of slots. ordinal: of the GPU that copies, if any."""
-        self._bound, self._most = bound, config.queue_chunks
+        self._bound = bound
         self._client, self._views, self._ordinal = client, views, ordinal
         self._waiting: deque[ChunkKey] = deque()
         self._changed = threading.Condition()
         self._copying = False
         self._busy = 0
         """The number of threads that have chunks."""
-        self._puts = threading.Semaphore(config.writers)
+        self._puts = threading.Lock()
         self._stop = threading.Event()
         self._stream: torch.cuda.Stream | None = None
         self._threads = [
@@ -88,7 +90,7 @@ class Writer:
     def offer(self, keys: Sequence[ChunkKey]) -> None:
         """Queue chunks that are in the pool. Never blocks: a full queue drops and counts them."""
         with self._changed:
-            room = max(self._most - len(self._waiting), 0)
+            room = max(MOST_WAITING - len(self._waiting), 0)
             self._waiting += keys[:room]
             self._changed.notify_all()
         self._dropped("backlog", len(keys) - room)
@@ -166,7 +168,6 @@ class Writer:
             later = keys[run + 1 :]
             if not leased.lease:
                 return []
-            self._bound.index.note_epoch(leased.epoch)
             sealed = self._sealed(keys[:run], leased, buffers)
             if self._client.release(leased.lease):
                 return sealed

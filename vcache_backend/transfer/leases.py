@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import msgspec
 
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.calls.channel import Sent
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Leased, Location
+from vcache_backend.metadata_server.messages import GRACE_SECONDS, ChunkKey, Location
 from vcache_backend.transfer.outbox import Outbox
 from vcache_backend.transfer.stats import EngineStats
 
@@ -34,89 +32,17 @@ class Lease(msgspec.Struct, eq=False):
         return max(self.deadline - time.monotonic(), 0.0)
 
 
-class AskedLease:
-    """A request for a lease on the leading run of `keys`, already sent. The context manager drops a
-    lease that was not fetched.
-
-    One thread."""
-
-    def __init__(self, leases: LeaseClient, keys: list[ChunkKey]) -> None:
-        self.keys, self._leases = keys, leases
-        self._asked, self._connection = time.monotonic(), leases.client.connections_lost
-        self._sent: Sent[Leased] | None = None
-        self._failure: VCacheError | None = None
-        try:
-            self._sent = leases.client.send_acquire(keys) if keys else None
-        except VCacheError as error:
-            self._failure = error
-
-    def fetch(self) -> Lease | None:
-        """Wait for the answer. None if the pool has no leading chunk, or on a second call. Raises
-        VCacheError.
-        """
-        if self._failure is not None:
-            raise self._failure
-        sent, self._sent = self._sent, None
-        if sent is None:
-            return None
-        try:
-            leased = sent.answer()
-        except VCacheError:
-            # Have the lease ended if the answer still arrives.
-            if not sent.over:
-                self._leases.end_asked(sent)
-            raise
-        return self._leases.granted(self.keys, leased, self._asked, self._connection)
-
-    def drop(self) -> None:
-        """End the lease in the background, unless it was fetched. Idempotent."""
-        sent, self._sent = self._sent, None
-        if sent is not None:
-            self._leases.end_asked(sent)
-
-    def __enter__(self) -> AskedLease:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.drop()
-
-
 class LeaseClient:
-    """Takes and ends the leases of one session. Any thread. note_epoch: called with the namespace's
-    epoch in each answer.
-    """
+    """Takes and ends the leases of one session. Any thread."""
 
-    def __init__(
-        self,
-        client: Client,
-        outbox: Outbox,
-        stats: EngineStats,
-        note_epoch: Callable[[int], None],
-    ) -> None:
-        self.client = client
-        self._outbox = outbox
-        self._stats = stats
-        self._note_epoch = note_epoch
+    def __init__(self, client: Client, outbox: Outbox, stats: EngineStats) -> None:
+        self.client, self._outbox, self._stats = client, outbox, stats
 
     def acquire(self, keys: list[ChunkKey]) -> Lease | None:
         """Lease the leading run of `keys` in the pool; None if it is empty. Raises VCacheError."""
         asked, connection = time.monotonic(), self.client.connections_lost
-        return self.granted(keys, self.client.acquire(keys), asked, connection)
-
-    def ask(self, keys: list[ChunkKey]) -> AskedLease:
-        """Send the request of `acquire`; `AskedLease.fetch` waits for the answer, and raises
-        VCacheError in place of this method.
-        """
-        return AskedLease(self, keys)
-
-    def granted(
-        self, keys: list[ChunkKey], leased: Leased, asked: float, connection: int
-    ) -> Lease | None:
-        """Make the lease from the server's answer to a request sent at `asked` (time.monotonic) on
-        `connection`. None if it grants no lease.
-        """
+        leased = self.client.acquire(keys)
         self._stats.add_time("acquire", time.monotonic() - asked)
-        self._note_epoch(leased.epoch)
         if not leased.lease:
             return None
         leased_keys, until = keys[: len(leased.locations)], asked + leased.seconds
@@ -165,7 +91,3 @@ class LeaseClient:
     def release(self, lease: Lease) -> None:
         """End a lease in the background, without a verdict."""
         self._outbox.release(lease.id)
-
-    def end_asked(self, sent: Sent[Leased]) -> None:
-        """End a lease in the background once its answer arrives."""
-        self._outbox.release_asked(sent)

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey
-from vcache_backend.transfer.leases import AskedLease, Lease
-from vcache_backend.transfer.load_stats import LoadStats
+from vcache_backend.transfer.leases import Lease
 from vcache_backend.transfer.memory import MemorySource
 from vcache_backend.transfer.places import Places
-from vcache_backend.transfer.pooled import POLL_SECONDS, Pooled
+from vcache_backend.transfer.pooled import Pooled
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.sources import LoadContext, OffloadSource, Part, Source
+from vcache_backend.transfer.stats import LoadStats
 from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool.copies.copier import Mark
 
@@ -38,6 +38,8 @@ NO_FAILURE = ("", ABSENT, "store_absent", CANCELLED, "changed")
 """Causes that do not count as failures. `changed` (an owner reused a block during the read) has a
 counter of its own.
 """
+POLL_SECONDS = 0.0002
+"""How often to look whether another instance's KV cache has been mapped."""
 COPY_SECONDS = 10.0
 """How long to wait for a copy beside the offload tier's deadline. A copy takes milliseconds."""
 SLICE_SECONDS = 0.005
@@ -60,9 +62,8 @@ class Load:
         places: Places,
         keys: list[ChunkKey],
         *,
-        lease: Lease | AskedLease | None = None,
+        lease: Lease | None = None,
         mark: Mark | None = None,
-        wait_seconds: float = 0.0,
         offload: bool = True,
         name: str = "",
         residents: Mapping[int, ResidentChunk] | None = None,
@@ -70,15 +71,13 @@ class Load:
     ) -> None:
         """`keys[i]` and `places` belong to chunk i.
 
-        lease: a lease on the leading chunks, taken or asked for. The load ends it, and leases the
-        other chunks itself. mark: see `LoadContext`; None: the current stream continues behind the
-        copies. wait_seconds: how long to wait for chunks that no source has yet. offload: look in
-        the offload tier for chunks that the pool lacks. name: the request's, for the log.
-        residents: chunks in the KV caches of `neighbours`, by number.
+        lease: a lease on the leading chunks. The load ends it, and leases the other chunks
+        itself. mark: see `LoadContext`; None: the current stream continues behind the
+        copies. offload: look in the offload tier for chunks that the pool lacks. name: the
+        request's, for the log. residents: chunks in the KV caches of `neighbours`, by number.
 
         A new KV cache is mapped in the background, and the load waits for it. If a resident chunk
-        is gone when its copy would start, another source may provide it. Without `lease` the pool
-        is asked for the other chunks at once."""
+        is gone when its copy would start, another source may provide it."""
         self.keys, self.places, self.stats = (
             keys,
             places,
@@ -87,16 +86,15 @@ class Load:
         self.loaded, self.cause = 0, ""
         self._session = session
         self._context = LoadContext(session, places, keys, mark, self.stats)
-        numbers = None
-        if residents and lease is None and session.client.connected:
-            numbers = [number for number in range(len(keys)) if number not in residents]
-            lease = session.leases.ask([keys[number] for number in numbers]) if numbers else None
-        self._residents = (
-            self._of_others(residents or {}, neighbours) if residents or wait_seconds else None
+        numbers = (
+            [number for number in range(len(keys)) if number not in residents] if residents else []
         )
-        poll = POLL_SECONDS if self._residents is None else SLICE_SECONDS
-        self._pool = Pooled(self._context, lease, poll if wait_seconds else 0.0, numbers)
-        self._memory = MemorySource(self._context, self._pool, self._residents)
+        self._pool = Pooled(self._context, lease, numbers)
+        self._memory = MemorySource(
+            self._context,
+            self._pool,
+            self._of_others(residents, neighbours) if residents else None,
+        )
         self._offload = (
             OffloadSource(self._context, session.tier)
             if offload and session.tier is not None
@@ -107,10 +105,6 @@ class Load:
             *([self._offload] if self._offload is not None else ()),
         ]
         self._parts: deque[Part] = deque()
-        self._until, self._late = (
-            time.monotonic() + wait_seconds,
-            "timeout" if wait_seconds else ABSENT,
-        )
         self._end = len(keys)
         """The first chunk that is not wanted any more: neither its copy nor a later copy starts."""
         self._failed = self._cancelled = self._over = False
@@ -194,21 +188,6 @@ class Load:
     def launched(self) -> bool:
         """Whether no further copy will start."""
         return self._over or self.reached >= self._end
-
-    def found(self, residents: Mapping[int, ResidentChunk]) -> None:
-        """Add chunks in neighbours' KV caches, by number. An empty mapping: stop
-        waiting for more.
-        """
-        if not residents:
-            self._until, self._late = 0.0, ABSENT
-        if self._residents is not None and not self._over:
-            self._residents.add(
-                {
-                    number: resident
-                    for number, resident in residents.items()
-                    if number >= self.reached
-                }
-            )
 
     def hold(self, cause: str = ABSENT) -> None:
         """Start no further copies: the load ends with the copies that are running."""
@@ -314,23 +293,11 @@ class Load:
         return False
 
     def _give_up(self) -> None:
-        """Hold the load after no copy could be launched, unless a source is fetching the next chunk
-        or may still provide it.
+        """Hold the load after no copy could be launched, unless a source is fetching the next
+        chunk.
         """
-        if any(source.expects(self.reached) for source in self._sources):
-            return
-        # Waiting helps if the offload tier, or an instance that is computing, may still provide the
-        # chunk. It does not help if the pool cannot be read, or if the owner has reused the chunk's
-        # blocks.
-        gone = self._residents is not None and self._residents.gone
-        if not gone and not self._pool.cause and time.monotonic() < self._until:
-            return
-        self.hold(
-            next(
-                (source.cause for source in self._sources if source.cause),
-                ABSENT if gone else self._late,
-            )
-        )
+        if not any(source.expects(self.reached) for source in self._sources):
+            self.hold(next((source.cause for source in self._sources if source.cause), ABSENT))
 
     def _settle(self) -> None:
         """Settle the parts whose copies are over, in order."""

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from vcache_backend.errors import ServerUnavailable, VCacheError
-from vcache_backend.metadata_server.calls.channel import Sent
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import ChunkKey, InstanceId, Leased
+from vcache_backend.metadata_server.messages import ChunkKey, InstanceId
 
 log = logging.getLogger(__name__)
 
@@ -55,10 +54,6 @@ class Outbox:
         The thread starts late because it would take the interpreter from the caller, who is about
         to produce a token."""
         self._post(_Message(self._client.release, lease, again=True), urgent=False)
-
-    def release_asked(self, sent: Sent[Leased]) -> None:
-        """End a lease as soon as the server's answer names it."""
-        self._post(_Message(self._release_asked, sent, again=True))
 
     def give_back(self, reservation: int) -> None:
         """Abort a reservation. No copy may be writing into its slots."""
@@ -127,16 +122,6 @@ class Outbox:
                 self._work()
             except Exception:  # the thread's last line of defence
                 log.exception("the server could not be told something")
-
-    def _release_asked(self, sent: Sent[Leased]) -> None:
-        try:
-            leased = sent.answer()
-        except VCacheError:
-            if sent.over:
-                return
-            raise
-        if leased.lease:
-            self.release(leased.lease)
 
     def _has_work(self) -> bool:
         return bool(self._messages) and self._client.connected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -10,15 +9,12 @@ from time import perf_counter
 import numpy as np
 
 from vcache_backend.errors import VCacheError
-from vcache_backend.transfer.leases import AskedLease, Lease
+from vcache_backend.transfer.leases import Lease
 from vcache_backend.transfer.memory import MemoryPart
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.sources import LoadContext, Settled
 from vcache_backend.vram_pool.copies.planner import plane_offsets
 from vcache_backend.vram_pool.paged import Int64s
-
-POLL_SECONDS = 0.0002
-"""How often a load asks for chunks that another instance is still computing."""
 
 
 class _LeasedRun:
@@ -91,24 +87,19 @@ class Pooled:
     def __init__(
         self,
         context: LoadContext,
-        lease: Lease | AskedLease | None,
-        every: float,
-        numbers: Sequence[int] | None = None,
+        lease: Lease | None,
+        numbers: Sequence[int] = (),
     ) -> None:
-        """lease: a lease that was taken or asked for. numbers: the numbers of its chunks; None:
-        consecutive chunks from the first chunk taken on. every: the least seconds between two
-        requests for a lease; 0: no limit.
+        """lease: on consecutive chunks, from the first chunk taken on. numbers: chunks to be leased
+        together, once the first of them is taken.
         """
-        self._context, self._given, self._numbers, self._every = context, lease, numbers, every
+        self._context, self._given, self._numbers = context, lease, numbers
         self._run: _LeasedRun | None = None
-        self._next_look = 0.0
         self.cause = ""
 
     def has(self, chunk: int) -> bool:
-        """Whether this chunk is under a lease, or was asked for by number."""
-        if self._run is not None:
-            return chunk in self._run.numbers
-        return self._given is not None and self._numbers is not None and chunk in self._numbers
+        """Whether this chunk is under a lease, or among the chunks that will be asked for."""
+        return chunk in (self._numbers if self._run is None else self._run.numbers)
 
     def take(self, chunk: int, ask: bool) -> MemoryPart | None:
         """Take the chunks from this number on that one lease covers and this process can read. ask:
@@ -116,7 +107,7 @@ class Pooled:
         """
         context, session = self._context, self._context.session
         if self._run is None or chunk not in self._run.numbers:
-            if not ask and not (isinstance(self._given, Lease) and self._run is None):
+            if not ask and (self._given is None or self._run is not None):
                 return None
             self._end_run()
             self._run = self._leased(chunk)
@@ -145,42 +136,23 @@ class Pooled:
     def _leased(self, chunk: int) -> _LeasedRun | None:
         """Lease the chunks from this number on that are in the pool."""
         given, self._given = self._given, None
+        numbers, self._numbers = self._numbers, ()
         self.cause = ""
-        if isinstance(given, AskedLease):
-            run = self._asked(given, chunk)
-            if run is not None or self._numbers is None or chunk in self._numbers:
-                return run
-            # Another source has lost this chunk: ask the pool for it.
-            given = None
         if given is not None and given.keys[0] != self._context.keys[chunk]:
             self._context.session.leases.release(given)
             given = None
         if given is not None:
-            return _consecutive(given, chunk)
-        session, now = self._context.session, time.monotonic()
-        if self._every and now < self._next_look:
-            return None
-        self._next_look = now + self._every
+            return _LeasedRun(given, range(chunk, chunk + len(given.locations)))
+        session = self._context.session
         if not session.client.connected:
             self.cause = "server"
             return None
-        return _consecutive(
-            self._answered(lambda: session.leases.acquire(self._context.keys[chunk:])), chunk
-        )
-
-    def _asked(self, given: AskedLease, chunk: int) -> _LeasedRun | None:
-        """Wait for the lease that was asked for. None if it does not cover this chunk."""
-        if self._numbers is None and given.keys:
-            # Plan while the answer is on its way.
-            self._context.plan(chunk, len(given.keys))
-        lease = self._answered(given.fetch)
-        if lease is None or self._numbers is None:
-            return _consecutive(lease, chunk)
-        run = _LeasedRun(lease, self._numbers[: len(lease.keys)])
-        if chunk in run.numbers:
-            return run
-        run.leave(self._context.session)
-        return None
+        wanted: Sequence[int] = range(chunk, len(self._context.keys))
+        if chunk in numbers:
+            wanted = [number for number in numbers if number >= chunk]
+        keys = [self._context.keys[number] for number in wanted]
+        lease = self._answered(lambda: session.leases.acquire(keys))
+        return None if lease is None else _LeasedRun(lease, wanted[: len(lease.locations)])
 
     def _answered(self, ask: Callable[[], Lease | None]) -> Lease | None:
         started = perf_counter()
@@ -197,11 +169,5 @@ class Pooled:
         """End the leases that no copy uses. Idempotent."""
         self._end_run()
         given, self._given = self._given, None
-        if isinstance(given, AskedLease):
-            given.drop()
-        elif given is not None:
+        if given is not None:
             self._context.session.leases.release(given)
-
-
-def _consecutive(lease: Lease | None, chunk: int) -> _LeasedRun | None:
-    return None if lease is None else _LeasedRun(lease, range(chunk, chunk + len(lease.locations)))

@@ -95,19 +95,13 @@ class _ResidentPart(MemoryPart):
 
 class ResidentChunks:
     """Takes chunks out of `LoadContext.resident` when their copies start, or when they turn out to
-    be gone. Runs in the worker's thread.
-
-    gone: whether any chunk turned out to be gone."""
+    be gone. Runs in the worker's thread."""
 
     def __init__(
         self, context: LoadContext, residents: Mapping[int, ResidentChunk], neighbours: Neighbours
     ) -> None:
+        """Begin to map the owners' KV caches."""
         self._context, self._neighbours, self._chunks = context, neighbours, context.resident
-        self.gone = False
-        self.add(residents)
-
-    def add(self, residents: Mapping[int, ResidentChunk]) -> None:
-        """Add chunks, and begin to map their owners' KV caches."""
         self._chunks.update(residents)
         for instance in {chunk.instance for chunk in residents.values()}:
             self._neighbours.expects(instance)
@@ -178,5 +172,4 @@ class ResidentChunks:
     def _forget(self, numbers: list[int]) -> None:
         for number in numbers:
             del self._chunks[number]
-        self.gone = True
         self._context.session.stats.count(chunks_stale=len(numbers))

@@ -18,10 +18,10 @@ from vcache_backend.errors import LayoutError, VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey, Location, SegmentId, of_rank
 from vcache_backend.transfer.arguments import KVCaches, as_kvcaches
-from vcache_backend.transfer.committer import Committer
 from vcache_backend.transfer.layout import Layout, with_codec
 from vcache_backend.transfer.leases import LeaseClient
 from vcache_backend.transfer.stats import EngineStats
+from vcache_backend.transfer.store import Committer
 from vcache_backend.vram_pool import devices, pool
 from vcache_backend.vram_pool.copies.copier import Copier, HostCopier
 from vcache_backend.vram_pool.copies.uploads import Uploader, make_uploader
@@ -94,10 +94,8 @@ class Session:
         """
         self.on_stored: list[Callable[[list[ChunkKey]], None]] = [self._offer]
         """Called in the commit thread with this worker's chunks that others can now see."""
-        self.committer = Committer(
-            self.client, self.stats, config.engine.max_inflight_stores, self.on_stored
-        )
-        self.leases = LeaseClient(self.client, self.committer, self.stats, self.note_epoch)
+        self.committer = Committer(self.client, self.stats, self.on_stored)
+        self.leases = LeaseClient(self.client, self.committer, self.stats)
         self.miss = self.stats.miss
         self.uploader: Uploader | None = None
         """Copies the offload tier's chunks from host memory into KV caches; None without a tier."""
@@ -209,16 +207,11 @@ class Session:
         if self.tier is not None:
             self.tier.offer(keys)
 
-    def note_epoch(self, epoch: int) -> None:
-        """Pass the namespace's epoch, as the server says, to the offload tier."""
-        if self.tier is not None:
-            self.tier.note_epoch(epoch)
-
     def fetch(self, keys: Sequence[ChunkKey]) -> Fetch | None:
         """Begin to read the leading chunks that the pool lacks from the offload tier. None if it
         has none. Cancel a fetch that is not used up.
         """
-        if self.tier is None or not keys or not self.tier.may_have(keys[0]):
+        if self.tier is None or not keys or not self.tier.usable:
             return None
         answer = self.client.present(list(keys))
         pooled = answer.present

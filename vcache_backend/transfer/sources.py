@@ -14,9 +14,9 @@ import numpy as np
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey
-from vcache_backend.transfer.load_stats import LoadStats
 from vcache_backend.transfer.places import Places
 from vcache_backend.transfer.session import Session
+from vcache_backend.transfer.stats import LoadStats
 from vcache_backend.vram_pool.copies.copier import Completion, Mark
 from vcache_backend.vram_pool.copies.planner import CopyPlan
 from vcache_backend.vram_pool.copies.uploads import Uploader

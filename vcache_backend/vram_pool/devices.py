@@ -112,10 +112,10 @@ def gpus() -> list[Gpu]:
     none."""
     driver = cuda_driver.load()
     uuids = [driver.uuid(ordinal) for ordinal in range(driver.count())]
-    found = []
+    seen = []
     for ordinal, uuid in enumerate(uuids):
         free, total = driver.memory(ordinal)
-        found.append(
+        seen.append(
             Gpu(
                 ordinal=ordinal,
                 uuid=uuid,
@@ -130,15 +130,15 @@ def gpus() -> list[Gpu]:
                 },
             )
         )
-    return found
+    return seen
 
 
 def host_available() -> int:
     """Bytes of host memory that this process can still take: what the machine has, or its cgroup if
     that has less.
     """
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    available = int(found[1]) * 1024 if found else 0
+    line = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    available = int(line[1]) * 1024 if line else 0
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         used = Path("/sys/fs/cgroup/memory.current").read_text().strip()

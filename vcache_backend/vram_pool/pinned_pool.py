@@ -99,9 +99,9 @@ class PinnedPool(Pool):
         return self._exhausted or piece == lendable.nbytes
 
     def _no_more(self, error: SegmentError) -> None:
-        there = sum(info.nbytes for info in self.mapped() if info.device == self.device.name)
+        lent = sum(info.nbytes for info in self.mapped() if info.device == self.device.name)
         said = (
-            f"{self.device} lends {ByteSize(there).about} of "
+            f"{self.device} lends {ByteSize(lent).about} of "
             f"{ByteSize(self._segment_bytes).about}: {error}"
         )
         log.error("%s", said)

@@ -115,15 +115,15 @@ class Pool:
     def _follow(self, infos: list[SegmentInfo]) -> None:
         """Make this view agree with the server's list."""
         with self._lock:
-            known = {info.id for info in infos}
-            gone = self._mapped.keys() - known
+            listed = {info.id for info in infos}
+            gone = self._mapped.keys() - listed
             for id_ in gone:
                 self._client.withdraw(id_)
                 self._mapped.pop(id_).close()
                 log.info("segment %s is not in the pool any more; unmapped", id_)
             if gone and self._contributed != self._client.epoch:
                 self._waits = MAX_WAITS
-            self._unreadable &= known
+            self._unreadable &= listed
             self._agree(infos)
 
     def _agree(self, infos: list[SegmentInfo]) -> None:
@@ -150,12 +150,12 @@ class Pool:
         epoch = self._client.epoch
         if self._contributed == epoch:
             return
-        there = sum(
+        pooled = sum(
             info.nbytes
             for info in infos
             if info.device == self.device.name and info.state == "live"
         )
-        if there >= self._segment_bytes:
+        if pooled >= self._segment_bytes:
             self._contributed = epoch
             return
         try:

@@ -100,9 +100,12 @@ class KVBlocks:
         for start, stop in reversed(sections):
             before, behind, old = start.prev_free_block, stop.next_free_block, head.next_free_block
             if before is not head:
-                before.next_free_block, behind.prev_free_block = behind, before
-                head.next_free_block, start.prev_free_block = start, head
-                stop.next_free_block, old.prev_free_block = old, stop
+                before.next_free_block = behind
+                behind.prev_free_block = before
+                head.next_free_block = start
+                start.prev_free_block = head
+                stop.next_free_block = old
+                old.prev_free_block = stop
         return whole
 
     @property

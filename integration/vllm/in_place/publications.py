@@ -123,7 +123,8 @@ class Publications:
         all its blocks.
         """
         if self._pool is not None:
-            tracked.resident.loaded, tracked.resident.resets = first, self._pool.resets
+            tracked.resident.loaded = first
+            tracked.resident.resets = self._pool.resets
 
     def matched(self, tracked: Tracked) -> None:
         """Forget an earlier load: vLLM looks for the request's tokens anew."""
@@ -141,7 +142,8 @@ class Publications:
         behind them is published."""
         if self._pool is None:
             return
-        loaded, tracked.resident.loaded = tracked.resident.loaded, NEVER
+        loaded = tracked.resident.loaded
+        tracked.resident.loaded = NEVER
         late = loaded < NEVER and tracked.resident.resets != self._pool.resets
         tracked.resident.resets = self._pool.resets
         tracked.resident.evicted = self._pool.evicted
@@ -241,7 +243,8 @@ class Publications:
             # Most of these chunks are gone. The others are published again at their next hit.
             self._told.clear()
         self._told.update(zip(keys, blocks[:, 0].tolist(), strict=True))
-        self._published[blocks], self._first[blocks] = generations, blocks[:, :1]
+        self._published[blocks] = generations
+        self._first[blocks] = blocks[:, :1]
 
     def _fill(self) -> None:
         if self._filling:
@@ -254,7 +257,8 @@ class Publications:
         """
         assert self._pool is not None
         if tracked.resident.resets != self._pool.resets:
-            tracked.resident.generations, tracked.resident.filled = array(GENERATIONS), NEVER
+            tracked.resident.generations = array(GENERATIONS)
+            tracked.resident.filled = NEVER
         elif tracked.resident.evicted != self._pool.evicted:
             self._fill()
             tracked.resident.evicted = self._pool.evicted

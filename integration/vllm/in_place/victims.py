@@ -72,6 +72,7 @@ class Victims:
 
     def _note(self, meta: StepMetadata) -> None:
         fresh = np.fromiter(chain.from_iterable(meta.fresh), dtype=np.intp)
+        fresh = fresh[fresh >= 0]  # -1: a block that a load leaves out
         self._left -= len(fresh)
         self._saved[self._first[fresh]] = 0
         for spec in meta.publications:
@@ -79,7 +80,8 @@ class Victims:
             self._published[rows] = np.frombuffer(spec.generations, dtype="<u8").reshape(
                 -1, self._each
             )
-            self._first[rows], self._rows[rows[:, 0]] = rows[:, :1], rows
+            self._first[rows] = rows[:, :1]
+            self._rows[rows[:, 0]] = rows
             self._keys.update(zip(rows[:, 0].tolist(), spec.keys, strict=True))
 
     def _look(self, meta: StepMetadata, head: list[int]) -> None:
@@ -98,7 +100,8 @@ class Victims:
         new = np.flatnonzero(self._saved[first] != now[first])
         if len(new) > MOST_SAVED:
             # The next step saves the others.
-            self._left, new = int(at[new[MOST_SAVED]]), new[:MOST_SAVED]
+            self._left = int(at[new[MOST_SAVED]])
+            new = new[:MOST_SAVED]
         if len(new):
             # vLLM frees a request's last chunk first: save the first chunk first.
             chosen = first[new][::-1]

@@ -69,7 +69,8 @@ class InPlace:
 
     def show(self, instance: InstanceId) -> None:
         """Show the KV cache to others under the instance's name. Later calls do nothing."""
-        session, self._instance = self._session, instance
+        session = self._session
+        self._instance = instance
         if session is None or self._shown is not None or not self._shows:
             return
         self._shown = OwnCache(session.client, instance, session.rank, self._shape, self._regions)

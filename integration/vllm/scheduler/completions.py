@@ -16,7 +16,7 @@ from vcache_backend.transfer.keys import state_keys
 from ..in_place.block_pool import NUMBERS
 from ..metadata import StepMetadata, StoreSpec
 from ..model.groups import Groups
-from ..telemetry.events import block_stored
+from ..telemetry.events import POOL_MEDIUM, block_stored
 from .introduction import Introduction
 from .leftovers import Leftovers
 from .lookups import Lookups
@@ -44,7 +44,6 @@ class Completions:
         self._hash_block, self._hashes = hash_block, config.engine.chunk_size // hash_block
         self._spec_kind = spec_kind
         self._prompts_only = config.connector.store == "prompt"
-        self._event_medium = config.connector.event_medium
         self._stores_allowed = stores
         self._groups = groups
         self._instance = instance
@@ -69,47 +68,20 @@ class Completions:
         output: vLLM's description of the step. unsure: blocks that may not be filled yet; chunks
         computed from them are stored by a later step."""
         self._unsure = unsure
-        scheduled, fresh = output.num_scheduled_tokens, meta.fresh
         self._offered = getattr(
             getattr(output, "kv_connector_block_state", None), "boundary_state_offloads", {}
         )
-        cached, resumed = output.scheduled_cached_reqs, output.scheduled_cached_reqs.resumed_req_ids
-        in_place = self._publications is not None
         # Running requests first: new requests may hit the blocks that they write in this step.
-        for request_id, computed, added in zip(
-            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
-        ):
-            tracked = requests.get(request_id)
-            if added is not None:
-                fresh += added
-            if tracked is None:
-                continue
-            if request_id in resumed:
-                self.own(
-                    tracked,
-                    added if added is not None else [[] for _ in tracked.store.rows],
-                    anew=True,
-                )
-                self._begin(tracked, computed)
-            elif added is not None:
-                self.own(tracked, added, anew=False)
-                self._leftovers.more(tracked, added)
-            reached = computed + scheduled[request_id]
-            # Most steps of a running request complete neither a block nor a chunk.
-            if (
-                reached >= tracked.store.complete_at
-                or (in_place and reached >= (tracked.resident.filled + 1) * self._block)
-                or self._groups.states
-            ):
-                self._computes(tracked, computed, reached, meta)
+        self._plan_running(output, requests, meta)
         for new in output.scheduled_new_reqs:
-            fresh += new.block_ids
+            meta.fresh += new.block_ids
             tracked = requests.get(new.req_id)
             if tracked is not None:
                 self.own(tracked, new.block_ids, anew=True)
                 computed = new.num_computed_tokens
                 self._begin(tracked, computed)
-                self._computes(tracked, computed, computed + scheduled[new.req_id], meta)
+                reached = computed + output.num_scheduled_tokens[new.req_id]
+                self._computes(tracked, computed, reached, meta)
 
     def stop(self, requests: Iterable[Tracked]) -> None:
         """Store no more chunks of these requests: their blocks are unknown from now on."""
@@ -146,11 +118,41 @@ class Completions:
         for number in range(first, stop):
             tokens = number * size, (number + 1) * size
             event = block_stored(
-                tracked.request, *tokens, self._hash_block, self._event_medium, self._spec_kind
+                tracked.request, *tokens, self._hash_block, POOL_MEDIUM, self._spec_kind
             )
             announcer.expect(tracked.lookup.keys[number], event)
 
     # ---- inside
+
+    def _plan_running(
+        self, output: Any, requests: Mapping[str, Tracked], meta: StepMetadata
+    ) -> None:
+        """Plan the step of the requests that ran before. Once a step for each: keep it short."""
+        scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+        resumed, in_place = cached.resumed_req_ids, self._publications is not None
+        for request_id, computed, added in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
+            tracked = requests.get(request_id)
+            if added is not None:
+                meta.fresh += added
+            if tracked is None:
+                continue
+            if request_id in resumed:
+                rows = added if added is not None else [[] for _ in tracked.store.rows]
+                self.own(tracked, rows, anew=True)
+                self._begin(tracked, computed)
+            elif added is not None:
+                self.own(tracked, added, anew=False)
+                self._leftovers.more(tracked, added)
+            reached = computed + scheduled[request_id]
+            # Most steps of a running request complete neither a block nor a chunk.
+            if (
+                reached >= tracked.store.complete_at
+                or (in_place and reached >= (tracked.resident.filled + 1) * self._block)
+                or self._groups.states
+            ):
+                self._computes(tracked, computed, reached, meta)
 
     def _begin(self, tracked: Tracked, computed: int) -> None:
         if self._publications is not None:

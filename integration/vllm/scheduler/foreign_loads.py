@@ -30,7 +30,7 @@ class ForeignLoads:
         if not output.scheduled_new_reqs and not output.scheduled_cached_reqs.resumed_req_ids:
             return 0
         blocks = set[int]()
-        for request_id, computed, rows in _beginning(output):
+        for request_id, computed, rows in beginning(output):
             tracked = requests.get(request_id)
             if tracked is not None and computed > tracked.supplied:
                 blocks.update(*rows)
@@ -58,7 +58,7 @@ class ForeignLoads:
         return failed
 
 
-def _beginning(output: Any) -> list[tuple[str, int, Any]]:
+def beginning(output: Any) -> list[tuple[str, int, Any]]:
     """List the requests that begin or resume in the step: name, computed tokens, blocks by block
     table.
     """

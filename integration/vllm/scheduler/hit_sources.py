@@ -37,11 +37,6 @@ def _names(
 ) -> list[str]:
     """Name the place of each of the chunks [first, stop); "" if unknown."""
     answer, everywhere = tracked.lookup.answer, {NAMES[place] for place in instance.places.values()}
-    if tracked.params.announced:
-        # Another instance is computing these chunks, so it is not known yet where in the pool they
-        # will lie.
-        everywhere = {"p2p"} if instance.publications is not None else everywhere
-        return [everywhere.pop() if len(everywhere) == 1 else "p2p"] * (stop - first)
     names = [""] * (stop - first)
     for run in load.residents:
         names[run.first : run.first + run.chunks] = ["p2p"] * run.chunks

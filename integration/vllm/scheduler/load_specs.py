@@ -26,7 +26,7 @@ class LoadSpecs:
         instance: Introduction,
     ) -> None:
         """stores: the instance's role allows stores."""
-        self._size, self._wait_seconds = config.engine.chunk_size, config.connector.wait_seconds
+        self._size = config.engine.chunk_size
         self._stores, self._groups, self._instance = stores, groups, instance
 
     def of(self, tracked: Tracked, rows: Sequence[list[int]]) -> LoadSpec:
@@ -43,13 +43,11 @@ class LoadSpecs:
         below = self._instance.offload
         # Allow the offload tier even if the pool had all chunks: the pool may lose some before the
         # load reads them.
-        offload = not (asked.announced or parts) and below is not None and below.usable
-        waits = self._wait_seconds if asked.wait_seconds is None else asked.wait_seconds
+        offload = not parts and below is not None and below.usable
         return LoadSpec(
             request_id=tracked.request.request_id,
             keys=keys,
             blocks=self._groups.wanted(rows, tracked.local, end),
-            wait_seconds=waits if asked.announced else 0.0,
             offload=offload,
             promote=offload
             and self._stores

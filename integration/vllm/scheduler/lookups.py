@@ -11,14 +11,7 @@ from time import monotonic, perf_counter
 from typing import Any
 
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.calls.channel import Sent
-from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import (
-    ChunkKey,
-    Count,
-    Found,
-    of_ranks,
-)
+from vcache_backend.metadata_server.messages import ChunkKey, Found, of_ranks
 from vcache_backend.transfer.keys import adapter_digest, state_keys
 
 from ..in_place.replicas import Run
@@ -69,21 +62,23 @@ class Lookups:
             )
         return True
 
-    def send(self, tracked: Tracked, stop: int) -> None:
-        """Ask the server for the chunks [0, stop) and return. `name` must have made the keys;
+    def send(self, tracked: Tracked, first: int, stop: int) -> None:
+        """Ask the server for the chunks [first, stop) and return. `name` must have made the keys;
         `find` reads the answer.
         """
         client, started = self._instance.client, perf_counter()
         if client is None or tracked.lookup.question is not None:
             return
-        at, keys = monotonic(), tracked.lookup.keys[:stop]
+        at, keys = monotonic(), tracked.lookup.keys[first:stop]
         try:
-            sent = self._send(client, keys)
+            sent = client.send_find(keys, *self._terms(tracked))
         except VCacheError as error:
             log.debug("look-up: %s", error)
             return
         if sent is not None:
-            tracked.lookup.question = Question(sent, stop, at, perf_counter() - started)
+            seconds = perf_counter() - started
+            tracked.promise.made |= tracked.promise.early
+            tracked.lookup.question = Question(sent, first, stop, at, seconds)
 
     def find(self, tracked: Tracked, first: int, whole: int) -> Answer:
         """Look up the chunks [first, whole). `name` must have made the keys. No hits if the server
@@ -92,22 +87,12 @@ class Lookups:
         question = tracked.lookup.question
         if question is not None and question.at + AHEAD_SECONDS > monotonic():
             self._read(tracked, question)
-        answer, tracked.lookup.question = tracked.lookup.answer, None
+        answer = tracked.lookup.answer
+        tracked.lookup.question = None
         if answer is None or not answer.counts(first):
             answer = self._ask(tracked, first, whole)
         self._count(tracked, answer, first, whole)
         return answer
-
-    def look(self, tracked: Tracked, first: int, whole: int) -> Answer:
-        """Look up chunks that another instance may still be computing. Not counted in
-        the metrics.
-        """
-        return self._ask(tracked, first, whole)
-
-    def gone(self, instance: bytes) -> bool:
-        """Whether the KV cache of `instance` can no longer be read. Takes some microseconds."""
-        tables = self._instance.tables
-        return tables is None or tables.view(instance) is None
 
     # ---- inside
 
@@ -118,10 +103,11 @@ class Lookups:
         if not answer.counted:
             answer.counted = True
             hits = max(min(answer.hits, whole) - first, 0)
-            asked, hit = tracked.lookup.asked, tracked.lookup.promised
-            tracked.lookup.asked = max(asked, whole - first)
-            tracked.lookup.promised = max(hit, hits)
-            more, more_found = tracked.lookup.asked - asked, tracked.lookup.promised - hit
+            lookup = tracked.lookup
+            more = max(whole - first - lookup.asked, 0)
+            more_found = max(hits - lookup.found, 0)
+            lookup.asked += more
+            lookup.found += more_found
             self._meter.looked_up(more * self._size, more_found * self._size, answer.seconds)
             if self._instance.client is not None:
                 self._instance.client.looked_up(more * self._size, more_found * self._size)
@@ -136,7 +122,7 @@ class Lookups:
             return NO_ANSWER
         keys = tracked.lookup.keys[first:whole]
         try:
-            reply = self._look_up(client, keys)
+            reply = client.find(keys, *self._terms(tracked))
         except VCacheError as error:
             return self._failed(error)
         return self._answered(tracked, first, whole, reply, at, started)
@@ -150,41 +136,33 @@ class Lookups:
             self._failed(error)
             return
         tracked.lookup.question = None
-        if isinstance(reply, Found) and reply.cut:
+        if reply.cut:
             # The answer did not fit into one message: `find` asks again.
             return
-        given = reply.count if isinstance(reply, Count) else reply
-        self._answered(tracked, 0, question.stop, given, question.at, started)
+        self._answered(tracked, question.first, question.stop, reply, question.at, started)
 
     def _failed(self, error: VCacheError) -> Answer:
         log.debug("look-up: %s", error)
         self._meter.count("failures", 1, "server")
         return NO_ANSWER
 
-    def _send(self, client: Client, keys: list[ChunkKey]) -> Sent[Count] | Sent[Found] | None:
-        publications = self._instance.publications
-        ranks = self._instance.ranks
-        return (
-            client.send_lookup(keys, ranks)
-            if publications is None
-            else client.send_find(keys, ranks, publications.instance)
+    def _terms(self, tracked: Tracked) -> tuple[int, bytes, bool, int]:
+        """The arguments of `Client.find` behind the keys."""
+        publications, ranks, promise = (
+            self._instance.publications,
+            self._instance.ranks,
+            tracked.promise.number if tracked.promise.early else 0,
         )
-
-    def _look_up(self, client: Client, keys: list[ChunkKey]) -> Found | int:
-        publications = self._instance.publications
-        ranks = self._instance.ranks
-        return (
-            client.lookup(keys, ranks)
-            if publications is None
-            else client.find(keys, ranks, publications.instance)
-        )
+        if publications is None:
+            return ranks, b"", True, promise
+        return ranks, publications.instance, False, promise
 
     def _answered(
         self,
         tracked: Tracked,
         first: int,
         stop: int,
-        reply: Found | int,
+        reply: Found,
         at: float,
         started: float,
     ) -> Answer:
@@ -192,10 +170,14 @@ class Lookups:
         the offload tier's hits.
         """
         instance, residents = self._instance, list[Run]()
-        if isinstance(reply, Found):
+        there = chunks = len(reply.pooled)
+        if instance.publications is not None:
             chunks, residents = self._chosen(reply, first)
-        else:
-            chunks = reply
+        # Behind a chunk that has just been lost nothing can be loaded.
+        coming = reply.coming if chunks == there else None
+        comes_to = first + there + coming.chunks if coming is not None else 0
+        if tracked.promise.early:
+            tracked.promise.made = there < stop - first and reply.coming is None
         if self._parts and chunks:
             chunks = self._with_state(tracked.lookup.keys[first : first + chunks])
         pooled = hits = first + chunks
@@ -209,7 +191,14 @@ class Lookups:
                 instance.client, tracked.lookup.keys[first:stop], chunks
             )
         answer = tracked.lookup.answer = Answer(
-            first, hits, pooled, at, perf_counter() - started, residents
+            first,
+            hits,
+            pooled,
+            at,
+            perf_counter() - started,
+            residents,
+            coming,
+            comes_to,
         )
         return answer
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Set as AbstractSet
-from itertools import dropwhile
+from itertools import count, dropwhile
+from math import inf
 from typing import Any
 
 import msgspec
@@ -25,15 +26,16 @@ from ..telemetry import traces
 from ..telemetry.events import Announcer
 from ..telemetry.stats import Meter
 from . import hit_sources, request_params
-from .awaited import Awaited
 from .completions import Completions
-from .foreign_loads import ForeignLoads
+from .foreign_loads import ForeignLoads, beginning
 from .introduction import Introduction
 from .leftovers import Leftovers
 from .load_specs import LoadSpecs
 from .lookups import Lookups
+from .promises import OwnPromises, Pace
 from .resets import Resets
 from .tracked import StoreState, Tracked
+from .waits import Waits
 
 log = logging.getLogger("vllm.vcache")
 
@@ -99,7 +101,13 @@ class SchedulerSide:
             instance.announcer = Announcer(instance.ranks)
         self.lookups = Lookups(instance, self._size, meter, self._groups.parts)
         self._specs = LoadSpecs(config, stores, self._groups, instance)
-        self._awaited = Awaited(self.lookups)
+        self._pace, self._numbers = Pace(), count(1)
+        step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self._promises = OwnPromises(
+            config, instance, self.lookups, self._pace, self._hashes, step_tokens
+        )
+        states = bool(self._groups.parts)
+        self._waits = Waits(config, self.lookups, self._pace, meter, states)
         self._leftovers = Leftovers(self._groups.sizes)
         self._resets = Resets(instance, self._drop_answers, self._outdate)
         self._completions = Completions(
@@ -133,16 +141,10 @@ class SchedulerSide:
             return
         tracked, (tokens, chunks) = self._track(request), self._loadable(request)
         lacking = tokens - self._least
-        if (
-            lacking < 0
-            or not tracked.loads
-            or self._resets.clearing
-            or tracked.params.announced
-            or self._has(request, lacking)
-        ):
+        if lacking < 0 or not tracked.loads or self._resets.clearing or self._has(request, lacking):
             return
         if self.lookups.name(tracked, chunks):
-            self.lookups.send(tracked, chunks)
+            self.lookups.send(tracked, 0, chunks)
 
     def matched(self, request: Any, local: int) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded after the first `local`, which vLLM has, and whether
@@ -157,6 +159,8 @@ class SchedulerSide:
         if self.publications is not None:
             self.publications.matched(tracked)
         tokens = self._matched(tracked, local)
+        if tokens is None:
+            return None, False
         if self._spans is not None:
             self._spans.looked_up(tracked, local, tokens)
         return tokens, tokens > 0
@@ -202,13 +206,15 @@ class SchedulerSide:
 
     def begin(self, meta: StepMetadata) -> None:
         """Move the loads that begin in this step into `meta`. Never raises."""
-        meta.loads, self._loads = self._loads, []
+        meta.loads = self._loads
+        self._loads = []
 
     def plan(self, output: Any, meta: StepMetadata) -> None:
-        """Complete `meta` for the step that `output` describes: stores, blocks with a new owner,
-        and newly found chunks for waiting loads.
+        """Complete `meta` for the step that `output` describes: stores, and blocks with a new
+        owner.
         """
-        meta.cancelled, self._cancelled = self._cancelled, set()
+        meta.cancelled = self._cancelled
+        self._cancelled = set()
         meta.fresh = [load.blocks for load in meta.loads]
         meta.idle = not output.total_num_scheduled_tokens
         meta.introduce = self.instance.keys is None and not self.instance.over
@@ -216,9 +222,16 @@ class SchedulerSide:
             meta.instance = self.publications.instance
         meta.flush = self._resets.flushes()
         self._resets.learn()
-        meta.found = {} if self._resets.clearing else self._awaited.found(meta.idle)
         meta.echo = self._foreign.begin(output, self._requests)
+        for request_id in output.preempted_req_ids or ():
+            if request_id in self._requests:
+                self._promises.ended(self._requests[request_id])
         self._completions.plan(output, self._requests, meta, self._foreign.blocks())
+        for request_id, computed, _ in beginning(output):
+            if request_id in self._requests:
+                self._waits.over(self._requests[request_id])
+                self._promises.begun(self._requests[request_id], computed)
+        self._pace.look()
         if self.publications is not None:
             self.publications.planned()
         if self.victims is not None:
@@ -228,7 +241,10 @@ class SchedulerSide:
         """Store no more chunks of the present requests, after `plan` raised: their blocks are
         unknown.
         """
-        meta.stores, meta.publications, meta.victims, meta.opaque = [], [], None, True
+        meta.stores = []
+        meta.publications = []
+        meta.victims = None
+        meta.opaque = True
         if self.publications is not None:
             self.publications.planned()
         for tracked in self._requests.values():
@@ -252,6 +268,8 @@ class SchedulerSide:
         if self._spans is not None:
             self._spans.finished(request.request_id)
         if tracked is not None:
+            self._promises.ended(tracked)
+            self._waits.over(tracked)
             if tracked.loading:
                 tracked.loading = False
                 self._cancelled.add(request.request_id)
@@ -264,6 +282,7 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Idempotent."""
+        self._promises.close()
         if self.publications is not None:
             self.publications.close()
         self.instance.close()
@@ -321,6 +340,9 @@ class SchedulerSide:
         tracked = Tracked(request, asked, loads, store=blocks)
         self._requests[request.request_id] = tracked
         self._completions.stored(tracked, 0)
+        if tracked.store.complete_at < inf:
+            # What is announced another instance computes.
+            tracked.promise.number, tracked.promise.early = next(self._numbers), not asked.announced
         return tracked
 
     def _asked(self, request: Any) -> request_params.RequestParams:
@@ -330,8 +352,10 @@ class SchedulerSide:
             log.warning("request %s is served uncached: %s", request.request_id, error)
             return request_params.NOTHING
 
-    def _matched(self, tracked: Tracked, local: int) -> int:
-        """Look up how many tokens after the first `local` can be loaded."""
+    def _matched(self, tracked: Tracked, local: int) -> int | None:
+        """Look up how many tokens after the first `local` can be loaded. None: the request waits
+        for more.
+        """
         if (
             not tracked.loads
             or self._resets.clearing
@@ -342,9 +366,12 @@ class SchedulerSide:
         most, chunks = self._loadable(tracked.request)
         if most - local < self._least or not self.lookups.name(tracked, chunks):
             return 0
-        if tracked.params.announced:
-            return most - local
-        answer = self.lookups.find(tracked, local // self._size, chunks)
+        first, waits = local // self._size, self._waits
+        if waits.follows(tracked, first) or waits.pauses(tracked, first, chunks):
+            return None
+        answer = self.lookups.find(tracked, first, chunks)
+        if waits.holds(tracked, answer, chunks):
+            return None
         external = min(answer.hits * self._size, most) - local
         return external if external >= self._least else 0
 
@@ -353,6 +380,7 @@ class SchedulerSide:
         load's first chunk.
         """
         end, stop = tracked.supplied // self._size, -(-tracked.supplied // self._size)
+        self._waits.loads(tracked, first, end)
         # Chunks loaded from the pool are stored already. From the offload tier only whole chunks
         # are promoted.
         partial = (
@@ -366,8 +394,6 @@ class SchedulerSide:
             self.publications.loads(tracked, tracked.local // self._groups.block)
             if self.publications.duplicates is not None:
                 self.publications.duplicates.note(tracked, load, first)
-            if tracked.params.announced:
-                self._awaited.add(tracked, first, stop, load.wait_seconds)
         if partial:
             self._completions.expect(tracked, first, end)
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from vcache_backend.metadata_server.calls.channel import Sent
-from vcache_backend.metadata_server.messages import ChunkKey, Count, Found
+from vcache_backend.metadata_server.messages import ChunkKey, Coming, Found
 
 from ..in_place.block_pool import GENERATIONS
 from ..in_place.replicas import Run, within
@@ -28,7 +28,8 @@ class Answer(msgspec.Struct):
 
     pooled: chunks below this number are in the pool or in KV caches, the others in the offload
     tier. residents: the chunks that lie in other instances' KV caches. seconds: how long
-    the look-up took. counted: the metrics already contain this answer."""
+    the look-up took. coming: the chunks that another instance is computing, up to number
+    `comes_to`. counted: the metrics already contain this answer."""
 
     first: int
     hits: int
@@ -36,6 +37,8 @@ class Answer(msgspec.Struct):
     at: float
     seconds: float
     residents: list[Run] = []
+    coming: Coming | None = None
+    comes_to: int = 0
     counted: bool = False
 
     @property
@@ -56,11 +59,13 @@ NO_ANSWER = Answer(0, 0, 0, -inf, 0.0, counted=True)
 
 
 class Question(msgspec.Struct):
-    """A look-up of the chunks [0, stop), sent at the time `at` (time.monotonic) and not read yet.
+    """A look-up of the chunks [first, stop), sent at the time `at` (time.monotonic) and not read
+    yet.
 
     seconds: how long sending took."""
 
-    sent: Sent[Count] | Sent[Found]
+    sent: Sent[Found]
+    first: int
     stop: int
     at: float
     seconds: float
@@ -69,14 +74,14 @@ class Question(msgspec.Struct):
 class LookupState(msgspec.Struct):
     """A request's look-ups. Only `Lookups` writes it.
 
-    keys: the keys of the leading chunks. question: sent, and not answered yet. asked, promised: the
+    keys: the keys of the leading chunks. question: sent, and not answered yet. asked, found: the
     numbers of chunks that the metrics count as looked up and as hits."""
 
     keys: list[ChunkKey] = []
     question: Question | None = None
     answer: Answer | None = None
     asked: int = 0
-    promised: int = 0
+    found: int = 0
 
 
 class StoreState(msgspec.Struct):
@@ -116,6 +121,42 @@ class LeftoverState(msgspec.Struct):
     resets: int = 0
 
 
+class PromiseState(msgspec.Struct):
+    """What a request has promised to compute. Only `Lookups` and `OwnPromises` write it.
+
+    number: names the promise for the server; 0: the request stores nothing. early: its look-ups
+    promise, too. made: the server may hold a promise. stop: the chunks up to this number are
+    promised."""
+
+    number: int = 0
+    early: bool = False
+    made: bool = False
+    stop: int = 0
+
+
+class WaitState(msgspec.Struct):
+    """A request's wait for chunks that are being computed. Only `Waits` writes it. Times are of
+    time.monotonic.
+
+    since: 0.0 before the wait. until: when it ends at the latest. asked: when the server was last
+    asked. began, target: how many leading chunks were there at the beginning, and will be at the
+    end. promised: the server has said that chunks are coming. gone: since when it does not say so
+    any more. over: the request waits no more. seconds: how long it has waited. loads: a load of the
+    request brings its chunks. leads: the chunks for which other requests may follow this one."""
+
+    since: float = 0.0
+    until: float = 0.0
+    asked: float = 0.0
+    began: int = 0
+    target: int = 0
+    promised: bool = False
+    gone: float = 0.0
+    over: bool = False
+    seconds: float = 0.0
+    loads: bool = False
+    leads: list[ChunkKey] = []
+
+
 class Tracked(msgspec.Struct):
     """One vLLM request, as `SchedulerSide` and its parts track it.
 
@@ -134,4 +175,6 @@ class Tracked(msgspec.Struct):
     store: StoreState = msgspec.field(default_factory=StoreState)
     resident: ResidentState = msgspec.field(default_factory=ResidentState)
     leftover: LeftoverState = msgspec.field(default_factory=LeftoverState)
+    promise: PromiseState = msgspec.field(default_factory=PromiseState)
+    wait: WaitState = msgspec.field(default_factory=WaitState)
     copies: list[Run] = []

@@ -18,6 +18,9 @@ from vllm.v1.core import kv_cache_utils
 
 from vcache_backend.metadata_server.messages import MAX_KEYS, ChunkKey, of_rank
 
+POOL_MEDIUM = "CPU"
+"""The pool's name in events: what vLLM, Dynamo and llm-d call memory from which a load brings
+blocks."""
 LOCALITY = "LOCAL"
 """vLLM's word for memory of the publisher's own node."""
 MOST_WAITING = 4096
@@ -162,7 +165,8 @@ class Announcer:
                 self._ready.append(event)
             else:
                 self._turns.append(key)
-        ready, self._ready = self._ready, []
+        ready = self._ready
+        self._ready = []
         return ready
 
 

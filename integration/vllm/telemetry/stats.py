@@ -18,11 +18,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from vcache_backend.transfer.load_stats import LoadStats
+from vcache_backend.transfer.stats import LoadStats
 
 OTHER = "other"
 FAILURES = (
-    *("lease_lost", "server", "segment", "timeout", "copy", "changed"),
+    *("lease_lost", "server", "segment", "copy", "changed"),
     *("store", "store_absent", "store_bad", "store_late", OTHER),
 )
 NOT_STORED = ("exists", "busy", "full", "no_slot", "backlog", "late", "changed", OTHER)
@@ -43,11 +43,21 @@ class _Counter(NamedTuple):
     values: tuple[str, ...] = ("",)
 
 
+WAITS = ("kept", "withdrawn", "silent", "late", "aborted")
+"""How waits end: the chunks came; the promise was withdrawn; no chunk came for three of the owner's
+steps; the time was over; the request ended first."""
+
 COUNTERS = {
     "lookup_asked_tokens": _Counter(
         "Prompt tokens that look-ups asked the pool, other instances and the offload tier for."
     ),
-    "lookup_hit_tokens": _Counter("Prompt tokens that look-ups promised."),
+    "lookup_hit_tokens": _Counter("Prompt tokens that look-ups found."),
+    "awaited_tokens": _Counter(
+        "Tokens that another instance computed while a request here waited for them."
+    ),
+    "waits": _Counter(
+        "Requests that waited for chunks another instance was computing.", "end", WAITS
+    ),
     "loaded_tokens": _Counter("Tokens loaded, by where they lay.", "tier", TIERS),
     "loaded_bytes": _Counter("Bytes loaded by all workers, by where they lay.", "tier", TIERS),
     "stored_tokens": _Counter("Tokens stored."),
@@ -62,7 +72,7 @@ COUNTERS = {
         "Time of stores, summed over workers.", "part", ("metadata", "data")
     ),
     "failures": _Counter("Loads, stores and look-ups that failed.", "cause", FAILURES),
-    "recomputed_tokens": _Counter("Promised tokens that were computed after all."),
+    "recomputed_tokens": _Counter("Tokens that a look-up found and that were computed after all."),
     "not_stored_chunks": _Counter(
         "Chunks that were not stored; `exists` and `busy` are no failures.", "cause", NOT_STORED
     ),
@@ -77,6 +87,7 @@ COUNTERS = {
 HISTOGRAMS = {
     "load_seconds": "Time of one worker's load, metadata and data.",
     "lookup_seconds": "Time of one look-up in the scheduler.",
+    "wait_seconds": "Time that a request waited for chunks another instance was computing.",
 }
 BUCKETS = [
     0.00005,
@@ -175,7 +186,8 @@ class Meter:
         if self._stats is None and not self._lookups:
             return None
         with self._lock:
-            taken, self._stats = self._stats, None
+            taken = self._stats
+            self._stats = None
         if self._lookups:
             counters = {"lookup_asked_tokens": {"": self._asked}} | (
                 {"lookup_hit_tokens": {"": self._hit}} if self._hit else {}
@@ -184,7 +196,9 @@ class Meter:
                 data={"counters": counters, "histograms": {"lookup_seconds": self._lookups}}
             )
             taken = looked_up if taken is None else taken.aggregate(looked_up)
-            self._asked, self._hit, self._lookups = 0, 0, []
+            self._asked = 0
+            self._hit = 0
+            self._lookups = []
         return None if taken is None or taken.is_empty() else taken
 
     def looked_up(self, asked: int, hit: int, seconds: float) -> None:
@@ -200,6 +214,13 @@ class Meter:
         """Add to one of COUNTERS."""
         with self._lock:
             self._add(name, amount, label)
+
+    def waited(self, end: str, tokens: int, seconds: float) -> None:
+        """Count the end of a request's wait, and the tokens that came during it."""
+        with self._lock:
+            self._add("waits", 1, end)
+            self._add("awaited_tokens", tokens, "")
+            self._interval().observe("wait_seconds", seconds)
 
     def loaded(self, stats: LoadStats) -> None:
         """Count a load that has filled some blocks."""

@@ -69,7 +69,11 @@ class Spans:
             span = self._span(
                 "vcache.lookup",
                 tracked,
-                {"vcache.local_tokens": local, "vcache.found_tokens": found},
+                {
+                    "vcache.local_tokens": local,
+                    "vcache.found_tokens": found,
+                    "vcache.waited_seconds": tracked.wait.seconds,
+                },
                 seconds,
             )
             span.end()

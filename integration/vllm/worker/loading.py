@@ -41,7 +41,6 @@ class Loading(transfer.Load):
             BlockPlaces(worker.kv, session.chunk_size, spec.blocks, worker.block_size),
             keys,
             mark=mark,
-            wait_seconds=spec.wait_seconds,
             offload=spec.offload,
             name=spec.request_id,
             residents=unpacked(spec.residents),

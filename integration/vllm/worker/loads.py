@@ -12,7 +12,7 @@ from vcache_backend.transfer import load as transfer
 from ..metadata import LoadSpan, LoadSpec, StepMetadata
 from ..model.spec import ModelSpec
 from ..telemetry.stats import Meter
-from .loading import Attached, Loading, unpacked
+from .loading import Attached, Loading
 from .report import Reporter
 from .stores import Stores
 
@@ -59,9 +59,7 @@ class Loads:
         self._lost += specs
 
     def begin(self, worker: Attached, meta: StepMetadata) -> None:
-        """Begin the loads passed to `expect`. Pass newly found chunks and cancellations to earlier
-        loads.
-        """
+        """Begin the loads passed to `expect`. Cancel earlier loads whose requests have ended."""
         specs = [spec for spec in meta.loads if not spec.lost]
         mark = worker.session.copier.mark() if specs else None
         for spec in specs:
@@ -69,8 +67,6 @@ class Loads:
             self._under_way.append(Loading(worker, spec, mark))
             self._lost.remove(spec)
         for loading in self._under_way:
-            if loading.spec.request_id in meta.found:
-                loading.found(unpacked(meta.found[loading.spec.request_id]))
             if loading.spec.request_id in meta.cancelled:
                 loading.cancel()
 
@@ -92,7 +88,8 @@ class Loads:
         """Return the blocks that loads have failed to fill since the last call, vLLM's numbers. See
         `failed`.
         """
-        invalid, self._invalid = self._invalid, set()
+        invalid = self._invalid
+        self._invalid = set()
         return invalid
 
     def failed(self) -> set[str]:
@@ -101,7 +98,8 @@ class Loads:
 
         These are loads that never began and, with several block tables, all failed loads. For the
         others `invalid` names the blocks, and vLLM keeps the blocks before them."""
-        failed, self._failed = self._failed, set()
+        failed = self._failed
+        self._failed = set()
         return failed
 
     # ---- the end
@@ -137,7 +135,8 @@ class Loads:
 
     def _give_up(self) -> set[str]:
         """Report loads that never began as failed. Returns their requests."""
-        lost, self._lost = self._lost, []
+        lost = self._lost
+        self._lost = []
         for spec in lost:
             self._report.failed.add(spec.request_id)
             self._failed.add(spec.request_id)

@@ -49,7 +49,8 @@ class Reporter:
 
     def open(self, session: Session, shard: Shard) -> None:
         """The worker has joined the pool."""
-        self._session, self._shard = session, shard
+        self._session = session
+        self._shard = shard
         self._segments = self._readable()
         if self._events:
             session.on_stored.append(lambda keys: self._stored.extend(of_rank(keys, 0)))
@@ -80,9 +81,13 @@ class Reporter:
             self.echoes,
             self.spans,
         )
-        self.failed, self.echoes, self.spans = set(), set(), []
-        self._segments, self._link = segments, link
-        self.flushed, self.introduce = 0, False
+        self.failed = set()
+        self.echoes = set()
+        self.spans = []
+        self._segments = segments
+        self._link = link
+        self.flushed = 0
+        self.introduce = False
         return report
 
     # ---- inside

@@ -204,7 +204,8 @@ class WorkerSide:
 
     def finished(self) -> set[str]:
         """Advance all loads. Returns the requests whose load is over, successful or not."""
-        victims, self._meta.victims = self._meta.victims, None
+        victims = self._meta.victims
+        self._meta.victims = None
         if victims is not None and self.in_place is not None:
             self.in_place.save(victims, self._stores)
         return self.loads.finished(self._meta.idle)
@@ -219,7 +220,8 @@ class WorkerSide:
         """End all reads and writes of the KV cache, within `CLOSE_SECONDS`: vLLM takes its memory
         away. Idempotent until `wake`.
         """
-        worker, self._worker = self._worker, None
+        worker = self._worker
+        self._worker = None
         if worker is None:
             return
         self._asleep = worker
@@ -239,7 +241,8 @@ class WorkerSide:
         """Use the KV cache's memory again, which is back at the same addresses. Does nothing
         without a `sleep` before it.
         """
-        worker, self._asleep = self._asleep, None
+        worker = self._asleep
+        self._asleep = None
         if worker is None:
             return
         self._worker = worker
@@ -251,7 +254,9 @@ class WorkerSide:
         """Leave the pool after copies have ended, within `CLOSE_SECONDS`. The chunks stay in the
         pool.
         """
-        worker, self._worker, self._asleep = self._worker or self._asleep, None, None
+        worker = self._worker or self._asleep
+        self._worker = None
+        self._asleep = None
         if worker is None:
             return
         self.loads.stop(time.monotonic() + CLOSE_SECONDS)

@@ -56,7 +56,9 @@ class Stores:
         """Use this KV cache. block_size: tokens of vLLM's blocks; one may be several blocks of the
         tensors.
         """
-        self._session, self._kv, self._block_size = session, kv, block_size
+        self._session = session
+        self._kv = kv
+        self._block_size = block_size
 
     def fence(self, meta: StepMetadata) -> None:
         """Make this step's work wait, on the device, for stores that read a block with

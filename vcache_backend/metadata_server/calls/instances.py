@@ -75,17 +75,25 @@ class InstanceCalls(Channel, ABC):
         Returns how many of the chunks the instance holds."""
         return self._call(m.Hint(m.InstanceId(instance), keys[: m.MAX_KEYS]), m.Count).count
 
-    def find(self, keys: list[m.ChunkKey], ranks: int = 1, instance: bytes = b"") -> m.Found:
-        """Find the leading chunks in the pool or in instances other than `instance`. Sends several
-        requests for many keys."""
+    def find(
+        self,
+        keys: list[m.ChunkKey],
+        ranks: int = 1,
+        instance: bytes = b"",
+        pool_only: bool = False,
+        promise: int = 0,
+    ) -> m.Found:
+        """Find the leading chunks in the pool or in instances other than `instance`, and those
+        that another instance is computing. Sends several requests for many keys. The other
+        arguments: see `Find`."""
         deadline = time.perf_counter() + self._config.request_seconds
         most = max(1, min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks))
+        whole = m.Find(keys, ranks, m.InstanceId(instance), pool_only, promise)
         answer = m.Found(b"", [], [])
         while True:
             part = keys[len(answer.pooled) :][:most]
-            more = self._call(
-                m.Find(part, ranks, m.InstanceId(instance)), m.Found, deadline - time.perf_counter()
-            )
+            request = whole if len(part) == len(keys) else msgspec.structs.replace(whole, keys=part)
+            more = self._call(request, m.Found, deadline - time.perf_counter())
             answer = _joined(answer, more) if answer.pooled else more
             if (
                 len(answer.pooled) == len(keys)
@@ -95,16 +103,31 @@ class InstanceCalls(Channel, ABC):
                 return msgspec.structs.replace(answer, cut=False) if answer.cut else answer
 
     def send_find(
-        self, keys: list[m.ChunkKey], ranks: int = 1, instance: bytes = b""
+        self,
+        keys: list[m.ChunkKey],
+        ranks: int = 1,
+        instance: bytes = b"",
+        pool_only: bool = False,
+        promise: int = 0,
     ) -> Sent[m.Found] | None:
         """Send `find` without waiting for the answer, which may be `cut`. None if the keys exceed
         one request."""
         most = min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks)
-        return (
-            self._send(m.Find(keys, ranks, m.InstanceId(instance)), m.Found)
-            if len(keys) <= most
-            else None
-        )
+        request = m.Find(keys, ranks, m.InstanceId(instance), pool_only, promise)
+        return self._send(request, m.Found) if len(keys) <= most else None
+
+    def promise(
+        self,
+        number: int,
+        keys: list[m.ChunkKey],
+        ranks: int = 1,
+        chunk_seconds: float = 0.0,
+        step_seconds: float = 0.0,
+    ) -> int:
+        """Say that a request has begun to compute these chunks; none: it computes no more. Returns
+        how many are promised. See `Promise`."""
+        request = m.Promise(number, keys[: m.MAX_KEYS], ranks, chunk_seconds, step_seconds)
+        return self._call(request, m.Count).count
 
     def show_reads(self, reads: list[m.Reads], instance: bytes = b"") -> None:
         """Report for the statistics how much this process of `instance` has read out of other
@@ -163,5 +186,10 @@ def _joined(first: m.Found, then: m.Found) -> m.Found:
         for copies in then.residents
     ]
     return m.Found(
-        first.pooled + then.pooled, instances, first.residents + moved, then.epoch, then.cut
+        first.pooled + then.pooled,
+        instances,
+        first.residents + moved,
+        then.epoch,
+        then.cut,
+        then.coming,
     )

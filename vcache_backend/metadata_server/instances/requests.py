@@ -52,11 +52,14 @@ class InstanceService:
         epochs, residents = self.directory.epochs, self.directory.residents
         match request:
             case m.Find():
-                return self._find(request)
+                return self._find(client, request)
+            case m.Promise():
+                return m.Count(self.directory.promises.begin(client, request))
             case m.Publish():
                 right = request.epoch == epochs.of(request.keys)
                 return self.instances.publish(client, request) if right else m.Count(0)
             case m.Retract():
+                self.directory.promises.drop_client(client)
                 return self.instances.retract(client, request)
             case m.Listen(instance):
                 namespace = self.instances.listens(client, instance)
@@ -73,12 +76,22 @@ class InstanceService:
         self.reads.disconnect(client)
         self.instances.disconnect(client)
 
-    def _find(self, request: m.Find) -> m.Reply:
-        keys, ranks = request.keys, request.ranks
+    def _find(self, client: Peer, request: m.Find) -> m.Reply:
+        keys, ranks, directory = request.keys, request.ranks, self.directory
         if len(keys) * ranks > m.MAX_LOOKED_UP:
             raise Refuse(
                 f"find: {len(keys):,} keys of {ranks:,} ranks; at most {m.MAX_LOOKED_UP:,} keys "
                 "times ranks at once"
             )
-        answer, epoch = self.directory.find(request), self.directory.epochs.of(keys)
-        return msgspec.structs.replace(answer, epoch=epoch) if epoch else answer
+        answer, epoch = directory.find(request), directory.epochs.of(keys)
+        missing = [] if answer.cut else keys[len(answer.pooled) :]
+        coming = directory.promises.coming(client, missing)
+        if request.promise and coming is not None:
+            # Who waits computes nothing yet.
+            directory.promises.begin(client, m.Promise(request.promise))
+        elif request.promise and missing:
+            own = directory.residents.of(request.instance)
+            directory.promises.intend(client, request.promise, missing, ranks, own)
+        if coming is None and not epoch:
+            return answer
+        return msgspec.structs.replace(answer, epoch=epoch, coming=coming)

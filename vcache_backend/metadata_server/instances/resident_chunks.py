@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable, Container, Iterable
 
 import msgspec
 
@@ -44,8 +45,16 @@ class ResidentDirectory:
     """The published chunks of all instances. `max_chunks`: the most chunks of all instances
     together."""
 
-    def __init__(self, backlog: Backlog, counters: Counter[str], max_chunks: int) -> None:
+    def __init__(
+        self,
+        backlog: Backlog,
+        counters: Counter[str],
+        max_chunks: int,
+        arrived: Callable[[Iterable[m.ChunkKey]], None] = lambda keys: None,
+    ) -> None:
+        """arrived: called with chunks (keys of rank 0) that all ranks have published."""
         self._backlog, self._counters, self._max_chunks = backlog, counters, max_chunks
+        self._arrived = arrived
         self._of: dict[m.InstanceId, InstancePublications] = {}
         self.shares = Shares(MAX_BYTES, process=1, user=1 / 4)
         """The bytes charged to each process: a scheduler's for its publications, a worker's for the
@@ -56,6 +65,11 @@ class ResidentDirectory:
         shown."""
         publications = self._of.get(instance)
         return 0 if publications is None else len(publications.complete)
+
+    def of(self, instance: m.InstanceId) -> Container[m.ChunkKey]:
+        """The chunks that the instance has published, keys of rank 0."""
+        publications = self._of.get(instance)
+        return () if publications is None else publications.complete
 
     def room(self, owner: Peer) -> int:
         """How many more bytes may be charged to the process of this scheduler or worker."""
@@ -110,6 +124,7 @@ class ResidentDirectory:
         )
         self._settle(publications)
         self._counters["published"] += taken
+        self._arrived(key for key in of_rank(request.keys, 0) if key in publications.complete)
         return taken
 
     def retract(self, instance: m.InstanceId, sequence: int) -> int:
@@ -187,7 +202,7 @@ class ResidentDirectory:
         keys = request.keys[: MAX_CELLS // max(1, len(others))]
         columns = {
             instance: column
-            for instance, published in others
+            for instance, published in ([] if request.pool_only else others)
             if (column := _column(published, keys))
         }
         if columns:

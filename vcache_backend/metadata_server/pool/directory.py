@@ -18,6 +18,7 @@ from vcache_backend.metadata_server.pool.backlog import Steps
 from vcache_backend.metadata_server.pool.epochs import Epochs
 from vcache_backend.metadata_server.pool.leases import Leases
 from vcache_backend.metadata_server.pool.placement import MAX_SEARCH, Entry, Peer
+from vcache_backend.metadata_server.pool.promises import Promises
 from vcache_backend.metadata_server.pool.segments import SegmentDirectory, added
 
 _ENOUGH = f"one request reserves at most {m.MAX_SLOTS:,} slots; reserve the others with another one"
@@ -37,7 +38,10 @@ class Directory(SegmentDirectory):
         super().__init__(limits, now, first_id)
         self._limits = limits
         self.leases = Leases(limits.lease_seconds, self.contents.let_go)
-        self.residents = ResidentDirectory(self.backlog, self.counters, limits.max_chunks)
+        self.promises = Promises(self.backlog, self.counters, now)
+        self.residents = ResidentDirectory(
+            self.backlog, self.counters, limits.max_chunks, self.promises.arrived
+        )
         self.epochs = Epochs()
         self.records.append(records.Counted(0))
 
@@ -139,6 +143,11 @@ class Directory(SegmentDirectory):
             slots = _answers(
                 keys, dict(zip(new, locations, strict=True)), live.among(keys), busy, refusal
             )
+        self.promises.refused(
+            key
+            for key, slot in zip(keys, slots, strict=True)
+            if isinstance(slot, int) and slot != m.Refusal.BUSY
+        )
         if not new:
             return m.Reserved(0, 0.0, slots, reason)
         self._open(client, reservation, new, locations)
@@ -156,6 +165,7 @@ class Directory(SegmentDirectory):
         self.reservations.close(reservation)
         self.records.append(records.Published(reservation))
         visible = self.contents.publish(open_.entries)
+        self.promises.stored(entry.key for entry in open_.entries)
         self.counters["committed"] += len(open_.entries)
         self.touch(prefix)
         return visible
@@ -197,6 +207,7 @@ class Directory(SegmentDirectory):
         raise the namespace's epoch."""
         self.reservations.void(self.reservations.of_namespace(namespace))
         residents = self.residents.clear(namespace)
+        self.promises.clear(namespace)
         if reset:
             self.raise_epoch(namespace)
         chunks, rest = self.contents.clear(namespace)
@@ -207,6 +218,7 @@ class Directory(SegmentDirectory):
         """Void everything that a namespace has offloaded, or computed in KV caches, so far; all
         namespaces with b""."""
         self.residents.clear(namespace)
+        self.promises.clear(namespace)
         self.epochs.advance(namespace)
         self.records.append(records.EpochTable(self.epochs.all()))
 
@@ -217,6 +229,7 @@ class Directory(SegmentDirectory):
         void and their slots quarantined."""
         self.backlog.later(self.leases.drop_client(client.id, self._now))
         self._claims.drop_client(client.id)
+        self.promises.drop_client(client)
         self.reservations.void(self.reservations.of_client(client.id))
 
     def process_gone(self, process: records.ProcessId) -> None:
@@ -228,6 +241,7 @@ class Directory(SegmentDirectory):
         """End overdue leases and reservations, and remove dropped segments that are empty."""
         now = self._now()
         self.leases.expire(now)
+        self.promises.tick()
         overdue = self.reservations.overdue(now)
         self.reservations.void(overdue)
         self.counters["expired_reservations"] += len(overdue)

@@ -53,7 +53,7 @@ class Admission:
                 limit,
                 self._max_clients,
             )
-        self._uids, self._gids = {os.getuid(), 0, *config.allow_uids}, set(config.allow_gids)
+        self._uids = {os.getuid(), 0, *config.allow_uids}
         self._listener, self._epoll = endpoint.listener, epoll
         self._places = Shares(self._max_clients, OF_PROCESS, OF_USER, LEAST)
         self._numbers = 0
@@ -78,7 +78,7 @@ class Admission:
         self._numbers += 1
         self._epoll.register(sock, select.EPOLLIN)
         connection = Connection(sock, self._numbers, Caller(uid, pid))
-        refusal = self._refusal(connection, processes.groups(sock))
+        refusal = self._refusal(connection)
         self._places.take(pid or None, connection.user, 1)
         return connection, refusal
 
@@ -87,13 +87,10 @@ class Admission:
         self._places.take(connection.caller.pid or None, connection.user, -1)
         self.listen_again()
 
-    def _refusal(self, connection: Connection, gids: set[int]) -> str:
+    def _refusal(self, connection: Connection) -> str:
         uid, pid = connection.caller
-        if uid not in self._uids and self._gids.isdisjoint(gids):
-            allowed = (
-                "its own user and root; add the uid to server.allow_uids, or a group of "
-                "it to server.allow_gids, to let it in"
-            )
+        if uid not in self._uids:
+            allowed = "its own user and root; add the uid to server.allow_uids to let it in"
             return f"uid {uid} may not use the server of uid {os.getuid()}, which serves {allowed}"
         what = (
             "its limit of descriptors (ulimit -n)"

@@ -52,21 +52,21 @@ class Layouts:
     def add(self, client: Peer, layout: dict[str, str]) -> list[str]:
         """Add an instance. Returns a line for each other namespace of the same model."""
         self._connected[client.id] = client, processes.parent(client.process)
+        if not layout.get("model"):
+            return []
         layout = {name: _short(value) for name, value in layout.items()}
         others: dict[str, tuple[Peer, dict[str, str]]] = {}
-        for who, other in self._of.values():
-            if layout.get("model") and other["model"] == layout["model"]:
-                others.setdefault(other.get("namespace", ""), (who, other))
+        for peer, other in self._of.values():
+            if other["model"] == layout["model"]:
+                others.setdefault(other.get("namespace", ""), (peer, other))
         others.pop(layout.get("namespace", ""), None)
-        differences = [
-            (who, other, _differing(layout, other))
-            for who, other in list(others.values())[:MAX_LINES]
+        self._of[client.id] = client, layout
+        self._mismatches = None
+        self._count(client, layout)
+        lines = [
+            _line(layout, client, other, peer) for peer, other in list(others.values())[:MAX_LINES]
         ]
-        if layout.get("model"):
-            self._of[client.id] = client, layout
-            self._mismatches = None
-            self._count(client, layout)
-        return [_line(layout, who, other, fields) for who, other, fields in differences if fields]
+        return [line for line in lines if line]
 
     def looked_up(self, client: int, asked: int, found: int) -> None:
         """Count tokens that an instance has looked up, and found; it may have looked up some of the
@@ -199,25 +199,20 @@ def _short(text: str) -> str:
     return text[:MAX_SHOWN_CHARS] + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _differing(layout: dict[str, str], other: dict[str, str]) -> list[str]:
-    return sorted(
-        name
-        for name in layout.keys() | other.keys()
-        if name not in _APART and layout.get(name) != other.get(name)
-    )
-
-
-def _line(layout: dict[str, str], who: Peer, other: dict[str, str], fields: list[str]) -> str:
-    """Say in words why two instances of one model do not share."""
+def _line(layout: dict[str, str], client: Peer, other: dict[str, str], peer: Peer) -> str:
+    """Say in words why two instances of one model do not share; empty if no field differs."""
     differ = [
         (
-            f"{printable(name)}: {printable(layout.get(name, ''))!r} here, "
-            f"{printable(other.get(name, ''))!r} there"
+            f"{mismatch.field}: {printable(layout.get(mismatch.field, ''))!r} here, "
+            f"{printable(other.get(mismatch.field, ''))!r} there"
         )
-        for name in fields[:MAX_LINES]
-    ]
-    advice = dict.fromkeys(ADVICE[name] for name in fields if name in ADVICE)
-    whose = f"another instance of {printable(layout['model'])!r} ({_who(who)})"
+        for mismatch in _mismatches(layout["model"], [(layout, [client]), (other, [peer])])
+    ][:MAX_LINES]
+    if not differ:
+        return ""
+    names = {text.partition(":")[0] for text in differ}
+    advice = dict.fromkeys(text for name, text in ADVICE.items() if name in names)
+    whose = f"another instance of {printable(layout['model'])!r} ({_who(peer)})"
     return "; ".join(
         [f"{whose} does not share its chunks with this one: {differ[0]}", *advice, *differ[1:]]
     )[:MAX_LINE_CHARS]

@@ -4,23 +4,19 @@ runs."""
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
 import threading
-import time
 
 from vcache_backend.config import ServerConfig
 
 log = logging.getLogger(__name__)
 
-AGAIN_SECONDS, MOST_SECONDS = 5.0, 600.0
+AGAIN_SECONDS = 5.0
 
 
 class MonitorProcess:
-    """Restarts the process `AGAIN_SECONDS` after each end. The server runs on without it.
-
-    The wait doubles, up to `MOST_SECONDS`, while the process ends soon after each start."""
+    """Restarts the process `AGAIN_SECONDS` after each end. The server runs on without it."""
 
     def __init__(self, config: ServerConfig) -> None:
         # `-P`: the current folder is nobody's package here.
@@ -30,12 +26,8 @@ class MonitorProcess:
             str(config.path),
             "--listen",
             config.metrics,
-            "--pid",
-            str(os.getpid()),
         ]
         self._command += [
-            "--log-format",
-            config.log_format,
             f"--hosts={','.join(config.metrics_hosts)}",
         ]
         self._closing = threading.Event()
@@ -53,9 +45,7 @@ class MonitorProcess:
         self._thread.join()
 
     def _run(self) -> None:
-        pause = AGAIN_SECONDS
         while not self._closing.is_set():
-            began = time.monotonic()
             try:
                 # The monitor ends when this pipe closes, which any end of this process causes.
                 with self._lock:
@@ -73,7 +63,4 @@ class MonitorProcess:
                         "server.metrics: their process ended with status %d and is started again",
                         status,
                     )
-            if time.monotonic() > began + pause:
-                pause = AGAIN_SECONDS
-            self._closing.wait(pause)
-            pause = min(2 * pause, MOST_SECONDS)
+            self._closing.wait(AGAIN_SECONDS)

@@ -200,22 +200,7 @@ class Service:
             )
         if reason := unmappable(request.medium, request.nbytes, fds[0]):
             raise Refuse(f"segment {request.id}: {reason}")
-        if self._spare() <= 0:
-            counts = f"{len(self.fds)} segments are there"
-            if kept := self.instances.descriptors:
-                counts += f" and {kept} fds of instances"
-            raise Refuse(
-                f"segment {request.id}: {counts}, more would leave no descriptors for clients"
-            )
-        listed = sum(
-            _LISTED_BYTES + len(id_) + len(s.device.encode())
-            for id_, s in self.directory.segments.items()
-        )
-        if listed > MAX_LISTED_BYTES:
-            raise Refuse(
-                f"segment {request.id}: {len(self.directory.segments)} segments are there, no "
-                "message could list more"
-            )
+        self._check_room(request.id)
         if request.claim and not self.directory.redeem(
             client, request.claim, request.device, request.nbytes
         ):
@@ -226,6 +211,23 @@ class Service:
         info = m.SegmentInfo(request.id, request.device, request.medium, request.nbytes)
         self.fds[request.id] = Descriptor(fds.pop())
         return m.Added(self.directory.add_segment(info))
+
+    def _check_room(self, id_: m.SegmentId) -> None:
+        """Refuse a new segment for which there are no descriptors, or that no list has room for."""
+        if self._spare() <= 0:
+            counts = f"{len(self.fds)} segments are there"
+            if kept := self.instances.descriptors:
+                counts += f" and {kept} fds of instances"
+            raise Refuse(f"segment {id_}: {counts}, more would leave no descriptors for clients")
+        listed = sum(
+            _LISTED_BYTES + len(other) + len(s.device.encode())
+            for other, s in self.directory.segments.items()
+        )
+        if listed > MAX_LISTED_BYTES:
+            raise Refuse(
+                f"segment {id_}: {len(self.directory.segments)} segments are there, no "
+                "message could list more"
+            )
 
     def _decline(self, id_: m.SegmentId) -> m.Added:
         """Refuse memory from before a restart that is in no ledger: an earlier writer may still

@@ -60,10 +60,10 @@ class HostExportable:
             self.problem = f"a memfd of {nbytes:,} B for the KV cache: {error}"
             return None
         tensor = torch.frombuffer(memory, dtype=torch.int8, count=nbytes)
-        found = Region(fd, len(memory), tensor.data_ptr())
-        self._live[found.address] = found
+        region = Region(fd, len(memory), tensor.data_ptr())
+        self._live[region.address] = region
         # torch holds the last reference to the mapping, through the tensor's storage.
-        weakref.finalize(memory, _gone, self._live, found).atexit = False
+        weakref.finalize(memory, _gone, self._live, region).atexit = False
         return tensor
 
 
@@ -103,8 +103,8 @@ def _leave(mode: _Zeros) -> None:
         if last is mode:
             break
         above.append(last)
-    for one in reversed(above):
-        overrides._push_mode(one)
+    for other in reversed(above):
+        overrides._push_mode(other)
 
 
 def _sealed(nbytes: int) -> tuple[int, mmap.mmap]:

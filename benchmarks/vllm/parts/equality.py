@@ -19,11 +19,11 @@ from typing import Any
 
 import msgspec
 
-from ..processes import Child
-from ..results import Clock, OutOfTime, Row, fraction
-from .environment import peer
-from .fleet import Fleet
-from .prompts import Hit, Prompts
+from ...processes import Child
+from ...results import Clock, OutOfTime, Row, fraction
+from ..environment import peer
+from ..fleet import Fleet
+from ..prompts import Hit, Prompts
 
 LOGPROBS = 5
 SECONDS = 60.0

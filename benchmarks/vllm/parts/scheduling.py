@@ -10,9 +10,9 @@ from pathlib import Path
 
 import msgspec
 
-from ..results import Clock, Row, percentile, row
-from .fleet import Fleet
-from .prompts import Prompts
+from ...results import Clock, Row, percentile, row
+from ..fleet import Fleet
+from ..prompts import Prompts
 
 SECONDS = 120.0
 ALLOWED_US = {"vllm": 250.0, "inplace": 600.0}

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import msgspec
 
-from ..processes import Child, ChildFailed
-from ..results import Clock, Row, fraction
+from ...processes import Child, ChildFailed
+from ...results import Clock, Row, fraction
+from ..fleet import Fleet
+from ..instances import KINDS
+from ..prompts import Hit, Prompts
 from . import equality, latency
-from .fleet import Fleet
-from .instances import KINDS
-from .prompts import Hit, Prompts
 
 LENGTHS = {"1k": 12, "4k": 12, "16k": 8}
 """How many hits of each length."""

@@ -1,7 +1,7 @@
 """One instance of the in-place campaign: a KV cache that others read, and whose blocks are
 constantly handed out and rewritten.
 
-An owner computes chunks. A reader (`inplace_reader`) loads them out of others' KV caches, compares
+An owner computes chunks. A reader (`reader`) loads them out of others' KV caches, compares
 each byte, and publishes its copies. What a block must hold follows from its chunk's key and
 position alone. Both stop themselves at any step of the protocol, as if swapped out or in a
 debugger; the parent process sends SIGCONT."""
@@ -37,9 +37,9 @@ from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copies.copier import Mark
 from vcache_backend.vram_pool.exports.host_memory import HostExportable
 
-from .forked import Counts
-from .inplace_blocks import BlockPool
-from .kv_content import content, mix
+from ..forked import Counts
+from ..kv_content import content, mix
+from .blocks import BlockPool
 
 BLOCK_SIZE = 16
 LAYERS, HEADS, DIM = 2, 2, 16
@@ -62,7 +62,7 @@ Control = Literal["", "no verdict", "counted late", "published early"]
 
 class Settings(msgspec.Struct, frozen=True):
     """stops: share of the steps at which the instance stops itself. control: the rule of the
-    protocol that is broken, see `inplace_campaign`; empty: none. shared: a folder that all
+    protocol that is broken, see `__main__`; empty: none. shared: a folder that all
     instances use. number: the instance's place among them. pauses: share of the loads between whose
     launch and verdict the instance stops itself; 0: as often as elsewhere. lends: bytes that it
     lends to a pool, through which it shares; 0: it shares in place."""

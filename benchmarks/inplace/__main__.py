@@ -1,12 +1,11 @@
 """Does a load out of another instance's live KV cache ever bring a wrong byte, though blocks are
 used again all the time?
 
-    python -m benchmarks.inplace_campaign [--level cpu|death|death_pool] [--loads N] [--seed N]
-                                          [--control WHAT] [--out FILE]
+    python -m benchmarks.inplace [--level cpu|death|death_pool] [--loads N] [--seed N] [--out FILE]
 
 `cpu`: one metadata server, owners whose blocks are constantly handed out and rewritten, and readers
 that load from them and from each other, some slowly. All are real processes with real memory, and
-each byte is compared (`inplace_instance`). They pause themselves at every step of the protocol, are
+each byte is compared (`instance`). They pause themselves at every step of the protocol, are
 stopped and killed at any moment, and start again under other names; the server is killed and
 stopped, too. One seed gives the same decisions again, but not the same timing.
 
@@ -14,7 +13,7 @@ stopped, too. One seed gives the same decisions again, but not the same timing.
 with so few KV blocks that these are constantly used again. Readers pause between the launch of most
 loads and their verdicts; all of them, and the server, are stopped, starved and killed. Tokens and
 log probabilities of each answer are compared with those of a vLLM that shares nothing
-(`vllm.campaign`); no engine may end or leave a request without an answer.
+(`whole`); no engine may end or leave a request without an answer.
 
 Controls run the same with one rule broken: readers ignore the generations after a copy; owners
 change generations only after writing, or publish before writing. There wrong bytes must be seen, or
@@ -27,22 +26,13 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import get_args
 
-from .inplace_instance import Control
-from .inplace_levels import LEVELS, LOADS
-from .inplace_rows import control_row, rows
-from .inplace_run import campaign, run_control
-from .results import Report, Row
+from ..results import Report, Row
+from .levels import LEVELS
+from .rows import control_row, rows
+from .run import campaign, run_control
 
 SHOWN = 10
-
-
-def run() -> list[Row]:
-    """Some minutes."""
-    made: list[Row] = []
-    measure("cpu", LOADS, int(time.time()), made.extend)
-    return made
 
 
 def measure(
@@ -50,31 +40,28 @@ def measure(
     loads: int,
     seed: int,
     add: Callable[[Sequence[Row]], object],
-    control: Control = "",
     seconds: float = 0.0,
 ) -> list[str]:
-    """Run a level's campaign and its controls, or one control alone, and `add` rows as they come.
-    Returns descriptions of wrong loads.
+    """Run a level's campaign and its controls, and `add` rows as they come. Returns descriptions of
+    wrong loads.
     """
-    level, wrong = LEVELS[name](), list[str]()
+    level = LEVELS[name]()
     if seconds:
         level = level._replace(seconds=seconds, control_seconds=seconds / 2)
     with tempfile.TemporaryDirectory(prefix="vcache-inplace-shared-") as folder:
         level.prepare(shared := Path(folder))
-        if not control:
-            result = campaign(loads or level.loads, seed, level=level, shared=shared)
-            wrong += result.wrong
-            add(rows(result, loads or level.loads, name, level))
-        for one in [control] if control else level.controls:
-            result = run_control(one, seed, level=level, shared=shared)
-            add([control_row(one, result, name)])
-    return wrong
+        result = campaign(loads or level.loads, seed, level=level, shared=shared)
+        add(rows(result, loads or level.loads, name, level))
+        for control in level.controls:
+            seen = run_control(control, seed, level=level, shared=shared)
+            add([control_row(control, seen, name)])
+    return result.wrong
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 if a row missed its limit."""
     parser = argparse.ArgumentParser(
-        prog="benchmarks.inplace_campaign",
+        prog="benchmarks.inplace",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -86,16 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--seconds", type=float, default=0.0, help="at most; its control half of it"
     )
     parser.add_argument("--seed", type=int, default=int(time.time()), help="default: the time")
-    parser.add_argument(
-        "--control", choices=get_args(Control)[1:], default="", help="this control alone"
-    )
     parser.add_argument("--out", type=Path, help="result file; one that is there is continued")
     parser.add_argument("--commit", default="", help="the commit measured, where git cannot tell")
     options = parser.parse_args(arguments)
     report = Report(options.out, options.commit)
-    wrong = measure(
-        options.level, options.loads, options.seed, report.add, options.control, options.seconds
-    )
+    wrong = measure(options.level, options.loads, options.seed, report.add, options.seconds)
     print("\n".join(wrong[:SHOWN]))
     return int(report.missed)
 

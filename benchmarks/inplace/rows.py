@@ -8,10 +8,10 @@ import json
 
 import msgspec
 
-from .inplace_instance import Control
-from .inplace_levels import CPU, LOADS, Level
-from .inplace_run import Result
-from .results import Row, load, none, row
+from ..results import Row, load, none, row
+from .instance import Control
+from .levels import CPU, LOADS, Level
+from .run import Result
 
 CONTROLS: dict[Control, str] = {
     "no verdict": "control_wrong",

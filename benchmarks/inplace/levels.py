@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from .forked import SECONDS
-from .inplace_instance import Control, Role, Settings
-from .inplace_reader import live
-from .vllm.environment import prepare_host
+from ..forked import SECONDS
+from ..vllm.environment import prepare_host
+from .instance import Control, Role, Settings
+from .reader import live
 
 LOADS = 100_000
 STOPS = 0.0005
@@ -79,12 +79,12 @@ def death(lends: int = 0) -> Level:
     """Real vLLMs, on GPUs if there are any, that are paused, stopped, starved and killed around
     their loads, as is the server. lends: see `Settings`.
     """
-    from .vllm import campaign as vllm
+    from . import whole
 
     on_gpus = torch.cuda.is_available()
     prepare_host(cpu=not on_gpus)
     return Level(
-        life=vllm.live,
+        life=whole.live,
         counts={"vllm": 4 if on_gpus else 3},
         mishaps={
             "vllm killed": 1,
@@ -102,7 +102,7 @@ def death(lends: int = 0) -> Level:
         control_seconds=120.0,
         seconds=360.0 if on_gpus else 1200.0,
         silence=240.0,
-        prepare=vllm.prepare,
+        prepare=whole.prepare,
         # Longer than a lease.
         longest_stop=1.2,
         pauses=0.7,

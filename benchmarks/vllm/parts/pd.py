@@ -15,12 +15,12 @@ import statistics
 import time
 from typing import Any, NamedTuple
 
-from ..processes import Child
-from ..results import Clock, Row, fraction, row
-from .environment import peer
-from .fleet import Fleet
+from ...processes import Child
+from ...results import Clock, Row, fraction, row
+from ..environment import peer
+from ..fleet import Fleet
+from ..prompts import Prompts
 from .latency import TAIL, allowed, copy_engine
-from .prompts import Prompts
 
 LENGTH = "16k"
 NEW_TOKENS = 16

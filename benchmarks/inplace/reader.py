@@ -26,8 +26,8 @@ from vcache_backend.transfer.sources import Settled
 from vcache_backend.vram_pool.copies.copier import Completion, Copier
 from vcache_backend.vram_pool.paged import Int64s, PagedKV
 
-from .forked import begin
-from .inplace_instance import (
+from ..forked import begin
+from .instance import (
     EACH,
     POISON,
     Instance,

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ..processes import Child, until
-from ..results import Clock, Row, fraction, row
-from .fleet import OWNERS, Fleet
-from .prompts import Prompts
+from ...processes import Child, until
+from ...results import Clock, Row, fraction, row
+from ..fleet import OWNERS, Fleet
+from ..prompts import Prompts
 
 TIMES = 3
 SECONDS = 60.0

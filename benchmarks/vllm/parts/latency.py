@@ -19,11 +19,11 @@ from typing import Any
 
 import msgspec
 
-from ..results import Clock, Row, percentile, row
-from .environment import peer
-from .fleet import Fleet
-from .instances import KINDS
-from .prompts import Prompts
+from ...results import Clock, Row, percentile, row
+from ..environment import peer
+from ..fleet import Fleet
+from ..instances import KINDS
+from ..prompts import Prompts
 
 SECONDS = 60.0
 MS = 1e3

@@ -22,12 +22,12 @@ import msgspec
 
 from vcache_backend.config import ByteSize, Config, EngineConfig, PoolConfig, ServerConfig
 
-from .forked import Forked, Waker, hear
-from .inplace_instance import BLOCK_SIZE, EACH, Control, Outcomes, Role, Settings
-from .inplace_levels import CPU, Level
-from .processes import ChildFailed
-from .soak.chaos import QUICK
-from .soak.node import Node
+from ..forked import Forked, Waker, hear
+from ..processes import ChildFailed
+from ..soak.chaos import QUICK
+from ..soak.node import Node
+from .instance import BLOCK_SIZE, EACH, Control, Outcomes, Role, Settings
+from .levels import CPU, Level
 
 PAUSE = 0.5
 """Seconds between two mishaps, on average."""

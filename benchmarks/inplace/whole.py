@@ -27,13 +27,13 @@ from vllm.platforms import current_platform
 from integration import amx
 
 from ..forked import Forked
-from ..inplace_instance import Outcomes, Settings, Told, stop_self
-from ..inplace_reader import Slowly, believe_copies, live_as
 from ..processes import die_with_parent
-from .answers import Answer
-from .scale import TINY
-from .settings import DECODE_GRAPHS, our_connector
-from .weights import write_model
+from ..vllm.answers import Answer
+from ..vllm.scale import TINY
+from ..vllm.settings import DECODE_GRAPHS, our_connector
+from ..vllm.weights import write_model
+from .instance import Outcomes, Settings, Told, stop_self
+from .reader import Slowly, believe_copies, live_as
 
 TAIL, ANSWER = 8, 6
 

@@ -1,0 +1,1 @@
+"""The campaign of loads out of live KV caches: see `__main__`."""

@@ -1,0 +1,1 @@
+"""What `benchmarks.vllm_ttft` measures, part by part."""

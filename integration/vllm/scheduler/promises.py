@@ -1,0 +1,150 @@
+"""OwnPromises the chunks that this instance's requests compute, so that others wait for them, and
+measures how long a chunk takes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from math import inf
+from queue import SimpleQueue
+from time import monotonic, sleep
+from typing import NamedTuple
+
+from vcache_backend.config import Config
+from vcache_backend.errors import VCacheError
+from vcache_backend.metadata_server.messages import ChunkKey
+
+from .introduction import Introduction
+from .lookups import Lookups
+from .tracked import NEVER, Tracked
+
+log = logging.getLogger("vllm.vcache")
+
+LATER_SECONDS = 0.02
+"""How long a promise waits, so that its thread does not take the interpreter from the step that is
+being planned."""
+LEAST_MEASURED = 4
+"""The fewest chunks of a request whose prefill is measured."""
+LONGEST_SECONDS = 60.0
+"""The longest time for a chunk or a step. It takes longer only if the process was stopped."""
+WEIGHT = 0.3
+"""The weight of the newest measurement."""
+
+
+class _Unsent(NamedTuple):
+    """A `messages.Promise` to be sent, of the chunks [first, stop) of a request's keys."""
+
+    number: int
+    keys: Sequence[ChunkKey] = ()
+    first: int = 0
+    stop: int = 0
+    chunk_seconds: float = 0.0
+    step_seconds: float = 0.0
+
+
+class Pace:
+    """How long this instance takes for a chunk, from a request's first step to its first token.
+    Other requests of the same steps are included: they would slow the next prefill down, too.
+
+    chunk_seconds: 0.0 before the first measurement."""
+
+    def __init__(self) -> None:
+        self.chunk_seconds = 0.0
+        self._measured: Tracked | None = None
+        self._chunks, self._since = 0, 0.0
+
+    def begun(self, tracked: Tracked, chunks: int) -> None:
+        """Note that a request's first step computes the first of `chunks` chunks. One request at a
+        time is measured."""
+        if self._measured is None and chunks >= LEAST_MEASURED:
+            self._measured, self._chunks, self._since = tracked, chunks, monotonic()
+
+    def look(self) -> None:
+        """Finish the measurement if its request has its first token. Called in every step."""
+        measured = self._measured
+        if measured is not None and measured.request.num_output_tokens > 0:
+            new = min((monotonic() - self._since) / self._chunks, LONGEST_SECONDS)
+            old = self.chunk_seconds or new
+            self.chunk_seconds, self._measured = old + WEIGHT * (new - old), None
+
+    def ended(self, tracked: Tracked) -> None:
+        """Note that a request has ended or lost its blocks."""
+        if tracked is self._measured:
+            self.look()
+            self._measured = None
+
+
+class OwnPromises:
+    """Runs in the scheduler's thread, and never waits. A thread sends the promises, after
+    `LATER_SECONDS`: waking it costs less than `Outbox` does."""
+
+    def __init__(
+        self,
+        config: Config,
+        instance: Introduction,
+        lookups: Lookups,
+        pace: Pace,
+        hashes: int,
+        step_tokens: int,
+    ) -> None:
+        """hashes: vLLM's block hashes of a chunk. step_tokens: the most tokens of a step."""
+        self._instance, self._lookups, self._pace = instance, lookups, pace
+        self._size, self._hashes = config.engine.chunk_size, hashes
+        self._prompts_only = config.connector.store == "prompt"
+        self._step_chunks = step_tokens / self._size
+        self._unsent: SimpleQueue[_Unsent | None] = SimpleQueue()
+        threading.Thread(target=self._send, name="vcache-promises", daemon=True).start()
+
+    def begun(self, tracked: Tracked, computed: int) -> None:
+        """Promise the request's chunks from token `computed` on: its first step with its present
+        blocks is planned."""
+        first, promise = computed // self._size, tracked.promise
+        stop = self._whole(tracked) if promise.number else 0
+        if first >= stop and not promise.made:
+            return
+        if not self._lookups.name(tracked, stop):
+            stop = 0
+        chunk, chunks = self._pace.chunk_seconds, max(stop - first, 0)
+        step = min(chunk * min(self._step_chunks, chunks), LONGEST_SECONDS)
+        self._unsent.put(_Unsent(promise.number, tracked.lookup.keys, first, stop, chunk, step))
+        promise.made, promise.stop = chunks > 0, stop
+        self._pace.begun(tracked, chunks)
+
+    def ended(self, tracked: Tracked) -> None:
+        """Withdraw what the request has promised and will not compute: it ended or lost its
+        blocks."""
+        self._pace.ended(tracked)
+        promise = tracked.promise
+        if promise.made and (not promise.stop or tracked.store.stored < promise.stop):
+            self._unsent.put(_Unsent(promise.number))
+        promise.made = False
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self._unsent.put(None)
+
+    def _whole(self, tracked: Tracked) -> int:
+        """How many chunks the request has that are stored once its present tokens are computed."""
+        request = tracked.request
+        if (
+            tracked.store.complete_at == inf
+            or tracked.resident.filled == NEVER
+            or tracked.leftover.outdated
+        ):
+            return 0
+        limit = request.num_prompt_tokens if self._prompts_only else request.num_tokens
+        whole: int = min(limit // self._size, len(request.block_hashes) // self._hashes)
+        return whole
+
+    def _send(self) -> None:
+        while (promise := self._unsent.get()) is not None:
+            if self._unsent.empty():
+                sleep(LATER_SECONDS)
+            client = self._instance.client
+            if client is not None and client.connected:
+                try:
+                    keys = list(promise.keys[promise.first : promise.stop])
+                    client.promise(promise.number, keys, self._instance.ranks, *promise[4:])
+                except VCacheError as error:
+                    log.debug("promise: %s", error)

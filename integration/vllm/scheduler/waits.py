@@ -1,0 +1,188 @@
+"""Decides which requests wait for chunks that are being computed or loaded, and for how long.
+
+A request that waits stays in vLLM's queue and holds no blocks. vLLM asks for it again in every
+step. See docs/adr/0022."""
+
+from __future__ import annotations
+
+import logging
+from time import monotonic
+
+from vcache_backend.config import Config
+from vcache_backend.metadata_server.messages import ChunkKey, Coming
+
+from ..telemetry.stats import Meter
+from .lookups import Lookups
+from .promises import Pace
+from .tracked import NO_ANSWER, Answer, Tracked
+
+log = logging.getLogger("vllm.vcache")
+
+AGAIN_SECONDS = 0.005
+"""The time between two look-ups of a request that waits."""
+LONGER = 1.1
+"""A request waits at most so many times as long as it would take to compute the chunks here."""
+WAY_SECONDS = 0.01
+"""The time from the end of a step to the end of a wait for its chunks: they are published, and the
+reader looks them up."""
+MOST_STEPS, SLACK_SECONDS = 3, 0.1
+"""An owner is silent if no chunk arrives for so many of its steps, and this time."""
+LONGEST_STEP_SECONDS, UNKNOWN_STEP_SECONDS = 2.0, 1.0
+"""Bounds what an owner says of its steps, and stands for what an owner cannot say yet."""
+UNKNOWN_CHUNK_SECONDS = 0.02
+"""The time for a chunk where nobody has measured one."""
+STATE_SECONDS = 0.03
+"""How long the state of a model's layers may come after the last chunk. There may be none at this
+chunk: states are stored where steps end."""
+DISTRUST_SECONDS = 10.0
+"""How long nobody waits for an owner that was silent."""
+
+
+class Waits:
+    """Runs in the scheduler's thread. Each method waits at most for one server call."""
+
+    def __init__(
+        self, config: Config, lookups: Lookups, pace: Pace, meter: Meter, states: bool
+    ) -> None:
+        """states: the model keeps states, which are stored behind their chunks."""
+        self._states = states
+        self._lookups, self._pace, self._meter = lookups, pace, meter
+        self._size = config.engine.chunk_size
+        self._announced_seconds = config.connector.wait_seconds
+        self._leaders: dict[ChunkKey, Tracked] = {}
+        """For each chunk that a request of this instance loads or waits for, that request."""
+        self._silent: dict[int, float] = {}
+        """Owners that were silent, and until when nobody waits for them (time.monotonic)."""
+
+    def follows(self, tracked: Tracked, first: int) -> bool:
+        """Whether another request of this instance brings the request's chunk `first`, and vLLM's
+        cache will have it then."""
+        keys = tracked.lookup.keys
+        leader = self._leaders.get(keys[first]) if self._leaders and first < len(keys) else None
+        if leader is None or leader is tracked:
+            return False
+        if leader.wait.loads:
+            return True
+        # A leader that waits may wait for more chunks than this request needs.
+        last = leader.wait.target - 1
+        return first <= last < len(keys) and leader.lookup.keys[last] == keys[last]
+
+    def pauses(self, tracked: Tracked, first: int, chunks: int) -> bool:
+        """Whether the request waits, and the next answer from the server is not due yet. Asks for
+        that answer, which the next step reads."""
+        wait, now = tracked.wait, monotonic()
+        if not wait.since or wait.over or tracked.lookup.question is not None:
+            return False
+        if now >= wait.asked + AGAIN_SECONDS:
+            wait.asked = now
+            self._lookups.forget(tracked)
+            self._lookups.send(tracked, first, chunks)
+            # Without a server there is no question, and `holds` ends the wait.
+            return tracked.lookup.question is not None
+        return True
+
+    def holds(self, tracked: Tracked, answer: Answer, chunks: int) -> bool:
+        """Whether the request should wait for more chunks than the answer found. chunks: how many
+        the request may load.
+
+        Begins the wait, or ends it. A request waits once."""
+        wait, now = tracked.wait, monotonic()
+        if wait.over:
+            return False
+        if not wait.since:
+            return self._begins(tracked, answer, chunks, now)
+        why = self._ends(tracked, answer, now)
+        if not why:
+            wait.promised |= answer.coming is not None
+            return True
+        self.over(tracked, why, answer.hits)
+        return False
+
+    def loads(self, tracked: Tracked, first: int, stop: int) -> None:
+        """Note that the request loads the chunks [first, stop)."""
+        self._lead(tracked, first, stop)
+        tracked.wait.loads = True
+
+    def over(self, tracked: Tracked, why: str = "aborted", reached: int = 0) -> None:
+        """End the request's wait, if it waits, and its lead. reached: how many leading chunks are
+        there."""
+        wait, now = tracked.wait, monotonic()
+        if wait.since and not wait.over:
+            wait.over, wait.seconds = True, now - wait.since
+            came = max(0, reached - wait.began)
+            self._meter.waited(why, came * self._size, wait.seconds)
+            log.debug(
+                "request %s waited %.3f s for %d chunks: %s",
+                *(tracked.request.request_id, wait.seconds, came, why),
+            )
+        self._leave(tracked)
+
+    # ---- inside
+
+    def _begins(self, tracked: Tracked, answer: Answer, chunks: int, now: float) -> bool:
+        wait, coming, asked = tracked.wait, answer.coming, tracked.params
+        if asked.announced:
+            wait.target, seconds = chunks, asked.wait_seconds
+            seconds = self._announced_seconds if seconds is None else seconds
+            if answer.hits >= chunks or not seconds:
+                return False
+        elif coming is None:
+            return False
+        else:
+            wait.target = min(chunks, answer.comes_to)
+            missing = wait.target - answer.hits
+            own = self._pace.chunk_seconds or coming.chunk_seconds or UNKNOWN_CHUNK_SECONDS
+            theirs = (coming.chunk_seconds or own) * coming.chunks
+            seconds = LONGER * own * missing
+            done = coming.quiet if coming.begun else 0.0
+            expected = max(0.0, theirs - done) + WAY_SECONDS
+            if expected > seconds or self._is_silent(coming, now):
+                return False
+        wait.since = wait.asked = now
+        wait.until, wait.began, wait.promised = now + seconds, answer.hits, coming is not None
+        self._lead(tracked, answer.first, wait.target)
+        return True
+
+    def _ends(self, tracked: Tracked, answer: Answer, now: float) -> str:
+        """Why the wait ends; empty if it goes on."""
+        wait, coming = tracked.wait, answer.coming
+        if answer.hits >= wait.target:
+            return "kept"
+        if now > wait.until:
+            return "late"
+        if answer is NO_ANSWER:
+            return "withdrawn"
+        if coming is None:
+            if not wait.promised:
+                return ""
+            wait.gone = wait.gone or now
+            if now < wait.gone + (STATE_SECONDS if self._states else 0.0):
+                return ""
+            return "kept" if self._states and answer.hits > wait.began else "withdrawn"
+        return "silent" if self._is_silent(coming, now) else ""
+
+    def _is_silent(self, coming: Coming, now: float) -> bool:
+        """Whether the owner makes no progress, or made none a moment ago."""
+        if self._silent.get(coming.owner, 0.0) > now:
+            return True
+        step = min(coming.step_seconds or UNKNOWN_STEP_SECONDS, LONGEST_STEP_SECONDS)
+        if not coming.begun:
+            # The request waits in the owner's queue.
+            return coming.quiet > step + SLACK_SECONDS
+        silent = coming.quiet > MOST_STEPS * step + SLACK_SECONDS
+        if silent:
+            self._silent = {owner: until for owner, until in self._silent.items() if until > now}
+            self._silent[coming.owner] = now + DISTRUST_SECONDS
+        return silent
+
+    def _lead(self, tracked: Tracked, first: int, stop: int) -> None:
+        self._leave(tracked)
+        tracked.wait.leads = tracked.lookup.keys[first:stop]
+        for key in tracked.wait.leads:
+            self._leaders.setdefault(key, tracked)
+
+    def _leave(self, tracked: Tracked) -> None:
+        for key in tracked.wait.leads:
+            if self._leaders.get(key) is tracked:
+                del self._leaders[key]
+        tracked.wait.leads, tracked.wait.loads = [], False

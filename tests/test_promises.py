@@ -1,0 +1,161 @@
+"""Promises: what a look-up says of chunks that another instance is computing."""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+import pytest
+from instance_cases import NAMESPACE, instance_id, join, keys, publish, show
+from model import FakeClock, chunk_key
+from processes import Stage, eventually, info, make_memfd
+from test_directory import work_of
+
+from vcache_backend.config import ServerConfig
+from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server.client import Client
+from vcache_backend.metadata_server.pool import backlog, promises
+from vcache_backend.metadata_server.pool.directory import Directory
+from vcache_backend.metadata_server.pool.placement import Peer
+from vcache_backend.metadata_server.records import ProcessId
+
+A, B = instance_id(1), instance_id(2)
+KIB = 1024
+ALICE = Peer(1, ProcessId(10, 1), "gpu-0", "host", uid=1)
+BOB = Peer(2, ProcessId(20, 2), "gpu-0", "host", uid=1)
+
+
+def coming(client: Client, count: int, promise: int = 0) -> m.Coming | None:
+    return client.find(keys(count), 1, B, promise=promise).coming
+
+
+def chunks(client: Client, count: int) -> tuple[int, int]:
+    """How many chunks are there, and how many come."""
+    found = client.find(keys(count), 1, B)
+    return len(found.pooled), found.coming.chunks if found.coming is not None else 0
+
+
+def test_of_two_look_ups_at_once_the_second_sees_the_promise_of_the_first(stage: Stage) -> None:
+    first, second = stage.client(), stage.client()
+    assert first.find(keys(5), 1, A, promise=1).coming is None
+    told = coming(second, 6, promise=1)
+    assert told is not None
+    assert (told.chunks, told.begun) == (5, False)
+    assert first.find(keys(5), 1, A, promise=1).coming is None, "nobody waits for oneself"
+    assert first.find(keys(6), 1, A).coming is None, "who waits promises nothing"
+    assert first.promise(1, keys(5), 1, 0.5, 2.0) == 5
+    told = coming(second, 6)
+    assert told is not None
+    assert (told.chunks, told.begun, told.chunk_seconds, told.step_seconds) == (5, True, 0.5, 2.0)
+    assert told.quiet < 5
+
+
+def test_promised_chunks_become_resident_one_after_the_other(stage: Stage) -> None:
+    owner, reader = stage.client(), stage.client()
+    join(owner, A)
+    show(owner, A)
+    owner.find(keys(4), 1, A, promise=7)
+    for published in range(4):
+        assert chunks(reader, 6) == (published, 4 - published)
+        publish(owner, A, keys(1, start=published), first=4 * published)
+    assert chunks(reader, 6) == (4, 0)
+    # What the owner has published already it does not promise.
+    owner.find(keys(6), 1, A, promise=8)
+    assert chunks(reader, 6) == (4, 2)
+    counters = reader.stats().counters
+    assert (counters["promised_chunks"], counters["promised_chunks_arrived"]) == (6, 4)
+
+
+def test_a_promise_ends_when_it_is_withdrawn_or_replaced_or_its_client_is_gone(
+    stage: Stage,
+) -> None:
+    owner, reader = stage.client(), stage.client()
+    owner.promise(1, keys(4))
+    assert chunks(reader, 6) == (0, 4)
+    owner.promise(1, keys(2))
+    assert chunks(reader, 6) == (0, 2)
+    owner.promise(1, [])
+    assert chunks(reader, 6) == (0, 0)
+    owner.promise(2, keys(3))
+    owner.clear(NAMESPACE, reset=True)
+    assert chunks(reader, 6) == (0, 0)
+    # Who begins to compute takes the promise over.
+    owner.promise(3, keys(3))
+    reader.promise(1, keys(1))
+    assert chunks(reader, 6) == (0, 0)
+    assert chunks(owner, 6) == (0, 1)
+    reader.promise(1, [])
+    owner.promise(4, keys(3))
+    owner.close()
+    eventually(lambda: chunks(reader, 6) == (0, 0))
+    assert reader.stats().counters["promised_chunks_broken"] > 0
+
+
+def test_a_promised_chunk_of_a_pool_comes_until_all_ranks_have_stored_it(stage: Stage) -> None:
+    owner, reader = stage.client(), stage.client()
+    memory = make_memfd(1 << 20)
+    owner.add_segment(info("s", 1 << 20), memory)
+    os.close(memory)
+    owner.promise(1, keys(2), ranks=2)
+
+    def seen() -> tuple[int, int]:
+        found = reader.find(keys(3), 2, pool_only=True)
+        return len(found.pooled), found.coming.chunks if found.coming is not None else 0
+
+    for rank, expected in ((1, (0, 2)), (0, (1, 1))):
+        reserved = owner.reserve(keys(1, rank), KIB)
+        owner.commit(reserved.reservation)
+        assert seen() == expected
+    owner.reserve(keys(1, 1, start=1), 2 << 20)
+    assert seen() == (1, 0), "it got no slot"
+
+
+def made(clock: FakeClock) -> Directory:
+    return Directory(ServerConfig(), clock)
+
+
+def test_a_promise_that_is_quiet_for_long_is_dropped() -> None:
+    clock = FakeClock()
+    directory = made(clock)
+    directory.promises.begin(ALICE, m.Promise(1, keys(2)))
+    clock.advance(promises.QUIET_SECONDS - 1)
+    directory.promises.arrived(keys(1))
+    clock.advance(promises.QUIET_SECONDS - 1)
+    directory.tick()
+    told = directory.promises.coming(BOB, keys(1, start=1))
+    assert told is not None
+    assert told.quiet == promises.QUIET_SECONDS - 1
+    clock.advance(2)
+    directory.tick()
+    assert directory.promises.coming(BOB, keys(1, start=1)) is None
+    directory.go_on(1 << 10)
+    assert len(directory.promises) == 0
+
+
+def test_a_hostile_client_neither_fills_the_memory_nor_takes_others_room_or_time() -> None:
+    clock = FakeClock()
+    directory = made(clock)
+    for number in range(2 * promises.MAX_OF_CLIENT):
+        first = number * m.MAX_KEYS
+        many = [chunk_key(first + at) for at in range(m.MAX_KEYS)]
+        directory.promises.begin(ALICE, m.Promise(number, many))
+    assert len(directory.promises) <= promises.MAX_PROMISED / 2
+    theirs = [chunk_key(1 << 40 | at) for at in range(m.MAX_KEYS)]
+    assert directory.promises.begin(BOB, m.Promise(1, theirs)) == len(theirs)
+    a_turn = 40 * backlog.AT_ONCE
+    assert work_of(lambda: directory.disconnect(ALICE)) <= a_turn
+    assert directory.promises.coming(BOB, [chunk_key(0)]) is None
+    while directory.backlog:
+        assert work_of(lambda: directory.go_on(backlog.AT_ONCE)) <= a_turn
+    assert len(directory.promises) == len(theirs)
+    # Many promises of one chunk each are bounded, too.
+    for number in range(2 * promises.MAX_OF_CLIENT):
+        directory.promises.begin(ALICE, m.Promise(number, [chunk_key(1 << 50 | number)]))
+    assert len(directory.promises) == len(theirs) + promises.MAX_OF_CLIENT
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), -1.0, 1e9])
+def test_impossible_paces_are_refused(seconds: float) -> None:
+    data = msgspec.msgpack.encode(m.Promise(1, keys(1), 1, seconds))
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(data, type=m.Promise)

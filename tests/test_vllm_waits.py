@@ -1,0 +1,199 @@
+"""Real vLLM on the CPU: what another instance is computing is waited for, in place and through a
+pool, and computed at once when it does not come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from processes import eventually
+from test_vllm_sharing import IN_PLACE, PULL
+from vllm_cases import CHUNK, SCATTER, Answer, Instance, Node, meddled, missing, new_tokens
+from vllm_cases import quick as here
+
+__all__ = ["here"]
+pytestmark = [
+    pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"),
+    pytest.mark.timeout(300),
+]
+SMALL_STEPS = {"max_num_batched_tokens": 2 * CHUNK, "max_num_seqs": 4}
+LONG = 10 * CHUNK + 5
+
+
+@pytest.fixture(scope="module", params=["in_place", "pool"])
+def settings(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return IN_PLACE if request.param == "in_place" else {}
+
+
+@pytest.fixture(scope="module")
+def a(here: Node, settings: dict[str, Any]) -> Instance:
+    return here.connect(f"a{len(settings)}", settings, **SMALL_STEPS)
+
+
+@pytest.fixture(scope="module")
+def b(here: Node, settings: dict[str, Any]) -> Instance:
+    return here.connect(f"b{len(settings)}", settings, **SMALL_STEPS)
+
+
+@pytest.fixture(scope="module")
+def aside(here: Node) -> Instance:
+    return here.alone("aside")
+
+
+@contextmanager
+def counted(instance: Instance, end: str, tokens: int) -> Iterator[None]:
+    """One wait ends so, and so many tokens have come during it."""
+
+    def counts() -> tuple[int, int]:
+        waits = instance.counter("vllm:vcache_waits", end=end)
+        return waits, instance.counter("vllm:vcache_awaited_tokens")
+
+    before = counts()
+    yield
+    assert counts() == (before[0] + 1, before[1] + tokens)
+
+
+def computes(here: Node, owner: Instance, steps: int) -> None:
+    """So many steps, and others can find what they have computed."""
+    assert owner.step(steps) == {}
+    assert owner.ask("told") if owner.in_place else here.chunks() >= 0
+
+
+def alike(answer: Answer, cached: int, tokens: list[int], aside: Instance) -> None:
+    assert answer.cached == cached
+    assert answer.agrees(aside.one(tokens))
+
+
+def test_a_prefix_is_waited_for_while_another_instance_computes_it(
+    here: Node, a: Instance, b: Instance, aside: Instance
+) -> None:
+    """The second computes nothing of it, holds nobody up, and is told when it asks late."""
+    tokens, other = new_tokens(LONG), new_tokens(CHUNK + 1)
+    a.add("first", tokens)
+    computes(here, a, 2)
+    b.add("second", tokens)
+    with counted(b, "kept", 8 * CHUNK):
+        assert b.step(3) == {}
+        b.add("beside", other)
+        assert b.finish("beside").keys() == {"beside"}
+        first = a.finish("first")["first"]
+        second = b.finish("second")["second"]
+    assert (first.cached, second.cached) == (0, 10 * CHUNK)
+    assert second.agrees(first)
+    alike(second, 10 * CHUNK, tokens, aside)
+
+
+def test_of_two_that_begin_together_one_waits_before_either_has_computed_anything(
+    here: Node, a: Instance, b: Instance, aside: Instance
+) -> None:
+    tokens = new_tokens(LONG)
+    a.add("first", tokens)
+    b.add("second", tokens)
+    with counted(b, "kept", 10 * CHUNK):
+        assert b.step(3) == {}
+        a.finish("first")
+        second = b.finish("second")["second"]
+    alike(second, 10 * CHUNK, tokens, aside)
+
+
+def test_requests_with_one_prefix_read_it_once(
+    here: Node, a: Instance, b: Instance, aside: Instance
+) -> None:
+    """Those that come while the first one waits, and while it loads."""
+    tokens = new_tokens(LONG)
+    prompts = {name: tokens[: 10 * CHUNK] + new_tokens(5) for name in ("x", "y", "z")}
+    a.add("first", tokens)
+    computes(here, a, 1)
+    before = b.counter("vllm:vcache_loaded_tokens")
+    for name in ("x", "y"):
+        b.add(name, prompts[name])
+    assert b.step(3) == {}
+    a.finish("first")
+    with meddled(b, PULL if b.in_place else SCATTER, "slow", 0.3, times=1):
+        eventually(lambda: b.step(1) == {} and b.counter("vllm:vcache_waits", end="kept") > 0)
+        b.add("z", prompts["z"])
+        answers = b.finish(*prompts)
+    for name, prompt in prompts.items():
+        alike(answers[name], 10 * CHUNK, prompt, aside)
+    assert b.counter("vllm:vcache_loaded_tokens") - before == 10 * CHUNK
+
+
+def test_what_an_owner_does_not_compute_any_more_is_computed_at_once(
+    here: Node, a: Instance, b: Instance, aside: Instance
+) -> None:
+    """It aborts the request, in its queue and in the middle; the reader has what came by then."""
+    for steps, came in ((0, 0), (2, 4)):
+        tokens = new_tokens(LONG)
+        a.add("first", tokens)
+        computes(here, a, steps)
+        b.add("second", tokens)
+        with counted(b, "withdrawn", 0):
+            assert b.step(3) == {}
+            a.ask("abort", "first")
+            a.step(1)
+            second = b.finish("second")["second"]
+        alike(second, came * CHUNK, tokens, aside)
+
+
+def test_a_wait_is_over_when_computing_would_have_taken_less(
+    here: Node, a: Instance, b: Instance, aside: Instance
+) -> None:
+    """It is over for good: the request does not wait for the chunks that come later."""
+    tokens = new_tokens(LONG)
+    a.add("first", tokens)
+    computes(here, a, 1)
+    b.add("second", tokens)
+    b.ask("paced", 0.05, 60)
+    with counted(b, "late", 0):
+        second = b.finish("second")["second"]
+    b.ask("paced", 60, 60)
+    alike(second, 2 * CHUNK, tokens, aside)
+    a.finish("first")
+
+
+def test_without_a_server_nobody_waits(
+    here: Node, a: Instance, b: Instance, aside: Instance
+) -> None:
+    """And the next server knows no promises."""
+    tokens = new_tokens(LONG)
+    a.add("first", tokens)
+    computes(here, a, 1)
+    b.add("second", tokens)
+    with counted(b, "withdrawn", 0):
+        assert b.step(3) == {}
+        here.kill()
+        second = b.finish("second")["second"]
+    here.serve_again(stores=False)
+    assert second.cached == 0
+    assert second.agrees(aside.one(tokens))
+    a.finish("first")
+
+
+@pytest.mark.parametrize("mishap", ["killed", "stopped"])
+def test_an_owner_killed_or_stopped_in_the_middle_costs_no_token(
+    here: Node, settings: dict[str, Any], b: Instance, aside: Instance, mishap: str
+) -> None:
+    """A stopped one keeps its connection: it is silent, and nobody waits for it again for a while."""
+    owner = here.connect(f"{mishap}{len(settings)}", settings, **SMALL_STEPS)
+    tokens, more = new_tokens(LONG), new_tokens(LONG)
+    owner.add("first", tokens)
+    owner.add("more", more)
+    computes(here, owner, 3)
+    b.add("second", tokens)
+    with counted(b, "withdrawn" if mishap == "killed" else "silent", 0):
+        assert b.step(3) == {}
+        if mishap == "killed":
+            owner.kill()
+        else:
+            owner.stop()
+            b.ask("paced", 60, 0.1)
+        second = b.finish("second")["second"]
+    b.ask("paced", 60, 60)
+    assert second.cached <= 6 * CHUNK
+    assert second.agrees(aside.one(tokens))
+    again = b.one(more)
+    owner.kill()
+    assert again.cached == 0
+    assert again.agrees(aside.one(more))

@@ -1,0 +1,238 @@
+"""The chunks that instances are computing and have promised, so that others wait for them. A pure
+state machine.
+
+A promise is made by a look-up and confirmed when the request's first step is planned. It is only a
+reason to wait: whoever waits for a broken promise computes the chunks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Sequence
+from itertools import islice
+
+import msgspec
+
+from vcache_backend.metadata_server import messages as m
+from vcache_backend.metadata_server.pool.backlog import Backlog, Steps
+from vcache_backend.metadata_server.pool.placement import Peer
+from vcache_backend.metadata_server.shares import Shares
+
+MAX_PROMISED = 1 << 18
+"""The most promised chunks of all clients, some 250 B each. One process gets at most half of
+them."""
+MAX_OF_CLIENT = 1024
+"""The most promises of one connection. A promise has at most `MAX_KEYS` chunks."""
+QUIET_SECONDS = 60.0
+"""A promise is dropped after this time without a chunk."""
+MAX_OVERDUE = 64
+"""The most promises that one call of `tick` drops."""
+_FIRST_RANK = bytes(m.RANK_BYTES)
+
+
+class Promised(msgspec.Struct, gc=False, eq=False):
+    """What one request of `client` has promised. left: the chunks that have not arrived (keys of
+    rank 0), each with a bit for every rank that has stored it. at: when the promise was made or
+    confirmed, or its last chunk arrived. pace: `Promise.chunk_seconds` and `step_seconds`. begun:
+    it was confirmed, or a chunk has arrived. over: nobody waits for it any more."""
+
+    client: Peer
+    number: int
+    ranks: int
+    at: float
+    pace: tuple[float, float]
+    left: dict[m.ChunkKey, int]
+    begun: bool = False
+    over: bool = False
+
+
+class Promises:
+    """All promises. Called from the server's loop; `now` is a monotonic clock in seconds."""
+
+    def __init__(self, backlog: Backlog, counters: Counter[str], now: Callable[[], float]) -> None:
+        self._backlog, self._counters, self._now = backlog, counters, now
+        self._shares = Shares(MAX_PROMISED, process=1, user=1 / 4)
+        self._of: dict[int, dict[int, Promised]] = {}
+        """By connection and number."""
+        self._quiet: dict[Promised, None] = {}
+        """All promises, those that have been quiet longest first."""
+        self._by_key: dict[m.ChunkKey, Promised] = {}
+        self._paces: dict[int, tuple[float, float]] = {}
+        """By connection, what its last promise said of its pace."""
+
+    def __len__(self) -> int:
+        """The number of promised chunks."""
+        return len(self._by_key)
+
+    # ---- asked
+
+    def coming(self, client: Peer, keys: Sequence[m.ChunkKey]) -> m.Coming | None:
+        """The leading chunks of `keys` that another client has promised; None if the first is not
+        promised, or by this client."""
+        promised = self._holder(keys[0]) if keys else None
+        if promised is None or promised.client.id == client.id:
+            return None
+        others = (at for at, key in enumerate(keys) if self._by_key.get(key) is not promised)
+        return m.Coming(
+            next(others, len(keys)),
+            promised.client.id,
+            promised.begun,
+            max(0.0, self._now() - promised.at),
+            *promised.pace,
+        )
+
+    # ---- made
+
+    def intend(
+        self,
+        client: Peer,
+        number: int,
+        keys: Sequence[m.ChunkKey],
+        ranks: int,
+        has: Container[m.ChunkKey],
+    ) -> None:
+        """Note that a request of the client will compute those of `keys` that nobody has promised,
+        and that are not in `has`."""
+        free = [key for key in keys if key not in has and self._holder(key) is None]
+        self._promise(client, number, free, ranks)
+
+    def begin(self, client: Peer, request: m.Promise) -> int:
+        """Replace what this number has promised by the chunks that its request has begun to
+        compute. Takes them over from other promises. Returns how many are promised."""
+        promised = self._of.get(client.id, {}).get(request.number)
+        if promised is not None and not request.keys:
+            self._drop([promised])
+        elif promised is not None:
+            kept = set(request.keys)
+            self._remove(promised, [key for key in promised.left if key not in kept])
+        taken = self._promise(client, request.number, request.keys, request.ranks)
+        if taken is None:
+            return 0
+        taken.begun = True
+        taken.pace = self._paces[client.id] = request.chunk_seconds, request.step_seconds
+        return len(taken.left)
+
+    # ---- kept
+
+    def arrived(self, keys: Iterable[m.ChunkKey]) -> None:
+        """Chunks (keys of rank 0) can be read now, by all ranks."""
+        if self._by_key:
+            for key in keys:
+                if (promised := self._by_key.get(key)) is not None:
+                    self._keep(promised, key)
+
+    def stored(self, keys: Iterable[m.ChunkKey]) -> None:
+        """Chunks of single ranks can be read now."""
+        if not self._by_key:
+            return
+        for key in keys:
+            first, rank = _first(key), int.from_bytes(key[-m.RANK_BYTES :], "big")
+            promised = self._by_key.get(first)
+            if promised is None or rank >= promised.ranks:
+                continue
+            ranks = promised.left[first] | 1 << rank
+            if ranks + 1 == 1 << promised.ranks:
+                self._keep(promised, first)
+            else:
+                promised.left[first] = ranks
+                self._progress(promised)
+
+    # ---- broken
+
+    def refused(self, keys: Iterable[m.ChunkKey]) -> None:
+        """These chunks got no slot, so they will not arrive."""
+        if not self._by_key:
+            return
+        for key in map(_first, keys):
+            if (promised := self._by_key.get(key)) is not None:
+                self._counters["promised_chunks_broken"] += 1
+                self._remove(promised, [key])
+
+    def drop_client(self, client: Peer) -> None:
+        """Drop the promises of a closed connection."""
+        self._paces.pop(client.id, None)
+        self._drop(list(self._of.get(client.id, {}).values()))
+
+    def clear(self, namespace: bytes) -> None:
+        """Drop the promises of a namespace; all with b""."""
+        self._drop([one for one in self._quiet if next(iter(one.left)).startswith(namespace)])
+
+    def tick(self) -> None:
+        """Drop promises that have been quiet for too long."""
+        oldest = list(islice(self._quiet, MAX_OVERDUE))
+        self._drop([one for one in oldest if one.at + QUIET_SECONDS < self._now()])
+
+    # ---- inside
+
+    def _holder(self, key: m.ChunkKey) -> Promised | None:
+        promised = self._by_key.get(key)
+        return None if promised is None or promised.over else promised
+
+    def _promise(
+        self, client: Peer, number: int, keys: Sequence[m.ChunkKey], ranks: int
+    ) -> Promised | None:
+        """Add these chunks to a promise, as far as there is room. None if it has no chunk."""
+        of_client = self._of.get(client.id, {})
+        promised = of_client.get(number)
+        if promised is None:
+            if not keys or len(of_client) >= MAX_OF_CLIENT:
+                return None
+            pace = self._paces.get(client.id, (0.0, 0.0))
+            promised = Promised(client, number, ranks, 0.0, pace, {})
+        room = min(self._shares.room(client.process, client.user), m.MAX_KEYS - len(promised.left))
+        new = [key for key in dict.fromkeys(keys) if key not in promised.left][:room]
+        for key in new:
+            if (holder := self._by_key.get(key)) is not None:
+                self._remove(holder, [key])
+            self._by_key[key] = promised
+            promised.left[key] = 0
+        self._shares.take(client.process, client.user, len(new))
+        self._counters["promised_chunks"] += len(new)
+        if not promised.left:
+            return None
+        self._of.setdefault(client.id, {})[number] = promised
+        self._progress(promised)
+        return promised
+
+    def _progress(self, promised: Promised) -> None:
+        promised.at = self._now()
+        self._quiet.pop(promised, None)
+        if not promised.over:
+            self._quiet[promised] = None
+
+    def _keep(self, promised: Promised, key: m.ChunkKey) -> None:
+        self._counters["promised_chunks_arrived"] += 1
+        promised.begun = True
+        self._progress(promised)
+        self._remove(promised, [key])
+
+    def _remove(self, promised: Promised, keys: Iterable[m.ChunkKey]) -> None:
+        for key in keys:
+            del self._by_key[key], promised.left[key]
+            self._shares.take(promised.client.process, promised.client.user, -1)
+        if not promised.left and not promised.over:
+            self._end(promised)
+
+    def _end(self, promised: Promised) -> None:
+        promised.over = True
+        del self._quiet[promised]
+        of_client = self._of[promised.client.id]
+        del of_client[promised.number]
+        if not of_client:
+            del self._of[promised.client.id]
+
+    def _drop(self, promises: Sequence[Promised]) -> None:
+        """End promises now, and remove their chunks from memory in later turns."""
+        for promised in promises:
+            self._end(promised)
+            self._counters["promised_chunks_broken"] += len(promised.left) * promised.begun
+            self._backlog.later(self._dropping(promised))
+
+    def _dropping(self, promised: Promised) -> Steps:
+        while promised.left:
+            self._remove(promised, [next(iter(promised.left))])
+            yield
+
+
+def _first(key: m.ChunkKey) -> m.ChunkKey:
+    """The key of the same chunk for rank 0."""
+    return m.ChunkKey(key[: -m.RANK_BYTES] + _FIRST_RANK)
