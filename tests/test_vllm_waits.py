@@ -98,7 +98,9 @@ def test_of_two_that_begin_together_one_waits_before_either_has_computed_anythin
     alike(second, 10 * CHUNK, tokens, aside)
 
 
-def test_requests_with_one_prefix_read_it_once(a: Instance, b: Instance, aside: Instance) -> None:
+def test_requests_with_one_prefix_read_it_once(
+    here: Node, a: Instance, b: Instance, aside: Instance
+) -> None:
     """Those that come while the first one waits, and while it loads."""
     tokens = new_tokens(LONG)
     prompts = {name: tokens[: 10 * CHUNK] + new_tokens(5) for name in ("x", "y", "z")}
@@ -192,5 +194,6 @@ def test_an_owner_killed_or_stopped_in_the_middle_costs_no_token(
     assert second.cached <= 6 * CHUNK
     assert second.agrees(aside.one(tokens))
     again = b.one(more)
+    owner.kill()
     assert again.cached == 0
     assert again.agrees(aside.one(more))
