@@ -292,7 +292,8 @@ def test_a_state_is_taken_when_the_step_is_over_that_ends_there() -> None:
         if reached == one.length:
             living.remove(one)
             manager.free(one.request)
-    assert min(seen, earlier, later, preempted) > 100
+    assert min(seen, earlier, later) > 100
+    assert preempted > 20
 
 
 def test_a_state_is_as_many_chunks_as_its_blocks_take_and_is_wanted_where_the_hit_ends() -> None:

@@ -175,28 +175,26 @@ def test_what_lies_in_two_kv_caches_leaves_the_readers_before_what_lies_in_its_o
     assert (local(own) == 2 * CHUNK, local(both) == 4 * CHUNK) == (keeps_own, keeps_copy)
 
 
-def test_what_two_requests_have_loaded_is_found_as_long_as_one_of_them_has_it(
+def test_what_two_requests_have_computed_is_found_as_long_as_one_of_them_has_it(
     shared: Callable[..., Engine],
 ) -> None:
     """The server knows one place of each chunk in an instance, the one told last; vLLM's own cache
     finds the other one.
     """
-    owner, reader = (shared() for _ in range(2))
-    tokens = new_tokens(3 * CHUNK + 5)
-    computed(owner, tokens)
-    both = [reader.add(tokens) for _ in range(2)]
-    assert [len(load.keys) for load in reader.step().loads] == [3, 3]
-    reader.step(finished_recving={one.request_id for one in both})
-    meta = reader.step()
-    assert [reader.numbers(one, meta) for one in both] == [[0, 1, 2]] * 2
-    gone = [block for one in reader.published(both[1], meta) for block in one.blocks]
+    engine, tokens = shared(), new_tokens(3 * CHUNK + 5)
+    both = [engine.add(tokens, load=False) for _ in range(2)]
+    both[1].skip_reading_prefix_cache = True
+    meta = engine.step()
+    assert [engine.numbers(one, meta) for one in both] == [[0, 1, 2]] * 2
+    gone = [block for one in engine.published(both[1], meta) for block in one.blocks]
+    assert not {block for one in engine.published(both[0], meta) for block in one.blocks} & {*gone}
     for request in both:
-        reader.finish(request)
-    reader.half.blocks.evict(set(gone))
-    last = reader.add(tokens)
-    reader.step()
-    assert reader.hit(last) == 3 * CHUNK
-    assert reader.numbers(last) == [0, 1, 2]
+        engine.finish(request)
+    engine.half.blocks.evict(set(gone))
+    last = engine.add(tokens, load=False)
+    engine.step()
+    assert engine.hit(last) == 3 * CHUNK
+    assert engine.numbers(last) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("right", [0, 1], ids=["nothing held", "the first chunk held"])

@@ -1,13 +1,18 @@
 """Does a load out of another instance's live KV cache ever bring a wrong byte, though blocks are
 used again all the time?
 
-    python -m benchmarks.inplace [--level cpu|death|death_pool] [--loads N] [--seed N] [--out FILE]
+    python -m benchmarks.inplace [--level cpu|live|death|death_pool] [--loads N] [--seed N]
+                                 [--out FILE]
 
 `cpu`: one metadata server, owners whose blocks are constantly handed out and rewritten, and readers
 that load from them and from each other, some slowly. All are real processes with real memory, and
 each byte is compared (`instance`). They pause themselves at every step of the protocol, are
 stopped and killed at any moment, and start again under other names; the server is killed and
 stopped, too. One seed gives the same decisions again, but not the same timing.
+
+`live`: owners are live vLLMs on two GPUs, or a tiny one on the CPU, whose blocks are constantly
+used again. Readers do not run vLLM; they compare all that they load with checksums from the owners
+(`live`, `witness`).
 
 `death`, `death_pool`: whole vLLMs, on GPUs if there are any, that share in place or through a pool,
 with so few KV blocks that these are constantly used again. Readers pause between the launch of most

@@ -111,8 +111,40 @@ def death(lends: int = 0) -> Level:
     )
 
 
+def live_caches() -> Level:
+    """KV caches of live vLLMs (two on two GPUs, or one on the CPU), and readers that do not run
+    vLLM. Its time includes vLLM's start.
+    """
+    from . import witness
+
+    on_gpus = torch.cuda.is_available()
+    prepare_host(cpu=not on_gpus)
+    return Level(
+        life=witness.live,
+        counts={"owner": 2, "reader": 24} if on_gpus else {"owner": 1, "reader": 2},
+        mishaps={
+            "owner killed": 1,
+            "reader killed": 8,
+            "owner stopped": 90,
+            "reader stopped": 100,
+            "server killed": 5,
+            "server stopped": 8,
+        },
+        stops=0.001,
+        loads=20_000,
+        reuse_hits=0.05,
+        controls=("no verdict",),
+        control_loads=1000,
+        control_seconds=120.0,
+        seconds=540.0,
+        silence=300.0,
+        prepare=witness.prepare,
+    )
+
+
 LEVELS: dict[str, Callable[[], Level]] = {
     "cpu": lambda: CPU,
+    "live": live_caches,
     "death": death,
     "death_pool": lambda: death(LENT),
 }

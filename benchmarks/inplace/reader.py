@@ -51,6 +51,8 @@ PATIENCE_SECONDS = 60.0
 class Reader(Instance):
     """Loads chunks, compares them, and publishes its copies for others."""
 
+    each = EACH
+
     def __init__(self, settings: Settings, dice: random.Random) -> None:
         super().__init__(settings, dice)
         self.session.copier = Slowly(self.session.copier, self, SLOW, SLOW_SECONDS)
@@ -64,8 +66,9 @@ class Reader(Instance):
         keys, outcomes = self.some_prompt(), self.told.outcomes
         found = self._look_up(keys)
         self.step("looked up")
-        count, runs = choose(found, self.tables, EACH)
+        count, runs = choose(found, self.tables, self.each)
         chosen = by_chunk(runs)
+        count = self.checkable(count, chosen)
         if not count:
             outcomes.misses += 1
             return
@@ -102,7 +105,7 @@ class Reader(Instance):
             outcomes.reuse_hits += 1
             changed = [chosen.get(number) for number in range(loaded, loaded + refused)]
             outcomes.differed += bool(
-                self.wrong(keys[loaded : loaded + refused], blocks[loaded * EACH :], changed)
+                self.wrong(keys[loaded : loaded + refused], blocks[loaded * self.each :], changed)
             )
         if nbytes := self.wrong(
             keys[:loaded], blocks, [chosen.get(number) for number in range(loaded)]
@@ -113,8 +116,8 @@ class Reader(Instance):
         elif loaded:
             self.publish(
                 keys[:loaded],
-                blocks[: loaded * EACH],
-                generations[: loaded * EACH],
+                blocks[: loaded * self.each],
+                generations[: loaded * self.each],
                 Written(over=True),
             )
         self.pool.free_blocks(blocks)
@@ -131,6 +134,10 @@ class Reader(Instance):
             time.sleep(OFFLINE_SECONDS)
             return old or Found(b"", [], [])
         return found
+
+    def checkable(self, count: int, chosen: Mapping[int, Replica]) -> int:
+        """How many of these leading chunks can be told right from wrong: all."""
+        return count
 
     def poison(self, blocks: Sequence[int]) -> None:
         """Fill the blocks with poison, so that bytes that a copy does not write are noticed."""

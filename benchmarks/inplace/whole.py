@@ -1,10 +1,10 @@
 """An instance of a campaign that is a whole vLLM. Its answers are compared with those of a vLLM
-that shares nothing.
+that shares nothing (`Whole`), or others read its KV cache (`witness`).
 
-A tiny model, on the CPU or on a GPU, with so few KV blocks that these are constantly used again.
-Prompts are prefixes of one another and end alike, so the answers depend on the KV that was loaded.
-Some copies are slow, and the process stops itself at their steps. On GPUs vLLM schedules
-asynchronously."""
+`Whole` has a tiny model, on the CPU or on a GPU, with so few KV blocks that these are constantly
+used again. Prompts are prefixes of one another and end alike, so the answers depend on the KV that
+was loaded. Some copies are slow, and the process stops itself at their steps. On GPUs vLLM
+schedules asynchronously."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import random
 import time
 import traceback
 from collections import defaultdict
+from collections.abc import Callable
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import vllm
@@ -29,47 +30,50 @@ from integration import amx
 from ..forked import Forked
 from ..processes import die_with_parent
 from ..vllm.answers import Answer
-from ..vllm.scale import TINY
+from ..vllm.scale import TINY, Scale
 from ..vllm.settings import DECODE_GRAPHS, our_connector
 from ..vllm.weights import write_model
 from .instance import Outcomes, Settings, Told, stop_self
-from .reader import Slowly, believe_copies, live_as
+from .reader import Living, Slowly, believe_copies, live_as
 
 TAIL, ANSWER = 8, 6
 
 
-FAMILIES, CHUNKS, AT_ONCE = 12, 6, 3
-"""Families of prompts, each of up to so many chunks; and requests in flight."""
-TOKENS = 36 * TINY.block
-"""The KV cache's size. Fewer tokens than the longest prompts need: some requests are preempted."""
+class Size(NamedTuple):
+    """families: how many families of prompts, each of up to `chunks` chunks. at_once: requests in
+    flight. tokens: the KV cache's size.
+    """
+
+    scale: Scale
+    families: int
+    chunks: int
+    at_once: int
+    tokens: int
+
+    def prompt(self, family: int, chunks: int) -> list[int]:
+        """Families differ from their first token on, and end alike."""
+        words, size = range(3, self.scale.vocabulary), self.scale.chunk
+        tokens = random.Random(f"family {family}").choices(words, k=self.chunks * size)
+        return tokens[: chunks * size] + random.Random("tail").choices(words, k=TAIL)
+
+
+WHOLE = Size(TINY, families=12, chunks=6, at_once=3, tokens=36 * TINY.block)
+"""Fewer tokens than the longest prompts need: some requests are preempted."""
 UNANSWERED_SECONDS = 60.0
 """A request that has no answer after so long counts as the end of its engine."""
 SLOW, SLOW_SECONDS = 0.3, 0.3
 """Share of the loads that go block by block, and the most seconds that one pauses in all."""
 
 
-def prompt(family: int, chunks: int) -> list[int]:
-    """Families differ from their first token on, and end alike."""
-    words, size = range(3, TINY.vocabulary), TINY.chunk
-    tokens = random.Random(f"family {family}").choices(words, k=CHUNKS * size)
-    return tokens[: chunks * size] + random.Random("tail").choices(words, k=TAIL)
+class Engine:
+    """A vLLM that always has requests. One thread. over: always False."""
 
-
-class Whole:
-    """A vLLM that always has requests. Its answers are compared with those of vLLM alone. One
-    thread. over: always False.
-    """
-
-    def __init__(self, settings: Settings, dice: random.Random) -> None:
+    def __init__(self, settings: Settings, dice: random.Random, size: Size) -> None:
         self.dice, self.told, self.over = dice, Told(Outcomes(), []), False
-        self._settings, self._count = settings, 0
-        self._right = msgspec.json.decode(
-            Path(settings.shared, "answers.json").read_bytes(), type=dict[str, Answer]
-        )
-        self._loaded: dict[str, int] = defaultdict(int)
+        self.size, self._settings, self._count = size, settings, 0
         if settings.control == "no verdict":
             believe_copies()
-        self.engine = make(settings.shared, _transfer(settings)).llm_engine
+        self.engine = make(settings.shared, _transfer(settings, size), size).llm_engine
         asynchronous = self.engine.vllm_config.scheduler_config.async_scheduling
         # vLLM never schedules so on CPUs.
         assert asynchronous or current_platform.is_cpu()
@@ -84,13 +88,14 @@ class Whole:
         """Run one step of the engine, with as many requests as it takes. Ends the process if vLLM
         fails.
         """
-        while len(self.asked) < AT_ONCE:
+        size = self.size
+        while len(self.asked) < size.at_once:
             self._count += 1
-            family = min(self.dice.randrange(FAMILIES), self.dice.randrange(FAMILIES))
-            asked = self.asked[str(self._count)] = family, self.dice.randint(1, CHUNKS)
+            family = min(self.dice.randrange(size.families), self.dice.randrange(size.families))
+            asked = self.asked[str(self._count)] = family, self.dice.randint(1, size.chunks)
             self._asked_at[str(self._count)] = time.monotonic()
             self.engine.add_request(
-                str(self._count), {"prompt_token_ids": prompt(*asked)}, _sampling()
+                str(self._count), {"prompt_token_ids": size.prompt(*asked)}, _sampling()
             )
         try:
             outputs = self.engine.step()
@@ -115,6 +120,14 @@ class Whole:
     def close(self) -> None:
         """Never called: a signal ends the process."""
 
+    def answered(self, output: Any, family: int, chunks: int) -> None:
+        """A request for that prompt has ended."""
+        raise NotImplementedError
+
+    def watch(self, worker: Any) -> None:
+        """Note what our connector does. worker: its half in the worker."""
+        raise NotImplementedError
+
     def stops_behind(self, owner: Any, name: str, step: str) -> None:
         """Have the process stop itself now and then after this method of `owner` has returned."""
         method = getattr(owner, name)
@@ -125,6 +138,17 @@ class Whole:
             return result
 
         setattr(owner, name, called)
+
+
+class Whole(Engine):
+    """An instance whose answers are compared with those of vLLM alone."""
+
+    def __init__(self, settings: Settings, dice: random.Random) -> None:
+        self._right = msgspec.json.decode(
+            Path(settings.shared, "answers.json").read_bytes(), type=dict[str, Answer]
+        )
+        self._loaded: dict[str, int] = defaultdict(int)
+        super().__init__(settings, dice, WHOLE)
 
     def answered(self, output: Any, family: int, chunks: int) -> None:
         answer, right, outcomes = (
@@ -174,10 +198,12 @@ class Whole:
         self.stops_behind(worker, "store", "step launched")
 
 
-def make(folder: str, transfer: dict[str, Any] | None) -> Any:
+def make(folder: str, transfer: dict[str, Any] | None, size: Size) -> Any:
     """A vLLM of the model in the folder. transfer: `kv_transfer_config`."""
-    model = Path(folder, "model")
+    scale, model = size.scale, Path(folder, "model")
     given: dict[str, Any] = {}
+    if not (model / "model.safetensors").exists():
+        given["load_format"] = "dummy"
     if current_platform.is_cpu():
         given["enforce_eager"] = True
         # vLLM would inspect the model in a new process, which has to import vLLM first.
@@ -191,11 +217,11 @@ def make(folder: str, transfer: dict[str, Any] | None) -> Any:
         model=str(model),
         skip_tokenizer_init=True,
         dtype="bfloat16",
-        block_size=TINY.block,
-        kv_cache_memory_bytes=TOKENS * TINY.token_bytes,
-        max_model_len=(CHUNKS + 1) * TINY.chunk,
-        max_num_seqs=AT_ONCE,
-        max_num_batched_tokens=256,
+        block_size=scale.block,
+        kv_cache_memory_bytes=size.tokens * scale.token_bytes,
+        max_model_len=(size.chunks + 1) * scale.chunk,
+        max_num_seqs=size.at_once,
+        max_num_batched_tokens=256 if scale.cpu else scale.batched_tokens,
         enable_prefix_caching=True,
         async_scheduling=True,
         disable_log_stats=True,
@@ -210,7 +236,7 @@ def _sampling() -> Any:
     )
 
 
-def _transfer(settings: Settings) -> dict[str, Any]:
+def _transfer(settings: Settings, size: Size) -> dict[str, Any]:
     client = {
         f"client.{name}": json.dumps(value)
         for name, value in msgspec.to_builtins(settings.config.client).items()
@@ -218,7 +244,7 @@ def _transfer(settings: Settings) -> dict[str, Any]:
     client["connector.share"] = "pool" if settings.lends else "in_place"
     # Two lend, so that the pool holds fewer chunks than are asked for.
     lends = settings.lends if settings.number < 2 else 0
-    return our_connector(settings.config.server.path, lends, TINY.chunk, client)
+    return our_connector(settings.config.server.path, lends, size.scale.chunk, client)
 
 
 def answer_all(folder: str, pipe: Connection) -> None:
@@ -227,12 +253,12 @@ def answer_all(folder: str, pipe: Connection) -> None:
     """
     die_with_parent()
     write_model(Path(folder, "model"), TINY)
-    llm, found = make(folder, None), {}
-    for family in range(FAMILIES):
-        for chunks in range(1, CHUNKS + 1):
+    llm, found = make(folder, None, WHOLE), {}
+    for family in range(WHOLE.families):
+        for chunks in range(1, WHOLE.chunks + 1):
             llm.reset_prefix_cache()
             (output,) = llm.generate(
-                [{"prompt_token_ids": prompt(family, chunks)}], [_sampling()], use_tqdm=False
+                [{"prompt_token_ids": WHOLE.prompt(family, chunks)}], [_sampling()], use_tqdm=False
             )
             found[f"{family} {chunks}"] = Answer.of(output)
     Path(folder, "answers.json").write_bytes(msgspec.json.encode(found))
@@ -249,11 +275,18 @@ def prepare(folder: Path) -> None:
 
 
 def live(settings: Settings, pipe: Connection) -> None:
-    """The main function of an instance's process, on one of the GPUs in turn."""
+    """The main function of an instance's process."""
+    live_on_gpu(Whole, settings, pipe)
+
+
+def live_on_gpu(
+    kind: Callable[[Settings, random.Random], Living], settings: Settings, pipe: Connection
+) -> None:
+    """`live_as`, on one of the GPUs in turn."""
     if not current_platform.is_cpu():
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus[settings.number % len(gpus)]
-    live_as(Whole, settings, pipe)
+    live_as(kind, settings, pipe)
 
 
 if current_platform.is_cpu() and hasattr(current_platform, "register_triton_kernel_overrides"):
