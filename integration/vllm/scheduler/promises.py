@@ -142,9 +142,11 @@ class OwnPromises:
             if self._unsent.empty():
                 sleep(LATER_SECONDS)
             client = self._instance.client
-            if client is not None and client.connected:
-                try:
-                    keys = list(promise.keys[promise.first : promise.stop])
+            keys = list(promise.keys[promise.first : promise.stop])
+            try:
+                if client is not None and client.connected:
                     client.promise(promise.number, keys, self._instance.ranks, *promise[4:])
-                except VCacheError as error:
-                    log.debug("promise: %s", error)
+            except VCacheError as error:
+                log.debug("promise: %s", error)
+            except Exception:  # the thread's last line of defence
+                log.exception("vcache: others do not wait for what a request computes")
