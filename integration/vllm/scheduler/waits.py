@@ -159,6 +159,9 @@ class Waits:
             if now < wait.gone + (STATE_SECONDS if self._states else 0.0):
                 return ""
             return "kept" if self._states and answer.hits > wait.began else "withdrawn"
+        if tracked.params.announced:
+            # Whoever announced the prefix says how long to wait, however slow the owner is.
+            return ""
         return "silent" if self._is_silent(coming, now) else ""
 
     def _is_silent(self, coming: Coming, now: float) -> bool:
