@@ -1,4 +1,4 @@
-"""OwnPromises the chunks that this instance's requests compute, so that others wait for them, and
+"""Promises the chunks that this instance's requests compute, so that others wait for them, and
 measures how long a chunk takes."""
 
 from __future__ import annotations
