@@ -37,8 +37,6 @@ from vcache_backend.monitor import web
 from vcache_backend.monitor.samples import Samples
 
 A = instance_id(1)
-SELDOM = {"vcache_instance_still_mapped"}
-"""There only while an owner that has ended is still mapped."""
 MARKUP = "<img src=x onerror=alert(1)> & 'more'"
 
 
