@@ -12,6 +12,7 @@
 #   speed    in place and through a pool: async_ttft, the scheduler's time, in place misses         7 minutes; nothing beside it
 #   short    short_tax in place                                                                     4 minutes; nothing beside it
 #   models   through a pool: Gemma 3, gpt-oss, Granite 4, LFM 2, Qwen3-Next; fp8, MLA, n-gram, tensor parallel 2   7 minutes
+#   sparse   a DeepSeek V3.2 shape in place and through a pool, with its controls; needs gemm.tar.xz, and nvcc on the host   5 minutes
 #   death    whole vLLMs paused, stopped, starved and killed, in place and through a pool, with controls   5 minutes
 #   campaign live KV caches of two vLLMs, read by others while they are used again: CAMPAIGN_SECONDS=440, its control half of it   12 minutes
 #   copies   copies, engine, metadata server, turns                                                 2 minutes
@@ -82,6 +83,7 @@ if calls not in ("tests", "copies"):
 if not tiny and "vllm" in names:
     names += ["vllm._C_stable_libtorch", "vllm.vllm_flash_attn._vllm_fa3_C"]
 names += ["lmcache"] if "equal" in calls or "lmcache" in calls else []
+names += ["vllm.third_party.deep_gemm"] if "sparse" in calls else []
 names += ["vllm_router.launch_router", "vllm_router_rs"] if "routed" in calls else []
 problems = []
 for name in names:
@@ -134,6 +136,14 @@ models() {
   ttft modes 550 fp8,mla,ngram,tp2 --integration vllm --scale beside --rounds 3 &
   wait
 }
+sparse() {
+  # DeepGEMM compiles its kernels when they are first used.
+  local nvcc; nvcc=$(command -v nvcc || ls /usr/local/cuda/bin/nvcc 2> /dev/null)
+  export CUDA_HOME=${CUDA_HOME:-${nvcc%/bin/nvcc}}
+  ttft sparse_in_place 400 sparse,sparse_fp8 "${in_place[@]}" --scale beside &
+  ttft sparse_pool 400 sparse,sparse_fp8 --integration vllm --scale beside &
+  wait
+}
 death() {
   bench death 180 inplace --level death &
   bench death_pool 180 inplace --level death_pool &
@@ -162,7 +172,7 @@ ranks() { served ranks "${ARMS:-alone_dp:turn,inplace_dp:turn}" "${WORKLOADS:-ch
 
 for beside in "$@"; do
   for call in ${beside//+/ }; do
-    [[ " tests equal speed short models death campaign copies lmcache decode serving routed ranks " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
+    [[ " tests equal speed short models sparse death campaign copies lmcache decode serving routed ranks " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
     "$call" &
   done
   wait

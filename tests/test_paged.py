@@ -208,18 +208,42 @@ def test_axes_that_do_not_fit_are_refused(axes: str) -> None:
 
 @pytest.mark.parametrize(
     "other",
+    [kv(BLOCKS + 1, BLOCK, HEADS, DIM), kv(BLOCKS, BLOCK, HEADS, DIM).to("meta")],
+    ids=["blocks", "device"],
+)
+def test_layers_with_other_blocks_are_refused(other: Tensor) -> None:
+    with pytest.raises(LayoutError, match=r"layer 1 .*: its blocks are not those of layer 0 "):
+        PagedKV.describe([kv(BLOCKS, BLOCK, HEADS, DIM), other], BLOCK)
+
+
+@pytest.mark.parametrize(
+    "other",
     [
         kv(BLOCKS, BLOCK, HEADS, 2 * DIM),
-        kv(BLOCKS + 1, BLOCK, HEADS, DIM),
         kv(BLOCKS, BLOCK, HEADS, DIM, memory=(0, 2, 1, 3)),
         kv(BLOCKS, BLOCK, HEADS, DIM, dtype=torch.float16),
-        kv(BLOCKS, BLOCK, HEADS, DIM).to("meta"),
     ],
-    ids=["page size", "blocks", "order", "dtype", "device"],
+    ids=["page size", "order", "dtype"],
 )
-def test_layers_that_differ_are_refused(other: Tensor) -> None:
-    with pytest.raises(LayoutError, match=r"KV cache of layer 1 .* differs from layer 0"):
-        PagedKV.describe([kv(BLOCKS, BLOCK, HEADS, DIM), other], BLOCK)
+def test_layers_that_differ_are_described_kind_by_kind(other: Tensor) -> None:
+    first = kv(BLOCKS, BLOCK, HEADS, DIM)
+    found = PagedKV.describe([first, other, first.clone()], BLOCK)
+    one, two = (PagedKV.describe([tensor], BLOCK) for tensor in (first, other))
+    assert found.name == f"2 x {one.name} + 1 x {two.name}"
+    # A codec of the offload tier must not take the one for the other.
+    assert found.dtype == ("bfloat16+float16" if other.dtype == torch.float16 else "bfloat16")
+    assert [(kind.layers, kind.page_bytes, kind.others) for kind in found.kinds] == [
+        (2, one.page_bytes, ()),
+        (1, two.page_bytes, ()),
+    ]
+    assert found.chunk_bytes(64) == 4 * (2 * one.page_bytes + two.page_bytes)
+    assert found.kinds[1].pages[0].data_ptr() == other.data_ptr()
+    table = PagedKV.describe_groups([({"a": first, "b": other}, Share(BLOCK, 32))])
+    assert table.chunk_bytes(64) == 2 * (one.page_bytes + two.page_bytes)
+    assert [kind.chunk_bytes(64) for kind in table.kinds] == [
+        2 * one.page_bytes,
+        2 * two.page_bytes,
+    ]
 
 
 def test_several_block_tables_must_lie_in_the_same_memory() -> None:

@@ -4,12 +4,15 @@ exactly what it needs, and is the same to the bit."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import random
 from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,13 +42,18 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1 import kv_cache_interface as kinds
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    get_kv_cache_groups,
+    get_request_block_hasher,
+    init_none_hash,
+)
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 from vllm.v1.request import Request
 
@@ -321,7 +329,6 @@ def test_a_state_is_as_many_chunks_as_its_blocks_take_and_is_wanted_where_the_hi
     ("kind", "change"),
     [
         ("ChunkedLocalAttentionSpec", "unset VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"),
-        ("UniformTypeKVCacheSpecs", "pages of several sizes"),
         ("CrossAttentionSpec", "an encoder's output"),
         ("SlidingWindowMLASpec", "the KV cache is SlidingWindowMLASpec"),
         ("RSWASpec", "the KV cache is RSWASpec"),
@@ -336,6 +343,58 @@ def test_layers_that_are_not_known_are_refused_in_one_line(kind: str, change: st
         with pytest.raises(LayoutError, match=change) as raised:
             groups.read(caches(*specs), 64)
         assert "\n" not in str(raised.value)
+
+
+def test_a_table_with_pages_of_several_sizes_is_read_as_the_scheduler_sees_it() -> None:
+    """vLLM shows the scheduler the first layer alone. A layer that only workers see may be one that
+    cannot be cached."""
+    wide = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
+    layers = {"layer 0": spec(), "layer 1": wide}
+    (mixed,) = get_kv_cache_groups(
+        SimpleNamespace(
+            scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+            attention_config=SimpleNamespace(hisparse_config=None),
+        ),
+        dict(layers),
+    )
+    seen = copy.deepcopy(mixed)
+    seen.kv_cache_spec = mixed.kv_cache_spec.first_spec
+    there, here = (replace(caches(), kv_cache_groups=[group]) for group in (mixed, seen))
+    found = groups.read(there, 64)
+    assert found.plain
+    assert found.groups == groups.read(here, 64).groups
+    assert [groups.several(config) for config in (there, here)] == [False, False]
+    assert [groups.hidden(config) for config in (there, here)] == [True, False]
+    held = {
+        "layer 0": torch.zeros(10, 1, 16, 16, dtype=torch.float32),
+        "layer 1": torch.zeros(10, 2, 16, 16, dtype=torch.float32),
+    }
+    kv = model_spec.describe_groups(found, held, 10, 64, EngineConfig())
+    assert kv.chunk_bytes(64) == 4 * mixed.kv_cache_spec.page_size_bytes
+    mixed.kv_cache_spec.kv_cache_specs["layer 1"] = type("RSWASpec", (), {"block_size": 16})()
+    with pytest.raises(LayoutError, match="the KV cache is RSWASpec"):
+        groups.read(there, 64)
+    windows = SlidingWindowSpec(
+        sliding_window=33, block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32
+    )
+    mixed.kv_cache_spec = UniformTypeKVCacheSpecs.from_specs(
+        {"layer 0": spec(33), "layer 1": windows}
+    )
+    assert groups.several(there)
+    assert groups.read(there, 64).text == "window33/16"
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_mlas_ranks_hold_the_same_only_if_their_draft_is_mla_too(alike: bool) -> None:
+    guesses = SimpleNamespace(
+        method="eagle3",
+        num_speculative_tokens=3,
+        draft_model_config=SimpleNamespace(
+            model="head", revision=None, use_mla=alike, hf_config=None, quantization=None
+        ),
+    )
+    config = vllm_config(model_config__use_mla=True, speculative_config=guesses)
+    assert compat.read_model(config, caches(spec()), "named").use_mla == alike
 
 
 @pytest.mark.parametrize("layer", ["layer 0", "layer 1"])

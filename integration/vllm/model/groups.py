@@ -23,15 +23,14 @@ convolutions.
 """
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 _WINDOWED = "SlidingWindowSpec"
-_SIZES = "UniformTypeKVCacheSpecs"
+_MIXED = "UniformTypeKVCacheSpecs"
+"""vLLM's specification of a table whose layers' pages have several sizes. Workers see it;
+the scheduler sees that of its first layer instead.
+"""
 _REASONS: Mapping[str, str] = {
     "ChunkedLocalAttentionSpec": (
         "chunked local attention gives blocks back while their request runs: unset "
         "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"
-    ),
-    _SIZES: (
-        "layers of one block table have pages of several sizes: no setting changes that, "
-        "unless a draft model's are among them"
     ),
     "CrossAttentionSpec": "an encoder's output depends on the whole input: no setting changes that",
     "EncoderOnlyAttentionSpec": (
@@ -244,24 +243,27 @@ class Groups:
 
 def several(kv_cache_config: Any) -> bool:
     """Whether the model has several block tables, or a single one of a sliding window."""
-    kinds = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
-    return len(kinds) > 1 or kinds == [_WINDOWED]
+    kinds = [kind(group.kv_cache_spec)[0] for group in kv_cache_config.kv_cache_groups]
+    return len(kinds) > 1 or kinds == ["window"]
 
 
 def keep_states(kv_cache_config: Any) -> bool:
     """Whether some layers keep a state."""
-    return any(
-        type(group.kv_cache_spec).__name__ == STATES for group in kv_cache_config.kv_cache_groups
-    )
+    return any(kind(group.kv_cache_spec)[0] == "state" for group in kv_cache_config.kv_cache_groups)
 
 
 def hidden(kv_cache_config: Any) -> bool:
-    """Whether only workers can see that the model must be refused: vLLM shows the scheduler one
-    page size where several exist.
+    """Whether maybe only workers can see that the model must be refused: vLLM shows the scheduler
+    one layer of a table whose pages have several sizes.
     """
     return any(
-        type(group.kv_cache_spec).__name__ == _SIZES for group in kv_cache_config.kv_cache_groups
+        type(group.kv_cache_spec).__name__ == _MIXED for group in kv_cache_config.kv_cache_groups
     )
+
+
+def layer_specs(spec: Any) -> list[Any]:
+    """The different specifications of a table's layers, the one that the scheduler sees first."""
+    return list(spec.kv_cache_specs.values()) if type(spec).__name__ == _MIXED else [spec]
 
 
 def read(kv_cache_config: Any, chunk_size: int) -> Groups:
@@ -272,7 +274,9 @@ def read(kv_cache_config: Any, chunk_size: int) -> Groups:
     if not groups:
         raise LayoutError("the model keeps nothing of its tokens: no setting changes that")
     for group in groups:
-        reason = unknown(type(group.kv_cache_spec).__name__) or _unsteady(group.kv_cache_spec)
+        specs = layer_specs(group.kv_cache_spec)
+        reasons = (unknown(type(spec).__name__) or _unsteady(spec) for spec in specs)
+        reason = next((reason for reason in reasons if reason), None)
         if reason is None and not (
             getattr(group.kv_cache_spec, "prefix_cacheable", True) and _ordinary(group)
         ):
@@ -297,6 +301,7 @@ def kind(spec: Any) -> tuple[str, int]:
     """Name the kind of layers of this specification, and the tokens of their window: `full`,
     `window`, `state`, or vLLM's name for other kinds.
     """
+    spec = layer_specs(spec)[0]
     name = type(spec).__name__
     named = "full" if is_full(name) else {_WINDOWED: "window", STATES: "state"}.get(name, name)
     return named, int(spec.sliding_window) if named == "window" else 0
@@ -339,7 +344,7 @@ def _ordinary(group: Any) -> bool:
 
 
 def _group(number: int, group: Any) -> LayerGroup:
-    spec = group.kv_cache_spec
+    spec = layer_specs(group.kv_cache_spec)[0]
     window, state = 0, ""
     if type(spec).__name__ == _WINDOWED:
         window = int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
