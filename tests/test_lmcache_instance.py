@@ -143,7 +143,7 @@ def test_layers_whose_pages_have_several_sizes_are_refused(
     under_vllm: Callable[..., Instance],
 ) -> None:
     first, *others = caches().items()
-    wider = first[0], torch.cat([first[1], first[1]], dim=2)
+    wider = first[0], torch.cat([first[1], first[1]], dim=3)
     with pytest.raises(LayoutError, match="several sizes .* vcache's own connector"):
         namespace(under_vllm(kvcaches=dict([wider, *others])))
 

@@ -4,13 +4,11 @@ exactly what it needs, and is the same to the bit."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 import random
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +41,8 @@ from vllm.utils.hashing import sha256_cbor
 from vllm.v1 import kv_cache_interface as kinds
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_kv_cache_config_from_groups,
     get_kv_cache_groups,
     get_request_block_hasher,
     init_none_hash,
@@ -52,18 +52,25 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
+    SparseCacheRole,
     UniformTypeKVCacheSpecs,
 )
+from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.request import Request
+from vllm.v1.worker.utils import allocate_kv_cache
 
 from vcache_backend.config import EngineConfig, from_dict
 from vcache_backend.errors import LayoutError
+from vcache_backend.integration.round_trip import round_trip
 from vcache_backend.integration.vllm.in_place import exporter as exportable
 from vcache_backend.integration.vllm.model import compat, groups
 from vcache_backend.integration.vllm.model import spec as model_spec
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.transfer.keys import state_keys
+from vcache_backend.vram_pool.copies.copier import HostCopier
+from vcache_backend.vram_pool.slots import SlotView
 
 HERE = pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here")
 HIT = 15 * CHUNK
@@ -345,43 +352,103 @@ def test_layers_that_are_not_known_are_refused_in_one_line(kind: str, change: st
         assert "\n" not in str(raised.value)
 
 
-def test_a_table_with_pages_of_several_sizes_is_read_as_the_scheduler_sees_it() -> None:
-    """vLLM shows the scheduler the first layer alone. A layer that only workers see may be one that
-    cannot be cached."""
-    wide = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
-    layers = {"layer 0": spec(), "layer 1": wide}
-    (mixed,) = get_kv_cache_groups(
-        SimpleNamespace(
-            scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
-            attention_config=SimpleNamespace(hisparse_config=None),
-        ),
-        dict(layers),
+def planned(layers: dict[str, Any], layout: KVCacheLayout) -> KVCacheConfig:
+    """What a worker gets from vLLM for these layers: ten blocks, in this layout."""
+    config = vllm_config(
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        attention_config=SimpleNamespace(hisparse_config=None),
+        cache_config__num_gpu_blocks_override=10,
+        cache_config__prefix_cache_retention_interval=None,
+        cache_config__get_resolved_kv_cache_layout=lambda: layout,
     )
-    seen = copy.deepcopy(mixed)
-    seen.kv_cache_spec = mixed.kv_cache_spec.first_spec
-    there, here = (replace(caches(), kv_cache_groups=[group]) for group in (mixed, seen))
-    found = groups.read(there, 64)
-    assert found.plain
-    assert found.groups == groups.read(here, 64).groups
-    assert [groups.several(config) for config in (there, here)] == [False, False]
+    tables = get_kv_cache_groups(config, dict(layers))
+    return get_kv_cache_config_from_groups(config, tables, 1 << 30)
+
+
+def sparse(fp8: bool) -> dict[str, Any]:
+    """The layers of DeepSeek V3.2, as vLLM describes them: latents and the indexer's keys."""
+    latent = {"dtype": torch.bfloat16, "head_size": 576}
+    if fp8:
+        latent |= {"dtype": torch.uint8, "state_content_bytes": 656}
+    layers = {}
+    for number in range(3):
+        attention = MLAAttentionSpec(
+            block_size=64, num_kv_heads=1, is_index_group_leader=True, **latent
+        )
+        indexer = MLAAttentionSpec(
+            block_size=64,
+            num_kv_heads=1,
+            head_size=132,
+            dtype=torch.uint8,
+            cache_role=SparseCacheRole.INDEXER,
+        )
+        layers |= {f"{number}.attn": attention, f"{number}.indexer.k_cache": indexer}
+    return layers
+
+
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bfloat16"])
+@pytest.mark.parametrize("layout", ["LBNHC", "BLHNC"])
+def test_latents_and_an_indexers_keys_are_one_table_whose_bytes_come_back(
+    layout: str, fp8: bool
+) -> None:
+    """vLLM shows the scheduler the first layer alone."""
+    there = planned(sparse(fp8), KVCacheLayout[layout])
+    here = generate_scheduler_kv_cache_config([there])
     assert [groups.hidden(config) for config in (there, here)] == [True, False]
-    held = {
-        "layer 0": torch.zeros(10, 1, 16, 16, dtype=torch.float32),
-        "layer 1": torch.zeros(10, 2, 16, 16, dtype=torch.float32),
-    }
-    kv = model_spec.describe_groups(found, held, 10, 64, EngineConfig())
-    assert kv.chunk_bytes(64) == 4 * mixed.kv_cache_spec.page_size_bytes
-    mixed.kv_cache_spec.kv_cache_specs["layer 1"] = type("RSWASpec", (), {"block_size": 16})()
+    assert [groups.several(config) for config in (there, here)] == [False, False]
+    found = groups.read(there, 128)
+    assert found.plain
+    assert found.groups == groups.read(here, 128).groups
+    tensors = allocate_kv_cache(there, torch.device("cpu"), KVCacheLayout[layout])
+    kv = model_spec.describe_groups(found, tensors, 10, 128, EngineConfig())
+    nbytes = 2 * 64 * 3 * ((656 if fp8 else 2 * 576) + 132)
+    assert (kv.chunk_bytes(128), len(kv.kinds)) == (nbytes, 2)
+    slot = SlotView.over(torch.zeros(nbytes, dtype=torch.uint8), local=True)
+    assert round_trip(kv, HostCopier(), slot, 128) is None
+
+
+def test_of_a_table_of_several_layers_each_is_looked_at() -> None:
+    there = planned({"layer 0": spec(), "layer 1": wide(FullAttentionSpec)}, KVCacheLayout.LBNHC)
+    mixed = there.kv_cache_groups[0].kv_cache_spec
+    assert groups.read(there, 64).plain
+    mixed.kv_cache_specs["layer 1"] = type("RSWASpec", (), {"block_size": 16})()
     with pytest.raises(LayoutError, match="the KV cache is RSWASpec"):
         groups.read(there, 64)
-    windows = SlidingWindowSpec(
-        sliding_window=33, block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32
-    )
-    mixed.kv_cache_spec = UniformTypeKVCacheSpecs.from_specs(
-        {"layer 0": spec(33), "layer 1": windows}
-    )
+    windows = {"layer 0": spec(33), "layer 1": wide(SlidingWindowSpec, sliding_window=33)}
+    there = planned(windows, KVCacheLayout.LBNHC)
     assert groups.several(there)
     assert groups.read(there, 64).text == "window33/16"
+
+
+@pytest.mark.parametrize(
+    ("tables", "clears"),
+    [
+        ([{"0": "full"}], False),
+        ([{"0": "full", "1": "half"}], False),
+        ([{"0": "full"}, {"1": "half"}], True),
+        ([{"0": "full", "1": "half"}, {"2": "half"}], True),
+        ([{"0": "state"}, {"1": "full"}], True),
+    ],
+)
+def test_stores_are_waited_for_where_vllm_clears_blocks_that_it_hands_out(
+    tables: list[dict[str, str]], clears: bool
+) -> None:
+    """It does so before it tells its connector of the step."""
+    made = {"full": spec(), "half": wide(FullAttentionSpec, torch.float16), "state": state()}
+    config = caches()
+    for table in tables:
+        layers = {name: made[kind] for name, kind in table.items()}
+        own = next(iter(layers.values()))
+        mixed = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=layers)
+        config.kv_cache_groups.append(
+            KVCacheGroupSpec(list(layers), mixed if len(layers) > 1 else own)
+        )
+    assert groups.clears(config) == clears
+    assert generate_scheduler_kv_cache_config([config]).needs_kv_cache_zeroing == clears
+
+
+def wide(kind: Any, dtype: Any = torch.float32, **more: int) -> Any:
+    return kind(block_size=16, num_kv_heads=2, head_size=8, dtype=dtype, **more)
 
 
 @pytest.mark.parametrize("alike", [True, False])

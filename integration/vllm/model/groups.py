@@ -243,13 +243,17 @@ class Groups:
 
 def several(kv_cache_config: Any) -> bool:
     """Whether the model has several block tables, or a single one of a sliding window."""
-    kinds = [kind(group.kv_cache_spec)[0] for group in kv_cache_config.kv_cache_groups]
-    return len(kinds) > 1 or kinds == ["window"]
+    kinds = [_kind(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+    return len(kinds) > 1 or kinds == [_WINDOWED]
 
 
-def keep_states(kv_cache_config: Any) -> bool:
-    """Whether some layers keep a state."""
-    return any(kind(group.kv_cache_spec)[0] == "state" for group in kv_cache_config.kv_cache_groups)
+def clears(kv_cache_config: Any) -> bool:
+    """Whether vLLM clears the blocks that it hands out: for states, and where tables have numbers of
+    several types. Its scheduler decides that, which sees the first layer of each table.
+    """
+    specs = [layer_specs(group.kv_cache_spec)[0] for group in kv_cache_config.kv_cache_groups]
+    numbers = {(spec.dtype, spec.kv_quant_mode) for spec in specs if hasattr(spec, "dtype")}
+    return len(numbers) > 1 or any(type(spec).__name__ == STATES for spec in specs)
 
 
 def hidden(kv_cache_config: Any) -> bool:
@@ -290,6 +294,11 @@ def read(kv_cache_config: Any, chunk_size: int) -> Groups:
     if all(group.state for group in layer_groups):
         raise LayoutError("all layers keep a state, and none keeps tokens: no setting changes that")
     return Groups(layer_groups, chunk_size)
+
+
+def _kind(spec: Any) -> str:
+    """The name of vLLM's class for the layers of this specification."""
+    return type(layer_specs(spec)[0]).__name__
 
 
 def is_full(kind: str) -> bool:
