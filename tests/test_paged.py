@@ -263,13 +263,39 @@ def test_several_block_tables_must_lie_in_the_same_memory() -> None:
     padded = one.as_strided(
         (BLOCKS, BLOCK, HEADS // 2, DIM), (one.stride(0), HEADS // 2 * DIM, DIM, 1)
     )
-    for other in (elsewhere, larger, one[1:], one[:-1], padded):
+    for other in (elsewhere, one[1:], one[:-1]):
         with pytest.raises(
             LayoutError, match="must lie in the same memory, but c and its group have 1 layers"
         ):
             PagedKV.describe_groups([full, ({"c": other}, Share(BLOCK))])
+    for other in (larger, padded):
+        with pytest.raises(LayoutError, match="those of [bc] do not lie beside the others'"):
+            PagedKV.describe_groups([full, ({"c": other}, Share(BLOCK))])
     with pytest.raises(LayoutError, match="no KV caches"):
         PagedKV.describe_groups([({}, Share(BLOCK))])
+
+
+def test_pages_side_by_side_in_one_block_are_one_page_for_all_block_tables() -> None:
+    """As DeepSeek V4 has them: another order and other sizes in each table."""
+    memory = torch.zeros(BLOCKS, 100, dtype=torch.uint8)
+
+    def page(begin: int, tokens: int, size: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        rows = memory[:, begin : begin + tokens * size * dtype.itemsize]
+        return rows.view(dtype).view(BLOCKS, 1, tokens, size)
+
+    full, window = {"a": page(0, 4, 10), "b": page(40, 4, 5)}, {"c": page(0, 2, 20, torch.float16)}
+    tables = [(full, Share(8)), (window, Share(2, 6))]
+    found = PagedKV.describe_groups(tables)
+    assert (found.layers, found.page_bytes, found.num_blocks) == (1, 80, BLOCKS)
+    assert (found.dtype, found.chunk_bytes(16)) == ("uint8+float16", (2 + 3) * 80)
+    assert found.planes.tolist() == [[memory.data_ptr(), 100]]
+    memory[3] = torch.arange(100)
+    assert found.pages[0][3].tolist() == list(range(80))
+    turned = {"a": page(20, 4, 10), "b": page(0, 4, 5)}
+    other = PagedKV.describe_groups([(turned, Share(8)), (window, Share(2, 6))])
+    assert (other.page_bytes, other.name == found.name) == (80, False)
+    with pytest.raises(LayoutError, match="those of c do not lie beside"):
+        PagedKV.describe_groups([tables[0], ({"c": page(0, 2, 20)[1:]}, Share(2))])
 
 
 def test_a_chunk_is_whole_blocks() -> None:

@@ -53,6 +53,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     SparseCacheRole,
     UniformTypeKVCacheSpecs,
@@ -118,7 +119,7 @@ class Case:
 
     def __init__(self, choice: random.Random) -> None:
         self.choice, self.size = choice, choice.choice([32, 64, 128])
-        sizes = choice.choice([(16, 16, 16), (16, 32, 16)])
+        sizes = choice.choice([(16, 16, 16), (16, 32, 16), (4, 32, 8)])
         specs = [spec(choice.randrange(2, 300), sizes[0]), spec(0, sizes[1])]
         if choice.random() < 0.3:
             specs = specs[:1]
@@ -337,7 +338,6 @@ def test_a_state_is_as_many_chunks_as_its_blocks_take_and_is_wanted_where_the_hi
     [
         ("ChunkedLocalAttentionSpec", "unset VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"),
         ("CrossAttentionSpec", "an encoder's output"),
-        ("SlidingWindowMLASpec", "the KV cache is SlidingWindowMLASpec"),
         ("RSWASpec", "the KV cache is RSWASpec"),
         ("SinkFullAttentionSpec", "the KV cache is SinkFullAttentionSpec"),
         ("HiddenStateCacheSpec", "the KV cache is HiddenStateCacheSpec"),
@@ -405,6 +405,45 @@ def test_latents_and_an_indexers_keys_are_one_table_whose_bytes_come_back(
     assert (kv.chunk_bytes(128), len(kv.kinds)) == (nbytes, 2)
     slot = SlotView.over(torch.zeros(nbytes, dtype=torch.uint8), local=True)
     assert round_trip(kv, HostCopier(), slot, 128) is None
+
+
+def test_deepseek_v4s_tables_are_windows_whose_blocks_hold_all_layers_side_by_side() -> None:
+    """Compressed latents and keys, windows, and the compressors' states: each table fills a block of
+    its own in another way."""
+
+    def table(window: int = 0, states: int = 1, **sizes: Any) -> Any:
+        kind: Any = functools.partial(SlidingWindowMLASpec, sliding_window=window)
+        return (kind if window else MLAAttentionSpec)(
+            num_kv_heads=1, alignment=576, tokens_per_state=states, **sizes
+        )
+
+    layers = {}
+    for number in range(2):
+        layers |= {
+            f"{number}.swa": table(128, block_size=64, head_size=584, dtype=torch.uint8),
+            f"{number}.mla": table(0, 4, block_size=256, head_size=584, dtype=torch.uint8),
+            f"{number}.k": table(0, 4, block_size=256, head_size=132, dtype=torch.uint8),
+            f"{number}.state": table(8, block_size=4, head_size=2048, dtype=torch.float32),
+            f"{number}.key": table(8, block_size=4, head_size=512, dtype=torch.float32),
+            f"{number}.far": table(128, block_size=8, head_size=1024, dtype=torch.float32),
+        }
+    there = planned(layers, KVCacheLayout.BLHNC)
+    found = groups.read(there, 512)
+    assert sorted(set(found.text.split())) == [
+        "full/256",
+        "window128/64",
+        "window128/8",
+        "window8/4",
+    ]
+    assert groups.clears(there)
+    assert groups.several(there)
+    tensors = allocate_kv_cache(there, torch.device("cpu"), KVCacheLayout.BLHNC)
+    kv = model_spec.describe_groups(found, tensors, 10, 512, EngineConfig())
+    block = sum(layers[f"0.{name}"].page_size_bytes for name in ("mla", "k")) * 2
+    assert kv.page_bytes <= block == there.kv_cache_tensors[0].block_stride
+    assert kv.blocks_in(512) == found.blocks
+    slot = SlotView.over(torch.zeros(kv.chunk_bytes(512), dtype=torch.uint8), local=True)
+    assert round_trip(kv, HostCopier(), slot, 512) is None
 
 
 def test_of_a_table_of_several_layers_each_is_looked_at() -> None:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
@@ -159,10 +160,16 @@ class PagedKV:
     def describe_groups(
         cls, groups: Sequence[tuple[Mapping[str, Tensor], Share]], *, axes: str | None = None
     ) -> PagedKV:
-        """Recognise several groups of layers. This worker may have no layers of a group.
+        """Recognise several groups of layers. This worker may have no layers of a group. If their
+        pages have several sizes, a block of all layers is one page.
 
         Raises LayoutError like `describe`, and if the groups do not lie in the same memory.
         """
+        held = [layers for layers, _ in groups if layers]
+        sizes = {_span(tensor[0]) for layers in held for tensor in layers.values()}
+        if len(held) > 1 and len(sizes) > 1:
+            shares = tuple(share for _, share in groups)
+            return replace(cls._side_by_side(held, shares[0].block_size), shares=shares)
         found = {
             next(iter(layers)): cls.describe(layers, share.block_size, axes=axes)
             for layers, share in groups
@@ -185,6 +192,48 @@ class PagedKV:
             name=name,
             block_size=groups[0][1].block_size,
             shares=tuple(share for _, share in groups),
+        )
+
+    @classmethod
+    def _side_by_side(cls, groups: Sequence[Mapping[str, Tensor]], block_size: int) -> PagedKV:
+        """Describe groups whose blocks have the layers' pages side by side, each group in its own
+        order. Raises LayoutError if a block is not one piece of memory."""
+        tensors = [tensor for layers in groups for tensor in layers.values()]
+        first = min(tensors, key=Tensor.data_ptr)
+        base, storage = first.data_ptr(), first.untyped_storage()
+        stride, count = first.stride(0) * first.element_size(), len(first)
+        nbytes, order = 0, blake2b(digest_size=16)
+        for layers in groups:
+            order.update(b"group")
+            for name, tensor in layers.items():
+                begin = tensor.data_ptr() - base
+                blocks = tensor.untyped_storage().data_ptr(), len(tensor)
+                nbytes = max(nbytes, begin + _span(tensor[0]))
+                if (
+                    blocks != (storage.data_ptr(), count)
+                    or tensor.stride(0) * tensor.element_size() != stride
+                    or nbytes > stride
+                ):
+                    raise LayoutError(
+                        f"the pages of several block tables have several sizes, and those of "
+                        f"{name} do not lie beside the others' in one block"
+                    )
+                text = f"{begin} {tuple(tensor.shape[1:])} {tensor.stride()[1:]} {tensor.dtype};"
+                order.update(text.encode())
+        raw = torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage)
+        page = raw.as_strided((count, nbytes), (stride, 1), base - storage.data_ptr())
+        types = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
+        return cls(
+            device=first.device,
+            dtype="+".join(types),
+            layers=1,
+            parts=1,
+            page_bytes=nbytes,
+            block_size=block_size,
+            num_blocks=count,
+            name=f"block{nbytes} {order.hexdigest()}",
+            pages=(page,),
+            planes=np.array([(base, stride)], dtype=np.int64),
         )
 
     def with_states(self, groups: Sequence[Mapping[str, Sequence[Tensor]]], split: int) -> PagedKV:

@@ -22,7 +22,7 @@ STATES = "MambaSpec"
 convolutions.
 """
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec")
-_WINDOWED = "SlidingWindowSpec"
+_WINDOWED = ("SlidingWindowSpec", "SlidingWindowMLASpec")
 _MIXED = "UniformTypeKVCacheSpecs"
 """vLLM's specification of a table whose layers' pages have several sizes. Workers see it;
 the scheduler sees that of its first layer instead.
@@ -244,12 +244,12 @@ class Groups:
 def several(kv_cache_config: Any) -> bool:
     """Whether the model has several block tables, or a single one of a sliding window."""
     kinds = [_kind(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
-    return len(kinds) > 1 or kinds == [_WINDOWED]
+    return len(kinds) > 1 or (len(kinds) == 1 and kinds[0] in _WINDOWED)
 
 
 def clears(kv_cache_config: Any) -> bool:
-    """Whether vLLM clears the blocks that it hands out: for states, and where tables have numbers of
-    several types. Its scheduler decides that, which sees the first layer of each table.
+    """Whether vLLM clears the blocks that it hands out: for states, and where tables have numbers
+    of several types. Its scheduler decides that, which sees the first layer of each table.
     """
     specs = [layer_specs(group.kv_cache_spec)[0] for group in kv_cache_config.kv_cache_groups]
     numbers = {(spec.dtype, spec.kv_quant_mode) for spec in specs if hasattr(spec, "dtype")}
@@ -312,7 +312,8 @@ def kind(spec: Any) -> tuple[str, int]:
     """
     spec = layer_specs(spec)[0]
     name = type(spec).__name__
-    named = "full" if is_full(name) else {_WINDOWED: "window", STATES: "state"}.get(name, name)
+    named = "full" if is_full(name) else "window" if name in _WINDOWED else name
+    named = "state" if name == STATES else named
     return named, int(spec.sliding_window) if named == "window" else 0
 
 
@@ -320,7 +321,7 @@ def unknown(kind: str) -> str | None:
     """Say why layers of this kind (a class of vLLM's `kv_cache_interface`) cannot be cached, and
     what to change; None if they can.
     """
-    if kind in (*_FULL, _WINDOWED, STATES):
+    if kind in (*_FULL, *_WINDOWED, STATES):
         return None
     return _REASONS.get(
         kind,
@@ -355,7 +356,7 @@ def _ordinary(group: Any) -> bool:
 def _group(number: int, group: Any) -> LayerGroup:
     spec = layer_specs(group.kv_cache_spec)[0]
     window, state = 0, ""
-    if type(spec).__name__ == _WINDOWED:
+    if type(spec).__name__ in _WINDOWED:
         window = int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
     elif type(spec).__name__ == STATES:
         state = digest(
