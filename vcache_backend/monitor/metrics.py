@@ -35,6 +35,8 @@ _COUNTERS = {
         "Chunks that an instance began to compute and gave up, so that others compute them. If "
         "they rise, requests are aborted or preempted, or instances die."
     ),
+    "awaited_tokens": "Tokens that came while requests waited for them.",
+    "waited_milliseconds": "Time that requests waited for chunks another instance was computing.",
     "acquire_chunks": "Chunks of the pool that loads asked to lease.",
     "acquire_hits": "Chunks of the pool that loads leased.",
     "reserved": "Chunks of the pool that writers got a slot for.",

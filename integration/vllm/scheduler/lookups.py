@@ -110,7 +110,7 @@ class Lookups:
             lookup.found += more_found
             self._meter.looked_up(more * self._size, more_found * self._size, answer.seconds)
             if self._instance.client is not None:
-                self._instance.client.looked_up(more * self._size, more_found * self._size)
+                self._instance.client.count(more * self._size, more_found * self._size)
             log.debug(
                 "look-up %s: %d of %d chunks", tracked.request.request_id, hits, whole - first
             )

@@ -7,7 +7,7 @@ reason to wait: whoever waits for a broken promise computes the chunks."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 
 import msgspec
@@ -86,25 +86,23 @@ class Promises:
         self,
         client: Peer,
         number: int,
-        keys: Sequence[m.ChunkKey],
+        lacking: Mapping[m.ChunkKey, int],
         ranks: int,
-        has: Container[m.ChunkKey],
     ) -> None:
-        """Note that a request of the client will compute those of `keys` that nobody has promised,
-        and that are not in `has`."""
-        free = [key for key in keys if key not in has and self._holder(key) is None]
+        """Note that a request of the client will compute those chunks of `lacking` that nobody has
+        promised. lacking: see `Directory.lacking`."""
+        free = {key: bits for key, bits in lacking.items() if self._holder(key) is None}
         self._promise(client, number, free, ranks)
 
-    def begin(self, client: Peer, request: m.Promise) -> int:
-        """Replace what this number has promised by the chunks that its request has begun to
-        compute. Takes them over from other promises. Returns how many are promised."""
+    def begin(self, client: Peer, request: m.Promise, lacking: Mapping[m.ChunkKey, int]) -> int:
+        """Replace what this number has promised by the chunks `lacking`, which its request has
+        begun to compute. Takes them over from other promises. Returns how many are promised."""
         promised = self._of.get(client.id, {}).get(request.number)
-        if promised is not None and not request.keys:
+        if promised is not None and not lacking:
             self._drop([promised])
         elif promised is not None:
-            kept = set(request.keys)
-            self._remove(promised, [key for key in promised.left if key not in kept])
-        taken = self._promise(client, request.number, request.keys, request.ranks)
+            self._remove(promised, [key for key in promised.left if key not in lacking])
+        taken = self._promise(client, request.number, lacking, request.ranks)
         if taken is None:
             return 0
         taken.begun = True
@@ -168,23 +166,23 @@ class Promises:
         return None if promised is None or promised.over else promised
 
     def _promise(
-        self, client: Peer, number: int, keys: Sequence[m.ChunkKey], ranks: int
+        self, client: Peer, number: int, lacking: Mapping[m.ChunkKey, int], ranks: int
     ) -> Promised | None:
         """Add these chunks to a promise, as far as there is room. None if it has no chunk."""
         of_client = self._of.get(client.id, {})
         promised = of_client.get(number)
         if promised is None:
-            if not keys or len(of_client) >= MAX_OF_CLIENT:
+            if not lacking or len(of_client) >= MAX_OF_CLIENT:
                 return None
             pace = self._paces.get(client.id, (0.0, 0.0))
             promised = Promised(client, number, ranks, 0.0, pace, {})
         room = min(self._shares.room(client.process, client.user), m.MAX_KEYS - len(promised.left))
-        new = [key for key in dict.fromkeys(keys) if key not in promised.left][:room]
+        new = [key for key in lacking if key not in promised.left][:room]
         for key in new:
             if (holder := self._by_key.get(key)) is not None:
                 self._remove(holder, [key])
             self._by_key[key] = promised
-            promised.left[key] = 0
+            promised.left[key] = lacking[key]
         self._shares.take(client.process, client.user, len(new))
         self._counters["promised_chunks"] += len(new)
         if not promised.left:
