@@ -16,6 +16,7 @@ import signal
 import time
 import traceback
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -57,7 +58,9 @@ OFTEN = 20
 """How many times as often an owner stops itself at rare steps."""
 
 Role = Literal["owner", "reader", "vllm"]
-Control = Literal["", "no verdict", "counted late", "published early"]
+Control = Literal["", "no verdict", "counted late", "published early", "no bound"]
+DIED = 64
+"""The exit status of an instance that died in the first of `Settings.states`; then 65 …"""
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -65,7 +68,8 @@ class Settings(msgspec.Struct, frozen=True):
     protocol that is broken, see `__main__`; empty: none. shared: a folder that all
     instances use. number: the instance's place among them. pauses: share of the loads between whose
     launch and verdict the instance stops itself; 0: as often as elsewhere. lends: bytes that it
-    lends to a pool, through which it shares; 0: it shares in place."""
+    lends to a pool, through which it shares; 0: it shares in place. states: steps at which it also
+    stops itself so often, and dies now and then."""
 
     config: Config
     role: Role
@@ -77,6 +81,7 @@ class Settings(msgspec.Struct, frozen=True):
     number: int = 0
     pauses: float = 0.0
     lends: int = 0
+    states: Sequence[str] = ()
 
 
 class Outcomes(Counts):
@@ -88,7 +93,8 @@ class Outcomes(Counts):
     whose refused chunks did hold other bytes. stale: loads that found a chunk gone before the
     launch. misses: look-ups that found nothing. written: chunks that owners
     have written. by_step: how often a process stopped itself, by the step of the protocol. answers:
-    vLLM's, to whole requests."""
+    vLLM's, to whole requests. waits: of requests for what others computed, by their end. overdue:
+    requests that waited longer than their bound."""
 
     loads: int = 0
     launched: int = 0
@@ -105,6 +111,8 @@ class Outcomes(Counts):
     wrong: int = 0
     wrong_bytes: int = 0
     answers: int = 0
+    overdue: int = 0
+    waits: Counter[str] = msgspec.field(default_factory=Counter)
     by_step: Counter[str] = msgspec.field(default_factory=Counter)
     causes: Counter[str] = msgspec.field(default_factory=Counter)
 

@@ -29,7 +29,8 @@ class Level(NamedTuple):
     each with its least number of loads, and its most seconds. seconds: the longest that the
     campaign itself takes. silence: seconds after which a silent process counts as ended. prepare:
     fills the shared folder.
-    longest_stop: seconds that a process stays stopped, at most. pauses, lends: see `Settings`.
+    longest_stop: seconds that a process stays stopped, at most. pauses, lends, states: see
+    `Settings`.
     least_pauses: how often readers must have stopped between a load's launch and its verdict."""
 
     life: Callable[[Settings, Connection], None]
@@ -48,6 +49,7 @@ class Level(NamedTuple):
     pauses: float = 0.0
     least_pauses: int = 0
     lends: int = 0
+    states: tuple[str, ...] = ()
 
     @property
     def answers(self) -> bool:
@@ -111,6 +113,28 @@ def death(lends: int = 0) -> Level:
     )
 
 
+def promised() -> Level:
+    """Real vLLMs in place, as those of `death`, that ask for the same prompts at the same time. In
+    every state of a promise they are stopped, and die; they abort requests and reset the namespace.
+    """
+    from . import promises
+
+    level = death()
+    return level._replace(
+        life=promises.live,
+        prepare=promises.prepare,
+        mishaps=level.mishaps | {"vllm stopped": 5, "vllm starved": 5},
+        loads=300,
+        reuse_hits=0.0,
+        controls=("no bound",),
+        control_loads=50,
+        stops=0.001,
+        pauses=0.02,
+        least_pauses=0,
+        states=promises.STATES,
+    )
+
+
 def live_caches() -> Level:
     """KV caches of live vLLMs (two on two GPUs, or one on the CPU), and readers that do not run
     vLLM. Its time includes vLLM's start.
@@ -147,4 +171,5 @@ LEVELS: dict[str, Callable[[], Level]] = {
     "live": live_caches,
     "death": death,
     "death_pool": lambda: death(LENT),
+    "promises": promised,
 }

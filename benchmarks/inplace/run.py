@@ -26,7 +26,7 @@ from ..forked import Forked, Waker, hear
 from ..processes import ChildFailed
 from ..soak.chaos import QUICK
 from ..soak.node import Node
-from .instance import BLOCK_SIZE, EACH, Control, Outcomes, Role, Settings
+from .instance import BLOCK_SIZE, DIED, EACH, Control, Outcomes, Role, Settings
 from .levels import CPU, Level
 
 PAUSE = 0.5
@@ -138,6 +138,12 @@ class Campaign:
                 self.outcomes.add(told.outcomes)
                 self.wrong += told.wrong
                 continue
+            instance, states = self._here[number], self._level.states
+            instance.kill()
+            if instance.status >= DIED:
+                self.mishaps[f"died: {states[instance.status - DIED]}"] += 1
+                self._again(number)
+                continue
             self.ended += 1
             print(self._here[number].tail(), file=sys.stderr, flush=True)
             most = MOST_ENDED if self.outcomes.loads or self.outcomes.answers else MOST_AT_FIRST
@@ -178,7 +184,7 @@ class Campaign:
         asked = f"{seen.answers:,} answers, " if seen.answers else ""
         said = (
             f"{asked}{seen.loads:,} loads, {seen.reuse_hits:,} refused by their verdicts, "
-            f"{seen.wrong} wrong"
+            f"{seen.waits.total():,} waits, {seen.overdue} overdue, {seen.wrong} wrong"
         )
         print(
             f"{seconds:5.0f} s: {said}, {self.mishaps.total()} mishaps", file=sys.stderr, flush=True
@@ -207,6 +213,7 @@ class Campaign:
             number=number,
             pauses=level.pauses,
             lends=level.lends,
+            states=level.states,
         )
         return Instance(self._level.life, settings, number)
 
@@ -253,13 +260,18 @@ def campaign(
         )
 
 
+def caught(control: Control, seen: Outcomes) -> int:
+    """How often the campaign saw what this control breaks."""
+    return seen.overdue if control == "no bound" else seen.wrong
+
+
 def run_control(control: Control, seed: int, level: Level = CPU, shared: Path = NOWHERE) -> Result:
     """Run a control until it has gone wrong, and has the level's number of loads; at most for the
     level's time.
     """
 
     def over(seen: Outcomes, passed: float) -> bool:
-        enough = seen.wrong > 0 and seen.loads >= level.control_loads
+        enough = caught(control, seen) > 0 and seen.loads >= level.control_loads
         return enough or passed > level.control_seconds
 
     with Campaign(level, seed, shared, control) as made:

@@ -94,8 +94,6 @@ class OwnPromises:
         self._size, self._hashes = config.engine.chunk_size, hashes
         self._prompts_only = config.connector.store == "prompt"
         self._step_chunks = step_tokens / self._size
-        self._epoch = 0
-        """The namespace's epoch as the server said with the last promise."""
         self._unsent: SimpleQueue[_Unsent | None] = SimpleQueue()
         threading.Thread(target=self._send, name="vcache-promises", daemon=True).start()
 
@@ -111,7 +109,7 @@ class OwnPromises:
         chunk, chunks = self._pace.chunk_seconds, max(stop - first, 0)
         step = min(chunk * min(self._step_chunks, chunks), LONGEST_SECONDS)
         own = self._instance.publications
-        epoch = own.epoch if own is not None else self._epoch
+        epoch = own.epoch if own is not None else self._lookups.epoch
         self._unsent.put(
             _Unsent(promise.number, tracked.lookup.keys, first, stop, epoch, chunk, step)
         )
@@ -158,7 +156,7 @@ class OwnPromises:
                 ranks = self._instance.ranks
                 answer = client.promise(promise.number, keys, ranks, name, *terms)
                 if keys:
-                    self._epoch = answer.epoch
+                    self._lookups.epoch = answer.epoch
             except VCacheError as error:
                 log.debug("promise: %s", error)
             except Exception:  # the thread's last line of defence

@@ -29,7 +29,7 @@ MAX_OVERDUE = 64
 _FIRST_RANK = bytes(m.RANK_BYTES)
 
 
-class Promised(msgspec.Struct, gc=False, eq=False):
+class OpenPromise(msgspec.Struct, gc=False, eq=False):
     """What one request of `client` has promised. left: the chunks that have not arrived (keys of
     rank 0), each with a bit for every rank that has stored it. at: when the promise was made or
     confirmed, or its last chunk arrived. pace: `Promise.chunk_seconds` and `step_seconds`. begun:
@@ -51,11 +51,11 @@ class Promises:
     def __init__(self, backlog: Backlog, counters: Counter[str], now: Callable[[], float]) -> None:
         self._backlog, self._counters, self._now = backlog, counters, now
         self._shares = Shares(MAX_PROMISED, process=1, user=1 / 4)
-        self._of: dict[int, dict[int, Promised]] = {}
+        self._of: dict[int, dict[int, OpenPromise]] = {}
         """By connection and number."""
-        self._quiet: dict[Promised, None] = {}
+        self._quiet: dict[OpenPromise, None] = {}
         """All promises, those that have been quiet longest first."""
-        self._by_key: dict[m.ChunkKey, Promised] = {}
+        self._by_key: dict[m.ChunkKey, OpenPromise] = {}
         self._paces: dict[int, tuple[float, float]] = {}
         """By connection, what its last promise said of its pace."""
 
@@ -161,13 +161,13 @@ class Promises:
 
     # ---- inside
 
-    def _holder(self, key: m.ChunkKey) -> Promised | None:
+    def _holder(self, key: m.ChunkKey) -> OpenPromise | None:
         promised = self._by_key.get(key)
         return None if promised is None or promised.over else promised
 
     def _promise(
         self, client: Peer, number: int, lacking: Mapping[m.ChunkKey, int], ranks: int
-    ) -> Promised | None:
+    ) -> OpenPromise | None:
         """Add these chunks to a promise, as far as there is room. None if it has no chunk."""
         of_client = self._of.get(client.id, {})
         promised = of_client.get(number)
@@ -175,7 +175,7 @@ class Promises:
             if not lacking or len(of_client) >= MAX_OF_CLIENT:
                 return None
             pace = self._paces.get(client.id, (0.0, 0.0))
-            promised = Promised(client, number, ranks, 0.0, pace, {})
+            promised = OpenPromise(client, number, ranks, 0.0, pace, {})
         room = min(self._shares.room(client.process, client.user), m.MAX_KEYS - len(promised.left))
         new = [key for key in lacking if key not in promised.left][:room]
         for key in new:
@@ -191,26 +191,26 @@ class Promises:
         self._progress(promised)
         return promised
 
-    def _progress(self, promised: Promised) -> None:
+    def _progress(self, promised: OpenPromise) -> None:
         promised.at = self._now()
         self._quiet.pop(promised, None)
         if not promised.over:
             self._quiet[promised] = None
 
-    def _keep(self, promised: Promised, key: m.ChunkKey) -> None:
+    def _keep(self, promised: OpenPromise, key: m.ChunkKey) -> None:
         self._counters["promised_chunks_arrived"] += 1
         promised.begun = True
         self._progress(promised)
         self._remove(promised, [key])
 
-    def _remove(self, promised: Promised, keys: Iterable[m.ChunkKey]) -> None:
+    def _remove(self, promised: OpenPromise, keys: Iterable[m.ChunkKey]) -> None:
         for key in keys:
             del self._by_key[key], promised.left[key]
             self._shares.take(promised.client.process, promised.client.user, -1)
         if not promised.left and not promised.over:
             self._end(promised)
 
-    def _end(self, promised: Promised) -> None:
+    def _end(self, promised: OpenPromise) -> None:
         promised.over = True
         del self._quiet[promised]
         of_client = self._of[promised.client.id]
@@ -218,14 +218,14 @@ class Promises:
         if not of_client:
             del self._of[promised.client.id]
 
-    def _drop(self, promises: Sequence[Promised]) -> None:
+    def _drop(self, promises: Sequence[OpenPromise]) -> None:
         """End promises now, and remove their chunks from memory in later turns."""
         for promised in promises:
             self._end(promised)
             self._counters["promised_chunks_broken"] += len(promised.left) * promised.begun
             self._backlog.later(self._dropping(promised))
 
-    def _dropping(self, promised: Promised) -> Steps:
+    def _dropping(self, promised: OpenPromise) -> Steps:
         while promised.left:
             self._remove(promised, [next(iter(promised.left))])
             yield
