@@ -16,7 +16,6 @@ import signal
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -59,8 +58,6 @@ OFTEN = 20
 
 Role = Literal["owner", "reader", "vllm"]
 Control = Literal["", "no verdict", "counted late", "published early", "no bound"]
-DIED = 64
-"""The exit status of an instance that died in the first of `Settings.states`; then 65 …"""
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -68,8 +65,7 @@ class Settings(msgspec.Struct, frozen=True):
     protocol that is broken, see `__main__`; empty: none. shared: a folder that all
     instances use. number: the instance's place among them. pauses: share of the loads between whose
     launch and verdict the instance stops itself; 0: as often as elsewhere. lends: bytes that it
-    lends to a pool, through which it shares; 0: it shares in place. states: steps at which it also
-    stops itself so often, and dies now and then."""
+    lends to a pool, through which it shares; 0: it shares in place."""
 
     config: Config
     role: Role
@@ -81,7 +77,6 @@ class Settings(msgspec.Struct, frozen=True):
     number: int = 0
     pauses: float = 0.0
     lends: int = 0
-    states: Sequence[str] = ()
 
 
 class Outcomes(Counts):

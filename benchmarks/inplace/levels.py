@@ -19,6 +19,7 @@ from .reader import live
 LOADS = 100_000
 STOPS = 0.0005
 LONGEST_STOP = 0.6
+DIED = 64
 LENT = 2 << 20
 """Bytes that an instance lends to the pool."""
 
@@ -29,8 +30,9 @@ class Level(NamedTuple):
     each with its least number of loads, and its most seconds. seconds: the longest that the
     campaign itself takes. silence: seconds after which a silent process counts as ended. prepare:
     fills the shared folder.
-    longest_stop: seconds that a process stays stopped, at most. pauses, lends, states: see
-    `Settings`.
+    longest_stop: seconds that a process stays stopped, at most. pauses, lends: see `Settings`.
+    pause: seconds between two mishaps, on average. states: in which an instance stops itself, and
+    dies with the exit status `DIED`, `DIED` + 1 and so on.
     least_pauses: how often readers must have stopped between a load's launch and its verdict."""
 
     life: Callable[[Settings, Connection], None]
@@ -49,6 +51,7 @@ class Level(NamedTuple):
     pauses: float = 0.0
     least_pauses: int = 0
     lends: int = 0
+    pause: float = 0.5
     states: tuple[str, ...] = ()
 
     @property
@@ -123,14 +126,22 @@ def promised() -> Level:
     return level._replace(
         life=promises.live,
         prepare=promises.prepare,
-        mishaps=level.mishaps | {"vllm stopped": 5, "vllm starved": 5},
-        loads=300,
+        counts={"vllm": 4 if torch.cuda.is_available() else 2},
+        mishaps={
+            "vllm killed": 1,
+            "vllm stopped": 10,
+            "vllm starved": 5,
+            "server killed": 2,
+            "server stopped": 3,
+        },
+        loads=200,
         reuse_hits=0.0,
         controls=("no bound",),
-        control_loads=50,
-        stops=0.001,
-        pauses=0.02,
+        control_loads=1,
+        stops=0.0,
+        pauses=0.0,
         least_pauses=0,
+        pause=2.0,
         states=promises.STATES,
     )
 

@@ -26,11 +26,9 @@ from ..forked import Forked, Waker, hear
 from ..processes import ChildFailed
 from ..soak.chaos import QUICK
 from ..soak.node import Node
-from .instance import BLOCK_SIZE, DIED, EACH, Control, Outcomes, Role, Settings
-from .levels import CPU, Level
+from .instance import BLOCK_SIZE, EACH, Control, Outcomes, Role, Settings
+from .levels import CPU, DIED, Level
 
-PAUSE = 0.5
-"""Seconds between two mishaps, on average."""
 SERVER_STOP = 1.2
 STARVED_SECONDS = 2.0
 PROGRESS_SECONDS = 15.0
@@ -101,12 +99,10 @@ class Campaign:
     def __exit__(self, *_: object) -> None:
         self._undo.close()
 
-    def run(self, over: Callable[[Outcomes, float], bool], pause: float) -> Result:
-        """Run until `over(counts, seconds)` is true. pause: seconds between two mishaps, on
-        average.
-        """
-        started = shown = time.monotonic()
-        due = started + pause
+    def run(self, over: Callable[[Outcomes, float], bool]) -> Result:
+        """Run until `over(counts, seconds)` is true."""
+        started, pause = time.monotonic(), self._level.pause
+        shown, due = started, started + pause
         while not over(self.outcomes, (now := time.monotonic()) - started):
             self._hear()
             self._waker.look([instance.pid for instance in self._here])
@@ -213,7 +209,6 @@ class Campaign:
             number=number,
             pauses=level.pauses,
             lends=level.lends,
-            states=level.states,
         )
         return Instance(self._level.life, settings, number)
 
@@ -240,9 +235,7 @@ def starve(pid: int, seconds: float) -> None:
             time.sleep(0.005)
 
 
-def campaign(
-    loads: int, seed: int, pause: float = PAUSE, level: Level = CPU, shared: Path = NOWHERE
-) -> Result:
+def campaign(loads: int, seed: int, level: Level = CPU, shared: Path = NOWHERE) -> Result:
     """Run a campaign until so many loads have brought something, and verdicts have refused as many
     as the level asks for.
     """
@@ -255,8 +248,7 @@ def campaign(
                     and seen.pauses >= level.least_pauses
                 )
                 or passed > level.seconds
-            ),
-            pause,
+            )
         )
 
 
@@ -275,4 +267,4 @@ def run_control(control: Control, seed: int, level: Level = CPU, shared: Path = 
         return enough or passed > level.control_seconds
 
     with Campaign(level, seed, shared, control) as made:
-        return made.run(over, PAUSE)
+        return made.run(over)

@@ -33,7 +33,7 @@ from ..vllm.answers import Answer
 from ..vllm.scale import TINY, Scale
 from ..vllm.settings import DECODE_GRAPHS, our_connector
 from ..vllm.weights import write_model
-from .instance import DIED, Outcomes, Settings, Told, stop_self
+from .instance import Outcomes, Settings, Told, stop_self
 from .reader import Living, Slowly, believe_copies, live_as
 
 TAIL, ANSWER = 8, 6
@@ -60,8 +60,6 @@ class Size(NamedTuple):
 
 WHOLE = Size(TINY, families=12, chunks=6, at_once=3, tokens=36 * TINY.block)
 """Fewer tokens than the longest prompts need: some requests are preempted."""
-DIES = 0.02
-"""Share of an instance's stops at which it dies, in the states that `Settings` names."""
 UNANSWERED_SECONDS = 60.0
 """A request that has no answer after so long counts as the end of its engine."""
 SLOW, SLOW_SECONDS = 0.3, 0.3
@@ -114,15 +112,10 @@ class Engine:
 
     def step(self, name: str) -> None:
         """A step of the protocol, at which the process may stop itself."""
-        settings = self._settings
-        pauses = settings.pauses if name == "copied" or name in settings.states else 0.0
-        if self.dice.random() >= (pauses or settings.stops):
-            return
-        if name in settings.states and self.dice.random() < DIES:
-            # As if killed; the parent reads from the exit status where.
-            os._exit(DIED + settings.states.index(name))
-        self.told.outcomes.by_step[name] += 1
-        stop_self()
+        pauses = self._settings.pauses if name == "copied" else 0.0
+        if self.dice.random() < (pauses or self._settings.stops):
+            self.told.outcomes.by_step[name] += 1
+            stop_self()
 
     def ask(self) -> tuple[int, int]:
         """The family and the chunks of the next prompt."""

@@ -37,7 +37,7 @@ STATE_SECONDS = 0.03
 """How long the state of a model's layers may come after the last chunk. There may be none at this
 chunk: states are stored where steps end."""
 DISTRUST_SECONDS = 10.0
-"""How long nobody waits for an owner that was silent."""
+"""How long nobody waits for an owner that was silent, or of which nothing came in a whole wait."""
 
 
 class Waits:
@@ -60,7 +60,7 @@ class Waits:
         self._leaders: dict[ChunkKey, Tracked] = {}
         """For each chunk that a request of this instance loads or waits for, that request."""
         self._silent: dict[int, float] = {}
-        """Owners that were silent, and until when nobody waits for them (time.monotonic)."""
+        """Owners that are not waited for, and until when (time.monotonic)."""
 
     def follows(self, tracked: Tracked, first: int) -> bool:
         """Whether another request of this instance brings the request's chunk `first`, and vLLM's
@@ -103,6 +103,8 @@ class Waits:
         if not why:
             wait.promised |= answer.coming is not None
             return True
+        if why == "late" and answer.coming is not None and answer.hits <= wait.began:
+            self._distrust(answer.coming, now)
         self.over(tracked, why, answer.hits)
         return False
 
@@ -189,9 +191,12 @@ class Waits:
             return coming.quiet > step + SLACK_SECONDS
         silent = coming.quiet > MOST_STEPS * step + SLACK_SECONDS
         if silent:
-            self._silent = {owner: until for owner, until in self._silent.items() if until > now}
-            self._silent[coming.owner] = now + DISTRUST_SECONDS
+            self._distrust(coming, now)
         return silent
+
+    def _distrust(self, coming: Coming, now: float) -> None:
+        self._silent = {owner: until for owner, until in self._silent.items() if until > now}
+        self._silent[coming.owner] = now + DISTRUST_SECONDS
 
     def _lead(self, tracked: Tracked, first: int, stop: int) -> None:
         self._leave(tracked)

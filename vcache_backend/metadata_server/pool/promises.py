@@ -22,8 +22,8 @@ MAX_PROMISED = 1 << 18
 them."""
 MAX_OF_CLIENT = 1024
 """The most promises of one connection. A promise has at most `MAX_KEYS` chunks."""
-QUIET_SECONDS = 60.0
-"""A promise is dropped after this time without a chunk."""
+QUIET_SECONDS = 120.0
+"""A promise is dropped after this time without a chunk: longer than any step takes."""
 MAX_OVERDUE = 64
 """The most promises that one call of `tick` drops."""
 _FIRST_RANK = bytes(m.RANK_BYTES)
