@@ -12,7 +12,7 @@
 #   speed    in place and through a pool: async_ttft, the scheduler's time, in place misses         7 minutes; nothing beside it
 #   short    short_tax in place                                                                     4 minutes; nothing beside it
 #   models   through a pool: Gemma 3, gpt-oss, Granite 4, LFM 2, Qwen3-Next; fp8, MLA, n-gram, tensor parallel 2   7 minutes
-#   sparse   a DeepSeek V3.2 shape in place and through a pool, with its controls; needs gemm.tar.xz, and nvcc on the host   5 minutes
+#   sparse   a DeepSeek V3.2 shape in place and through a pool, with controls (rows *_equal_sparse*); unpack gemm.tar.xz last; needs nvcc   6 minutes
 #   death    whole vLLMs paused, stopped, starved and killed, in place and through a pool, with controls   5 minutes
 #   campaign live KV caches of two vLLMs, read by others while they are used again: CAMPAIGN_SECONDS=440, its control half of it   12 minutes
 #   promises whole vLLMs that wait for what others compute, stopped and killed in every state of a promise, with a control   7 minutes
@@ -84,7 +84,7 @@ if calls not in ("tests", "copies"):
 if not tiny and "vllm" in names:
     names += ["vllm._C_stable_libtorch", "vllm.vllm_flash_attn._vllm_fa3_C"]
 names += ["lmcache"] if "equal" in calls or "lmcache" in calls else []
-names += ["vllm.third_party.deep_gemm"] if "sparse" in calls else []
+names += ["vllm.third_party.deep_gemm"] if "sparse" in calls and not tiny else []
 names += ["vllm_router.launch_router", "vllm_router_rs"] if "routed" in calls else []
 problems = []
 for name in names:

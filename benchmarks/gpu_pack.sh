@@ -38,6 +38,10 @@ for tag in 2014 2010 1; do target+=(--platform "manylinux${tag}_x86_64"); done
     vllm_flash_attn/_vllm_fa2_C.abi3.so
   mkdir -p "$work"/{c,moe}/vllm "$work/gemm/vllm/third_party" "$work/fa3/vllm/vllm_flash_attn"
   mv third_party/deep_gemm "$work/gemm/vllm/third_party/"
+  # V3.2's module of a Blackwell kernel wants cutlass (92 MB) to be imported. Elsewhere vLLM asks it only whether it applies.
+  printf 'fused_q_cutedsl = None\n\n\ndef is_fused_q_cutedsl_supported(*tensors, **flags):\n    return False\n' \
+    > models/deepseek_v32/nvidia/ops/fused_q_cutedsl.py
+  (cd .. && cp --parents vllm/models/deepseek_v32/nvidia/ops/fused_q_cutedsl.py "$work/gemm/")
   mv _C_stable_libtorch.abi3.so "$work/c/vllm/"
   mv _moe_C_stable_libtorch.abi3.so _flashmla_C.abi3.so "$work/moe/vllm/"
   mv vllm_flash_attn/_vllm_fa3_C.abi3.so "$work/fa3/vllm/vllm_flash_attn/"

@@ -72,7 +72,8 @@ def _stateful(name: str, block: int, **arguments: Any) -> Kind:
 
 def _sparse(**arguments: Any) -> Kind:
     """A kind with DeepSeek V3.2's layers: the indexer's keys have pages of another size than the
-    latents. The default top-k of decode steps may order equal scores differently each time."""
+    latents. The default top-k of decode steps may order equal scores differently each time. After
+    a hit and without one the same kernel computes."""
     model = SHAPES["deepseek"] | {
         "architectures": ["DeepseekV32ForCausalLM"],
         "model_type": "deepseek_v32",
@@ -83,8 +84,11 @@ def _sparse(**arguments: Any) -> Kind:
         "index_head_dim": 128,
         "index_topk": 2048,
     }
-    ordered = EAGER | {"sparse_indexer_topk_backend": "torch"}
-    return Kind(model=model, block=64, arguments=ordered | arguments)
+    fixed = EAGER | {
+        "sparse_indexer_topk_backend": "torch",
+        "attention_config": {"backend": "FLASHMLA_SPARSE", "sparse_mla_force_mqa": True},
+    }
+    return Kind(model=model, block=64, arguments=fixed | arguments)
 
 
 KINDS = {
