@@ -12,8 +12,10 @@
 #   speed    in place and through a pool: async_ttft, the scheduler's time, in place misses         7 minutes; nothing beside it
 #   short    short_tax in place                                                                     4 minutes; nothing beside it
 #   models   through a pool: Gemma 3, gpt-oss, Granite 4, LFM 2, Qwen3-Next; fp8, MLA, n-gram, tensor parallel 2   7 minutes
+#   sparse   a DeepSeek V3.2 shape in place and through a pool, with controls (rows *_equal_sparse*); unpack gemm.tar.xz last; needs nvcc   6 minutes
 #   death    whole vLLMs paused, stopped, starved and killed, in place and through a pool, with controls   5 minutes
 #   campaign live KV caches of two vLLMs, read by others while they are used again: CAMPAIGN_SECONDS=440, its control half of it   12 minutes
+#   promises whole vLLMs that wait for what others compute, stopped and killed in every state of a promise, with a control   7 minutes
 #   copies   copies, engine, metadata server, turns                                                 2 minutes
 #   lmcache  TTFT, decoding and misses through LMCache                                              6 minutes
 #   decode   running requests beside loads, prefill apart, the death of an owner, in place          8 minutes
@@ -82,6 +84,7 @@ if calls not in ("tests", "copies"):
 if not tiny and "vllm" in names:
     names += ["vllm._C_stable_libtorch", "vllm.vllm_flash_attn._vllm_fa3_C"]
 names += ["lmcache"] if "equal" in calls or "lmcache" in calls else []
+names += ["vllm.third_party.deep_gemm"] if "sparse" in calls and not tiny else []
 names += ["vllm_router.launch_router", "vllm_router_rs"] if "routed" in calls else []
 problems = []
 for name in names:
@@ -134,12 +137,21 @@ models() {
   ttft modes 550 fp8,mla,ngram,tp2 --integration vllm --scale beside --rounds 3 &
   wait
 }
+sparse() {
+  # DeepGEMM compiles its kernels when they are first used.
+  local nvcc; nvcc=$(command -v nvcc || ls /usr/local/cuda/bin/nvcc 2> /dev/null)
+  export CUDA_HOME=${CUDA_HOME:-${nvcc%/bin/nvcc}}
+  ttft sparse_in_place 400 sparse,sparse_fp8 "${in_place[@]}" --scale beside &
+  ttft sparse_pool 400 sparse,sparse_fp8 --integration vllm --scale beside &
+  wait
+}
 death() {
   bench death 180 inplace --level death &
   bench death_pool 180 inplace --level death_pool &
   wait
 }
 campaign() { bench campaign "${CAMPAIGN_SECONDS:-440}" inplace --level live; }
+promises() { bench promises 280 inplace --level promises; }
 copies() { "$python" -m benchmarks --only engine --only copies --only metadata --only turns --out "$out/copies.json" --commit "${COMMIT:-}" 2>&1 | tail -n 60; }
 lmcache() { ttft lmcache 500 ttft,tpot,miss --integration lmcache --kv-gib 6 --pool-gib 8 --rounds 7; }
 decode() { ttft decode 500 tpot,pd,death "${in_place[@]}" --kv-gib 6; }
@@ -162,7 +174,7 @@ ranks() { served ranks "${ARMS:-alone_dp:turn,inplace_dp:turn}" "${WORKLOADS:-ch
 
 for beside in "$@"; do
   for call in ${beside//+/ }; do
-    [[ " tests equal speed short models death campaign copies lmcache decode serving routed ranks " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
+    [[ " tests equal speed short models sparse death campaign promises copies lmcache decode serving routed ranks " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
     "$call" &
   done
   wait

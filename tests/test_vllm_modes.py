@@ -6,6 +6,7 @@ Instance `a` stores what it computes; for everything else an instance of its own
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -171,6 +172,8 @@ def test_tokens_guessed_ahead_are_not_stored_unless_they_were_right(
     [
         ("draft_model", "", 8, "pool"),
         ("eagle", "fsfs", 6, "pool"),
+        ("eagle", "", 6, "pool"),
+        ("eagle", "", 6, "in_place"),
         ("mtp", "", 5, "in_place"),
     ],
 )
@@ -179,7 +182,8 @@ def test_the_kv_of_a_draft_comes_with_its_targets(
 ) -> None:
     """Otherwise its guesses after a hit would be worthless: they are as good as after vLLM's own
     hit. Where some layers look at a window, the head's lies in the others' table, and theirs is
-    padded to its length."""
+    padded to its length. Where none does, the head has twice as many KV heads as the target, so
+    that its pages are twice as large."""
     folder = here.folder / f"{method}{kinds}{share}"
     guesses: dict[str, Any] = {
         "method": method,
@@ -189,7 +193,8 @@ def test_the_kv_of_a_draft_comes_with_its_targets(
         model = write_mtp(folder / "target")
     else:
         model = write_guessed(folder / "target", kinds, 64)
-        guesses["model"] = str(write_eagle(folder / "head") if method == "eagle" else model)
+        head = functools.partial(write_eagle, folder / "head", 1 if kinds else 2)
+        guesses["model"] = str(head() if method == "eagle" else model)
     b = start({"connector": {"share": share}}, model=str(model), speculative_config=guesses)
     reader = (
         b

@@ -47,7 +47,9 @@ REQUESTS: list[m.AnyRequest] = [
     m.ShowCache(
         INSTANCE,
         1,
-        m.CacheShape("host", "host", "x", 64, 2, 1, 8, 16, 64, [(0, 0), (0, 512)], [4096]),
+        m.CacheShape(
+            "host", "host", "x", [m.LayerKind(1, 2, 64, 64)], 8, 16, [(0, 0), (0, 512)], [4096]
+        ),
     ),
     m.OpenInstance(INSTANCE),
     m.OpenCache(INSTANCE, 1),
@@ -55,7 +57,7 @@ REQUESTS: list[m.AnyRequest] = [
     m.Publish(INSTANCE, 7, [A], bytes(16), bytes(32)),
     m.Retract(INSTANCE, 8),
     m.Find([A], 2, INSTANCE),
-    m.Promise(7, [A], 2, 0.01, 0.25),
+    m.Promise(7, [A], 2, b"a" * 16, 3, 0.01, 0.25),
 ]
 SENT = [wire.encode(request) for request in REQUESTS]
 

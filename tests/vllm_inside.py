@@ -209,7 +209,7 @@ class Serving:
 
     def poison(self) -> None:
         """Every block but that of nobody holds threes."""
-        for page in get_kv_transfer_group()._worker._worker.kv.pages:
+        for page in _pages():
             page[1:] = POISON
 
     def negate(self, chunk: int, group: int, at: int) -> bool:
@@ -234,10 +234,7 @@ class Serving:
 
     def written(self, everywhere: bool = False) -> int:
         """How many blocks were written since they were poisoned, in some layer or everywhere."""
-        written = [
-            (page[1:] != POISON).any(dim=1)
-            for page in get_kv_transfer_group()._worker._worker.kv.pages
-        ]
+        written = [(page[1:] != POISON).any(dim=1) for page in _pages()]
         return int((sum(written) >= (len(written) if everywhere else 1)).sum())
 
     def told(self) -> bool:
@@ -298,6 +295,11 @@ class Serving:
 
         waits.UNKNOWN_CHUNK_SECONDS, waits.UNKNOWN_STEP_SECONDS = chunk_seconds, step_seconds
         waits.LONGEST_STEP_SECONDS, waits.STATE_SECONDS = PATIENCE_SECONDS, 2.0
+
+    def trusts(self) -> None:
+        """From now on its requests wait for everybody again."""
+        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        scheduler.connector._scheduler._waits._silent.clear()
 
     def hurry(self, connect_seconds: float, request_seconds: float) -> None:
         """Deadlines for the metadata server's answers, from now on."""
@@ -462,6 +464,11 @@ class Late:
     def wait(self, timeout_s: float) -> bool:
         self._copy = self._copy or self._move()
         return True
+
+
+def _pages() -> list[Any]:
+    kv = get_kv_transfer_group()._worker._worker.kv
+    return [page for kind in kv.kinds for page in kind.pages]
 
 
 def _negate(views: Any, chunk: int, group: int) -> None:

@@ -70,6 +70,27 @@ def _stateful(name: str, block: int, **arguments: Any) -> Kind:
     return _shaped(name, f"tiny_{name}", states=True, block=block, **given)
 
 
+def _sparse(**arguments: Any) -> Kind:
+    """A kind with DeepSeek V3.2's layers: the indexer's keys have pages of another size than the
+    latents. The default top-k of decode steps may order equal scores differently each time. After
+    a hit and without one the same kernel computes."""
+    model = SHAPES["deepseek"] | {
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "q_lora_rank": 768,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "index_topk": 2048,
+    }
+    fixed = EAGER | {
+        "sparse_indexer_topk_backend": "torch",
+        "attention_config": {"backend": "FLASHMLA_SPARSE", "sparse_mla_force_mqa": True},
+    }
+    return Kind(model=model, block=64, arguments=fixed | arguments)
+
+
 KINDS = {
     "": Kind(),
     # On one GPU nothing is compiled: vLLM may not have saved its last rank's code when the first
@@ -79,6 +100,8 @@ KINDS = {
     # 64 tokens a block is what the MLA kernels of Hopper take. All layers are dense: experts have
     # no part in the KV cache.
     "mla": Kind(model=SHAPES["deepseek"], block=64),
+    "sparse": _sparse(),
+    "sparse_fp8": _sparse(kv_cache_dtype="fp8_ds_mla"),
     "gemma3": _shaped("gemma3", "tiny_gemma3"),
     "gptoss": _shaped("gpt_oss", "tiny_gpt_oss"),
     "state_mamba2": _stateful("granite", 768),
@@ -133,6 +156,8 @@ INSTANCES = {
     **_trio("tp2"),
     **_trio("fp8"),
     **_trio("mla"),
+    **_trio("sparse"),
+    **_trio("sparse_fp8"),
     **_trio("ngram"),
     **_trio("busy"),
     **_trio("gemma3", alone=""),
