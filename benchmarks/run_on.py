@@ -35,6 +35,8 @@ WHAT = {
     "a pool that outlived its instances": r"vllm_restart_hits",
     "engines paused, stopped, starved and killed": r"death(_pool)?_(wrong|engines)",
     "disaggregated prefill": r"pd_equal",
+    "weights that change, through a pool": r"vllm_weights_\w+",
+    "weights that change, in place": r"inplace_weights_\w+",
     "offload tier": r"vllm_(below_equal|equal_below_eager)",
     "in place: hits equal to the bit": r"inplace_equal(_isolated|_eager)?",
     "in place: fp8 KV, MLA, n-gram drafts": r"inplace_equal_(fp8|mla|ngram)",

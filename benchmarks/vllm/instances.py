@@ -19,7 +19,8 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     plain one. tiny: what to change of it on the CPU. block: tokens a KV block, 0: the scale's.
     states: vcache keeps states, and a chunk is one block, on the CPU of the scale's chunk.
     value_bytes: of a number in the KV cache. arguments: of vLLM's `LLM`. environment: for its
-    processes. tensor_parallel: over how many GPUs."""
+    processes. tensor_parallel: over how many GPUs. settings: of vcache's configuration,
+    `SECTION.KEY` by value."""
 
     model: dict[str, Any] = {}
     tiny: dict[str, Any] = {}
@@ -30,6 +31,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     arguments: dict[str, Any] = {}
     environment: dict[str, str] = {}
     tensor_parallel: int = 1
+    settings: dict[str, str] = {}
 
     @property
     def shares_code(self) -> bool:
@@ -101,6 +103,7 @@ KINDS = {
     ),
     # Where requests are many and short.
     "busy": Kind(arguments={"max_num_seqs": 128}),
+    "versions": Kind(settings={"connector.weights": "start"}),
 }
 
 
@@ -135,6 +138,7 @@ INSTANCES = {
     **_trio("mla"),
     **_trio("ngram"),
     **_trio("busy"),
+    **_trio("versions"),
     **_trio("gemma3", alone=""),
     **_trio("gptoss", alone=""),
     **_trio("state_mamba2", alone="known"),
