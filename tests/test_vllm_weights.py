@@ -320,6 +320,22 @@ def test_after_a_sleep_with_the_same_weights_the_pool_is_warm(
     assert (again.cached, again.agrees(computed)) == (4 * CHUNK, True)
 
 
+def test_the_call_reaches_an_engine_in_a_process_of_its_own(here: Node, a: Instance) -> None:
+    if a.in_place:
+        pytest.skip("once is enough")
+    settings = {"connector": {"share": "pool", "weights": "first", "min_hit_tokens": CHUNK}}
+    tokens = new_tokens(4 * CHUNK + 1)
+    with here.connect("apart", settings, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}) as apart:
+        before = here.chunks()
+        computed = apart.one(tokens)
+        here.stored(before + 4)
+        for name, cached in (("first", 4), ("second", 0), ("first", 4)):
+            assert apart.ask("reset")
+            apart.ask(name_version, name)
+            again = apart.one(tokens)
+            assert (again.cached, again.agrees(computed)) == (cached * CHUNK, True)
+
+
 @pytest.mark.parametrize(
     "name",
     ["x" * 1_000_000, "v\udc80é\0\n\x1b[31m", "../../v0", "", None, 7, b"v"],

@@ -18,6 +18,7 @@ CHANGES = frozenset(
         "start_draft_weight_update",
         "update_weights",
         "finish_weight_update",
+        "load_model",
         "reload_weights",
         "reset_weights",
     }
