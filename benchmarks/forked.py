@@ -59,6 +59,11 @@ class Forked:
         self._process.join(SECONDS)
         self.pipe.close()
 
+    @property
+    def status(self) -> int:
+        """Its exit status, once it is reaped; negative if a signal ended it."""
+        return self._process.exitcode or 0
+
     def tail(self) -> str:
         """The end of its log."""
         said = self.log.read_bytes()[-1500:].decode(errors="replace") if self.log.exists() else ""

@@ -34,6 +34,7 @@ WHAT = {
     "n-gram drafts": r"vllm_equal_ngram",
     "a pool that outlived its instances": r"vllm_restart_hits",
     "engines paused, stopped, starved and killed": r"death(_pool)?_(wrong|engines)",
+    "owners stopped and killed in every state of a promise": r"promises_(wrong|engines|overdue)",
     "disaggregated prefill": r"pd_equal",
     "weights that change, through a pool": r"vllm_weights_\w+",
     "weights that change, in place": r"inplace_weights_\w+",

@@ -1,4 +1,4 @@
-"""Makes docs/vllm-throughput.svg from its result file: `.venv/bin/python scripts/plots.py [FOLDER]`
+"""Makes docs/vllm-throughput.svg from result files: `.venv/bin/python scripts/plots.py [FOLDER]`
 (docs).
 """
 
@@ -15,37 +15,48 @@ sys.path.insert(0, str(ROOT))  # benchmarks come with the repository, and are no
 
 from benchmarks.results import read  # noqa: E402
 from benchmarks.serving.summary import case  # noqa: E402
-from benchmarks.serving.systems import SYSTEMS  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-COLOURS = {
-    "alone": "#8a8a8a",
-    "offload": "#3a8f4d",
-    "mp": "#c1762b",
-    "vcache": "#1f6fb4",
-    "inplace": "#123f75",
+ROUTED = RESULTS / "h100x2-vllm-0.33-routed-2026-11-26.json"
+RANKS = RESULTS / "h200x2-vllm-0.33-ranks-2026-11-26.json"
+ARMS = {
+    "alone_turn": ("vLLM, in turn", "#b0b0b0"),
+    "alone_cache_aware16": ("vLLM behind vllm-router", "#6f6f6f"),
+    "mp_turn": ("LMCache's server, in turn", "#c1762b"),
+    "inplace_turn": ("vcache, in turn", "#1f6fb4"),
+    "inplace_cache_aware16": ("vcache behind vllm-router", "#123f75"),
+    "alone_dp_turn": ("vLLM, data parallel", "#b0b0b0"),
+    "inplace_dp_turn": ("vcache, data parallel", "#1f6fb4"),
 }
-WORKLOADS = {"prefix": "prefix repetition", "trace": "conversation trace"}
+WORKLOADS = {
+    "fork": (ROUTED, "one 32k context, 48 requests"),
+    "hot": (ROUTED, "hot documents"),
+    "chat": (ROUTED, "conversations"),
+    "prefix": (RANKS, "prefixes, one vllm serve"),
+}
 PANELS = {"requests_per_second": "requests/s", "ttft_p50": "median TTFT, ms"}
 
 
-def serving(result: Path, picture: Path) -> None:
-    """Throughput and time to first token of each system, bars for each workload."""
-    values = {row.case: row.value for row in read(result)}
+def serving(picture: Path) -> None:
+    """Throughput and time to first token of each arm: a line a workload."""
+    arms = [[arm for arm in ARMS if _has(workload, arm)] for workload in WORKLOADS]
     figure, grid = pyplot.subplots(
-        len(WORKLOADS), len(PANELS), figsize=(9, 5), layout="constrained"
+        len(WORKLOADS),
+        len(PANELS),
+        figsize=(9, 7),
+        layout="constrained",
+        height_ratios=[len(line) + 1 for line in arms],
     )
-    for line, workload in zip(grid, WORKLOADS, strict=True):
+    for line, (workload, (result, name)), shown in zip(grid, WORKLOADS.items(), arms, strict=True):
+        values = {row.case: row.value for row in read(result)}
         for axes, (which, title) in zip(line, PANELS.items(), strict=True):
-            there = [system for system in SYSTEMS if case(system, workload, which) in values]
-            shown = [values[case(system, workload, which)] for system in there]
             bars = axes.barh(
-                [SYSTEMS[one].label for one in there],
-                shown,
-                color=[COLOURS.get(one, "#7f5fb0") for one in there],
+                [ARMS[arm][0] for arm in shown],
+                [values[case(arm, workload, which)] for arm in shown],
+                color=[ARMS[arm][1] for arm in shown],
             )
             axes.bar_label(bars, fmt="%.4g", padding=3)
-            axes.set_title(f"{WORKLOADS[workload]}: {title}", fontsize=10)
+            axes.set_title(f"{name}: {title}", fontsize=10)
             axes.margins(x=0.18)
             axes.invert_yaxis()
             if axes is not line[0]:
@@ -55,11 +66,16 @@ def serving(result: Path, picture: Path) -> None:
     pyplot.close(figure)
 
 
+def _has(workload: str, arm: str) -> bool:
+    rows = {row.case for row in read(WORKLOADS[workload][0])}
+    return case(arm, workload, "requests_per_second") in rows
+
+
 def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs"
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "vcache"
-    serving(RESULTS / "h200x4-inplace-2026-11-22.json", folder / "vllm-throughput.svg")
+    serving(folder / "vllm-throughput.svg")
 
 
 if __name__ == "__main__":

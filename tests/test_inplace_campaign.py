@@ -14,7 +14,7 @@ from benchmarks.inplace.run import campaign, run_control
 
 @pytest.mark.timeout(300)
 def test_no_byte_is_wrong_though_blocks_are_used_again_while_they_are_read() -> None:
-    result = campaign(loads=1000, seed=7, pause=0.15, level=CPU._replace(stops=0.005))
+    result = campaign(loads=1000, seed=7, level=CPU._replace(stops=0.005, pause=0.15))
     seen = result.outcomes
     assert (seen.wrong, result.wrong) == (0, [])
     assert (seen.raised, result.ended) == (0, 0)

@@ -130,7 +130,8 @@ def looked_for(reader: Client) -> None:
     """
     reader.find(keys(5))
     reader.acquire(keys(1))
-    reader.looked_up(6 * 256, 3 * 256)
+    reader.count(6 * 256, 3 * 256)
+    reader.count(awaited=512, waited_ms=250)
 
 
 def test_prometheus_has_what_the_server_knows(alone: Stage) -> None:
@@ -144,6 +145,8 @@ def test_prometheus_has_what_the_server_knows(alone: Stage) -> None:
     assert seen["vcache_instance_resident_chunks", "host", A.hex(), pid] == 3
     assert seen["vcache_read_bytes_total", "host", A.hex(), pid] == 1010 << 20
     assert seen["vcache_read_refused_chunks_total", "host", A.hex(), pid] == 2
+    assert seen["vcache_server_awaited_tokens_total",] == 512
+    assert seen["vcache_server_waited_seconds_total",] == 0.25
     assert (
         seen["vcache_server_lookup_chunks_total",],
         seen["vcache_server_lookup_hits_total",],

@@ -43,7 +43,8 @@ def test_of_two_look_ups_at_once_the_second_sees_the_promise_of_the_first(stage:
     assert (told.chunks, told.begun) == (5, False)
     assert first.find(keys(5), 1, A, promise=1).coming is None, "nobody waits for oneself"
     assert first.find(keys(6), 1, A).coming is None, "who waits promises nothing"
-    assert first.promise(1, keys(5), 1, 0.5, 2.0) == 5
+    paces = {"chunk_seconds": 0.5, "step_seconds": 2.0}
+    assert first.promise(1, keys(5), **paces) == m.Promised(5)
     told = coming(second, 6)
     assert told is not None
     assert (told.chunks, told.begun, told.chunk_seconds, told.step_seconds) == (5, True, 0.5, 2.0)
@@ -66,6 +67,53 @@ def test_promised_chunks_become_resident_one_after_the_other(stage: Stage) -> No
     assert (counters["promised_chunks"], counters["promised_chunks_arrived"]) == (6, 4)
 
 
+def test_a_promise_that_comes_late_leaves_out_what_can_be_read_already(stage: Stage) -> None:
+    """In place what its own instance has; in a pool what all ranks have."""
+    owner, reader = stage.client(), stage.client()
+    join(owner, A)
+    show(owner, A)
+    publish(owner, A, keys(2))
+    assert owner.promise(1, keys(4), instance=A).chunks == 2
+    assert chunks(reader, 6) == (2, 2)
+    publish(owner, A, keys(2, start=2), first=8)
+    assert owner.promise(1, keys(4), instance=A).chunks == 0
+    # Another instance computes these chunks for itself.
+    assert reader.promise(1, keys(4), instance=B).chunks == 4
+    pooled = [chunk_key(1 << 40 | at) for at in range(3)]
+    memory = make_memfd(1 << 20)
+    owner.add_segment(info("s", 1 << 20), memory)
+    os.close(memory)
+
+    def store(rank: int, some: list[m.ChunkKey]) -> None:
+        owner.commit(owner.reserve(m.of_rank(some, rank), KIB).reservation)
+
+    store(0, pooled[:2])
+    store(1, pooled[:1])
+    assert owner.promise(2, pooled, 2).chunks == 2
+    store(1, pooled[1:2])
+    found = reader.find(pooled, 2, pool_only=True)
+    assert len(found.pooled) == 2
+    assert found.coming is not None
+    assert found.coming.chunks == 1
+    store(1, pooled[2:])
+    store(0, pooled[2:])
+    assert reader.find(pooled, 2, pool_only=True, promise=2).pooled == bytes([1] * 3)
+    assert owner.stats().counters["promised_chunks"] == 2 + 4 + 2
+
+
+def test_a_promise_from_before_a_reset_is_refused(stage: Stage) -> None:
+    """The answer names the epoch, with which the next one is taken."""
+    owner, reader = stage.client(), stage.client()
+    owner.clear(NAMESPACE, reset=True)
+    owner.find(keys(4), 1, A, promise=1)
+    assert chunks(reader, 4) == (0, 4)
+    refused = owner.promise(1, keys(4))
+    assert (refused.chunks, refused.epoch > 0) == (0, True)
+    assert chunks(reader, 4) == (0, 0)
+    assert owner.promise(2, keys(4), epoch=refused.epoch) == m.Promised(4, refused.epoch)
+    assert chunks(reader, 4) == (0, 4)
+
+
 def test_a_promise_ends_when_it_is_withdrawn_or_replaced_or_its_client_is_gone(
     stage: Stage,
 ) -> None:
@@ -77,7 +125,7 @@ def test_a_promise_ends_when_it_is_withdrawn_or_replaced_or_its_client_is_gone(
     owner.promise(1, [])
     assert chunks(reader, 6) == (0, 0)
     owner.promise(2, keys(3))
-    owner.clear(NAMESPACE, reset=True)
+    owner.clear(NAMESPACE)
     assert chunks(reader, 6) == (0, 0)
     # Who begins to compute takes the promise over.
     owner.promise(3, keys(3))
@@ -117,7 +165,7 @@ def made(clock: FakeClock) -> Directory:
 def test_a_promise_that_is_quiet_for_long_is_dropped() -> None:
     clock = FakeClock()
     directory = made(clock)
-    directory.promises.begin(ALICE, m.Promise(1, keys(2)))
+    directory.promise(ALICE, m.Promise(1, keys(2)))
     clock.advance(promises.QUIET_SECONDS - 1)
     directory.promises.arrived(keys(1))
     clock.advance(promises.QUIET_SECONDS - 1)
@@ -138,10 +186,10 @@ def test_a_hostile_client_neither_fills_the_memory_nor_takes_others_room_or_time
     for number in range(2 * promises.MAX_OF_CLIENT):
         first = number * m.MAX_KEYS
         many = [chunk_key(first + at) for at in range(m.MAX_KEYS)]
-        directory.promises.begin(ALICE, m.Promise(number, many))
+        directory.promise(ALICE, m.Promise(number, many))
     assert len(directory.promises) <= promises.MAX_PROMISED / 2
     theirs = [chunk_key(1 << 40 | at) for at in range(m.MAX_KEYS)]
-    assert directory.promises.begin(BOB, m.Promise(1, theirs)) == len(theirs)
+    assert directory.promise(BOB, m.Promise(1, theirs)).chunks == len(theirs)
     a_turn = 40 * backlog.AT_ONCE
     assert work_of(lambda: directory.disconnect(ALICE)) <= a_turn
     assert directory.promises.coming(BOB, [chunk_key(0)]) is None
@@ -150,7 +198,7 @@ def test_a_hostile_client_neither_fills_the_memory_nor_takes_others_room_or_time
     assert len(directory.promises) == len(theirs)
     # Many promises of one chunk each are bounded, too.
     for number in range(2 * promises.MAX_OF_CLIENT):
-        directory.promises.begin(ALICE, m.Promise(number, [chunk_key(1 << 50 | number)]))
+        directory.promise(ALICE, m.Promise(number, [chunk_key(1 << 50 | number)]))
     assert len(directory.promises) == len(theirs) + promises.MAX_OF_CLIENT
 
 

@@ -124,6 +124,7 @@ def test_statistics_stay_readable_with_more_reports_and_segments_than_a_message_
         layout = {"model": "m", "namespace": f"{number}" + "\u202e" * 99}
         service.layouts.add(peer(number), layout)
         service.layouts.looked_up(number, 1 << 70, 1 << 70)
+    directory.counters["awaited_tokens"] = 1 << 70
     stats, segments = (
         service.answer(peer(), request, [])[0] for request in (m.Stats(), m.ListSegments())
     )

@@ -42,7 +42,13 @@ STATS = ServerStats(
     leases=1,
     reservations=1,
     quarantined=0,
-    counters={"lookup_chunks": 200, "lookup_hits": 150, "evicted": 7},
+    counters={
+        "lookup_chunks": 200,
+        "promised_chunks": 1234,
+        "promised_chunks_broken": 12,
+        "awaited_tokens": 6144,
+        "waited_milliseconds": 3250,
+    },
     latency={"lookup": Latency(40, 12.5, 80.25), "clear": Latency(0, 0, 0)},
     segments=[SEGMENT],
     namespaces={"00ff00ff00ff00ff": "llama bf16"},
@@ -73,6 +79,7 @@ def test_status_shows_segments_and_hits() -> None:
         "1,536",
         "75.0%",
         "50 MiB",
+        "waits 3.2 s   for 6,144 tokens   1,234 chunks promised, 12 broken",
     ):
         assert part in text
 

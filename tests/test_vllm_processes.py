@@ -41,13 +41,16 @@ from vllm_cases import (
     serve,
 )
 
-from benchmarks.processes import free_ports
+from benchmarks.processes import Program, free_ports
+from benchmarks.serving.router import UNDECODED
+from benchmarks.serving.servers import healthy
 from vcache_backend.errors import ConfigError
 
 WHY_NOT = missing(())
 NO_SERVER = missing(
     ("watchfiles", "prometheus-fastapi-instrumentator", "model-hosting-container-standards")
 )
+NO_ROUTER = NO_SERVER or missing(("vllm-router", "setproctitle", "orjson"))
 __all__ = ["here"]
 pytestmark = [
     pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "vLLM is here"),
@@ -169,13 +172,10 @@ def test_each_rank_reads_from_the_same_rank_of_another_instance(
         "pool": {"segment_bytes": 0},
     }
     with node(tmp_path, isolated=isolated) as here:
-        owner = here.connect("owner", settings, environment=APART, **RANKS)
+        given: dict[str, Any] = {"environment": APART, "max_num_batched_tokens": 2 * CHUNK, **RANKS}
+        owner = here.connect("owner", settings, **given)
         reader = here.connect(
-            "reader",
-            settings,
-            environment=APART,
-            otlp_traces_endpoint="http://127.0.0.1:4317",
-            **RANKS,
+            "reader", settings, otlp_traces_endpoint="http://127.0.0.1:4317", **given
         )
         tokens = new_tokens(LENGTH + 17)
         computed = owner.one(tokens)
@@ -213,6 +213,14 @@ def test_each_rank_reads_from_the_same_rank_of_another_instance(
         after = owner.again(longer)
         assert after.cached == LENGTH + 3 * CHUNK
         assert after.agrees(right)
+        # Of a prompt that both get at once, the second waits for what the first computes.
+        together = new_tokens(12 * CHUNK + 5)
+        for one in (owner, reader):
+            one.add("together", together)
+        first, second = (one.finish("together")["together"] for one in (owner, reader))
+        assert second.agrees(first)
+        assert here.stats().counters["promised_chunks_arrived"] > 0
+        assert sum(one.counter("vllm:vcache_waits") for one in (owner, reader)) == 1
 
 
 # ---- another connector
@@ -338,10 +346,14 @@ def beside(here: Node, other: dict[str, Any], ours_first: bool, **more: Any) -> 
 
 @contextmanager
 def serving(
-    here: Node, *transfers: dict[str, Any], more: Sequence[str] = (), **environment: str
+    here: Node,
+    *transfers: dict[str, Any],
+    more: Sequence[str] = (),
+    events: Sequence[int] = (),
+    **environment: str,
 ) -> Iterator[dict[str, Instance]]:
     """Servers by their addresses, one for each `kv_transfer_config`. Front ends and engines are
-    processes of their own. more: arguments.
+    processes of their own. more: arguments. events: the port of each for its KV events, if any.
     """
     ports = free_ports(len(transfers))
     common = [
@@ -375,7 +387,8 @@ def serving(
     given = APART | {"VLLM_SERVER_DEV_MODE": "1"} | environment
     with ExitStack() as undo:
         servers = {}
-        for port, transfer in zip(ports, transfers, strict=True):
+        for number, (port, transfer) in enumerate(zip(ports, transfers, strict=True)):
+            told = {"enable_kv_cache_events": True, "publisher": "zmq"}
             arguments = [
                 *common,
                 *more,
@@ -384,6 +397,9 @@ def serving(
                 "--kv-transfer-config",
                 json.dumps(transfer),
             ]
+            if events:
+                told |= {"endpoint": f"tcp://*:{events[number]}"}
+                arguments += ["--kv-events-config", json.dumps(told)]
             servers[port] = undo.enter_context(
                 Instance(here.folder, f"server-{port}", given, arguments, serve)
             )
@@ -558,6 +574,47 @@ def test_vllm_understands_its_commands_as_the_pages_have_them() -> None:
     with beside_vllm() as worker:
         assert set(worker.ask(_models, asked)) == {"MODEL", "/tmp/tiny"}
     assert len(asked) > 4
+
+
+@pytest.mark.skipif(bool(NO_ROUTER), reason=NO_ROUTER or "the router is here")
+def test_the_router_of_the_page_sends_requests_to_servers_that_share(here: Node) -> None:
+    """By its command, and with the policy that needs KV events, of which it understands all."""
+    page = (ROOT / "docs" / "router.md").read_text().replace("\\\n", " ")
+    (command,) = re.findall(r"^\$ (vllm-router .*)$", page, re.M)
+    in_place = {"connector": {"share": "in_place", "min_hit_tokens": CHUNK}}
+    events = free_ports(2)
+    with serving(here, *[here.transfer(in_place)] * 2, events=events) as servers:
+        urls = list(servers)
+        assert re.findall(r"http://\S+", command) == [
+            f"http://127.0.0.1:{port}" for port in (8000, 8001)
+        ]
+        arguments = shlex.split(command.replace("http://127.0.0.1:8000", urls[0]))[1:]
+        arguments[arguments.index("http://127.0.0.1:8001")] = urls[1]
+        knows = ["--policy", "kv_aware", "--kv-event-block-size", str(BLOCK)]
+        knows += ["--kv-event-model", "tiny", "--worker-urls", *urls]
+        for url, port in zip(urls, events, strict=True):
+            knows += ["--kv-event-source", f"{url}=tcp://127.0.0.1:{port}"]
+        for name, given in (("page", arguments), ("kv_aware", knows)):
+            tokens = new_tokens(LENGTH + 1)
+            with routed(here.folder / f"{name}.log", given) as address:
+                computed, cached = complete(address, tokens)
+                assert cached == 0
+                assert complete(address, tokens) == (computed, LENGTH)
+                # The other server reads what the first has.
+                answers = [complete(url, tokens) for url in urls]
+                assert answers == [(computed, LENGTH)] * 2
+            assert not UNDECODED.findall((here.folder / f"{name}.log").read_text())
+
+
+@contextmanager
+def routed(log: Path, arguments: Sequence[str]) -> Iterator[str]:
+    """The real vllm-router with these arguments, on ports of its own; its address."""
+    port, metrics = free_ports(2)
+    own = ["--port", str(port), "--prometheus-port", str(metrics), "--host", "127.0.0.1"]
+    command = [str(Path(sys.executable).with_name("vllm-router")), *arguments, *own]
+    with Program("router", command, log) as router:
+        router.until(lambda: healthy(port), START_SECONDS)
+        yield f"http://127.0.0.1:{port}"
 
 
 @pytest.mark.skipif(bool(NO_SERVER), reason=NO_SERVER or "its parts are here")

@@ -149,23 +149,29 @@ def test_what_an_owner_does_not_compute_any_more_is_computed_at_once(
 def test_a_wait_is_over_when_computing_would_have_taken_less(
     here: Node, a: Instance, b: Instance, aside: Instance
 ) -> None:
-    """It is over for good: the request does not wait for the chunks that come later."""
-    tokens = new_tokens(LONG)
+    """It is over for good: the request does not wait for the chunks that come later. As nothing
+    came, the next request does not wait for that instance at all."""
+    tokens, more = new_tokens(LONG), new_tokens(LONG)
     a.add("first", tokens)
+    a.add("more", more)
     computes(here, a, 1)
     b.add("second", tokens)
     b.ask("paced", 0.05, 60)
     with counted(b, "late", 0):
         second = b.finish("second")["second"]
+        again = b.one(more)
     b.ask("paced", 60, 60)
+    b.ask("trusts")
     alike(second, 2 * CHUNK, tokens, aside)
-    a.finish("first")
+    alike(again, 0, more, aside)
+    a.finish("first", "more")
 
 
-def test_without_a_server_nobody_waits(
-    here: Node, a: Instance, b: Instance, aside: Instance
+@pytest.mark.parametrize("back", [False, True], ids=["gone", "back"])
+def test_without_the_server_that_knew_the_promise_nobody_waits(
+    here: Node, a: Instance, b: Instance, aside: Instance, back: bool
 ) -> None:
-    """And the next server knows no promises."""
+    """The next server knows no promises. It may know the chunks that had come."""
     tokens = new_tokens(LONG)
     a.add("first", tokens)
     computes(here, a, 1)
@@ -173,9 +179,12 @@ def test_without_a_server_nobody_waits(
     with counted(b, "withdrawn", 0):
         assert b.step(3) == {}
         here.kill()
+        if back:
+            here.serve_again(stores=False)
         second = b.finish("second")["second"]
-    here.serve_again(stores=False)
-    assert second.cached == 0
+    if not back:
+        here.serve_again(stores=False)
+    assert second.cached <= (2 * CHUNK if back else 0)
     assert second.agrees(aside.one(tokens))
     a.finish("first")
 
@@ -199,10 +208,10 @@ def test_an_owner_killed_or_stopped_in_the_middle_costs_no_token(
             owner.stop()
             b.ask("paced", 60, 0.1)
         second = b.finish("second")["second"]
+        again = b.one(more)
     b.ask("paced", 60, 60)
     assert second.cached <= 6 * CHUNK
     assert second.agrees(aside.one(tokens))
-    again = b.one(more)
     owner.kill()
     assert again.cached == 0
     assert again.agrees(aside.one(more))

@@ -55,7 +55,7 @@ REQUESTS: list[m.AnyRequest] = [
     m.Publish(INSTANCE, 7, [A], bytes(16), bytes(32)),
     m.Retract(INSTANCE, 8),
     m.Find([A], 2, INSTANCE),
-    m.Promise(7, [A], 2, 0.01, 0.25),
+    m.Promise(7, [A], 2, b"a" * 16, 3, 0.01, 0.25),
 ]
 SENT = [wire.encode(request) for request in REQUESTS]
 

@@ -280,6 +280,11 @@ class Serving:
         waits.UNKNOWN_CHUNK_SECONDS, waits.UNKNOWN_STEP_SECONDS = chunk_seconds, step_seconds
         waits.LONGEST_STEP_SECONDS, waits.STATE_SECONDS = PATIENCE_SECONDS, 2.0
 
+    def trusts(self) -> None:
+        """From now on its requests wait for everybody again."""
+        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        scheduler.connector._scheduler._waits._silent.clear()
+
     def hurry(self, connect_seconds: float, request_seconds: float) -> None:
         """Deadlines for the metadata server's answers, from now on."""
         from vcache_backend.metadata_server.client import Client

@@ -189,7 +189,8 @@ def render(stats: ServerStats) -> RenderableType:
     pool = [] if stats.instances and not stats.segments else [segments_table(stats.segments)]
     shown.append(_tenants(stats.tenants))
     filled = [each for each in shown if each.row_count]
-    return Group(Text(said, style=style), _headline(stats), *filled, *pool, *_hits(stats))
+    counts = *_hits(stats), *_waits(stats)
+    return Group(Text(said, style=style), _headline(stats), *filled, *pool, *counts)
 
 
 def segments_table(segments: Sequence[SegmentInfo]) -> RenderableType:
@@ -301,6 +302,19 @@ def _hits(stats: ServerStats) -> Iterator[Text]:
             ("hits ", "dim"),
             f"{found / asked:.1%}",
             (f"   {found:,} of {asked:,} tokens looked up", "dim"),
+        )
+
+
+def _waits(stats: ServerStats) -> Iterator[Text]:
+    """Show how requests waited for what another instance computes; nothing before a promise."""
+    counts = Counter(stats.counters)
+    if counts["promised_chunks"]:
+        promised, broken = counts["promised_chunks"], counts["promised_chunks_broken"]
+        yield Text.assemble(
+            ("waits ", "dim"),
+            f"{counts['waited_milliseconds'] / 1e3:,.1f} s",
+            (f"   for {counts['awaited_tokens']:,} tokens", "dim"),
+            (f"   {promised:,} chunks promised, {broken:,} broken", "dim"),
         )
 
 

@@ -1,7 +1,7 @@
 """Does a load out of another instance's live KV cache ever bring a wrong byte, though blocks are
 used again all the time?
 
-    python -m benchmarks.inplace [--level cpu|live|death|death_pool] [--loads N] [--seed N]
+    python -m benchmarks.inplace [--level cpu|live|death|death_pool|promises] [--loads N] [--seed N]
                                  [--out FILE]
 
 `cpu`: one metadata server, owners whose blocks are constantly handed out and rewritten, and readers
@@ -20,9 +20,13 @@ loads and their verdicts; all of them, and the server, are stopped, starved and 
 log probabilities of each answer are compared with those of a vLLM that shares nothing
 (`whole`); no engine may end or leave a request without an answer.
 
+`promises`: the same vLLMs, which ask for the same prompts at the same time and wait for what the
+others compute. In every state of a promise they are stopped, and die; they abort requests, preempt
+them, and reset the namespace. No request may wait longer than its bound.
+
 Controls run the same with one rule broken: readers ignore the generations after a copy; owners
-change generations only after writing, or publish before writing. There wrong bytes must be seen, or
-the zeros above prove nothing."""
+change generations only after writing, or publish before writing; waits have no bound. There wrong
+bytes, or requests past their bound, must be seen, or the zeros above prove nothing."""
 
 from __future__ import annotations
 

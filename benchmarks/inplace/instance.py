@@ -57,7 +57,7 @@ OFTEN = 20
 """How many times as often an owner stops itself at rare steps."""
 
 Role = Literal["owner", "reader", "vllm"]
-Control = Literal["", "no verdict", "counted late", "published early"]
+Control = Literal["", "no verdict", "counted late", "published early", "no bound"]
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -88,7 +88,8 @@ class Outcomes(Counts):
     whose refused chunks did hold other bytes. stale: loads that found a chunk gone before the
     launch. misses: look-ups that found nothing. written: chunks that owners
     have written. by_step: how often a process stopped itself, by the step of the protocol. answers:
-    vLLM's, to whole requests."""
+    vLLM's, to whole requests. waits: of requests for what others computed, by their end. overdue:
+    requests that waited longer than their bound."""
 
     loads: int = 0
     launched: int = 0
@@ -105,6 +106,8 @@ class Outcomes(Counts):
     wrong: int = 0
     wrong_bytes: int = 0
     answers: int = 0
+    overdue: int = 0
+    waits: Counter[str] = msgspec.field(default_factory=Counter)
     by_step: Counter[str] = msgspec.field(default_factory=Counter)
     causes: Counter[str] = msgspec.field(default_factory=Counter)
 

@@ -19,6 +19,7 @@ from .reader import live
 LOADS = 100_000
 STOPS = 0.0005
 LONGEST_STOP = 0.6
+DIED = 64
 LENT = 2 << 20
 """Bytes that an instance lends to the pool."""
 
@@ -30,6 +31,8 @@ class Level(NamedTuple):
     campaign itself takes. silence: seconds after which a silent process counts as ended. prepare:
     fills the shared folder.
     longest_stop: seconds that a process stays stopped, at most. pauses, lends: see `Settings`.
+    pause: seconds between two mishaps, on average. states: in which an instance stops itself, and
+    dies with the exit status `DIED`, `DIED` + 1 and so on.
     least_pauses: how often readers must have stopped between a load's launch and its verdict."""
 
     life: Callable[[Settings, Connection], None]
@@ -48,6 +51,8 @@ class Level(NamedTuple):
     pauses: float = 0.0
     least_pauses: int = 0
     lends: int = 0
+    pause: float = 0.5
+    states: tuple[str, ...] = ()
 
     @property
     def answers(self) -> bool:
@@ -111,6 +116,36 @@ def death(lends: int = 0) -> Level:
     )
 
 
+def promised() -> Level:
+    """Real vLLMs in place, as those of `death`, that ask for the same prompts at the same time. In
+    every state of a promise they are stopped, and die; they abort requests and reset the namespace.
+    """
+    from . import promises
+
+    level = death()
+    return level._replace(
+        life=promises.live,
+        prepare=promises.prepare,
+        counts={"vllm": 4 if torch.cuda.is_available() else 2},
+        mishaps={
+            "vllm killed": 1,
+            "vllm stopped": 10,
+            "vllm starved": 5,
+            "server killed": 2,
+            "server stopped": 3,
+        },
+        loads=200,
+        reuse_hits=0.0,
+        controls=("no bound",),
+        control_loads=1,
+        stops=0.0,
+        pauses=0.0,
+        least_pauses=0,
+        pause=2.0,
+        states=promises.STATES,
+    )
+
+
 def live_caches() -> Level:
     """KV caches of live vLLMs (two on two GPUs, or one on the CPU), and readers that do not run
     vLLM. Its time includes vLLM's start.
@@ -147,4 +182,5 @@ LEVELS: dict[str, Callable[[], Level]] = {
     "live": live_caches,
     "death": death,
     "death_pool": lambda: death(LENT),
+    "promises": promised,
 }

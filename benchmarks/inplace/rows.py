@@ -11,19 +11,22 @@ import msgspec
 from ..results import Row, load, none, row
 from .instance import Control
 from .levels import CPU, LOADS, Level
-from .run import Result
+from .run import Result, caught
 
+ENDS = "kept", "withdrawn", "silent", "late", "aborted"
+"""How waits end."""
 CONTROLS: dict[Control, str] = {
     "no verdict": "control_wrong",
     "counted late": "control_late_wrong",
     "published early": "control_early_wrong",
+    "no bound": "control_overdue",
 }
 """Rows by what is left out."""
 
 
 def rows(result: Result, loads: int = LOADS, name: str = "cpu", level: Level = CPU) -> list[Row]:
     """A campaign's rows. loads: how many were asked for."""
-    seen = result.outcomes
+    seen, waits = result.outcomes, result.outcomes.waits
     more = dict(sorted(result.mishaps.items())) | {"stops": result.stops, "seed": result.seed}
     what = f"{json.dumps(msgspec.to_builtins(seen) | more)} in {result.seconds:.0f} s; {load()}"
     differed = "" if level.answers else f", {seen.differed:,} of which had read other bytes"
@@ -45,6 +48,17 @@ def rows(result: Result, loads: int = LOADS, name: str = "cpu", level: Level = C
         what = "readers stopped between a load's launch and its verdict"
         paused, due = seen.pauses, level.least_pauses
         made.append(row(_case("pauses", name), "times", paused, due, what=what, at_least=1))
+    if level.states:
+        what = "that waited for what another computed, and longer than their bound"
+        made.append(none(_case("overdue", name), "requests", seen.overdue, what, waits.total()))
+        states = [seen.by_step[state] for state in level.states]
+        states += [result.mishaps[f"died: {state}"] for state in level.states]
+        what = f"the rarest state of a promise in which an owner was stopped, or died: {states}"
+        made.append(row(_case("states", name), "times", min(states), 1, what=what, at_least=1))
+        fewest = min(waits[end] for end in ENDS)
+        what = f"the rarest end of a wait: {dict(waits)}"
+        made.append(row(_case("waits", name), "times", fewest, 1, what=what, at_least=1))
+    if level.answers:
         fewest = min(result.mishaps[what] for what in level.mishaps)
         what = f"the rarest of these: {dict(result.mishaps)}"
         made.append(row(_case("mishaps", name), "times", fewest, 1, what=what, at_least=1))
@@ -52,10 +66,10 @@ def rows(result: Result, loads: int = LOADS, name: str = "cpu", level: Level = C
 
 
 def _case(figure: str, name: str) -> str:
-    """A row's name. The campaigns of death have their own: `death_engines` are those that
+    """A row's name. The campaigns of whole vLLMs have their own: `death_engines` are those that
     failed.
     """
-    if not name.startswith("death"):
+    if not name.startswith(("death", "promises")):
         return f"inplace_{figure}_{name}"
     return f"{name}_{'engines' if figure == 'failed' else figure}"
 
@@ -63,8 +77,9 @@ def _case(figure: str, name: str) -> str:
 def control_row(control: Control, its: Result, name: str) -> Row:
     """A control's row: how much it saw go wrong."""
     seen, case = its.outcomes, _case(CONTROLS[control], name)
+    broken = caught(control, seen)
     loads = f"{seen.wrong_bytes:,} wrong bytes in {seen.loads:,} loads"
     told = json.dumps(msgspec.to_builtins(seen)) if seen.answers else loads
     what = f"{control}; {told} in {its.seconds:.0f} s; seed {its.seed}"
     unit, runs = ("answers", seen.answers) if seen.answers else ("loads", seen.loads)
-    return row(case, unit, seen.wrong, 1, what=f"{what}; reference 1", at_least=1, runs=runs)
+    return row(case, unit, broken, 1, what=f"{what}; reference 1", at_least=1, runs=runs)

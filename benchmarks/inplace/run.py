@@ -27,10 +27,8 @@ from ..processes import ChildFailed
 from ..soak.chaos import QUICK
 from ..soak.node import Node
 from .instance import BLOCK_SIZE, EACH, Control, Outcomes, Role, Settings
-from .levels import CPU, Level
+from .levels import CPU, DIED, Level
 
-PAUSE = 0.5
-"""Seconds between two mishaps, on average."""
 SERVER_STOP = 1.2
 STARVED_SECONDS = 2.0
 PROGRESS_SECONDS = 15.0
@@ -101,12 +99,10 @@ class Campaign:
     def __exit__(self, *_: object) -> None:
         self._undo.close()
 
-    def run(self, over: Callable[[Outcomes, float], bool], pause: float) -> Result:
-        """Run until `over(counts, seconds)` is true. pause: seconds between two mishaps, on
-        average.
-        """
-        started = shown = time.monotonic()
-        due = started + pause
+    def run(self, over: Callable[[Outcomes, float], bool]) -> Result:
+        """Run until `over(counts, seconds)` is true."""
+        started, pause = time.monotonic(), self._level.pause
+        shown, due = started, started + pause
         while not over(self.outcomes, (now := time.monotonic()) - started):
             self._hear()
             self._waker.look([instance.pid for instance in self._here])
@@ -137,6 +133,12 @@ class Campaign:
             if told is not None:
                 self.outcomes.add(told.outcomes)
                 self.wrong += told.wrong
+                continue
+            instance, states = self._here[number], self._level.states
+            instance.kill()
+            if instance.status >= DIED:
+                self.mishaps[f"died: {states[instance.status - DIED]}"] += 1
+                self._again(number)
                 continue
             self.ended += 1
             print(self._here[number].tail(), file=sys.stderr, flush=True)
@@ -178,7 +180,7 @@ class Campaign:
         asked = f"{seen.answers:,} answers, " if seen.answers else ""
         said = (
             f"{asked}{seen.loads:,} loads, {seen.reuse_hits:,} refused by their verdicts, "
-            f"{seen.wrong} wrong"
+            f"{seen.waits.total():,} waits, {seen.overdue} overdue, {seen.wrong} wrong"
         )
         print(
             f"{seconds:5.0f} s: {said}, {self.mishaps.total()} mishaps", file=sys.stderr, flush=True
@@ -233,9 +235,7 @@ def starve(pid: int, seconds: float) -> None:
             time.sleep(0.005)
 
 
-def campaign(
-    loads: int, seed: int, pause: float = PAUSE, level: Level = CPU, shared: Path = NOWHERE
-) -> Result:
+def campaign(loads: int, seed: int, level: Level = CPU, shared: Path = NOWHERE) -> Result:
     """Run a campaign until so many loads have brought something, and verdicts have refused as many
     as the level asks for.
     """
@@ -248,9 +248,13 @@ def campaign(
                     and seen.pauses >= level.least_pauses
                 )
                 or passed > level.seconds
-            ),
-            pause,
+            )
         )
+
+
+def caught(control: Control, seen: Outcomes) -> int:
+    """How often the campaign saw what this control breaks."""
+    return seen.overdue if control == "no bound" else seen.wrong
 
 
 def run_control(control: Control, seed: int, level: Level = CPU, shared: Path = NOWHERE) -> Result:
@@ -259,8 +263,8 @@ def run_control(control: Control, seed: int, level: Level = CPU, shared: Path = 
     """
 
     def over(seen: Outcomes, passed: float) -> bool:
-        enough = seen.wrong > 0 and seen.loads >= level.control_loads
+        enough = caught(control, seen) > 0 and seen.loads >= level.control_loads
         return enough or passed > level.control_seconds
 
     with Campaign(level, seed, shared, control) as made:
-        return made.run(over, PAUSE)
+        return made.run(over)

@@ -41,7 +41,7 @@ TAIL, ANSWER = 8, 6
 
 class Size(NamedTuple):
     """families: how many families of prompts, each of up to `chunks` chunks. at_once: requests in
-    flight. tokens: the KV cache's size.
+    flight. tokens: the KV cache's size. step: the most tokens of a step.
     """
 
     scale: Scale
@@ -49,6 +49,7 @@ class Size(NamedTuple):
     chunks: int
     at_once: int
     tokens: int
+    step: int = 256
 
     def prompt(self, family: int, chunks: int) -> list[int]:
         """Families differ from their first token on, and end alike."""
@@ -91,8 +92,7 @@ class Engine:
         size = self.size
         while len(self.asked) < size.at_once:
             self._count += 1
-            family = min(self.dice.randrange(size.families), self.dice.randrange(size.families))
-            asked = self.asked[str(self._count)] = family, self.dice.randint(1, size.chunks)
+            asked = self.asked[str(self._count)] = self.ask()
             self._asked_at[str(self._count)] = time.monotonic()
             self.engine.add_request(
                 str(self._count), {"prompt_token_ids": size.prompt(*asked)}, _sampling()
@@ -116,6 +116,12 @@ class Engine:
         if self.dice.random() < (pauses or self._settings.stops):
             self.told.outcomes.by_step[name] += 1
             stop_self()
+
+    def ask(self) -> tuple[int, int]:
+        """The family and the chunks of the next prompt."""
+        size = self.size
+        family = min(self.dice.randrange(size.families), self.dice.randrange(size.families))
+        return family, self.dice.randint(1, size.chunks)
 
     def close(self) -> None:
         """Never called: a signal ends the process."""
@@ -143,12 +149,14 @@ class Engine:
 class Whole(Engine):
     """An instance whose answers are compared with those of vLLM alone."""
 
+    SIZE = WHOLE
+
     def __init__(self, settings: Settings, dice: random.Random) -> None:
         self._right = msgspec.json.decode(
             Path(settings.shared, "answers.json").read_bytes(), type=dict[str, Answer]
         )
         self._loaded: dict[str, int] = defaultdict(int)
-        super().__init__(settings, dice, WHOLE)
+        super().__init__(settings, dice, self.SIZE)
 
     def answered(self, output: Any, family: int, chunks: int) -> None:
         answer, right, outcomes = (
@@ -221,7 +229,7 @@ def make(folder: str, transfer: dict[str, Any] | None, size: Size) -> Any:
         kv_cache_memory_bytes=size.tokens * scale.token_bytes,
         max_model_len=(size.chunks + 1) * scale.chunk,
         max_num_seqs=size.at_once,
-        max_num_batched_tokens=256 if scale.cpu else scale.batched_tokens,
+        max_num_batched_tokens=size.step,
         enable_prefix_caching=True,
         async_scheduling=True,
         disable_log_stats=True,
@@ -247,27 +255,28 @@ def _transfer(settings: Settings, size: Size) -> dict[str, Any]:
     return our_connector(settings.config.server.path, lends, size.scale.chunk, client)
 
 
-def answer_all(folder: str, pipe: Connection) -> None:
-    """The main function of the reference's process: vLLM alone answers each prompt, one at a time,
-    into the folder's `answers.json`.
+def answer_all(job: tuple[str, Size], pipe: Connection) -> None:
+    """The main function of the reference's process: vLLM alone answers each prompt of this size,
+    one at a time, into the folder's `answers.json`.
     """
     die_with_parent()
+    folder, size = job
     write_model(Path(folder, "model"), TINY)
-    llm, found = make(folder, None, WHOLE), {}
-    for family in range(WHOLE.families):
-        for chunks in range(1, WHOLE.chunks + 1):
+    llm, found = make(folder, None, size), {}
+    for family in range(size.families):
+        for chunks in range(1, size.chunks + 1):
             llm.reset_prefix_cache()
             (output,) = llm.generate(
-                [{"prompt_token_ids": WHOLE.prompt(family, chunks)}], [_sampling()], use_tqdm=False
+                [{"prompt_token_ids": size.prompt(family, chunks)}], [_sampling()], use_tqdm=False
             )
             found[f"{family} {chunks}"] = Answer.of(output)
     Path(folder, "answers.json").write_bytes(msgspec.json.encode(found))
     pipe.send(len(found))
 
 
-def prepare(folder: Path) -> None:
+def prepare(folder: Path, size: Size = WHOLE) -> None:
     """The model and its answers."""
-    made = Forked(answer_all, str(folder), folder / "alone.log")
+    made = Forked(answer_all, (str(folder), size), folder / "alone.log")
     try:
         made.pipe.recv()
     finally:

@@ -23,7 +23,7 @@ from .instance import Settings
 from .live import SHAPE, Follower, Record, Shape, sums
 from .whole import Engine, Size, live_on_gpu
 
-LIVE = Size(FULL, families=64, chunks=16, at_once=16, tokens=72_000)
+LIVE = Size(FULL, families=64, chunks=16, at_once=16, tokens=72_000, step=FULL.batched_tokens)
 LIVE_TINY = Size(TINY, families=12, chunks=6, at_once=3, tokens=36 * TINY.block)
 
 

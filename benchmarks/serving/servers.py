@@ -50,6 +50,10 @@ COUNTERS = {
 """Of vLLM's Prometheus endpoint, in tokens but for the last: patterns, of which all series are
 added up. Where there is none, it is 0.
 """
+_STEPPED = (
+    ["--scheduler-cls", "benchmarks.vllm.steps.stepped"] if "VCACHE_STEPS" in os.environ else []
+)
+"""Of a server whose steps are timed: see `vllm.steps`."""
 
 
 class Servers:
@@ -86,10 +90,14 @@ class Servers:
             side = self._start_beside() | {"more": more}
             for index, port in enumerate(self.ports):
                 given = {**side, "index": index, "events": f"tcp://*:{self.events[index]}"}
-                arguments = serve_arguments(name, sizes, model, port, given)
+                arguments = serve_arguments(name, sizes, model, port, given) + _STEPPED
                 command = module("vllm.entrypoints.openai.api_server", *arguments)
                 log = folder / f"{name}_{index}.log"
                 environment = self._environment(index)
+                if _STEPPED:
+                    # Each server's steps in a file of its own, in the folder that the user named.
+                    file = Path(environment["VCACHE_STEPS"], f"{name}_{index}.jsonl")
+                    environment["VCACHE_STEPS"] = str(file)
                 self._servers.append(Program(f"{name}_{index}", command, log, environment))
             self._undo = undo.pop_all()
 

@@ -109,7 +109,7 @@ def states() -> list[int]:
     ]
 
 
-def _with(addition: type) -> Callable[..., Any]:
+def with_(addition: type) -> Callable[..., Any]:
     """vLLM's own scheduler with this mixed in, asynchronous or not as the instance's is; called as
     vLLM calls the class.
     """
@@ -121,4 +121,4 @@ def _with(addition: type) -> Callable[..., Any]:
     return make
 
 
-in_chunks, probed, known = _with(_InChunks), _with(_Probed), _with(_Known)
+in_chunks, probed, known = with_(_InChunks), with_(_Probed), with_(_Known)

@@ -103,7 +103,7 @@ class PoolWorker:
         reports it.
         """
         if self.session.rank == 0:
-            self.session.client.looked_up(
+            self.session.client.count(
                 asked * self.session.chunk_size, found * self.session.chunk_size
             )
 

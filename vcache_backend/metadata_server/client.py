@@ -54,7 +54,8 @@ class Client(InstanceCalls):
         """Called every `heartbeat_seconds`, like `on_return`."""
         self._offers: dict[m.SegmentId, tuple[m.SegmentInfo, int]] = {}
         self._avoided: set[m.SegmentId] = set()
-        self._asked = self._found = 0
+        self._untold = (0, 0, 0, 0)
+        """The counts of the next `ListSegments`."""
         self._telling = threading.Lock()
         token = secrets.randbits(m.TOKEN_BITS)
         super().__init__(
@@ -190,24 +191,27 @@ class Client(InstanceCalls):
         return self._call(m.DropSegment(id_), m.Dropped, self._config.control_seconds)
 
     def list_segments(self) -> list[m.SegmentInfo]:
-        """List all segments. Also sends the counts from `looked_up`."""
+        """List all segments. Also sends the counts from `count`."""
         with self._telling:
-            asked, self._asked = self._asked, 0
-            found, self._found = self._found, 0
+            counts = self._untold
+            self._untold = (0, 0, 0, 0)
         try:
-            return self._call(m.ListSegments(asked, found), m.Segments).segments
+            return self._call(m.ListSegments(*counts), m.Segments).segments
         except VCacheError:
-            self.looked_up(asked, found)
+            self.count(*counts)
             raise
 
-    def looked_up(self, asked: int, found: int) -> None:
-        """Count prompt tokens that were looked up, and found, for the server's statistics. The next
-        heartbeat sends the counts, to this server or the next. Tokens count twice if the
+    def count(self, asked: int = 0, found: int = 0, awaited: int = 0, waited_ms: int = 0) -> None:
+        """Count look-ups and waits for the server's statistics: see `ListSegments`. The next
+        heartbeat sends the counts, to this server or the next. They count twice if the
         heartbeat's answer is late."""
         with self._telling:
-            self._asked, self._found = (
-                min(self._asked + asked, m.MAX_TOKENS),
-                min(self._found + found, m.MAX_TOKENS),
+            before = self._untold
+            self._untold = (
+                min(before[0] + asked, m.MAX_TOKENS),
+                min(before[1] + found, m.MAX_TOKENS),
+                min(before[2] + awaited, m.MAX_TOKENS),
+                min(before[3] + waited_ms, m.MAX_TOKENS),
             )
 
     def stats(self) -> m.ServerStats:

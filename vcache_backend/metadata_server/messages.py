@@ -14,7 +14,7 @@ from typing import Annotated, Literal, NewType
 
 import msgspec
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 MAX_MESSAGE_BYTES = 200_000
 """Linux sends a packet of this size with a socket's ordinary buffer. A client that sends a larger
 packet is disconnected."""
@@ -340,11 +340,14 @@ class DropSegment(Request, frozen=True, tag="drop_segment"):
 
 
 class ListSegments(Request, frozen=True, tag="list_segments"):
-    """List the segments → `Segments`. `asked`, `found`: prompt tokens that this client's instance
-    has looked up and found since the last such message."""
+    """List the segments → `Segments`. What this client's instance has done since the last such
+    message: `asked`, `found`: prompt tokens looked up and found; `awaited`: tokens that another
+    instance computed while a request waited for them; `waited_ms`: the time of such waits."""
 
     asked: Tokens = 0
     found: Tokens = 0
+    awaited: Tokens = 0
+    waited_ms: Tokens = 0
 
 
 class Reserve(Request, frozen=True, tag="reserve"):
@@ -551,9 +554,12 @@ class Find(Request, frozen=True, tag="find"):
 
 
 class Promise(Request, frozen=True, tag="promise"):
-    """A request of this connection's instance has begun to compute these chunks (keys of rank 0) →
-    `Count` of chunks promised. Replaces what was promised under the same number. No keys: the
-    request computes no more, or has ended.
+    """A request has begun to compute these chunks (keys of rank 0) → `Promised`. Replaces what was
+    promised under the same number. No keys: the request computes no more, or has ended.
+
+    The server leaves out chunks that `instance` has published already, or that are in the pool for
+    all `ranks` ranks. `instance`: the client's own; b"" if it shares nothing in place. `epoch`: of
+    the namespace when the request began. With an old epoch the server promises nothing.
 
     `chunk_seconds`: how long the instance takes for a chunk; `step_seconds`: for a full step.
     0: not measured yet."""
@@ -561,6 +567,8 @@ class Promise(Request, frozen=True, tag="promise"):
     number: PromiseNumber
     keys: Keys = []
     ranks: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+    instance: Annotated[InstanceId, msgspec.Meta(max_length=INSTANCE_BYTES)] = InstanceId(b"")
+    epoch: int = 0
     chunk_seconds: Seconds = 0.0
     step_seconds: Seconds = 0.0
 
@@ -726,6 +734,13 @@ class Count(Reply, frozen=True, tag="count"):
     count: int
 
 
+class Promised(Reply, frozen=True, tag="promised"):
+    """`chunks`: how many chunks are promised now. `epoch`: of their namespace."""
+
+    chunks: int
+    epoch: int = 0
+
+
 class Verdict(Reply, frozen=True, tag="verdict"):
     held: bool
 
@@ -806,7 +821,7 @@ OfInstances = Join | ShowCache | OpenInstance | OpenCache | CloseInstance
 OfResidents = Publish | Retract | Hint | Listen | Find | Promise | ShowReads
 OfOthers = Hello | _OfSegments | OfInstances | OfResidents | Stats | Report
 AnyRequest = _OfChunks | OfOthers
-_OfOneThing = Count | Verdict | Present | Added | Lendable | Opened | Dropped
+_OfOneThing = Count | Promised | Verdict | Present | Added | Lendable | Opened | Dropped
 AnyReply = (
     Welcome
     | Error

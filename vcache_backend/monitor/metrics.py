@@ -35,6 +35,8 @@ _COUNTERS = {
         "Chunks that an instance began to compute and gave up, so that others compute them. If "
         "they rise, requests are aborted or preempted, or instances die."
     ),
+    "awaited_tokens": "Tokens that came while requests waited for them.",
+    "waited_milliseconds": "Seconds that requests waited for chunks another instance computed.",
     "acquire_chunks": "Chunks of the pool that loads asked to lease.",
     "acquire_hits": "Chunks of the pool that loads leased.",
     "reserved": "Chunks of the pool that writers got a slot for.",
@@ -107,7 +109,9 @@ def _whole(stats: ServerStats) -> Iterator[Metric]:
     for name, total in totals.items():
         if not name.startswith("longest_"):
             what = _COUNTERS.get(name, f"{name.replace('_', ' ').capitalize()}.")
-            yield CounterMetricFamily(f"vcache_server_{name.removesuffix('_total')}", what, total)
+            base, ms = name.removesuffix("_total"), name.endswith("_milliseconds")
+            base = base.replace("_milliseconds", "_seconds")
+            yield CounterMetricFamily(f"vcache_server_{base}", what, total / 1e3 if ms else total)
 
 
 def _hits(hits: Mapping[str, tuple[int, int]], models: Mapping[str, str]) -> Iterator[Metric]:

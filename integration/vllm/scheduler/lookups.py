@@ -37,6 +37,8 @@ class Lookups:
         """parts: how many chunks one state occupies; 0 if the model keeps no states."""
         self._instance, self._size, self._meter, self._parts = instance, chunk_size, meter, parts
         self._adapters = Adapters()
+        self.epoch = 0
+        """The namespace's epoch as the server last said with an answer."""
 
     def knows(self, lora_request: Any) -> bool:
         """Whether the adapter's files are identified, so that its requests may be cached."""
@@ -115,7 +117,7 @@ class Lookups:
             lookup.found += more_found
             self._meter.looked_up(more * self._size, more_found * self._size, answer.seconds)
             if self._instance.client is not None:
-                self._instance.client.looked_up(more * self._size, more_found * self._size)
+                self._instance.client.count(more * self._size, more_found * self._size)
             log.debug(
                 "look-up %s: %d of %d chunks", tracked.request.request_id, hits, whole - first
             )
@@ -174,7 +176,7 @@ class Lookups:
         """Make and keep the `Answer` from the server's reply for chunks [first, stop), extended by
         the offload tier's hits.
         """
-        instance, residents = self._instance, list[Run]()
+        instance, residents, self.epoch = self._instance, list[Run](), reply.epoch
         there = chunks = len(reply.pooled)
         if instance.publications is not None:
             chunks, residents = self._chosen(reply, first)

@@ -39,6 +39,7 @@ class _Unsent(NamedTuple):
     keys: Sequence[ChunkKey] = ()
     first: int = 0
     stop: int = 0
+    epoch: int = 0
     chunk_seconds: float = 0.0
     step_seconds: float = 0.0
 
@@ -107,7 +108,11 @@ class OwnPromises:
             stop = 0
         chunk, chunks = self._pace.chunk_seconds, max(stop - first, 0)
         step = min(chunk * min(self._step_chunks, chunks), LONGEST_SECONDS)
-        self._unsent.put(_Unsent(promise.number, tracked.lookup.keys, first, stop, chunk, step))
+        own = self._instance.publications
+        epoch = own.epoch if own is not None else self._lookups.epoch
+        self._unsent.put(
+            _Unsent(promise.number, tracked.lookup.keys, first, stop, epoch, chunk, step)
+        )
         promise.made, promise.stop = chunks > 0, stop
         self._pace.begun(tracked, chunks)
 
@@ -141,11 +146,17 @@ class OwnPromises:
         while (promise := self._unsent.get()) is not None:
             if self._unsent.empty():
                 sleep(LATER_SECONDS)
-            client = self._instance.client
+            client, own = self._instance.client, self._instance.publications
             keys = list(promise.keys[promise.first : promise.stop])
+            name = own.instance if own is not None else b""
             try:
-                if client is not None and client.connected:
-                    client.promise(promise.number, keys, self._instance.ranks, *promise[4:])
+                if client is None or not client.connected:
+                    continue
+                terms = promise.epoch, promise.chunk_seconds, promise.step_seconds
+                ranks = self._instance.ranks
+                answer = client.promise(promise.number, keys, ranks, name, *terms)
+                if keys:
+                    self._lookups.epoch = answer.epoch
             except VCacheError as error:
                 log.debug("promise: %s", error)
             except Exception:  # the thread's last line of defence

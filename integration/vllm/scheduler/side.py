@@ -111,7 +111,7 @@ class SchedulerSide:
             config, instance, self.lookups, self._pace, self._hashes, step_tokens
         )
         states = bool(self._groups.parts)
-        self._waits = Waits(config, self.lookups, self._pace, meter, states)
+        self._waits = Waits(config, instance, self.lookups, self._pace, meter, states)
         self._leftovers = Leftovers(self._groups.sizes)
         self._resets = Resets(instance, self._drop_answers, self._outdate, self._rename)
         self._completions = Completions(

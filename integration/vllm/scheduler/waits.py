@@ -12,6 +12,7 @@ from vcache_backend.config import Config
 from vcache_backend.metadata_server.messages import ChunkKey, Coming
 
 from ..telemetry.stats import Meter
+from .introduction import Introduction
 from .lookups import Lookups
 from .promises import Pace
 from .tracked import NO_ANSWER, Answer, Tracked
@@ -26,7 +27,8 @@ WAY_SECONDS = 0.01
 """The time from the end of a step to the end of a wait for its chunks: they are published, and the
 reader looks them up."""
 MOST_STEPS, SLACK_SECONDS = 3, 0.1
-"""An owner is silent if no chunk arrives for so many of its steps, and this time."""
+"""An owner is silent if no chunk arrives for so many of its steps, and this time. For an announced
+request it is silent only if no chunk arrives for the request's `wait_seconds`, either."""
 LONGEST_STEP_SECONDS, UNKNOWN_STEP_SECONDS = 2.0, 1.0
 """Bounds what an owner says of its steps, and stands for what an owner cannot say yet."""
 UNKNOWN_CHUNK_SECONDS = 0.02
@@ -35,24 +37,30 @@ STATE_SECONDS = 0.03
 """How long the state of a model's layers may come after the last chunk. There may be none at this
 chunk: states are stored where steps end."""
 DISTRUST_SECONDS = 10.0
-"""How long nobody waits for an owner that was silent."""
+"""How long nobody waits for an owner that was silent, or of which nothing came in a whole wait."""
 
 
 class Waits:
     """Runs in the scheduler's thread. Each method waits at most for one server call."""
 
     def __init__(
-        self, config: Config, lookups: Lookups, pace: Pace, meter: Meter, states: bool
+        self,
+        config: Config,
+        instance: Introduction,
+        lookups: Lookups,
+        pace: Pace,
+        meter: Meter,
+        states: bool,
     ) -> None:
         """states: the model keeps states, which are stored behind their chunks."""
-        self._states = states
+        self._instance, self._states = instance, states
         self._lookups, self._pace, self._meter = lookups, pace, meter
         self._size = config.engine.chunk_size
         self._announced_seconds = config.connector.wait_seconds
         self._leaders: dict[ChunkKey, Tracked] = {}
         """For each chunk that a request of this instance loads or waits for, that request."""
         self._silent: dict[int, float] = {}
-        """Owners that were silent, and until when nobody waits for them (time.monotonic)."""
+        """Owners that are not waited for, and until when (time.monotonic)."""
 
     def follows(self, tracked: Tracked, first: int) -> bool:
         """Whether another request of this instance brings the request's chunk `first`, and vLLM's
@@ -95,6 +103,8 @@ class Waits:
         if not why:
             wait.promised |= answer.coming is not None
             return True
+        if why == "late" and answer.coming is not None and answer.hits <= wait.began:
+            self._distrust(answer.coming, now)
         self.over(tracked, why, answer.hits)
         return False
 
@@ -111,6 +121,10 @@ class Waits:
             wait.over, wait.seconds = True, now - wait.since
             came = max(0, reached - wait.began)
             self._meter.waited(why, came * self._size, wait.seconds)
+            if self._instance.client is not None:
+                self._instance.client.count(
+                    awaited=came * self._size, waited_ms=int(wait.seconds * 1e3)
+                )
             log.debug(
                 "request %s waited %.3f s for %d chunks: %s",
                 *(tracked.request.request_id, wait.seconds, came, why),
@@ -126,6 +140,9 @@ class Waits:
             seconds = self._announced_seconds if seconds is None else seconds
             if answer.hits >= chunks or not seconds:
                 return False
+            wait.patience = seconds
+            if coming is not None and self._is_silent(coming, now, wait.patience):
+                return False
         elif coming is None:
             return False
         else:
@@ -136,7 +153,7 @@ class Waits:
             seconds = LONGER * own * missing
             done = coming.quiet if coming.begun else 0.0
             expected = max(0.0, theirs - done) + WAY_SECONDS
-            if expected > seconds or self._is_silent(coming, now):
+            if expected > seconds or self._is_silent(coming, now, wait.patience):
                 return False
         wait.since = wait.asked = now
         wait.until, wait.began, wait.promised = now + seconds, answer.hits, coming is not None
@@ -159,13 +176,13 @@ class Waits:
             if now < wait.gone + (STATE_SECONDS if self._states else 0.0):
                 return ""
             return "kept" if self._states and answer.hits > wait.began else "withdrawn"
-        if tracked.params.announced:
-            # Whoever announced the prefix says how long to wait, however slow the owner is.
-            return ""
-        return "silent" if self._is_silent(coming, now) else ""
+        return "silent" if self._is_silent(coming, now, wait.patience) else ""
 
-    def _is_silent(self, coming: Coming, now: float) -> bool:
-        """Whether the owner makes no progress, or made none a moment ago."""
+    def _is_silent(self, coming: Coming, now: float, patience: float) -> bool:
+        """Whether the owner makes no progress, or made none a moment ago. It may always be quiet
+        for `patience` seconds."""
+        if coming.quiet < patience:
+            return False
         if self._silent.get(coming.owner, 0.0) > now:
             return True
         step = min(coming.step_seconds or UNKNOWN_STEP_SECONDS, LONGEST_STEP_SECONDS)
@@ -174,9 +191,12 @@ class Waits:
             return coming.quiet > step + SLACK_SECONDS
         silent = coming.quiet > MOST_STEPS * step + SLACK_SECONDS
         if silent:
-            self._silent = {owner: until for owner, until in self._silent.items() if until > now}
-            self._silent[coming.owner] = now + DISTRUST_SECONDS
+            self._distrust(coming, now)
         return silent
+
+    def _distrust(self, coming: Coming, now: float) -> None:
+        self._silent = {owner: until for owner, until in self._silent.items() if until > now}
+        self._silent[coming.owner] = now + DISTRUST_SECONDS
 
     def _lead(self, tracked: Tracked, first: int, stop: int) -> None:
         self._leave(tracked)

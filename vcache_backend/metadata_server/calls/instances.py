@@ -121,13 +121,18 @@ class InstanceCalls(Channel, ABC):
         number: int,
         keys: list[m.ChunkKey],
         ranks: int = 1,
+        instance: bytes = b"",
+        epoch: int = 0,
         chunk_seconds: float = 0.0,
         step_seconds: float = 0.0,
-    ) -> int:
-        """Say that a request has begun to compute these chunks; none: it computes no more. Returns
-        how many are promised. See `Promise`."""
-        request = m.Promise(number, keys[: m.MAX_KEYS], ranks, chunk_seconds, step_seconds)
-        return self._call(request, m.Count).count
+    ) -> m.Promised:
+        """Say that a request has begun to compute these chunks; none: it computes no more. See
+        `Promise`."""
+        some = keys[: min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks)]
+        request = m.Promise(
+            number, some, ranks, m.InstanceId(instance), epoch, chunk_seconds, step_seconds
+        )
+        return self._call(request, m.Promised)
 
     def show_reads(self, reads: list[m.Reads], instance: bytes = b"") -> None:
         """Report for the statistics how much this process of `instance` has read out of other

@@ -51,10 +51,15 @@ class InstanceService:
         """Answer requests about resident chunks and their readers."""
         epochs, residents = self.directory.epochs, self.directory.residents
         match request:
+            case m.Find() | m.Promise() if len(request.keys) * request.ranks > m.MAX_LOOKED_UP:
+                raise Refuse(
+                    f"{request.__struct_config__.tag}: {len(request.keys):,} keys of "
+                    f"{request.ranks:,} ranks; at most {m.MAX_LOOKED_UP:,} keys times ranks at once"
+                )
             case m.Find():
                 return self._find(client, request)
             case m.Promise():
-                return m.Count(self.directory.promises.begin(client, request))
+                return self.directory.promise(client, request)
             case m.Publish():
                 right = request.epoch == epochs.of(request.keys)
                 return self.instances.publish(client, request) if right else m.Count(0)
@@ -77,21 +82,16 @@ class InstanceService:
         self.instances.disconnect(client)
 
     def _find(self, client: Peer, request: m.Find) -> m.Reply:
-        keys, ranks, directory = request.keys, request.ranks, self.directory
-        if len(keys) * ranks > m.MAX_LOOKED_UP:
-            raise Refuse(
-                f"find: {len(keys):,} keys of {ranks:,} ranks; at most {m.MAX_LOOKED_UP:,} keys "
-                "times ranks at once"
-            )
+        keys, directory = request.keys, self.directory
         answer, epoch = directory.find(request), directory.epochs.of(keys)
         missing = [] if answer.cut else keys[len(answer.pooled) :]
         coming = directory.promises.coming(client, missing)
         if request.promise and coming is not None:
             # Who waits computes nothing yet.
-            directory.promises.begin(client, m.Promise(request.promise))
+            directory.promises.begin(client, m.Promise(request.promise), {})
         elif request.promise and missing:
-            own = directory.residents.of(request.instance)
-            directory.promises.intend(client, request.promise, missing, ranks, own)
+            lacking = directory.lacking(request, missing)
+            directory.promises.intend(client, request.promise, lacking, request.ranks)
         if coming is None and not epoch:
             return answer
         return msgspec.structs.replace(answer, epoch=epoch, coming=coming)

@@ -74,6 +74,25 @@ class Directory(SegmentDirectory):
         self.counters["resident_hits"] += len(answer.residents) - answer.residents.count([])
         return answer
 
+    def lacking(self, request: m.Find | m.Promise, keys: list[m.ChunkKey]) -> dict[m.ChunkKey, int]:
+        """Those of `keys` (of rank 0) that the request's instance has not published, and that are
+        not in the pool for all of the request's ranks. Each with a bit for every rank whose part is
+        in the pool."""
+        own, whole = self.residents.of(request.instance), (1 << request.ranks) - 1
+        stored = dict.fromkeys((key for key in keys if key not in own), 0)
+        for rank in range(request.ranks if len(self.contents.live) else 0):
+            parts = m.of_rank(list(stored), rank)
+            live = self.contents.live.among(parts)
+            for key, part in zip(stored, parts, strict=True):
+                stored[key] |= (part in live) << rank
+        return {key: bits for key, bits in stored.items() if bits != whole}
+
+    def promise(self, client: Peer, request: m.Promise) -> m.Promised:
+        """Note what a request has begun to compute. Nothing if it began before a reset."""
+        epoch = self.epochs.of(request.keys)
+        lacking = self.lacking(request, request.keys) if request.epoch == epoch else {}
+        return m.Promised(self.promises.begin(client, request, lacking), epoch)
+
     def contains(self, keys: list[m.ChunkKey]) -> list[bool]:
         """Whether each key's chunk is in the pool."""
         return list(map(self.contents.live.among(keys).__contains__, keys))

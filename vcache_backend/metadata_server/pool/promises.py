@@ -7,7 +7,7 @@ reason to wait: whoever waits for a broken promise computes the chunks."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 
 import msgspec
@@ -22,14 +22,14 @@ MAX_PROMISED = 1 << 18
 them."""
 MAX_OF_CLIENT = 1024
 """The most promises of one connection. A promise has at most `MAX_KEYS` chunks."""
-QUIET_SECONDS = 60.0
-"""A promise is dropped after this time without a chunk."""
+QUIET_SECONDS = 120.0
+"""A promise is dropped after this time without a chunk: longer than any step takes."""
 MAX_OVERDUE = 64
 """The most promises that one call of `tick` drops."""
 _FIRST_RANK = bytes(m.RANK_BYTES)
 
 
-class Promised(msgspec.Struct, gc=False, eq=False):
+class OpenPromise(msgspec.Struct, gc=False, eq=False):
     """What one request of `client` has promised. left: the chunks that have not arrived (keys of
     rank 0), each with a bit for every rank that has stored it. at: when the promise was made or
     confirmed, or its last chunk arrived. pace: `Promise.chunk_seconds` and `step_seconds`. begun:
@@ -51,11 +51,11 @@ class Promises:
     def __init__(self, backlog: Backlog, counters: Counter[str], now: Callable[[], float]) -> None:
         self._backlog, self._counters, self._now = backlog, counters, now
         self._shares = Shares(MAX_PROMISED, process=1, user=1 / 4)
-        self._of: dict[int, dict[int, Promised]] = {}
+        self._of: dict[int, dict[int, OpenPromise]] = {}
         """By connection and number."""
-        self._quiet: dict[Promised, None] = {}
+        self._quiet: dict[OpenPromise, None] = {}
         """All promises, those that have been quiet longest first."""
-        self._by_key: dict[m.ChunkKey, Promised] = {}
+        self._by_key: dict[m.ChunkKey, OpenPromise] = {}
         self._paces: dict[int, tuple[float, float]] = {}
         """By connection, what its last promise said of its pace."""
 
@@ -86,25 +86,23 @@ class Promises:
         self,
         client: Peer,
         number: int,
-        keys: Sequence[m.ChunkKey],
+        lacking: Mapping[m.ChunkKey, int],
         ranks: int,
-        has: Container[m.ChunkKey],
     ) -> None:
-        """Note that a request of the client will compute those of `keys` that nobody has promised,
-        and that are not in `has`."""
-        free = [key for key in keys if key not in has and self._holder(key) is None]
+        """Note that a request of the client will compute those chunks of `lacking` that nobody has
+        promised. lacking: see `Directory.lacking`."""
+        free = {key: bits for key, bits in lacking.items() if self._holder(key) is None}
         self._promise(client, number, free, ranks)
 
-    def begin(self, client: Peer, request: m.Promise) -> int:
-        """Replace what this number has promised by the chunks that its request has begun to
-        compute. Takes them over from other promises. Returns how many are promised."""
+    def begin(self, client: Peer, request: m.Promise, lacking: Mapping[m.ChunkKey, int]) -> int:
+        """Replace what this number has promised by the chunks `lacking`, which its request has
+        begun to compute. Takes them over from other promises. Returns how many are promised."""
         promised = self._of.get(client.id, {}).get(request.number)
-        if promised is not None and not request.keys:
+        if promised is not None and not lacking:
             self._drop([promised])
         elif promised is not None:
-            kept = set(request.keys)
-            self._remove(promised, [key for key in promised.left if key not in kept])
-        taken = self._promise(client, request.number, request.keys, request.ranks)
+            self._remove(promised, [key for key in promised.left if key not in lacking])
+        taken = self._promise(client, request.number, lacking, request.ranks)
         if taken is None:
             return 0
         taken.begun = True
@@ -163,28 +161,28 @@ class Promises:
 
     # ---- inside
 
-    def _holder(self, key: m.ChunkKey) -> Promised | None:
+    def _holder(self, key: m.ChunkKey) -> OpenPromise | None:
         promised = self._by_key.get(key)
         return None if promised is None or promised.over else promised
 
     def _promise(
-        self, client: Peer, number: int, keys: Sequence[m.ChunkKey], ranks: int
-    ) -> Promised | None:
+        self, client: Peer, number: int, lacking: Mapping[m.ChunkKey, int], ranks: int
+    ) -> OpenPromise | None:
         """Add these chunks to a promise, as far as there is room. None if it has no chunk."""
         of_client = self._of.get(client.id, {})
         promised = of_client.get(number)
         if promised is None:
-            if not keys or len(of_client) >= MAX_OF_CLIENT:
+            if not lacking or len(of_client) >= MAX_OF_CLIENT:
                 return None
             pace = self._paces.get(client.id, (0.0, 0.0))
-            promised = Promised(client, number, ranks, 0.0, pace, {})
+            promised = OpenPromise(client, number, ranks, 0.0, pace, {})
         room = min(self._shares.room(client.process, client.user), m.MAX_KEYS - len(promised.left))
-        new = [key for key in dict.fromkeys(keys) if key not in promised.left][:room]
+        new = [key for key in lacking if key not in promised.left][:room]
         for key in new:
             if (holder := self._by_key.get(key)) is not None:
                 self._remove(holder, [key])
             self._by_key[key] = promised
-            promised.left[key] = 0
+            promised.left[key] = lacking[key]
         self._shares.take(client.process, client.user, len(new))
         self._counters["promised_chunks"] += len(new)
         if not promised.left:
@@ -193,26 +191,26 @@ class Promises:
         self._progress(promised)
         return promised
 
-    def _progress(self, promised: Promised) -> None:
+    def _progress(self, promised: OpenPromise) -> None:
         promised.at = self._now()
         self._quiet.pop(promised, None)
         if not promised.over:
             self._quiet[promised] = None
 
-    def _keep(self, promised: Promised, key: m.ChunkKey) -> None:
+    def _keep(self, promised: OpenPromise, key: m.ChunkKey) -> None:
         self._counters["promised_chunks_arrived"] += 1
         promised.begun = True
         self._progress(promised)
         self._remove(promised, [key])
 
-    def _remove(self, promised: Promised, keys: Iterable[m.ChunkKey]) -> None:
+    def _remove(self, promised: OpenPromise, keys: Iterable[m.ChunkKey]) -> None:
         for key in keys:
             del self._by_key[key], promised.left[key]
             self._shares.take(promised.client.process, promised.client.user, -1)
         if not promised.left and not promised.over:
             self._end(promised)
 
-    def _end(self, promised: Promised) -> None:
+    def _end(self, promised: OpenPromise) -> None:
         promised.over = True
         del self._quiet[promised]
         of_client = self._of[promised.client.id]
@@ -220,14 +218,14 @@ class Promises:
         if not of_client:
             del self._of[promised.client.id]
 
-    def _drop(self, promises: Sequence[Promised]) -> None:
+    def _drop(self, promises: Sequence[OpenPromise]) -> None:
         """End promises now, and remove their chunks from memory in later turns."""
         for promised in promises:
             self._end(promised)
             self._counters["promised_chunks_broken"] += len(promised.left) * promised.begun
             self._backlog.later(self._dropping(promised))
 
-    def _dropping(self, promised: Promised) -> Steps:
+    def _dropping(self, promised: OpenPromise) -> Steps:
         while promised.left:
             self._remove(promised, [next(iter(promised.left))])
             yield

@@ -13,9 +13,9 @@ from vcache_backend.metadata_server import messages as m
 if TYPE_CHECKING:
     from vcache_backend.metadata_server.serving.service import Service
 
-_MOST_TOKENS = 1 << 62
-"""The largest number that a message can hold. Only a client that lies about its chunks' size
-reaches it."""
+_MOST = 1 << 62
+"""The largest number that a message can hold. Only a client that lies about its tokens reaches
+it."""
 
 
 def server_stats(service: Service) -> m.ServerStats:
@@ -37,7 +37,7 @@ def server_stats(service: Service) -> m.ServerStats:
         leases=len(directory.leases),
         reservations=open_,
         quarantined=quarantined,
-        counters=counters,
+        counters={name: min(count, _MOST) for name, count in counters.items()},
         latency={
             n: m.Latency(h.count, h.percentile(0.5), h.percentile(0.99), h.total_us)
             for n, h in service.latency.items()
@@ -52,7 +52,7 @@ def server_stats(service: Service) -> m.ServerStats:
         still_mapped=service.instances.still_mapped(),
         reads=service.of_instances.reads.stats(),
         hits={
-            name: (min(asked, _MOST_TOKENS), min(found, _MOST_TOKENS))
+            name: (min(asked, _MOST), min(found, _MOST))
             for name, (asked, found) in layouts.hits.items()
         },
         tenants=directory.quotas.stats(directory.contents.placement.capacity()),

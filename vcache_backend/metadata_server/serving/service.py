@@ -135,8 +135,8 @@ class Service:
                 return m.Count(directory.avoid(client, id_)), ()
             case m.DropSegment(id_):
                 return self._drop_segment(id_), ()
-            case m.ListSegments(asked, found):
-                self.layouts.looked_up(client.id, asked, found)
+            case m.ListSegments():
+                self._count(client, request)
                 return m.Segments(directory.segment_infos()), ()
             case m.Stats():
                 return server_stats(self), ()
@@ -267,6 +267,13 @@ class Service:
         chunks = self.directory.drop_segment(id_)
         self.collect_dropped()
         return m.Dropped(chunks, id_ not in self.directory.segments)
+
+    def _count(self, client: Peer, request: m.ListSegments) -> None:
+        """Count what an instance has looked up and waited for."""
+        self.layouts.looked_up(client.id, request.asked, request.found)
+        counters = self.directory.counters
+        counters["awaited_tokens"] += request.awaited
+        counters["waited_milliseconds"] += request.waited_ms
 
     def _report(self, client: Peer, level: m.Level, text: str) -> m.Count:
         reported = self.reports.add(client, level, text)
