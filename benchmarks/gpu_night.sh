@@ -2,7 +2,7 @@
 # How to check on two GPUs: calls of at most nine minutes, the most important first. Rows go to $OUT/*.json as they are measured, the
 # output and the logs of instances to one file, $OUT/logs-CALL.tar.xz: a lent machine gives eight files back.
 #
-#   benchmarks/gpu_night.sh unpack FILE...   what benchmarks/gpu_pack.sh made: parts of vLLM 0.33 and LMCache 0.5.3 for a host that reaches no package registry
+#   benchmarks/gpu_night.sh unpack FILE...   what scripts/gpu_pack.sh made: parts of vLLM 0.33 and LMCache 0.5.3 for a host that reaches no package registry
 #   benchmarks/gpu_night.sh later CALL...    begin these calls in the background, one after the other, from a copy of this checkout
 #   benchmarks/gpu_night.sh fetch SECONDS    wait at most so long for them; copy what there is to $OUT
 #   benchmarks/gpu_night.sh CALL...          one after the other; A+B beside each other

@@ -5,7 +5,7 @@
 # rest, trimmed to what Hopper needs (FlashAttention 3 alone). All undefined torch symbols of these libraries are in torch 2.11.0's
 # (LMCache 0.5.6's are not). vLLM's own pin is torch 2.14; compiled and in place it ran beside 2.11 (2026-11-24).
 #
-#   benchmarks/gpu_pack.sh OUT_DIR     some 200 MiB in eight files into OUT_DIR; about 10 minutes on two busy cores, 2 GB of scratch
+#   scripts/gpu_pack.sh OUT_DIR     some 200 MiB in eight files into OUT_DIR; about 10 minutes on two busy cores, 2 GB of scratch
 #     deps.tar.xz    LMCache with its CUDA kernels, msgspec, pyzmq, ...       fa3.tar.xz    FlashAttention 3
 #     c.tar.xz.0, c.tar.xz.1   vLLM's CUDA extension, 61 MiB, in two pieces, since one call carries 64 MiB with the checkout
 #     moe.tar.xz     kernels of mixtures of experts, FlashMLA                 vllm.tar.xz   vLLM's Python code
