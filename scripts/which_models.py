@@ -34,6 +34,8 @@ HOW = {
     "refused": "refused",
     "not asked": "not asked",
 }
+INDEXER = {"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128}
+"""What DeepSeek V3.2 has and the defaults of V3's configuration, which is its own, have not."""
 _FITTING = re.compile(r"set engine\.chunk_size: (\d+)")
 
 
@@ -85,6 +87,7 @@ def _ask(name: str) -> dict[str, str]:
     from vcache_backend.config import from_dict
     from vcache_backend.integration.vllm.model import report
 
+    report.EngineArgs = _as_on_a_gpu
     with tempfile.TemporaryDirectory() as folder:
         config = _defaults(name)
         Path(folder, "config.json").write_text(json.dumps(config | {"architectures": [name]}))
@@ -100,6 +103,22 @@ def _ask(name: str) -> dict[str, str]:
     if found["refused"]:
         return {"how": "refused", "why": found["refused"], "layers": layers}
     return {"how": "in place" if found["in_place"] else "pool", "layers": layers}
+
+
+def _as_on_a_gpu(**given: Any) -> Any:
+    """vLLM's arguments. On a CPU vLLM has no prefix cache for MLA."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = EngineArgs(**given, enable_prefix_caching=True)
+    create = arguments.create_engine_config
+
+    def created() -> Any:
+        made = create()
+        made.cache_config.enable_prefix_caching = True
+        return made
+
+    arguments.create_engine_config = created
+    return arguments
 
 
 def _defaults(name: str) -> dict[str, Any]:
@@ -120,7 +139,8 @@ def _defaults(name: str) -> dict[str, Any]:
     for kind in kinds:
         made = _CONFIG_REGISTRY[kind] if kind in _CONFIG_REGISTRY else CONFIG_MAPPING[kind]
         defaults: dict[str, Any] = json.loads(made().to_json_string(use_diff=False))
-        return {"torch_dtype": "bfloat16"} | defaults | {"dtype": "bfloat16"}
+        more = INDEXER if name == "DeepseekV32ForCausalLM" else {}
+        return {"torch_dtype": "bfloat16"} | defaults | {"dtype": "bfloat16"} | more
     raise LookupError("neither vLLM nor transformers has a configuration for it")
 
 
