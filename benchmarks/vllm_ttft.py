@@ -153,6 +153,9 @@ PARTS: dict[str, Part] = {
         lambda it: latency.short_tax(it.fleet, it.clock, it.source),
         OURS,
     ),
+    "sparse": _few("sparse", cpu=False),
+    "sparse_fp8": _few("sparse_fp8", cpu=False),
+    "head": _few("head", cpu=False),
     "weights": Part(
         _trio(versions.KIND), lambda it: versions.measure(it.fleet, it.clock, it.source), OURS
     ),
@@ -164,6 +167,7 @@ APART = (
     ("pd",),
     ("tp2",),
     ("fp8", "mla", "ngram"),
+    ("sparse", "sparse_fp8", "head"),
     ("gemma3", "gptoss"),
     groups.STATES,
     ("short",),

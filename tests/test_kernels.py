@@ -105,18 +105,27 @@ def twin(kv: PagedKV) -> PagedKV:
     for copy, page in zip(copies, kv.pages, strict=True):
         copy.copy_(page)
     planes = np.array([(page.data_ptr(), page.stride(0)) for page in copies], dtype=np.int64)
-    return replace(kv, pages=tuple(copies), planes=planes)
+    others = tuple(twin(other) for other in kv.others)
+    return replace(kv, pages=tuple(copies), planes=planes, others=others)
+
+
+def pages(kv: PagedKV) -> list[Tensor]:
+    return [page for kind in kv.kinds for page in kind.pages]
 
 
 def run_kernel(
     kv: PagedKV, copy: CopyPlan, slots: list[Tensor], to_slot: bool, tuning: Tuning
 ) -> None:
-    table = np.empty((kernels.table_rows(kv, len(copy.blocks)), 3), dtype=np.int64)
-    aligned = kernels.fill_slots(
-        kv, copy, np.array([slot.data_ptr() for slot in slots], dtype=np.int64), table
+    addresses, count = (
+        np.array([slot.data_ptr() for slot in slots], dtype=np.int64),
+        len(copy.blocks),
     )
-    there = torch.from_numpy(table).to(kv.device)
-    kernels.launch(kv, len(copy.blocks), there, to_origin=to_slot, tuning=tuning, aligned=aligned)
+    for number, kind in enumerate(kv.kinds):
+        plan, begin = copy.of(kv, number)
+        table = np.empty((kernels.table_rows(kind, count), 3), dtype=np.int64)
+        aligned = kernels.fill_slots(kind, plan, addresses + begin, table)
+        there = torch.from_numpy(table).to(kv.device)
+        kernels.launch(kind, count, there, to_origin=to_slot, tuning=tuning, aligned=aligned)
 
 
 def launch(kv: PagedKV, rows: Int64s, origins: Int64s, to_origin: bool, tuning: Tuning) -> int:
@@ -156,15 +165,15 @@ def check(
             for i in range(slots)
         ]
         theirs = ours
-        for page in (*expected.pages, *found.pages):
+        for page in (*pages(expected), *pages(found)):
             page.fill_(POISON)
     (reference.gather if to_slot else reference.scatter)(
         expected, copy, [slot[shift : shift + nbytes] for slot in theirs]
     )
     run_kernel(found, copy, [slot[shift : shift + nbytes] for slot in ours], to_slot, tuning)
-    for mine, right in zip((*ours, *found.pages), (*theirs, *expected.pages), strict=True):
+    for mine, right in zip((*ours, *pages(found)), (*theirs, *pages(expected)), strict=True):
         assert torch.equal(mine, right)
-    changed = any(bool((mine != POISON).any()) for mine in (ours if to_slot else found.pages))
+    changed = any(bool((mine != POISON).any()) for mine in (ours if to_slot else pages(found)))
     assert changed == bool(copy.nbytes)
 
 
@@ -238,6 +247,22 @@ def test_the_kernel_equals_the_reference_for_several_block_tables(
     ids = np.random.default_rng(3).permutation(24)[:12]
     ids[[1, 4, 10]] = -1
     check(kv, plan_blocks(kv, 16, ids), 2, to_slot, SMALL)
+
+
+@TUNINGS
+@DIRECTIONS
+@DEVICE
+def test_the_kernel_equals_the_reference_for_pages_of_several_sizes(
+    to_slot: bool, tuning: Tuning, device: str
+) -> None:
+    """As DeepSeek V3.2 has them: latents and the indexer's keys. The third kind makes slots odd."""
+    sizes = (656, 132, 656, 132, 5)
+    caches = [
+        noise((12, 1, 4, size), torch.uint8, device, layer) for layer, size in enumerate(sizes)
+    ]
+    kv = PagedKV.describe(caches, 4)
+    assert [kind.page_bytes for kind in kv.kinds] == [4 * 656, 4 * 132, 4 * 5]
+    check(kv, some(kv, 5, first=1), 3, to_slot, tuning)
 
 
 @DEVICE

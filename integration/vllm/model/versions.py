@@ -1,5 +1,5 @@
 """The version of the weights: what stands for it in chunk keys, and how vLLM's engine tells its
-connectors that it changes. See docs/adr/0023."""
+connectors that it changes. See docs/adr/0024."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Resets:
         return cleared or not self._instance.over
 
     def change_version(self, version: bytes) -> None:
-        """Read and store chunks of this version from the next step on. See docs/adr/0023."""
+        """Read and store chunks of this version from the next step on. See docs/adr/0024."""
         if version == self._instance.version:
             return
         # If anything here raises, nobody finds what the next steps store.
