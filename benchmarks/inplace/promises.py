@@ -98,7 +98,9 @@ class Promising(Whole):
         def watched(request: Any, local: int) -> Any:
             began, answer = time.monotonic(), matched(request, local)
             tracked = half._requests.get(request.request_id)
-            if answer[0] is None and tracked is not None:
+            first = local // self.size.scale.chunk
+            # Who follows another request's load is held back by that.
+            if answer[0] is None and not half._waits.follows(tracked, first):
                 self._holds(request.request_id, tracked.wait, began)
             return answer
 
@@ -116,11 +118,12 @@ class Promising(Whole):
 
     def _holds(self, name: str, wait: Any, began: float) -> None:
         """vLLM asked for the request at the time `began`, and was told that it waits. Past its
-        bound one such answer asks the server, and the next one must end the wait."""
+        bound one such answer asks the server, and the next one must end the wait. A reset in
+        between drops the question."""
         if not wait.since or wait.over or began <= wait.until + waits.AGAIN_SECONDS:
             return
         self._overdue[name] += 1
-        self.told.outcomes.overdue += self._overdue[name] == 2
+        self.told.outcomes.overdue += self._overdue[name] == 3
 
 
 def wait_for_ever() -> None:
