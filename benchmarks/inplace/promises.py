@@ -27,8 +27,9 @@ of that; a step that computes its chunks is launched; some of them can be read."
 PROMISED = Size(TINY, families=8, chunks=12, at_once=4, tokens=72 * TINY.block, step=2 * TINY.chunk)
 """A prompt takes up to six steps. Four need more tokens than there are, so that some are
 preempted."""
-STEP_SECONDS = 0.02
-"""How much longer each step takes: as long as computing a prompt takes, others wait for it."""
+STEP_SECONDS, CHUNK_SECONDS = 0.02, 0.08
+"""How much longer each step takes, and how long every instance says that a chunk takes it: as what
+is measured between stops differs, they would seldom wait."""
 TOGETHER, WAVE_SECONDS = 0.8, 3.0
 """The share of the prompts that all instances ask for at the same time, and how long they do so."""
 STATE_SECONDS, STOPS = 2.0, 8
@@ -105,6 +106,7 @@ class Promising(Whole):
             return answer
 
         half.matched = watched
+        half._pace.chunk_seconds, half._pace.look = CHUNK_SECONDS, lambda: None
         count = half._waits._meter.waited
 
         def waited(end: str, *given: Any) -> None:
