@@ -24,7 +24,7 @@ from .whole import Size, Whole, live_on_gpu
 STATES = "looked up", "begun", "promised", "step launched", "published"
 """Of an owner's promise: its look-up has made it; its first step is planned; the server has heard
 of that; a step that computes its chunks is launched; some of them can be read."""
-PROMISED = Size(TINY, families=8, chunks=12, at_once=4, tokens=72 * TINY.block, step=2 * TINY.chunk)
+PROMISED = Size(TINY, families=6, chunks=12, at_once=4, tokens=72 * TINY.block, step=2 * TINY.chunk)
 """A prompt takes up to six steps. Four need more tokens than there are, so that some are
 preempted."""
 STEP_SECONDS, CHUNK_SECONDS = 0.02, 0.08
@@ -32,11 +32,11 @@ STEP_SECONDS, CHUNK_SECONDS = 0.02, 0.08
 is measured between stops differs, they would seldom wait."""
 TOGETHER, WAVE_SECONDS = 0.8, 3.0
 """The share of the prompts that all instances ask for at the same time, and how long they do so."""
-STATE_SECONDS, STOPS = 2.0, 8
+STATE_SECONDS, STOPS = 2.0, 20
 """How long it runs between two such stops, on average, and at which of them it dies."""
 DISTRUST_SECONDS = 1.0
 """How long nobody waits for an owner that was silent: shorter than usual, as all are often."""
-ABORTS, RESETS = 0.02, 0.001
+ABORTS, RESETS = 0.03, 0.001
 """The share of the steps behind which it does so."""
 
 
