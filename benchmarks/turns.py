@@ -200,7 +200,9 @@ def _reside(client: Client, path: Path, end: float, number: int) -> None:
     each, most = 16, m.MAX_PUBLISHED
     keys = [m.ChunkKey(key(n)[: -m.RANK_BYTES] + bytes(m.RANK_BYTES)) for n in range(m.MAX_KEYS)]
     instance, blocks = os.urandom(m.INSTANCE_BYTES), m.MAX_BLOCKS // 2
-    shape = m.CacheShape("host", "host", "x", 4096, 1, 1, 1, 16, 4096, [(0, 0)], [4096])
+    shape = m.CacheShape(
+        "host", "host", "x", [m.LayerKind(1, 1, 4096, 4096)], 1, 16, [(0, 0)], [4096]
+    )
     with (
         closing(Generations(instance, blocks)) as table,
         segment.create(Device("host", "host"), 4096) as memory,

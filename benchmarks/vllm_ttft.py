@@ -153,6 +153,9 @@ PARTS: dict[str, Part] = {
         lambda it: latency.short_tax(it.fleet, it.clock, it.source),
         OURS,
     ),
+    "sparse": _few("sparse", cpu=False),
+    "sparse_fp8": _few("sparse_fp8", cpu=False),
+    "head": _few("head", cpu=False),
 }
 """In the order in which they run. A part's number is the seed of its prompts, so new parts go to
 the end. Some are not for sharing in place: `restart`, since an instance's KV goes with it, and
@@ -161,6 +164,7 @@ APART = (
     ("pd",),
     ("tp2",),
     ("fp8", "mla", "ngram"),
+    ("sparse", "sparse_fp8", "head"),
     ("gemma3", "gptoss"),
     groups.STATES,
     ("short",),

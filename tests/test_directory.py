@@ -310,9 +310,6 @@ def test_room_for_one_large_chunk_is_not_made_of_any_number_of_small_ones(clock:
     assert len(directory) == MANY
 
 
-# ---- removal
-
-
 # ---- segments
 
 

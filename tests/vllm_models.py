@@ -125,21 +125,32 @@ def write_guessed(folder: Path, windowed: str = "", window: int = 0) -> Path:
     return _changed(write_model(folder, windowed, window), _first_layer_above_all)
 
 
-def write_eagle(folder: Path) -> Path:
-    """An EAGLE head of it: its first layer, for the token that comes next."""
+def write_eagle(folder: Path, repeat: int = 1) -> Path:
+    """An EAGLE head of it: its first layer, for the token that comes next.
+
+    repeat: how many KV heads it has for one of the model's, all equal."""
     import torch
+
+    def repeated(name: str, weight: Any) -> Any:
+        if ".k_proj." not in name and ".v_proj." not in name:
+            return weight
+        heads = weight.view(_KV_HEADS, _HEAD, _HIDDEN).repeat_interleave(repeat, 0)
+        return heads.reshape(-1, _HIDDEN).contiguous()
 
     def head(weights: dict[str, Any]) -> dict[str, Any]:
         layer = {
-            name.removeprefix("model."): one
+            name.removeprefix("model."): repeated(name, one)
             for name, one in weights.items()
             if ".layers.0." in name and "input_" not in name
         }
         return layer | {"fc.weight": torch.eye(_HIDDEN, 2 * _HIDDEN)}
 
-    return _changed(
-        write_model(folder), head, architectures=["EagleLlamaForCausalLM"], num_hidden_layers=1
-    )
+    kind = {
+        "architectures": ["EagleLlamaForCausalLM"],
+        "num_hidden_layers": 1,
+        "num_key_value_heads": repeat * _KV_HEADS,
+    }
+    return _changed(write_model(folder), head, **kind)
 
 
 def write_mtp(folder: Path) -> Path:

@@ -15,6 +15,7 @@ from ..processes import ROOT
 from .environment import on_one_gpu
 from .instances import KINDS, Spec
 from .scale import Scale
+from .weights import write_head
 
 BOTH = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 COMPILED_BY_RULE = {
@@ -73,6 +74,10 @@ def arguments(scale: Scale, spec: Spec, model: Path, integration: Integration) -
         given["scheduler_cls"] = f"{__package__}.scheduler.{spec.scheduler}"
     if spec.variant != "alone":
         given["kv_transfer_config"] = _transfer(scale, spec, integration)
+    if kind.head:
+        folder = write_head(model.with_name(f"{model.name}-head"), scale, kind.head)
+        guesses = {"method": "eagle", "model": str(folder), "num_speculative_tokens": 2}
+        given["speculative_config"] = guesses
     given |= kind.arguments
     return given
 

@@ -90,6 +90,16 @@ def write_model(folder: Path, scale: Scale) -> Path:
     return folder
 
 
+def write_head(folder: Path, scale: Scale, changes: dict[str, Any]) -> Path:
+    """A folder that vLLM takes for an EAGLE head of the Llama of this scale, with these changes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kind = {"architectures": ["EagleLlamaForCausalLM"], "num_hidden_layers": 1}
+    file, text = folder / "config.json", json.dumps(scale.model | kind | changes)
+    if not file.exists() or file.read_text() != text:
+        file.write_text(text)
+    return folder
+
+
 def _write_weights(path: Path, model: dict[str, Any]) -> None:
     """Random weights of a fixed seed, scaled so that attention matters and the output depends on
     every token.

@@ -125,8 +125,9 @@ def read_model(vllm_config: Any, kv_cache_config: Any, name: str) -> model_spec.
         tables = groups.read(kv_cache_config, 0)
     except LayoutError:
         return model
-    # MLA's ranks hold equal latents, but different states.
-    mla = model.use_mla and not tables.states
+    # MLA's ranks hold equal latents, but different states, and different heads of another draft.
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    mla = model.use_mla and not tables.states and (draft is None or draft.use_mla)
     return msgspec.structs.replace(model, use_mla=mla, extra=model.extra | {"groups": tables.text})
 
 

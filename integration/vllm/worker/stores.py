@@ -41,8 +41,9 @@ class Stores:
     """Runs in the worker's main thread. Only `fence` may raise."""
 
     def __init__(self, meter: Meter, at_once: bool = False) -> None:
-        """at_once: make the model's stream wait for every store. Models with states need it: vLLM
-        clears and copies a step's blocks before it tells us of the step.
+        """at_once: make the model's stream wait for every store. Models need it whose blocks vLLM
+        clears (`groups.clears`): it clears and copies a step's blocks before it tells us of the
+        step.
         """
         self._meter, self._at_once = meter, at_once
         self._session: Session | None = None
