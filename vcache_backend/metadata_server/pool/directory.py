@@ -80,7 +80,9 @@ class Directory(SegmentDirectory):
         in the pool."""
         own, whole = self.residents.of(request.instance), (1 << request.ranks) - 1
         stored = dict.fromkeys((key for key in keys if key not in own), 0)
-        for rank in range(request.ranks if len(self.contents.live) else 0):
+        if not len(self.contents.live):
+            return stored
+        for rank in range(request.ranks):
             parts = m.of_rank(list(stored), rank)
             live = self.contents.live.among(parts)
             for key, part in zip(stored, parts, strict=True):
