@@ -110,12 +110,15 @@ def test_layers_with_pages_of_several_sizes_move_together(
     chosen = plan_blocks(here, CHUNK, np.array([1, 9, 0, 2]), 1)
     assert copier.scatter(here, chosen, views(slots)).wait(10)
     # The other KV cache's blocks lie elsewhere in each kind of layers.
-    rows = [[0, 5 * BLOCK * 656, 8, 5 * BLOCK * 132], [0, 7 * BLOCK * 656, 6, 7 * BLOCK * 132]]
-    origins = np.array([[cache.data_ptr() for cache in by_kind]])
+    rows = [[0, 5 * BLOCK * 656, 8, 5 * BLOCK * 132], [1, 7 * BLOCK * 656, 6, 7 * BLOCK * 132]]
+    third = layers(device, 3)
+    both = by_kind, [third[layer] for layer in (0, 2, 1, 3, 4)]
+    origins = np.array([[cache.data_ptr() for cache in owner] for owner in both])
     assert copier.pull(here, np.array(rows), origins).wait(10)
-    for cache, old, source in zip(mine, before, caches, strict=True):
-        for block, there in ((9, 3), (0, 4), (2, 5), (8, 5), (6, 7)):
+    for cache, old, source, other in zip(mine, before, caches, third, strict=True):
+        for block, there in ((9, 3), (0, 4), (2, 5), (8, 5)):
             old[block] = source[there]
+        old[6] = other[7]
         assert torch.equal(cache, old)
     with pytest.raises(LayoutError, match="rows of 4 and origins of 5 planes are needed"):
         copier.pull(here, np.array(rows)[:, :3], origins)

@@ -4,6 +4,7 @@ Destinations are poisoned first.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from triton.runtime import interpreter
 from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool.copies import kernels, reference
 from vcache_backend.vram_pool.copies.kernels import Tuning
-from vcache_backend.vram_pool.copies.planner import CopyPlan, plan_blocks, plane_offsets
+from vcache_backend.vram_pool.copies.planner import CopyPlan, of_kinds, plan_blocks, plane_offsets
 from vcache_backend.vram_pool.paged import Int64s, PagedKV, Share
 from vcache_backend.vram_pool.slots import SlotView
 
@@ -393,6 +394,49 @@ def test_blocks_of_other_caches_come_to_the_places_that_rows_name(
         page.fill_(POISON)
     launch(reader, there.rows(chosen), there.origins, False, tuning)
     assert all(torch.equal(mine, right) for mine, right in zip(reader.pages, expected, strict=True))
+
+
+@DEVICE
+def test_each_kind_of_layers_has_its_part_of_one_table_aligned_as_the_kernel_takes_it_to_be(
+    device: str,
+) -> None:
+    """Two origins, whose blocks lie elsewhere in each kind of layers."""
+
+    def made(seed: int) -> PagedKV:
+        sizes = enumerate((656, 132, 5))
+        return PagedKV.describe(
+            [noise((9, 1, 4, size), torch.uint8, device, seed + at) for at, size in sizes], 4
+        )
+
+    owners_, reader = [made(10), made(20)], made(30)
+    expected, sizes = twin(reader), [4 * size for size in (656, 132, 5)]
+    rows = np.array(
+        [
+            [owner, block * sizes[0], place, block * sizes[1], block * sizes[2]]
+            for owner, block, place in ((0, 8, 2), (1, 3, 7), (1, 0, 0))
+        ]
+    )
+    origins = np.stack([np.concatenate([kind.planes[:, 0] for kind in kv.kinds]) for kv in owners_])
+    parts = kernels.table_parts(reader, 3, 2)
+    assert all(part.first % 2 == 0 for part in parts)
+    assert all(one.end <= other.first for one, other in itertools.pairwise(parts))
+    filled = np.empty((parts[-1].end, 3), dtype=np.int64)
+    aligned = [
+        kernels.fill_table(*kind, filled[part.first : part.end])
+        for part, kind in zip(parts, of_kinds(reader, rows, origins), strict=True)
+    ]
+    table = torch.from_numpy(filled).to(device)
+    for part, bits in zip(parts, aligned, strict=True):
+        there = table[part.first :]
+        kernels.launch(part.kv, 3, there, to_origin=False, tuning=SMALL, many=True, aligned=bits)
+    if device == "cpu":
+        reference.pull(expected, rows, origins)
+    else:
+        for (owner, _, place, *_), block in zip(rows.tolist(), (8, 3, 0), strict=True):
+            for mine, theirs in zip(pages(expected), pages(owners_[owner]), strict=True):
+                mine[place] = theirs[block]
+    for mine, right in zip(pages(reader), pages(expected), strict=True):
+        assert torch.equal(mine, right)
 
 
 @settings(max_examples=60)

@@ -821,3 +821,29 @@ def test_chunks_that_are_announced_are_waited_for(here: Node, pairs: Callable[..
     (answer,) = pair.b.answer()
     assert (cold.cached, answer.cached) == (0, HIT)
     assert answer.agrees(cold)
+
+
+@HERE
+def test_a_chat_in_turn_over_two_servers_hits_as_much_as_vllms_own_cache_of_one_server(
+    here: Node, pairs: Callable[..., Pair]
+) -> None:
+    """A state is where a step ended at a block's end, here as there."""
+    model = pairs(STATES, 0).model
+    few: dict[str, Any] = {
+        "model": model,
+        "block_size": CHUNK,
+        "max_num_batched_tokens": 8 * CHUNK,
+    }
+    alone = here.alone("chat-alone", **few)
+    servers = [here.connect(f"chat-{number}", **few) for number in range(2)]
+    choice, own, ours = random.Random(7), 0, 0
+    chats = [new_tokens(choice.randrange(100, 400)) for _ in range(4)]
+    for turn in range(5):
+        for number, said in enumerate(chats):
+            server = servers[(turn + number) % 2]
+            answer = alone.one(said, max_tokens=40)
+            own += answer.cached
+            ours += server.one(said, max_tokens=40).cached
+            server.ask("told")
+            chats[number] = said + answer.tokens + new_tokens(choice.randrange(20, 150))
+    assert ours >= 0.95 * own > 0, (ours, own)

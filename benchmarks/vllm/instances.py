@@ -18,8 +18,9 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     """What differs from the plain instance. model: its config, or with `over` what to change of the
     plain one. tiny: what to change of it on the CPU. block: tokens a KV block, 0: the scale's.
     states: vcache keeps states, and a chunk is one block, on the CPU of the scale's chunk.
-    value_bytes: of a number in the KV cache. arguments: of vLLM's `LLM`. environment: for its
-    processes. tensor_parallel: over how many GPUs."""
+    value_bytes: of a number in the KV cache. head: what is different in its EAGLE head; empty: it
+    has none. arguments: of vLLM's `LLM`. environment: for its processes. tensor_parallel: over how
+    many GPUs. settings: of vcache's configuration, `SECTION.KEY` by value."""
 
     model: dict[str, Any] = {}
     tiny: dict[str, Any] = {}
@@ -27,9 +28,11 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     block: int = 0
     states: bool = False
     value_bytes: int = 2
+    head: dict[str, Any] = {}
     arguments: dict[str, Any] = {}
     environment: dict[str, str] = {}
     tensor_parallel: int = 1
+    settings: dict[str, str] = {}
 
     @property
     def shares_code(self) -> bool:
@@ -122,8 +125,11 @@ KINDS = {
             }
         },
     ),
+    # An EAGLE head whose pages are twice as large as those of the model's layers.
+    "head": Kind(head={"num_key_value_heads": 16}, arguments=EAGER),
     # Where requests are many and short.
     "busy": Kind(arguments={"max_num_seqs": 128}),
+    "versions": Kind(settings={"connector.weights": "start"}),
 }
 
 
@@ -158,8 +164,10 @@ INSTANCES = {
     **_trio("mla"),
     **_trio("sparse"),
     **_trio("sparse_fp8"),
+    **_trio("head"),
     **_trio("ngram"),
     **_trio("busy"),
+    **_trio("versions"),
     **_trio("gemma3", alone=""),
     **_trio("gptoss", alone=""),
     **_trio("state_mamba2", alone="known"),

@@ -78,14 +78,6 @@ class CudaCompletion:
         return float(self._start.elapsed_time(self.end)) / 1000 if self.done() else None
 
 
-class _Launch(NamedTuple):
-    """The launch that copies the layers of one kind. first: its first row of the copy's table."""
-
-    kv: PagedKV
-    first: int
-    aligned: int
-
-
 class _Slots:
     """A copy between a KV cache and slots, which it keeps alive. Raises LayoutError."""
 
@@ -97,16 +89,14 @@ class _Slots:
         self.local = all(slot.local for slot in slots)
         self.host = any(slot.whole.device.type == "cpu" for slot in slots)
 
-    def fill(self, table: Int64s) -> list[_Launch]:
-        """Write the kernels' tables, one behind the other."""
-        launches, end = list[_Launch](), 0
+    def fill(self, table: Int64s, parts: Sequence[kernels.TablePart]) -> list[int]:
+        """Write the kernel's table for each kind of layers. Returns the alignments of the slots."""
+        found = []
         addresses = np.array([slot.address for slot in self._slots], dtype=np.int64)
-        for number, kind in enumerate(self.kv.kinds):
+        for number, (kind, first, end) in enumerate(parts):
             plan, begin = self._plan.of(self.kv, number)
-            first, end = end, end + kernels.table_rows(kind, self.blocks)
-            aligned = kernels.fill_slots(kind, plan, addresses + begin, table[first:end])
-            launches.append(_Launch(kind, first, aligned))
-        return launches
+            found.append(kernels.fill_slots(kind, plan, addresses + begin, table[first:end]))
+        return found
 
 
 class _Rows:
@@ -127,14 +117,16 @@ class _Rows:
         )
         self._rows, self._bases, self._keep = rows, origins, keep
 
-    def fill(self, table: Int64s) -> list[_Launch]:
-        """Write the kernels' tables, one behind the other."""
-        launches, end = list[_Launch](), 0
-        for kind, rows, bases in of_kinds(self.kv, self._rows, self._bases):
-            first, end = end, end + kernels.table_rows(kind, self.blocks, self.origins)
-            aligned = kernels.fill_table(kind, rows, bases, table[first:end])
-            launches.append(_Launch(kind, first, aligned))
-        return launches
+    def fill(self, table: Int64s, parts: Sequence[kernels.TablePart]) -> list[int]:
+        """Write the kernel's table for each kind of layers. Returns the alignments of the pages
+        that are read.
+        """
+        return [
+            kernels.fill_table(kind, rows, bases, table[first:end])
+            for (kind, rows, bases), (_, first, end) in zip(
+                of_kinds(self.kv, self._rows, self._bases), parts, strict=True
+            )
+        ]
 
 
 class CudaCopier:
@@ -224,7 +216,8 @@ class CudaCopier:
         tuning = kernels.tuning_for(
             local=job.local, host=job.host, max_ctas=0 if job.local else self.max_ctas
         )
-        size = sum(kernels.table_rows(kind, job.blocks, job.origins) for kind in kv.kinds)
+        parts = kernels.table_parts(kv, job.blocks, job.origins)
+        size = parts[-1].end
         start = torch.cuda.Event(enable_timing=True)
         # Launches go to the thread's current device. Work is queued by stream handle: torch's
         # stream contexts and copies would cost the host as much as the rest of a retrieve.
@@ -234,7 +227,7 @@ class CudaCopier:
             else nullcontext()
         ):
             table = self._table(size, side)
-            launches = job.fill(table.array[:size])
+            alignments = job.fill(table.array[:size], parts)
             current = torch.cuda.current_stream()
             try:
                 # Before the wait, so that the table travels while earlier work still computes.
@@ -244,15 +237,15 @@ class CudaCopier:
                 else:
                     self._driver.follow(side.cuda_stream, table.ready, current.cuda_stream)
                 start.record(side)
-                for launch in launches:
+                for part, aligned in zip(parts, alignments, strict=True):
                     kernels.launch(
-                        launch.kv,
+                        part.kv,
                         job.blocks,
-                        table.there[launch.first :],
+                        table.there[part.first :],
                         to_origin=to_origin,
                         many=job.origins > 1,
                         tuning=tuning,
-                        aligned=launch.aligned,
+                        aligned=aligned,
                         stream=side.cuda_stream,
                     )
                 end = torch.cuda.Event(enable_timing=True)
