@@ -30,9 +30,9 @@ preempted."""
 STEP_SECONDS, CHUNK_SECONDS = 0.02, 0.08
 """How much longer each step takes, and how long every instance says that a chunk takes it: as what
 is measured between stops differs, they would seldom wait."""
-TOGETHER, WAVE_SECONDS = 0.8, 3.0
+TOGETHER, WAVE_SECONDS = 0.8, 2.0
 """The share of the prompts that all instances ask for at the same time, and how long they do so."""
-STATE_SECONDS, STOPS = 2.0, 20
+STATE_SECONDS, STOPS = 2.0, 10
 """How long it runs between two such stops, on average, and at which of them it dies."""
 DISTRUST_SECONDS = 1.0
 """How long nobody waits for an owner that was silent: shorter than usual, as all are often."""
