@@ -94,7 +94,8 @@ class Promising(Whole):
         connector = self.engine.engine_core.engine_core.scheduler.connector
         half, matched = connector._scheduler, connector._scheduler.matched
         # vLLM has imported the connector by another name than this module would.
-        waits = self._waits = sys.modules[type(half._waits).__module__]
+        waits: Any = sys.modules[type(half._waits).__module__]
+        self._waits = waits
         waits.DISTRUST_SECONDS = DISTRUST_SECONDS
         if self._unbound:
             wait_for_ever(waits.Waits)
