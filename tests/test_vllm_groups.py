@@ -336,7 +336,7 @@ def test_a_state_is_as_many_chunks_as_its_blocks_take_and_is_wanted_where_the_hi
 @pytest.mark.parametrize(
     ("kind", "change"),
     [
-        ("ChunkedLocalAttentionSpec", "unset VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"),
+        ("ChunkedLocalAttentionSpec", "set VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE=0"),
         ("CrossAttentionSpec", "an encoder's output"),
         ("RSWASpec", "the KV cache is RSWASpec"),
         ("SinkFullAttentionSpec", "the KV cache is SinkFullAttentionSpec"),
