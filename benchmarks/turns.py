@@ -223,6 +223,18 @@ def _reside(client: Client, path: Path, end: float, number: int) -> None:
                 client.retract(instance, turn)
 
 
+def _promise(client: Client, path: Path, end: float, number: int) -> None:
+    """Promises the most chunks that are allowed, of one rank and of many, and what others have
+    promised; looks the same up; hangs up now and then."""
+    for turn in range(100):
+        if time.monotonic() > end:
+            return
+        keys = [key(10**13 + turn // 2 * m.MAX_KEYS + n) for n in range(m.MAX_KEYS)]
+        client.promise(turn, keys, 1 + 63 * (turn % 2), chunk_seconds=1e-9)
+        client.find(keys, promise=turn)
+        client.promise(turn - 1 if turn % 3 else turn, [])
+
+
 def _hello(client: Client, path: Path, end: float, number: int) -> None:
     """Connections that send half of a message and go."""
     link = ServerLink()
@@ -250,4 +262,5 @@ ATTACKS: dict[str, Callable[[Client, Path, float, int], None]] = {
     "clear": _clear,
     "hello": _hello,
     "reside": _reside,
+    "promise": _promise,
 }

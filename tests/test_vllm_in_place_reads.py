@@ -29,7 +29,7 @@ from vcache_backend.metadata_server.instances.publications import BLOCK_BYTES
 from vcache_backend.metadata_server.messages import MAX_BLOCKS
 from vcache_backend.resident import tables
 from vcache_backend.resident.generations import Generations
-from vcache_backend.transfer import outbox
+from vcache_backend.transfer import publisher
 
 __all__ = ["here"]
 pytestmark = pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here")
@@ -98,7 +98,7 @@ def test_what_a_server_had_no_room_for_is_shared_once_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was computed by then, too."""
-    monkeypatch.setattr(outbox, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(publisher, "SLOWEST_SECONDS", 0.2)
     monkeypatch.setattr(tables, "RETRY_SECONDS", 0.05)
     with scheduling(tmp_path) as here, engines(here, shown=True) as make, here.client() as client:
         with ExitStack() as crowd:

@@ -80,7 +80,8 @@ def report(name: str, settings: Config) -> dict[str, Any]:
             "refused": "the model keeps nothing of its tokens: no setting changes that"
         }
     (kv_cache,) = get_kv_cache_configs(vllm_config, [specs], [1 << 50])
-    model = compat.read_model(vllm_config, kv_cache, settings.connector.model)
+    connector = settings.connector
+    model = compat.read_model(vllm_config, kv_cache, connector.model, bool(connector.weights))
     settings = exportable.decide(settings, vllm_config, kv_cache, model)
     in_place = settings.connector.share == "in_place"
     refused = compat.refusal(vllm_config, kv_cache, model, settings)
