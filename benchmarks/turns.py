@@ -216,7 +216,7 @@ def _reside(client: Client, path: Path, end: float, number: int) -> None:
             client.publish(
                 instance, turn, keys[start : start + most], numbers, os.urandom(8 * most * each)
             )
-            client.find(keys)
+            client.find(m.Find(keys))
             if turn % 50 == 49:
                 client.retract(instance, turn)
 

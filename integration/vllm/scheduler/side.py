@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from array import array
+from bisect import bisect
 from collections.abc import Set as AbstractSet
 from itertools import count, dropwhile
 from math import inf
@@ -34,6 +35,7 @@ from .load_specs import LoadSpecs
 from .lookups import Lookups
 from .promises import OwnPromises, Pace
 from .resets import Resets
+from .steps import Steps
 from .tracked import StoreState, Tracked
 from .waits import Waits
 
@@ -102,6 +104,7 @@ class SchedulerSide:
         self.lookups = Lookups(instance, self._size, meter, self._groups.parts)
         self._specs = LoadSpecs(config, stores, self._groups, instance)
         self._pace, self._numbers = Pace(), count(1)
+        self._steps = Steps(self._requests, bool(vllm_config.scheduler_config.async_scheduling))
         step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self._promises = OwnPromises(
             config, instance, self.lookups, self._pace, self._hashes, step_tokens
@@ -144,7 +147,9 @@ class SchedulerSide:
         if lacking < 0 or not tracked.loads or self._resets.clearing or self._has(request, lacking):
             return
         if self.lookups.name(tracked, chunks):
-            self.lookups.send(tracked, 0, chunks)
+            ends = range(self._size - 1, tokens, self._size)
+            first = bisect(ends, False, key=lambda token: not self._has(request, token))
+            self.lookups.send(tracked, first, chunks)
 
     def matched(self, request: Any, local: int) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded after the first `local`, which vLLM has, and whether
@@ -232,6 +237,7 @@ class SchedulerSide:
                 self._waits.over(self._requests[request_id])
                 self._promises.begun(self._requests[request_id], computed)
         self._pace.look()
+        self._steps.planned(output.num_scheduled_tokens)
         if self.publications is not None:
             self.publications.planned()
         if self.victims is not None:
@@ -370,6 +376,10 @@ class SchedulerSide:
         if waits.follows(tracked, first) or waits.pauses(tracked, first, chunks):
             return None
         answer = self.lookups.find(tracked, first, chunks)
+        hit = max(answer.hits, answer.comes_to) - first
+        settled = tracked.params.announced or tracked.wait.since
+        if not settled and self._steps.compute(hit, self._pace.chunk_seconds):
+            return 0
         if waits.holds(tracked, answer, chunks):
             return None
         external = min(answer.hits * self._size, most) - local
