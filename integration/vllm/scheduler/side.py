@@ -146,9 +146,9 @@ class SchedulerSide:
         lacking = tokens - self._least
         if lacking < 0 or not tracked.loads or self._resets.clearing or self._has(request, lacking):
             return
-        if self.lookups.name(tracked, chunks):
-            ends = range(self._size - 1, tokens, self._size)
-            first = bisect(ends, False, key=lambda token: not self._has(request, token))
+        ends = range(self._size - 1, tokens, self._size)
+        first = bisect(ends, False, key=lambda token: not self._has(request, token))
+        if not self._computes(tracked, chunks - first) and self.lookups.name(tracked, chunks):
             self.lookups.send(tracked, first, chunks)
 
     def matched(self, request: Any, local: int) -> tuple[int | None, bool]:
@@ -370,20 +370,27 @@ class SchedulerSide:
         ):
             return 0
         most, chunks = self._loadable(tracked.request)
-        if most - local < self._least or not self.lookups.name(tracked, chunks):
-            return 0
         first, waits = local // self._size, self._waits
+        if (
+            most - local < self._least
+            or self._computes(tracked, chunks - first)
+            or not self.lookups.name(tracked, chunks)
+        ):
+            return 0
         if waits.follows(tracked, first) or waits.pauses(tracked, first, chunks):
             return None
         answer = self.lookups.find(tracked, first, chunks)
-        hit = max(answer.hits, answer.comes_to) - first
-        settled = tracked.params.announced or tracked.wait.since
-        if not settled and self._steps.compute(hit, self._pace.chunk_seconds):
+        if self._computes(tracked, max(answer.hits, answer.comes_to) - first):
             return 0
         if waits.holds(tracked, answer, chunks):
             return None
         external = min(answer.hits * self._size, most) - local
         return external if external >= self._least else 0
+
+    def _computes(self, tracked: Tracked, chunks: int) -> bool:
+        """Whether the request computes so many chunks rather than load them or wait for them."""
+        settled = tracked.params.announced or tracked.wait.since
+        return not settled and self._steps.compute(chunks, self._pace.chunk_seconds)
 
     def _stands(self, tracked: Tracked, load: LoadSpec, first: int) -> None:
         """Mark chunks that need no store because the load brings them. first: the number of the
