@@ -7,7 +7,7 @@ BIN := .venv/bin
 CODE := vcache_backend benchmarks
 ARGS ?=
 # Three files of tests at a time, long ones first: many wait for other processes. BESIDE= runs one after the other.
-BESIDE ?= --numprocesses 3 --dist loadfile --no-loadscope-reorder
+BESIDE ?= --forks 3
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*  ## /  make \1\t/p' Makefile | expand -t 16
@@ -34,7 +34,7 @@ outside: setup  ## vLLM's own tests, from its source archive (network), with vca
 check: setup  ## lint, formatting and strict types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy --strict $(CODE)
+	@$(BIN)/mypy --strict --num-workers 2 $(CODE)
 
 format: setup  ## put the code in its one format, repair what lint can repair
 	@$(BIN)/ruff check --fix .

@@ -2,7 +2,7 @@
 # How to check on two GPUs: calls of at most nine minutes, the most important first. Rows go to $OUT/*.json as they are measured, the
 # output and the logs of instances to one file, $OUT/logs-CALL.tar.xz: a lent machine gives eight files back.
 #
-#   benchmarks/gpu_night.sh unpack FILE...   what benchmarks/gpu_pack.sh made: parts of vLLM 0.33 and LMCache 0.5.3 for a host that reaches no package registry
+#   benchmarks/gpu_night.sh unpack FILE...   what scripts/gpu_pack.sh made: parts of vLLM 0.33 and LMCache 0.5.3 for a host that reaches no package registry
 #   benchmarks/gpu_night.sh later CALL...    begin these calls in the background, one after the other, from a copy of this checkout
 #   benchmarks/gpu_night.sh fetch SECONDS    wait at most so long for them; copy what there is to $OUT
 #   benchmarks/gpu_night.sh CALL...          one after the other; A+B beside each other
@@ -12,6 +12,9 @@
 #   speed    in place and through a pool: async_ttft, the scheduler's time, in place misses         7 minutes; nothing beside it
 #   short    short_tax in place                                                                     4 minutes; nothing beside it
 #   models   through a pool: Gemma 3, gpt-oss, Granite 4, LFM 2, Qwen3-Next; fp8, MLA, n-gram, tensor parallel 2   7 minutes
+#   sparse   pages of several sizes, in place and through a pool, with controls: an EAGLE head with other KV heads (*_equal_head), and a
+#            DeepSeek V3.2 shape (*_equal_sparse*; unpack gemm.tar.xz last; needs nvcc)             6 minutes
+#   which    how each text generation model of vLLM's registry is cached (docs/vllm/models.md); beside anything   6 minutes
 #   death    whole vLLMs paused, stopped, starved and killed, in place and through a pool, with controls   5 minutes
 #   campaign live KV caches of two vLLMs, read by others while they are used again: CAMPAIGN_SECONDS=440, its control half of it   12 minutes
 #   promises whole vLLMs that wait for what others compute, stopped and killed in every state of a promise, with a control   7 minutes
@@ -83,6 +86,7 @@ if calls not in ("tests", "copies"):
 if not tiny and "vllm" in names:
     names += ["vllm._C_stable_libtorch", "vllm.vllm_flash_attn._vllm_fa3_C"]
 names += ["lmcache"] if "equal" in calls or "lmcache" in calls else []
+names += ["vllm.third_party.deep_gemm"] if "sparse" in calls and not tiny else []
 names += ["vllm_router.launch_router", "vllm_router_rs"] if "routed" in calls else []
 problems = []
 for name in names:
@@ -135,6 +139,15 @@ models() {
   ttft modes 550 fp8,mla,ngram,tp2 --integration vllm --scale beside --rounds 3 &
   wait
 }
+sparse() {
+  # DeepGEMM compiles its kernels when they are first used.
+  local nvcc; nvcc=$(command -v nvcc || ls /usr/local/cuda/bin/nvcc 2> /dev/null)
+  export CUDA_HOME=${CUDA_HOME:-${nvcc%/bin/nvcc}}
+  ttft sparse_in_place 400 head,sparse,sparse_fp8 "${in_place[@]}" --scale beside &
+  ttft sparse_pool 400 head,sparse,sparse_fp8 --integration vllm --scale beside &
+  wait
+}
+which() { timeout $((until - SECONDS)) "$python" scripts/which_models.py run "$out/which_models.json" > "$logs/which.txt" 2>&1; echo "== which: rc $?"; }
 death() {
   bench death 180 inplace --level death &
   bench death_pool 180 inplace --level death_pool &
@@ -164,7 +177,7 @@ ranks() { served ranks "${ARMS:-alone_dp:turn,inplace_dp:turn}" "${WORKLOADS:-ch
 
 for beside in "$@"; do
   for call in ${beside//+/ }; do
-    [[ " tests equal speed short models death campaign promises copies lmcache decode serving routed ranks " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
+    [[ " tests equal speed short models sparse which death campaign promises copies lmcache decode serving routed ranks " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
     "$call" &
   done
   wait

@@ -200,7 +200,9 @@ def _reside(client: Client, path: Path, end: float, number: int) -> None:
     each, most = 16, m.MAX_PUBLISHED
     keys = [m.ChunkKey(key(n)[: -m.RANK_BYTES] + bytes(m.RANK_BYTES)) for n in range(m.MAX_KEYS)]
     instance, blocks = os.urandom(m.INSTANCE_BYTES), m.MAX_BLOCKS // 2
-    shape = m.CacheShape("host", "host", "x", 4096, 1, 1, 1, 16, 4096, [(0, 0)], [4096])
+    shape = m.CacheShape(
+        "host", "host", "x", [m.LayerKind(1, 1, 4096, 4096)], 1, 16, [(0, 0)], [4096]
+    )
     with (
         closing(Generations(instance, blocks)) as table,
         segment.create(Device("host", "host"), 4096) as memory,
@@ -219,6 +221,18 @@ def _reside(client: Client, path: Path, end: float, number: int) -> None:
             client.find(m.Find(keys))
             if turn % 50 == 49:
                 client.retract(instance, turn)
+
+
+def _promise(client: Client, path: Path, end: float, number: int) -> None:
+    """Promises the most chunks that are allowed, of one rank and of many, and what others have
+    promised; looks the same up; hangs up now and then."""
+    for turn in range(100):
+        if time.monotonic() > end:
+            return
+        keys = [key(10**13 + turn // 2 * m.MAX_KEYS + n) for n in range(m.MAX_KEYS)]
+        client.promise(turn, keys, 1 + 63 * (turn % 2), chunk_seconds=1e-9)
+        client.find(m.Find(keys, promise=turn))
+        client.promise(turn - 1 if turn % 3 else turn, [])
 
 
 def _hello(client: Client, path: Path, end: float, number: int) -> None:
@@ -248,4 +262,5 @@ ATTACKS: dict[str, Callable[[Client, Path, float, int], None]] = {
     "clear": _clear,
     "hello": _hello,
     "reside": _reside,
+    "promise": _promise,
 }

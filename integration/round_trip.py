@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -71,12 +72,13 @@ def round_trip(kv: PagedKV, copier: Copier, view: SlotView, chunk_size: int) -> 
     thread; nothing else may use the KV cache meanwhile. Its bytes are always restored, on the
     current stream. The slot's bytes are overwritten."""
     count = min(kv.blocks_in(chunk_size), kv.num_blocks)
+    pages = [page for kind in kv.kinds for page in kind.pages]
     try:
-        saved = [page[: count + 1].clone() for page in kv.pages]
+        saved = [page[: count + 1].clone() for page in pages]
         try:
             wrong = _there_and_back(kv, copier, view, chunk_size, saved, count)
         finally:
-            for page, bytes_ in zip(kv.pages, saved, strict=True):
+            for page, bytes_ in zip(pages, saved, strict=True):
                 page[: count + 1].copy_(bytes_)
         late = f"the device did not finish the byte round trip's work in {COPY_SECONDS:g} s"
         return wrong or (None if _settled(kv.device) else late)
@@ -93,37 +95,47 @@ def _there_and_back(
     count: int,
 ) -> str | None:
     generator = torch.Generator(kv.device).manual_seed(20)
-    shape = (count, kv.page_bytes)
+    pages = [page for kind in kv.kinds for page in kind.pages]
     patterns = [
-        torch.randint(256, shape, dtype=torch.uint8, generator=generator, device=kv.device)
-        for _ in kv.pages
+        torch.randint(
+            256, page[:count].shape, dtype=torch.uint8, generator=generator, device=kv.device
+        )
+        for page in pages
     ]
-    for page, pattern in zip(kv.pages, patterns, strict=True):
+    for page, pattern in zip(pages, patterns, strict=True):
         page[:count] = pattern
     # Last block first, so that a copy that ignores block ids is seen.
     ids = np.arange(count - 1, -1, -1)
     copy = plan_blocks(kv, chunk_size, ids)
     if not _over(copier.gather(kv, copy, [view])):
         return f"gathering a chunk took longer than {COPY_SECONDS:g} s"
-    blocks = kv.blocks_in(chunk_size)
-    there = view.tensor[: kv.chunk_bytes(chunk_size)].view(
-        kv.layers, blocks, kv.parts, kv.page_bytes
-    )
-    for plane, pattern in enumerate(patterns):
-        layer, part = divmod(plane, kv.parts)
-        wrong = _difference(kv, plane, pattern, there[layer, :count, part].flip(0).to(kv.device))
+    gathered = _in_slot(kv, view, chunk_size, count)
+    for plane, (pattern, there) in enumerate(zip(patterns, gathered, strict=True)):
+        wrong = _difference(kv, plane, pattern, there.flip(0).to(kv.device))
         if wrong:
             return f"gathered wrongly into the pool: {wrong}"
-    for page, pattern in zip(kv.pages, patterns, strict=True):
+    for page, pattern in zip(pages, patterns, strict=True):
         page[:count] = ~pattern
     if not _over(copier.scatter(kv, copy, [view])):
         return f"scattering a chunk took longer than {COPY_SECONDS:g} s"
-    for plane, (page, pattern, before) in enumerate(zip(kv.pages, patterns, saved, strict=True)):
+    for plane, (page, pattern, before) in enumerate(zip(pages, patterns, saved, strict=True)):
         expected = torch.cat([pattern, before[count:]])
         wrong = _difference(kv, plane, expected, page[: count + 1])
         if wrong:
             return f"scattered wrongly from the pool: {wrong}"
     return None
+
+
+def _in_slot(kv: PagedKV, view: SlotView, chunk_size: int, count: int) -> Iterator[torch.Tensor]:
+    """The first `count` blocks of a chunk, plane by plane."""
+    blocks, begin = kv.blocks_in(chunk_size), 0
+    for kind in kv.kinds:
+        end = begin + kind.chunk_bytes(chunk_size)
+        chunk = view.tensor[begin:end].view(kind.layers, blocks, kind.parts, kind.page_bytes)
+        for plane in range(len(kind.planes)):
+            layer, part = divmod(plane, kind.parts)
+            yield chunk[layer, :count, part]
+        begin = end
 
 
 def _difference(kv: PagedKV, plane: int, expected: torch.Tensor, found: torch.Tensor) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+pytest_plugins = ["forks"]
+
 # Machines here are slow at times; a slow example is no failure, a slow test is (`timeout` in
 # pyproject.toml).
 settings.register_profile(
@@ -22,6 +25,10 @@ settings.register_profile(
 )
 settings.load_profile("vcache")
 
+
+# Tests start hundreds of Pythons: each would compile all that it imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # A shell that starts pytest in the background has it ignore SIGINT, and so would every process that
 # a test starts and sends it to.

@@ -39,12 +39,9 @@ def shape(blocks: int = 64, regions: int = 1, device: str = "host") -> m.CacheSh
         device,
         "host",
         "tokens heads",
-        PAGE,
-        2,
-        2,
+        [m.LayerKind(2, 2, PAGE, PAGE)],
         blocks,
         16,
-        PAGE,
         planes,
         [4 * blocks * PAGE] * regions,
     )

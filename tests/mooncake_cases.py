@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -22,7 +21,6 @@ from vcache_backend.config import MooncakeConfig
 from vcache_backend.offload.client import OffloadProcess
 from vcache_backend.offload.verbs import STORED, StoreDown
 
-BIN = Path(sys.executable).parent
 MIB = 1 << 20
 MISSING = missing()
 needs_mooncake = pytest.mark.skipif(bool(MISSING), reason=MISSING or "Mooncake is here")

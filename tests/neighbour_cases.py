@@ -183,7 +183,7 @@ def read(
 def pull(
     neighbour: Neighbour, cache: SharedCache, block: int, into: int, copier: Copier
 ) -> Completion:
-    rows = np.array([[0, block * neighbour.shape.stride, into]], dtype=np.int64)
+    rows = np.array([[0, block * neighbour.shape.kinds[0].stride, into]], dtype=np.int64)
     return copier.pull(cache.kv, rows, neighbour.bases[None], keep=neighbour)
 
 

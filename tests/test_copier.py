@@ -70,6 +70,60 @@ def test_a_chunk_is_layers_of_blocks_of_parts() -> None:
     assert torch.equal(slots[0], torch.cat(expected))
 
 
+COPIERS = pytest.mark.parametrize(
+    ("device", "make"),
+    [("cpu", HostCopier), pytest.param("cuda", lambda: CudaCopier(0), marks=pytest.mark.gpu)],
+    ids=["host", "cuda"],
+)
+
+
+def layers(device: str, seed: int) -> list[Tensor]:
+    """Latents and indexer's keys in turn, as DeepSeek V3.2 has them, and one more key."""
+    random_ = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(256, (12, 1, BLOCK, size), generator=random_).to(torch.uint8).to(device)
+        for size in (656, 132, 656, 132, 132)
+    ]
+
+
+@COPIERS
+def test_layers_with_pages_of_several_sizes_move_together(
+    device: str, make: Callable[[], Copier]
+) -> None:
+    """A chunk is the layers of the first size, then those of the second, out of a slot and out of
+    another KV cache, both at any block."""
+    caches, copier = layers(device, 1), make()
+    kv, ids = PagedKV.describe(caches, BLOCK), [7, 3, 4, 5]
+    copier.prepare(kv)
+    copy, slots = plan_blocks(kv, CHUNK, np.array(ids)), slots_of(kv, 2, device)
+    assert copier.gather(kv, copy, views(slots)).wait(10)
+    by_kind = [caches[layer] for layer in (0, 2, 1, 3, 4)]
+    expected = [
+        torch.cat([raw(cache[block]) for cache in by_kind for block in blocks])
+        for blocks in ((7, 3), (4, 5))
+    ]
+    assert all(torch.equal(slot, right) for slot, right in zip(slots, expected, strict=True))
+    assert copy.nbytes == 2 * len(expected[0])
+
+    mine = layers(device, 2)
+    before, here = [cache.clone() for cache in mine], PagedKV.describe(mine, BLOCK)
+    chosen = plan_blocks(here, CHUNK, np.array([1, 9, 0, 2]), 1)
+    assert copier.scatter(here, chosen, views(slots)).wait(10)
+    # The other KV cache's blocks lie elsewhere in each kind of layers.
+    rows = [[0, 5 * BLOCK * 656, 8, 5 * BLOCK * 132], [1, 7 * BLOCK * 656, 6, 7 * BLOCK * 132]]
+    third = layers(device, 3)
+    both = by_kind, [third[layer] for layer in (0, 2, 1, 3, 4)]
+    origins = np.array([[cache.data_ptr() for cache in owner] for owner in both])
+    assert copier.pull(here, np.array(rows), origins).wait(10)
+    for cache, old, source, other in zip(mine, before, caches, third, strict=True):
+        for block, there in ((9, 3), (0, 4), (2, 5), (8, 5)):
+            old[block] = source[there]
+        old[6] = other[7]
+        assert torch.equal(cache, old)
+    with pytest.raises(LayoutError, match="rows of 4 and origins of 5 planes are needed"):
+        copier.pull(here, np.array(rows)[:, :3], origins)
+
+
 # ---- what is refused
 
 
@@ -77,13 +131,6 @@ def request(device: str = "cpu") -> tuple[PagedKV, CopyPlan, list[Tensor]]:
     kv = PagedKV.describe(tensors(device), BLOCK)
     copy = plan_blocks(kv, CHUNK, np.array([7, 3, 4, 5]))
     return kv, copy, slots_of(kv, 2, device)
-
-
-COPIERS = pytest.mark.parametrize(
-    ("device", "make"),
-    [("cpu", HostCopier), pytest.param("cuda", lambda: CudaCopier(0), marks=pytest.mark.gpu)],
-    ids=["host", "cuda"],
-)
 
 
 @COPIERS

@@ -15,6 +15,7 @@ from engine_cases import (
     fresh,
     get,
     pair,
+    prompt_node,
     put,
     said,
     shared,
@@ -36,7 +37,7 @@ from processes import SECONDS, eventually
 from vcache_backend import status
 from vcache_backend.transfer import store
 
-__all__ = ["folder", "fresh", "pair", "shared"]
+__all__ = ["folder", "fresh", "pair", "prompt_node", "shared"]
 
 
 # ---- the bytes
@@ -102,11 +103,11 @@ def test_a_tail_shorter_than_a_chunk_is_not_stored(pair: Pair) -> None:
 
 
 def test_a_prompt_that_is_looked_up_and_then_retrieved_counts_once_in_the_hit_rate(
-    shared: Node,
+    prompt_node: Node,
 ) -> None:
-    pair, tokens = Pair(shared), prompt(4 * CHUNK, 4)
+    pair, tokens = Pair(prompt_node), prompt(4 * CHUNK, 4)
     put(pair.writer, pair.mine, tokens[: 3 * CHUNK])
-    with shared.client() as asks:
+    with prompt_node.client() as asks:
         asked, found = status.tokens(asks.stats())
         assert pair.reader.lookup(tokens) == get(pair.reader, pair.theirs, tokens) == 3 * CHUNK
         eventually(lambda: status.tokens(asks.stats()) == (asked + 4 * CHUNK, found + 3 * CHUNK))

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 from types import SimpleNamespace
@@ -25,7 +24,7 @@ import pytest
 import yaml
 from mooncake_cases import needs_mooncake
 from processes import ROOT, SECONDS, Child, eventually
-from vllm_cases import forking, missing
+from vllm_cases import beside_vllm, forking, missing
 
 from benchmarks.processes import free_ports
 from vcache_backend import config as configuration
@@ -37,9 +36,6 @@ PLAIN = ROOT / "configs" / "lmcache-vcache.yaml"
 DOCS = ROOT / "docs" / "lmcache.md"
 EXAMPLE = ROOT / "examples" / "two_vllm_instances.py"
 NEEDS_VLLM = pytest.mark.skipif(bool(missing()), reason=missing() or "vLLM is here")
-NEEDS_LMCACHE = pytest.mark.skipif(
-    find_spec("lmcache") is None, reason="needs lmcache (requirements/vllm-cpu.txt)"
-)
 EXAMPLE_SECONDS = 400.0
 STORE = [sys.executable, "-m", "vcache_backend.cli", "mooncake", "--segment", "64MiB"]
 STORE_DOCS = ROOT / "docs" / "mooncake.md"
@@ -82,24 +78,22 @@ def test_the_plugin_has_nothing_against_it() -> None:
     assert list(checks.remarks(plain, replace(INSTANCE, load_failure_policy="fail"))) != []
 
 
-LOADED = """
-import json, sys
-from lmcache.v1.config import LMCacheEngineConfig
+def _loaded(_: object, file: str) -> dict[str, Any]:
+    """What LMCache reads in a file."""
+    from lmcache.v1.config import LMCacheEngineConfig
 
-config = LMCacheEngineConfig.from_file(sys.argv[1])
-config.validate()
-print(json.dumps(json.loads(config.to_json())))
-"""
+    config = LMCacheEngineConfig.from_file(file)
+    config.validate()
+    read: dict[str, Any] = json.loads(config.to_json())
+    return read
 
 
-@NEEDS_LMCACHE
-def test_lmcache_reads_it_as_it_is_meant() -> None:
-    command = [sys.executable, "-W", "ignore", "-c", LOADED, str(PLAIN)]
-    with Child(command, LMCACHE_TRACK_USAGE="false") as child:
-        status, said = child.wait()
-    assert status == 0, said
-    assert "Unknown configuration key" not in said
-    written, read = yaml.safe_load(PLAIN.read_text()), json.loads(said.strip().splitlines()[-1])
+@NEEDS_VLLM
+def test_lmcache_reads_it_as_it_is_meant(tmp_path: Path) -> None:
+    with beside_vllm(tmp_path / "log") as worker:
+        read = worker.ask(_loaded, str(PLAIN))
+        assert "Unknown configuration key" not in worker.log
+    written = yaml.safe_load(PLAIN.read_text())
     assert {key: read[key] for key in written} == written
 
 

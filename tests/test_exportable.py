@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import MIB, NOTHING, FakeCuda
-from processes import IMPORT_SECONDS, SECONDS, script
+from processes import SECONDS, Worker, script, with_torch
 from torch.overrides import TorchFunctionMode
 
 from vcache_backend import config
@@ -90,21 +90,21 @@ print(hashlib.sha256(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ)[:]).hexdigest())
     assert whole[: cache.nbytes] == cache.contiguous().view(torch.uint8).numpy().tobytes()
 
 
+def _written_by_a_child(_: object) -> tuple[int, int]:
+    """The exit status of a forked child that writes to the memory, and what the memory holds."""
+    memory = HostExportable()
+    with memory.context():
+        cache = torch.zeros(4096, dtype=torch.int8)
+    child = os.fork()
+    if child == 0:
+        cache.fill_(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1], int(cache.sum())
+
+
 def test_a_forked_child_cannot_write_vllms_memory() -> None:
-    text = """
-import os, torch
-from vcache_backend.vram_pool.exports.host_memory import HostExportable
-memory = HostExportable()
-with memory.context():
-    cache = torch.zeros(4096, dtype=torch.int8)
-child = os.fork()
-if child == 0:
-    cache.fill_(1)
-    os._exit(0)
-print(os.waitpid(child, 0)[1], int(cache.sum()))
-"""
-    with script(text) as parent:
-        assert parent.wait(IMPORT_SECONDS) == (0, f"{signal.SIGSEGV.value} 0\n")
+    with Worker(with_torch(), object) as parent:
+        assert parent.ask(_written_by_a_child) == (signal.SIGSEGV.value, 0)
 
 
 @pytest.mark.parametrize("asked", [True, False], ids=["", "where the kernel cannot be asked"])

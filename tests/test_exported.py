@@ -16,7 +16,7 @@ from neighbour_cases import EACH, HOST, NAMESPACE, SharedCache, instance
 from processes import PATIENT, QUICK, Stage, eventually
 
 from vcache_backend.errors import LayoutError
-from vcache_backend.metadata_server.messages import CacheShape, InstanceStats
+from vcache_backend.metadata_server.messages import CacheShape, InstanceStats, LayerKind
 from vcache_backend.resident.generations import Generations
 from vcache_backend.resident.own_cache import OwnCache, cache_shape, check_shape
 from vcache_backend.vram_pool.devices import Device
@@ -45,8 +45,7 @@ def test_the_shape_says_where_every_plane_begins(cache: SharedCache, shape: Cach
     kv = cache.kv
     expected = ("host", "host", kv.name, 16)
     assert (shape.device, shape.medium, shape.layout, shape.block_size) == expected
-    expected = (3, 2, 24, 2048, 2048)
-    assert (shape.layers, shape.parts, shape.num_blocks, shape.page_bytes, shape.stride) == expected
+    assert (shape.kinds, shape.num_blocks) == ([LayerKind(3, 2, 2048, 2048)], 24)
     assert shape.regions == [64 + 2 * cache.layer_bytes, 64 + cache.layer_bytes]
     part = cache.layer_bytes // 2
     # Layers 0 and 2 lie in the first region, in the order in which `SharedCache` puts them.
@@ -110,11 +109,15 @@ def test_what_was_shown_can_be_read_into_a_cache_of_the_same_layout_and_another_
     ("changes", "message"),
     [
         ({"layout": "other"}, "its KV cache has layout other, here part2"),
-        ({"page_bytes": 1024, "layers": 4}, "bytes a page 1024, here 2048; layers 4, here 3"),
+        (
+            {"kinds": [LayerKind(4, 2, 1024, 2048)]},
+            r"layers, parts and bytes a page \[\(4, 2, 1024\)\], here \[\(3, 2, 2048\)\]",
+        ),
+        ({"kinds": [LayerKind(3, 2, 2048, 2048)] * 2}, "here"),
         ({"medium": "cuda"}, "medium cuda, here host"),
         ({"num_blocks": 25}, "25 blocks, which is no multiple of its 24 generations"),
-        ({"stride": 2047}, "pages of 2,048 B every 2,047 B"),
-        ({"planes": [(0, 0)] * 5}, "5 planes, here 6"),
+        ({"kinds": [LayerKind(3, 2, 2048, 2047)]}, "pages of 2,048 B every 2,047 B"),
+        ({"planes": [(0, 0)] * 5}, "5 planes, but its layers have 6"),
         ({"planes": [(0, 0)] * 5 + [(2, 0)]}, "plane 5 lies in region 2 of 2"),
         ({"planes": [(0, 0)] * 5 + [(0, -1)]}, "plane 5 lies at bytes -1 to .* of region 0"),
         ({"planes": [(0, 0)] * 5 + [(0, 1 << 60)]}, "of region 0, which has"),

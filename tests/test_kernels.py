@@ -4,6 +4,7 @@ Destinations are poisoned first.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from triton.runtime import interpreter
 from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool.copies import kernels, reference
 from vcache_backend.vram_pool.copies.kernels import Tuning
-from vcache_backend.vram_pool.copies.planner import CopyPlan, plan_blocks, plane_offsets
+from vcache_backend.vram_pool.copies.planner import CopyPlan, of_kinds, plan_blocks, plane_offsets
 from vcache_backend.vram_pool.paged import Int64s, PagedKV, Share
 from vcache_backend.vram_pool.slots import SlotView
 
@@ -105,18 +106,27 @@ def twin(kv: PagedKV) -> PagedKV:
     for copy, page in zip(copies, kv.pages, strict=True):
         copy.copy_(page)
     planes = np.array([(page.data_ptr(), page.stride(0)) for page in copies], dtype=np.int64)
-    return replace(kv, pages=tuple(copies), planes=planes)
+    others = tuple(twin(other) for other in kv.others)
+    return replace(kv, pages=tuple(copies), planes=planes, others=others)
+
+
+def pages(kv: PagedKV) -> list[Tensor]:
+    return [page for kind in kv.kinds for page in kind.pages]
 
 
 def run_kernel(
     kv: PagedKV, copy: CopyPlan, slots: list[Tensor], to_slot: bool, tuning: Tuning
 ) -> None:
-    table = np.empty((kernels.table_rows(kv, len(copy.blocks)), 3), dtype=np.int64)
-    aligned = kernels.fill_slots(
-        kv, copy, np.array([slot.data_ptr() for slot in slots], dtype=np.int64), table
+    addresses, count = (
+        np.array([slot.data_ptr() for slot in slots], dtype=np.int64),
+        len(copy.blocks),
     )
-    there = torch.from_numpy(table).to(kv.device)
-    kernels.launch(kv, len(copy.blocks), there, to_origin=to_slot, tuning=tuning, aligned=aligned)
+    for number, kind in enumerate(kv.kinds):
+        plan, begin = copy.of(kv, number)
+        table = np.empty((kernels.table_rows(kind, count), 3), dtype=np.int64)
+        aligned = kernels.fill_slots(kind, plan, addresses + begin, table)
+        there = torch.from_numpy(table).to(kv.device)
+        kernels.launch(kind, count, there, to_origin=to_slot, tuning=tuning, aligned=aligned)
 
 
 def launch(kv: PagedKV, rows: Int64s, origins: Int64s, to_origin: bool, tuning: Tuning) -> int:
@@ -156,15 +166,15 @@ def check(
             for i in range(slots)
         ]
         theirs = ours
-        for page in (*expected.pages, *found.pages):
+        for page in (*pages(expected), *pages(found)):
             page.fill_(POISON)
     (reference.gather if to_slot else reference.scatter)(
         expected, copy, [slot[shift : shift + nbytes] for slot in theirs]
     )
     run_kernel(found, copy, [slot[shift : shift + nbytes] for slot in ours], to_slot, tuning)
-    for mine, right in zip((*ours, *found.pages), (*theirs, *expected.pages), strict=True):
+    for mine, right in zip((*ours, *pages(found)), (*theirs, *pages(expected)), strict=True):
         assert torch.equal(mine, right)
-    changed = any(bool((mine != POISON).any()) for mine in (ours if to_slot else found.pages))
+    changed = any(bool((mine != POISON).any()) for mine in (ours if to_slot else pages(found)))
     assert changed == bool(copy.nbytes)
 
 
@@ -238,6 +248,22 @@ def test_the_kernel_equals_the_reference_for_several_block_tables(
     ids = np.random.default_rng(3).permutation(24)[:12]
     ids[[1, 4, 10]] = -1
     check(kv, plan_blocks(kv, 16, ids), 2, to_slot, SMALL)
+
+
+@TUNINGS
+@DIRECTIONS
+@DEVICE
+def test_the_kernel_equals_the_reference_for_pages_of_several_sizes(
+    to_slot: bool, tuning: Tuning, device: str
+) -> None:
+    """As DeepSeek V3.2 has them: latents and the indexer's keys. The third kind makes slots odd."""
+    sizes = (656, 132, 656, 132, 5)
+    caches = [
+        noise((12, 1, 4, size), torch.uint8, device, layer) for layer, size in enumerate(sizes)
+    ]
+    kv = PagedKV.describe(caches, 4)
+    assert [kind.page_bytes for kind in kv.kinds] == [4 * 656, 4 * 132, 4 * 5]
+    check(kv, some(kv, 5, first=1), 3, to_slot, tuning)
 
 
 @DEVICE
@@ -368,6 +394,49 @@ def test_blocks_of_other_caches_come_to_the_places_that_rows_name(
         page.fill_(POISON)
     launch(reader, there.rows(chosen), there.origins, False, tuning)
     assert all(torch.equal(mine, right) for mine, right in zip(reader.pages, expected, strict=True))
+
+
+@DEVICE
+def test_each_kind_of_layers_has_its_part_of_one_table_aligned_as_the_kernel_takes_it_to_be(
+    device: str,
+) -> None:
+    """Two origins, whose blocks lie elsewhere in each kind of layers."""
+
+    def made(seed: int) -> PagedKV:
+        sizes = enumerate((656, 132, 5))
+        return PagedKV.describe(
+            [noise((9, 1, 4, size), torch.uint8, device, seed + at) for at, size in sizes], 4
+        )
+
+    owners_, reader = [made(10), made(20)], made(30)
+    expected, sizes = twin(reader), [4 * size for size in (656, 132, 5)]
+    rows = np.array(
+        [
+            [owner, block * sizes[0], place, block * sizes[1], block * sizes[2]]
+            for owner, block, place in ((0, 8, 2), (1, 3, 7), (1, 0, 0))
+        ]
+    )
+    origins = np.stack([np.concatenate([kind.planes[:, 0] for kind in kv.kinds]) for kv in owners_])
+    parts = kernels.table_parts(reader, 3, 2)
+    assert all(part.first % 2 == 0 for part in parts)
+    assert all(one.end <= other.first for one, other in itertools.pairwise(parts))
+    filled = np.empty((parts[-1].end, 3), dtype=np.int64)
+    aligned = [
+        kernels.fill_table(*kind, filled[part.first : part.end])
+        for part, kind in zip(parts, of_kinds(reader, rows, origins), strict=True)
+    ]
+    table = torch.from_numpy(filled).to(device)
+    for part, bits in zip(parts, aligned, strict=True):
+        there = table[part.first :]
+        kernels.launch(part.kv, 3, there, to_origin=False, tuning=SMALL, many=True, aligned=bits)
+    if device == "cpu":
+        reference.pull(expected, rows, origins)
+    else:
+        for (owner, _, place, *_), block in zip(rows.tolist(), (8, 3, 0), strict=True):
+            for mine, theirs in zip(pages(expected), pages(owners_[owner]), strict=True):
+                mine[place] = theirs[block]
+    for mine, right in zip(pages(reader), pages(expected), strict=True):
+        assert torch.equal(mine, right)
 
 
 @settings(max_examples=60)

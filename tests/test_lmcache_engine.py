@@ -25,7 +25,7 @@ from lmcache_cases import (
     shared,
     tokens,
 )
-from processes import eventually
+from processes import QUICK, eventually
 
 from vcache_backend import status
 
@@ -133,7 +133,7 @@ def ranks(pool: Pool, arrangement: Arrangement = PACKED, **more: Any) -> list[En
 
 
 def test_what_both_ranks_look_up_and_load_counts_once_in_the_hit_rate(served: Pool) -> None:
-    first, second = ranks(served)
+    first, second = ranks(served, client=QUICK)
     prompt = tokens(4 * CHUNK)
     for rank in (first, second):
         rank.store(prompt[: 3 * CHUNK])

@@ -26,7 +26,7 @@ from vllm_objects import BLOCK, BLOCKS, caches, vllm_config
 
 from vcache_backend.config import Config, from_dict
 from vcache_backend.doctor import system
-from vcache_backend.errors import ConfigError
+from vcache_backend.errors import ConfigError, LayoutError
 from vcache_backend.integration.lmcache import checks, patches
 from vcache_backend.integration.lmcache.instance import Instance, discover, hash_probe
 from vcache_backend.integration.lmcache.settings import Settings
@@ -137,6 +137,15 @@ def namespace(
     assert instance.kvcaches is not None
     kv, _ = instance.describe(instance.kvcaches, config)
     return str(instance.layout(instance.kvcaches, kv, chunk_size, probe, how).namespace())
+
+
+def test_layers_whose_pages_have_several_sizes_are_refused(
+    under_vllm: Callable[..., Instance],
+) -> None:
+    first, *others = caches().items()
+    wider = first[0], torch.cat([first[1], first[1]], dim=3)
+    with pytest.raises(LayoutError, match="several sizes .* vcache's own connector"):
+        namespace(under_vllm(kvcaches=dict([wider, *others])))
 
 
 def test_under_vllm_its_configuration_says_it(under_vllm: Callable[..., Instance]) -> None:

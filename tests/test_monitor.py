@@ -37,8 +37,6 @@ from vcache_backend.monitor import web
 from vcache_backend.monitor.samples import Samples
 
 A = instance_id(1)
-SELDOM = {"vcache_instance_still_mapped"}
-"""There only while an owner that has ended is still mapped."""
 MARKUP = "<img src=x onerror=alert(1)> & 'more'"
 
 
@@ -192,9 +190,13 @@ class Prometheus(NamedTuple):
 
 @contextmanager
 def scraping(address: str, folder: Path, rules: str = "") -> Iterator[Prometheus]:
-    """A Prometheus that has scraped this address and does so every second."""
+    """A Prometheus that has scraped this address and does so all the time."""
     (port,) = free_ports(1)
-    every = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    every = {
+        "scrape_interval": "500ms",
+        "scrape_timeout": "500ms",
+        "evaluation_interval": "200ms",
+    }
     config = {
         "global": every,
         "scrape_configs": [{"job_name": "vcache", "static_configs": [{"targets": [address]}]}],
@@ -219,7 +221,7 @@ def test_no_panel_of_the_dashboard_is_empty(tmp_path: Path) -> None:
     done yet every panel shows that.
     """
     queries = {
-        panel["title"]: [one["expr"].replace("$__rate_interval", "10s") for one in panel["targets"]]
+        panel["title"]: [one["expr"].replace("$__rate_interval", "3s") for one in panel["targets"]]
         for panel in PANELS
     }
     with node(tmp_path) as here:

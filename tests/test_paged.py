@@ -208,18 +208,42 @@ def test_axes_that_do_not_fit_are_refused(axes: str) -> None:
 
 @pytest.mark.parametrize(
     "other",
+    [kv(BLOCKS + 1, BLOCK, HEADS, DIM), kv(BLOCKS, BLOCK, HEADS, DIM).to("meta")],
+    ids=["blocks", "device"],
+)
+def test_layers_with_other_blocks_are_refused(other: Tensor) -> None:
+    with pytest.raises(LayoutError, match=r"layer 1 .*: its blocks are not those of layer 0 "):
+        PagedKV.describe([kv(BLOCKS, BLOCK, HEADS, DIM), other], BLOCK)
+
+
+@pytest.mark.parametrize(
+    "other",
     [
         kv(BLOCKS, BLOCK, HEADS, 2 * DIM),
-        kv(BLOCKS + 1, BLOCK, HEADS, DIM),
         kv(BLOCKS, BLOCK, HEADS, DIM, memory=(0, 2, 1, 3)),
         kv(BLOCKS, BLOCK, HEADS, DIM, dtype=torch.float16),
-        kv(BLOCKS, BLOCK, HEADS, DIM).to("meta"),
     ],
-    ids=["page size", "blocks", "order", "dtype", "device"],
+    ids=["page size", "order", "dtype"],
 )
-def test_layers_that_differ_are_refused(other: Tensor) -> None:
-    with pytest.raises(LayoutError, match=r"KV cache of layer 1 .* differs from layer 0"):
-        PagedKV.describe([kv(BLOCKS, BLOCK, HEADS, DIM), other], BLOCK)
+def test_layers_that_differ_are_described_kind_by_kind(other: Tensor) -> None:
+    first = kv(BLOCKS, BLOCK, HEADS, DIM)
+    found = PagedKV.describe([first, other, first.clone()], BLOCK)
+    one, two = (PagedKV.describe([tensor], BLOCK) for tensor in (first, other))
+    assert found.name == f"2 x {one.name} + 1 x {two.name}"
+    # A codec of the offload tier must not take the one for the other.
+    assert found.dtype == ("bfloat16+float16" if other.dtype == torch.float16 else "bfloat16")
+    assert [(kind.layers, kind.page_bytes, kind.others) for kind in found.kinds] == [
+        (2, one.page_bytes, ()),
+        (1, two.page_bytes, ()),
+    ]
+    assert found.chunk_bytes(64) == 4 * (2 * one.page_bytes + two.page_bytes)
+    assert found.kinds[1].pages[0].data_ptr() == other.data_ptr()
+    table = PagedKV.describe_groups([({"a": first, "b": other}, Share(BLOCK, 32))])
+    assert table.chunk_bytes(64) == 2 * (one.page_bytes + two.page_bytes)
+    assert [kind.chunk_bytes(64) for kind in table.kinds] == [
+        2 * one.page_bytes,
+        2 * two.page_bytes,
+    ]
 
 
 def test_several_block_tables_must_lie_in_the_same_memory() -> None:
@@ -239,13 +263,39 @@ def test_several_block_tables_must_lie_in_the_same_memory() -> None:
     padded = one.as_strided(
         (BLOCKS, BLOCK, HEADS // 2, DIM), (one.stride(0), HEADS // 2 * DIM, DIM, 1)
     )
-    for other in (elsewhere, larger, one[1:], one[:-1], padded):
+    for other in (elsewhere, one[1:], one[:-1]):
         with pytest.raises(
             LayoutError, match="must lie in the same memory, but c and its group have 1 layers"
         ):
             PagedKV.describe_groups([full, ({"c": other}, Share(BLOCK))])
+    for other in (larger, padded):
+        with pytest.raises(LayoutError, match="those of [bc] do not lie beside the others'"):
+            PagedKV.describe_groups([full, ({"c": other}, Share(BLOCK))])
     with pytest.raises(LayoutError, match="no KV caches"):
         PagedKV.describe_groups([({}, Share(BLOCK))])
+
+
+def test_pages_side_by_side_in_one_block_are_one_page_for_all_block_tables() -> None:
+    """As DeepSeek V4 has them: another order and other sizes in each table."""
+    memory = torch.zeros(BLOCKS, 100, dtype=torch.uint8)
+
+    def page(begin: int, tokens: int, size: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        rows = memory[:, begin : begin + tokens * size * dtype.itemsize]
+        return rows.view(dtype).view(BLOCKS, 1, tokens, size)
+
+    full, window = {"a": page(0, 4, 10), "b": page(40, 4, 5)}, {"c": page(0, 2, 20, torch.float16)}
+    tables = [(full, Share(8)), (window, Share(2, 6))]
+    found = PagedKV.describe_groups(tables)
+    assert (found.layers, found.page_bytes, found.num_blocks) == (1, 80, BLOCKS)
+    assert (found.dtype, found.chunk_bytes(16)) == ("uint8+float16", (2 + 3) * 80)
+    assert found.planes.tolist() == [[memory.data_ptr(), 100]]
+    memory[3] = torch.arange(100)
+    assert found.pages[0][3].tolist() == list(range(80))
+    turned = {"a": page(20, 4, 10), "b": page(0, 4, 5)}
+    other = PagedKV.describe_groups([(turned, Share(8)), (window, Share(2, 6))])
+    assert (other.page_bytes, other.name == found.name) == (80, False)
+    with pytest.raises(LayoutError, match="those of c do not lie beside"):
+        PagedKV.describe_groups([tables[0], ({"c": page(0, 2, 20)[1:]}, Share(2))])
 
 
 def test_a_chunk_is_whole_blocks() -> None:

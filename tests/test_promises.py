@@ -183,7 +183,7 @@ def test_a_promise_that_is_quiet_for_long_is_dropped() -> None:
 def test_a_hostile_client_neither_fills_the_memory_nor_takes_others_room_or_time() -> None:
     clock = FakeClock()
     directory = made(clock)
-    for number in range(2 * promises.MAX_OF_CLIENT):
+    for number in range(2 * promises.MAX_PROMISED // m.MAX_KEYS):
         first = number * m.MAX_KEYS
         many = [chunk_key(first + at) for at in range(m.MAX_KEYS)]
         directory.promise(ALICE, m.Promise(number, many))
@@ -196,10 +196,12 @@ def test_a_hostile_client_neither_fills_the_memory_nor_takes_others_room_or_time
     while directory.backlog:
         assert work_of(lambda: directory.go_on(backlog.AT_ONCE)) <= a_turn
     assert len(directory.promises) == len(theirs)
-    # Many promises of one chunk each are bounded, too.
-    for number in range(2 * promises.MAX_OF_CLIENT):
-        directory.promise(ALICE, m.Promise(number, [chunk_key(1 << 50 | number)]))
-    assert len(directory.promises) == len(theirs) + promises.MAX_OF_CLIENT
+    # Many promises of one chunk each, from many connections, are dropped in one turn.
+    for number in range(promises.MAX_PROMISED // promises.COST):
+        crowd = msgspec.structs.replace(ALICE, id=100 + number % 50)
+        directory.promise(crowd, m.Promise(number, [chunk_key(1 << 50 | number)]))
+    assert 0 < len(directory.promises) - len(theirs) <= promises.MAX_PROMISED / 2 / promises.COST
+    assert work_of(lambda: directory.clear(b"")) <= a_turn
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), -1.0, 1e9])

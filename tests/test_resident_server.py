@@ -468,14 +468,16 @@ def test_a_publication_that_does_not_fit_together_is_refused_and_the_connection_
 
 
 NO_CACHES: list[tuple[dict[str, Any], str]] = [
-    ({"planes": [(0, 0)] * 3}, "3 planes of 2 layers with 2 parts"),
+    ({"planes": [(0, 0)] * 3}, "3 planes, but its layers have 4"),
+    ({"kinds": [m.LayerKind(1, 1, 64, 64)] * (m.MAX_KINDS + 1)}, "<= 16"),
+    ({"kinds": [m.LayerKind(m.MAX_PLANES, m.MAX_PLANES, 1, 1)]}, "more than 1024 planes"),
     ({"planes": [(1, 0)] * 4}, "plane 0 lies in region 1 of 1"),
     (
         {"planes": [(0, 0), (0, 0), (0, 0), (0, 4 * 64 * 64 - 64)]},
         "bytes 16,320 to 20,416 of region 0, which has 16,384 B",
     ),
     ({"planes": [(0, 0)] * (m.MAX_PLANES + 1)}, "<= 1024"),
-    ({"stride": 32}, "pages of 64 B every 32 B"),
+    ({"kinds": [m.LayerKind(2, 2, 64, 32)]}, "pages of 64 B every 32 B"),
     ({"regions": [1 << 10] * (m.MAX_REGIONS + 1)}, "<= 253"),
     ({"device": "\x1b]0;owned\x07"}, "regex"),
 ]
@@ -485,7 +487,7 @@ def test_a_cache_that_cannot_be_is_refused(alone: Stage, server: Child) -> None:
     raw = alone.raw()
     for changed, why in NO_CACHES:
         fields = {name: getattr(shape(), name) for name in shape().__struct_fields__} | changed
-        refused = raw.ask("show_cache", A, 0, list(fields.values()))
+        refused = raw.ask("show_cache", A, 0, msgspec.to_builtins(list(fields.values())))
         assert (refused[0], refused[2]) == ("error", False)
         assert why in refused[1]
 
@@ -687,7 +689,8 @@ def test_an_answer_that_no_message_could_hold_is_cut_and_asked_for_again(
 
 
 def packed(cache: m.CacheShape) -> list[Any]:
-    return [getattr(cache, name) for name in cache.__struct_fields__]
+    fields: list[Any] = msgspec.to_builtins(cache)
+    return fields
 
 
 def test_the_protocol_s_own_words(alone: Stage, server: Child) -> None:

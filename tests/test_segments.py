@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from neighbour_cases import few_descriptors
 from processes import SECONDS
 
 from vcache_backend import seals
@@ -95,6 +96,18 @@ def test_bytes_outside_the_segment_have_no_address(
 
 
 # ---- what is refused
+
+
+def test_a_segment_that_lacks_a_descriptor_is_not_mapped_and_leaves_none(
+    owned: OwnedSegment,
+) -> None:
+    """It takes two: its own, and that of its mapping."""
+    with few_descriptors() as taken:
+        for _ in range(2):
+            with pytest.raises(SegmentError, match="Too many open files"):
+                map_segment(owned.info, owned.fd, HOST)
+            os.close(taken.pop())
+        map_segment(owned.info, owned.fd, HOST).close()
 
 
 def test_a_segment_cannot_be_resized_by_whoever_holds_its_fd(owned: OwnedSegment) -> None:

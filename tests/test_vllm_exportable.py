@@ -151,43 +151,39 @@ def test_the_doctor_knows_the_same_releases() -> None:
     assert supported == [package.low <= (0, minor) < package.high for minor in range(99)]
 
 
-@pytest.mark.parametrize(
-    ("file", "before", "after", "said"),
-    [
-        (
-            "v1/worker/utils.py",
-            "buf = torch.zeros(",
-            "buf = torch.empty(",
-            "the KV cache is made by",
-        ),
-        (
-            "v1/worker/gpu_worker.py",
-            "self.model_runner.initialize_kv_cache(",
-            "self.model_runner.start(",
-            "initialize_from_config calls",
-        ),
-        (
-            "v1/core/block_pool.py",
-            "def touch(",
-            "def take(self):\n        self.free_block_queue.popleft()\n\n    def touch(",
-            "hands out",
-        ),
-        (
-            "v1/core/sched/scheduler.py",
-            "self.connector.bind_",
-            "self.connector.meet_",
-            "does not get the block pool",
-        ),
-    ],
-)
-def test_a_vllm_that_moves_a_hook_is_seen(
-    tmp_path: Path, file: str, before: str, after: str, said: str
-) -> None:
+MOVED = {
+    "v1/worker/utils.py": (
+        "buf = torch.zeros(",
+        "buf = torch.empty(",
+        "the KV cache is made by",
+    ),
+    "v1/worker/gpu_worker.py": (
+        "self.model_runner.initialize_kv_cache(",
+        "self.model_runner.start(",
+        "initialize_from_config calls",
+    ),
+    "v1/core/block_pool.py": (
+        "def touch(",
+        "def take(self):\n        self.free_block_queue.popleft()\n\n    def touch(",
+        "hands out",
+    ),
+    "v1/core/sched/scheduler.py": (
+        "self.connector.bind_",
+        "self.connector.meet_",
+        "does not get the block pool",
+    ),
+}
+"""By file of vLLM: what stands there, what another vLLM may have instead, and what is said then."""
+
+
+def test_a_vllm_that_moves_hooks_is_seen(tmp_path: Path) -> None:
     for name in FILES:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         text = (package() / name).read_text()
-        assert name != file or before in text
-        (tmp_path / name).write_text(text.replace(before, after) if name == file else text)
+        before, after, _ = MOVED.get(name, ("", "", ""))
+        assert before in text
+        (tmp_path / name).write_text(text.replace(before, after) if before else text)
     found = differences(tmp_path)
-    assert found
-    assert all(said in line for line in found)
+    expected = [said for _, _, said in MOVED.values()]
+    assert all(any(said in line for said in expected) for line in found)
+    assert all(any(said in line for line in found) for said in expected)

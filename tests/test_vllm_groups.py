@@ -10,6 +10,7 @@ import random
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,23 +40,38 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1 import kv_cache_interface as kinds
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_kv_cache_config_from_groups,
+    get_kv_cache_groups,
+    get_request_block_hasher,
+    init_none_hash,
+)
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
+    SparseCacheRole,
+    UniformTypeKVCacheSpecs,
 )
+from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.request import Request
+from vllm.v1.worker.utils import allocate_kv_cache
 
 from vcache_backend.config import EngineConfig, from_dict
 from vcache_backend.errors import LayoutError
+from vcache_backend.integration.round_trip import round_trip
 from vcache_backend.integration.vllm.in_place import exporter as exportable
 from vcache_backend.integration.vllm.model import compat, groups
 from vcache_backend.integration.vllm.model import spec as model_spec
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.transfer.keys import state_keys
+from vcache_backend.vram_pool.copies.copier import HostCopier
+from vcache_backend.vram_pool.slots import SlotView
 
 HERE = pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here")
 HIT = 15 * CHUNK
@@ -103,7 +119,7 @@ class Case:
 
     def __init__(self, choice: random.Random) -> None:
         self.choice, self.size = choice, choice.choice([32, 64, 128])
-        sizes = choice.choice([(16, 16, 16), (16, 32, 16)])
+        sizes = choice.choice([(16, 16, 16), (16, 32, 16), (4, 32, 8)])
         specs = [spec(choice.randrange(2, 300), sizes[0]), spec(0, sizes[1])]
         if choice.random() < 0.3:
             specs = specs[:1]
@@ -321,9 +337,7 @@ def test_a_state_is_as_many_chunks_as_its_blocks_take_and_is_wanted_where_the_hi
     ("kind", "change"),
     [
         ("ChunkedLocalAttentionSpec", "unset VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"),
-        ("UniformTypeKVCacheSpecs", "pages of several sizes"),
         ("CrossAttentionSpec", "an encoder's output"),
-        ("SlidingWindowMLASpec", "the KV cache is SlidingWindowMLASpec"),
         ("RSWASpec", "the KV cache is RSWASpec"),
         ("SinkFullAttentionSpec", "the KV cache is SinkFullAttentionSpec"),
         ("HiddenStateCacheSpec", "the KV cache is HiddenStateCacheSpec"),
@@ -336,6 +350,157 @@ def test_layers_that_are_not_known_are_refused_in_one_line(kind: str, change: st
         with pytest.raises(LayoutError, match=change) as raised:
             groups.read(caches(*specs), 64)
         assert "\n" not in str(raised.value)
+
+
+def planned(layers: dict[str, Any], layout: KVCacheLayout) -> KVCacheConfig:
+    """What a worker gets from vLLM for these layers: ten blocks, in this layout."""
+    config = vllm_config(
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        attention_config=SimpleNamespace(hisparse_config=None),
+        cache_config__num_gpu_blocks_override=10,
+        cache_config__prefix_cache_retention_interval=None,
+        cache_config__get_resolved_kv_cache_layout=lambda: layout,
+    )
+    tables = get_kv_cache_groups(config, dict(layers))
+    return get_kv_cache_config_from_groups(config, tables, 1 << 30)
+
+
+def sparse(fp8: bool) -> dict[str, Any]:
+    """The layers of DeepSeek V3.2, as vLLM describes them: latents and the indexer's keys."""
+    latent = {"dtype": torch.bfloat16, "head_size": 576}
+    if fp8:
+        latent |= {"dtype": torch.uint8, "state_content_bytes": 656}
+    layers = {}
+    for number in range(3):
+        attention = MLAAttentionSpec(
+            block_size=64, num_kv_heads=1, is_index_group_leader=True, **latent
+        )
+        indexer = MLAAttentionSpec(
+            block_size=64,
+            num_kv_heads=1,
+            head_size=132,
+            dtype=torch.uint8,
+            cache_role=SparseCacheRole.INDEXER,
+        )
+        layers |= {f"{number}.attn": attention, f"{number}.indexer.k_cache": indexer}
+    return layers
+
+
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bfloat16"])
+@pytest.mark.parametrize("layout", ["LBNHC", "BLHNC"])
+def test_latents_and_an_indexers_keys_are_one_table_whose_bytes_come_back(
+    layout: str, fp8: bool
+) -> None:
+    """vLLM shows the scheduler the first layer alone."""
+    there = planned(sparse(fp8), KVCacheLayout[layout])
+    here = generate_scheduler_kv_cache_config([there])
+    assert [groups.hidden(config) for config in (there, here)] == [True, False]
+    assert [groups.several(config) for config in (there, here)] == [False, False]
+    found = groups.read(there, 128)
+    assert found.plain
+    assert found.groups == groups.read(here, 128).groups
+    tensors = allocate_kv_cache(there, torch.device("cpu"), KVCacheLayout[layout])
+    kv = model_spec.describe_groups(found, tensors, 10, 128, EngineConfig())
+    nbytes = 2 * 64 * 3 * ((656 if fp8 else 2 * 576) + 132)
+    assert (kv.chunk_bytes(128), len(kv.kinds)) == (nbytes, 2)
+    slot = SlotView.over(torch.zeros(nbytes, dtype=torch.uint8), local=True)
+    assert round_trip(kv, HostCopier(), slot, 128) is None
+
+
+def test_deepseek_v4s_tables_are_windows_whose_blocks_hold_all_layers_side_by_side() -> None:
+    """Compressed latents and keys, windows, and the compressors' states: each table fills a block of
+    its own in another way."""
+
+    def table(window: int = 0, states: int = 1, **sizes: Any) -> Any:
+        kind: Any = functools.partial(SlidingWindowMLASpec, sliding_window=window)
+        return (kind if window else MLAAttentionSpec)(
+            num_kv_heads=1, alignment=576, tokens_per_state=states, **sizes
+        )
+
+    layers = {}
+    for number in range(2):
+        layers |= {
+            f"{number}.swa": table(128, block_size=64, head_size=584, dtype=torch.uint8),
+            f"{number}.mla": table(0, 4, block_size=256, head_size=584, dtype=torch.uint8),
+            f"{number}.k": table(0, 4, block_size=256, head_size=132, dtype=torch.uint8),
+            f"{number}.state": table(8, block_size=4, head_size=2048, dtype=torch.float32),
+            f"{number}.key": table(8, block_size=4, head_size=512, dtype=torch.float32),
+            f"{number}.far": table(128, block_size=8, head_size=1024, dtype=torch.float32),
+        }
+    there = planned(layers, KVCacheLayout.BLHNC)
+    found = groups.read(there, 512)
+    assert sorted(set(found.text.split())) == [
+        "full/256",
+        "window128/64",
+        "window128/8",
+        "window8/4",
+    ]
+    assert groups.clears(there)
+    assert groups.several(there)
+    tensors = allocate_kv_cache(there, torch.device("cpu"), KVCacheLayout.BLHNC)
+    kv = model_spec.describe_groups(found, tensors, 10, 512, EngineConfig())
+    block = sum(layers[f"0.{name}"].page_size_bytes for name in ("mla", "k")) * 2
+    assert kv.page_bytes <= block == there.kv_cache_tensors[0].block_stride
+    assert kv.blocks_in(512) == found.blocks
+    slot = SlotView.over(torch.zeros(kv.chunk_bytes(512), dtype=torch.uint8), local=True)
+    assert round_trip(kv, HostCopier(), slot, 512) is None
+
+
+def test_of_a_table_of_several_layers_each_is_looked_at() -> None:
+    there = planned({"layer 0": spec(), "layer 1": wide(FullAttentionSpec)}, KVCacheLayout.LBNHC)
+    mixed = there.kv_cache_groups[0].kv_cache_spec
+    assert groups.read(there, 64).plain
+    mixed.kv_cache_specs["layer 1"] = type("RSWASpec", (), {"block_size": 16})()
+    with pytest.raises(LayoutError, match="the KV cache is RSWASpec"):
+        groups.read(there, 64)
+    windows = {"layer 0": spec(33), "layer 1": wide(SlidingWindowSpec, sliding_window=33)}
+    there = planned(windows, KVCacheLayout.LBNHC)
+    assert groups.several(there)
+    assert groups.read(there, 64).text == "window33/16"
+
+
+@pytest.mark.parametrize(
+    ("tables", "clears"),
+    [
+        ([{"0": "full"}], False),
+        ([{"0": "full", "1": "half"}], False),
+        ([{"0": "full"}, {"1": "half"}], True),
+        ([{"0": "full", "1": "half"}, {"2": "half"}], True),
+        ([{"0": "state"}, {"1": "full"}], True),
+    ],
+)
+def test_stores_are_waited_for_where_vllm_clears_blocks_that_it_hands_out(
+    tables: list[dict[str, str]], clears: bool
+) -> None:
+    """It does so before it tells its connector of the step."""
+    made = {"full": spec(), "half": wide(FullAttentionSpec, torch.float16), "state": state()}
+    config = caches()
+    for table in tables:
+        layers = {name: made[kind] for name, kind in table.items()}
+        own = next(iter(layers.values()))
+        mixed = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=layers)
+        config.kv_cache_groups.append(
+            KVCacheGroupSpec(list(layers), mixed if len(layers) > 1 else own)
+        )
+    assert groups.clears(config) == clears
+    assert generate_scheduler_kv_cache_config([config]).needs_kv_cache_zeroing == clears
+
+
+def wide(kind: Any, dtype: Any = torch.float32, **more: int) -> Any:
+    return kind(block_size=16, num_kv_heads=2, head_size=8, dtype=dtype, **more)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_mlas_ranks_hold_the_same_only_if_their_draft_is_mla_too(alike: bool) -> None:
+    guesses = SimpleNamespace(
+        method="eagle3",
+        num_speculative_tokens=3,
+        draft_model_config=SimpleNamespace(
+            model="head", revision=None, use_mla=alike, hf_config=None, quantization=None
+        ),
+    )
+    config = vllm_config(model_config__use_mla=True, speculative_config=guesses)
+    assert compat.read_model(config, caches(spec()), "named").use_mla == alike
 
 
 @pytest.mark.parametrize("layer", ["layer 0", "layer 1"])
@@ -656,3 +821,29 @@ def test_chunks_that_are_announced_are_waited_for(here: Node, pairs: Callable[..
     (answer,) = pair.b.answer()
     assert (cold.cached, answer.cached) == (0, HIT)
     assert answer.agrees(cold)
+
+
+@HERE
+def test_a_chat_in_turn_over_two_servers_hits_as_much_as_vllms_own_cache_of_one_server(
+    here: Node, pairs: Callable[..., Pair]
+) -> None:
+    """A state is where a step ended at a block's end, here as there."""
+    model = pairs(STATES, 0).model
+    few: dict[str, Any] = {
+        "model": model,
+        "block_size": CHUNK,
+        "max_num_batched_tokens": 8 * CHUNK,
+    }
+    alone = here.alone("chat-alone", **few)
+    servers = [here.connect(f"chat-{number}", **few) for number in range(2)]
+    choice, own, ours = random.Random(7), 0, 0
+    chats = [new_tokens(choice.randrange(100, 400)) for _ in range(4)]
+    for turn in range(5):
+        for number, said in enumerate(chats):
+            server = servers[(turn + number) % 2]
+            answer = alone.one(said, max_tokens=40)
+            own += answer.cached
+            ours += server.one(said, max_tokens=40).cached
+            server.ask("told")
+            chats[number] = said + answer.tokens + new_tokens(choice.randrange(20, 150))
+    assert ours >= 0.95 * own > 0, (ours, own)

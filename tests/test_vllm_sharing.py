@@ -82,13 +82,6 @@ def keep(instance: Instance, tokens: list[int], **more: Any) -> Answer:
     return answer
 
 
-def keep_new(instance: Instance, chunks: int) -> list[int]:
-    """A prompt of so many chunks and a token, which `instance` keeps."""
-    tokens = new_tokens(chunks * CHUNK + 1)
-    keep(instance, tokens)
-    return tokens
-
-
 def test_a_hit_is_what_vllms_own_prefix_cache_would_have_given(
     here: Node, a: Instance, b: Instance
 ) -> None:

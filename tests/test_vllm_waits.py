@@ -3,6 +3,7 @@ pool, and computed at once when it does not come."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -165,6 +166,25 @@ def test_a_wait_is_over_when_computing_would_have_taken_less(
     alike(second, 2 * CHUNK, tokens, aside)
     alike(again, 0, more, aside)
     a.finish("first", "more")
+
+
+def test_who_announces_a_prefix_says_how_long_its_owner_may_be_quiet(
+    here: Node, a: Instance, b: Instance, aside: Instance
+) -> None:
+    """Longer than a few of its steps, after which nobody else waits for it."""
+    tokens = new_tokens(LONG)
+    a.add("first", tokens)
+    computes(here, a, 1)
+    b.ask("paced", 60, 0.001)
+    b.add("second", tokens, params={"vcache": {"announced": True, "wait_seconds": 60}})
+    with counted(b, "kept", 8 * CHUNK):
+        assert b.step(3) == {}
+        time.sleep(0.5)
+        assert b.step(3) == {}
+        a.finish("first")
+        second = b.finish("second")["second"]
+    b.ask("paced", 60, 60)
+    alike(second, 10 * CHUNK, tokens, aside)
 
 
 @pytest.mark.parametrize("back", [False, True], ids=["gone", "back"])

@@ -47,7 +47,9 @@ REQUESTS: list[m.AnyRequest] = [
     m.ShowCache(
         INSTANCE,
         1,
-        m.CacheShape("host", "host", "x", 64, 2, 1, 8, 16, 64, [(0, 0), (0, 512)], [4096]),
+        m.CacheShape(
+            "host", "host", "x", [m.LayerKind(1, 2, 64, 64)], 8, 16, [(0, 0), (0, 512)], [4096]
+        ),
     ),
     m.OpenInstance(INSTANCE),
     m.OpenCache(INSTANCE, 1),

@@ -186,11 +186,11 @@ class Instance(Worker):
             return False
 
 
-def beside_vllm() -> Worker:
+def beside_vllm(log: Path | None = None) -> Worker:
     """A process that has vLLM imported, for functions that need it (their first argument says
     nothing).
     """
-    return Worker(_home(), object, name="beside vLLM")
+    return Worker(_home(), object, name="beside vLLM", log=log)
 
 
 def doctor_report(model: Path, settings: Config) -> ModelReport:

@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 import vllm._custom_ops
 import vllm.entrypoints.llm
+import vllm.logger
 import vllm.lora.resolver
 import vllm.model_executor.layers.quantization.online.base
 import vllm.model_executor.models.llama
@@ -34,7 +35,9 @@ import vllm.v1.attention.backends.cpu_attn
 import vllm.v1.core.sched.scheduler
 import vllm.v1.engine.llm_engine
 import vllm.v1.worker.cpu_worker
+from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from vllm.config import KVEventsConfig
+from vllm.config.logging import LoggingConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.models import registry
@@ -72,9 +75,25 @@ def _rotate_flat(positions: Any, query: Any, key: Any, *more: Any, **named: Any)
 
 
 vllm._custom_ops.rotary_embedding = _rotate_flat
-for later in ("lmcache.integration.vllm.vllm_v1_adapter", "vllm.triton_utils.dispatcher"):
+for later in (
+    "lmcache.integration.vllm.vllm_v1_adapter",
+    "numpy.ma",
+    "vcache_backend.integration.plugin",
+    "vcache_backend.integration.vllm.scheduler.side",
+    "vcache_backend.integration.vllm.worker.side",
+    "vcache_backend.integration.vllm_connector",
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.entrypoints.launchers.cli_args",
+    "vllm.plugins.lora_resolvers.filesystem_resolver",
+    "vllm.triton_utils.dispatcher",
+    "vllm.v1.pool.flash_maxsim",
+):
     with suppress(ImportError):
         importlib.import_module(later)
+vllm.logger.configure_logging(LoggingConfig())
+"""Once: for each of hundreds of loggers it visits all of them."""
+get_torch_obj_rule_map()
+"""A table of thousands of names that each engine's first request would make."""
 PATIENCE_SECONDS = 60.0
 POISON = 0x40
 """Twice it is 3.0 in bfloat16: a number that tells, and whose weight of zero is zero."""
@@ -190,7 +209,7 @@ class Serving:
 
     def poison(self) -> None:
         """Every block but that of nobody holds threes."""
-        for page in get_kv_transfer_group()._worker._worker.kv.pages:
+        for page in _pages():
             page[1:] = POISON
 
     def negate(self, chunk: int, group: int, at: int) -> bool:
@@ -215,10 +234,7 @@ class Serving:
 
     def written(self, everywhere: bool = False) -> int:
         """How many blocks were written since they were poisoned, in some layer or everywhere."""
-        written = [
-            (page[1:] != POISON).any(dim=1)
-            for page in get_kv_transfer_group()._worker._worker.kv.pages
-        ]
+        written = [(page[1:] != POISON).any(dim=1) for page in _pages()]
         return int((sum(written) >= (len(written) if everywhere else 1)).sum())
 
     def told(self) -> bool:
@@ -448,6 +464,11 @@ class Late:
     def wait(self, timeout_s: float) -> bool:
         self._copy = self._copy or self._move()
         return True
+
+
+def _pages() -> list[Any]:
+    kv = get_kv_transfer_group()._worker._worker.kv
+    return [page for kind in kv.kinds for page in kind.pages]
 
 
 def _negate(views: Any, chunk: int, group: int) -> None:

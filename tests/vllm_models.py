@@ -18,8 +18,8 @@ TOKEN_BYTES = 4 * 2 * 64 * 2 * 2
 """Layers, KV heads, head size, K and V, bfloat16."""
 
 
-def write_model(folder: Path, windowed: str = "", window: int = 0) -> Path:
-    """A Llama whose output depends on every token of the prompt: random weights of a fixed seed,
+def write_model(folder: Path, windowed: str = "", window: int = 0, seed: int = 1) -> Path:
+    """A Llama whose output depends on every token of the prompt: random weights of this seed,
     scaled so that attention matters.
 
     windowed: one letter a layer; those with an s look at the last `window` tokens only, so that
@@ -27,7 +27,7 @@ def write_model(folder: Path, windowed: str = "", window: int = 0) -> Path:
     import torch
     from safetensors.torch import save_file
 
-    random_ = torch.Generator().manual_seed(1)
+    random_ = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int, gain: float) -> torch.Tensor:
         return (torch.randn(rows, columns, generator=random_) * gain / math.sqrt(columns)).to(
@@ -125,21 +125,32 @@ def write_guessed(folder: Path, windowed: str = "", window: int = 0) -> Path:
     return _changed(write_model(folder, windowed, window), _first_layer_above_all)
 
 
-def write_eagle(folder: Path) -> Path:
-    """An EAGLE head of it: its first layer, for the token that comes next."""
+def write_eagle(folder: Path, repeat: int = 1) -> Path:
+    """An EAGLE head of it: its first layer, for the token that comes next.
+
+    repeat: how many KV heads it has for one of the model's, all equal."""
     import torch
+
+    def repeated(name: str, weight: Any) -> Any:
+        if ".k_proj." not in name and ".v_proj." not in name:
+            return weight
+        heads = weight.view(_KV_HEADS, _HEAD, _HIDDEN).repeat_interleave(repeat, 0)
+        return heads.reshape(-1, _HIDDEN).contiguous()
 
     def head(weights: dict[str, Any]) -> dict[str, Any]:
         layer = {
-            name.removeprefix("model."): one
+            name.removeprefix("model."): repeated(name, one)
             for name, one in weights.items()
             if ".layers.0." in name and "input_" not in name
         }
         return layer | {"fc.weight": torch.eye(_HIDDEN, 2 * _HIDDEN)}
 
-    return _changed(
-        write_model(folder), head, architectures=["EagleLlamaForCausalLM"], num_hidden_layers=1
-    )
+    kind = {
+        "architectures": ["EagleLlamaForCausalLM"],
+        "num_hidden_layers": 1,
+        "num_key_value_heads": repeat * _KV_HEADS,
+    }
+    return _changed(write_model(folder), head, **kind)
 
 
 def write_mtp(folder: Path) -> Path:

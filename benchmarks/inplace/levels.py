@@ -141,7 +141,7 @@ def promised() -> Level:
         stops=0.0,
         pauses=0.0,
         least_pauses=0,
-        pause=2.0,
+        pause=4.0,
         states=promises.STATES,
     )
 

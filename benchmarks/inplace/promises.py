@@ -24,18 +24,19 @@ from .whole import Size, Whole, live_on_gpu
 STATES = "looked up", "begun", "promised", "step launched", "published"
 """Of an owner's promise: its look-up has made it; its first step is planned; the server has heard
 of that; a step that computes its chunks is launched; some of them can be read."""
-PROMISED = Size(TINY, families=8, chunks=12, at_once=4, tokens=72 * TINY.block, step=2 * TINY.chunk)
+PROMISED = Size(TINY, families=6, chunks=12, at_once=4, tokens=72 * TINY.block, step=2 * TINY.chunk)
 """A prompt takes up to six steps. Four need more tokens than there are, so that some are
 preempted."""
-STEP_SECONDS = 0.02
-"""How much longer each step takes: as long as computing a prompt takes, others wait for it."""
+STEP_SECONDS, CHUNK_SECONDS = 0.02, 0.08
+"""How much longer each step takes, and how long every instance says that a chunk takes it: as what
+is measured between stops differs, they would seldom wait."""
 TOGETHER, WAVE_SECONDS = 0.8, 3.0
 """The share of the prompts that all instances ask for at the same time, and how long they do so."""
-STATE_SECONDS, STOPS = 2.0, 8
+STATE_SECONDS, STOPS = 2.0, 20
 """How long it runs between two such stops, on average, and at which of them it dies."""
 DISTRUST_SECONDS = 1.0
 """How long nobody waits for an owner that was silent: shorter than usual, as all are often."""
-ABORTS, RESETS = 0.02, 0.001
+ABORTS, RESETS = 0.03, 0.001
 """The share of the steps behind which it does so."""
 
 
@@ -98,11 +99,14 @@ class Promising(Whole):
         def watched(request: Any, local: int) -> Any:
             began, answer = time.monotonic(), matched(request, local)
             tracked = half._requests.get(request.request_id)
-            if answer[0] is None and tracked is not None:
+            first = local // self.size.scale.chunk
+            # Who follows another request's load is held back by that.
+            if answer[0] is None and not half._waits.follows(tracked, first):
                 self._holds(request.request_id, tracked.wait, began)
             return answer
 
         half.matched = watched
+        half._pace.chunk_seconds, half._pace.look = CHUNK_SECONDS, lambda: None
         count = half._waits._meter.waited
 
         def waited(end: str, *given: Any) -> None:
@@ -116,11 +120,12 @@ class Promising(Whole):
 
     def _holds(self, name: str, wait: Any, began: float) -> None:
         """vLLM asked for the request at the time `began`, and was told that it waits. Past its
-        bound one such answer asks the server, and the next one must end the wait."""
+        bound one such answer asks the server, and the next one must end the wait. A reset in
+        between drops the question."""
         if not wait.since or wait.over or began <= wait.until + waits.AGAIN_SECONDS:
             return
         self._overdue[name] += 1
-        self.told.outcomes.overdue += self._overdue[name] == 2
+        self.told.outcomes.overdue += self._overdue[name] == 3
 
 
 def wait_for_ever() -> None:

@@ -18,8 +18,9 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     """What differs from the plain instance. model: its config, or with `over` what to change of the
     plain one. tiny: what to change of it on the CPU. block: tokens a KV block, 0: the scale's.
     states: vcache keeps states, and a chunk is one block, on the CPU of the scale's chunk.
-    value_bytes: of a number in the KV cache. arguments: of vLLM's `LLM`. environment: for its
-    processes. tensor_parallel: over how many GPUs."""
+    value_bytes: of a number in the KV cache. head: what is different in its EAGLE head; empty: it
+    has none. arguments: of vLLM's `LLM`. environment: for its processes. tensor_parallel: over how
+    many GPUs. settings: of vcache's configuration, `SECTION.KEY` by value."""
 
     model: dict[str, Any] = {}
     tiny: dict[str, Any] = {}
@@ -27,9 +28,11 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     block: int = 0
     states: bool = False
     value_bytes: int = 2
+    head: dict[str, Any] = {}
     arguments: dict[str, Any] = {}
     environment: dict[str, str] = {}
     tensor_parallel: int = 1
+    settings: dict[str, str] = {}
 
     @property
     def shares_code(self) -> bool:
@@ -70,6 +73,27 @@ def _stateful(name: str, block: int, **arguments: Any) -> Kind:
     return _shaped(name, f"tiny_{name}", states=True, block=block, **given)
 
 
+def _sparse(**arguments: Any) -> Kind:
+    """A kind with DeepSeek V3.2's layers: the indexer's keys have pages of another size than the
+    latents. The default top-k of decode steps may order equal scores differently each time. After
+    a hit and without one the same kernel computes."""
+    model = SHAPES["deepseek"] | {
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "q_lora_rank": 768,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "index_topk": 2048,
+    }
+    fixed = EAGER | {
+        "sparse_indexer_topk_backend": "torch",
+        "attention_config": {"backend": "FLASHMLA_SPARSE", "sparse_mla_force_mqa": True},
+    }
+    return Kind(model=model, block=64, arguments=fixed | arguments)
+
+
 KINDS = {
     "": Kind(),
     # On one GPU nothing is compiled: vLLM may not have saved its last rank's code when the first
@@ -79,6 +103,8 @@ KINDS = {
     # 64 tokens a block is what the MLA kernels of Hopper take. All layers are dense: experts have
     # no part in the KV cache.
     "mla": Kind(model=SHAPES["deepseek"], block=64),
+    "sparse": _sparse(),
+    "sparse_fp8": _sparse(kv_cache_dtype="fp8_ds_mla"),
     "gemma3": _shaped("gemma3", "tiny_gemma3"),
     "gptoss": _shaped("gpt_oss", "tiny_gpt_oss"),
     "state_mamba2": _stateful("granite", 768),
@@ -99,8 +125,11 @@ KINDS = {
             }
         },
     ),
+    # An EAGLE head whose pages are twice as large as those of the model's layers.
+    "head": Kind(head={"num_key_value_heads": 16}, arguments=EAGER),
     # Where requests are many and short.
     "busy": Kind(arguments={"max_num_seqs": 128}),
+    "versions": Kind(settings={"connector.weights": "start"}),
 }
 
 
@@ -133,8 +162,12 @@ INSTANCES = {
     **_trio("tp2"),
     **_trio("fp8"),
     **_trio("mla"),
+    **_trio("sparse"),
+    **_trio("sparse_fp8"),
+    **_trio("head"),
     **_trio("ngram"),
     **_trio("busy"),
+    **_trio("versions"),
     **_trio("gemma3", alone=""),
     **_trio("gptoss", alone=""),
     **_trio("state_mamba2", alone="known"),

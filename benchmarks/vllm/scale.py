@@ -82,10 +82,12 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
     def token_bytes(self) -> int:
         """Bytes of KV a token, in bfloat16."""
         if "kv_lora_rank" in self.model:
-            row = self.model["kv_lora_rank"] + self.model["qk_rope_head_dim"]
+            row = 2 * (self.model["kv_lora_rank"] + self.model["qk_rope_head_dim"])
+            # The indexer has a key of one-byte numbers and its scale.
+            row += self.model["index_head_dim"] + 4 if "index_head_dim" in self.model else 0
         else:
-            row = 2 * self.model["head_dim"] * self.model["num_key_value_heads"]
-        return int(2 * row * len(self.kinds))
+            row = 4 * self.model["head_dim"] * self.model["num_key_value_heads"]
+        return int(row * len(self.kinds))
 
     def read_bytes(self, tokens: int) -> int:
         """What a hit of so many tokens has to bring: all of full attention, of the others the

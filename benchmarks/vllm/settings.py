@@ -15,6 +15,7 @@ from ..processes import ROOT
 from .environment import on_one_gpu
 from .instances import KINDS, Spec
 from .scale import Scale
+from .weights import write_head
 
 BOTH = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 COMPILED_BY_RULE = {
@@ -73,6 +74,10 @@ def arguments(scale: Scale, spec: Spec, model: Path, integration: Integration) -
         given["scheduler_cls"] = f"{__package__}.scheduler.{spec.scheduler}"
     if spec.variant != "alone":
         given["kv_transfer_config"] = _transfer(scale, spec, integration)
+    if kind.head:
+        folder = write_head(model.with_name(f"{model.name}-head"), scale, kind.head)
+        guesses = {"method": "eagle", "model": str(folder), "num_speculative_tokens": 2}
+        given["speculative_config"] = guesses
     given |= kind.arguments
     return given
 
@@ -81,6 +86,7 @@ def _transfer(scale: Scale, spec: Spec, integration: Integration) -> dict[str, A
     if integration.of(spec) != "vllm":
         return {"kv_connector": "LMCacheConnectorV1", **BOTH}
     more = {path.removeprefix("vcache."): value for path, value in integration.more.items()}
+    more |= KINDS[spec.kind].settings
     lends = 0 if spec.role == "consumer" else scale.pool_bytes
     return our_connector(integration.socket, lends, scale.chunk, more) | (
         {"kv_role": f"kv_{spec.role}"} if spec.role else {}

@@ -38,6 +38,18 @@ def scale_weights(model: Any) -> int:
     return sum(1 for _ in model.parameters())
 
 
+def change_weights(worker: Any, seed: int) -> None:
+    """In vLLM's worker: other weights of the norms, the same for the same seed in every process.
+    With them all KV and all answers change."""
+    import torch
+
+    random = torch.Generator().manual_seed(seed)
+    for name, parameter in worker.model_runner.get_model().named_parameters():
+        if "norm" in name:
+            noise = torch.rand(parameter.shape, generator=random)
+            parameter.data.copy_((0.5 + noise).to(parameter.dtype))
+
+
 def flip_kv(worker: Any, offset: int, mask: int) -> None:
     """In vLLM's worker: byte `offset` of every block of the first layer, exclusive or `mask`."""
     import torch
@@ -86,6 +98,16 @@ def write_model(folder: Path, scale: Scale) -> Path:
     if not file.exists() or file.read_text() != text:
         if scale.cpu and scale.model["model_type"] == "llama":
             _write_weights(folder / "model.safetensors", scale.model)
+        file.write_text(text)
+    return folder
+
+
+def write_head(folder: Path, scale: Scale, changes: dict[str, Any]) -> Path:
+    """A folder that vLLM takes for an EAGLE head of the Llama of this scale, with these changes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kind = {"architectures": ["EagleLlamaForCausalLM"], "num_hidden_layers": 1}
+    file, text = folder / "config.json", json.dumps(scale.model | kind | changes)
+    if not file.exists() or file.read_text() != text:
         file.write_text(text)
     return folder
 

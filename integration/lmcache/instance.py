@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from vcache_backend.config import Config
-from vcache_backend.errors import ConfigError
+from vcache_backend.errors import ConfigError, LayoutError
 from vcache_backend.transfer.arguments import KVCaches
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.vram_pool.paged import PagedKV
@@ -53,12 +53,18 @@ class Instance:
         """
         engine, tensors = config.engine, by_layer(kvcaches)
         if self.vllm_config is None:
-            return PagedKV.describe(
-                kvcaches, self.model.block_size, axes=engine.kv_axes or None
-            ), config
-        kv = model_spec.describe(
-            self.vllm_config, tensors, self.num_blocks, engine.chunk_size, engine
-        )
+            kv = PagedKV.describe(kvcaches, self.model.block_size, axes=engine.kv_axes or None)
+        else:
+            kv = model_spec.describe(
+                self.vllm_config, tensors, self.num_blocks, engine.chunk_size, engine
+            )
+        if kv.others:
+            raise LayoutError(
+                f"the layers' pages have several sizes ({kv.name}), which is not supported "
+                "through LMCache: give vLLM vcache's own connector instead of LMCache's"
+            )
+        if self.vllm_config is None:
+            return kv, config
         axes = engine.kv_axes or model_spec.axes(tensors, kv.block_size) or ""
         return kv, msgspec.structs.replace(
             config, engine=msgspec.structs.replace(engine, kv_axes=axes)

@@ -26,11 +26,13 @@ MAX_SLOTS = 1024
 """The most slots that one request reserves. Further keys are refused as FULL."""
 MAX_FDS = 253
 """The most fds of one message, by Linux's limit."""
-INSTANCE_BYTES = 16
+INSTANCE_BYTES = TENANT_BYTES = 16
 MAX_REGIONS = MAX_FDS
 """The most allocations of one worker's KV cache."""
 MAX_PLANES = 1024
 """The most planes of one worker's KV cache. A plane is one part of one layer."""
+MAX_KINDS = 16
+"""The most kinds of layers, by the size of their pages, in one worker's KV cache."""
 MAX_PUBLISHED = 512
 """The most chunks of one publication; fewer if their blocks fill a message sooner."""
 MAX_OWNERS = 64
@@ -172,23 +174,31 @@ class Mismatch(msgspec.Struct, frozen=True, array_like=True):
     advice: str
 
 
-class CacheShape(msgspec.Struct, frozen=True, array_like=True):
-    """One worker's paged KV cache, as readers must know it. Sizes in bytes.
+class LayerKind(msgspec.Struct, frozen=True, array_like=True):
+    """Layers of a KV cache whose pages have one size. Sizes in bytes.
 
-    `layout`: the order of bytes in a page; readers need the same. `num_blocks`, `block_size`
-    (tokens): of the tensors. `stride`: from block to block, the same in all planes. `planes`: for
-    each layer and part, layer-major, the plane's region and the offset of its block 0. `regions`:
-    how many bytes of each fd a reader may map."""
+    `parts`: pages of a layer's block. `stride`: from block to block, the same in all planes."""
+
+    layers: Annotated[int, msgspec.Meta(ge=1, le=MAX_PLANES)]
+    parts: Annotated[int, msgspec.Meta(ge=1, le=MAX_PLANES)]
+    page_bytes: Bytes
+    stride: Bytes
+
+
+class CacheShape(msgspec.Struct, frozen=True, array_like=True):
+    """One worker's paged KV cache, as readers must know it.
+
+    `layout`: the order of bytes in a page; readers need the same. `kinds`: its layers, kind by
+    kind. `num_blocks`, `block_size` (tokens): of the tensors. `planes`: for each kind, layer and
+    part, in this order, the plane's region and the offset of its block 0. `regions`: how many bytes
+    of each fd a reader may map."""
 
     device: Text
     medium: Medium
     layout: Text
-    page_bytes: Bytes
-    parts: Annotated[int, msgspec.Meta(ge=1, le=MAX_PLANES)]
-    layers: Annotated[int, msgspec.Meta(ge=1, le=MAX_PLANES)]
+    kinds: Annotated[list[LayerKind], msgspec.Meta(min_length=1, max_length=MAX_KINDS)]
     num_blocks: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
-    stride: Bytes
     planes: Annotated[
         list[
             tuple[
@@ -202,12 +212,17 @@ class CacheShape(msgspec.Struct, frozen=True, array_like=True):
 
     def misfit(self) -> str:
         """Why no cache can have this shape; empty if every page lies inside its region."""
-        if len(self.planes) != self.layers * self.parts:
-            return f"{len(self.planes)} planes of {self.layers} layers with {self.parts} parts"
-        if self.num_blocks > 1 and self.stride < self.page_bytes:
-            return f"pages of {self.page_bytes:,} B every {self.stride:,} B"
-        span = (self.num_blocks - 1) * self.stride + self.page_bytes
-        for plane, (region, offset) in enumerate(self.planes):
+        spans = list[int]()
+        for kind in self.kinds:
+            if self.num_blocks > 1 and kind.stride < kind.page_bytes:
+                return f"pages of {kind.page_bytes:,} B every {kind.stride:,} B"
+            if len(spans) + kind.layers * kind.parts > MAX_PLANES:
+                return f"more than {MAX_PLANES} planes"
+            span = (self.num_blocks - 1) * kind.stride + kind.page_bytes
+            spans += [span] * (kind.layers * kind.parts)
+        if len(self.planes) != len(spans):
+            return f"{len(self.planes)} planes, but its layers have {len(spans)}"
+        for plane, ((region, offset), span) in enumerate(zip(self.planes, spans, strict=True)):
             if not 0 <= region < len(self.regions):
                 return f"plane {plane} lies in region {region} of {len(self.regions)}"
             nbytes, end = self.regions[region], offset + span
@@ -352,10 +367,13 @@ class ListSegments(Request, frozen=True, tag="list_segments"):
 
 class Reserve(Request, frozen=True, tag="reserve"):
     """Ask for a slot of `nbytes` for each key, in prefix order → `Reserved`. Slots come from the
-    client's device, else from peers, else by eviction."""
+    client's device, else from peers, else by eviction.
+
+    `tenant`: for whom the chunks count, see `quotas.tenant_id`; b"" for nobody."""
 
     keys: Keys
     nbytes: Bytes
+    tenant: Annotated[bytes, msgspec.Meta(max_length=TENANT_BYTES)] = b""
 
 
 class Commit(Request, frozen=True, tag="commit"):
@@ -760,6 +778,16 @@ class Latency(msgspec.Struct, frozen=True, array_like=True):
     total_us: float = 0.0
 
 
+class TenantStats(msgspec.Struct, frozen=True, array_like=True):
+    """A tenant of `server.quotas`: its bytes of the pool, the most it may have, and how many of its
+    chunks were evicted."""
+
+    name: str
+    used: int
+    limit: int
+    evicted: int
+
+
 class ServerStats(Reply, frozen=True, tag="server_stats"):
     """Counters since the server's start. `lookup_*`: chunks asked for and found. `latency`: by
     request name. `reports`: the newest, oldest first.
@@ -787,6 +815,7 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
     still_mapped: list[StillMapped] = []
     reads: list[ReadStats] = []
     hits: dict[str, tuple[int, int]] = {}
+    tenants: list[TenantStats] = []
 
 
 _OfSegments = AddSegment | Lend | OpenSegment | Unusable | DropSegment | ListSegments

@@ -5,11 +5,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from vcache_backend.errors import LayoutError, VCacheError
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import MAX_PLANES, MAX_REGIONS, CacheShape
+from vcache_backend.metadata_server.messages import (
+    MAX_KINDS,
+    MAX_PLANES,
+    MAX_REGIONS,
+    CacheShape,
+    LayerKind,
+)
 from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.exports.memory import Region
 from vcache_backend.vram_pool.paged import PagedKV
@@ -27,45 +33,49 @@ def cache_shape(kv: PagedKV, regions: Sequence[Region], device: Device) -> Cache
             f"the KV cache lies on {kv.device}, the pool on {device.name}; shared in place they "
             "must not differ: set pool.device: auto"
         )
-    planes, strides = [], set()
-    for number, (address, stride) in enumerate(kv.planes.tolist()):
-        strides.add(stride)
-        end = address + (kv.num_blocks - 1) * stride + kv.page_bytes
+    kinds, planes = list[LayerKind](), list[tuple[int, int]]()
+    for kind in kv.kinds:
+        strides = {int(stride) for _, stride in kind.planes}
+        if len(strides) != 1:
+            raise LayoutError(
+                f"the layers' blocks are {sorted(strides)} B apart; shared in place they must all "
+                "be equally far apart"
+            )
+        kinds.append(LayerKind(kind.layers, kind.parts, kind.page_bytes, strides.pop()))
+        planes += _found(kind, regions)
+    if len(planes) > MAX_PLANES or len(regions) > MAX_REGIONS or len(kinds) > MAX_KINDS:
+        raise LayoutError(
+            f"the KV cache has {len(planes)} planes of {len(kinds)} kinds in {len(regions)} "
+            f"allocations; at most {MAX_PLANES} of {MAX_KINDS} in {MAX_REGIONS} are shared"
+        )
+    return CacheShape(
+        device=device.name,
+        medium=device.medium,
+        layout=kv.name,
+        kinds=kinds,
+        num_blocks=kv.num_blocks,
+        block_size=kv.block_size,
+        planes=planes,
+        regions=[region.nbytes for region in regions],
+    )
+
+
+def _found(kind: PagedKV, regions: Sequence[Region]) -> Iterator[tuple[int, int]]:
+    """Find each plane's region and the offset in it. Raises LayoutError."""
+    for number, (address, stride) in enumerate(kind.planes.tolist()):
+        end = address + (kind.num_blocks - 1) * stride + kind.page_bytes
         for at, region in enumerate(regions):
             if region.address <= address and end <= region.address + region.nbytes:
-                planes.append((at, address - region.address))
+                yield at, address - region.address
                 break
         else:
-            layer, part = divmod(number, kv.parts)
+            layer, part = divmod(number, kind.parts)
             raise LayoutError(
                 f"layer {layer}, part {part} of the KV cache lies at [{address:#x}, {end:#x}), "
                 "in none of the "
                 f"{len(regions)} exported allocations: it was allocated elsewhere and cannot be "
                 "read in place"
             )
-    if len(strides) != 1:
-        raise LayoutError(
-            f"the layers' blocks are {sorted(strides)} B apart; shared in place they must all "
-            "be equally far apart"
-        )
-    if len(planes) > MAX_PLANES or len(regions) > MAX_REGIONS:
-        raise LayoutError(
-            f"the KV cache has {len(planes)} planes in {len(regions)} allocations; at most "
-            f"{MAX_PLANES} in {MAX_REGIONS} are shared"
-        )
-    return CacheShape(
-        device=device.name,
-        medium=device.medium,
-        layout=kv.name,
-        page_bytes=kv.page_bytes,
-        parts=kv.parts,
-        layers=kv.layers,
-        num_blocks=kv.num_blocks,
-        block_size=kv.block_size,
-        stride=strides.pop(),
-        planes=planes,
-        regions=[region.nbytes for region in regions],
-    )
 
 
 def check_shape(shape: CacheShape, blocks: int, kv: PagedKV, device: Device) -> None:
@@ -76,15 +86,14 @@ def check_shape(shape: CacheShape, blocks: int, kv: PagedKV, device: Device) -> 
     regions."""
     peer = (
         shape.layout,
-        shape.page_bytes,
-        shape.parts,
-        shape.layers,
+        [(kind.layers, kind.parts, kind.page_bytes) for kind in shape.kinds],
         shape.block_size,
         shape.medium,
     )
-    ours = kv.name, kv.page_bytes, kv.parts, kv.layers, kv.block_size, device.medium
+    own = [(kind.layers, kind.parts, kind.page_bytes) for kind in kv.kinds]
+    ours = kv.name, own, kv.block_size, device.medium
     if peer != ours:
-        names = "layout", "bytes a page", "parts", "layers", "block size", "medium"
+        names = "layout", "layers, parts and bytes a page", "block size", "medium"
         wrong = [
             f"{name} {a}, here {b}" for name, a, b in zip(names, peer, ours, strict=True) if a != b
         ]
@@ -94,8 +103,6 @@ def check_shape(shape: CacheShape, blocks: int, kv: PagedKV, device: Device) -> 
             f"its KV cache has {shape.num_blocks:,} blocks, which is no multiple of its "
             f"{blocks:,} generations"
         )
-    if len(shape.planes) != len(kv.planes):
-        raise LayoutError(f"its KV cache has {len(shape.planes)} planes, here {len(kv.planes)}")
     if reason := shape.misfit():
         raise LayoutError(f"its KV cache has {reason}")
 

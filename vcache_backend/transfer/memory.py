@@ -15,7 +15,7 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.transfer.sources import LoadContext, Part, RunningCopy, Source
 from vcache_backend.vram_pool.copies.copier import Completion
 from vcache_backend.vram_pool.copies.planner import CopyPlan
-from vcache_backend.vram_pool.paged import Int64s
+from vcache_backend.vram_pool.paged import Int64s, PagedKV
 from vcache_backend.vram_pool.slots import SlotView
 
 if TYPE_CHECKING:
@@ -39,9 +39,10 @@ class MemoryPart(Part):
         """
 
     @abstractmethod
-    def offsets(self, chunks: Int64s, inside: Int64s) -> Int64s:
-        """Offsets of blocks in bytes. chunks: the blocks' chunks, counted from `first`. inside: the
-        blocks' offsets in their chunks.
+    def offsets(self, chunks: Int64s, inside: Int64s, number: int) -> Int64s:
+        """Offsets of blocks in bytes, for kind `number` of the KV cache's layers. chunks: the
+        blocks' chunks, counted from `first`. inside: the blocks' offsets in the kind's part of a
+        chunk.
         """
 
 
@@ -70,14 +71,15 @@ def _launched(context: LoadContext, plan: CopyPlan, parts: list[MemoryPart]) -> 
     views = [view for part in parts for view in part.views]
     if len(views) == parts[-1].first + parts[-1].count - parts[0].first:
         return session.copier.scatter(kv, plan, views, context.mark)
-    rows, origins = _rows(plan, parts)
+    rows, origins = _rows(kv, plan, parts)
     local = all(part.local for part in parts)
     return session.copier.pull(kv, rows, origins, context.mark, (parts, views), local=local)
 
 
-def _rows(plan: CopyPlan, parts: list[MemoryPart]) -> tuple[Int64s, Int64s]:
+def _rows(kv: PagedKV, plan: CopyPlan, parts: list[MemoryPart]) -> tuple[Int64s, Int64s]:
     """Make the rows and bases for `Copier.pull`."""
-    rows = np.empty((len(plan.blocks), 3), dtype=np.int64)
+    plans = [plan.of(kv, number)[0] for number in range(len(kv.kinds))]
+    rows = np.empty((len(plan.blocks), 2 + len(plans)), dtype=np.int64)
     rows[:, 2] = plan.blocks[:, 2]
     numbers: dict[int, int] = {}
     bases: list[Int64s] = []
@@ -89,9 +91,10 @@ def _rows(plan: CopyPlan, parts: list[MemoryPart]) -> tuple[Int64s, Int64s]:
             numbers[id(origin)] = len(bases)
             bases.append(planes)
         rows[begin:end, 0] = numbers[id(origin)]
-        rows[begin:end, 1] = part.offsets(
-            plan.blocks[begin:end, 0] - start, plan.blocks[begin:end, 1]
-        )
+        for number, its in enumerate(plans):
+            rows[begin:end, 2 + number if number else 1] = part.offsets(
+                plan.blocks[begin:end, 0] - start, its.blocks[begin:end, 1], number
+            )
     return rows, np.stack(bases)
 
 

@@ -13,7 +13,7 @@ from vcache_backend.transfer.leases import Lease
 from vcache_backend.transfer.memory import MemoryPart
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.sources import LoadContext, Settled
-from vcache_backend.vram_pool.copies.planner import plane_offsets
+from vcache_backend.vram_pool.copies.planner import chunk_planes
 from vcache_backend.vram_pool.paged import Int64s
 
 
@@ -48,12 +48,9 @@ class _PooledPart(MemoryPart):
     run: _LeasedRun
 
     def origin(self) -> tuple[object, Int64s]:
-        kv, size = self.context.places.kv, self.context.session.chunk_size
-        return plane_offsets, plane_offsets(
-            len(kv.planes), kv.parts, kv.blocks_in(size), kv.page_bytes
-        )[0]
+        return chunk_planes, chunk_planes(self.context.places.kv, self.context.session.chunk_size)
 
-    def offsets(self, chunks: Int64s, inside: Int64s) -> Int64s:
+    def offsets(self, chunks: Int64s, inside: Int64s, number: int) -> Int64s:
         return np.array([view.address for view in self.views], dtype=np.int64)[chunks] + inside
 
     def keep(self) -> None:

@@ -64,13 +64,14 @@ class _ResidentPart(MemoryPart):
     def origin(self) -> tuple[object, Int64s]:
         return self.neighbour, self.neighbour.bases
 
-    def offsets(self, chunks: Int64s, inside: Int64s) -> Int64s:
-        kv, split = self.context.places.kv, self.neighbour.split
+    def offsets(self, chunks: Int64s, inside: Int64s, number: int) -> Int64s:
+        kv, split = self.context.places.kv.kinds[number], self.neighbour.split
         ids = (self.blocks.astype(np.int64)[:, None] * split + np.arange(split)).reshape(
             self.count, -1
         )
         offsets: Int64s = (
-            ids[chunks, inside // (kv.parts * kv.page_bytes)] * self.neighbour.shape.stride
+            ids[chunks, inside // (kv.parts * kv.page_bytes)]
+            * self.neighbour.shape.kinds[number].stride
         )
         return offsets
 

@@ -3,7 +3,8 @@
 A *page* is the contiguous bytes of one (layer, block, part). A part is K or V, where they lie
 apart. A chunk holds its layers in order, for each layer its blocks, and for each block its parts:
 the page of (layer, v-th block of the chunk, part) begins at `((layer * blocks_per_chunk + v) *
-parts + part) * page_bytes`."""
+parts + part) * page_bytes`. If layers differ in the size of their pages, a chunk holds the layers
+like the first one in this way, behind them the layers of the next kind, and so on."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
@@ -71,13 +73,15 @@ class Share(NamedTuple):
 class PagedKV:
     """The geometry of one worker's KV cache, whose memory it keeps alive. Immutable; any thread.
 
-    name: the order of bytes in a chunk as text, the same in all processes that may share; without
-    the number of blocks. pages: for each layer and part (layer-major) a uint8 view (num_blocks,
+    dtype: of the numbers; all types with a + between, if there are several. name: the order of
+    bytes in a chunk as text, the same in all processes that may share; without the number of
+    blocks. pages: for each layer and part (layer-major) a uint8 view (num_blocks,
     page_bytes) of vLLM's memory. planes: (layers * parts, 2) int64: the address of each view, and
     the bytes from one of its blocks to the next. shares: one for each group of layers, if there are
     several. They lie in the same planes, and each block belongs to one group at a time. A chunk
     holds the blocks of the first group, then those of the second, and so on, like the blocks of one
-    group."""
+    group. others: the layers with pages of another kind, if there are any, kind by kind; `layers`,
+    `parts`, `page_bytes`, `pages` and `planes` are those of the first kind alone."""
 
     device: torch.device
     dtype: str
@@ -90,6 +94,7 @@ class PagedKV:
     pages: tuple[Tensor, ...]
     planes: Int64s
     shares: tuple[Share, ...] = ()
+    others: tuple[PagedKV, ...] = ()
 
     @classmethod
     def describe(
@@ -104,7 +109,7 @@ class PagedKV:
         block_size: tokens of a block. axes: what each axis of the tensors is, in words of `KV_AXES`
         with spaces between, such as `"part block token head dim"`; needed if the shapes are
         ambiguous. Raises LayoutError, which names the layer and what to pass: unknown, ambiguous,
-        not dense, or layers that differ."""
+        not dense, or layers with other blocks or on another device."""
         named = (
             kvcaches.items()
             if isinstance(kvcaches, Mapping)
@@ -113,19 +118,31 @@ class PagedKV:
         layers = [_Layer(name, tensor, block_size) for name, tensor in named]
         if not layers:
             raise LayoutError("no KV caches were given; pass one tensor for each layer")
-        found = [layer.arrangement(axes) for layer in layers]
-        for layer, arrangement in zip(layers, found, strict=True):
-            if (arrangement.identity, layer.tensor.device) != (
-                found[0].identity,
-                layers[0].tensor.device,
+        kinds: dict[tuple[str, int, int], list[tuple[_Layer, _Arrangement]]] = {}
+        for layer in layers:
+            found = layer.arrangement(axes)
+            kinds.setdefault(found.kind, []).append((layer, found))
+            first = next(iter(kinds.values()))[0]
+            if (layer.tensor.device, found.num_blocks) != (
+                first[0].tensor.device,
+                first[1].num_blocks,
             ):
-                raise layer.error(
-                    f"differs from {layers[0]}; describe each group of equal layers by itself"
-                )
-        first, tensor = found[0], layers[0].tensor
-        pages = tuple(
-            page for layer, a in zip(layers, found, strict=True) for page in layer.pages(a)
+                raise layer.error(f"its blocks are not those of {first[0]}")
+        described = [cls._of_a_kind(alike, block_size) for alike in kinds.values()]
+        if len(described) == 1:
+            return described[0]
+        return replace(
+            described[0],
+            dtype="+".join(dict.fromkeys(kv.dtype for kv in described)),
+            name=" + ".join(f"{kv.layers} x {kv.name}" for kv in described),
+            others=tuple(described[1:]),
         )
+
+    @classmethod
+    def _of_a_kind(cls, layers: Sequence[tuple[_Layer, _Arrangement]], block_size: int) -> PagedKV:
+        """Describe layers that are arranged alike."""
+        tensor, first = layers[0][0].tensor, layers[0][1]
+        pages = tuple(page for layer, found in layers for page in layer.pages(found))
         return cls(
             device=tensor.device,
             dtype=str(tensor.dtype).removeprefix("torch."),
@@ -143,10 +160,16 @@ class PagedKV:
     def describe_groups(
         cls, groups: Sequence[tuple[Mapping[str, Tensor], Share]], *, axes: str | None = None
     ) -> PagedKV:
-        """Recognise several groups of layers. This worker may have no layers of a group.
+        """Recognise several groups of layers. This worker may have no layers of a group. If their
+        pages have several sizes, a block of all layers is one page.
 
         Raises LayoutError like `describe`, and if the groups do not lie in the same memory.
         """
+        held = [layers for layers, _ in groups if layers]
+        sizes = {_span(tensor[0]) for layers in held for tensor in layers.values()}
+        if len(held) > 1 and len(sizes) > 1:
+            shares = tuple(share for _, share in groups)
+            return replace(cls._side_by_side(held, shares[0].block_size), shares=shares)
         found = {
             next(iter(layers)): cls.describe(layers, share.block_size, axes=axes)
             for layers, share in groups
@@ -169,6 +192,48 @@ class PagedKV:
             name=name,
             block_size=groups[0][1].block_size,
             shares=tuple(share for _, share in groups),
+        )
+
+    @classmethod
+    def _side_by_side(cls, groups: Sequence[Mapping[str, Tensor]], block_size: int) -> PagedKV:
+        """Describe groups whose blocks have the layers' pages side by side, each group in its own
+        order. Raises LayoutError if a block is not one piece of memory."""
+        tensors = [tensor for layers in groups for tensor in layers.values()]
+        first = min(tensors, key=Tensor.data_ptr)
+        base, storage = first.data_ptr(), first.untyped_storage()
+        stride, count = first.stride(0) * first.element_size(), len(first)
+        nbytes, order = 0, blake2b(digest_size=16)
+        for layers in groups:
+            order.update(b"group")
+            for name, tensor in layers.items():
+                begin = tensor.data_ptr() - base
+                blocks = tensor.untyped_storage().data_ptr(), len(tensor)
+                nbytes = max(nbytes, begin + _span(tensor[0]))
+                if (
+                    blocks != (storage.data_ptr(), count)
+                    or tensor.stride(0) * tensor.element_size() != stride
+                    or nbytes > stride
+                ):
+                    raise LayoutError(
+                        f"the pages of several block tables have several sizes, and those of "
+                        f"{name} do not lie beside the others' in one block"
+                    )
+                text = f"{begin} {tuple(tensor.shape[1:])} {tensor.stride()[1:]} {tensor.dtype};"
+                order.update(text.encode())
+        raw = torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage)
+        page = raw.as_strided((count, nbytes), (stride, 1), base - storage.data_ptr())
+        types = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
+        return cls(
+            device=first.device,
+            dtype="+".join(types),
+            layers=1,
+            parts=1,
+            page_bytes=nbytes,
+            block_size=block_size,
+            num_blocks=count,
+            name=f"block{nbytes} {order.hexdigest()}",
+            pages=(page,),
+            planes=np.array([(base, stride)], dtype=np.int64),
         )
 
     def with_states(self, groups: Sequence[Mapping[str, Sequence[Tensor]]], split: int) -> PagedKV:
@@ -212,6 +277,22 @@ class PagedKV:
         return self.device, self.parts, self.page_bytes, self.num_blocks
 
     @cached_property
+    def kinds(self) -> tuple[PagedKV, ...]:
+        """The layers kind by kind. Layers of one kind have pages of one size, and are copied in one
+        launch.
+        """
+        if not self.others:
+            return (self,)
+        size, shares = self.block_size, self.shares
+        others = (replace(kv, block_size=size, shares=shares) for kv in self.others)
+        return (replace(self, others=()), *others)
+
+    @cached_property
+    def block_bytes(self) -> int:
+        """Bytes of a block of the KV cache, in the layers of all kinds."""
+        return sum(kv.layers * kv.parts * kv.page_bytes for kv in self.kinds)
+
+    @cached_property
     def aligned(self) -> int:
         """The largest power of two, up to 16, that divides every page's address and size."""
         return alignment(self.page_bytes, *self.planes.reshape(-1).tolist())
@@ -220,7 +301,7 @@ class PagedKV:
         """Bytes of a chunk of `chunk_size` tokens. Raises LayoutError if that is no multiple of the
         block size.
         """
-        return self.layers * self.blocks_in(chunk_size) * self.parts * self.page_bytes
+        return self.block_bytes * self.blocks_in(chunk_size)
 
     def blocks_in(self, chunk_size: int) -> int:
         """The number of blocks of a chunk, of all groups together. Raises LayoutError like
@@ -248,8 +329,8 @@ class _Arrangement:
     page_bytes: int
 
     @property
-    def identity(self) -> tuple[str, int, int, int]:
-        return self.name, self.parts, self.page_bytes, self.num_blocks
+    def kind(self) -> tuple[str, int, int]:
+        return self.name, self.parts, self.page_bytes
 
 
 def _span(block: Tensor) -> int:

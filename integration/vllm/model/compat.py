@@ -118,15 +118,22 @@ def _sleep_refusal(model_config: Any) -> str | None:
     )
 
 
-def read_model(vllm_config: Any, kv_cache_config: Any, name: str) -> model_spec.ModelSpec:
-    """`model_spec.read_model`, adapted to models with several groups."""
+def read_model(
+    vllm_config: Any, kv_cache_config: Any, name: str, versions: bool = False
+) -> model_spec.ModelSpec:
+    """`model_spec.read_model`, adapted to models with several groups. versions: the weights have
+    one: see docs/adr/0024."""
     model = model_spec.read_model(vllm_config, name)
+    if versions:
+        extra = model.extra | {"versions": "named"}
+        model = msgspec.structs.replace(model, named=True, extra=extra)
     try:
         tables = groups.read(kv_cache_config, 0)
     except LayoutError:
         return model
-    # MLA's ranks hold equal latents, but different states.
-    mla = model.use_mla and not tables.states
+    # MLA's ranks hold equal latents, but different states, and different heads of another draft.
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    mla = model.use_mla and not tables.states and (draft is None or draft.use_mla)
     return msgspec.structs.replace(model, use_mla=mla, extra=model.extra | {"groups": tables.text})
 
 

@@ -22,16 +22,15 @@ STATES = "MambaSpec"
 convolutions.
 """
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec")
-_WINDOWED = "SlidingWindowSpec"
-_SIZES = "UniformTypeKVCacheSpecs"
+_WINDOWED = ("SlidingWindowSpec", "SlidingWindowMLASpec")
+_MIXED = "UniformTypeKVCacheSpecs"
+"""vLLM's specification of a table whose layers' pages have several sizes. Workers see it;
+the scheduler sees that of its first layer instead.
+"""
 _REASONS: Mapping[str, str] = {
     "ChunkedLocalAttentionSpec": (
         "chunked local attention gives blocks back while their request runs: unset "
         "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"
-    ),
-    _SIZES: (
-        "layers of one block table have pages of several sizes: no setting changes that, "
-        "unless a draft model's are among them"
     ),
     "CrossAttentionSpec": "an encoder's output depends on the whole input: no setting changes that",
     "EncoderOnlyAttentionSpec": (
@@ -244,24 +243,31 @@ class Groups:
 
 def several(kv_cache_config: Any) -> bool:
     """Whether the model has several block tables, or a single one of a sliding window."""
-    kinds = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
-    return len(kinds) > 1 or kinds == [_WINDOWED]
+    kinds = [_kind(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+    return len(kinds) > 1 or (len(kinds) == 1 and kinds[0] in _WINDOWED)
 
 
-def keep_states(kv_cache_config: Any) -> bool:
-    """Whether some layers keep a state."""
-    return any(
-        type(group.kv_cache_spec).__name__ == STATES for group in kv_cache_config.kv_cache_groups
-    )
+def clears(kv_cache_config: Any) -> bool:
+    """Whether vLLM clears the blocks that it hands out: for states, and where tables have numbers
+    of several types. Its scheduler decides that, which sees the first layer of each table.
+    """
+    specs = [layer_specs(group.kv_cache_spec)[0] for group in kv_cache_config.kv_cache_groups]
+    numbers = {(spec.dtype, spec.kv_quant_mode) for spec in specs if hasattr(spec, "dtype")}
+    return len(numbers) > 1 or any(type(spec).__name__ == STATES for spec in specs)
 
 
 def hidden(kv_cache_config: Any) -> bool:
-    """Whether only workers can see that the model must be refused: vLLM shows the scheduler one
-    page size where several exist.
+    """Whether maybe only workers can see that the model must be refused: vLLM shows the scheduler
+    one layer of a table whose pages have several sizes.
     """
     return any(
-        type(group.kv_cache_spec).__name__ == _SIZES for group in kv_cache_config.kv_cache_groups
+        type(group.kv_cache_spec).__name__ == _MIXED for group in kv_cache_config.kv_cache_groups
     )
+
+
+def layer_specs(spec: Any) -> list[Any]:
+    """The different specifications of a table's layers, the one that the scheduler sees first."""
+    return list(spec.kv_cache_specs.values()) if type(spec).__name__ == _MIXED else [spec]
 
 
 def read(kv_cache_config: Any, chunk_size: int) -> Groups:
@@ -272,7 +278,9 @@ def read(kv_cache_config: Any, chunk_size: int) -> Groups:
     if not groups:
         raise LayoutError("the model keeps nothing of its tokens: no setting changes that")
     for group in groups:
-        reason = unknown(type(group.kv_cache_spec).__name__) or _unsteady(group.kv_cache_spec)
+        specs = layer_specs(group.kv_cache_spec)
+        reasons = (unknown(type(spec).__name__) or _unsteady(spec) for spec in specs)
+        reason = next((reason for reason in reasons if reason), None)
         if reason is None and not (
             getattr(group.kv_cache_spec, "prefix_cacheable", True) and _ordinary(group)
         ):
@@ -288,6 +296,11 @@ def read(kv_cache_config: Any, chunk_size: int) -> Groups:
     return Groups(layer_groups, chunk_size)
 
 
+def _kind(spec: Any) -> str:
+    """The name of vLLM's class for the layers of this specification."""
+    return type(layer_specs(spec)[0]).__name__
+
+
 def is_full(kind: str) -> bool:
     """Whether layers of this kind attend to all tokens."""
     return kind in _FULL
@@ -297,8 +310,10 @@ def kind(spec: Any) -> tuple[str, int]:
     """Name the kind of layers of this specification, and the tokens of their window: `full`,
     `window`, `state`, or vLLM's name for other kinds.
     """
+    spec = layer_specs(spec)[0]
     name = type(spec).__name__
-    named = "full" if is_full(name) else {_WINDOWED: "window", STATES: "state"}.get(name, name)
+    named = "full" if is_full(name) else "window" if name in _WINDOWED else name
+    named = "state" if name == STATES else named
     return named, int(spec.sliding_window) if named == "window" else 0
 
 
@@ -306,7 +321,7 @@ def unknown(kind: str) -> str | None:
     """Say why layers of this kind (a class of vLLM's `kv_cache_interface`) cannot be cached, and
     what to change; None if they can.
     """
-    if kind in (*_FULL, _WINDOWED, STATES):
+    if kind in (*_FULL, *_WINDOWED, STATES):
         return None
     return _REASONS.get(
         kind,
@@ -339,9 +354,9 @@ def _ordinary(group: Any) -> bool:
 
 
 def _group(number: int, group: Any) -> LayerGroup:
-    spec = group.kv_cache_spec
+    spec = layer_specs(group.kv_cache_spec)[0]
     window, state = 0, ""
-    if type(spec).__name__ == _WINDOWED:
+    if type(spec).__name__ in _WINDOWED:
         window = int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
     elif type(spec).__name__ == STATES:
         state = digest(

@@ -80,7 +80,8 @@ def report(name: str, settings: Config) -> dict[str, Any]:
             "refused": "the model keeps nothing of its tokens: no setting changes that"
         }
     (kv_cache,) = get_kv_cache_configs(vllm_config, [specs], [1 << 50])
-    model = compat.read_model(vllm_config, kv_cache, settings.connector.model)
+    connector = settings.connector
+    model = compat.read_model(vllm_config, kv_cache, connector.model, bool(connector.weights))
     settings = exportable.decide(settings, vllm_config, kv_cache, model)
     in_place = settings.connector.share == "in_place"
     refused = compat.refusal(vllm_config, kv_cache, model, settings)
@@ -130,14 +131,20 @@ def _layers(kv_cache: Any) -> list[dict[str, Any]]:
 
 def _sizes(kv_cache: Any, chunk_size: int) -> dict[str, int]:
     """Bytes of one worker's part of a chunk, and of a state."""
-    tables = [
-        group
+    block = max(
+        _block_bytes(group)
         for group in kv_cache.kv_cache_groups
-        if type(group.kv_cache_spec).__name__ != groups.STATES
-    ]
-    block = max(len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in tables)
+        if groups.kind(group.kv_cache_spec)[0] != "state"
+    )
     read = groups.read(kv_cache, chunk_size)
     return {"chunk_bytes": read.blocks * block, "state_bytes": read.parts * read.blocks * block}
+
+
+def _block_bytes(group: Any) -> int:
+    """Bytes of a block in all layers of a table."""
+    specs = groups.layer_specs(group.kv_cache_spec)
+    pages: int = sum(spec.page_size_bytes for spec in specs)
+    return pages if len(specs) > 1 else pages * len(group.layer_names)
 
 
 def main() -> None:

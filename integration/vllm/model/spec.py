@@ -288,8 +288,8 @@ def _reasons(model: ModelSpec, chunk_size: int, hash_seed: str | None) -> Iterat
     if model.new_weights and not model.named:
         yield (
             "--weight-transfer-config brings new weights, and KV of old ones must not be found: "
-            "set connector.model to one name for the "
-            "instances that get them together, and pause them all (with clear_cache) before they do"
+            "set connector.weights to the version with which the instance starts "
+            "(see New weights in docs/vllm/operation.md)"
         )
     yield seed(hash_seed)
     yield chunk_misfit(chunk_size, model.block_size, "engine.chunk_size")
@@ -368,14 +368,14 @@ def tensor_block_size(configured: int, kv_caches: Mapping[str, Any] | None, num_
 
 
 def axes(kv_caches: Mapping[str, Any], block_size: int) -> str | None:
-    """Name the axes of vLLM's tensors (see `PagedKV.describe`) if a block has as many heads as
-    tokens, so that shapes are ambiguous; else None.
+    """Name the axes of vLLM's tensors (see `PagedKV.describe`) if in some layer a block has as many
+    heads as tokens, so that its shape is ambiguous; else None.
     """
-    shape = tuple(next(iter(kv_caches.values())).shape) if kv_caches else ()
-    if len(shape) == 4 and shape[1] == shape[2] == block_size:
-        return "block head token dim"
-    if len(shape) == 5 and shape[2] == shape[3] == block_size:
-        return "part block token head dim" if shape[0] == 2 else "block part token head dim"
+    for shape in (tuple(tensor.shape) for tensor in kv_caches.values()):
+        if len(shape) == 4 and shape[1] == shape[2] == block_size:
+            return "block head token dim"
+        if len(shape) == 5 and shape[2] == shape[3] == block_size:
+            return "part block token head dim" if shape[0] == 2 else "block part token head dim"
     return None
 
 

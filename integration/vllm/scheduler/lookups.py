@@ -48,6 +48,11 @@ class Lookups:
         """Drop the request's question and answer."""
         tracked.lookup.question = tracked.lookup.answer = None
 
+    def rename(self, tracked: Tracked) -> None:
+        """Drop the request's keys, too: they are made of the version of the weights."""
+        self.forget(tracked)
+        tracked.lookup.keys = []
+
     def name(self, tracked: Tracked, whole: int) -> bool:
         """Compute the keys of the request's first `whole` chunks. False if its adapter cannot be
         identified.
@@ -60,7 +65,7 @@ class Lookups:
             adapter = adapter_digest(request.lora_request, content)
         if made < whole and self._instance.keys is not None:
             tracked.lookup.keys += self._instance.keys.keys(
-                request.block_hashes, made, whole, adapter
+                request.block_hashes, made, whole, self._instance.version, adapter
             )
         return True
 

@@ -146,18 +146,20 @@ class OwnPromises:
         while (promise := self._unsent.get()) is not None:
             if self._unsent.empty():
                 sleep(LATER_SECONDS)
-            client, own = self._instance.client, self._instance.publications
-            keys = list(promise.keys[promise.first : promise.stop])
-            name = own.instance if own is not None else b""
             try:
-                if client is None or not client.connected:
-                    continue
-                terms = promise.epoch, promise.chunk_seconds, promise.step_seconds
-                ranks = self._instance.ranks
-                answer = client.promise(promise.number, keys, ranks, name, *terms)
-                if keys:
-                    self._lookups.epoch = answer.epoch
+                self._tell(promise)
             except VCacheError as error:
                 log.debug("promise: %s", error)
             except Exception:  # the thread's last line of defence
                 log.exception("vcache: others do not wait for what a request computes")
+
+    def _tell(self, promise: _Unsent) -> None:
+        client, own = self._instance.client, self._instance.publications
+        if client is None or not client.connected:
+            return
+        keys = list(promise.keys[promise.first : promise.stop])
+        name = own.instance if own is not None else b""
+        terms = promise.epoch, promise.chunk_seconds, promise.step_seconds
+        answer = client.promise(promise.number, keys, self._instance.ranks, name, *terms)
+        if keys:
+            self._lookups.epoch = answer.epoch

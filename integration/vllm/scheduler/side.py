@@ -14,6 +14,7 @@ import msgspec
 
 from vcache_backend.config import Config
 from vcache_backend.errors import VCacheError
+from vcache_backend.metadata_server.pool import quotas
 
 from ...served_at import data_parallel_rank, served_at
 from ..in_place import exporter as exportable
@@ -57,7 +58,10 @@ class SchedulerSide:
         meter: Meter,
     ) -> None:
         """loads, stores: the instance's role allows them."""
-        model = compat.read_model(vllm_config, kv_cache_config, config.connector.model)
+        connector = config.connector
+        model = compat.read_model(
+            vllm_config, kv_cache_config, connector.model, bool(connector.weights)
+        )
         config = exportable.decide(config, vllm_config, kv_cache_config, model)
         self._loads_allowed = loads
         self._size = config.engine.chunk_size
@@ -112,7 +116,7 @@ class SchedulerSide:
         states = bool(self._groups.parts)
         self._waits = Waits(config, instance, self.lookups, self._pace, meter, states)
         self._leftovers = Leftovers(self._groups.sizes)
-        self._resets = Resets(instance, self._drop_answers, self._outdate)
+        self._resets = Resets(instance, self._drop_answers, self._outdate, self._rename)
         self._completions = Completions(
             config,
             stores,
@@ -286,6 +290,10 @@ class SchedulerSide:
         """See `Resets.reset`."""
         return self._resets.reset()
 
+    def change_version(self, version: bytes) -> None:
+        """See `Resets.change_version`."""
+        self._resets.change_version(version)
+
     def close(self) -> None:
         """Idempotent."""
         self._promises.close()
@@ -310,6 +318,14 @@ class SchedulerSide:
     def _drop_answers(self) -> None:
         for tracked in self._requests.values():
             self.lookups.forget(tracked)
+
+    def _rename(self) -> None:
+        """Forget what others and routers were told under the requests' keys, and the keys."""
+        for tracked in self._requests.values():
+            self._promises.ended(tracked)
+            self.lookups.rename(tracked)
+        if self.instance.announcer is not None:
+            self.instance.announcer = self.instance.announcer.renewed()
 
     def _outdate(self) -> None:
         if self.publications is None:
@@ -343,7 +359,10 @@ class SchedulerSide:
             asked = request_params.NOTHING
         blocks = StoreState([array(NUMBERS) for _ in self._groups.sizes])
         loads = self._loads_allowed and asked.load and not computes
-        tracked = Tracked(request, asked, loads, store=blocks)
+        tenant = asked.tenant or request.cache_salt
+        tracked = Tracked(
+            request, asked, loads, quotas.tenant_id(tenant) if tenant else b"", store=blocks
+        )
         self._requests[request.request_id] = tracked
         self._completions.stored(tracked, 0)
         if tracked.store.complete_at < inf:

@@ -56,7 +56,10 @@ class WorkerSide:
     ) -> None:
         self._vllm, self._kv_config, self._meter = vllm_config, kv_cache_config, meter
         self._pp_rank, self._tp_rank = pp_rank, tp_rank
-        self._model = compat.read_model(vllm_config, kv_cache_config, config.connector.model)
+        connector = config.connector
+        self._model = compat.read_model(
+            vllm_config, kv_cache_config, connector.model, bool(connector.weights)
+        )
         self._config = config = exportable.decide(config, vllm_config, kv_cache_config, self._model)
         if self._model.device_type == "cpu":
             amx.permit()
@@ -77,7 +80,7 @@ class WorkerSide:
         self._asleep: Attached | None = None
         self._meta = StepMetadata()
         """The last step's metadata."""
-        self._stores = Stores(meter, groups.keep_states(kv_cache_config))
+        self._stores = Stores(meter, groups.clears(kv_cache_config))
         number = pp_rank * self._model.tp_size + tp_rank
         self.report = Reporter(
             (pp_rank, tp_rank),

@@ -20,8 +20,9 @@ from vcache_backend.metadata_server.shares import Shares
 MAX_PROMISED = 1 << 18
 """The most promised chunks of all clients, some 250 B each. One process gets at most half of
 them."""
-MAX_OF_CLIENT = 1024
-"""The most promises of one connection. A promise has at most `MAX_KEYS` chunks."""
+COST = 128
+"""A promise counts as so many chunks beside its own. So there are at most some 2,000 promises, and
+a reset can drop all in one turn. A promise has at most `MAX_KEYS` chunks."""
 QUIET_SECONDS = 120.0
 """A promise is dropped after this time without a chunk: longer than any step takes."""
 MAX_OVERDUE = 64
@@ -169,24 +170,22 @@ class Promises:
         self, client: Peer, number: int, lacking: Mapping[m.ChunkKey, int], ranks: int
     ) -> OpenPromise | None:
         """Add these chunks to a promise, as far as there is room. None if it has no chunk."""
-        of_client = self._of.get(client.id, {})
-        promised = of_client.get(number)
+        promised, cost = self._of.get(client.id, {}).get(number), 0
         if promised is None:
-            if not lacking or len(of_client) >= MAX_OF_CLIENT:
-                return None
-            pace = self._paces.get(client.id, (0.0, 0.0))
+            cost, pace = COST, self._paces.get(client.id, (0.0, 0.0))
             promised = OpenPromise(client, number, ranks, 0.0, pace, {})
-        room = min(self._shares.room(client.process, client.user), m.MAX_KEYS - len(promised.left))
+        room = self._shares.room(client.process, client.user) - cost
+        room = max(0, min(room, m.MAX_KEYS - len(promised.left)))
         new = [key for key in lacking if key not in promised.left][:room]
         for key in new:
             if (holder := self._by_key.get(key)) is not None:
                 self._remove(holder, [key])
             self._by_key[key] = promised
             promised.left[key] = lacking[key]
-        self._shares.take(client.process, client.user, len(new))
-        self._counters["promised_chunks"] += len(new)
         if not promised.left:
             return None
+        self._shares.take(client.process, client.user, len(new) + cost)
+        self._counters["promised_chunks"] += len(new)
         self._of.setdefault(client.id, {})[number] = promised
         self._progress(promised)
         return promised
@@ -212,6 +211,7 @@ class Promises:
 
     def _end(self, promised: OpenPromise) -> None:
         promised.over = True
+        self._shares.take(promised.client.process, promised.client.user, -COST)
         del self._quiet[promised]
         of_client = self._of[promised.client.id]
         del of_client[promised.number]

@@ -108,6 +108,8 @@ class Copier(Protocol):
 
         rows: (n, 3) int64: number of an origin, offset in bytes, KV block. origins: (k, planes)
         int64: the page of plane p of row r begins at address `origins[r's origin, p] + r's offset`.
+        If the KV cache has several kinds of layers, `planes` are those of all kinds, and each
+        further kind has a column of offsets behind the block.
         Addresses are not checked: the caller sees to it that they stay readable until the copy is
         over. keep: an object to hold until then. local: all pages are on the KV cache's device.
         Raises LayoutError, and moves nothing, if a row names a block or an origin that does not
@@ -221,11 +223,11 @@ def check(kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> None:
 
 def check_rows(kv: PagedKV, rows: Int64s, origins: Int64s) -> None:
     """Raise LayoutError unless every row's origin and block exist. See `Copier.pull`."""
-    planes = len(kv.planes)
-    if rows.ndim != 2 or rows.shape[1] != 3 or origins.ndim != 2 or origins.shape[1] != planes:
+    planes, columns = sum(len(kind.planes) for kind in kv.kinds), 2 + len(kv.kinds)
+    if rows.shape[1:] != (columns,) or origins.shape[1:] != (planes,):
         raise LayoutError(
-            f"rows of 3 and origins of {planes} planes are needed; given are {rows.shape} and "
-            f"{origins.shape}"
+            f"rows of {columns} and origins of {planes} planes are needed; given are "
+            f"{rows.shape} and {origins.shape}"
         )
     for column, name, count in ((0, "origin", len(origins)), (2, "block", kv.num_blocks)):
         low, high = int(rows[:, column].min(initial=0)), int(rows[:, column].max(initial=-1))

@@ -19,7 +19,7 @@ from vcache_backend.errors import LayoutError, VCacheError, raising_as
 from vcache_backend.vram_pool import cuda_driver
 from vcache_backend.vram_pool.copies import kernels
 from vcache_backend.vram_pool.copies.copier import Completion, Finished, Mark, check, check_rows
-from vcache_backend.vram_pool.copies.planner import CopyPlan
+from vcache_backend.vram_pool.copies.planner import CopyPlan, of_kinds
 from vcache_backend.vram_pool.paged import Int64s, PagedKV
 from vcache_backend.vram_pool.slots import SlotView
 
@@ -89,14 +89,14 @@ class _Slots:
         self.local = all(slot.local for slot in slots)
         self.host = any(slot.whole.device.type == "cpu" for slot in slots)
 
-    def fill(self, table: Int64s) -> int:
-        """Write the kernel's table. Returns the alignment of the slots."""
-        return kernels.fill_slots(
-            self.kv,
-            self._plan,
-            np.array([slot.address for slot in self._slots], dtype=np.int64),
-            table,
-        )
+    def fill(self, table: Int64s, parts: Sequence[kernels.TablePart]) -> list[int]:
+        """Write the kernel's table for each kind of layers. Returns the alignments of the slots."""
+        found = []
+        addresses = np.array([slot.address for slot in self._slots], dtype=np.int64)
+        for number, (kind, first, end) in enumerate(parts):
+            plan, begin = self._plan.of(self.kv, number)
+            found.append(kernels.fill_slots(kind, plan, addresses + begin, table[first:end]))
+        return found
 
 
 class _Rows:
@@ -117,9 +117,16 @@ class _Rows:
         )
         self._rows, self._bases, self._keep = rows, origins, keep
 
-    def fill(self, table: Int64s) -> int:
-        """Write the kernel's table. Returns the alignment of the pages that are read."""
-        return kernels.fill_table(self.kv, self._rows, self._bases, table)
+    def fill(self, table: Int64s, parts: Sequence[kernels.TablePart]) -> list[int]:
+        """Write the kernel's table for each kind of layers. Returns the alignments of the pages
+        that are read.
+        """
+        return [
+            kernels.fill_table(kind, rows, bases, table[first:end])
+            for (kind, rows, bases), (_, first, end) in zip(
+                of_kinds(self.kv, self._rows, self._bases), parts, strict=True
+            )
+        ]
 
 
 class CudaCopier:
@@ -146,10 +153,13 @@ class CudaCopier:
     def prepare(self, kv: PagedKV) -> None:
         """Compile the kernels for `kv`: up to a second each, a few of them."""
         with torch.cuda.device(self.device):
-            table = torch.empty((len(kv.planes), 3), dtype=torch.int64, device=self.device)
-            for tuning in (kernels.PEER, kernels.LOCAL, kernels.HOST):
-                for to_origin, many in ((True, False), (False, False), (False, True)):
-                    kernels.launch(kv, 0, table, to_origin=to_origin, many=many, tuning=tuning)
+            for kind in kv.kinds:
+                table = torch.empty((len(kind.planes), 3), dtype=torch.int64, device=self.device)
+                for tuning in (kernels.PEER, kernels.LOCAL, kernels.HOST):
+                    for to_origin, many in ((True, False), (False, False), (False, True)):
+                        kernels.launch(
+                            kind, 0, table, to_origin=to_origin, many=many, tuning=tuning
+                        )
 
     def gather(
         self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None
@@ -206,7 +216,8 @@ class CudaCopier:
         tuning = kernels.tuning_for(
             local=job.local, host=job.host, max_ctas=0 if job.local else self.max_ctas
         )
-        size = kernels.table_rows(kv, job.blocks, job.origins)
+        parts = kernels.table_parts(kv, job.blocks, job.origins)
+        size = parts[-1].end
         start = torch.cuda.Event(enable_timing=True)
         # Launches go to the thread's current device. Work is queued by stream handle: torch's
         # stream contexts and copies would cost the host as much as the rest of a retrieve.
@@ -216,7 +227,7 @@ class CudaCopier:
             else nullcontext()
         ):
             table = self._table(size, side)
-            aligned = job.fill(table.array[:size])
+            alignments = job.fill(table.array[:size], parts)
             current = torch.cuda.current_stream()
             try:
                 # Before the wait, so that the table travels while earlier work still computes.
@@ -226,16 +237,17 @@ class CudaCopier:
                 else:
                     self._driver.follow(side.cuda_stream, table.ready, current.cuda_stream)
                 start.record(side)
-                kernels.launch(
-                    kv,
-                    job.blocks,
-                    table.there,
-                    to_origin=to_origin,
-                    many=job.origins > 1,
-                    tuning=tuning,
-                    aligned=aligned,
-                    stream=side.cuda_stream,
-                )
+                for part, aligned in zip(parts, alignments, strict=True):
+                    kernels.launch(
+                        part.kv,
+                        job.blocks,
+                        table.there[part.first :],
+                        to_origin=to_origin,
+                        many=job.origins > 1,
+                        tuning=tuning,
+                        aligned=aligned,
+                        stream=side.cuda_stream,
+                    )
                 end = torch.cuda.Event(enable_timing=True)
                 end.record(side)
                 if after is None:

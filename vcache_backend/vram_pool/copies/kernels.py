@@ -109,6 +109,25 @@ def table_rows(kv: PagedKV, blocks: int, origins: int = 1) -> int:
     return planes + blocks + (-(-origins * planes // 3) if origins > 1 else 0)
 
 
+class TablePart(NamedTuple):
+    """The rows [first, end) of a copy's table: those of the launch for one kind of layers."""
+
+    kv: PagedKV
+    first: int
+    end: int
+
+
+def table_parts(kv: PagedKV, blocks: int, origins: int = 1) -> list[TablePart]:
+    """Where the table of each of `kv.kinds` lies in the table of a copy of `blocks` blocks."""
+    parts, end = list[TablePart](), 0
+    for kind in kv.kinds:
+        # The kernel is compiled for tables that are aligned to 16 bytes, and a row has 24.
+        first = end + end % 2
+        end = first + table_rows(kind, blocks, origins)
+        parts.append(TablePart(kind, first, end))
+    return parts
+
+
 def fill_slots(kv: PagedKV, plan: CopyPlan, addresses: Int64s, table: Int64s) -> int:
     """Like `fill_table`, for a copy to or from slots, in half the time. addresses: (slots,) int64,
     of the plan's slots.

@@ -4,8 +4,8 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -23,9 +23,9 @@ class CopyPlan:
     thread.
 
     blocks: (n, 3) int64: slot index, byte offset in the slot of the block's first page (layer 0,
-    part 0), block id in the KV cache. nbytes: bytes read, and as many are written. tokens: whose
-    blocks are moved; of several groups only the first group's blocks count. each: blocks of a
-    chunk."""
+    part 0, of the first kind), block id in the KV cache. nbytes: bytes read, and as many are
+    written. tokens: whose blocks are moved; of several groups only the first group's blocks count.
+    each: blocks of a chunk."""
 
     chunk_size: int
     block_size: int
@@ -40,6 +40,16 @@ class CopyPlan:
         """
         whole: Bools = np.bincount(self.blocks[:, 0], minlength=slots) == self.each
         return whole
+
+    def of(self, kv: PagedKV, number: int) -> tuple[CopyPlan, int]:
+        """The part of this plan for kind `number` of `kv.kinds`, with offsets in that part of a
+        chunk, and where it begins in a chunk."""
+        if not number:
+            return self, 0
+        blocks = self.blocks.copy()
+        blocks[:, 1] = kind_offsets(kv, self.blocks[:, 1], number)
+        before = sum(kind.block_bytes for kind in kv.kinds[:number])
+        return replace(self, blocks=blocks), before * self.each
 
 
 def whole_blocks(
@@ -103,7 +113,7 @@ def plan_blocks(
     count, stride = len(ids), kv.parts * kv.page_bytes
     if kv.shares:
         count = int((blocks[:, 1] < kv.shares[0].of(chunk_size) * stride).sum())
-    nbytes, each = kv.layers * stride * len(ids), kv.blocks_in(chunk_size)
+    nbytes, each = kv.block_bytes * len(ids), kv.blocks_in(chunk_size)
     return CopyPlan(chunk_size, kv.block_size, blocks, nbytes, count * kv.block_size, each)
 
 
@@ -131,6 +141,38 @@ def _outside(kv: PagedKV, low: int, high: int) -> LayoutError:
         f"slot_mapping names {named} but the KV cache has {kv.num_blocks} blocks of "
         f"{kv.block_size} tokens"
     )
+
+
+def kind_offsets(kv: PagedKV, offsets: Int64s, number: int) -> Int64s:
+    """Where blocks begin in kind `number`'s part of a chunk. offsets: in that of the first kind."""
+    kind = kv.kinds[number]
+    return offsets // (kv.parts * kv.page_bytes) * (kind.parts * kind.page_bytes)
+
+
+@lru_cache(maxsize=16)
+def chunk_planes(kv: PagedKV, chunk_size: int) -> Int64s:
+    """Shape (planes,): the offset of each plane's first page in a chunk, for the planes of all
+    kinds. Cached and read-only."""
+    blocks, begin, offsets = kv.blocks_in(chunk_size), 0, list[Int64s]()
+    for kind in kv.kinds:
+        own = plane_offsets(len(kind.planes), kind.parts, blocks, kind.page_bytes)[0]
+        offsets.append(own + begin)
+        begin += kind.block_bytes * blocks
+    planes: Int64s = np.concatenate(offsets)
+    planes.flags.writeable = False
+    return planes
+
+
+def of_kinds(
+    kv: PagedKV, rows: Int64s, origins: Int64s
+) -> Iterator[tuple[PagedKV, Int64s, Int64s]]:
+    """Split a copy from any addresses (see `Copier.pull`) into one copy for each of `kv.kinds`."""
+    first = 0
+    for number, kind in enumerate(kv.kinds):
+        end = first + len(kind.planes)
+        own = rows if not number else rows[:, [0, 2 + number, 2]]
+        yield kind, own[:, :3], origins[:, first:end]
+        first = end
 
 
 @lru_cache

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vcache_backend.vram_pool.copies.planner import CopyPlan
+from vcache_backend.vram_pool.copies.planner import CopyPlan, of_kinds
 from vcache_backend.vram_pool.paged import Int64s, PagedKV, alignment
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -45,6 +45,11 @@ def scatter(kv: PagedKV, plan: CopyPlan, slots: Sequence[Tensor]) -> None:
 
 def pull(kv: PagedKV, rows: Int64s, origins: Int64s) -> None:
     """Copy blocks from raw addresses of host memory into the KV cache: see `Copier.pull`."""
+    for kind, its_rows, its_origins in of_kinds(kv, rows, origins):
+        _pull(kind, its_rows, its_origins)
+
+
+def _pull(kv: PagedKV, rows: Int64s, origins: Int64s) -> None:
     for origin, of_it in _by_slot(rows):
         ids, offsets = of_it[:, 2], of_it[:, 1]
         first = int(offsets.min())
@@ -96,14 +101,17 @@ def _block_pairs(
     """For each slot and plane: pages (num_blocks, words), the slot's (blocks, words), block ids,
     and places in the slot.
     """
-    for index, rows in _by_slot(plan.blocks):
-        virtual, ids = rows[:, 1] // (kv.parts * kv.page_bytes), rows[:, 2].copy()
-        # torch copies element by element: wide words are ten times faster than bytes.
-        word = _word(kv, slots[index])
-        flat = slots[index][: kv.chunk_bytes(plan.chunk_size)].view(word)
-        chunk = flat.view(kv.layers, kv.blocks_in(plan.chunk_size), kv.parts, -1)
-        for plane, page in enumerate(kv.pages):
-            yield page.view(word), chunk[plane // kv.parts, :, plane % kv.parts], ids, virtual
+    for number, kind in enumerate(kv.kinds):
+        part, begin = plan.of(kv, number)
+        for index, rows in _by_slot(part.blocks):
+            slot = slots[index][begin : begin + kind.chunk_bytes(plan.chunk_size)]
+            virtual, ids = rows[:, 1] // (kind.parts * kind.page_bytes), rows[:, 2].copy()
+            # torch copies element by element: wide words are ten times faster than bytes.
+            word = _word(kind, slot)
+            chunk = slot.view(word).view(kind.layers, part.each, kind.parts, -1)
+            for plane, page in enumerate(kind.pages):
+                pages = chunk[plane // kind.parts, :, plane % kind.parts]
+                yield page.view(word), pages, ids, virtual
 
 
 def _by_slot(rows: Int64s) -> Iterator[tuple[int, Int64s]]:

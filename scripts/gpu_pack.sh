@@ -5,10 +5,11 @@
 # rest, trimmed to what Hopper needs (FlashAttention 3 alone). All undefined torch symbols of these libraries are in torch 2.11.0's
 # (LMCache 0.5.6's are not). vLLM's own pin is torch 2.14; compiled and in place it ran beside 2.11 (2026-11-24).
 #
-#   benchmarks/gpu_pack.sh OUT_DIR     some 190 MiB in seven files into OUT_DIR; about 10 minutes on two busy cores, 2 GB of scratch
+#   scripts/gpu_pack.sh OUT_DIR     some 200 MiB in eight files into OUT_DIR; about 10 minutes on two busy cores, 2 GB of scratch
 #     deps.tar.xz    LMCache with its CUDA kernels, msgspec, pyzmq, ...       fa3.tar.xz    FlashAttention 3
 #     c.tar.xz.0, c.tar.xz.1   vLLM's CUDA extension, 61 MiB, in two pieces, since one call carries 64 MiB with the checkout
 #     moe.tar.xz     kernels of mixtures of experts, FlashMLA                 vllm.tar.xz   vLLM's Python code
+#     gemm.tar.xz    DeepGEMM, for DeepSeek V3.2's indexer alone; it compiles its kernels on the host, with nvcc
 #     vllm_router-0.1.17-*.whl   the router that benchmarks put before vLLM; deps has what it needs (orjson, setproctitle)
 #
 # The pack of 2026-11-25 was made by these commands, one after the other; as one script it has not run.
@@ -33,16 +34,21 @@ for tag in 2014 2010 1; do target+=(--platform "manylinux${tag}_x86_64"); done
   python3 -m pip download -q "${target[@]}" -d "$work/wheels" vllm==0.33.0
   python3 -m zipfile -e "$work"/wheels/vllm-0.33.0-*.whl "$work/vllm.tmp"
   cd "$work/vllm.tmp/vllm"
-  rm -rf vllm-rs third_party/deep_gemm third_party/fmha_sm100 _qutlass_C.abi3.so _flashkda_C.abi3.so _deepselect_C.abi3.so \
+  rm -rf vllm-rs third_party/fmha_sm100 _qutlass_C.abi3.so _flashkda_C.abi3.so _deepselect_C.abi3.so \
     vllm_flash_attn/_vllm_fa2_C.abi3.so
-  mkdir -p "$work"/{c,moe}/vllm "$work/fa3/vllm/vllm_flash_attn"
+  mkdir -p "$work"/{c,moe}/vllm "$work/gemm/vllm/third_party" "$work/fa3/vllm/vllm_flash_attn"
+  mv third_party/deep_gemm "$work/gemm/vllm/third_party/"
+  # V3.2's module of a Blackwell kernel wants cutlass (92 MB) to be imported. Elsewhere vLLM asks it only whether it applies.
+  printf 'fused_q_cutedsl = None\n\n\ndef is_fused_q_cutedsl_supported(*tensors, **flags):\n    return False\n' \
+    > models/deepseek_v32/nvidia/ops/fused_q_cutedsl.py
+  (cd .. && cp --parents vllm/models/deepseek_v32/nvidia/ops/fused_q_cutedsl.py "$work/gemm/")
   mv _C_stable_libtorch.abi3.so "$work/c/vllm/"
   mv _moe_C_stable_libtorch.abi3.so _flashmla_C.abi3.so "$work/moe/vllm/"
   mv vllm_flash_attn/_vllm_fa3_C.abi3.so "$work/fa3/vllm/vllm_flash_attn/"
   find . -name '*.pyi' -delete
   mv "$work/vllm.tmp" "$work/vllm"
 }
-for part in deps fa3 c moe vllm; do
+for part in deps fa3 c moe gemm vllm; do
   [ -f "$work/$part.tar.xz" ] || { tar cf - -C "$work/$part" . | xz -T1 -3 > "$work/$part.tmp"; mv "$work/$part.tmp" "$work/$part.tar.xz"; }
   [ "$part" = c ] || cp "$work/$part.tar.xz" "$out/"
 done
