@@ -37,6 +37,8 @@ WHAT = {
     "engines paused, stopped, starved and killed": r"death(_pool)?_(wrong|engines)",
     "owners stopped and killed in every state of a promise": r"promises_(wrong|engines|overdue)",
     "disaggregated prefill": r"pd_equal",
+    "weights that change, through a pool": r"vllm_weights_\w+",
+    "weights that change, in place": r"inplace_weights_\w+",
     "offload tier": r"vllm_(below_equal|equal_below_eager)",
     "in place: hits equal to the bit": r"inplace_equal(_isolated|_eager)?",
     "in place: fp8 KV, MLA, n-gram drafts": r"inplace_equal_(fp8|mla|ngram)",

@@ -27,7 +27,7 @@ from .results import Clock, Report, Row
 from .vllm.environment import on_one_gpu
 from .vllm.fleet import Fleet
 from .vllm.instances import KINDS
-from .vllm.parts import death, equality, groups, latency, pd, scheduling
+from .vllm.parts import death, equality, groups, latency, pd, scheduling, versions
 from .vllm.prompts import Prompts
 from .vllm.scale import GIB, SCALES
 
@@ -156,6 +156,9 @@ PARTS: dict[str, Part] = {
     "sparse": _few("sparse", cpu=False),
     "sparse_fp8": _few("sparse_fp8", cpu=False),
     "head": _few("head", cpu=False),
+    "weights": Part(
+        _trio(versions.KIND), lambda it: versions.measure(it.fleet, it.clock, it.source), OURS
+    ),
 }
 """In the order in which they run. A part's number is the seed of its prompts, so new parts go to
 the end. Some are not for sharing in place: `restart`, since an instance's KV goes with it, and
@@ -168,6 +171,7 @@ APART = (
     ("gemma3", "gptoss"),
     groups.STATES,
     ("short",),
+    ("weights",),
 )
 """Groups of parts whose instances start after all others have ended; those of one group start
 together, on the CPU one at a time.

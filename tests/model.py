@@ -78,6 +78,7 @@ class Slot:
     location: Location
     token: int
     state: str
+    tenant: str = ""
 
     @property
     def span(self) -> tuple[str, int, int]:
@@ -237,6 +238,10 @@ class Model:
         place = self.rested[slot.key]
         self.order.insert(sum(self.rested.get(key, place) < place for key in self.order), slot.key)
 
+    def used_by(self, tenant: str) -> int:
+        """Bytes of the slots that count for a tenant."""
+        return sum(room_of(s.location.length) for s in self.slots if s.tenant == tenant)
+
     def granted(self, id_: int, held: Held) -> None:
         self.leases[id_] = held
         for slot in held.slots:
@@ -369,6 +374,7 @@ class Model:
             self.void(id_)
         for slot in self.slots:
             slot.state = "resting" if slot.state == "live" else slot.state
+            slot.tenant = ""
         self.absent |= {
             name: Place(place.device, place.nbytes) for name, place in self.segments.items()
         }

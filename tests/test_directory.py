@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,6 +17,7 @@ from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.pool import backlog
 from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.pool.placement import MAX_SEARCH, Peer
+from vcache_backend.metadata_server.pool.quotas import tenant_id
 from vcache_backend.metadata_server.pool.reservations import CLAIM_SECONDS, ROUNDING_BYTES
 from vcache_backend.metadata_server.records import LedgerState, ProcessId, SegmentAdded
 
@@ -26,7 +28,7 @@ READER = Peer(2, ProcessId(22, 5), "gpu-1", "cuda")
 OTHER = Peer(3, ProcessId(33, 5), "gpu-2", "cuda")
 
 
-def make(clock: FakeClock, **limits: float) -> Directory:
+def make(clock: FakeClock, **limits: Any) -> Directory:
     return Directory(ServerConfig(**limits), clock)
 
 
@@ -43,10 +45,15 @@ def lend(
 
 
 def put(
-    directory: Directory, *keys: m.ChunkKey, client: Peer = WRITER, nbytes: int = KIB
+    directory: Directory,
+    *keys: m.ChunkKey,
+    client: Peer = WRITER,
+    nbytes: int = KIB,
+    tenant: str = "",
 ) -> m.Reserved:
     """Store chunks as a worker does."""
-    reserved = directory.reserve(client, list(keys), nbytes)
+    of = tenant_id(tenant) if tenant else b""
+    reserved = directory.reserve(client, list(keys), nbytes, of)
     assert directory.commit(client, reserved.reservation, []) == sum(
         isinstance(slot, m.Location) for slot in reserved.slots
     )
@@ -112,6 +119,78 @@ def test_leases_of_one_client_are_bounded(
     assert leases[2] == 0
     directory.release(leases[0])
     assert directory.acquire(READER, [A]).lease != 0
+
+
+# ---- shares
+
+
+def test_a_tenant_with_its_share_evicts_its_own_chunks_and_one_below_it_the_coldest(
+    clock: FakeClock,
+) -> None:
+    directory = make(clock, quotas={"acme": 0.5})
+    lend(directory)
+    put(directory, A)
+    put(directory, B, C, tenant="acme")
+    assert directory.touch([B]) == 1
+    put(directory, D, tenant="acme")
+    assert there(directory, A, B, C, D) == [A, B, D], "its coldest, though there was room"
+    put(directory, C, E)
+    put(directory, chunk_key(5), tenant="acme")
+    assert there(directory, A, B, C, D, E, chunk_key(5)) == [C, D, E, chunk_key(5)]
+    (stats,) = directory.quotas.stats(4 * KIB)
+    assert stats == m.TenantStats("acme", 2 * KIB, 2 * KIB, 2)
+
+
+def test_chunks_that_are_read_are_kept_though_their_tenant_has_its_share(clock: FakeClock) -> None:
+    directory = make(clock, quotas={"acme": 0.5})
+    lend(directory)
+    put(directory, A, B, tenant="acme")
+    lease = directory.acquire(READER, [A, B]).lease
+    refused = put(directory, C, tenant="acme")
+    assert refused.slots == [m.Refusal.FULL]
+    assert "the share of tenant 'acme'" in refused.reason
+    put(directory, C)
+    directory.release(lease)
+    put(directory, D, tenant="acme")
+    assert there(directory, A, B, C, D) == [A, C, D]
+
+
+def test_a_small_chunk_of_another_tenant_is_not_a_part_of_the_room(clock: FakeClock) -> None:
+    """Chunks of several sizes: a run of adjacent ones goes, of the tenant alone."""
+    directory = make(clock, quotas={"acme": 0.75})
+    lend(directory)
+    put(directory, A, tenant="acme")
+    put(directory, B)
+    put(directory, C, D, tenant="acme")
+    put(directory, E, tenant="acme", nbytes=2 * KIB)
+    assert there(directory, A, B, C, D, E) == [A, B, E]
+
+
+def test_all_whom_nobody_named_have_one_share_and_no_table(clock: FakeClock) -> None:
+    directory = make(clock, quotas={"*": 0.25, "acme": 1.0})
+    lend(directory)
+    for number in range(100):
+        put(directory, chunk_key(number), tenant=f"stranger {number}")
+    put(directory, chunk_key(100))
+    assert there(directory, *map(chunk_key, range(101))) == [chunk_key(100)]
+    assert [stats.name for stats in directory.quotas.stats(0)] == ["*", "acme"]
+
+
+def test_a_share_is_that_of_the_segments_there_are_and_given_back_slots_do_not_count(
+    clock: FakeClock,
+) -> None:
+    directory = make(clock, quotas={"acme": 0.5})
+    lend(directory)
+    put(directory, A, tenant="acme")
+    reserved = directory.reserve(WRITER, [B], KIB, tenant_id("acme"))
+    directory.abort(WRITER, reserved.reservation)
+    directory.remove([A])
+    lend(directory, "s1", device="gpu-1")
+    put(directory, A, B, C, D, tenant="acme")
+    directory.drop_segment(m.SegmentId("s0"))
+    directory.go_on(100)
+    (stats,) = directory.quotas.stats(0)
+    assert stats.used == used(directory, "s1")
 
 
 # ---- placement

@@ -280,7 +280,7 @@ def test_the_longest_request_matters_where_vllm_computes_all_of_them_otherwise_f
         ({"context_parallel": 2}, "set both context parallel sizes to 1"),
         ({"dynamic_kv_scales": True}, "start vLLM without --calculate-kv-scales"),
         ({"unnamed_inputs": True}, "start vLLM without --mm-processor-cache-gb 0"),
-        ({"new_weights": True}, "set connector.model to one name"),
+        ({"new_weights": True}, "set connector.weights to the version"),
         ({"kv_cache_dtype": "int8_per_token_head"}, "set --kv-cache-dtype fp8 or auto"),
         ({"prompt_embeds": True}, "start vLLM without --enable-prompt-embeds"),
         (

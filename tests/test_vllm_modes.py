@@ -262,7 +262,9 @@ def test_weights_that_will_be_replaced_are_refused_until_they_have_a_name(
     first request.
     """
     change = {"backend": "ipc"}
-    caches_nothing(here, start(weight_transfer_config=change), "set connector.model to one name")
+    caches_nothing(
+        here, start(weight_transfer_config=change), "set connector.weights to the version"
+    )
     b, tokens = (
         start({"connector": {"model": "policy"}}, weight_transfer_config=change),
         new_tokens(LENGTH + 1),

@@ -18,8 +18,8 @@ TOKEN_BYTES = 4 * 2 * 64 * 2 * 2
 """Layers, KV heads, head size, K and V, bfloat16."""
 
 
-def write_model(folder: Path, windowed: str = "", window: int = 0) -> Path:
-    """A Llama whose output depends on every token of the prompt: random weights of a fixed seed,
+def write_model(folder: Path, windowed: str = "", window: int = 0, seed: int = 1) -> Path:
+    """A Llama whose output depends on every token of the prompt: random weights of this seed,
     scaled so that attention matters.
 
     windowed: one letter a layer; those with an s look at the last `window` tokens only, so that
@@ -27,7 +27,7 @@ def write_model(folder: Path, windowed: str = "", window: int = 0) -> Path:
     import torch
     from safetensors.torch import save_file
 
-    random_ = torch.Generator().manual_seed(1)
+    random_ = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int, gain: float) -> torch.Tensor:
         return (torch.randn(rows, columns, generator=random_) * gain / math.sqrt(columns)).to(

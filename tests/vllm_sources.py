@@ -33,6 +33,9 @@ _MANAGERS = (
 )
 _BINDS = {"bind_gpu_block_pool", "bind_kv_cache_manager"}
 _BACKEND = "device_allocator/sleep_mode_backend.py"
+_ENGINE = "v1/engine/core.py"
+_WEIGHTS = "set_weight_version", "collective_rpc"
+"""The calls of the engine by which weights change and get a version."""
 FILES = (
     *(
         _WORKER,
@@ -47,6 +50,7 @@ FILES = (
         _QUEUE,
     ),
     _BACKEND,
+    _ENGINE,
 )
 """All that are read."""
 
@@ -71,6 +75,9 @@ def _differences(package: Path) -> Iterator[str]:
     for path, name in _RUNNERS.items():
         if "register_kv_caches" not in _calls(_functions(package / path)[name]):
             yield f"{path}: {name} does not call register_kv_caches"
+    for name in _WEIGHTS:
+        if name not in _functions(package / _ENGINE):
+            yield f"{_ENGINE} has no {name}"
     yield from _allocation(package)
     yield from _blocks(package)
     if "unregister_kv_caches" in _functions(package / _BASE):

@@ -51,6 +51,10 @@ NotNegative = Annotated[float, msgspec.Meta(ge=0, le=MOST_SECONDS)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
 Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 2)]
 """A uid or gid. 2^32 - 1 means none to the kernel."""
+TenantName = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+MAX_TENANTS = 64
+"""The most tenants with a share: each has an order of eviction in each segment."""
 
 
 class ByteSize(int):
@@ -145,6 +149,7 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     max_chunks: PositiveInt = 4_000_000
     max_clients: PositiveInt = 1024
     allow_uids: list[Id] = []
+    quotas: dict[TenantName, Share] = {}
     metrics: str = ""
     metrics_hosts: list[Annotated[str, msgspec.Meta(pattern=r"\A[0-9A-Za-z._-]+\Z")]] = []
 
@@ -161,6 +166,10 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
             )
         if self.metrics:
             split_address(self.metrics, "metrics")
+        if len(self.quotas) > MAX_TENANTS or not all(map(str.isprintable, self.quotas)):
+            raise ValueError(
+                f"quotas must be shares of at most {MAX_TENANTS} tenants with printable names"
+            )
 
     @property
     def path(self) -> Path:
@@ -229,6 +238,7 @@ class ConnectorConfig(_Section, frozen=True, kw_only=True):
     wait_seconds: Positive = 10.0
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     model: str = ""
+    weights: str = ""
     start_server: bool = False
 
 

@@ -20,6 +20,7 @@ from vcache_backend.metadata_server.messages import (
     SegmentInfo,
     ServerStats,
     StillMapped,
+    TenantStats,
 )
 
 SHOWN_REPORTS = 5
@@ -186,6 +187,7 @@ def render(stats: ServerStats) -> RenderableType:
         instances_table(stats.instances),
     ]
     pool = [] if stats.instances and not stats.segments else [segments_table(stats.segments)]
+    shown.append(_tenants(stats.tenants))
     filled = [each for each in shown if each.row_count]
     counts = *_hits(stats), *_waits(stats)
     return Group(Text(said, style=style), _headline(stats), *filled, *pool, *counts)
@@ -250,6 +252,20 @@ def _still_mapped(readers: Sequence[StillMapped]) -> Table:
     ]
     columns = ("instance", "device", ">read by", "~state of that process")
     return table("KV caches of instances that have ended, still mapped", columns, rows)
+
+
+def _tenants(tenants: Sequence[TenantStats]) -> Table:
+    """Make one row for each tenant of `server.quotas`."""
+    rows = [
+        (
+            tenant.name,
+            ByteSize(max(tenant.used, 0)).about,
+            ByteSize(tenant.limit).about,
+            f"{tenant.evicted:,}",
+        )
+        for tenant in tenants
+    ]
+    return table("Shares of the pool", ("~tenant", ">used", ">of", ">chunks evicted"), rows)
 
 
 def duration(seconds: float) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 from ..processes import answer_commands
 from . import one_gpu
 from .environment import on_one_gpu
-from .weights import flip_kv, flip_states, scale_weights
+from .weights import change_weights, flip_kv, flip_states, scale_weights
 
 SECONDS = 120.0
 
@@ -150,6 +150,15 @@ class Serving:
         """
         (blocks,) = self._llm.collective_rpc(flip_states)
         return int(blocks)
+
+    def new_weights(self, seed: int, version: str) -> None:
+        """Give the model other weights, as a trainer does between steps: nothing runs. version:
+        what they are called; empty: they get no name.
+        """
+        self._llm.reset_prefix_cache(reset_connector=True)
+        self._llm.collective_rpc(change_weights, args=(seed,))
+        if version:
+            self._llm.update_weight_version(version)
 
     def reset(self) -> bool:
         """Empty vLLM's own prefix cache."""

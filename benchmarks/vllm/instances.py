@@ -20,7 +20,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     states: vcache keeps states, and a chunk is one block, on the CPU of the scale's chunk.
     value_bytes: of a number in the KV cache. head: what is different in its EAGLE head; empty: it
     has none. arguments: of vLLM's `LLM`. environment: for its processes. tensor_parallel: over how
-    many GPUs."""
+    many GPUs. settings: of vcache's configuration, `SECTION.KEY` by value."""
 
     model: dict[str, Any] = {}
     tiny: dict[str, Any] = {}
@@ -32,6 +32,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     arguments: dict[str, Any] = {}
     environment: dict[str, str] = {}
     tensor_parallel: int = 1
+    settings: dict[str, str] = {}
 
     @property
     def shares_code(self) -> bool:
@@ -128,6 +129,7 @@ KINDS = {
     "head": Kind(head={"num_key_value_heads": 16}, arguments=EAGER),
     # Where requests are many and short.
     "busy": Kind(arguments={"max_num_seqs": 128}),
+    "versions": Kind(settings={"connector.weights": "start"}),
 }
 
 
@@ -165,6 +167,7 @@ INSTANCES = {
     **_trio("head"),
     **_trio("ngram"),
     **_trio("busy"),
+    **_trio("versions"),
     **_trio("gemma3", alone=""),
     **_trio("gptoss", alone=""),
     **_trio("state_mamba2", alone="known"),

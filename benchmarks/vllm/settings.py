@@ -86,6 +86,7 @@ def _transfer(scale: Scale, spec: Spec, integration: Integration) -> dict[str, A
     if integration.of(spec) != "vllm":
         return {"kv_connector": "LMCacheConnectorV1", **BOTH}
     more = {path.removeprefix("vcache."): value for path, value in integration.more.items()}
+    more |= KINDS[spec.kind].settings
     lends = 0 if spec.role == "consumer" else scale.pool_bytes
     return our_connector(integration.socket, lends, scale.chunk, more) | (
         {"kv_role": f"kv_{spec.role}"} if spec.role else {}

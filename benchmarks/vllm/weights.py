@@ -38,6 +38,18 @@ def scale_weights(model: Any) -> int:
     return sum(1 for _ in model.parameters())
 
 
+def change_weights(worker: Any, seed: int) -> None:
+    """In vLLM's worker: other weights of the norms, the same for the same seed in every process.
+    With them all KV and all answers change."""
+    import torch
+
+    random = torch.Generator().manual_seed(seed)
+    for name, parameter in worker.model_runner.get_model().named_parameters():
+        if "norm" in name:
+            noise = torch.rand(parameter.shape, generator=random)
+            parameter.data.copy_((0.5 + noise).to(parameter.dtype))
+
+
 def flip_kv(worker: Any, offset: int, mask: int) -> None:
     """In vLLM's worker: byte `offset` of every block of the first layer, exclusive or `mask`."""
     import torch

@@ -27,7 +27,7 @@ from .. import logs
 from ..guard import answers
 from . import settings
 from .metadata import REFUSED, StepMetadata
-from .model import compat
+from .model import compat, versions
 from .scheduler.side import SchedulerSide
 from .telemetry import stats
 from .worker.side import WorkerSide
@@ -56,6 +56,8 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._half: SchedulerSide | WorkerSide
         """Either half, also after it was refused, for `shutdown`."""
         if role == KVConnectorRole.SCHEDULER:
+            if config.connector.weights:
+                versions.watch()
             self._meter = stats.Meter()
             # vLLM's scheduler reads the policy after this constructor has run.
             transfer.kv_load_failure_policy = config.connector.kv_load_failure_policy
@@ -192,6 +194,20 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def reset_cache(self) -> bool:
         return self._scheduler.reset() if self._scheduler is not None else True
 
+    def weights_change(self) -> None:
+        """Store and read nothing of the version named last: vLLM changes the weights."""
+        self._change_version(versions.unknown())
+
+    def weights_are(self, name: object) -> None:
+        """Store and read chunks of the version `name` from now on. vLLM's weights have it."""
+        log.info("vcache: the weights are %.80r", name)
+        self._change_version(versions.digest(name))
+
+    @answers(None)
+    def _change_version(self, version: bytes) -> None:
+        if self._scheduler is not None:
+            self._scheduler.change_version(version)
+
     # ---- in a worker
 
     @answers(None)
@@ -257,6 +273,10 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker = None
             return
         worker.begin(meta)
+
+    def has_connector_metadata(self) -> bool:
+        """False, so that vLLM leaves out the two calls for each layer below, which do nothing."""
+        return False
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Do nothing: loads begin in `get_transfer_results`, once the step's model run

@@ -45,7 +45,7 @@ class LoadSpec(_Spec, frozen=True):
 
     keys: the keys of rank 0. blocks: vLLM's block numbers from the first block of the first chunk
     on; -1: leave out. offload: also read from the offload tier. promote: store chunks from the
-    offload tier in the pool again. prefix: the keys of all earlier chunks, if `offload`. residents:
+    offload tier in the pool again. prefix, tenant: as of a store, if `offload`. residents:
     chunks in other instances' KV caches, numbered within the load. lost: the scheduler could not
     describe the load; load nothing and report a failure."""
 
@@ -55,6 +55,7 @@ class LoadSpec(_Spec, frozen=True):
     offload: bool = False
     promote: bool = False
     prefix: list[ChunkKey] = []
+    tenant: bytes = b""
     residents: list[Run] = []
     lost: bool = False
 
@@ -63,12 +64,13 @@ class StoreSpec(_Spec, frozen=True):
     """A store: consecutive chunks of a request that this step completes.
 
     keys: the keys of rank 0. blocks: vLLM's block numbers of all chunks, in order. prefix: the keys
-    of all earlier chunks."""
+    of all earlier chunks. tenant: see `Tracked`."""
 
     request_id: str
     keys: list[ChunkKey]
     blocks: list[int]
     prefix: list[ChunkKey]
+    tenant: bytes = b""
 
 
 class PublicationSpec(_Spec, frozen=True):

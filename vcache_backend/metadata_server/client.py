@@ -108,10 +108,10 @@ class Client(InstanceCalls):
     def release(self, lease: int) -> bool:
         return self._call(m.Release(lease), m.Verdict).held
 
-    def reserve(self, keys: list[m.ChunkKey], nbytes: int) -> m.Reserved:
+    def reserve(self, keys: list[m.ChunkKey], nbytes: int, tenant: bytes = b"") -> m.Reserved:
         """Reserve a slot for each key. Each key gets a slot or a refusal: FULL after the first
         `MAX_SLOTS` slots."""
-        reserved = self._call(m.Reserve(keys[: m.MAX_KEYS], nbytes), m.Reserved)
+        reserved = self._call(m.Reserve(keys[: m.MAX_KEYS], nbytes, tenant), m.Reserved)
         rest = len(keys) - m.MAX_KEYS
         if rest <= 0:
             return reserved

@@ -26,7 +26,7 @@ MAX_SLOTS = 1024
 """The most slots that one request reserves. Further keys are refused as FULL."""
 MAX_FDS = 253
 """The most fds of one message, by Linux's limit."""
-INSTANCE_BYTES = 16
+INSTANCE_BYTES = TENANT_BYTES = 16
 MAX_REGIONS = MAX_FDS
 """The most allocations of one worker's KV cache."""
 MAX_PLANES = 1024
@@ -367,10 +367,13 @@ class ListSegments(Request, frozen=True, tag="list_segments"):
 
 class Reserve(Request, frozen=True, tag="reserve"):
     """Ask for a slot of `nbytes` for each key, in prefix order → `Reserved`. Slots come from the
-    client's device, else from peers, else by eviction."""
+    client's device, else from peers, else by eviction.
+
+    `tenant`: for whom the chunks count, see `quotas.tenant_id`; b"" for nobody."""
 
     keys: Keys
     nbytes: Bytes
+    tenant: Annotated[bytes, msgspec.Meta(max_length=TENANT_BYTES)] = b""
 
 
 class Commit(Request, frozen=True, tag="commit"):
@@ -775,6 +778,16 @@ class Latency(msgspec.Struct, frozen=True, array_like=True):
     total_us: float = 0.0
 
 
+class TenantStats(msgspec.Struct, frozen=True, array_like=True):
+    """A tenant of `server.quotas`: its bytes of the pool, the most it may have, and how many of its
+    chunks were evicted."""
+
+    name: str
+    used: int
+    limit: int
+    evicted: int
+
+
 class ServerStats(Reply, frozen=True, tag="server_stats"):
     """Counters since the server's start. `lookup_*`: chunks asked for and found. `latency`: by
     request name. `reports`: the newest, oldest first.
@@ -802,6 +815,7 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
     still_mapped: list[StillMapped] = []
     reads: list[ReadStats] = []
     hits: dict[str, tuple[int, int]] = {}
+    tenants: list[TenantStats] = []
 
 
 _OfSegments = AddSegment | Lend | OpenSegment | Unusable | DropSegment | ListSegments

@@ -12,7 +12,9 @@ the namespace's fingerprint:
 - LMCache's (`vcache-lmcache-1`): the count of tag names and values, then the sorted names and
   values, each after its length, then LMCache's hash, signed
 - vLLM's: the first 16 bytes of vLLM's hash of the chunk's last block, unchanged
-- vLLM's, with an adapter: that key, keyed with the adapter's digest
+- vLLM's, with a version of the weights, an adapter, or both: that key, keyed with the digest of
+  the version; then keyed with that of the adapter
+- of a version (256 bits, not keyed, `vcache-weights-1`): its name
 - of an adapter (256 bits, not keyed, `vcache-lora-2`): name, path and content, each after its
   length
 - of a state's part i (not keyed, `vcache-state-1`): the digest of its chunk, then i, one byte
@@ -178,10 +180,10 @@ class BlockHashKeys:
         self._suffix = bytes(RANK_BYTES)
 
     def keys(
-        self, hashes: Sequence[bytes], first: int, stop: int, adapter: bytes = b""
+        self, hashes: Sequence[bytes], first: int, stop: int, *computed_with: bytes
     ) -> list[ChunkKey]:
-        """Make the keys of the chunks [first, stop). hashes: of all the request's blocks. adapter:
-        see `adapter_digest`.
+        """Make the keys of the chunks [first, stop). hashes: of all the request's blocks.
+        computed_with: digests of 32 bytes, for example `adapter_digest`; empty ones do not count.
 
         ConfigError for hashes too short to identify a prefix, of a `prefix_caching_hash_algo` that
         is not cryptographic."""
@@ -195,9 +197,9 @@ class BlockHashKeys:
                 f"a block hash has {len(hashes[each - 1])} B, {HASH_BYTES} are needed: set "
                 "--prefix-caching-hash-algo sha256"
             )
-        if adapter:
+        for digest in filter(None, computed_with):
             made = [
-                prefix + blake2b(key, key=adapter, digest_size=HASH_BYTES).digest() + suffix
+                prefix + blake2b(key, key=digest, digest_size=HASH_BYTES).digest() + suffix
                 for key in made
             ]
         return cast(list[ChunkKey], made)

@@ -45,6 +45,12 @@ class KVBlocks:
         """Whether vLLM's own prefix cache has this block, of a model with one block table."""
         return bool(self.pool.get_cached_block(block_hash, [0]))
 
+    @property
+    def empty(self) -> bool:
+        """Whether no request has a block, and vLLM's own prefix cache has none."""
+        cached = self.pool.cached_block_hash_to_block
+        return self.free == self.count - 1 and not len(cached)
+
     def evict(self, numbers: set[int]) -> None:
         """Take blocks out of vLLM's own prefix cache."""
         self.pool.evict_blocks(numbers)

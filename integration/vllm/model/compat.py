@@ -118,9 +118,15 @@ def _sleep_refusal(model_config: Any) -> str | None:
     )
 
 
-def read_model(vllm_config: Any, kv_cache_config: Any, name: str) -> model_spec.ModelSpec:
-    """`model_spec.read_model`, adapted to models with several groups."""
+def read_model(
+    vllm_config: Any, kv_cache_config: Any, name: str, versions: bool = False
+) -> model_spec.ModelSpec:
+    """`model_spec.read_model`, adapted to models with several groups. versions: the weights have
+    one: see docs/adr/0024."""
     model = model_spec.read_model(vllm_config, name)
+    if versions:
+        extra = model.extra | {"versions": "named"}
+        model = msgspec.structs.replace(model, named=True, extra=extra)
     try:
         tables = groups.read(kv_cache_config, 0)
     except LayoutError:

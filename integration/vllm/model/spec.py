@@ -288,8 +288,8 @@ def _reasons(model: ModelSpec, chunk_size: int, hash_seed: str | None) -> Iterat
     if model.new_weights and not model.named:
         yield (
             "--weight-transfer-config brings new weights, and KV of old ones must not be found: "
-            "set connector.model to one name for the "
-            "instances that get them together, and pause them all (with clear_cache) before they do"
+            "set connector.weights to the version with which the instance starts "
+            "(see New weights in docs/vllm/operation.md)"
         )
     yield seed(hash_seed)
     yield chunk_misfit(chunk_size, model.block_size, "engine.chunk_size")

@@ -201,8 +201,9 @@ class Completions:
                 # Chunks have a fixed size: repeat the state's last block up to the chunk's end.
                 blocks = blocks + blocks[-1:] * (groups.parts * groups.blocks - len(blocks))
                 keys = state_keys(tracked.lookup.keys[chunks - 1 : chunks], groups.parts)
+                before = tracked.lookup.keys[:chunks]
                 meta.stores.append(
-                    StoreSpec(request.request_id, keys, blocks, tracked.lookup.keys[:chunks])
+                    StoreSpec(request.request_id, keys, blocks, before, tracked.tenant)
                 )
 
     def _complete(self, tracked: Tracked, before: int, computed: int, meta: StepMetadata) -> None:
@@ -228,7 +229,6 @@ class Completions:
             return
         if keys := tracked.lookup.keys[first:ready]:
             blocks = self._groups.chunks(rows, first, ready)
-            meta.stores.append(
-                StoreSpec(request.request_id, keys, blocks, tracked.lookup.keys[:first])
-            )
+            prefix = tracked.lookup.keys[:first]
+            meta.stores.append(StoreSpec(request.request_id, keys, blocks, prefix, tracked.tenant))
         self.stored(tracked, ready)

@@ -24,7 +24,7 @@ from vcache_backend.vram_pool.devices import Where
 
 from ..in_place.publications import Publications
 from ..metadata import Link, Shard
-from ..model import compat
+from ..model import compat, versions
 from ..model import spec as model_spec
 from ..telemetry.events import Announcer
 from .offload import OffloadLookup
@@ -43,7 +43,8 @@ class Introduction:
     refused: why nothing is cached; empty if the instance caches. ranks: shards of a chunk. places:
     the places of segments, as the first worker sees them. keys, client, outbox: None before `open`.
     announcer: None unless somebody wants KV events. publications, tables: this instance's
-    publications and other instances' generations; None unless KV caches are shared in place."""
+    publications and other instances' generations; None unless KV caches are shared in place.
+    version: of the weights, hashed into every key (see `versions`); empty without versions."""
 
     def __init__(
         self,
@@ -63,6 +64,8 @@ class Introduction:
         self._not_joined = ""
         """Why the server refused our generations; empty if it took them, or was not asked."""
         self.publications = publications
+        weights = config.connector.weights
+        self.version = versions.digest(weights) if weights else b""
         self.announcer: Announcer | None = None
         self.tables: Tables | None = None
         self.keys: BlockHashKeys | None = None

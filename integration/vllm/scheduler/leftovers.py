@@ -15,7 +15,7 @@ class Leftovers:
     """Marks outdated requests. Runs in the scheduler's thread; used only for sharing through a
     pool.
 
-    A reset means that the weights change. If vLLM could not clear its own cache, running requests
+    A reset means that the weights change. If vLLM has not cleared its own cache, running requests
     keep old KV, and later requests hit it. `LeftoverState.outdated` marks both, until the request
     is preempted and recomputed. This costs nothing unless vLLM kept blocks."""
 
@@ -28,10 +28,10 @@ class Leftovers:
         """Blocks assigned since the last reset that hold no KV from before it."""
 
     def reset(self, blocks: KVBlocks | None, requests: Iterable[Tracked]) -> None:
-        """Note a reset of the namespace. blocks: vLLM's pool, which vLLM may just have cleared;
-        None if vLLM has not shown it.
+        """Note a reset, or a change of the weights' version. blocks: vLLM's pool, which vLLM may
+        just have cleared; None if vLLM has not shown it.
         """
-        self._kept = blocks is None or blocks.free < blocks.count - 1
+        self._kept = blocks is None or not blocks.empty
         self._resets += 1
         self._right.clear()
         for tracked in requests:

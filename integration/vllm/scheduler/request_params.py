@@ -15,12 +15,14 @@ class RequestParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     load, store: the request may load chunks, and store its own. announced: another instance is
     computing this prompt, so wait for its chunks. wait_seconds: how long; None:
-    `connector.wait_seconds`."""
+    `connector.wait_seconds`. tenant: whose share of the pool its chunks count for; empty: that of
+    its `cache_salt`."""
 
     load: bool = True
     store: bool = True
     announced: bool = False
     wait_seconds: Annotated[float, msgspec.Meta(ge=0, le=600)] | None = None
+    tenant: str = ""
 
 
 NOTHING = RequestParams(load=False, store=False)

@@ -1,4 +1,4 @@
-"""Handles resets of the namespace by vLLM and by other instances."""
+"""Handles resets by vLLM and by other instances, and changes of the weights' version."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 
 from ..metadata import WorkerReport
+from ..model import versions
 from .introduction import Introduction
 
 log = logging.getLogger("vllm.vcache")
@@ -17,12 +18,17 @@ class Resets:
     """
 
     def __init__(
-        self, instance: Introduction, drop: Callable[[], None], outdate: Callable[[], None]
+        self,
+        instance: Introduction,
+        drop: Callable[[], None],
+        outdate: Callable[[], None],
+        rename: Callable[[], None],
     ) -> None:
         """drop: called on a reset to forget answers of look-ups. outdate: called on a reset to mark
-        the KV of running requests.
+        the KV of running requests. rename: called when keys change, to forget those of requests.
         """
         self._instance, self._drop, self._outdate = instance, drop, outdate
+        self._rename = rename
         self.clearing = False
         self._number = 0
         """The number of the last reset. Workers' reports with a lower number do not end it."""
@@ -32,7 +38,13 @@ class Resets:
         `reset_cache`. False if the server did not answer.
 
         Before the first step the namespace is unknown. Then the reset happens before the first
-        look-up, and the answer is True: vLLM, paused for new weights, would end on a False."""
+        look-up, and the answer is True: vLLM, paused for new weights, would end on a False.
+
+        Where weights have a version, the reset leaves it, and the others keep their chunks."""
+        if self._instance.version:
+            log.info("vcache: nothing is shared until the version of the weights is named")
+            self.change_version(versions.unknown())
+            return True
         # Look nothing up until the running steps have ended and their stores are cleared, too.
         self.clearing = True
         self._number += 1
@@ -45,6 +57,18 @@ class Resets:
             # Running steps publish and save under the old epoch, so there is no need to wait.
             self.clearing = False
         return cleared or not self._instance.over
+
+    def change_version(self, version: bytes) -> None:
+        """Read and store chunks of this version from the next step on. See docs/adr/0024."""
+        if version == self._instance.version:
+            return
+        # If anything here raises, nobody finds what the next steps store.
+        self._instance.version = versions.unknown()
+        self._rename()
+        self._outdate()
+        if self._instance.publications is not None:
+            self._instance.publications.reset()
+        self._instance.version = version
 
     def learn(self) -> None:
         """Act on reads and resets by other instances, as the server reported them."""

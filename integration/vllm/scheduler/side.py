@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from array import array
+from bisect import bisect
 from collections.abc import Set as AbstractSet
 from itertools import count, dropwhile
 from math import inf
@@ -13,6 +14,7 @@ import msgspec
 
 from vcache_backend.config import Config
 from vcache_backend.errors import VCacheError
+from vcache_backend.metadata_server.pool import quotas
 
 from ...served_at import data_parallel_rank, served_at
 from ..in_place import exporter as exportable
@@ -34,6 +36,7 @@ from .load_specs import LoadSpecs
 from .lookups import Lookups
 from .promises import OwnPromises, Pace
 from .resets import Resets
+from .steps import Steps
 from .tracked import StoreState, Tracked
 from .waits import Waits
 
@@ -55,7 +58,10 @@ class SchedulerSide:
         meter: Meter,
     ) -> None:
         """loads, stores: the instance's role allows them."""
-        model = compat.read_model(vllm_config, kv_cache_config, config.connector.model)
+        connector = config.connector
+        model = compat.read_model(
+            vllm_config, kv_cache_config, connector.model, bool(connector.weights)
+        )
         config = exportable.decide(config, vllm_config, kv_cache_config, model)
         self._loads_allowed = loads
         self._size = config.engine.chunk_size
@@ -102,6 +108,7 @@ class SchedulerSide:
         self.lookups = Lookups(instance, self._size, meter, self._groups.parts)
         self._specs = LoadSpecs(config, stores, self._groups, instance)
         self._pace, self._numbers = Pace(), count(1)
+        self._steps = Steps(self._requests, bool(vllm_config.scheduler_config.async_scheduling))
         step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self._promises = OwnPromises(
             config, instance, self.lookups, self._pace, self._hashes, step_tokens
@@ -109,7 +116,7 @@ class SchedulerSide:
         states = bool(self._groups.parts)
         self._waits = Waits(config, instance, self.lookups, self._pace, meter, states)
         self._leftovers = Leftovers(self._groups.sizes)
-        self._resets = Resets(instance, self._drop_answers, self._outdate)
+        self._resets = Resets(instance, self._drop_answers, self._outdate, self._rename)
         self._completions = Completions(
             config,
             stores,
@@ -143,8 +150,10 @@ class SchedulerSide:
         lacking = tokens - self._least
         if lacking < 0 or not tracked.loads or self._resets.clearing or self._has(request, lacking):
             return
-        if self.lookups.name(tracked, chunks):
-            self.lookups.send(tracked, 0, chunks)
+        ends = range(self._size - 1, tokens, self._size)
+        first = bisect(ends, False, key=lambda token: not self._has(request, token))
+        if not self._computes(tracked, chunks - first) and self.lookups.name(tracked, chunks):
+            self.lookups.send(tracked, first, chunks)
 
     def matched(self, request: Any, local: int) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded after the first `local`, which vLLM has, and whether
@@ -232,6 +241,7 @@ class SchedulerSide:
                 self._waits.over(self._requests[request_id])
                 self._promises.begun(self._requests[request_id], computed)
         self._pace.look()
+        self._steps.planned(output.num_scheduled_tokens)
         if self.publications is not None:
             self.publications.planned()
         if self.victims is not None:
@@ -280,6 +290,10 @@ class SchedulerSide:
         """See `Resets.reset`."""
         return self._resets.reset()
 
+    def change_version(self, version: bytes) -> None:
+        """See `Resets.change_version`."""
+        self._resets.change_version(version)
+
     def close(self) -> None:
         """Idempotent."""
         self._promises.close()
@@ -304,6 +318,14 @@ class SchedulerSide:
     def _drop_answers(self) -> None:
         for tracked in self._requests.values():
             self.lookups.forget(tracked)
+
+    def _rename(self) -> None:
+        """Forget what others and routers were told under the requests' keys, and the keys."""
+        for tracked in self._requests.values():
+            self._promises.ended(tracked)
+            self.lookups.rename(tracked)
+        if self.instance.announcer is not None:
+            self.instance.announcer = self.instance.announcer.renewed()
 
     def _outdate(self) -> None:
         if self.publications is None:
@@ -337,7 +359,10 @@ class SchedulerSide:
             asked = request_params.NOTHING
         blocks = StoreState([array(NUMBERS) for _ in self._groups.sizes])
         loads = self._loads_allowed and asked.load and not computes
-        tracked = Tracked(request, asked, loads, store=blocks)
+        tenant = asked.tenant or request.cache_salt
+        tracked = Tracked(
+            request, asked, loads, quotas.tenant_id(tenant) if tenant else b"", store=blocks
+        )
         self._requests[request.request_id] = tracked
         self._completions.stored(tracked, 0)
         if tracked.store.complete_at < inf:
@@ -364,16 +389,27 @@ class SchedulerSide:
         ):
             return 0
         most, chunks = self._loadable(tracked.request)
-        if most - local < self._least or not self.lookups.name(tracked, chunks):
-            return 0
         first, waits = local // self._size, self._waits
+        if (
+            most - local < self._least
+            or self._computes(tracked, chunks - first)
+            or not self.lookups.name(tracked, chunks)
+        ):
+            return 0
         if waits.follows(tracked, first) or waits.pauses(tracked, first, chunks):
             return None
         answer = self.lookups.find(tracked, first, chunks)
+        if self._computes(tracked, max(answer.hits, answer.comes_to) - first):
+            return 0
         if waits.holds(tracked, answer, chunks):
             return None
         external = min(answer.hits * self._size, most) - local
         return external if external >= self._least else 0
+
+    def _computes(self, tracked: Tracked, chunks: int) -> bool:
+        """Whether the request computes so many chunks rather than load them or wait for them."""
+        settled = tracked.params.announced or tracked.wait.since
+        return not settled and self._steps.compute(chunks, self._pace.chunk_seconds)
 
     def _stands(self, tracked: Tracked, load: LoadSpec, first: int) -> None:
         """Mark chunks that need no store because the load brings them. first: the number of the

@@ -163,7 +163,8 @@ class WaitState(msgspec.Struct):
 class Tracked(msgspec.Struct):
     """One vLLM request, as `SchedulerSide` and its parts track it.
 
-    loads: the request may load chunks. local: tokens in vLLM's own cache when vLLM last asked for
+    tenant: for whom its chunks count in the pool, see `quotas.tenant_id`; empty: for nobody. loads:
+    the request may load chunks. local: tokens in vLLM's own cache when vLLM last asked for
     hits. supplied: `local` and the tokens that we load. loading: a load is under way. copies: the
     chunks that the load reads in other KV caches; only
     `Duplicates` writes them."""
@@ -171,6 +172,7 @@ class Tracked(msgspec.Struct):
     request: Any
     params: RequestParams
     loads: bool
+    tenant: bytes = b""
     local: int = 0
     supplied: int = 0
     loading: bool = False

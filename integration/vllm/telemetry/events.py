@@ -155,6 +155,14 @@ class Announcer:
             if not exists
         )
 
+    def renewed(self) -> Announcer:
+        """Make an announcer for other keys. Its first events take back all that this announcer has
+        published.
+        """
+        made = Announcer(self._ranks)
+        made._ready = [*self.take(), *self._published.values()]
+        return made
+
     def take(self) -> list[KVCacheEvent]:
         """The events since the last call, in order. For vLLM's `take_events`."""
         while self._gone:

@@ -80,7 +80,8 @@ class Stores:
         for spec in stores:
             keys, prefix = session.own(spec.keys), session.own(spec.prefix)
             places = BlockPlaces(kv, session.chunk_size, spec.blocks, self._block_size)
-            self._store(session, places, keys, range(len(keys)), prefix, spec.blocks)
+            chunks = range(len(keys))
+            self._store(session, places, keys, chunks, prefix, spec.blocks, tenant=spec.tenant)
 
     def promote(self, load: Load, spec: LoadSpec) -> None:
         """Store chunks in the pool again that a load has brought from the offload tier."""
@@ -93,7 +94,16 @@ class Stores:
             block for chunk in chunks for block in spec.blocks[chunk * each : (chunk + 1) * each]
         ]
         prefix = session.own(spec.prefix)
-        self._store(session, load.places, load.keys, chunks, prefix, blocks, load.epoch)
+        self._store(
+            session,
+            load.places,
+            load.keys,
+            chunks,
+            prefix,
+            blocks,
+            load.epoch,
+            tenant=spec.tenant,
+        )
 
     def save(
         self, keys: list[ChunkKey], blocks: list[int], epoch: int, holds: Callable[[], bool]
@@ -144,9 +154,10 @@ class Stores:
         blocks: list[int],
         fetched_in: int | None = None,
         holds: Callable[[], bool] | None = None,
+        tenant: bytes = b"",
     ) -> None:
         """Store chunks out of `blocks`, vLLM's numbers. `fence` makes the blocks' next owners wait
-        for the copy. holds: see `save`.
+        for the copy. holds: see `save`. tenant: see `StoreSpec`.
         """
         started = perf_counter()
         try:
@@ -159,6 +170,7 @@ class Stores:
                 beside=True,
                 fetched_in=fetched_in,
                 holds=holds,
+                tenant=tenant,
             )
         except Exception as error:  # noqa: BLE001 - a failed store counts as no store
             session.miss(

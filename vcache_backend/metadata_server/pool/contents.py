@@ -19,7 +19,9 @@ from vcache_backend.metadata_server.pool.placement import (
     Peer,
     Placement,
     Segment,
+    remove,
 )
+from vcache_backend.metadata_server.pool.quotas import Tenant
 from vcache_backend.metadata_server.records import Cleared, Gone, LedgerState, Live, Record
 
 
@@ -44,9 +46,8 @@ class Contents:
         evicted before its beginning."""
         for use, entry in enumerate(reversed(entries), self._uses):
             if entry.newer is not None:
-                order = entry.segment.order
-                order.remove(entry)
-                order.append(entry, use)
+                remove(entry)
+                entry.segment.append(entry, use)
         self._uses += len(entries)
 
     def lying(self, keys: list[ChunkKey], locations: list[Location]) -> Iterator[Live]:
@@ -76,7 +77,7 @@ class Contents:
         entries = self.occupy(list(state.chunks), list(state.chunks.values()), 0)
         self.resting.put(entries)
         for use, entry in enumerate(entries):
-            entry.segment.order.append(entry, use)
+            entry.segment.append(entry, use)
         for entry in reversed(entries):
             entry.segment.returning.append(entry)
         self._uses = max(self._uses, len(entries))
@@ -89,19 +90,25 @@ class Contents:
         return written
 
     def occupy(
-        self, keys: list[ChunkKey], locations: list[Location], reservation: int
+        self,
+        keys: list[ChunkKey],
+        locations: list[Location],
+        reservation: int,
+        tenant: Tenant | None = None,
     ) -> list[Entry]:
-        """Mark slots from `room` as being written."""
+        """Mark slots from `room` as being written. They count for the tenant."""
         segments, entries = self.placement.segments, []
         length = size = 0
         for key, location in zip(keys, locations, strict=True):
             if location.length != length:
                 length, size = location.length, padded(location.length)
             segment, offset = segments[location.segment], location.offset
-            entry = Entry(key, location, segment, size, reservation)
+            entry = Entry(key, location, segment, size, reservation, tenant=tenant)
             segment.occupants[offset] = segment.ending[offset + size] = entry
             segment.reserved += reservation != 0
             entries.append(entry)
+        if tenant is not None:
+            tenant.used += sum(entry.size for entry in entries)
         return entries
 
     def publish(self, entries: list[Entry]) -> int:
@@ -114,7 +121,7 @@ class Contents:
             segment = entry.segment
             entry.reservation = 0
             segment.reserved -= 1
-            segment.order.append(entry, use)
+            segment.append(entry, use)
             if segment.state == "draining":
                 draining.append(entry)
             if resting and (before := resting.get(entry.key)) is not None:
@@ -138,21 +145,27 @@ class Contents:
                     self.live.put([entry])
             yield
 
-    def room(self, nbytes: int, peer: Peer, wanted: int, allowed: int) -> list[Location]:
+    def room(
+        self, nbytes: int, peer: Peer, wanted: int, allowed: int, tenant: Tenant | None = None
+    ) -> list[Location]:
         """Find slots for up to `wanted` chunks: first in holes, then by evicting the least recently
-        used chunks.
+        used chunks. A tenant that has its share evicts its own chunks only.
 
         allowed: by how much the number of chunks may grow."""
         left, slots = MAX_SEARCH, list[Location]()
         while True:
-            while (most := min(allowed, wanted - len(slots))) > 0 and (
+            share = self._share(tenant, nbytes, wanted) - len(slots)
+            while (most := min(allowed, wanted - len(slots), share)) > 0 and (
                 free := self.placement.take(nbytes, peer, most)
             ):
                 allowed -= len(free)
+                share -= len(free)
                 slots += free
             if len(slots) == wanted or left <= 0:
                 return slots
-            victims, equal, looked = self.placement.victims(nbytes, wanted - len(slots), peer, left)
+            most = wanted - len(slots)
+            own, most = (None, min(most, share)) if share > 0 else (tenant, most)
+            victims, equal, looked = self.placement.victims(nbytes, most, peer, left, own)
             if not victims:
                 return slots
             left -= looked
@@ -173,7 +186,7 @@ class Contents:
             if not entry.leases:
                 segment = entry.segment
                 segment.leased += 1
-                segment.order.remove(entry)
+                remove(entry)
             entry.leases += 1
 
     def let_go(self, entries: list[Entry]) -> None:
@@ -187,7 +200,7 @@ class Contents:
                 if entry.doomed:
                     segment.free(entry)
                 else:
-                    segment.order.append(entry, use)
+                    segment.append(entry, use)
         self._uses += len(entries)
 
     # ---- chunks go
@@ -233,13 +246,22 @@ class Contents:
                     self.forget([entry])
                 yield
 
+    def _share(self, tenant: Tenant | None, nbytes: int, wanted: int) -> int:
+        """How many more chunks the tenant may have, up to `wanted`."""
+        if tenant is None:
+            return wanted
+        left = tenant.limit(self.placement.capacity()) - tenant.used
+        return min(wanted, left // padded(nbytes))
+
     def _evict(self, victims: list[Entry]) -> None:
         """Unlink chunks without readers. The caller frees or reuses their slots."""
         gone = self.live.drop(victims) + self.resting.drop(victims)
         for victim in victims:
             segment = victim.segment
-            segment.order.remove(victim)
+            remove(victim)
             segment.evictions += 1
+            if victim.tenant is not None:
+                victim.tenant.evicted += 1
         self.counters["evicted"] += len(gone)
         if gone:
             self.records.append(Gone(gone))

@@ -19,6 +19,7 @@ from vcache_backend.metadata_server.pool.epochs import Epochs
 from vcache_backend.metadata_server.pool.leases import Leases
 from vcache_backend.metadata_server.pool.placement import MAX_SEARCH, Entry, Peer
 from vcache_backend.metadata_server.pool.promises import Promises
+from vcache_backend.metadata_server.pool.quotas import Quotas, Tenant
 from vcache_backend.metadata_server.pool.segments import SegmentDirectory, added
 
 _ENOUGH = f"one request reserves at most {m.MAX_SLOTS:,} slots; reserve the others with another one"
@@ -37,6 +38,7 @@ class Directory(SegmentDirectory):
     def __init__(self, limits: ServerConfig, now: Callable[[], float], first_id: int = 1) -> None:
         super().__init__(limits, now, first_id)
         self._limits = limits
+        self.quotas = Quotas(limits.quotas)
         self.leases = Leases(limits.lease_seconds, self.contents.let_go)
         self.promises = Promises(self.backlog, self.counters, now)
         self.residents = ResidentDirectory(
@@ -136,9 +138,11 @@ class Directory(SegmentDirectory):
 
     # ---- writing
 
-    def reserve(self, client: Peer, keys: list[m.ChunkKey], nbytes: int) -> m.Reserved:
+    def reserve(
+        self, client: Peer, keys: list[m.ChunkKey], nbytes: int, tenant: bytes = b""
+    ) -> m.Reserved:
         """Reserve a slot of `nbytes` for each key: on the client's device, else on peers with room,
-        else by eviction.
+        else by eviction; of the tenant's own chunks, once it has its share.
 
         A key gets a refusal instead if its chunk is stored or being written, or if it comes after
         the first `MAX_SLOTS` new keys."""
@@ -150,12 +154,13 @@ class Directory(SegmentDirectory):
         stored, busy = live.among(keys), self.reservations.among(keys)
         wanted = [key for key in dict.fromkeys(keys) if key not in stored and key not in busy]
         some = [] if refusal is not None else wanted[: m.MAX_SLOTS]
-        locations = self.contents.room(
-            nbytes, client, len(some), self._limits.max_chunks - self.contents.placement.occupied()
-        )
+        payer = self.quotas.of(tenant)
+        allowed = self._limits.max_chunks - self.contents.placement.occupied()
+        locations = self.contents.room(nbytes, client, len(some), allowed, payer)
         if refusal is None and len(locations) < len(wanted):
             refusal = m.Refusal.FULL
-            reason = _full(nbytes, client.medium) if len(locations) < len(some) else _ENOUGH
+            full = _full(nbytes, client.medium, payer)
+            reason = full if len(locations) < len(some) else _ENOUGH
         if refusal is not None:
             self.counters[f"refused_{refusal.name.lower()}"] += len(wanted) - len(locations)
         new = some[: len(locations)]
@@ -171,7 +176,7 @@ class Directory(SegmentDirectory):
         )
         if not new:
             return m.Reserved(0, 0.0, slots, reason)
-        self._open(client, reservation, new, locations)
+        self._open(client, reservation, new, locations, payer)
         self.counters["reserved"] += len(new)
         return m.Reserved(reservation, self._limits.reservation_seconds, slots, reason)
 
@@ -413,8 +418,10 @@ def _answers(
     return slots
 
 
-def _full(nbytes: int, medium: m.Medium) -> str:
-    taken = f"every {medium} segment is full of chunks that are leased, reserved or beside such"
+def _full(nbytes: int, medium: m.Medium, tenant: Tenant | None) -> str:
+    share = "" if tenant is None else f", or the share of tenant {tenant.name!r},"
+    full = f"every {medium} segment{share} is full"
+    taken = f"{full} of chunks that are leased, reserved or beside such"
     return (
         f"no slot of {nbytes:,} B: {taken}, or more than {MAX_SEARCH:,} of them would have "
         "to go at once"

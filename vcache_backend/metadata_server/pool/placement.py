@@ -23,6 +23,7 @@ from vcache_backend.metadata_server.messages import (
     SegmentState,
 )
 from vcache_backend.metadata_server.pool.allocator import ALIGNMENT, Extents, padded
+from vcache_backend.metadata_server.pool.quotas import Tenant
 from vcache_backend.metadata_server.records import ProcessId
 
 MAX_WINDOW_ATTEMPTS = 64
@@ -37,7 +38,7 @@ SAME_SEGMENT = 64
 
 class Entry(msgspec.Struct, gc=False, eq=False):
     """An occupied slot of `size` bytes. `reservation`: 0 once its chunk is committed. `doomed`: the
-    chunk was removed while leased.
+    chunk was removed while leased. `tenant`: for whom it counts, if a share limits that.
 
     `use` grows with every use. `older` and `newer`: the neighbours in the segment's `Order`, None
     outside of it."""
@@ -52,6 +53,12 @@ class Entry(msgspec.Struct, gc=False, eq=False):
     use: int = 0
     older: Entry | None = None
     newer: Entry | None = None
+    tenant: Tenant | None = None
+
+    def uncount(self) -> None:
+        """The slot counts for its tenant no more."""
+        if self.tenant is not None:
+            self.tenant.used -= self.size
 
     @property
     def end(self) -> int:
@@ -60,8 +67,8 @@ class Entry(msgspec.Struct, gc=False, eq=False):
 
 
 class Order:
-    """The chunks of a segment that may be evicted (committed, without readers), the least recently
-    used first.
+    """A tenant's chunks of a segment that may be evicted (committed, without readers), the least
+    recently used first.
 
     A ring through the entries themselves: a dict would at times be rebuilt for all of them."""
 
@@ -85,19 +92,20 @@ class Order:
             entry.use, entry.older, entry.newer = use, last, ends
             last.newer = ends.older = entry
 
-    def remove(self, entry: Entry) -> None:
-        """Remove an entry if it is in the order."""
-        older, newer = entry.older, entry.newer
-        if older is not None and newer is not None:
-            older.newer, newer.older = newer, older
-            entry.older = entry.newer = None
-
     def clear(self) -> None:
         """Unlink all entries of an order that is not used again."""
         entry: Entry | None = self._ends
         while entry is not None:
             following, entry.older, entry.newer = entry.newer, None, None
             entry = following
+
+
+def remove(entry: Entry) -> None:
+    """Remove an entry from its order, if it is in one."""
+    older, newer = entry.older, entry.newer
+    if older is not None and newer is not None:
+        older.newer, newer.older = newer, older
+        entry.older = entry.newer = None
 
 
 class Peer(msgspec.Struct):
@@ -142,7 +150,7 @@ class Segment:
         self.state: SegmentState = info.state
         self.capacity = info.nbytes // ALIGNMENT * ALIGNMENT
         self.extents = Extents(info.nbytes)
-        self.order = Order()
+        self.orders: dict[Tenant | None, Order] = {}
         self.occupants: dict[int, Entry] = {}
         self.ending: dict[int, Entry] = {}
         self.staying: dict[int, Entry] = {}
@@ -168,6 +176,13 @@ class Segment:
             state=self.state,
         )
 
+    def append(self, entry: Entry, use: int) -> None:
+        """Make an entry, which is in no order, the most recent of its tenant."""
+        order = self.orders.get(entry.tenant)
+        if order is None:
+            order = self.orders[entry.tenant] = Order()
+        order.append(entry, use)
+
     def has(self, entry: Entry) -> bool:
         """Whether this very entry still has its slot."""
         return self.ending.get(entry.end) is entry
@@ -184,34 +199,41 @@ class Segment:
         if self.occupants.pop(offset, None) is None:
             del self.staying[offset]
         del self.ending[entry.end]
-        self.order.remove(entry)
+        remove(entry)
+        entry.uncount()
         self.reserved -= entry.reservation != 0
         self.extents.give(offset, entry.size)
 
     def let_go(self) -> None:
         """Break the reference cycle between a removed segment and its entries, since the garbage
         collector is off."""
+        for entry in self.ending.values():
+            entry.uncount()
         for table in (self.occupants, self.staying, self.ending):
             table.clear()
-        self.order.clear()
+        for order in self.orders.values():
+            order.clear()
+        self.orders.clear()
         self.returning.clear()
 
-    def window(self, first: Entry, size: int, most: int) -> tuple[list[Entry], bool]:
-        """Return a run of at most `most` evictable occupants around `first`, and whether the run
-        and the holes beside it span `size` bytes.
+    def window(
+        self, first: Entry, size: int, most: int, own: Tenant | None
+    ) -> tuple[list[Entry], bool]:
+        """Return a run of at most `most` evictable occupants around `first`, of a tenant alone if
+        `own` says so, and whether the run and the holes beside it span `size` bytes.
 
         The run grows towards the end of the segment as far as possible, then towards the start."""
         run, end = [first], self.extents.hole_at(first.end)
         start = self.extents.hole_before(first.location.offset)
         while end - start < size and len(run) < most:
             after = self.occupants.get(end)
-            if after is None or after.newer is None:
+            if after is None or after.newer is None or own not in (None, after.tenant):
                 break
             run.append(after)
             end = self.extents.hole_at(after.end)
         while end - start < size and len(run) < most:
             ahead = self.ending.get(start)
-            if ahead is None or ahead.newer is None:
+            if ahead is None or ahead.newer is None or own not in (None, ahead.tenant):
                 break
             run.append(ahead)
             start = self.extents.hole_before(ahead.location.offset)
@@ -250,23 +272,31 @@ class Placement:
     def reuse(self, entries: list[Entry], nbytes: int) -> list[Location]:
         """Reuse the slots of evicted chunks of the same padded size, without making holes of them.
         The caller occupies the slots at once."""
+        for entry in entries:
+            entry.uncount()
         return [
             Location(e.location.segment, e.location.offset, nbytes, next(self.generations))
             for e in entries
         ]
 
     def victims(
-        self, nbytes: int, most: int, peer: Peer, left: int
+        self, nbytes: int, most: int, peer: Peer, left: int, own: Tenant | None
     ) -> tuple[list[Entry], bool, int]:
-        """Choose chunks of a peer's medium to evict for slots of `nbytes`. Examines about `left`
-        chunks at most.
+        """Choose chunks of a peer's medium to evict for slots of `nbytes`: anybody's, or those of
+        the tenant `own` alone. Examines about `left` chunks at most.
 
         If the least recently used chunk has the padded size, returns up to `most` chunks of that
         size. Else returns a run around it that leaves one slot, or no chunks if no run can go. Also
         returns whether each chunk leaves a slot, and how many chunks were examined."""
         size, attempts, looked = padded(nbytes), 0, 0
         equal: list[Entry] = []
-        orders = [segment.order for segment in self.usable(peer) if size <= segment.capacity]
+        orders = [
+            order
+            for segment in self.usable(peer)
+            if size <= segment.capacity
+            for tenant, order in segment.orders.items()
+            if own in (None, tenant)
+        ]
         for entry in islice(heapq.merge(*orders, key=attrgetter("use")), left):
             if entry.size == size:
                 equal.append(entry)
@@ -275,7 +305,7 @@ class Placement:
             elif equal or attempts == MAX_WINDOW_ATTEMPTS or looked >= left:
                 break
             else:
-                run, wide = entry.segment.window(entry, size, left - looked)
+                run, wide = entry.segment.window(entry, size, left - looked, own)
                 attempts, looked = attempts + 1, looked + len(run)
                 if wide:
                     return run, False, looked
@@ -290,6 +320,10 @@ class Placement:
                 and segment.id not in peer.avoids
             ):
                 yield segment
+
+    def capacity(self) -> int:
+        """The bytes of the pool."""
+        return sum(segment.capacity for segment in self.in_state("live"))
 
     def occupied(self) -> int:
         """The number of occupied slots: chunks live or being written, removed chunks with readers,

@@ -11,6 +11,7 @@ from vcache_backend.metadata_server import records
 from vcache_backend.metadata_server.pool.backlog import Backlog, Steps
 from vcache_backend.metadata_server.pool.contents import Contents
 from vcache_backend.metadata_server.pool.placement import Peer, Segment
+from vcache_backend.metadata_server.pool.quotas import Tenant
 from vcache_backend.metadata_server.pool.reservations import (
     MAX_RESERVATIONS_PER_CLIENT,
     Claims,
@@ -116,9 +117,10 @@ class SegmentDirectory:
         reservation: int,
         keys: list[m.ChunkKey],
         locations: list[m.Location],
+        tenant: Tenant | None,
     ) -> None:
         """Open a reservation: from now on the client may write these slots."""
-        entries = self.contents.occupy(keys, locations, reservation)
+        entries = self.contents.occupy(keys, locations, reservation, tenant)
         self.reservations.open(reservation, client.id, client.process, entries, self._now())
         self.records.append(records.Held(reservation, client.process, keys, locations))
 

@@ -55,6 +55,7 @@ def server_stats(service: Service) -> m.ServerStats:
             name: (min(asked, _MOST), min(found, _MOST))
             for name, (asked, found) in layouts.hits.items()
         },
+        tenants=directory.quotas.stats(directory.contents.placement.capacity()),
     )
     return fitting(stats)
 

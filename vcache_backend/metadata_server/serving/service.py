@@ -96,10 +96,9 @@ class Service:
                 return _in_epoch(directory.acquire(client, keys), directory.epochs.of(keys)), ()
             case m.Release(lease):
                 return m.Verdict(directory.release(lease)), ()
-            case m.Reserve(keys, nbytes):
-                return _in_epoch(
-                    directory.reserve(client, keys, nbytes), directory.epochs.of(keys)
-                ), ()
+            case m.Reserve(keys, nbytes, tenant):
+                reserved = directory.reserve(client, keys, nbytes, tenant)
+                return _in_epoch(reserved, directory.epochs.of(keys)), ()
             case m.Commit(reservation, prefix):
                 return m.Count(directory.commit(client, reservation, prefix)), ()
             case m.Abort(reservation):

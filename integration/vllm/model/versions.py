@@ -1,0 +1,81 @@
+"""The version of the weights: what stands for it in chunk keys, and how vLLM's engine tells its
+connectors that it changes. See docs/adr/0024."""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from collections.abc import Iterator
+from hashlib import blake2b
+from typing import Any
+
+from vllm.v1.engine.core import EngineCore
+
+DIGEST_BYTES = 32
+CHANGES = frozenset(
+    {
+        "start_weight_update",
+        "start_draft_weight_update",
+        "update_weights",
+        "finish_weight_update",
+        "load_model",
+        "reload_weights",
+        "reset_weights",
+    }
+)
+"""The calls of vLLM's workers that change weights."""
+_watched = set[type]()
+
+
+def digest(name: object) -> bytes:
+    """Identify the version that a user calls `name`. What is no text, or empty, names nothing: then
+    as `unknown`.
+    """
+    if not isinstance(name, str) or not name:
+        return unknown()
+    # JSON may bring half of a surrogate pair.
+    data = name.encode("utf-8", "surrogatepass")
+    return blake2b(data, digest_size=DIGEST_BYTES, person=b"vcache-weights-1").digest()
+
+
+def unknown() -> bytes:
+    """Identify weights that nobody has named: no other instance has them."""
+    return secrets.token_bytes(DIGEST_BYTES)
+
+
+def watch(engine: type = EngineCore) -> None:
+    """Have every engine of this process tell its connectors when its weights change
+    (`weights_change`), and when their version is named (`weights_are`). Idempotent.
+
+    The engine calls both in its scheduler's thread, between two steps."""
+    if engine in _watched:
+        return
+    _watched.add(engine)
+    name, call = engine.set_weight_version, engine.collective_rpc  # type: ignore[attr-defined]
+
+    @functools.wraps(name)
+    def set_weight_version(self: Any, weight_version: str) -> Any:
+        answer = name(self, weight_version)
+        for connector in _connectors(self):
+            connector.weights_are(weight_version)
+        return answer
+
+    @functools.wraps(call)
+    def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        # Before the call: it may fail halfway.
+        if getattr(method, "__name__", method) in CHANGES:
+            for connector in _connectors(self):
+                connector.weights_change()
+        return call(self, method, *args, **kwargs)
+
+    engine.set_weight_version = set_weight_version  # type: ignore[attr-defined]
+    engine.collective_rpc = collective_rpc  # type: ignore[attr-defined]
+
+
+def _connectors(engine: Any) -> Iterator[Any]:
+    """The engine's connectors that want to hear, also those inside a MultiConnector."""
+    inside = [engine.scheduler.connector]
+    for connector in inside:
+        inside += getattr(connector, "_connectors", ())
+        if hasattr(connector, "weights_are"):
+            yield connector
