@@ -53,7 +53,9 @@ def node(
         "mooncake": {"master": master, "rpc_seconds": SECONDS},
     }
     pool = {"device": "host", "segment_bytes": "512 MiB"}
-    config = from_dict({"server": {"socket": str(socket)}, "pool": pool, "offload": offload})
+    client = {"connect_seconds": SECONDS, "request_seconds": SECONDS}
+    sections = {"client": client, "pool": pool, "offload": offload}
+    config = from_dict({"server": {"socket": str(socket)}, **sections})
     engine = undo.enter_context(VCacheEngine(config, Layout.of(kvcaches, BLOCK, model=model)))
     engine.register(kvcaches)
     deadline = time.monotonic() + SECONDS

@@ -311,7 +311,7 @@ def test_preempted_requests_go_on_where_they_were(
     here: Node, a: Instance, tiny: Instance, aside: Instance
 ) -> None:
     """There is room for two; what the third had computed comes back from the pool."""
-    prompts = [Prompt(new_tokens(2 * CHUNK + 9), max_tokens=70) for _ in range(3)]
+    prompts = [Prompt(new_tokens(2 * CHUNK + 9), max_tokens=100) for _ in range(3)]
     here.keep(a, prompts[0].tokens)
     preempted = tiny.counter("vllm:num_preemptions")
     answers = tiny.run(*prompts, together=True)
