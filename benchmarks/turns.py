@@ -218,7 +218,7 @@ def _reside(client: Client, path: Path, end: float, number: int) -> None:
             client.publish(
                 instance, turn, keys[start : start + most], numbers, os.urandom(8 * most * each)
             )
-            client.find(keys)
+            client.find(m.Find(keys))
             if turn % 50 == 49:
                 client.retract(instance, turn)
 
@@ -231,7 +231,7 @@ def _promise(client: Client, path: Path, end: float, number: int) -> None:
             return
         keys = [key(10**13 + turn // 2 * m.MAX_KEYS + n) for n in range(m.MAX_KEYS)]
         client.promise(turn, keys, 1 + 63 * (turn % 2), chunk_seconds=1e-9)
-        client.find(keys, promise=turn)
+        client.find(m.Find(keys, promise=turn))
         client.promise(turn - 1 if turn % 3 else turn, [])
 
 

@@ -34,8 +34,53 @@ HOW = {
     "refused": "refused",
     "not asked": "not asked",
 }
-INDEXER = {"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128}
-"""What DeepSeek V3.2 has and the defaults of V3's configuration, which is its own, have not."""
+SHAPES = PAGE.parents[2] / "benchmarks" / "vllm" / "models.json"
+"""Configurations of some models, with fewer layers."""
+LACKING: dict[str, dict[str, Any]] = {
+    "AfmoeForCausalLM": {"score_func": "sigmoid", "route_norm": True, "route_scale": 1.0},
+    "DeepseekV32ForCausalLM": {"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128},
+    "DeepseekV4ForCausalLM": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 1,
+        "head_dim": 512,
+        "qk_rope_head_dim": 64,
+        "q_lora_rank": 1024,
+        "o_lora_rank": 1024,
+        "o_groups": 8,
+        "sliding_window": 128,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "index_topk": 512,
+        "vocab_size": 129280,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 256,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "scoring_func": "sqrtsoftplus",
+        "topk_method": "noaux_tc",
+        "swiglu_limit": 10.0,
+        "hc_mult": 4,
+        "hc_eps": 1e-6,
+        "hc_sinkhorn_iters": 20,
+        "num_hash_layers": 3,
+        "compress_rope_theta": 160000,
+        "compress_ratios": [0, 0, 4, 128, 4, 128],
+    },
+    "Glm4MoeForCausalLM": {"head_dim": 128},
+    "Glm4MoeLiteForCausalLM": {"first_k_dense_replace": 1},
+    "HYV3ForCausalLM": {"first_k_dense_replace": 1},
+    "LongcatFlashForCausalLM": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True},
+    "MiMoV2FlashForCausalLM": {"hybrid_layer_pattern": [0, 1] * 24},
+    "MiniMaxM2ForCausalLM": {"rotary_dim": 64},
+}
+"""What vLLM reads and a configuration has no default for."""
+KINDS = {"Llama4ForCausalLM": "llama4_text"}
 _FITTING = re.compile(r"set engine\.chunk_size: (\d+)")
 
 
@@ -84,10 +129,16 @@ def _in_child(name: str) -> dict[str, str]:
 
 
 def _ask(name: str) -> dict[str, str]:
+    import torch
+
     from vcache_backend.config import from_dict
     from vcache_backend.integration.vllm.model import report
 
     report.EngineArgs = _as_on_a_gpu
+    if not torch.cuda.is_available():
+        # Some models make these before they know their device.
+        nothing = type("Nothing", (), {"__init__": lambda self, *given, **named: None})
+        torch.cuda.Event = torch.cuda.Stream = nothing
     with tempfile.TemporaryDirectory() as folder:
         config = _defaults(name)
         Path(folder, "config.json").write_text(json.dumps(config | {"architectures": [name]}))
@@ -128,7 +179,11 @@ def _defaults(name: str) -> dict[str, Any]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
-    kinds = [
+    for shape in json.loads(SHAPES.read_text()).values():
+        if shape.get("architectures") == [name]:
+            return dict(shape)
+    kinds = [KINDS[name]] if name in KINDS else []
+    kinds += [
         kind
         for kind, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
         if name in (names if isinstance(names, tuple) else (names,))
@@ -139,8 +194,9 @@ def _defaults(name: str) -> dict[str, Any]:
     for kind in kinds:
         made = _CONFIG_REGISTRY[kind] if kind in _CONFIG_REGISTRY else CONFIG_MAPPING[kind]
         defaults: dict[str, Any] = json.loads(made().to_json_string(use_diff=False))
-        more = INDEXER if name == "DeepseekV32ForCausalLM" else {}
-        return {"torch_dtype": "bfloat16"} | defaults | {"dtype": "bfloat16"} | more
+        return (
+            {"torch_dtype": "bfloat16"} | defaults | {"dtype": "bfloat16"} | LACKING.get(name, {})
+        )
     raise LookupError("neither vLLM nor transformers has a configuration for it")
 
 
@@ -148,8 +204,9 @@ def table(told: Mapping[str, Any]) -> str:
     """The page's table: how many architectures are cached in which way, and the names."""
     named: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, answer in told["architectures"].items():
-        why = "" if answer["how"] == "not asked" else answer.get("why", "").partition(": ")[2]
-        named[answer["how"], why.partition(": no setting")[0]].append(_short(name))
+        why = answer.get("why", "") if answer["how"] == "refused" else ""
+        why = why.rpartition("and its group: ")[2].partition(": no setting")[0]
+        named[answer["how"], why].append(_short(name))
     count = len(told["architectures"])
     lines = [
         f"vLLM {told['vllm']} has {count} architectures that generate text, without those of",

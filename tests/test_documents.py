@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -158,6 +160,13 @@ def test_every_command_of_the_pages_runs(
     command: str, page: Path, place: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check(command, Place(place, tmp_path, monkeypatch))
+
+
+def test_which_models_are_cached_is_as_vllm_was_asked() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "which_models.py"))
+    file = ROOT / "docs" / "vllm" / "models.json"
+    table = script["table"](json.loads(file.read_text()))
+    assert f"\n{table}\n" in script["PAGE"].read_text(), f"scripts/which_models.py write {file}"
 
 
 def test_what_was_run_on_what_is_as_the_result_files_have_it() -> None:

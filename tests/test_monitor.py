@@ -115,7 +115,7 @@ def used(alone: Stage) -> Client:
     show(owner, A)
     publish(owner, A, keys(3))
     looked_for(reader)
-    owner.find(keys(5))  # as vLLM's workers, it has told no layout
+    owner.find(m.Find(keys(5)))  # as vLLM's workers, it has told no layout
     reader.show_reads([m.Reads(A, 1010 << 20, 2)])
     reader.report("error", MARKUP)
     reader.list_segments()
@@ -126,7 +126,7 @@ def looked_for(reader: Client) -> None:
     """Five chunks, of which three are there, and one that is not: an instance counts their
     tokens.
     """
-    reader.find(keys(5))
+    reader.find(m.Find(keys(5)))
     reader.acquire(keys(1))
     reader.count(6 * 256, 3 * 256)
     reader.count(awaited=512, waited_ms=250)

@@ -26,23 +26,23 @@ BOB = Peer(2, ProcessId(20, 2), "gpu-0", "host", uid=1)
 
 
 def coming(client: Client, count: int, promise: int = 0) -> m.Coming | None:
-    return client.find(keys(count), 1, B, promise=promise).coming
+    return client.find(m.Find(keys(count), 1, B, promise=promise)).coming
 
 
 def chunks(client: Client, count: int) -> tuple[int, int]:
     """How many chunks are there, and how many come."""
-    found = client.find(keys(count), 1, B)
+    found = client.find(m.Find(keys(count), 1, B))
     return len(found.pooled), found.coming.chunks if found.coming is not None else 0
 
 
 def test_of_two_look_ups_at_once_the_second_sees_the_promise_of_the_first(stage: Stage) -> None:
     first, second = stage.client(), stage.client()
-    assert first.find(keys(5), 1, A, promise=1).coming is None
+    assert first.find(m.Find(keys(5), 1, A, promise=1)).coming is None
     told = coming(second, 6, promise=1)
     assert told is not None
     assert (told.chunks, told.begun) == (5, False)
-    assert first.find(keys(5), 1, A, promise=1).coming is None, "nobody waits for oneself"
-    assert first.find(keys(6), 1, A).coming is None, "who waits promises nothing"
+    assert first.find(m.Find(keys(5), 1, A, promise=1)).coming is None, "nobody waits for oneself"
+    assert first.find(m.Find(keys(6), 1, A)).coming is None, "who waits promises nothing"
     paces = {"chunk_seconds": 0.5, "step_seconds": 2.0}
     assert first.promise(1, keys(5), **paces) == m.Promised(5)
     told = coming(second, 6)
@@ -55,13 +55,13 @@ def test_promised_chunks_become_resident_one_after_the_other(stage: Stage) -> No
     owner, reader = stage.client(), stage.client()
     join(owner, A)
     show(owner, A)
-    owner.find(keys(4), 1, A, promise=7)
+    owner.find(m.Find(keys(4), 1, A, promise=7))
     for published in range(4):
         assert chunks(reader, 6) == (published, 4 - published)
         publish(owner, A, keys(1, start=published), first=4 * published)
     assert chunks(reader, 6) == (4, 0)
     # What the owner has published already it does not promise.
-    owner.find(keys(6), 1, A, promise=8)
+    owner.find(m.Find(keys(6), 1, A, promise=8))
     assert chunks(reader, 6) == (4, 2)
     counters = reader.stats().counters
     assert (counters["promised_chunks"], counters["promised_chunks_arrived"]) == (6, 4)
@@ -91,13 +91,13 @@ def test_a_promise_that_comes_late_leaves_out_what_can_be_read_already(stage: St
     store(1, pooled[:1])
     assert owner.promise(2, pooled, 2).chunks == 2
     store(1, pooled[1:2])
-    found = reader.find(pooled, 2, pool_only=True)
+    found = reader.find(m.Find(pooled, 2, pool_only=True))
     assert len(found.pooled) == 2
     assert found.coming is not None
     assert found.coming.chunks == 1
     store(1, pooled[2:])
     store(0, pooled[2:])
-    assert reader.find(pooled, 2, pool_only=True, promise=2).pooled == bytes([1] * 3)
+    assert reader.find(m.Find(pooled, 2, pool_only=True, promise=2)).pooled == bytes([1] * 3)
     assert owner.stats().counters["promised_chunks"] == 2 + 4 + 2
 
 
@@ -105,7 +105,7 @@ def test_a_promise_from_before_a_reset_is_refused(stage: Stage) -> None:
     """The answer names the epoch, with which the next one is taken."""
     owner, reader = stage.client(), stage.client()
     owner.clear(NAMESPACE, reset=True)
-    owner.find(keys(4), 1, A, promise=1)
+    owner.find(m.Find(keys(4), 1, A, promise=1))
     assert chunks(reader, 4) == (0, 4)
     refused = owner.promise(1, keys(4))
     assert (refused.chunks, refused.epoch > 0) == (0, True)
@@ -147,7 +147,7 @@ def test_a_promised_chunk_of_a_pool_comes_until_all_ranks_have_stored_it(stage: 
     owner.promise(1, keys(2), ranks=2)
 
     def seen() -> tuple[int, int]:
-        found = reader.find(keys(3), 2, pool_only=True)
+        found = reader.find(m.Find(keys(3), 2, pool_only=True))
         return len(found.pooled), found.coming.chunks if found.coming is not None else 0
 
     for rank, expected in ((1, (0, 2)), (0, (1, 1))):

@@ -18,7 +18,7 @@ from processes import QUICK, SECONDS, eventually
 
 from vcache_backend.errors import ServerTimeout, VCacheError
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey, Found
+from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey, Find, Found
 from vcache_backend.resident.generations import Generations
 from vcache_backend.resident.own_cache import OwnCache, cache_shape
 from vcache_backend.transfer import outbox, publisher
@@ -73,7 +73,7 @@ class Owner:
 
     def found(self, *numbers: int) -> list[bool]:
         """Which of the chunks others find, each asked for by itself."""
-        answers: list[Found] = [self.scheduler.find([key(number)]) for number in numbers]
+        answers: list[Found] = [self.scheduler.find(Find([key(number)])) for number in numbers]
         return [bool(answer.residents and answer.residents[0]) for answer in answers]
 
     def close(self) -> None:

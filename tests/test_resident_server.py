@@ -80,7 +80,7 @@ def reader(alone: Stage, server: Child) -> Client:
 
 
 def found(client: Client, count: int = 3, ranks: int = 1) -> int:
-    return len(client.find(keys(count), ranks).pooled)
+    return len(client.find(m.Find(keys(count), ranks)).pooled)
 
 
 def memories(server: Child) -> int:
@@ -104,12 +104,12 @@ def test_what_an_instance_shows_and_publishes_others_find_and_open(
     show(owner, A, regions=2)
     assert publish(owner, A, keys(3)) == 3
 
-    there = reader.find(keys(5), 1, B)
+    there = reader.find(m.Find(keys(5), 1, B))
     assert (there.pooled, there.instances) == (b"\0\0\0", [A])
     here = [m.Resident(0, chunk_blocks(4 * at), chunk_generations(2)) for at in range(3)]
     assert there.residents == [[one] for one in here]
-    assert owner.find(keys(5), 1, A) == NOTHING
-    sent = reader.send_find(keys(2))
+    assert owner.find(m.Find(keys(5), 1, A)) == NOTHING
+    sent = reader.send_find(m.Find(keys(2)))
     assert sent is not None
     assert sent.answer().residents == [[one] for one in here[:2]]
 
@@ -135,7 +135,7 @@ def test_what_an_instance_shows_and_publishes_others_find_and_open(
     assert memories(server) == 3
 
     owner.close()
-    eventually(lambda: reader.find(keys(5)) == NOTHING)
+    eventually(lambda: reader.find(m.Find(keys(5))) == NOTHING)
     assert not reader.stats().instances
     eventually(lambda: not memories(server))
     with pytest.raises(Refused, match="it is not here, or not any more"):
@@ -246,7 +246,7 @@ def test_of_many_copies_two_are_told_and_a_run_stays_with_its_instance(
         publish(owner, instance, keys(8))
     firsts = set()
     for _ in range(50):
-        there = reader.find(keys(8))
+        there = reader.find(m.Find(keys(8)))
         assert [len(here) for here in there.residents] == [2] * 8
         run = {there.instances[here[0].instance] for here in there.residents}
         assert len(run) == 1
@@ -379,8 +379,8 @@ def test_a_reset_forgets_what_is_resident_and_what_was_published_before_it(
     epoch = owner.listen(A).epoch
     assert publish(owner, A, keys(3), sequence=7, epoch=epoch) == found(reader) == 3
     assert (
-        reader.find(keys(3)).epoch
-        == reader.find(keys(1)).epoch
+        reader.find(m.Find(keys(3))).epoch
+        == reader.find(m.Find(keys(1))).epoch
         == reader.present(keys(1)).epoch
         == epoch
         != 0
@@ -676,12 +676,12 @@ def test_an_answer_that_no_message_could_hold_is_cut_and_asked_for_again(
         )
         == count
     )
-    sent = reader.send_find(keys(count))
+    sent = reader.send_find(m.Find(keys(count)))
     assert sent is not None
     part = sent.answer()
     assert part.cut
     assert 200 < len(part.pooled) < count
-    whole = reader.find(keys(count))
+    whole = reader.find(m.Find(keys(count)))
     assert (len(whole.pooled), whole.cut, whole.instances) == (count, False, [A])
     assert [here[0].blocks for here in whole.residents] == [
         chunk_blocks(each * at, 1, each) for at in range(count)

@@ -132,11 +132,11 @@ class Case:
             **lengths,
             enable_caching=True,
             scheduler_block_size=block,
-            hash_block_size=16,
+            hash_block_size=min(sizes),
         )
         self.groups = groups.read(self.config, self.size)
         self.length = choice.randrange(self.size, 1200)
-        hasher = get_request_block_hasher(16, sha256_cbor)
+        hasher = get_request_block_hasher(min(sizes), sha256_cbor)
         tokens = [choice.randrange(1000) for _ in range(self.length)]
         self.request = Request(
             "one", tokens, SamplingParams(max_tokens=1), None, block_hasher=hasher
@@ -336,7 +336,7 @@ def test_a_state_is_as_many_chunks_as_its_blocks_take_and_is_wanted_where_the_hi
 @pytest.mark.parametrize(
     ("kind", "change"),
     [
-        ("ChunkedLocalAttentionSpec", "unset VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"),
+        ("ChunkedLocalAttentionSpec", "set VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE=0"),
         ("CrossAttentionSpec", "an encoder's output"),
         ("RSWASpec", "the KV cache is RSWASpec"),
         ("SinkFullAttentionSpec", "the KV cache is SinkFullAttentionSpec"),

@@ -26,7 +26,7 @@ from vcache_backend.integration.vllm.in_place.replicas import by_chunk
 from vcache_backend.integration.vllm.metadata import StepMetadata, WorkerReport
 from vcache_backend.integration.vllm.scheduler.promises import LATER_SECONDS
 from vcache_backend.metadata_server.instances.publications import BLOCK_BYTES
-from vcache_backend.metadata_server.messages import MAX_BLOCKS
+from vcache_backend.metadata_server.messages import MAX_BLOCKS, Find
 from vcache_backend.resident.generations import Generations
 
 __all__ = ["here"]
@@ -116,8 +116,8 @@ def test_what_a_server_had_no_room_for_is_shared_once_it_has(tmp_path: Path) -> 
             assert owner.half.publications.instance.hex() not in [
                 one.id for one in client.stats().instances if not one.missing
             ]
-            assert client.find(keys).pooled == b""
-        eventually(lambda: client.find(keys).pooled == bytes(2))
+            assert client.find(Find(keys)).pooled == b""
+        eventually(lambda: client.find(Find(keys)).pooled == bytes(2))
 
 
 def read(reader: Engine, tokens: list[int], answer: int = 1) -> Request:
@@ -331,7 +331,7 @@ def test_what_was_computed_before_another_reset_the_namespace_is_not_found(
     owner.slow = False
     owner.tell(late)
     owner.flush()
-    assert other.half.instance.client.find(other.keys(source)).pooled == b""
+    assert other.half.instance.client.find(Find(other.keys(source))).pooled == b""
     owner.finish(source)
     longer = owner.add(tokens + new_tokens(CHUNK))
     meta = owner.step()

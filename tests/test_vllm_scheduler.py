@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from time import sleep
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,13 +41,14 @@ from vcache_backend.integration.vllm.metadata import (
     StepMetadata,
     WorkerReport,
 )
-from vcache_backend.integration.vllm.model import compat
+from vcache_backend.integration.vllm.model import compat, versions
 from vcache_backend.integration.vllm.model.spec import ShardSpec
 from vcache_backend.integration.vllm.scheduler import introduction, lookups, tracked
 from vcache_backend.integration.vllm.scheduler.side import SchedulerSide
 from vcache_backend.integration.vllm.telemetry.stats import Meter
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import ChunkKey, of_rank
+from vcache_backend.metadata_server.messages import ChunkKey, Find, of_rank
+from vcache_backend.metadata_server.pool.quotas import tenant_id
 
 CHUNK, CHUNKS = 16, 5
 PROMPT = CHUNKS * CHUNK + 3
@@ -275,6 +277,36 @@ def test_what_workers_say_of_a_reset_does_not_end_a_later_one(side: Side) -> Non
     assert side.matched(request) == (0, False)
 
 
+def test_a_version_has_keys_of_its_own_and_a_reset_leaves_it_without_the_server(
+    make: Callable[..., Side],
+) -> None:
+    side, request = make(weights="v1"), new_request()
+    first = side.keys(request)
+    side.put(request)
+    assert side.matched(request) == (CHUNKS * CHUNK, True)
+    side.half.instance.clear = None  # type: ignore[method-assign]
+    assert side.half.reset()
+    assert not side.step().flush
+    assert side.matched(request) == (0, False)
+    others = side.keys(request)
+    side.half.change_version(versions.digest("v1"))
+    assert side.keys(request) == first != others
+    assert side.matched(request) == (CHUNKS * CHUNK, True)
+
+
+def test_a_store_counts_for_the_tenant_of_its_request(side: Side) -> None:
+    for request, tenant in (
+        (new_request(), b""),
+        (new_request(tenant="acme"), tenant_id("acme")),
+    ):
+        assert side.matched(request) == (0, False)
+        (store,) = side.step((request, PROMPT)).stores
+        assert store.tenant == tenant
+    request = new_request()
+    request.cache_salt = "pepper"
+    assert side.half._track(request).tenant == tenant_id("pepper")
+
+
 def test_workers_are_asked_of_a_reset_until_they_have_answered(side: Side) -> None:
     """A step that ran while vLLM slept, or whose stores raised, says nothing."""
     assert side.half.reset()
@@ -405,7 +437,7 @@ def test_what_a_request_computes_is_promised_until_it_is_stored_or_given_up(side
     """By its look-up, and confirmed by its first step; not what it has."""
 
     def coming(request: Request) -> tuple[int, bool] | None:
-        found = side.client.find(side.keys(request), 1, pool_only=True).coming
+        found = side.client.find(Find(side.keys(request), 1, pool_only=True)).coming
         return None if found is None else (found.chunks, found.begun)
 
     request = new_request()
@@ -463,3 +495,24 @@ def test_a_load_of_which_an_exception_comes_late_is_told_once(
         side.allocated(request)
     side.half.lost(request)
     assert [load.lost for load in side.step().loads] == [True]
+
+
+def test_beside_running_requests_a_short_hit_is_computed(side: Side) -> None:
+    """As long as its load would take more of the present steps than it takes to compute."""
+    running, hit = new_request(CHUNK), new_request()
+    side.put(hit)
+    side.matched(running)
+    side.step((running, CHUNK))
+    sleep(0.02)
+    side.step(cached=(running, CHUNK, 1, [1]))
+    side.half._pace.chunk_seconds = 1.0
+    assert side.matched(same_prompt(hit)) == (CHUNKS * CHUNK, True), "long, at this pace"
+    side.half._pace.chunk_seconds = 0.001
+    assert side.matched(same_prompt(hit)) == (0, False), "in some 60 ms it is computed 12 times"
+    announced = new_request(list(hit.prompt_token_ids or ()), announced=True)
+    assert side.matched(announced) == (CHUNKS * CHUNK, True), "whoever asks for the load gets it"
+    side.half._pace.chunk_seconds = 0.0
+    assert side.matched(same_prompt(hit)) == (CHUNKS * CHUNK, True), "the pace is not known"
+    side.half._pace.chunk_seconds = 0.001
+    side.half.finished(running)
+    assert side.matched(same_prompt(hit)) == (CHUNKS * CHUNK, True), "steps without a model run"

@@ -134,14 +134,14 @@ def promised() -> Level:
             "server killed": 2,
             "server stopped": 3,
         },
-        loads=200,
+        loads=100,
         reuse_hits=0.0,
         controls=("no bound",),
         control_loads=1,
         stops=0.0,
         pauses=0.0,
         least_pauses=0,
-        pause=4.0,
+        pause=3.0,
         states=promises.STATES,
     )
 

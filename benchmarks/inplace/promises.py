@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import time
 from collections import Counter
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from integration.vllm.scheduler import waits
 from vcache_backend.metadata_server.client import Client
 
 from ..vllm.scale import TINY
@@ -30,9 +30,9 @@ preempted."""
 STEP_SECONDS, CHUNK_SECONDS = 0.02, 0.08
 """How much longer each step takes, and how long every instance says that a chunk takes it: as what
 is measured between stops differs, they would seldom wait."""
-TOGETHER, WAVE_SECONDS = 0.8, 3.0
+TOGETHER, WAVE_SECONDS = 0.8, 2.0
 """The share of the prompts that all instances ask for at the same time, and how long they do so."""
-STATE_SECONDS, STOPS = 2.0, 20
+STATE_SECONDS, STOPS = 2.0, 10
 """How long it runs between two such stops, on average, and at which of them it dies."""
 DISTRUST_SECONDS = 1.0
 """How long nobody waits for an owner that was silent: shorter than usual, as all are often."""
@@ -51,9 +51,7 @@ class Promising(Whole):
         self._overdue = Counter[str]()
         self._state, self._due, self._stops = dice.choice(STATES), 0.0, 0
         self._start = int(settings.seed.split()[1])
-        waits.DISTRUST_SECONDS = DISTRUST_SECONDS
-        if settings.control == "no bound":
-            wait_for_ever()
+        self._unbound = settings.control == "no bound"
         super().__init__(settings, dice)
 
     def round(self) -> None:
@@ -95,6 +93,12 @@ class Promising(Whole):
         super().watch(worker)
         connector = self.engine.engine_core.engine_core.scheduler.connector
         half, matched = connector._scheduler, connector._scheduler.matched
+        # vLLM has imported the connector by another name than this module would.
+        waits: Any = sys.modules[type(half._waits).__module__]
+        self._waits = waits
+        waits.DISTRUST_SECONDS = DISTRUST_SECONDS
+        if self._unbound:
+            wait_for_ever(waits.Waits)
 
         def watched(request: Any, local: int) -> Any:
             began, answer = time.monotonic(), matched(request, local)
@@ -122,21 +126,21 @@ class Promising(Whole):
         """vLLM asked for the request at the time `began`, and was told that it waits. Past its
         bound one such answer asks the server, and the next one must end the wait. A reset in
         between drops the question."""
-        if not wait.since or wait.over or began <= wait.until + waits.AGAIN_SECONDS:
+        if not wait.since or wait.over or began <= wait.until + self._waits.AGAIN_SECONDS:
             return
         self._overdue[name] += 1
         self.told.outcomes.overdue += self._overdue[name] == 3
 
 
-def wait_for_ever() -> None:
+def wait_for_ever(waits: Any) -> None:
     """For a control: no wait ends because its time is over, or its owner is silent."""
-    ends = waits.Waits._ends
+    ends = waits._ends
 
-    def ended(its: waits.Waits, tracked: Any, *given: Any) -> str:
-        why = ends(its, tracked, *given)
+    def ended(*given: Any) -> str:
+        why: str = ends(*given)
         return "" if why in ("late", "silent") else why
 
-    waits.Waits._ends = ended  # type: ignore[assignment, method-assign]
+    waits._ends = ended
 
 
 def prepare(folder: Path) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from integration.vllm.in_place.replicas import Replica, by_chunk, choose
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.messages import ChunkKey, Found
+from vcache_backend.metadata_server.messages import ChunkKey, Find, Found
 from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.resident.tables import Tables
 from vcache_backend.transfer import pooled, resident
@@ -128,7 +128,7 @@ class Reader(Instance):
         if old is not None and self.dice.random() < REMEMBERED:
             return old
         try:
-            found = self._found[asked] = self.client.find(keys, 1, self.instance)
+            found = self._found[asked] = self.client.find(Find(keys, 1, self.instance))
         except VCacheError:
             # Whoever starts the server again needs the core.
             time.sleep(OFFLINE_SECONDS)

@@ -40,10 +40,12 @@ def rows(result: Result, loads: int = LOADS, name: str = "cpu", level: Level = C
     ended, why = result.ended + seen.raised, "a process ended by itself, or a call raised"
     made = [
         row(_case("loads", name), "loads", seen.loads, loads, what=what, at_least=1),
-        row(_case("reuse_hits", name), "loads", seen.reuse_hits, least, what=hits, at_least=1),
         none(_case("wrong", name), unit, seen.wrong, wrong, compared),
         none(_case("failed", name), "times", ended, why),
     ]
+    if least:
+        case = _case("reuse_hits", name)
+        made.append(row(case, "loads", seen.reuse_hits, least, what=hits, at_least=1))
     if level.least_pauses:
         what = "readers stopped between a load's launch and its verdict"
         paused, due = seen.pauses, level.least_pauses

@@ -237,7 +237,7 @@ def starve(pid: int, seconds: float) -> None:
 
 def campaign(loads: int, seed: int, level: Level = CPU, shared: Path = NOWHERE) -> Result:
     """Run a campaign until so many loads have brought something, and verdicts have refused as many
-    as the level asks for.
+    as the level asks for. A level with states takes all of its time.
     """
     with Campaign(level, seed, shared) as made:
         return made.run(
@@ -246,6 +246,7 @@ def campaign(loads: int, seed: int, level: Level = CPU, shared: Path = NOWHERE) 
                     seen.loads >= loads
                     and seen.reuse_hits >= level.reuse_hits * loads
                     and seen.pauses >= level.least_pauses
+                    and not level.states
                 )
                 or passed > level.seconds
             )

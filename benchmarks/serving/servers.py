@@ -97,6 +97,7 @@ class Servers:
                 if _STEPPED:
                     # Each server's steps in a file of its own, in the folder that the user named.
                     file = Path(environment["VCACHE_STEPS"], f"{name}_{index}.jsonl")
+                    file.parent.mkdir(parents=True, exist_ok=True)
                     environment["VCACHE_STEPS"] = str(file)
                 self._servers.append(Program(f"{name}_{index}", command, log, environment))
             self._undo = undo.pop_all()

@@ -18,7 +18,7 @@ from typing import Any
 from ..processes import answer_commands
 from . import one_gpu
 from .environment import on_one_gpu
-from .weights import change_weights, flip_kv, flip_states, scale_weights
+from .weights import change_weights, flip_kv, flip_states, order_choices, scale_weights
 
 SECONDS = 120.0
 
@@ -38,6 +38,8 @@ class Serving:
         self._count = 0
         if dummy:
             self._llm.apply_model(scale_weights)
+        if "sparse_indexer_topk_backend" in arguments:
+            self._llm.apply_model(order_choices)
         gc.collect()
         gc.freeze()
 

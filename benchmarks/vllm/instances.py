@@ -75,8 +75,9 @@ def _stateful(name: str, block: int, **arguments: Any) -> Kind:
 
 def _sparse(**arguments: Any) -> Kind:
     """A kind with DeepSeek V3.2's layers: the indexer's keys have pages of another size than the
-    latents. The default top-k of decode steps may order equal scores differently each time. After
-    a hit and without one the same kernel computes."""
+    latents. The default top-k of decode steps may order equal scores differently each time, as that
+    of prefill does (`weights.order_choices`). After a hit and without one the same kernel
+    computes."""
     model = SHAPES["deepseek"] | {
         "architectures": ["DeepseekV32ForCausalLM"],
         "model_type": "deepseek_v32",

@@ -50,6 +50,26 @@ def change_weights(worker: Any, seed: int) -> None:
             parameter.data.copy_((0.5 + noise).to(parameter.dtype))
 
 
+def order_choices(model: Any) -> int:
+    """In vLLM's worker: the tokens that DeepSeek V3.2's indexer chooses in a step of prefill are in
+    order. By itself the kernel's thread blocks race, and sums over the tokens differ in the last
+    bit from run to run.
+    """
+    import torch
+    from vllm import _custom_ops as ops
+
+    choose = ops.top_k_per_row_prefill
+
+    def ordered(logits: Any, starts: Any, ends: Any, chosen: Any, *sizes: int) -> None:
+        choose(logits, starts, ends, chosen, *sizes)
+        none = torch.iinfo(chosen.dtype).max
+        found = chosen.masked_fill(chosen < 0, none).sort(dim=-1).values
+        chosen.copy_(found.masked_fill(found == none, -1))
+
+    ops.top_k_per_row_prefill = ordered
+    return 1
+
+
 def flip_kv(worker: Any, offset: int, mask: int) -> None:
     """In vLLM's worker: byte `offset` of every block of the first layer, exclusive or `mask`."""
     import torch

@@ -274,6 +274,10 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         worker.begin(meta)
 
+    def has_connector_metadata(self) -> bool:
+        """False, so that vLLM leaves out the two calls for each layer below, which do nothing."""
+        return False
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Do nothing: loads begin in `get_transfer_results`, once the step's model run
         is queued.

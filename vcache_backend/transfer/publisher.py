@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 
 _SLICE_SECONDS = 0.05
 """How long to wait for a step's end before other work gets its turn."""
-_POLL_SECONDS = 0.0005
+_POLL_SECONDS = 0.002
+"""Each look at a step under way takes the interpreter from the thread that launches the next."""
 MOST_WAITING = 1024
 """The most publications that wait for the end of their step. Further publications are dropped;
 other instances miss their chunks.

@@ -149,11 +149,12 @@ class Publications:
         tracked.resident.evicted = self._pool.evicted
         tracked.resident.filled = min(loaded, computed)
         self._fill()
-        tracked.resident.generations = array(GENERATIONS)
-        if tracked.resident.filled:
-            counters = self.generations.counters[tracked.store.rows[0][: tracked.resident.filled]]
-            tracked.resident.generations.frombytes(counters.tobytes())
-        if late or (tracked.resident.filled and not self._right(tracked)):
+        leading = _numbers(tracked.store.rows[0][: tracked.resident.filled])
+        counters = self.generations.counters[leading]
+        void = np.flatnonzero(counters & np.uint64(1))
+        right = counters[: void[0]] if len(void) else counters
+        tracked.resident.generations = array(GENERATIONS, right.tobytes())
+        if late or len(void):
             tracked.resident.filled = NEVER
 
     def fill(self, tracked: Tracked, blocks: int) -> None:
@@ -190,7 +191,7 @@ class Publications:
             return []
         chunks = slice(first * each, stop * each)
         keys = tracked.lookup.keys[first:stop]
-        blocks = np.frombuffer(tracked.store.rows[0][chunks], np.uint32).reshape(-1, each)
+        blocks = _numbers(tracked.store.rows[0][chunks]).reshape(-1, each)
         generations = np.frombuffer(state.generations[chunks], np.uint64).reshape(-1, each)
         told = self._published[blocks] == generations
         if told.any():
@@ -270,15 +271,15 @@ class Publications:
         """Whether the request's leading blocks are unchanged. Forgets the first changed block and
         all behind it.
         """
-        row, generations = tracked.store.rows[0], tracked.resident.generations
-        expected = np.array(generations)
-        lost = (self.generations.counters[row[: len(expected)]] != expected) | (
-            expected & np.uint64(1) == 1
-        )
-        if lost.any():
-            del generations[int(lost.argmax()) :]
-            return False
-        return True
+        generations = tracked.resident.generations
+        expected = np.frombuffer(generations, np.uint64)
+        present = self.generations.counters[_numbers(tracked.store.rows[0][: len(expected)])]
+        lost = np.flatnonzero((present != expected) | (expected & np.uint64(1) == 1))
+        # No array may view what is cut.
+        del expected
+        if len(lost):
+            del generations[int(lost[0]) :]
+        return not len(lost)
 
     def _spec(
         self,
@@ -297,3 +298,7 @@ class Publications:
 
     def _reset(self) -> None:
         self.retract(self.sequence)
+
+
+def _numbers(blocks: array[int]) -> UInt32s:
+    return np.frombuffer(blocks, np.uint32)

@@ -29,8 +29,8 @@ the scheduler sees that of its first layer instead.
 """
 _REASONS: Mapping[str, str] = {
     "ChunkedLocalAttentionSpec": (
-        "chunked local attention gives blocks back while their request runs: unset "
-        "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"
+        "chunked local attention gives blocks back while their request runs: set "
+        "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE=0"
     ),
     "CrossAttentionSpec": "an encoder's output depends on the whole input: no setting changes that",
     "EncoderOnlyAttentionSpec": (

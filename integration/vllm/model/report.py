@@ -30,7 +30,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
-from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+from vllm.v1.engine import core as engine_core
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 from vllm.v1.worker.worker_base import WorkerBase
 
@@ -79,7 +79,7 @@ def report(name: str, settings: Config) -> dict[str, Any]:
         return described | {
             "refused": "the model keeps nothing of its tokens: no setting changes that"
         }
-    (kv_cache,) = get_kv_cache_configs(vllm_config, [specs], [1 << 50])
+    kv_cache = _kv_cache(vllm_config, specs)
     connector = settings.connector
     model = compat.read_model(vllm_config, kv_cache, connector.model, bool(connector.weights))
     settings = exportable.decide(settings, vllm_config, kv_cache, model)
@@ -103,6 +103,15 @@ def _specs(vllm_config: Any) -> Mapping[str, Any]:
             )
             resolve_kv_cache_layout(vllm_config, [layouts], list(specs.values()))
     return specs
+
+
+def _kv_cache(vllm_config: Any, specs: Mapping[str, Any]) -> Any:
+    """Make the block tables as vLLM's engine core does. vLLM 0.33 groups the layers in a call of
+    its own."""
+    find = getattr(engine_core, "get_global_kv_cache_groups", None)
+    tables = [find(vllm_config, [specs])] if find else []
+    (kv_cache,) = engine_core.get_kv_cache_configs(vllm_config, [specs], [1 << 50], *tables)
+    return kv_cache
 
 
 @contextmanager

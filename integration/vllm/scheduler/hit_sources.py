@@ -25,8 +25,10 @@ def split(
     size: tokens of a chunk. Asks the server once, about chunks in the pool, unless all segments lie
     in one place."""
     first, end = tracked.local // size, tracked.local + external
-    tokens = Counter[str]()
-    for number, name in enumerate(_names(instance, tracked, load, first, -(-end // size)), first):
+    stop, tokens = -(-end // size), Counter[str]()
+    if sum(run.chunks for run in load.residents) == stop - first:
+        return {"p2p": external}
+    for number, name in enumerate(_names(instance, tracked, load, first, stop), first):
         if name:
             tokens[name] += min(end, (number + 1) * size) - max(tracked.local, number * size)
     return dict(tokens)

@@ -11,7 +11,7 @@ from time import monotonic, perf_counter
 from typing import Any
 
 from vcache_backend.errors import VCacheError
-from vcache_backend.metadata_server.messages import ChunkKey, Found, of_ranks
+from vcache_backend.metadata_server.messages import ChunkKey, Find, Found, InstanceId, of_ranks
 from vcache_backend.transfer.keys import adapter_digest, state_keys
 
 from ..in_place.replicas import Run
@@ -76,9 +76,9 @@ class Lookups:
         client, started = self._instance.client, perf_counter()
         if client is None or tracked.lookup.question is not None:
             return
-        at, keys = monotonic(), tracked.lookup.keys[first:stop]
+        at = monotonic()
         try:
-            sent = client.send_find(keys, *self._terms(tracked))
+            sent = client.send_find(self._request(tracked, first, stop))
         except VCacheError as error:
             log.debug("look-up: %s", error)
             return
@@ -127,9 +127,8 @@ class Lookups:
         tracked.lookup.answer = None
         if client is None:
             return NO_ANSWER
-        keys = tracked.lookup.keys[first:whole]
         try:
-            reply = client.find(keys, *self._terms(tracked))
+            reply = client.find(self._request(tracked, first, whole))
         except VCacheError as error:
             return self._failed(error)
         return self._answered(tracked, first, whole, reply, at, started)
@@ -153,16 +152,11 @@ class Lookups:
         self._meter.count("failures", 1, "server")
         return NO_ANSWER
 
-    def _terms(self, tracked: Tracked) -> tuple[int, bytes, bool, int]:
-        """The arguments of `Client.find` behind the keys."""
-        publications, ranks, promise = (
-            self._instance.publications,
-            self._instance.ranks,
-            tracked.promise.number if tracked.promise.early else 0,
-        )
-        if publications is None:
-            return ranks, b"", True, promise
-        return ranks, publications.instance, False, promise
+    def _request(self, tracked: Tracked, first: int, stop: int) -> Find:
+        own, keys = self._instance.publications, tracked.lookup.keys[first:stop]
+        promise = tracked.promise.number if tracked.promise.early else 0
+        name = own.instance if own is not None else InstanceId(b"")
+        return Find(keys, self._instance.ranks, name, own is None, promise)
 
     def _answered(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from array import array
+from bisect import bisect
 from collections.abc import Set as AbstractSet
 from itertools import count, dropwhile
 from math import inf
@@ -35,6 +36,7 @@ from .load_specs import LoadSpecs
 from .lookups import Lookups
 from .promises import OwnPromises, Pace
 from .resets import Resets
+from .steps import Steps
 from .tracked import StoreState, Tracked
 from .waits import Waits
 
@@ -106,6 +108,7 @@ class SchedulerSide:
         self.lookups = Lookups(instance, self._size, meter, self._groups.parts)
         self._specs = LoadSpecs(config, stores, self._groups, instance)
         self._pace, self._numbers = Pace(), count(1)
+        self._steps = Steps(self._requests, bool(vllm_config.scheduler_config.async_scheduling))
         step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self._promises = OwnPromises(
             config, instance, self.lookups, self._pace, self._hashes, step_tokens
@@ -147,8 +150,10 @@ class SchedulerSide:
         lacking = tokens - self._least
         if lacking < 0 or not tracked.loads or self._resets.clearing or self._has(request, lacking):
             return
-        if self.lookups.name(tracked, chunks):
-            self.lookups.send(tracked, 0, chunks)
+        ends = range(self._size - 1, tokens, self._size)
+        first = bisect(ends, False, key=lambda token: not self._has(request, token))
+        if not self._computes(tracked, chunks - first) and self.lookups.name(tracked, chunks):
+            self.lookups.send(tracked, first, chunks)
 
     def matched(self, request: Any, local: int) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded after the first `local`, which vLLM has, and whether
@@ -236,6 +241,7 @@ class SchedulerSide:
                 self._waits.over(self._requests[request_id])
                 self._promises.begun(self._requests[request_id], computed)
         self._pace.look()
+        self._steps.planned(output.num_scheduled_tokens)
         if self.publications is not None:
             self.publications.planned()
         if self.victims is not None:
@@ -314,10 +320,12 @@ class SchedulerSide:
             self.lookups.forget(tracked)
 
     def _rename(self) -> None:
-        """Forget what others and routers were told under the requests' keys, and the keys."""
+        """Forget the requests' keys, and take back what others and routers were told of them."""
+        # First, and of all: nothing may be stored under a key of other weights.
+        for tracked in self._requests.values():
+            self.lookups.rename(tracked)
         for tracked in self._requests.values():
             self._promises.ended(tracked)
-            self.lookups.rename(tracked)
         if self.instance.announcer is not None:
             self.instance.announcer = self.instance.announcer.renewed()
 
@@ -383,16 +391,27 @@ class SchedulerSide:
         ):
             return 0
         most, chunks = self._loadable(tracked.request)
-        if most - local < self._least or not self.lookups.name(tracked, chunks):
-            return 0
         first, waits = local // self._size, self._waits
+        if (
+            most - local < self._least
+            or self._computes(tracked, chunks - first)
+            or not self.lookups.name(tracked, chunks)
+        ):
+            return 0
         if waits.follows(tracked, first) or waits.pauses(tracked, first, chunks):
             return None
         answer = self.lookups.find(tracked, first, chunks)
+        if self._computes(tracked, max(answer.hits, answer.comes_to) - first):
+            return 0
         if waits.holds(tracked, answer, chunks):
             return None
         external = min(answer.hits * self._size, most) - local
         return external if external >= self._least else 0
+
+    def _computes(self, tracked: Tracked, chunks: int) -> bool:
+        """Whether the request computes so many chunks rather than load them or wait for them."""
+        settled = tracked.params.announced or tracked.wait.since
+        return not settled and self._steps.compute(chunks, self._pace.chunk_seconds)
 
     def _stands(self, tracked: Tracked, load: LoadSpec, first: int) -> None:
         """Mark chunks that need no store because the load brings them. first: the number of the

@@ -75,46 +75,27 @@ class InstanceCalls(Channel, ABC):
         Returns how many of the chunks the instance holds."""
         return self._call(m.Hint(m.InstanceId(instance), keys[: m.MAX_KEYS]), m.Count).count
 
-    def find(
-        self,
-        keys: list[m.ChunkKey],
-        ranks: int = 1,
-        instance: bytes = b"",
-        pool_only: bool = False,
-        promise: int = 0,
-    ) -> m.Found:
-        """Find the leading chunks in the pool or in instances other than `instance`, and those
-        that another instance is computing. Sends several requests for many keys. The other
-        arguments: see `Find`."""
+    def find(self, whole: m.Find) -> m.Found:
+        """Find chunks; see `Find`. Sends several requests for many keys."""
         deadline = time.perf_counter() + self._config.request_seconds
-        most = max(1, min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks))
-        whole = m.Find(keys, ranks, m.InstanceId(instance), pool_only, promise)
         answer = m.Found(b"", [], [])
         while True:
-            part = keys[len(answer.pooled) :][:most]
-            request = whole if len(part) == len(keys) else msgspec.structs.replace(whole, keys=part)
+            part = whole.keys[len(answer.pooled) :][: max(1, _most_found(whole))]
+            request = msgspec.structs.replace(whole, keys=part)
             more = self._call(request, m.Found, deadline - time.perf_counter())
             answer = _joined(answer, more) if answer.pooled else more
             if (
-                len(answer.pooled) == len(keys)
+                len(answer.pooled) == len(whole.keys)
                 or not more.pooled
                 or (len(more.pooled) < len(part) and not more.cut)
             ):
                 return msgspec.structs.replace(answer, cut=False) if answer.cut else answer
 
-    def send_find(
-        self,
-        keys: list[m.ChunkKey],
-        ranks: int = 1,
-        instance: bytes = b"",
-        pool_only: bool = False,
-        promise: int = 0,
-    ) -> Sent[m.Found] | None:
-        """Send `find` without waiting for the answer, which may be `cut`. None if the keys exceed
-        one request."""
-        most = min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks)
-        request = m.Find(keys, ranks, m.InstanceId(instance), pool_only, promise)
-        return self._send(request, m.Found) if len(keys) <= most else None
+    def send_find(self, request: m.Find) -> Sent[m.Found] | None:
+        """Send a look-up without waiting for the answer, which may be `cut`. None if the keys
+        exceed one request."""
+        fits = len(request.keys) <= _most_found(request)
+        return self._send(request, m.Found) if fits else None
 
     def promise(
         self,
@@ -154,6 +135,11 @@ class InstanceCalls(Channel, ABC):
     def close_instance(self, instance: bytes) -> None:
         """Say that this process no longer maps any region of the instance."""
         self._call(m.CloseInstance(m.InstanceId(instance)), m.Count)
+
+
+def _most_found(request: m.Find) -> int:
+    """How many keys of a look-up fit into one request."""
+    return min(m.MAX_KEYS, m.MAX_LOOKED_UP // request.ranks)
 
 
 def _most(keys: int, blocks: bytes) -> int:
