@@ -7,7 +7,7 @@ BIN := .venv/bin
 CODE := vcache_backend benchmarks
 ARGS ?=
 # Three files of tests at a time, long ones first: many wait for other processes. BESIDE= runs one after the other.
-BESIDE ?= --forks 3
+BESIDE ?= --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*  ## /  make \1\t/p' Makefile | expand -t 16

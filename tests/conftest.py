@@ -16,8 +16,6 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["forks"]
-
 # Machines here are slow at times; a slow example is no failure, a slow test is (`timeout` in
 # pyproject.toml).
 settings.register_profile(
