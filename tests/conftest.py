@@ -54,7 +54,7 @@ if GPUS == 0:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 LONGEST = (
-    "integration_failures integrations vllm_processes vllm_offload vllm_modes vllm_groups "
+    "integration_failures integrations vllm_processes vllm_offload vllm_modes vllm_waits vllm_groups "
     "vllm_survival disaggregated_prefill vllm_connector vllm_sharing monitor examples demo soak "
     "resident_stateful directory_stateful vllm_sleep offload_process deploy doctor_model "
     "vllm_benchmark documents inplace_campaign start_server vllm_serving vllm_in_place"

@@ -153,7 +153,7 @@ class Engine:
 
     def show(self, here: Node, undo: ExitStack) -> None:
         """Its worker shows a KV cache, and publishes what steps compute."""
-        client, cache = undo.enter_context(here.client()), SharedCache()
+        client, cache = undo.enter_context(here.stage.client(QUICK)), SharedCache()
         instance = self.half.publications.instance
         shown = OwnCache(
             client, instance, 0, cache_shape(cache.kv, cache.regions, HOST), cache.regions

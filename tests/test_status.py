@@ -21,7 +21,9 @@ from vcache_backend.metadata_server.messages import (
     SegmentInfo,
     ServerStats,
     StillMapped,
+    TenantStats,
 )
+from vcache_backend.monitor import metrics
 
 SEGMENT = SegmentInfo(
     id=SegmentId("0123456789ab"),
@@ -82,6 +84,21 @@ def test_status_shows_segments_and_hits() -> None:
         "waits 3.2 s   for 6,144 tokens   1,234 chunks promised, 12 broken",
     ):
         assert part in text
+
+
+def test_status_and_metrics_show_each_tenants_share() -> None:
+    stats = msgspec.structs.replace(STATS, tenants=[TenantStats("acme", 1 << 30, 2 << 30, 70)])
+    (line,) = (line for line in text_of(status.render(stats)).splitlines() if "acme" in line)
+    assert line.split() == ["acme", "1", "GiB", "2", "GiB", "70"]
+    assert {
+        sample.name: (sample.labels, sample.value)
+        for metric in metrics.of_tenants(stats.tenants)
+        for sample in metric.samples
+    } == {
+        "vcache_tenant_used_bytes": ({"tenant": "acme"}, 1 << 30),
+        "vcache_tenant_limit_bytes": ({"tenant": "acme"}, 2 << 30),
+        "vcache_tenant_evicted_chunks_total": ({"tenant": "acme"}, 70),
+    }
 
 
 def test_the_first_line_says_who_shares_and_whether_it_works() -> None:

@@ -27,9 +27,7 @@ from vcache_backend.integration.vllm.metadata import StepMetadata, WorkerReport
 from vcache_backend.integration.vllm.scheduler.promises import LATER_SECONDS
 from vcache_backend.metadata_server.instances.publications import BLOCK_BYTES
 from vcache_backend.metadata_server.messages import MAX_BLOCKS, Find
-from vcache_backend.resident import tables
 from vcache_backend.resident.generations import Generations
-from vcache_backend.transfer import publisher
 
 __all__ = ["here"]
 pytestmark = pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here")
@@ -94,12 +92,8 @@ def test_a_hit_is_loaded_from_where_it_was_published_and_published_again(
     assert owners(owner.step()) == [reader.half.publications.instance] * 3
 
 
-def test_what_a_server_had_no_room_for_is_shared_once_it_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_server_had_no_room_for_is_shared_once_it_has(tmp_path: Path) -> None:
     """What was computed by then, too."""
-    monkeypatch.setattr(publisher, "SLOWEST_SECONDS", 0.2)
-    monkeypatch.setattr(tables, "RETRY_SECONDS", 0.05)
     with scheduling(tmp_path) as here, engines(here, shown=True) as make, here.client() as client:
         with ExitStack() as crowd:
 

@@ -41,13 +41,14 @@ from vcache_backend.integration.vllm.metadata import (
     StepMetadata,
     WorkerReport,
 )
-from vcache_backend.integration.vllm.model import compat
+from vcache_backend.integration.vllm.model import compat, versions
 from vcache_backend.integration.vllm.model.spec import ShardSpec
 from vcache_backend.integration.vllm.scheduler import introduction, lookups, tracked
 from vcache_backend.integration.vllm.scheduler.side import SchedulerSide
 from vcache_backend.integration.vllm.telemetry.stats import Meter
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey, Find, of_rank
+from vcache_backend.metadata_server.pool.quotas import tenant_id
 
 CHUNK, CHUNKS = 16, 5
 PROMPT = CHUNKS * CHUNK + 3
@@ -274,6 +275,36 @@ def test_what_workers_say_of_a_reset_does_not_end_a_later_one(side: Side) -> Non
     side.report(flushed=second.flush)
     assert not side.half._resets.clearing
     assert side.matched(request) == (0, False)
+
+
+def test_a_version_has_keys_of_its_own_and_a_reset_leaves_it_without_the_server(
+    make: Callable[..., Side],
+) -> None:
+    side, request = make(weights="v1"), new_request()
+    first = side.keys(request)
+    side.put(request)
+    assert side.matched(request) == (CHUNKS * CHUNK, True)
+    side.half.instance.clear = None  # type: ignore[method-assign]
+    assert side.half.reset()
+    assert not side.step().flush
+    assert side.matched(request) == (0, False)
+    others = side.keys(request)
+    side.half.change_version(versions.digest("v1"))
+    assert side.keys(request) == first != others
+    assert side.matched(request) == (CHUNKS * CHUNK, True)
+
+
+def test_a_store_counts_for_the_tenant_of_its_request(side: Side) -> None:
+    for request, tenant in (
+        (new_request(), b""),
+        (new_request(tenant="acme"), tenant_id("acme")),
+    ):
+        assert side.matched(request) == (0, False)
+        (store,) = side.step((request, PROMPT)).stores
+        assert store.tenant == tenant
+    request = new_request()
+    request.cache_salt = "pepper"
+    assert side.half._track(request).tenant == tenant_id("pepper")
 
 
 def test_workers_are_asked_of_a_reset_until_they_have_answered(side: Side) -> None:

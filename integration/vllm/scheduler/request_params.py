@@ -22,7 +22,7 @@ class RequestParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     store: bool = True
     announced: bool = False
     wait_seconds: Annotated[float, msgspec.Meta(ge=0, le=600)] | None = None
-    tenant: str = ""
+    tenant: Annotated[str, msgspec.Meta(max_length=128)] = ""
 
 
 NOTHING = RequestParams(load=False, store=False)

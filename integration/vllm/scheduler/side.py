@@ -320,10 +320,12 @@ class SchedulerSide:
             self.lookups.forget(tracked)
 
     def _rename(self) -> None:
-        """Forget what others and routers were told under the requests' keys, and the keys."""
+        """Forget the requests' keys, and take back what others and routers were told of them."""
+        # First, and of all: nothing may be stored under a key of other weights.
+        for tracked in self._requests.values():
+            self.lookups.rename(tracked)
         for tracked in self._requests.values():
             self._promises.ended(tracked)
-            self.lookups.rename(tracked)
         if self.instance.announcer is not None:
             self.instance.announcer = self.instance.announcer.renewed()
 
