@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import math
 import random
+import time
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -844,6 +845,9 @@ def test_a_chat_in_turn_over_two_servers_hits_as_much_as_vllms_own_cache_of_one_
             answer = alone.one(said, max_tokens=40)
             own += answer.cached
             ours += server.one(said, max_tokens=40).cached
-            server.ask("told")
+            chunks = [-1, here.chunks()]
+            while chunks[-1] > chunks[-2]:
+                time.sleep(0.2)
+                chunks.append(here.chunks())
             chats[number] = said + answer.tokens + new_tokens(choice.randrange(20, 150))
     assert ours >= 0.95 * own > 0, (ours, own)

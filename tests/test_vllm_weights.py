@@ -1,0 +1,373 @@
+"""Weights that change while vLLM runs, and whose version the user names: real vLLM on the CPU, whose
+own calls bring other weights. See docs/adr/0024.
+
+`a` and `b` are instances of one namespace. A `fresh` answer uses no cache at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import cpu_sleep
+import pytest
+from processes import eventually
+from vllm_cases import CHUNK, SCATTER, Answer, Instance, Node, Prompt, meddled, missing, new_tokens
+from vllm_cases import quick as here
+from vllm_models import write_model
+
+__all__ = ["here"]
+pytestmark = [
+    pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"),
+    pytest.mark.timeout(300),
+]
+
+MODELS = 4
+PULL = "vcache_backend.vram_pool.copies.copier:HostCopier.pull"
+"""A copy out of another instance's KV cache begins."""
+_numbers = count()
+
+
+@pytest.fixture(scope="module")
+def models(here: Node) -> list[Path]:
+    """Folders with one model's weights of several seeds; the first ones are those that instances
+    start with."""
+    others = [write_model(here.folder / f"model{seed}", seed=seed) for seed in range(2, MODELS + 1)]
+    return [here.model, *others]
+
+
+@pytest.fixture(scope="module", params=["pool", "in_place"])
+def pair(here: Node, request: pytest.FixtureRequest) -> Iterator[tuple[Instance, Instance]]:
+    settings = {"connector": {"share": request.param, "weights": "v0", "min_hit_tokens": CHUNK}}
+    names = [f"{name}-{request.param}" for name in "ab"]
+    made = [here.connect(name, settings) for name in names]
+    for one in made:
+        one.ask(prepare)
+    with made[0], made[1]:
+        yield made[0], made[1]
+
+
+@pytest.fixture
+def a(pair: tuple[Instance, Instance]) -> Instance:
+    return pair[0]
+
+
+@pytest.fixture
+def b(pair: tuple[Instance, Instance]) -> Instance:
+    return pair[1]
+
+
+@pytest.fixture
+def names(a: Instance, b: Instance, models: list[Path]) -> tuple[str, str]:
+    """Two versions' names; both instances have the first model, and are of the first version."""
+    old, new = (f"v{next(_numbers)}" for _ in "12")
+    for one in (a, b):
+        one.ask(update, models[0], old)
+    return old, new
+
+
+# ---- in an instance
+
+
+def prepare(serving: Any) -> None:
+    """vLLM's own weight updates, by an engine that takes weights from a file; no other one runs
+    without a GPU."""
+    from dataclasses import dataclass
+
+    from safetensors import safe_open
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
+
+    @dataclass
+    class Source:
+        path: str
+        fails: bool = False
+
+    class Files(WeightTransferEngine[Any, Any]):
+        init_info_cls = update_info_cls = Source
+
+        def init_transfer_engine(self, init_info: Any) -> None: ...
+
+        def start_weight_update(self) -> None: ...
+
+        def finish_weight_update(self) -> None: ...
+
+        def shutdown(self) -> None: ...
+
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            self.receive_weights(self.parse_update_info(update_info))
+
+        def receive_weights(self, update_info: Any) -> None:
+            with safe_open(f"{update_info.path}/model.safetensors", "pt") as file:
+                names = list(file.keys())
+                for number, name in enumerate(names):
+                    if update_info.fails and number > len(names) // 2:
+                        raise RuntimeError("half of the weights came")
+                    self.model.load_weights([(name, file.get_tensor(name))])
+
+    cpu_sleep.install()
+    worker = serving.llm.llm_engine.model_executor.driver_worker.worker
+    worker.weight_transfer_engine = Files(
+        None, worker.vllm_config, worker.device, worker.model_runner.get_model()
+    )
+
+
+def core(serving: Any) -> Any:
+    return serving.llm.llm_engine.engine_core.engine_core
+
+
+def load(serving: Any, model: Path, fails: bool = False) -> None:
+    """New weights, by the three calls of a trainer, without a name and without a pause."""
+    serving.llm.start_weight_update()
+    serving.llm.update_weights({"update_info": {"path": str(model), "fails": fails}})
+    serving.llm.finish_weight_update()
+
+
+def update(serving: Any, model: Path, name: Any) -> None:
+    """As a trainer does it: nothing runs meanwhile, and the version is named."""
+    core(serving).pause_scheduler()
+    load(serving, model)
+    serving.llm.update_weight_version(name)
+    core(serving).resume_scheduler()
+
+
+def fail(serving: Any, model: Path) -> bool:
+    try:
+        load(serving, model, fails=True)
+    except RuntimeError as error:
+        return "half of the weights" in str(error)
+    return False
+
+
+def name_version(serving: Any, name: Any) -> None:
+    serving.llm.update_weight_version(name)
+
+
+def pause(serving: Any, mode: str, clear: bool) -> str:
+    """What vLLM answers to a pause, and how the engine goes on."""
+    try:
+        core(serving).pause_scheduler(mode, clear)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def resume(serving: Any) -> None:
+    core(serving).resume_scheduler()
+
+
+def sleep(serving: Any) -> None:
+    serving.llm.sleep(level=1)
+    serving.llm.wake_up()
+
+
+# ---- what a version is
+
+
+def fresh(instance: Instance, tokens: list[int]) -> Answer:
+    return instance.one(tokens, fresh=True, params={"vcache": {"store": False}})
+
+
+def kept(instance: Instance, tokens: list[int]) -> Answer:
+    """The answer, once others can find all of its chunks."""
+    answer = instance.one(tokens)
+    stored(instance)
+    return answer
+
+
+def stored(instance: Instance) -> None:
+    """Wait until all that `instance` has stored or published can be found."""
+    assert instance.ask(flushed)
+
+
+def flushed(serving: Any) -> bool:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    worker = get_kv_transfer_group()._worker
+    told = worker.in_place is None or worker.in_place.publisher.flush(10.0)
+    return bool(told and worker._worker.session.flush(10.0))
+
+
+def test_instances_updated_one_after_the_other_share_within_a_version_and_never_across(
+    a: Instance, b: Instance, models: list[Path], names: tuple[str, str]
+) -> None:
+    tokens, more = new_tokens(4 * CHUNK + 1), new_tokens(4 * CHUNK + 1)
+    old = kept(a, tokens)
+    hit = b.one(tokens)
+    assert (hit.cached, hit.agrees(old)) == (4 * CHUNK, True)
+    b.ask(update, models[1], names[1])
+    new = kept(b, tokens)
+    assert (new.cached, new.agrees(fresh(b, tokens))) == (0, True)
+    assert not new.agrees(old), "other weights give another answer"
+    kept(a, more)
+    assert b.one(more).cached == 0, "an old instance stores into the old version"
+    again = a.one(tokens)
+    assert (again.cached, again.agrees(old)) == (4 * CHUNK, True)
+    a.ask(update, models[1], names[1])
+    hit = a.one(tokens)
+    assert (hit.cached, hit.agrees(new)) == (4 * CHUNK, True)
+
+
+def test_weights_that_nobody_names_are_shared_with_nobody(
+    a: Instance, b: Instance, models: list[Path], names: tuple[str, str]
+) -> None:
+    """Nor does an instance find its own chunks of before; those of others stay where they are."""
+    tokens, later = new_tokens(4 * CHUNK + 1), new_tokens(4 * CHUNK + 1)
+    old = kept(a, tokens)
+    b.ask(load, models[1])
+    b.forget()
+    assert b.one(tokens).agrees(fresh(b, tokens))
+    kept(b, later)
+    assert a.one(later).cached == 0
+    assert b.ask("reset")
+    assert b.one(later).cached == 0
+    b.ask(load, models[0])
+    b.ask(name_version, names[0])
+    b.forget()
+    hit = b.one(tokens)
+    assert (hit.cached, hit.agrees(old)) == (4 * CHUNK, True)
+
+
+def test_what_runs_over_an_update_goes_into_no_version(
+    a: Instance, b: Instance, models: list[Path], names: tuple[str, str]
+) -> None:
+    """Nothing was paused, and vLLM's own cache was not emptied: its answers are its own affair, but
+    no other instance finds what builds on them."""
+    old, new = new_tokens(4 * CHUNK + 1), new_tokens(4 * CHUNK + 1)
+    kept(a, old)
+    a.add("over", new[: 2 * CHUNK + 1], max_tokens=2 * CHUNK)
+    assert a.step(3) == {}
+    a.ask(load, models[1])
+    assert a.step(3) == {}
+    a.ask(name_version, names[1])
+    answer = a.finish("over")["over"]
+    whole = new[: 2 * CHUNK + 1] + answer.tokens
+    longer = old + new_tokens(2 * CHUNK)
+    a.run(Prompt(longer), Prompt(whole))
+    stored(a)
+    b.ask(update, models[1], names[1])
+    for tokens in (whole, longer):
+        found = b.one(tokens)
+        assert (found.cached, found.agrees(fresh(b, tokens))) == (0, True)
+    stored(b)
+    a.forget()
+    hit = a.one(longer)
+    assert (hit.cached, hit.agrees(fresh(b, longer))) == (6 * CHUNK, True)
+
+
+def test_what_builds_on_vllms_own_cache_that_nobody_emptied_is_shared_with_nobody(
+    a: Instance, b: Instance, models: list[Path], names: tuple[str, str]
+) -> None:
+    """Though nothing runs when the version is named, and all blocks are free."""
+    tokens = new_tokens(4 * CHUNK + 1)
+    kept(a, tokens)
+    a.ask(load, models[1])
+    a.ask(name_version, names[1])
+    longer = tokens + new_tokens(2 * CHUNK)
+    assert kept(a, longer).cached == 4 * CHUNK
+    b.ask(update, models[1], names[1])
+    found = b.one(longer)
+    assert (found.cached, found.agrees(fresh(b, longer))) == (0, True)
+
+
+def test_an_update_that_fails_halfway_spoils_nobodys_cache(
+    a: Instance, b: Instance, models: list[Path], names: tuple[str, str]
+) -> None:
+    tokens, later = new_tokens(4 * CHUNK + 1), new_tokens(4 * CHUNK + 1)
+    old = kept(a, tokens)
+    assert b.ask(fail, models[1])
+    b.forget()
+    broken = kept(b, tokens)
+    assert broken.cached == 0
+    assert not broken.agrees(old), "some of the weights are other ones"
+    kept(b, later)
+    for instance, model in ((a, models[0]), (b, models[1])):
+        instance.forget()
+        if instance is b:
+            b.ask(update, model, names[1])
+        assert instance.one(later).agrees(fresh(instance, later))
+    assert a.one(tokens).agrees(old)
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep"])
+def test_a_load_under_way_over_an_update(
+    a: Instance, b: Instance, models: list[Path], names: tuple[str, str], mode: str
+) -> None:
+    """Of a request that vLLM keeps, the prefix is the old one, as vLLM's own hit would be; nobody
+    finds what it computes."""
+    tokens, first = new_tokens(4 * CHUNK + 1), new_tokens(2 * CHUNK + 1)
+    kept(a, tokens)
+    kept(a, first)
+    assert b.one(first).cached == 2 * CHUNK
+    copy = PULL if b.in_place else SCATTER
+    with meddled(b, copy, "slow", 60.0):
+        b.add("over", tokens, max_tokens=CHUNK)
+        eventually(lambda: b.step(1) == {} and b.ask("calls")[copy] >= 1)
+        if mode == "abort":
+            # An engine in this process does not tell its front end whom a pause has aborted.
+            b.ask("abort", "over")
+        refused = b.ask(pause, mode, True)
+        b.ask(load, models[1])
+        b.ask(name_version, names[1])
+        b.ask(resume)
+    if mode == "keep":
+        assert "waiting for remote KV transfer" in refused
+        whole = tokens + b.finish("over")["over"].tokens
+    else:
+        whole = tokens
+    assert b.one(tokens).agrees(fresh(b, tokens)) or mode == "keep"
+    b.run(Prompt(whole))
+    stored(b)
+    a.ask(update, models[1], names[1])
+    found = a.one(whole)
+    assert found.agrees(fresh(a, whole))
+    assert found.cached == 0 or mode == "abort"
+
+
+def test_after_a_sleep_with_the_same_weights_the_pool_is_warm(
+    a: Instance, b: Instance, names: tuple[str, str]
+) -> None:
+    if a.in_place:
+        pytest.skip("sleep needs a pool")
+    tokens = new_tokens(4 * CHUNK + 1)
+    computed = kept(a, tokens)
+    a.ask(sleep)
+    assert a.one(tokens).cached == 0, "nobody has named it yet"
+    a.ask(sleep)
+    a.ask(name_version, names[0])
+    hit = a.one(tokens)
+    assert (hit.cached, hit.agrees(computed)) == (4 * CHUNK, True)
+    again = b.again(tokens)
+    assert (again.cached, again.agrees(computed)) == (4 * CHUNK, True)
+
+
+def test_the_call_reaches_an_engine_in_a_process_of_its_own(here: Node, a: Instance) -> None:
+    if a.in_place:
+        pytest.skip("once is enough")
+    settings = {"connector": {"share": "pool", "weights": "first", "min_hit_tokens": CHUNK}}
+    tokens = new_tokens(4 * CHUNK + 1)
+    with here.connect("apart", settings, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}) as apart:
+        before = here.chunks()
+        computed = apart.one(tokens)
+        here.stored(before + 4)
+        for name, cached in (("first", 4), ("second", 0), ("first", 4)):
+            assert apart.ask("reset")
+            apart.ask(name_version, name)
+            again = apart.one(tokens)
+            assert (again.cached, again.agrees(computed)) == (cached * CHUNK, True)
+
+
+def test_any_name_is_a_version_or_none(
+    a: Instance, b: Instance, models: list[Path], names: tuple[str, str]
+) -> None:
+    """What is no text names nothing. Half of a surrogate pair comes out of JSON."""
+    tokens = new_tokens(4 * CHUNK + 1)
+    computed = kept(a, tokens)
+    for name in ("x" * 1_000_000, "v\udc80é\0\n\x1b[31m", "../../v0", "", None, 7, b"v"):
+        for one in (a, b):
+            one.ask(update, models[0], name)
+        assert a.one(tokens).cached == 0
+        stored(a)
+        hit = b.one(tokens)
+        shared = isinstance(name, str) and bool(name)
+        assert (hit.cached, hit.agrees(computed)) == (4 * CHUNK * shared, True)
