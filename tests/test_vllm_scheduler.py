@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from time import sleep
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,7 +42,7 @@ from vcache_backend.integration.vllm.metadata import (
 )
 from vcache_backend.integration.vllm.model import compat, versions
 from vcache_backend.integration.vllm.model.spec import ShardSpec
-from vcache_backend.integration.vllm.scheduler import introduction, lookups, tracked
+from vcache_backend.integration.vllm.scheduler import introduction, lookups, steps, tracked
 from vcache_backend.integration.vllm.scheduler.side import SchedulerSide
 from vcache_backend.integration.vllm.telemetry.stats import Meter
 from vcache_backend.metadata_server.client import Client
@@ -497,18 +496,23 @@ def test_a_load_of_which_an_exception_comes_late_is_told_once(
     assert [load.lost for load in side.step().loads] == [True]
 
 
-def test_beside_running_requests_a_short_hit_is_computed(side: Side) -> None:
-    """As long as its load would take more of the present steps than it takes to compute."""
+def test_beside_running_requests_a_short_hit_is_computed(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as its load would take more of the present steps than it takes to compute. A step
+    that computes a prompt says nothing of the next ones."""
     running, hit = new_request(CHUNK), new_request()
     side.put(hit)
     side.matched(running)
+    clock = iter([0.0, 0.9, 0.92])
+    monkeypatch.setattr(steps, "monotonic", lambda: next(clock))
     side.step((running, CHUNK))
-    sleep(0.02)
-    side.step(cached=(running, CHUNK, 1, [1]))
-    side.half._pace.chunk_seconds = 1.0
+    for _ in range(2):
+        side.step(cached=(running, CHUNK, 1, [1]))
+    side.half._pace.chunk_seconds = 0.06 / CHUNKS
     assert side.matched(same_prompt(hit)) == (CHUNKS * CHUNK, True), "long, at this pace"
     side.half._pace.chunk_seconds = 0.001
-    assert side.matched(same_prompt(hit)) == (0, False), "in some 60 ms it is computed 12 times"
+    assert side.matched(same_prompt(hit)) == (0, False), "less than two steps of 20 ms"
     announced = new_request(list(hit.prompt_token_ids or ()), announced=True)
     assert side.matched(announced) == (CHUNKS * CHUNK, True), "whoever asks for the load gets it"
     side.half._pace.chunk_seconds = 0.0

@@ -168,6 +168,22 @@ def test_a_wait_is_over_when_computing_would_have_taken_less(
     a.finish("first", "more")
 
 
+def test_chunks_that_take_longer_to_come_than_to_compute_are_computed(
+    here: Node, a: Instance, b: Instance, aside: Instance
+) -> None:
+    """Nobody waits for them, not even for a moment."""
+    tokens = new_tokens(LONG)
+    a.add("first", tokens)
+    computes(here, a, 1)
+    b.ask("paced", 0.0001, 60)
+    before = b.counter("vllm:vcache_waits")
+    second = b.one(tokens)
+    b.ask("paced", 60, 60)
+    assert b.counter("vllm:vcache_waits") == before
+    alike(second, 2 * CHUNK, tokens, aside)
+    a.finish("first")
+
+
 def test_who_announces_a_prefix_says_how_long_its_owner_may_be_quiet(
     here: Node, a: Instance, b: Instance, aside: Instance
 ) -> None:

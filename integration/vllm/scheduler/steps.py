@@ -13,10 +13,16 @@ LONGEST_SECONDS = 1.0
 """A step takes longer only if the process was stopped, or other work came between."""
 WEIGHT = 0.1
 """The weight of the newest step in the mean."""
+MOST_DECODED = 8
+"""A step in which a request has more tokens computes a prompt. A decoding request has one token,
+and those that a draft guesses."""
 
 
 class Steps:
-    """Measures the mean time of a step while requests run. Runs in the scheduler's thread."""
+    """Measures the mean time of a step while requests decode. Runs in the scheduler's thread.
+
+    Steps that compute prompts do not count: they are long when an instance has much to compute, and
+    then it must not compute even more."""
 
     def __init__(self, live: Container[str], asynchronous: bool) -> None:
         """live: the requests that have not ended. asynchronous: vLLM plans a step before the last
@@ -28,7 +34,7 @@ class Steps:
     def planned(self, scheduled: Mapping[str, int]) -> None:
         """Note that a step is planned. scheduled: its requests."""
         now = monotonic()
-        if self._busy:
+        if self._busy and max(self._scheduled.values()) <= MOST_DECODED:
             seconds = min(now - self._planned_at, LONGEST_SECONDS)
             self._seconds += (seconds - self._seconds) * (WEIGHT if self._seconds else 1.0)
         self._planned_at, self._scheduled = now, scheduled
