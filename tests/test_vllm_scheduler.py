@@ -509,10 +509,10 @@ def test_beside_running_requests_a_short_hit_is_computed(
     side.step((running, CHUNK))
     for _ in range(2):
         side.step(cached=(running, CHUNK, 1, [1]))
-    side.half._pace.chunk_seconds = 0.06 / CHUNKS
+    side.half._pace.chunk_seconds = 0.1 / CHUNKS
     assert side.matched(same_prompt(hit)) == (CHUNKS * CHUNK, True), "long, at this pace"
     side.half._pace.chunk_seconds = 0.001
-    assert side.matched(same_prompt(hit)) == (0, False), "less than two steps of 20 ms"
+    assert side.matched(same_prompt(hit)) == (0, False), "sooner than in two steps of 20 ms"
     announced = new_request(list(hit.prompt_token_ids or ()), announced=True)
     assert side.matched(announced) == (CHUNKS * CHUNK, True), "whoever asks for the load gets it"
     side.half._pace.chunk_seconds = 0.0
