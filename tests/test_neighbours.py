@@ -274,8 +274,8 @@ def test_a_reader_that_has_run_out_of_descriptors_reads_again_once_it_has_some(
     """Wherever in the opening that happens; and nothing is left of what was begun."""
     # It keeps what it is told, an error and all that its frames refer to.
     caplog.set_level("CRITICAL")
-    monkeypatch.setattr("vcache_backend.resident.tables.SHORT_SECONDS", 0.0)
-    monkeypatch.setattr("vcache_backend.resident.tables.RETRY_SECONDS", 0.0)
+    for pause in ("SHORT_SECONDS", "RETRY_SECONDS", "SLOW_SECONDS"):
+        monkeypatch.setattr(f"vcache_backend.resident.tables.{pause}", 0.0)
     with owner(stage, regions=3) as there:
         there.ask("write", [3], 40)
         eventually(lambda: [one for one in reader.client.stats().instances if not one.missing])

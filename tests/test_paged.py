@@ -269,7 +269,7 @@ def test_several_block_tables_must_lie_in_the_same_memory() -> None:
         ):
             PagedKV.describe_groups([full, ({"c": other}, Share(BLOCK))])
     for other in (larger, padded):
-        with pytest.raises(LayoutError, match="those of [bc] do not lie beside the others'"):
+        with pytest.raises(LayoutError, match="those of [abc] do not lie beside the others'"):
             PagedKV.describe_groups([full, ({"c": other}, Share(BLOCK))])
     with pytest.raises(LayoutError, match="no KV caches"):
         PagedKV.describe_groups([({}, Share(BLOCK))])
