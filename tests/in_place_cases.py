@@ -136,7 +136,7 @@ class Engine:
         undo.callback(self.scheduler.connector.shutdown)
         self.half = self.scheduler.connector._scheduler
         # No model runs, so the time of steps says nothing: every hit is loaded.
-        self.half._steps.planned = lambda scheduled: None
+        self.half._pace.computes = lambda chunks: False
         self.metas: list[StepMetadata] = []
         self.publisher: Publisher | None = None
         self.slow = False

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -90,10 +91,12 @@ def test_status_and_metrics_show_each_tenants_share() -> None:
     stats = msgspec.structs.replace(STATS, tenants=[TenantStats("acme", 1 << 30, 2 << 30, 70)])
     (line,) = (line for line in text_of(status.render(stats)).splitlines() if "acme" in line)
     assert line.split() == ["acme", "1", "GiB", "2", "GiB", "70"]
+    samples: Any = SimpleNamespace(problem="", stats=stats)
     assert {
         sample.name: (sample.labels, sample.value)
-        for metric in metrics.of_tenants(stats.tenants)
+        for metric in metrics.ServerMetrics(samples).collect()
         for sample in metric.samples
+        if "tenant" in sample.name
     } == {
         "vcache_tenant_used_bytes": ({"tenant": "acme"}, 1 << 30),
         "vcache_tenant_limit_bytes": ({"tenant": "acme"}, 2 << 30),

@@ -63,7 +63,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.request import Request
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from vcache_backend.config import EngineConfig, from_dict
+from vcache_backend.config import ConnectorConfig, EngineConfig, from_dict
 from vcache_backend.errors import LayoutError
 from vcache_backend.integration.round_trip import round_trip
 from vcache_backend.integration.vllm.in_place import exporter as exportable
@@ -266,7 +266,7 @@ def test_a_state_is_taken_when_the_step_is_over_that_ends_there() -> None:
     )
     found, living, taken = groups.read(config, 16), list[Running](), list[tuple[int, Any]]()
     holds: dict[int, Any] = {}
-    for number in range(6 * CASES):
+    for number in range(10 * CASES):
         if len(living) < 3:
             living.append(Running(f"{number}", choice.randrange(20, 250), choice))
         one = choice.choice(living)
@@ -309,8 +309,7 @@ def test_a_state_is_taken_when_the_step_is_over_that_ends_there() -> None:
         if reached == one.length:
             living.remove(one)
             manager.free(one.request)
-    assert min(seen, earlier, later) > 100
-    assert preempted > 20
+    assert min(seen, earlier, later, preempted) > 100
 
 
 def test_a_state_is_as_many_chunks_as_its_blocks_take_and_is_wanted_where_the_hit_ends() -> None:
@@ -501,7 +500,9 @@ def test_mlas_ranks_hold_the_same_only_if_their_draft_is_mla_too(alike: bool) ->
         ),
     )
     config = vllm_config(model_config__use_mla=True, speculative_config=guesses)
-    assert compat.read_model(config, caches(spec()), "named").use_mla == alike
+    assert (
+        compat.read_model(config, caches(spec()), ConnectorConfig(model="named")).use_mla == alike
+    )
 
 
 @pytest.mark.parametrize("layer", ["layer 0", "layer 1"])
@@ -576,7 +577,7 @@ def test_another_release_of_vllm_is_refused_in_one_line_that_says_which_to_insta
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config, settings = vllm_config(), from_dict({"engine": {"chunk_size": 64}})
-    model = compat.read_model(config, caches(spec()), "named")
+    model = compat.read_model(config, caches(spec()), ConnectorConfig(model="named"))
     for version in ("0.30.2", "0.34.0", "1.31.0", "dev", "0.3", "0.320.0", ""):
         monkeypatch.setattr(vllm, "__version__", version)
         said = compat.refusal(config, caches(spec()), model, settings)
@@ -588,7 +589,7 @@ def test_another_release_of_vllm_is_refused_in_one_line_that_says_which_to_insta
 def test_in_place_several_tables_or_one_of_a_window_are_refused_and_a_pool_is_named() -> None:
     config = vllm_config(use_v2_model_runner=False)
     for specs in ((spec(33), spec()), (spec(33),), (state(), spec())):
-        model = compat.read_model(config, caches(*specs), "named")
+        model = compat.read_model(config, caches(*specs), ConnectorConfig(model="named"))
         said = str(exportable.refusal(config, caches(*specs), model))
         assert said.endswith("is shared through a pool only: set connector.share: pool")
         assert "\n" not in said
@@ -602,12 +603,15 @@ def test_one_table_of_all_tokens_adds_nothing_to_the_namespace_and_others_say_wh
     """Which would keep instances from chunks that they had stored before."""
     (tmp_path / "model").mkdir()
     config = vllm_config(model_config__model=str(tmp_path / "model"), use_v2_model_runner=False)
-    alone = compat.read_model(config, caches(spec()), "")
+    alone = compat.read_model(config, caches(spec()), ConnectorConfig())
     assert alone.extra.pop("groups") == ""
     assert alone == model_spec.read_model(config)
-    several = compat.read_model(config, caches(spec(33), spec()), "")
+    several = compat.read_model(config, caches(spec(33), spec()), ConnectorConfig())
     assert several.extra == alone.extra | {"groups": "full/16 window33/16"}
-    assert compat.read_model(config, caches(spec(33)), "").extra["groups"] == "window33/16"
+    assert (
+        compat.read_model(config, caches(spec(33)), ConnectorConfig()).extra["groups"]
+        == "window33/16"
+    )
 
 
 def test_a_chunk_that_is_not_made_of_whole_blocks_of_every_group_is_refused_with_one_that_is() -> (

@@ -42,7 +42,7 @@ from vcache_backend.integration.vllm.metadata import (
 )
 from vcache_backend.integration.vllm.model import compat, versions
 from vcache_backend.integration.vllm.model.spec import ShardSpec
-from vcache_backend.integration.vllm.scheduler import introduction, lookups, steps, tracked
+from vcache_backend.integration.vllm.scheduler import introduction, lookups, pace, tracked
 from vcache_backend.integration.vllm.scheduler.side import SchedulerSide
 from vcache_backend.integration.vllm.telemetry.stats import Meter
 from vcache_backend.metadata_server.client import Client
@@ -468,7 +468,7 @@ def test_workers_that_never_describe_their_kv_caches_are_named(
     monkeypatch.setattr(introduction, "INTRODUCTION_SECONDS", -1.0)
     side = make(ranks=3)
     late = introduction.Introduction(
-        side.config, compat.read_model(side.vllm, side.caches, ""), BLOCK, None
+        side.config, compat.read_model(side.vllm, side.caches, ConnectorConfig()), BLOCK, None
     )
     shard = Shard(
         ShardSpec(pp_rank=0, tp_rank=1, dtype="bfloat16", kv_layout="x", layers=1, block_size=BLOCK)
@@ -505,7 +505,7 @@ def test_beside_running_requests_a_short_hit_is_computed(
     side.put(hit)
     side.matched(running)
     clock = iter([0.0, 0.9, 0.92])
-    monkeypatch.setattr(steps, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(pace, "monotonic", lambda: next(clock))
     side.step((running, CHUNK))
     for _ in range(2):
         side.step(cached=(running, CHUNK, 1, [1]))

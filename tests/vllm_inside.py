@@ -106,12 +106,12 @@ class Serving:
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vcache_backend.integration import amx
-        from vcache_backend.integration.vllm.scheduler import lookups, promises, tracked
+        from vcache_backend.integration.vllm.scheduler import lookups, pace, tracked
 
         # Tests count questions, and a slow machine must not ask again what it has asked.
         lookups.AHEAD_SECONDS = tracked.FRESH_SECONDS = PATIENCE_SECONDS
         # Nobody measures how fast a machine is that others use: `paced` says it.
-        promises.LEAST_MEASURED = FOREVER
+        pace.LEAST_MEASURED = FOREVER
         self.paced(PATIENCE_SECONDS, PATIENCE_SECONDS)
         transfer = {
             "kv_connector": "LMCacheConnectorV1",

@@ -259,7 +259,7 @@ def _tenants(tenants: Sequence[TenantStats]) -> Table:
     rows = [
         (
             tenant.name,
-            ByteSize(max(tenant.used, 0)).about,
+            ByteSize(tenant.used).about,
             ByteSize(tenant.limit).about,
             f"{tenant.evicted:,}",
         )

@@ -13,8 +13,6 @@ from .instance import Control
 from .levels import CPU, LOADS, Level
 from .run import Result, caught
 
-ENDS = "kept", "withdrawn", "silent", "late", "aborted"
-"""How waits end."""
 CONTROLS: dict[Control, str] = {
     "no verdict": "control_wrong",
     "counted late": "control_late_wrong",
@@ -51,13 +49,15 @@ def rows(result: Result, loads: int = LOADS, name: str = "cpu", level: Level = C
         paused, due = seen.pauses, level.least_pauses
         made.append(row(_case("pauses", name), "times", paused, due, what=what, at_least=1))
     if level.states:
+        from integration.vllm.telemetry.stats import WAITS
+
         what = "that waited for what another computed, and longer than their bound"
         made.append(none(_case("overdue", name), "requests", seen.overdue, what, waits.total()))
         states = [seen.by_step[state] for state in level.states]
         states += [result.mishaps[f"died: {state}"] for state in level.states]
         what = f"the rarest state of a promise in which an owner was stopped, or died: {states}"
         made.append(row(_case("states", name), "times", min(states), 1, what=what, at_least=1))
-        fewest = min(waits[end] for end in ENDS)
+        fewest = min(waits[end] for end in WAITS)
         what = f"the rarest end of a wait: {dict(waits)}"
         made.append(row(_case("waits", name), "times", fewest, 1, what=what, at_least=1))
     if level.answers:

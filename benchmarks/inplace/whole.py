@@ -26,7 +26,7 @@ from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 
 from integration import amx
-from vcache_backend.integration.vllm.scheduler.steps import Steps
+from vcache_backend.integration.vllm.scheduler.pace import Pace
 
 from ..forked import Forked
 from ..processes import die_with_parent
@@ -76,7 +76,7 @@ class Engine:
         if settings.control == "no verdict":
             believe_copies()
         # Every hit is loaded, also a short one beside running requests.
-        setattr(Steps, "compute", lambda *_: False)  # noqa: B010
+        setattr(Pace, "computes", lambda *_: False)  # noqa: B010
         self.engine = make(settings.shared, _transfer(settings, size), size).llm_engine
         asynchronous = self.engine.vllm_config.scheduler_config.async_scheduling
         # vLLM never schedules so on CPUs.

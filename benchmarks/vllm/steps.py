@@ -38,7 +38,6 @@ class _Stepped:
         self._step, self._began, self._spent = 0, perf_counter(), dict.fromkeys(PARTS, 0.0)
         self._came: dict[str, tuple[int, float]] = {}
         self._scheduled: dict[str, tuple[int, float]] = {}
-        self._asked: Counter[str] = Counter()
         for name in (*OF_A_REQUEST, *OF_A_STEP) if self.connector is not None else ():
             if hasattr(self.connector, name):
                 timed = self._timed("connector", getattr(self.connector, name))

@@ -54,7 +54,7 @@ class Client(InstanceCalls):
         """Called every `heartbeat_seconds`, like `on_return`."""
         self._offers: dict[m.SegmentId, tuple[m.SegmentInfo, int]] = {}
         self._avoided: set[m.SegmentId] = set()
-        self._untold = (0, 0, 0, 0)
+        self._untold = [0] * 4
         """The counts of the next `ListSegments`."""
         self._telling = threading.Lock()
         token = secrets.randbits(m.TOKEN_BITS)
@@ -194,7 +194,7 @@ class Client(InstanceCalls):
         """List all segments. Also sends the counts from `count`."""
         with self._telling:
             counts = self._untold
-            self._untold = (0, 0, 0, 0)
+            self._untold = [0] * 4
         try:
             return self._call(m.ListSegments(*counts), m.Segments).segments
         except VCacheError:
@@ -206,13 +206,8 @@ class Client(InstanceCalls):
         heartbeat sends the counts, to this server or the next. They count twice if the
         heartbeat's answer is late."""
         with self._telling:
-            before = self._untold
-            self._untold = (
-                min(before[0] + asked, m.MAX_TOKENS),
-                min(before[1] + found, m.MAX_TOKENS),
-                min(before[2] + awaited, m.MAX_TOKENS),
-                min(before[3] + waited_ms, m.MAX_TOKENS),
-            )
+            sums = zip(self._untold, (asked, found, awaited, waited_ms), strict=True)
+            self._untold = [min(before + more, m.MAX_TOKENS) for before, more in sums]
 
     def stats(self) -> m.ServerStats:
         return self._call(m.Stats(), m.ServerStats)

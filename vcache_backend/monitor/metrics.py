@@ -85,7 +85,7 @@ class ServerMetrics(Collector):
         yield from _segments(stats.segments)
         yield from _instances(stats)
         yield from _reads(stats)
-        yield from of_tenants(stats.tenants)
+        yield from _tenants(stats.tenants)
 
 
 def _whole(stats: ServerStats) -> Iterator[Metric]:
@@ -126,7 +126,7 @@ def _hits(hits: Mapping[str, tuple[int, int]], models: Mapping[str, str]) -> Ite
         )
 
 
-def of_tenants(tenants: Sequence[TenantStats]) -> Iterator[Metric]:
+def _tenants(tenants: Sequence[TenantStats]) -> Iterator[Metric]:
     """Only tenants that `server.quotas` names, so that requests cannot make series."""
     if not tenants:
         return

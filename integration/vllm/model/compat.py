@@ -119,12 +119,12 @@ def _sleep_refusal(model_config: Any) -> str | None:
 
 
 def read_model(
-    vllm_config: Any, kv_cache_config: Any, name: str, versions: bool = False
+    vllm_config: Any, kv_cache_config: Any, connector: config.ConnectorConfig
 ) -> model_spec.ModelSpec:
-    """`model_spec.read_model`, adapted to models with several groups. versions: the weights have
-    one: see docs/adr/0024."""
-    model = model_spec.read_model(vllm_config, name)
-    if versions:
+    """`model_spec.read_model`, adapted to models with several groups, and to weights with versions
+    (docs/adr/0024)."""
+    model = model_spec.read_model(vllm_config, connector.model)
+    if connector.weights:
         extra = model.extra | {"versions": "named"}
         model = msgspec.structs.replace(model, named=True, extra=extra)
     try:

@@ -266,7 +266,8 @@ def hidden(kv_cache_config: Any) -> bool:
 
 
 def layer_specs(spec: Any) -> list[Any]:
-    """The different specifications of a table's layers, the one that the scheduler sees first."""
+    """The specifications of a table's layers, the one that the scheduler sees first. Where pages
+    have several sizes, one for each layer; else the one that all layers share."""
     return list(spec.kv_cache_specs.values()) if type(spec).__name__ == _MIXED else [spec]
 
 

@@ -80,8 +80,7 @@ def report(name: str, settings: Config) -> dict[str, Any]:
             "refused": "the model keeps nothing of its tokens: no setting changes that"
         }
     kv_cache = _kv_cache(vllm_config, specs)
-    connector = settings.connector
-    model = compat.read_model(vllm_config, kv_cache, connector.model, bool(connector.weights))
+    model = compat.read_model(vllm_config, kv_cache, settings.connector)
     settings = exportable.decide(settings, vllm_config, kv_cache, model)
     in_place = settings.connector.share == "in_place"
     refused = compat.refusal(vllm_config, kv_cache, model, settings)

@@ -18,8 +18,8 @@ from ..metadata import StepMetadata, StoreSpec
 from ..model.groups import Groups
 from ..telemetry.events import POOL_MEDIUM, block_stored
 from .introduction import Introduction
-from .leftovers import Leftovers
 from .lookups import Lookups
+from .resets import Leftovers
 from .tracked import Tracked
 
 

@@ -1,5 +1,4 @@
-"""Promises the chunks that this instance's requests compute, so that others wait for them, and
-measures how long a chunk takes."""
+"""Promises the chunks that this instance's requests compute, so that others wait for them."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from math import inf
 from queue import SimpleQueue
-from time import monotonic, sleep
+from time import sleep
 from typing import NamedTuple
 
 from vcache_backend.config import Config
@@ -17,6 +16,7 @@ from vcache_backend.metadata_server.messages import ChunkKey
 
 from .introduction import Introduction
 from .lookups import Lookups
+from .pace import LONGEST_SECONDS, Pace
 from .tracked import NEVER, Tracked
 
 log = logging.getLogger("vllm.vcache")
@@ -24,12 +24,6 @@ log = logging.getLogger("vllm.vcache")
 LATER_SECONDS = 0.02
 """How long a promise waits, so that its thread does not take the interpreter from the step that is
 being planned."""
-LEAST_MEASURED = 4
-"""The fewest chunks of a request whose prefill is measured."""
-LONGEST_SECONDS = 60.0
-"""The longest time for a chunk or a step. It takes longer only if the process was stopped."""
-WEIGHT = 0.3
-"""The weight of the newest measurement."""
 
 
 class _Unsent(NamedTuple):
@@ -42,38 +36,6 @@ class _Unsent(NamedTuple):
     epoch: int = 0
     chunk_seconds: float = 0.0
     step_seconds: float = 0.0
-
-
-class Pace:
-    """How long this instance takes for a chunk, from a request's first step to its first token.
-    Other requests of the same steps are included: they would slow the next prefill down, too.
-
-    chunk_seconds: 0.0 before the first measurement."""
-
-    def __init__(self) -> None:
-        self.chunk_seconds = 0.0
-        self._measured: Tracked | None = None
-        self._chunks, self._since = 0, 0.0
-
-    def begun(self, tracked: Tracked, chunks: int) -> None:
-        """Note that a request's first step computes the first of `chunks` chunks. One request at a
-        time is measured."""
-        if self._measured is None and chunks >= LEAST_MEASURED:
-            self._measured, self._chunks, self._since = tracked, chunks, monotonic()
-
-    def look(self) -> None:
-        """Finish the measurement if its request has its first token. Called in every step."""
-        measured = self._measured
-        if measured is not None and measured.request.num_output_tokens > 0:
-            new = min((monotonic() - self._since) / self._chunks, LONGEST_SECONDS)
-            old = self.chunk_seconds or new
-            self.chunk_seconds, self._measured = old + WEIGHT * (new - old), None
-
-    def ended(self, tracked: Tracked) -> None:
-        """Note that a request has ended or lost its blocks."""
-        if tracked is self._measured:
-            self.look()
-            self._measured = None
 
 
 class OwnPromises:

@@ -31,12 +31,11 @@ from . import hit_sources, request_params
 from .completions import Completions
 from .foreign_loads import ForeignLoads, beginning
 from .introduction import Introduction
-from .leftovers import Leftovers
 from .load_specs import LoadSpecs
 from .lookups import Lookups
-from .promises import OwnPromises, Pace
-from .resets import Resets
-from .steps import Steps
+from .pace import Pace
+from .promises import OwnPromises
+from .resets import Leftovers, Resets
 from .tracked import StoreState, Tracked
 from .waits import Waits
 
@@ -58,10 +57,7 @@ class SchedulerSide:
         meter: Meter,
     ) -> None:
         """loads, stores: the instance's role allows them."""
-        connector = config.connector
-        model = compat.read_model(
-            vllm_config, kv_cache_config, connector.model, bool(connector.weights)
-        )
+        model = compat.read_model(vllm_config, kv_cache_config, config.connector)
         config = exportable.decide(config, vllm_config, kv_cache_config, model)
         self._loads_allowed = loads
         self._size = config.engine.chunk_size
@@ -107,9 +103,9 @@ class SchedulerSide:
             instance.announcer = Announcer(instance.ranks)
         self.lookups = Lookups(instance, self._size, meter, self._groups.parts)
         self._specs = LoadSpecs(config, stores, self._groups, instance)
-        self._pace, self._numbers = Pace(), count(1)
-        self._steps = Steps(self._requests, bool(vllm_config.scheduler_config.async_scheduling))
-        step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        scheduling, self._numbers = vllm_config.scheduler_config, count(1)
+        self._pace = Pace(self._requests, bool(scheduling.async_scheduling))
+        step_tokens = scheduling.max_num_batched_tokens
         self._promises = OwnPromises(
             config, instance, self.lookups, self._pace, self._hashes, step_tokens
         )
@@ -240,8 +236,7 @@ class SchedulerSide:
             if request_id in self._requests:
                 self._waits.over(self._requests[request_id])
                 self._promises.begun(self._requests[request_id], computed)
-        self._pace.look()
-        self._steps.planned(output.num_scheduled_tokens)
+        self._pace.planned(output.num_scheduled_tokens)
         if self.publications is not None:
             self.publications.planned()
         if self.victims is not None:
@@ -411,7 +406,7 @@ class SchedulerSide:
     def _computes(self, tracked: Tracked, chunks: int) -> bool:
         """Whether the request computes so many chunks rather than load them or wait for them."""
         settled = tracked.params.announced or tracked.wait.since
-        return not settled and self._steps.compute(chunks, self._pace.chunk_seconds)
+        return not settled and self._pace.computes(chunks)
 
     def _stands(self, tracked: Tracked, load: LoadSpec, first: int) -> None:
         """Mark chunks that need no store because the load brings them. first: the number of the

@@ -141,10 +141,8 @@ class WaitState(msgspec.Struct):
     since: 0.0 before the wait. until: when it ends at the latest. asked: when the server was last
     asked. began, target: how many leading chunks were there at the beginning, and will be at the
     end. promised: the server has said that chunks are coming. gone: since when it does not say so
-    any more. patience: how long the owner may be quiet in any case; 0.0 unless the prefix was
-    announced. over: the request waits no more. seconds: how long it has waited. loads: a load of
-    the request brings its chunks. leads: the chunks for which other requests may follow this
-    one."""
+    any more. over: the request waits no more. seconds: how long it has waited. loads: a load of the
+    request brings its chunks. leads: the chunks for which other requests may follow this one."""
 
     since: float = 0.0
     until: float = 0.0
@@ -153,7 +151,6 @@ class WaitState(msgspec.Struct):
     target: int = 0
     promised: bool = False
     gone: float = 0.0
-    patience: float = 0.0
     over: bool = False
     seconds: float = 0.0
     loads: bool = False

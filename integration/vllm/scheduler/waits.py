@@ -14,7 +14,7 @@ from vcache_backend.metadata_server.messages import ChunkKey, Coming
 from ..telemetry.stats import Meter
 from .introduction import Introduction
 from .lookups import Lookups
-from .promises import Pace
+from .pace import Pace
 from .tracked import NO_ANSWER, Answer, Tracked
 
 log = logging.getLogger("vllm.vcache")
@@ -56,7 +56,7 @@ class Waits:
         self._instance, self._states = instance, states
         self._lookups, self._pace, self._meter = lookups, pace, meter
         self._size = config.engine.chunk_size
-        self._announced_seconds = config.connector.wait_seconds
+        self._wait_seconds = config.connector.wait_seconds
         self._leaders: dict[ChunkKey, Tracked] = {}
         """For each chunk that a request of this instance loads or waits for, that request."""
         self._silent: dict[int, float] = {}
@@ -134,14 +134,12 @@ class Waits:
     # ---- inside
 
     def _begins(self, tracked: Tracked, answer: Answer, chunks: int, now: float) -> bool:
-        wait, coming, asked = tracked.wait, answer.coming, tracked.params
-        if asked.announced:
-            wait.target, seconds = chunks, asked.wait_seconds
-            seconds = self._announced_seconds if seconds is None else seconds
+        wait, coming = tracked.wait, answer.coming
+        if coming is not None and self._is_silent(tracked, coming, now):
+            return False
+        if tracked.params.announced:
+            wait.target, seconds = chunks, self._patience(tracked)
             if answer.hits >= chunks or not seconds:
-                return False
-            wait.patience = seconds
-            if coming is not None and self._is_silent(coming, now, wait.patience):
                 return False
         elif coming is None:
             return False
@@ -153,7 +151,7 @@ class Waits:
             seconds = LONGER * own * missing
             done = coming.quiet if coming.begun else 0.0
             expected = max(0.0, theirs - done) + WAY_SECONDS
-            if expected > seconds or self._is_silent(coming, now, wait.patience):
+            if expected > seconds:
                 return False
         wait.since = wait.asked = now
         wait.until, wait.began, wait.promised = now + seconds, answer.hits, coming is not None
@@ -176,12 +174,18 @@ class Waits:
             if now < wait.gone + (STATE_SECONDS if self._states else 0.0):
                 return ""
             return "kept" if self._states and answer.hits > wait.began else "withdrawn"
-        return "silent" if self._is_silent(coming, now, wait.patience) else ""
+        return "silent" if self._is_silent(tracked, coming, now) else ""
 
-    def _is_silent(self, coming: Coming, now: float, patience: float) -> bool:
-        """Whether the owner makes no progress, or made none a moment ago. It may always be quiet
-        for `patience` seconds."""
-        if coming.quiet < patience:
+    def _patience(self, tracked: Tracked) -> float:
+        """How long the owner of the request's chunks may be quiet in any case."""
+        asked = tracked.params
+        if not asked.announced:
+            return 0.0
+        return self._wait_seconds if asked.wait_seconds is None else asked.wait_seconds
+
+    def _is_silent(self, tracked: Tracked, coming: Coming, now: float) -> bool:
+        """Whether the owner makes no progress, or made none a moment ago."""
+        if coming.quiet < self._patience(tracked):
             return False
         if self._silent.get(coming.owner, 0.0) > now:
             return True

@@ -56,10 +56,7 @@ class WorkerSide:
     ) -> None:
         self._vllm, self._kv_config, self._meter = vllm_config, kv_cache_config, meter
         self._pp_rank, self._tp_rank = pp_rank, tp_rank
-        connector = config.connector
-        self._model = compat.read_model(
-            vllm_config, kv_cache_config, connector.model, bool(connector.weights)
-        )
+        self._model = compat.read_model(vllm_config, kv_cache_config, config.connector)
         self._config = config = exportable.decide(config, vllm_config, kv_cache_config, self._model)
         if self._model.device_type == "cpu":
             amx.permit()

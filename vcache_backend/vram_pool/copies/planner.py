@@ -46,8 +46,8 @@ class CopyPlan:
         chunk, and where it begins in a chunk."""
         if not number:
             return self, 0
-        blocks = self.blocks.copy()
-        blocks[:, 1] = kind_offsets(kv, self.blocks[:, 1], number)
+        blocks, kind = self.blocks.copy(), kv.kinds[number]
+        blocks[:, 1] = blocks[:, 1] // (kv.parts * kv.page_bytes) * (kind.parts * kind.page_bytes)
         before = sum(kind.block_bytes for kind in kv.kinds[:number])
         return replace(self, blocks=blocks), before * self.each
 
@@ -141,12 +141,6 @@ def _outside(kv: PagedKV, low: int, high: int) -> LayoutError:
         f"slot_mapping names {named} but the KV cache has {kv.num_blocks} blocks of "
         f"{kv.block_size} tokens"
     )
-
-
-def kind_offsets(kv: PagedKV, offsets: Int64s, number: int) -> Int64s:
-    """Where blocks begin in kind `number`'s part of a chunk. offsets: in that of the first kind."""
-    kind = kv.kinds[number]
-    return offsets // (kv.parts * kv.page_bytes) * (kind.parts * kind.page_bytes)
 
 
 @lru_cache(maxsize=16)

@@ -1,0 +1,94 @@
+"""Measures how long this instance takes for a chunk and for a step, and decides from that whether a
+short hit is loaded or computed."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from time import monotonic
+
+from .tracked import Tracked
+
+LEAST_MEASURED = 4
+"""The fewest chunks of a request whose prefill is measured."""
+LONGEST_SECONDS = 60.0
+"""The longest time for a chunk or a step. It takes longer only if the process was stopped."""
+CHUNK_WEIGHT, STEP_WEIGHT = 0.3, 0.1
+"""The weight of the newest measurement."""
+LOAD_STEPS = 2
+"""How many steps later the first token comes if its request loads: the step that begins the load,
+and the step that reports its end. With asynchronous scheduling the next step is planned before that
+report, so there is a third."""
+LONGEST_STEP_SECONDS = 1.0
+"""A step that decodes takes longer only if the process was stopped, or other work came between."""
+MOST_DECODED = 8
+"""A step in which a request has more tokens computes a prompt. A decoding request has one token,
+and those that a draft guesses."""
+
+
+class Pace:
+    """How long this instance takes for a chunk, from a request's first step to its first token, and
+    for a step while requests decode. Runs in the scheduler's thread.
+
+    For a chunk, other requests of the same steps are included: they would slow the next prefill
+    down, too. Steps that compute prompts are not: they are long when an instance has much to
+    compute, and then it must not compute even more.
+
+    chunk_seconds: 0.0 before the first measurement."""
+
+    def __init__(self, live: Container[str], asynchronous: bool) -> None:
+        """live: the requests that have not ended. asynchronous: vLLM plans a step before the last
+        step is over."""
+        self.chunk_seconds = 0.0
+        self._measured: Tracked | None = None
+        self._chunks, self._since = 0, 0.0
+        self._live, self._load_steps = live, LOAD_STEPS + asynchronous
+        self._step_seconds = self._planned_at = 0.0
+        self._scheduled: Mapping[str, int] = {}
+
+    def begun(self, tracked: Tracked, chunks: int) -> None:
+        """Note that a request's first step computes the first of `chunks` chunks. One request at a
+        time is measured."""
+        if self._measured is None and chunks >= LEAST_MEASURED:
+            self._measured, self._chunks, self._since = tracked, chunks, monotonic()
+
+    def planned(self, scheduled: Mapping[str, int]) -> None:
+        """Note that a step is planned. scheduled: the tokens of its requests."""
+        self.look()
+        now = monotonic()
+        if self._busy and max(self._scheduled.values()) <= MOST_DECODED:
+            new = min(now - self._planned_at, LONGEST_STEP_SECONDS)
+            old = self._step_seconds or new
+            self._step_seconds = old + STEP_WEIGHT * (new - old)
+        self._planned_at, self._scheduled = now, scheduled
+
+    def look(self) -> None:
+        """Finish the measurement of a chunk if its request has its first token."""
+        measured = self._measured
+        if measured is not None and measured.request.num_output_tokens > 0:
+            new = min((monotonic() - self._since) / self._chunks, LONGEST_SECONDS)
+            old = self.chunk_seconds or new
+            self.chunk_seconds, self._measured = old + CHUNK_WEIGHT * (new - old), None
+
+    def ended(self, tracked: Tracked) -> None:
+        """Note that a request has ended or lost its blocks."""
+        if tracked is self._measured:
+            self.look()
+            self._measured = None
+
+    def computes(self, chunks: int) -> bool:
+        """Whether a request has its first token sooner if it computes a hit of `chunks` chunks.
+
+        A load does not take long, but its request waits for `LOAD_STEPS` more steps. While other
+        requests run, these take some milliseconds each, in which a chunk or two are computed:
+
+            chunks * chunk_seconds < LOAD_STEPS * mean time of a step
+
+        On an idle instance the steps of a load run no model and are short, so every hit is loaded,
+        and so it is before both times are measured."""
+        seconds = chunks * self.chunk_seconds
+        return 0.0 < seconds < self._load_steps * self._step_seconds and self._busy
+
+    @property
+    def _busy(self) -> bool:
+        """Whether a request of the last step is still running."""
+        return any(name in self._live for name in self._scheduled)
