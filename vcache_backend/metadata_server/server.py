@@ -140,7 +140,6 @@ class Server:
         self._service.collect_dropped()
         self._watch_processes()
         self._clients.tick()
-        self.lines.tell()
         absent = self._directory.absent_segments()
         if (
             absent

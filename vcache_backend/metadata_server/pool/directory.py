@@ -51,10 +51,6 @@ class Directory(SegmentDirectory):
         """The number of live chunks."""
         return len(self.contents.live)
 
-    def stores(self, namespace: bytes) -> bool:
-        """Whether the namespace has chunks, live or resting."""
-        return self.contents.live.has(namespace) or self.contents.resting.has(namespace)
-
     # ---- reading
 
     def lookup(self, keys: list[m.ChunkKey], ranks: int = 1) -> int:

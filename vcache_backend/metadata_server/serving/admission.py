@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import select
+from collections import Counter
 
 from vcache_backend.config import ServerConfig
 from vcache_backend.errors import ProtocolError
@@ -17,20 +18,16 @@ from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.processes import Watch
 from vcache_backend.metadata_server.serving.connection import Connection
 from vcache_backend.metadata_server.serving.service import Service
-from vcache_backend.metadata_server.shares import Shares
 
 log = logging.getLogger(__name__)
 
 SPARE_DESCRIPTORS = 64
-"""Descriptors reserved for sockets, the ledger and /proc. A further `FDS_WAITING` + `MAX_FDS`, at
-most a quarter of all, are reserved for fds of requests. Connections, their pidfds and segments get
-a third each of the rest."""
-FDS_WAITING = 32
-"""The most fds of waiting requests. At this number the server reads no request."""
-OF_PROCESS, OF_USER, LEAST = 8, 1 / 4, 4
-"""Fair shares of the connections. A process with N connections gets one more only while more than 8
-N places are free; a user with N, while more than N / 4 are. A process may have 4 in any case; a
-worker of vLLM has at most 3."""
+"""Descriptors reserved for sockets, the ledger and /proc. A further `MAX_FDS`, at most a quarter of
+all, are reserved for fds of requests. Connections, their pidfds and segments get a third each of
+the rest."""
+OF_PROCESS = 8
+"""A process may have this part of all connections, and four in any case. A worker of vLLM has at
+most 3."""
 
 
 class Admission:
@@ -39,8 +36,7 @@ class Admission:
 
     def __init__(self, config: ServerConfig, endpoint: Endpoint, epoll: select.epoll) -> None:
         limit = processes.raise_descriptor_limit()
-        coming = min(FDS_WAITING + m.MAX_FDS, limit // 4)
-        share = max(1, (limit - SPARE_DESCRIPTORS - coming) // 3)
+        share = max(1, (limit - SPARE_DESCRIPTORS - min(m.MAX_FDS, limit // 4)) // 3)
         self.max_segments = share
         self._max_clients = min(config.max_clients, share)
         self._few_descriptors = self._max_clients < config.max_clients
@@ -55,7 +51,8 @@ class Admission:
             )
         self._uids = {os.getuid(), 0, *config.allow_uids}
         self._listener, self._epoll = endpoint.listener, epoll
-        self._places = Shares(self._max_clients, OF_PROCESS, OF_USER, LEAST)
+        self._of_process = Counter[int]()
+        """The connections of each process. 0 stands for all that are not visible here."""
         self._numbers = 0
         self._listens, self._paused = True, ""
         self._times = config.lease_seconds, config.reservation_seconds
@@ -79,12 +76,15 @@ class Admission:
         self._epoll.register(sock, select.EPOLLIN)
         connection = Connection(sock, self._numbers, Caller(uid, pid))
         refusal = self._refusal(connection)
-        self._places.take(pid or None, connection.user, 1)
+        self._of_process[pid] += 1
         return connection, refusal
 
     def left(self, connection: Connection) -> None:
         """Note that an accepted connection has closed."""
-        self._places.take(connection.caller.pid or None, connection.user, -1)
+        pid = connection.caller.pid
+        self._of_process[pid] -= 1
+        if not self._of_process[pid]:
+            del self._of_process[pid]
         self.listen_again()
 
     def _refusal(self, connection: Connection) -> str:
@@ -97,18 +97,10 @@ class Admission:
             if self._few_descriptors
             else "server.max_clients"
         )
-        if self._places.taken >= self._max_clients:
+        if self._of_process.total() >= self._max_clients:
             return f"{self._max_clients} clients are connected; raise {what}"
-        if not self._places.room(pid or None, connection.user):
-            whose = (
-                f"pid {pid} or its user (uid {uid})"
-                if pid
-                else f"uid {uid} in other pid namespaces"
-            )
-            return (
-                f"{whose} has so many connections that the rest is kept for others: close "
-                f"some, or raise {what}"
-            )
+        if pid and self._of_process[pid] >= max(4, self._max_clients // OF_PROCESS):
+            return f"pid {pid} has {self._of_process[pid]} connections: close some, or raise {what}"
         return ""
 
     def _pause(self, error: OSError) -> None:
@@ -116,7 +108,9 @@ class Admission:
         cost."""
         if not self._paused:
             log.warning(
-                "no new client can connect for now: %s; %d are connected", error, self._places.taken
+                "no new client can connect for now: %s; %d are connected",
+                error,
+                self._of_process.total(),
             )
         self._paused = str(error)
         self._listens = False

@@ -15,7 +15,7 @@ from vcache_backend.metadata_server import wire
 from vcache_backend.metadata_server.client_lines import CALLER, caused_by
 from vcache_backend.metadata_server.ledger import Ledger
 from vcache_backend.metadata_server.processes import Watch
-from vcache_backend.metadata_server.serving.admission import FDS_WAITING, Admission
+from vcache_backend.metadata_server.serving.admission import Admission
 from vcache_backend.metadata_server.serving.connection import Connection, Turns
 from vcache_backend.metadata_server.serving.service import Service
 
@@ -49,8 +49,6 @@ class Clients:
         self._connections: dict[int, Connection] = {}
         self._receiver = wire.Receiver()
         self._turns = Turns()
-        self._with_fds: dict[Connection, int] = {}
-        """Connections with waiting requests, and how many fds came with each request."""
         self._concerned: dict[Connection, None] = {}
         """Connections that have changed in this turn."""
 
@@ -149,11 +147,7 @@ class Clients:
             CALLER.reset(caused)
 
     def _read(self, connection: Connection) -> None:
-        if sum(self._with_fds.values()) >= FDS_WAITING:
-            return  # it is ready in the next turn, too
         data, connection.fds = self._receiver.receive(connection.sock)
-        if connection.fds:
-            self._with_fds[connection] = len(connection.fds)
         if not data:
             self._disconnect(connection)
             return
@@ -165,7 +159,6 @@ class Clients:
     def _answer(self, connection: Connection) -> None:
         data, connection.request = connection.request, None
         assert data is not None
-        self._with_fds.pop(connection, None)
         try:
             request = wire.request_decoder.decode(data)
         except msgspec.ValidationError as error:
@@ -204,7 +197,6 @@ class Clients:
         if self._connections.pop(connection.sock.fileno(), None) is None:
             return
         connection.close()
-        self._with_fds.pop(connection, None)
         self._admission.left(connection)
         if connection.client is not None:
             self._watch.left(connection.client.process)

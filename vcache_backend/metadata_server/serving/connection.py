@@ -21,7 +21,6 @@ from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
 from vcache_backend.metadata_server.client_lines import Caller
 from vcache_backend.metadata_server.pool.placement import Peer
-from vcache_backend.metadata_server.shares import user
 from vcache_backend.seals import FUTURE_WRITE, lacking
 
 
@@ -83,7 +82,6 @@ class Connection:
         self.sock = sock
         self.number = number
         self.caller = caller
-        self.user = user(caller.uid, caller.pid)
         self.client: Peer | None = None
         self.accepted = time.monotonic()
         self.request: bytes | None = None
