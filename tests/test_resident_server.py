@@ -501,7 +501,7 @@ def test_memory_that_readers_could_not_trust_is_refused_and_closed(
     for fd, why in ((file, "no memfd"), (writable, "not sealed against")):
         with pytest.raises(Refused, match=why):
             owner.join(A, NAMESPACE, 64, 1, EACH, fd)
-    with pytest.raises(Refused, match="too few for the generations of 1,000 blocks"):
+    with pytest.raises(Refused, match="fewer than the 8,000 B announced"):
         owner.join(A, NAMESPACE, 1000, 1, EACH, small)
     owner.join(A, NAMESPACE, 64, 1, EACH, good)
     for fd, why in (

@@ -50,15 +50,13 @@ class Server:
         self.lines = ClientLines()
         """A filter for the log's handlers."""
         with ExitStack() as undo:
-            self._endpoint = undo.enter_context(
-                Endpoint(config.path, open_to_others=bool(config.allow_uids))
-            )
+            self._endpoint = Endpoint(config.path, open_to_others=bool(config.allow_uids))
+            undo.callback(self._endpoint.close)
             self._epoll = undo.enter_context(select.epoll())
-            self._watch = processes.Watch(self._epoll)
+            self._watch = processes.Watch()
             undo.callback(self._watch.close)
             self._make_parts(undo)
             self._undo = undo.pop_all()
-        self._watch_processes()
 
     def _make_parts(self, undo: ExitStack) -> None:
         config = self._config
@@ -104,8 +102,7 @@ class Server:
                 continue
             longest.begin()
             for fd, mask in events:
-                if not clients.on_ready(fd, mask) and fd in self._watch:
-                    self._service.process_gone(self._watch.ended(fd))
+                clients.on_ready(fd, mask)
             directory.go_on(BACKLOG_STEPS)
             clients.answer_some()
             if now >= next_tick:
@@ -160,11 +157,9 @@ class Server:
         return bool(len(directory.leases) or sum(directory.reservations.counts()) or draining)
 
     def _watch_processes(self) -> None:
-        """Watch the processes whose end frees slots or KV caches. Handle processes that have ended
-        already."""
-        for process in self._watch.wait_for(
-            self._directory.reservations.processes() | self._service.instances.processes()
-        ):
+        """Handle the ends of processes that free slots or KV caches."""
+        writers, owners = self._directory.reservations.processes(), self._service.instances
+        for process in self._watch.ended(writers | owners.processes()):
             self._service.process_gone(process)
 
 

@@ -6,7 +6,6 @@ are shown again. An instance is removed when its last process disconnects."""
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import time
@@ -368,13 +367,9 @@ class InstanceRegistry:
 def no_table(fd: int, blocks: int) -> str:
     """Explain why readers cannot trust `fd` as a generation table: a table has a fixed size, and
     only its owner can change it. Empty if readers can trust the fd."""
-    if fcntl.fcntl(fd, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_PATH) not in (os.O_RDONLY, os.O_RDWR):
-        return "the fd is not open for reading"
-    if reason := lacking(fd, RESIZING | FUTURE_WRITE):
-        return reason
-    if (nbytes := os.fstat(fd).st_size) < blocks * m.GENERATION_BYTES:
-        return f"the memfd has {nbytes:,} B, too few for the generations of {blocks:,} blocks"
-    return ""
+    return unmappable("host", blocks * m.GENERATION_BYTES, fd, to_write=False) or lacking(
+        fd, RESIZING | FUTURE_WRITE
+    )
 
 
 def _say(client: Peer, instance: m.InstanceId, rank: int, what: str) -> None:

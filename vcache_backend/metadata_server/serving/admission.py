@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import select
-from collections import Counter
+from collections.abc import Collection
 
 from vcache_backend.config import ServerConfig
 from vcache_backend.errors import ProtocolError
@@ -39,88 +39,61 @@ class Admission:
         share = max(1, (limit - SPARE_DESCRIPTORS - min(m.MAX_FDS, limit // 4)) // 3)
         self.max_segments = share
         self._max_clients = min(config.max_clients, share)
-        self._few_descriptors = self._max_clients < config.max_clients
-        if self._few_descriptors:
+        if self._max_clients < config.max_clients:
             log.warning(
-                (
-                    "the limit of %d descriptors is enough for %d clients, not for "
-                    "server.max_clients: raise ulimit -n"
-                ),
+                "the limit of %d descriptors is enough for %d clients, not for "
+                "server.max_clients: raise ulimit -n",
                 limit,
                 self._max_clients,
             )
         self._uids = {os.getuid(), 0, *config.allow_uids}
         self._listener, self._epoll = endpoint.listener, epoll
-        self._of_process = Counter[int]()
-        """The connections of each process. 0 stands for all that are not visible here."""
         self._numbers = 0
-        self._listens, self._paused = True, ""
+        self._listens, self._complained = True, False
         self._times = config.lease_seconds, config.reservation_seconds
         self.fd = self._listener.fileno()
         epoll.register(self._listener, select.EPOLLIN)
 
-    def accept(self) -> tuple[Connection, str] | None:
-        """Accept the next connection. Also returns the reason to turn the connection away, or
-        ""."""
+    def accept(self) -> Connection | None:
+        """Accept the next connection. If descriptors or memory are exhausted, stop listening: new
+        connections wait, at no cost."""
         try:
             sock, _ = self._listener.accept()
         except BlockingIOError:
             return None  # the client left
         except OSError as error:
-            self._pause(error)
+            if not self._complained:
+                log.warning("no new client can connect for now: %s", error)
+            self._complained = True
+            self._listens = False
+            self._epoll.unregister(self._listener)
             return None
-        self._paused = ""
+        self._complained = False
         sock.setblocking(False)
         pid, uid = processes.peer(sock)
         self._numbers += 1
         self._epoll.register(sock, select.EPOLLIN)
-        connection = Connection(sock, self._numbers, Caller(uid, pid))
-        refusal = self._refusal(connection)
-        self._of_process[pid] += 1
-        return connection, refusal
-
-    def left(self, connection: Connection) -> None:
-        """Note that an accepted connection has closed."""
-        pid = connection.caller.pid
-        self._of_process[pid] -= 1
-        if not self._of_process[pid]:
-            del self._of_process[pid]
-        self.listen_again()
-
-    def _refusal(self, connection: Connection) -> str:
-        uid, pid = connection.caller
-        if uid not in self._uids:
-            allowed = "its own user and root; add the uid to server.allow_uids to let it in"
-            return f"uid {uid} may not use the server of uid {os.getuid()}, which serves {allowed}"
-        what = (
-            "its limit of descriptors (ulimit -n)"
-            if self._few_descriptors
-            else "server.max_clients"
-        )
-        if self._of_process.total() >= self._max_clients:
-            return f"{self._max_clients} clients are connected; raise {what}"
-        if pid and self._of_process[pid] >= max(4, self._max_clients // OF_PROCESS):
-            return f"pid {pid} has {self._of_process[pid]} connections: close some, or raise {what}"
-        return ""
-
-    def _pause(self, error: OSError) -> None:
-        """Stop listening while descriptors or memory are exhausted. New connections wait, at no
-        cost."""
-        if not self._paused:
-            log.warning(
-                "no new client can connect for now: %s; %d are connected",
-                error,
-                self._of_process.total(),
-            )
-        self._paused = str(error)
-        self._listens = False
-        self._epoll.unregister(self._listener)
+        return Connection(sock, self._numbers, Caller(uid, pid))
 
     def listen_again(self) -> None:
         """Listen again, since descriptors or memory may be free again."""
         if not self._listens:
             self._listens = True
             self._epoll.register(self._listener, select.EPOLLIN)
+
+    def refusal(self, caller: Caller, others: Collection[Connection]) -> str:
+        """Why to turn a new connection away; empty if there is no reason."""
+        uid, pid = caller
+        if uid not in self._uids:
+            allowed = "its own user and root; add the uid to server.allow_uids to let it in"
+            return f"uid {uid} may not use the server of uid {os.getuid()}, which serves {allowed}"
+        what = "server.max_clients, and the limit of descriptors (ulimit -n)"
+        if len(others) >= self._max_clients:
+            return f"{self._max_clients} clients are connected; raise {what}"
+        own = sum(other.caller == caller for other in others) if pid else 0
+        if own >= max(4, self._max_clients // OF_PROCESS):
+            return f"pid {pid} has {own} connections: close some, or raise {what}"
+        return ""
 
     def greet(
         self,

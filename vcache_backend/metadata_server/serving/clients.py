@@ -57,9 +57,8 @@ class Clients:
         """Whether a request can be answered now."""
         return bool(len(self._turns))
 
-    def on_ready(self, fd: int, mask: int) -> bool:
-        """Handle an event of `fd`. False if `fd` is neither a connection nor the listening
-        socket."""
+    def on_ready(self, fd: int, mask: int) -> None:
+        """Handle an event of a connection or of the listening socket."""
         connection = self._connections.get(fd)
         if connection is not None:
             self._concerned[connection] = None
@@ -69,9 +68,6 @@ class Clients:
                 self._disconnect(connection)
         elif fd == self._admission.fd:
             self._accept()
-        else:
-            return False
-        return True
 
     def answer_some(self) -> None:
         """Answer requests until the turn has taken `TURN_SECONDS`."""
@@ -115,10 +111,10 @@ class Clients:
     # ---- in
 
     def _accept(self) -> None:
-        accepted = self._admission.accept()
-        if accepted is None:
+        connection = self._admission.accept()
+        if connection is None:
             return
-        connection, refusal = accepted
+        refusal = self._admission.refusal(connection.caller, self._connections.values())
         self._connections[connection.sock.fileno()] = connection
         self._concerned[connection] = None
         self._directory.counters["clients_total"] += 1
@@ -197,9 +193,7 @@ class Clients:
         if self._connections.pop(connection.sock.fileno(), None) is None:
             return
         connection.close()
-        self._admission.left(connection)
+        self._admission.listen_again()
         if connection.client is not None:
             self._watch.left(connection.client.process)
-            for reservation in connection.untold():
-                self._directory.abort(connection.client, reservation)
             self._service.disconnect(connection.client)

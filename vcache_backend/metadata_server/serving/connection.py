@@ -14,12 +14,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from queue import SimpleQueue
-from typing import Protocol
 
 from vcache_backend.errors import ProtocolError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
 from vcache_backend.metadata_server.client_lines import Caller
+from vcache_backend.metadata_server.ledger import Ledger
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.seals import FUTURE_WRITE, lacking
 
@@ -51,12 +51,6 @@ class Closer:
 closer = Closer()
 
 
-class Holder(Protocol):
-    """An object that keeps a file open for others."""
-
-    fd: int
-
-
 class Descriptor:
     """An open file. It is closed soon after its last user drops it: a table, or an answer yet to be
     sent."""
@@ -70,7 +64,8 @@ class Descriptor:
         closer.close(self.fd)
 
 
-Answer = tuple[m.Reply, Sequence[Descriptor]]
+Holder = Descriptor | Ledger
+Answer = tuple[m.Reply, Sequence[Holder]]
 """A reply, and the owners of its fds."""
 
 
@@ -86,7 +81,7 @@ class Connection:
         self.accepted = time.monotonic()
         self.request: bytes | None = None
         self.fds: list[int] = []
-        self.unsent: deque[tuple[bytes, Sequence[Holder], int]] = deque()
+        self.unsent: deque[tuple[bytes, Sequence[Holder]]] = deque()
         self.mask = select.EPOLLIN
         self.closing = self.closed = False
         self.queued = False
@@ -106,17 +101,12 @@ class Connection:
             data = wire.encode(reply)
         except ProtocolError as error:
             data = wire.encode(m.Error(str(error)))
-        self.unsent.append((data, held, reply.reservation if isinstance(reply, m.Reserved) else 0))
-
-    def untold(self) -> list[int]:
-        """Reservations whose answers have not left. No client knows of them, so no client writes
-        their slots."""
-        return [reservation for _, _, reservation in self.unsent if reservation]
+        self.unsent.append((data, held))
 
     def flush(self) -> None:
         """Send as much as the socket takes now. OSError if the client is gone."""
         while self.unsent:
-            data, held, _ = self.unsent[0]
+            data, held = self.unsent[0]
             try:
                 if held:
                     socket.send_fds(self.sock, [data], [each.fd for each in held])
@@ -130,7 +120,7 @@ class Connection:
                 # Others do not read what they have asked for, and Linux counts the fds on their
                 # way to them.
                 refusal = m.Error("too many fds are on their way to clients; ask again later")
-                self.unsent[0] = wire.encode(refusal), (), 0
+                self.unsent[0] = wire.encode(refusal), ()
                 continue
             self.unsent.popleft()
 
