@@ -328,7 +328,7 @@ def test_an_fd_of_something_else_is_never_mapped(tmp_path: Path) -> None:
             (unsealed, "not sealed against"),
             (file.fileno(), "plain file|seals"),
         ]:
-            neighbour = Neighbour(ONE, shape, view, EACH, lambda: None)
+            neighbour = Neighbour(ONE, shape, view, EACH)
             with pytest.raises(SegmentError, match=why):
                 neighbour.map([fd], HOST)
     for fd in (reading, writing, short, unsealed):
@@ -411,7 +411,7 @@ def test_closing_unmaps_all_ends_the_thread_and_leaves_no_descriptor(stage: Stag
 def test_closing_leaves_what_a_copy_still_reads_until_it_has_left(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("vcache_backend.resident.neighbours.CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr("vcache_backend.resident.neighbours.CLOSE_SECONDS", 1.0)
     with owner(stage) as there:
         there.ask("write", [1], 3)
         reader = Reader(stage.client())

@@ -14,6 +14,7 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
+from vcache_backend.metadata_server.descriptors import Descriptor
 from vcache_backend.metadata_server.messages import TOKEN_BITS
 from vcache_backend.metadata_server.records import ProcessId
 
@@ -153,49 +154,42 @@ class Watch:
     """pidfds of connected processes, and of processes whose end the server awaits."""
 
     def __init__(self) -> None:
-        self._pidfds: dict[ProcessId, int] = {}
+        self._pidfds: dict[ProcessId, Descriptor] = {}
         self._connections = Counter[ProcessId]()
 
-    def joined(self, process: ProcessId, pidfd: int | None) -> None:
-        """Count a connection of `process`. Takes over its `pidfd`, if any."""
+    def joined(self, process: ProcessId, pidfd: Descriptor | None) -> None:
+        """Count a connection of `process`, which sent a `pidfd`, if any."""
         self._connections[process] += 1
-        if pidfd is not None and self._pidfds.setdefault(process, pidfd) != pidfd:
-            os.close(pidfd)
+        if pidfd is not None:
+            self._pidfds.setdefault(process, pidfd)
 
     def left(self, process: ProcessId) -> None:
         """Count a closed connection of the process. Its pidfd is kept until the next `ended`."""
         self._connections[process] -= 1
 
-    def pidfd(self, process: ProcessId) -> int | None:
-        """Open a new pidfd of a connected process for the caller; None if the process has ended, or
-        sent none and is not visible. OSError: descriptors are exhausted."""
-        if process in self._pidfds:
-            return os.dup(self._pidfds[process])
-        return open_pidfd(process) if process.pid else None
+    def pidfd(self, process: ProcessId) -> Descriptor | None:
+        """A pidfd of the process; None if the process has ended, or sent none and is not visible.
+        OSError: descriptors are exhausted."""
+        pidfd = self._pidfds.get(process)
+        if pidfd is None and process.pid and (fd := open_pidfd(process)) is not None:
+            pidfd = self._pidfds[process] = Descriptor(fd)
+        return pidfd
 
     def ended(self, wanted: set[ProcessId]) -> list[ProcessId]:
         """Which of these processes have ended. Forgets other processes without connections."""
         self._connections = +self._connections
         for process in self._pidfds.keys() - self._connections.keys() - wanted:
-            os.close(self._pidfds.pop(process))
-        gone, poll = list[ProcessId](), select.poll()
+            del self._pidfds[process]
+        gone, watched, poll = list[ProcessId](), dict[int, ProcessId](), select.poll()
         for process in wanted:
-            if process not in self._pidfds and process.pid:
-                try:
-                    pidfd = open_pidfd(process)
-                except OSError as error:
-                    log.debug("pid %d cannot be watched now: %s", process.pid, error)
-                    continue
-                if pidfd is None:
-                    gone.append(process)
-                else:
-                    self._pidfds[process] = pidfd
-            if process in self._pidfds:
-                poll.register(self._pidfds[process], select.POLLIN)
-        ready = {fd for fd, _ in poll.poll(0)}
-        return gone + [process for process in wanted if self._pidfds.get(process) in ready]
-
-    def close(self) -> None:
-        """Close all pidfds."""
-        while self._pidfds:
-            os.close(self._pidfds.popitem()[1])
+            try:
+                pidfd = self.pidfd(process)
+            except OSError as error:
+                log.debug("pid %d cannot be watched now: %s", process.pid, error)
+                continue
+            if pidfd is not None:
+                watched[pidfd.fd] = process
+                poll.register(pidfd.fd, select.POLLIN)
+            elif process.pid:
+                gone.append(process)
+        return gone + [watched[fd] for fd, _ in poll.poll(0)]

@@ -54,7 +54,6 @@ class Server:
             undo.callback(self._endpoint.close)
             self._epoll = undo.enter_context(select.epoll())
             self._watch = processes.Watch()
-            undo.callback(self._watch.close)
             self._make_parts(undo)
             self._undo = undo.pop_all()
 
@@ -76,6 +75,9 @@ class Server:
             admission, self._epoll, self._service, self._watch, self._ledger, spin_seconds
         )
         undo.callback(self._clients.close)
+        self._monitor = MonitorProcess(config) if config.metrics else None
+        if self._monitor is not None:
+            undo.callback(self._monitor.close)
 
     def run(self) -> None:
         """Serve until stopped. Then close everything and remove the socket.
@@ -137,6 +139,8 @@ class Server:
         self._service.collect_dropped()
         self._watch_processes()
         self._clients.tick()
+        if self._monitor is not None:
+            self._monitor.tick()
         absent = self._directory.absent_segments()
         if (
             absent
@@ -172,14 +176,9 @@ def serve(config: ServerConfig) -> None:
     server = Server(config)
     for handler in logging.getLogger().handlers:
         handler.addFilter(server.lines)
-    monitor = MonitorProcess(config) if config.metrics else None
     gc.disable()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
     if not os.isatty(2):  # in a terminal the server ends with the terminal
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        server.run()
-    finally:
-        if monitor is not None:
-            monitor.close()
+    server.run()

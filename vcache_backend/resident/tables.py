@@ -8,7 +8,6 @@ import os
 import select
 import threading
 import time
-from contextlib import ExitStack
 
 from vcache_backend.errors import LayoutError, SegmentError, ServerTimeout, VCacheError
 from vcache_backend.metadata_server import processes, wire
@@ -72,11 +71,11 @@ class Tables:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._lock = threading.Lock()
-        self._views: dict[bytes, GenerationView] = {}
+        self._views: dict[bytes, tuple[GenerationView, int]] = {}
+        """Each table, with a pidfd of its scheduler."""
         self._refused = Refusals()
-        self._ends = select.epoll()
-        self._pidfds: dict[int, bytes] = {}
         self._looked = 0.0
+        self._closed = False
 
     def view(self, instance: bytes) -> GenerationView | None:
         """Return the table of `instance`; None while it cannot be opened, once it is dead, and
@@ -86,49 +85,40 @@ class Tables:
         each with its own deadline."""
         with self._lock:
             self._forget_ended()
-            view = self._views.get(instance)
-            if view is not None:
-                return None if view.dead else view
-            if instance in self._refused or self._ends.closed:
-                return None
-            try:
-                view = self._open(instance)
-            except (VCacheError, OSError) as error:
-                self._refused.failed(instance, error)
-                return None
+            if instance not in self._views:
+                if instance in self._refused or self._closed:
+                    return None
+                try:
+                    _, view, (pidfd, *others) = open_instance(self._client, instance)
+                except (VCacheError, OSError) as error:
+                    self._refused.failed(instance, error)
+                    return None
+                wire.close_fds(others)
+                self._views[instance] = view, pidfd
+            view, _ = self._views[instance]
             return None if view.dead else view
 
     def close(self) -> None:
         """Forget all tables. Views that callers hold stay usable. Idempotent."""
         with self._lock:
-            self._ends.close()
-            for pidfd in self._pidfds:
+            self._closed = True
+            while self._views:
+                _, (_, pidfd) = self._views.popitem()
                 os.close(pidfd)
-            self._pidfds.clear()
-            self._views.clear()
 
     def _forget_ended(self) -> None:
         """Forget the tables of schedulers that have ended. Called under the lock."""
         now = time.monotonic()
-        if self._ends.closed or now < self._looked + ENDS_SECONDS:
+        if now < self._looked + ENDS_SECONDS:
             return
-        self._looked = now
-        for pidfd, _ in self._ends.poll(0):
-            instance = self._pidfds.pop(pidfd)
-            self._ends.unregister(pidfd)
+        self._looked, poll = now, select.poll()
+        instances = {pidfd: instance for instance, (_, pidfd) in self._views.items()}
+        for pidfd in instances:
+            poll.register(pidfd, select.POLLIN)
+        for pidfd, _ in poll.poll(0):
+            del self._views[instances[pidfd]]
+            self._refused.add(instances[pidfd])
             os.close(pidfd)
-            del self._views[instance]
-            self._refused.add(instance)
-
-    def _open(self, instance: bytes) -> GenerationView:
-        with ExitStack() as undo:
-            _, view, (pidfd, *others) = open_instance(self._client, instance)
-            wire.close_fds(others)
-            undo.callback(os.close, pidfd)
-            self._ends.register(pidfd, select.EPOLLIN)
-            undo.pop_all()
-        self._pidfds[pidfd], self._views[instance] = instance, view
-        return view
 
 
 def open_instance(client: Client, instance: bytes) -> tuple[Joined, GenerationView, list[int]]:

@@ -18,12 +18,13 @@ import msgspec
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.client_lines import caused_by
+from vcache_backend.metadata_server.descriptors import Descriptor, unmappable
 from vcache_backend.metadata_server.instances.publications import shape
 from vcache_backend.metadata_server.instances.resident_chunks import ResidentDirectory
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
 from vcache_backend.metadata_server.refuse import Refuse
-from vcache_backend.metadata_server.serving.connection import Answer, Descriptor, unmappable
+from vcache_backend.metadata_server.serving.connection import Answer
 from vcache_backend.seals import FUTURE_WRITE, RESIZING, lacking
 
 log = logging.getLogger(__name__)
@@ -38,11 +39,10 @@ MAX_READS = 256
 
 class Part(msgspec.Struct):
     """What one connection shows of an instance: a scheduler's generation table, or the regions of a
-    worker's KV cache. pidfd: of its process, made when a client first asks for it."""
+    worker's KV cache."""
 
     peer: Peer
     fds: list[Descriptor]
-    pidfd: Descriptor | None = None
 
 
 class Instance:
@@ -97,10 +97,9 @@ class InstanceRegistry:
         self,
         residents: ResidentDirectory,
         spare: Callable[[], int],
-        pidfd: Callable[[ProcessId], int | None],
+        pidfd: Callable[[ProcessId], Descriptor | None],
     ) -> None:
-        """spare: how many more fds the server may keep. pidfd: makes a new pidfd of a process, or
-        returns None."""
+        """spare: how many more fds the server may keep. pidfd: see `Watch.pidfd`."""
         self._residents, self._spare, self._pidfd = residents, spare, pidfd
         self._of: dict[m.InstanceId, Instance] = {}
         self._readers: dict[tuple[m.InstanceId, int], tuple[Peer, str]] = {}
@@ -113,7 +112,7 @@ class InstanceRegistry:
     def descriptors(self) -> int:
         """The number of fds kept."""
         parts = (part for instance in self._of.values() for part in instance.parts.values())
-        return sum(len(part.fds) + (part.pidfd is not None) for part in parts)
+        return sum(len(part.fds) for part in parts)
 
     def processes(self) -> set[ProcessId]:
         """The processes whose end removes their parts, even if a child holds the connection
@@ -202,7 +201,8 @@ class InstanceRegistry:
         instance = self._whole(id_)
         join, parts = instance.join, instance.parts
         assert join is not None
-        pidfds = [self._pidfd_of(parts[rank]) for rank in range(m.SCHEDULER, join.ranks)]
+        ranks = range(m.SCHEDULER, join.ranks)
+        pidfds = [self._pidfd_of(parts[rank].peer.process) for rank in ranks]
         joined = m.Joined(join.blocks, join.ranks, join.each)
         return joined, [*parts[m.SCHEDULER].fds, *pidfds]
 
@@ -292,7 +292,11 @@ class InstanceRegistry:
             raise Refuse(f"pid {pid} is this part already; an id names one start of one instance")
         if instance not in self._of and len(self._of) >= MAX_INSTANCES:
             raise Refuse(f"{MAX_INSTANCES} instances share in place already, the most there can be")
-        self._make_sure_of_room(fds)
+        if self._spare() < fds:
+            raise Refuse(
+                f"{self.descriptors} fds of instances are kept, more would leave none for "
+                "clients; raise ulimit -n"
+            )
 
     def _is_new(self, client: Peer, instance: m.InstanceId, rank: int, memory: object) -> bool:
         """Whether the part is in another process or memory than the instance's publications are
@@ -324,27 +328,14 @@ class InstanceRegistry:
             if gone:
                 self._changed(id_)
 
-    def _pidfd_of(self, part: Part) -> Descriptor:
-        """Return a pidfd of the process that shows this part. The pidfd is kept for later requests,
-        so clients that do not read their answers use up no descriptors."""
-        if part.pidfd is None:
-            self._make_sure_of_room()
-            pid = part.peer.process.pid
-            try:
-                pidfd = self._pidfd(part.peer.process)
-            except OSError as error:
-                raise Refuse(f"no pidfd of pid {pid}: {error}") from error
-            if pidfd is None:
-                raise Refuse(f"pid {pid} is gone, or sent no pidfd with its hello")
-            part.pidfd = Descriptor(pidfd)
-        return part.pidfd
-
-    def _make_sure_of_room(self, fds: int = 1) -> None:
-        if self._spare() < fds:
-            raise Refuse(
-                f"{self.descriptors} fds of instances are kept, more would leave none for "
-                "clients; raise ulimit -n"
-            )
+    def _pidfd_of(self, process: ProcessId) -> Descriptor:
+        try:
+            pidfd = self._pidfd(process)
+        except OSError as error:
+            raise Refuse(f"no pidfd of pid {process.pid}: {error}") from error
+        if pidfd is None:
+            raise Refuse(f"pid {process.pid} is gone, or sent no pidfd with its hello")
+        return pidfd
 
     def _whole(self, id_: m.InstanceId) -> Instance:
         instance = self._of.get(id_)

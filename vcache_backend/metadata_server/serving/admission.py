@@ -8,16 +8,11 @@ import select
 from collections.abc import Collection
 
 from vcache_backend.config import ServerConfig
-from vcache_backend.errors import ProtocolError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.client_lines import Caller
 from vcache_backend.metadata_server.endpoint import Endpoint
-from vcache_backend.metadata_server.ledger import Ledger
-from vcache_backend.metadata_server.pool.placement import Peer
-from vcache_backend.metadata_server.processes import Watch
 from vcache_backend.metadata_server.serving.connection import Connection
-from vcache_backend.metadata_server.serving.service import Service
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +45,6 @@ class Admission:
         self._listener, self._epoll = endpoint.listener, epoll
         self._numbers = 0
         self._listens, self._complained = True, False
-        self._times = config.lease_seconds, config.reservation_seconds
         self.fd = self._listener.fileno()
         epoll.register(self._listener, select.EPOLLIN)
 
@@ -94,55 +88,3 @@ class Admission:
         if own >= max(4, self._max_clients // OF_PROCESS):
             return f"pid {pid} has {own} connections: close some, or raise {what}"
         return ""
-
-    def greet(
-        self,
-        connection: Connection,
-        request: m.AnyRequest,
-        service: Service,
-        watch: Watch,
-        ledger: Ledger,
-    ) -> None:
-        """Answer a connection's first request: a hello, with the client's pidfd and ledger.
-        ProtocolError if the request is not a hello."""
-        if not isinstance(request, m.Hello):
-            raise ProtocolError(f"the first message is {type(request).__name__}, not hello")
-        if request.version != m.PROTOCOL_VERSION:
-            theirs, ours = request.version, m.PROTOCOL_VERSION
-            raise ProtocolError(
-                f"the client speaks protocol {theirs}, this server {ours}; install the same "
-                "vcache-backend"
-            )
-        process = processes.identity(connection.caller.pid, request.token)
-        watch.joined(process, _take_pidfd(connection))
-        for fd in connection.fds:
-            service.predecessors.hear(fd)
-        connection.close_fds()
-        connection.client = Peer(
-            connection.number,
-            process,
-            request.device,
-            request.medium,
-            uid=connection.caller.uid,
-            name=request.name,
-        )
-        mismatches = service.layouts.add(connection.client, request.layout)
-        if mismatches:
-            log.warning(
-                "pid %d: %s; %d such instances",
-                connection.caller.pid,
-                mismatches[0],
-                len(mismatches),
-            )
-        connection.queue(
-            m.Welcome(m.PROTOCOL_VERSION, service.epoch, *self._times, mismatches), [ledger]
-        )
-
-
-def _take_pidfd(connection: Connection) -> int | None:
-    """Take over the pidfd that came with the hello; None if none did."""
-    for fd in connection.fds:
-        if processes.is_pidfd(fd, connection.caller.pid):
-            connection.fds.remove(fd)
-            return fd
-    return None

@@ -11,9 +11,11 @@ import msgspec
 
 from vcache_backend.errors import ProtocolError
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server import wire
+from vcache_backend.metadata_server import processes, wire
 from vcache_backend.metadata_server.client_lines import CALLER, caused_by
+from vcache_backend.metadata_server.descriptors import Descriptor
 from vcache_backend.metadata_server.ledger import Ledger
+from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.processes import Watch
 from vcache_backend.metadata_server.serving.admission import Admission
 from vcache_backend.metadata_server.serving.connection import Connection, Turns
@@ -169,7 +171,7 @@ class Clients:
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             raise ProtocolError(f"a packet is no MessagePack message: {error}") from error
         if connection.client is None:
-            self._admission.greet(connection, request, self._service, self._watch, self._ledger)
+            self._greet(connection, request)
             return
         if isinstance(request, FOLLOWED):
             self.spin_until = time.monotonic() + self._spin_seconds
@@ -178,6 +180,42 @@ class Clients:
             reply = msgspec.structs.replace(reply, clients=len(self._connections))
         connection.close_fds()
         connection.queue(reply, held)
+
+    def _greet(self, connection: Connection, request: m.AnyRequest) -> None:
+        """Answer a connection's first request: a hello, with the client's pidfd and ledger.
+        ProtocolError if the request is not a hello."""
+        if not isinstance(request, m.Hello):
+            raise ProtocolError(f"the first message is {type(request).__name__}, not hello")
+        if request.version != m.PROTOCOL_VERSION:
+            theirs, ours = request.version, m.PROTOCOL_VERSION
+            raise ProtocolError(
+                f"the client speaks protocol {theirs}, this server {ours}; install the same "
+                "vcache-backend"
+            )
+        uid, pid = connection.caller
+        process = processes.identity(pid, request.token)
+        pidfd = next((fd for fd in connection.fds if processes.is_pidfd(fd, pid)), None)
+        if pidfd is not None:
+            connection.fds.remove(pidfd)
+        self._watch.joined(process, Descriptor(pidfd) if pidfd is not None else None)
+        for fd in connection.fds:
+            self._service.predecessors.hear(fd)
+        connection.close_fds()
+        device, medium = request.device, request.medium
+        client = Peer(connection.number, process, device, medium, name=request.name, uid=uid)
+        connection.client = client
+        mismatches = self._service.layouts.add(client, request.layout)
+        if mismatches:
+            log.warning("pid %d: %s; %d such instances", pid, mismatches[0], len(mismatches))
+        limits = self._directory.limits
+        welcome = m.Welcome(
+            m.PROTOCOL_VERSION,
+            self._service.epoch,
+            limits.lease_seconds,
+            limits.reservation_seconds,
+            mismatches,
+        )
+        connection.queue(welcome, [self._ledger])
 
     # ---- out
 

@@ -12,18 +12,13 @@ import msgspec
 
 from vcache_backend.histogram import Histogram
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server import processes
+from vcache_backend.metadata_server.descriptors import Descriptor, unmappable
 from vcache_backend.metadata_server.instances.registry import InstanceRegistry
 from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
 from vcache_backend.metadata_server.refuse import Refuse
-from vcache_backend.metadata_server.serving.connection import (
-    Answer,
-    Descriptor,
-    Longest,
-    unmappable,
-)
+from vcache_backend.metadata_server.serving.connection import Answer, Longest
 from vcache_backend.metadata_server.serving.layouts import Layouts, Reports
 from vcache_backend.metadata_server.serving.server_stats import server_stats
 from vcache_backend.metadata_server.succession import Predecessors
@@ -49,11 +44,10 @@ class Service:
         epoch: int,
         predecessors: Predecessors,
         max_segments: int = 1024,
-        pidfd: Callable[[ProcessId], int | None] = processes.open_pidfd,
+        pidfd: Callable[[ProcessId], Descriptor | None] = lambda process: None,
     ) -> None:
         """predecessors: the earlier servers whose pools the directory takes over. max_segments: the
-        most fds to keep, of segments and of instances. pidfd: makes a new pidfd of a connected
-        process, or returns None."""
+        most fds to keep, of segments and of instances. pidfd: see `Watch.pidfd`."""
         self.max_segments = max_segments
         self.instances = InstanceRegistry(directory.residents, self._spare, pidfd)
         self.directory = directory
