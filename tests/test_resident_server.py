@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -462,58 +461,6 @@ def test_a_publication_that_does_not_fit_together_is_refused_and_the_connection_
     assert raw.ask("publish", *good.values()) == ["count", 1]
     assert found(reader) == 1
     for fd in (table, memory):
-        os.close(fd)
-
-
-NO_CACHES: list[tuple[dict[str, Any], str]] = [
-    ({"planes": [(0, 0)] * 3}, "3 planes, but its layers have 4"),
-    ({"kinds": [m.LayerKind(1, 1, 64, 64)] * (m.MAX_KINDS + 1)}, "<= 16"),
-    ({"kinds": [m.LayerKind(m.MAX_PLANES, m.MAX_PLANES, 1, 1)]}, "more than 1024 planes"),
-    ({"planes": [(1, 0)] * 4}, "plane 0 lies in region 1 of 1"),
-    (
-        {"planes": [(0, 0), (0, 0), (0, 0), (0, 4 * 64 * 64 - 64)]},
-        "bytes 16,320 to 20,416 of region 0, which has 16,384 B",
-    ),
-    ({"planes": [(0, 0)] * (m.MAX_PLANES + 1)}, "<= 1024"),
-    ({"kinds": [m.LayerKind(2, 2, 64, 32)]}, "pages of 64 B every 32 B"),
-    ({"regions": [1 << 10] * (m.MAX_REGIONS + 1)}, "<= 253"),
-    ({"device": "\x1b]0;owned\x07"}, "regex"),
-]
-
-
-def test_a_cache_that_cannot_be_is_refused(alone: Stage, server: Child) -> None:
-    raw = alone.raw()
-    for changed, why in NO_CACHES:
-        fields = {name: getattr(shape(), name) for name in shape().__struct_fields__} | changed
-        refused = raw.ask("show_cache", A, 0, msgspec.to_builtins(list(fields.values())))
-        assert (refused[0], refused[2]) == ("error", False)
-        assert why in refused[1]
-
-
-def test_memory_that_readers_could_not_trust_is_refused_and_closed(
-    alone: Stage, server: Child, reader: Client, tmp_path: Path
-) -> None:
-    owner = alone.client()
-    file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
-    os.ftruncate(file, 1 << 20)
-    writable, small, good = make_table(64, seals=0), make_table(8), make_table(64)
-    memory, loose = make_memfd(4 * 64 * 64), make_memfd(1 << 20, seals=False)
-    for fd, why in ((file, "no memfd"), (writable, "not sealed against")):
-        with pytest.raises(Refused, match=why):
-            owner.join(A, NAMESPACE, 64, 1, EACH, fd)
-    with pytest.raises(Refused, match="fewer than the 8,000 B announced"):
-        owner.join(A, NAMESPACE, 1000, 1, EACH, small)
-    owner.join(A, NAMESPACE, 64, 1, EACH, good)
-    for fd, why in (
-        (file, "no memfd"),
-        (loose, "not sealed against"),
-        (small, "fewer than the 16,384 B announced"),
-    ):
-        with pytest.raises(Refused, match=f"region 1: .*({why})"):
-            owner.show_cache(A, 0, shape(regions=2), [memory, fd])
-    assert not owner.stats().instances[0].regions
-    eventually(lambda: memories(server) == 1)
-    for fd in (file, writable, small, good, loose, memory):
         os.close(fd)
 
 

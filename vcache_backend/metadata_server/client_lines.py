@@ -81,7 +81,7 @@ class ClientLines(logging.Filter):
         now = self._now()
         if caller not in self._buckets and len(self._buckets) >= MAX_CALLERS:
             quiet = now - LINES * SECONDS
-            self._buckets = {key: one for key, one in self._buckets.items() if one.at > quiet}
+            self._buckets = {key: old for key, old in self._buckets.items() if old.at > quiet}
             if len(self._buckets) >= MAX_CALLERS:
                 caller = _OTHERS
         bucket = self._buckets.setdefault(caller, _Bucket(LINES, now))
@@ -94,6 +94,5 @@ def printable(text: str, most: int = MAX_SHOWN_CHARS) -> str:
     """Cut `text` to `most` characters, and escape every character that a terminal would act on."""
     short = text if len(text) <= most else f"{text[: most - 3]}..."
     return "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
-        for letter in short
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in short
     )

@@ -1,15 +1,10 @@
-"""The fds that the server keeps for others, and whether others can use them."""
+"""The fds that the server keeps for others. Only who maps one checks that it can be mapped."""
 
 from __future__ import annotations
 
-import fcntl
 import os
-import stat
 import threading
 from queue import SimpleQueue
-
-from vcache_backend.metadata_server.messages import Medium
-from vcache_backend.seals import FUTURE_WRITE, lacking
 
 
 class Closer:
@@ -50,33 +45,3 @@ class Descriptor:
 
     def __del__(self) -> None:
         closer.close(self.fd)
-
-
-def unmappable(medium: Medium, nbytes: int, fd: int, to_write: bool = True) -> str:
-    """Explain why workers could not map `nbytes` of `fd`, or would be killed for using it. Empty if
-    the server finds no reason.
-
-    Only the driver can check GPU memory. A worker that cannot map it sends `Unusable`."""
-    status, flags = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GETFL)
-    if flags & os.O_PATH or flags & os.O_ACCMODE not in (
-        (os.O_RDWR,) if to_write else (os.O_RDWR, os.O_RDONLY)
-    ):
-        return (
-            f"the fd is not open for reading{' and writing' if to_write else ''}, as "
-            "workers need it"
-        )
-    if medium == "cuda":
-        # The driver exports memory as an open file of its own device, /dev/nvidiactl.
-        return (
-            ""
-            if stat.S_ISCHR(status.st_mode)
-            else "the fd is a file, a memfd or a socket, no memory of a GPU"
-        )
-    if reason := lacking(fd):
-        return reason
-    seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    if to_write and seals & (fcntl.F_SEAL_WRITE | FUTURE_WRITE):
-        return f"the memfd is sealed against writing (seals {seals:#x})"
-    if status.st_size < nbytes:
-        return f"the memfd has {status.st_size:,} B, fewer than the {nbytes:,} B announced"
-    return ""

@@ -18,14 +18,13 @@ import msgspec
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.client_lines import caused_by
-from vcache_backend.metadata_server.descriptors import Descriptor, unmappable
+from vcache_backend.metadata_server.descriptors import Descriptor
 from vcache_backend.metadata_server.instances.publications import shape
 from vcache_backend.metadata_server.instances.resident_chunks import ResidentDirectory
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
 from vcache_backend.metadata_server.refuse import Refuse
 from vcache_backend.metadata_server.serving.connection import Answer
-from vcache_backend.seals import FUTURE_WRITE, RESIZING, lacking
 
 log = logging.getLogger(__name__)
 
@@ -126,8 +125,6 @@ class InstanceRegistry:
         """Register a scheduler's generation table."""
         if len(fds) != 1:
             raise Refuse(f"{len(fds)} fds came along; exactly 1 is needed")
-        if reason := no_table(fds[0], request.blocks):
-            raise Refuse(reason)
         self._check(client, request.instance, m.SCHEDULER, 1)
         status = os.fstat(fds[0])
         table = shape(request), status.st_dev, status.st_ino
@@ -141,14 +138,9 @@ class InstanceRegistry:
     def show_cache(self, client: Peer, request: m.ShowCache, fds: list[int]) -> m.Count:
         """Register a worker's KV cache."""
         instance, rank, cache = request.instance, request.rank, request.shape
-        if reason := cache.misfit():
-            raise Refuse(reason)
         count = len(cache.regions)
         if len(fds) != count:
             raise Refuse(f"{len(fds)} fds came along; its {count} regions need one each")
-        for number, (nbytes, fd) in enumerate(zip(cache.regions, fds, strict=True)):
-            if reason := unmappable(cache.medium, nbytes, fd, to_write=False):
-                raise Refuse(f"region {number}: {reason}")
         self._check(client, instance, rank, count)
         if self._is_new(client, instance, rank, cache):
             self._residents.empty(instance)
@@ -353,14 +345,6 @@ class InstanceRegistry:
         else:
             del self._of[id_]
             self._residents.close(id_)
-
-
-def no_table(fd: int, blocks: int) -> str:
-    """Explain why readers cannot trust `fd` as a generation table: a table has a fixed size, and
-    only its owner can change it. Empty if readers can trust the fd."""
-    return unmappable("host", blocks * m.GENERATION_BYTES, fd, to_write=False) or lacking(
-        fd, RESIZING | FUTURE_WRITE
-    )
 
 
 def _say(client: Peer, instance: m.InstanceId, rank: int, what: str) -> None:

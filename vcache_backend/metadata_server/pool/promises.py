@@ -149,12 +149,12 @@ class Promises:
 
     def clear(self, namespace: bytes) -> None:
         """Drop the promises of a namespace; all with b""."""
-        self._drop([one for one in self._quiet if next(iter(one.left)).startswith(namespace)])
+        self._drop([old for old in self._quiet if next(iter(old.left)).startswith(namespace)])
 
     def tick(self) -> None:
         """Drop promises that have been quiet for too long."""
         oldest = list(islice(self._quiet, MAX_OVERDUE))
-        self._drop([one for one in oldest if one.at + QUIET_SECONDS < self._now()])
+        self._drop([old for old in oldest if old.at + QUIET_SECONDS < self._now()])
 
     # ---- inside
 

@@ -201,7 +201,7 @@ class Reports:
     def add(self, client: Peer, level: m.Level, text: str) -> m.Reported | None:
         """Keep a client's report as one printable line. None if the connection has sent the text
         before."""
-        line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+        line = " ".join("".join(char if char.isprintable() else " " for char in text).split())
         earlier = self._kept.pop((client.id, line), None)
         reported = m.Reported(self._now(), level, client.process.pid, client.device, line)
         self._kept[client.id, line] = client.caller, reported

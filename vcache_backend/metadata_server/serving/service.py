@@ -12,7 +12,7 @@ import msgspec
 
 from vcache_backend.histogram import Histogram
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server.descriptors import Descriptor, unmappable
+from vcache_backend.metadata_server.descriptors import Descriptor
 from vcache_backend.metadata_server.instances.registry import InstanceRegistry
 from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.pool.placement import Peer
@@ -218,8 +218,6 @@ class Service:
                 f"segment {id_} is known from before a restart: offer it again, or make "
                 "one with another id"
             )
-        if reason := unmappable(medium, nbytes, fds[0]):
-            raise Refuse(f"segment {id_}: {reason}")
         self._check_room()
         claim = request.claim
         if claim and not self.directory.redeem(client, claim, device, nbytes):
