@@ -322,8 +322,8 @@ def test_an_aborted_request_keeps_neither_lease_nor_blocks(
 def test_preempted_requests_go_on_where_they_were(
     here: Node, a: Instance, tiny: Instance, aside: Instance
 ) -> None:
-    """There is room for two; what the third had computed comes back from the pool."""
-    prompts = [Prompt(new_tokens(2 * CHUNK + 9), max_tokens=100) for _ in range(3)]
+    """There is room for two to grow; what the third had computed comes back from the pool."""
+    prompts = [Prompt(new_tokens(2 * CHUNK), max_tokens=20) for _ in range(3)]
     here.keep(a, prompts[0].tokens)
     preempted = tiny.counter("vllm:num_preemptions")
     answers = tiny.run(*prompts, together=True)
