@@ -43,8 +43,6 @@ from vllm.v1 import kv_cache_interface as kinds
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
-    get_kv_cache_config_from_groups,
-    get_kv_cache_groups,
     get_request_block_hasher,
     init_none_hash,
 )
@@ -352,6 +350,9 @@ def test_layers_that_are_not_known_are_refused_in_one_line(kind: str, change: st
 
 def planned(layers: dict[str, Any], layout: KVCacheLayout) -> KVCacheConfig:
     """What a worker gets from vLLM for these layers: ten blocks, in this layout."""
+    # Elsewhere in vLLM 0.33, whose GPU tests are run from this file, too.
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+
     config = vllm_config(
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         attention_config=SimpleNamespace(hisparse_config=None),
