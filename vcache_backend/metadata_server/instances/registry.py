@@ -36,7 +36,7 @@ MAX_READS = 256
 """The most reads in the statistics. Those of the most bytes come first."""
 
 
-class Part(msgspec.Struct):
+class ShownPart(msgspec.Struct):
     """What one connection shows of an instance: a scheduler's generation table, or the regions of a
     worker's KV cache."""
 
@@ -44,12 +44,12 @@ class Part(msgspec.Struct):
     fds: list[Descriptor]
 
 
-class Instance:
+class SharedInstance:
     """The parts of one instance by rank and `SCHEDULER`. The descriptions stay after a connection
     is closed, since the same process may connect again."""
 
     def __init__(self) -> None:
-        self.parts: dict[int, Part] = {}
+        self.parts: dict[int, ShownPart] = {}
         self.join: m.Join | None = None
         self.shapes: dict[int, m.CacheShape] = {}
         self.shown: dict[int, object] = {}
@@ -100,7 +100,7 @@ class InstanceRegistry:
     ) -> None:
         """spare: how many more fds the server may keep. pidfd: see `Watch.pidfd`."""
         self._residents, self._spare, self._pidfd = residents, spare, pidfd
-        self._of: dict[m.InstanceId, Instance] = {}
+        self._of: dict[m.InstanceId, SharedInstance] = {}
         self._readers: dict[tuple[m.InstanceId, int], tuple[Peer, str]] = {}
         """Each connection that opened a KV cache of an instance and has not reported it unmapped,
         with the device of the KV cache."""
@@ -273,7 +273,7 @@ class InstanceRegistry:
 
     # ---- inside
 
-    def _part(self, instance: m.InstanceId, rank: int) -> Part | None:
+    def _part(self, instance: m.InstanceId, rank: int) -> ShownPart | None:
         return self._of[instance].parts.get(rank) if instance in self._of else None
 
     def _check(self, client: Peer, instance: m.InstanceId, rank: int, fds: int) -> None:
@@ -298,14 +298,14 @@ class InstanceRegistry:
 
     def _enter(
         self, client: Peer, id_: m.InstanceId, rank: int, fds: list[int], memory: object
-    ) -> Instance:
+    ) -> SharedInstance:
         """Make this connection a part of the instance, in place of an earlier connection of the
         same process. Takes over the fds."""
-        instance = self._of.setdefault(id_, Instance())
+        instance = self._of.setdefault(id_, SharedInstance())
         if not self.owns(client, id_, rank):
             again = rank in instance.parts
             _say(client, id_, rank, "replaces its earlier connection" if again else "joins")
-        instance.parts[rank] = Part(client, [Descriptor(fd) for fd in fds])
+        instance.parts[rank] = ShownPart(client, [Descriptor(fd) for fd in fds])
         fds.clear()
         instance.shown[rank] = client.process, memory
         return instance
@@ -329,7 +329,7 @@ class InstanceRegistry:
             raise Refuse(f"pid {process.pid} is gone, or sent no pidfd with its hello")
         return pidfd
 
-    def _whole(self, id_: m.InstanceId) -> Instance:
+    def _whole(self, id_: m.InstanceId) -> SharedInstance:
         instance = self._of.get(id_)
         if instance is None:
             raise Refuse("it is not here, or not any more")
