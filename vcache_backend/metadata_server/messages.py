@@ -14,7 +14,7 @@ from typing import Annotated, Literal, NewType
 
 import msgspec
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 MAX_MESSAGE_BYTES = 200_000
 """Linux sends a packet of this size with a socket's ordinary buffer. A client that sends a larger
 packet is disconnected."""
@@ -147,7 +147,6 @@ class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
     chunks: int = 0
     leased: int = 0
     reserved: int = 0
-    largest_hole: int = 0
     evictions: int = 0
     state: SegmentState = "live"
 
@@ -613,10 +612,7 @@ class Welcome(Reply, frozen=True, tag="welcome"):
     `epoch`: changes with every start of the server. `mismatches`: a line for each other namespace
     of the model that says why the client cannot share with it."""
 
-    version: int
     epoch: int
-    lease_seconds: float
-    reservation_seconds: float
     mismatches: list[str]
 
 
@@ -836,17 +832,3 @@ _OfSegments = AddSegment | Lend | OpenSegment | Unusable | DropSegment | ListSeg
 _OfInstances = Join | ShowCache | OpenInstance | OpenCache
 OfOthers = Hello | _OfSegments | _OfInstances | Stats | Report
 AnyRequest = OfChunks | OfResidents | OfOthers
-_OfOneThing = Count | Promised | Verdict | Present | Added | Lendable | Opened | Dropped
-AnyReply = (
-    Welcome
-    | Error
-    | _OfOneThing
-    | Segments
-    | Reserved
-    | Leased
-    | Joined
-    | Cache
-    | Heard
-    | Found
-    | ServerStats
-)

@@ -50,7 +50,7 @@ class Sent(Generic[R]):
         self, channel: Channel, request: m.Request, kind: type[R], received: list[int] | None = None
     ) -> None:
         self.request, self.kind, self.received, self._channel = request, kind, received, channel
-        self.reply: m.AnyReply | None = None
+        self.reply: m.Reply | None = None
         self.lost = ""
 
     @property
