@@ -23,7 +23,7 @@ _FD_SPACE = socket.CMSG_SPACE(MAX_FDS * 4)
 
 _encoder = msgspec.msgpack.Encoder()
 request_decoder = msgspec.msgpack.Decoder(AnyRequest)
-_any_reply: Any = Union[tuple(Reply.__subclasses__())]  # noqa: UP007 - the types are not written here
+_any_reply: Any = Union[tuple(Reply.__subclasses__())]  # noqa: UP007 - from a list
 reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(_any_reply)
 
 
