@@ -315,21 +315,21 @@ class Hello(Request, frozen=True, tag="hello"):
 class AddSegment(Request, frozen=True, tag="add_segment"):
     """Register a segment by its fd → `Added`.
 
-    `claim`: of the `Lendable` under which the segment was made; refused if the claim has ended. 0:
-    add it unconditionally. `again`: the segment was offered before on an earlier connection; the
-    server takes it only if it knows the segment's contents."""
+    `again`: the segment was offered before on an earlier connection; the server takes it only if
+    it knows the segment's contents."""
 
     id: Annotated[SegmentId, msgspec.Meta(pattern=SEGMENT_ID)]
     device: Field
     medium: Medium
     nbytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_SEGMENT_BYTES)]
-    claim: int = 0
     again: bool = False
 
 
 class Lend(Request, frozen=True, tag="lend"):
-    """How many bytes should this client allocate now, if the pool is to have `nbytes` on its
-    device? → `Lendable`."""
+    """How many bytes should this client allocate now as one segment, if the pool is to have
+    `nbytes` on its device? → `Count` of bytes. They are claimed for this connection until it adds a
+    segment, for some time at most. 0: the pool has the bytes, or other clients claim them, or a
+    restart is in progress; ask again later."""
 
     nbytes: Bytes
 
@@ -630,15 +630,6 @@ class Added(Reply, frozen=True, tag="added"):
 
     chunks: int
     taken: bool = True
-
-
-class Lendable(Reply, frozen=True, tag="lendable"):
-    """`nbytes`: allocate them as one segment, and add it within `CLAIM_SECONDS` on this connection.
-    0: the pool has the bytes, or other clients claim them, or a restart is in progress; ask again
-    later."""
-
-    claim: int
-    nbytes: int
 
 
 class Opened(Reply, frozen=True, tag="opened"):
