@@ -18,6 +18,7 @@
 #   death    whole vLLMs paused, stopped, starved and killed, in place and through a pool, with controls   5 minutes
 #   campaign live KV caches of two vLLMs, read by others while they are used again: CAMPAIGN_SECONDS=440, its control half of it   12 minutes
 #   promises whole vLLMs that wait for what others compute, stopped and killed in every state of a promise, with a control   7 minutes
+#   weights  weights that change, with and without a version, in place and through a pool          5 minutes
 #   copies   copies, engine, metadata server, turns                                                 2 minutes
 #   lmcache  TTFT, decoding and misses through LMCache                                              6 minutes
 #   decode   running requests beside loads, prefill apart, the death of an owner, in place          8 minutes
@@ -154,7 +155,12 @@ death() {
   wait
 }
 campaign() { bench campaign "${CAMPAIGN_SECONDS:-440}" inplace --level live; }
-promises() { bench promises 280 inplace --level promises; }
+promises() { bench promises "${PROMISES_SECONDS:-280}" inplace --level promises; }
+weights() {
+  ttft weights_in_place 300 weights "${in_place[@]}" --scale beside &
+  ttft weights_pool 300 weights --integration vllm --scale beside &
+  wait
+}
 copies() { "$python" -m benchmarks --only engine --only copies --only metadata --only turns --out "$out/copies.json" --commit "${COMMIT:-}" 2>&1 | tail -n 60; }
 lmcache() { ttft lmcache 500 ttft,tpot,miss --integration lmcache --kv-gib 6 --pool-gib 8 --rounds 7; }
 decode() { ttft decode 500 tpot,pd,death "${in_place[@]}" --kv-gib 6; }
@@ -177,7 +183,7 @@ ranks() { served ranks "${ARMS:-alone_dp:turn,inplace_dp:turn}" "${WORKLOADS:-ch
 
 for beside in "$@"; do
   for call in ${beside//+/ }; do
-    [[ " tests equal speed short models sparse which death campaign promises copies lmcache decode serving routed ranks " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
+    [[ " tests equal speed short models sparse which death campaign promises weights copies lmcache decode serving routed ranks " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
     "$call" &
   done
   wait

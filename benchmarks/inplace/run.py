@@ -133,6 +133,8 @@ class Campaign:
             if told is not None:
                 self.outcomes.add(told.outcomes)
                 self.wrong += told.wrong
+                for wrong in told.wrong:
+                    print(wrong, flush=True)
                 continue
             instance, states = self._here[number], self._level.states
             instance.kill()

@@ -30,7 +30,7 @@ from vcache_backend.integration.vllm.scheduler.pace import Pace
 
 from ..forked import Forked
 from ..processes import die_with_parent
-from ..vllm.answers import Answer
+from ..vllm.answers import RANKED, Answer
 from ..vllm.scale import TINY, Scale
 from ..vllm.settings import DECODE_GRAPHS, our_connector
 from ..vllm.weights import write_model
@@ -180,8 +180,7 @@ class Whole(Engine):
                 f"{chunks} chunks, {answer.cached} tokens cached"
             )
             self.told.wrong.append(
-                f"{what}, {loaded} of them loaded for it: {answer.said}, where vLLM alone says "
-                f"{right.said}"
+                f"{what}, {loaded} of them loaded for it: {answer}, where vLLM alone says {right}"
             )
 
     def watch(self, worker: Any) -> None:
@@ -243,7 +242,7 @@ def make(folder: str, transfer: dict[str, Any] | None, size: Size) -> Any:
 
 def _sampling() -> Any:
     return vllm.SamplingParams(
-        temperature=0, ignore_eos=True, detokenize=False, max_tokens=ANSWER, logprobs=2
+        temperature=0, ignore_eos=True, detokenize=False, max_tokens=ANSWER, logprobs=RANKED
     )
 
 
