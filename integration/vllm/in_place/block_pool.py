@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -191,6 +192,8 @@ class ResidentPool:
             )
 
 
+@lru_cache(maxsize=128)
+@lru_cache(maxsize=128)
 def _reach(length: int) -> Callable[[Any], Any]:
     """Return a function of a block: the last of `length` blocks in vLLM's free queue that begin
     with it; None if they are fewer, or if the block is not in the queue.

@@ -7,8 +7,9 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain, compress
+from operator import and_
 from typing import NamedTuple
 
 import numpy as np
@@ -162,32 +163,51 @@ class Duplicates:
         view = self._view(copies.run.instance)
         if view is None:
             return 0
-        each, blocks, generations = self._each, copies.blocks, copies.generations
-        # The look-up has checked that all numbers are valid.
-        theirs = array(NUMBERS, copies.run.blocks)
-        their_generations = array(GENERATIONS, copies.run.generations)
-        here, there, used = self._generations.counters.data, view.counters.data, self._used
+        intact = self._intact(copies, chunks, view)
+        # Mostly all of them lie in the queue as the request has left them.
+        if all(intact) and self._to_head(copies.blocks, [chunks]):
+            return len(chunks)
+        single = [range(chunk, chunk + 1) for chunk in compress(chunks, intact)]
+        return self._to_head(copies.blocks, single)
 
-        def intact(at: int) -> bool:
-            block = blocks[at]
-            return (
-                here[block] == generations[at]
-                and there[theirs[at]] == their_generations[at]
-                and used.get(block, 0) < copies.at
-            )
-
-        ends = [
-            (at, at + each - 1)
-            for at in range((chunks.stop - 1) * each, chunks.start * each - 1, -each)
-            if intact(at) and intact(at + each - 1)
+    def _to_head(self, blocks: array[int], parts: Sequence[range]) -> int:
+        """Put parts of a request's chunks, which have one length, at the head of the free queue.
+        Returns how many of them could be moved."""
+        if not parts:
+            return 0
+        # vLLM frees a request from its last block on.
+        rows = [
+            blocks[part.start * self._each : part.stop * self._each] for part in reversed(parts)
         ]
-        # vLLM frees a chunk from its last block on.
         whole = self._pool.to_head(
-            [blocks[last] for _, last in ends], [blocks[first] for first, _ in ends], each
+            [row[-1] for row in rows], [row[0] for row in rows], len(rows[0])
         )
-        moved = array(NUMBERS)
-        for first, last in compress(ends, whole):
-            moved += blocks[first : last + 1]
-        if moved:
+        if any(whole):
+            moved = array(NUMBERS, b"".join(compress(rows, whole)))
             self._next[moved] = self._generations.counters[moved]
         return sum(whole)
+
+    def _intact(self, copies: Copies, chunks: range, view: GenerationView) -> list[bool]:
+        """Whether each chunk's first and last block are unchanged here and in the other KV cache,
+        and unused since the request ended."""
+        here, there, each = self._generations.counters.data, view.counters.data, self._each
+        numbers = (
+            copies.blocks,
+            copies.generations,
+            # The look-up has checked that these are valid.
+            array(NUMBERS, copies.run.blocks),
+            array(GENERATIONS, copies.run.generations),
+        )
+        first, last = (
+            [
+                here[block] == generation
+                and there[their] == their_generation
+                and self._used.get(block, 0) < copies.at
+                for block, generation, their, their_generation in zip(
+                    *(row[chunks.start * each + at : chunks.stop * each : each] for row in numbers),
+                    strict=True,
+                )
+            ]
+            for at in (0, each - 1)
+        )
+        return [*map(and_, first, last)]
