@@ -291,7 +291,7 @@ def test_what_others_read_leaves_its_owner_last_and_of_a_prefix_the_end_first(
     monkeypatch.setattr(hints.log.parent, "propagate", True)
     reader.add(tokens)
     assert owners(reader.step()) == [owner.half.publications.instance] * 4
-    waiting = owner.half.publications.hints._waiting
+    waiting = owner.half.publications.hints.waiting
     eventually(lambda: waiting)
     owner.half.publications.generations.void(blocks[4:5])
     for _ in range(3):

@@ -156,7 +156,7 @@ class ResidentPool:
         """Change the blocks' generations before vLLM can launch work that writes them."""
         self._give_way(num_blocks)
         blocks = self._get(num_blocks)
-        self._surely(lambda: self._take(blocks))
+        self._surely(self._take, blocks)
         return blocks
 
     def _take(self, blocks: list[Any]) -> None:
@@ -180,9 +180,9 @@ class ResidentPool:
         self._surely(self._on_reset)
         return self._reset()
 
-    def _surely(self, act: Callable[[], None]) -> None:
+    def _surely(self, act: Callable[..., None], *arguments: Any) -> None:
         try:
-            act()
+            act(*arguments)
         except Exception:  # nothing of ours raises into vLLM
             self._generations.give_up()
             self.broken = True
