@@ -61,18 +61,6 @@ class KVBlocks:
             block = block.next_free_block
         return numbers
 
-    def useless(self, most: int, given: memoryview, now: memoryview) -> int:
-        """Count the next blocks, up to `most`, before the first block worth keeping.
-
-        A block is not worth keeping if it holds nothing, or if its entry in `given` equals its
-        entry in `now`."""
-        count, block = 0, self._first
-        while count < most and (
-            block.block_hash is None or given[block.block_id] == now[block.block_id]
-        ):
-            count, block = count + 1, block.next_free_block
-        return count
-
     def to_end(self, numbers: Iterable[int]) -> None:
         """Have vLLM hand out these blocks last, as if just used. Blocks in use stay
         where they are.
