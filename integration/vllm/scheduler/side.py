@@ -157,7 +157,7 @@ class SchedulerSide:
         to load them asynchronously: always, if there are any.
 
         None in place of a number: ask again in the next step."""
-        if self.instance.waits():
+        if self.instance.keys is None and self.instance.waits():
             return None, False
         self._resets.learn()
         tracked = self._track(request)
@@ -389,7 +389,7 @@ class SchedulerSide:
             not tracked.loads
             or self._resets.clearing
             or local % self._groups.block
-            or not self.instance.open()
+            or (self.instance.keys is None and not self.instance.open())
         ):
             return 0
         most, chunks = self._loadable(tracked.request)
