@@ -12,8 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from benchmarks.vllm.scale import TINY
+from benchmarks.vllm.weights import write_model as write
+
 VOCABULARY = 1024
 _HIDDEN, _LAYERS, _HEADS, _KV_HEADS, _HEAD, _MLP = 64, 4, 4, 2, 64, 64
+"""Of the benchmarks' tiny Llama. It is narrow: a CPU without bfloat16 multiplies slowly."""
 _WIDE = _HEADS * _HEAD
 """Of models from whose width vLLM derives the length of a head."""
 TOKEN_BYTES = 4 * 2 * 64 * 2 * 2
@@ -23,75 +29,16 @@ TOKEN_BYTES = 4 * 2 * 64 * 2 * 2
 def write_model(
     folder: Path, windowed: str = "", window: int = 0, seed: int = 1, hidden: int = _HIDDEN
 ) -> Path:
-    """A Llama whose output depends on every token of the prompt: random weights of this seed,
-    scaled so that attention matters. It is narrow: a CPU without bfloat16 multiplies slowly.
+    """The benchmarks' tiny Llama, whose output depends on every token of the prompt, with random
+    weights of this seed.
 
     windowed: one letter a layer; those with an s look at the last `window` tokens only, so that
     they are groups of their own. hidden: numbers of a token between layers."""
-    import torch
-    from safetensors.torch import save_file
-
-    random_ = torch.Generator().manual_seed(seed)
-
-    def matrix(rows: int, columns: int, gain: float) -> torch.Tensor:
-        return (torch.randn(rows, columns, generator=random_) * gain / math.sqrt(columns)).to(
-            torch.bfloat16
-        )
-
-    def norm() -> torch.Tensor:
-        return torch.ones(hidden, dtype=torch.bfloat16)
-
-    weights = {
-        "model.embed_tokens.weight": matrix(VOCABULARY, hidden, math.sqrt(hidden)),
-        "model.norm.weight": norm(),
-        "lm_head.weight": matrix(VOCABULARY, hidden, 3.0),
-    }
-    shapes = {
-        "self_attn.q_proj": (_HEADS * _HEAD, hidden, 1.6),
-        "self_attn.k_proj": (_KV_HEADS * _HEAD, hidden, 1.6),
-        "self_attn.v_proj": (_KV_HEADS * _HEAD, hidden, 4.0),
-        "self_attn.o_proj": (hidden, _HEADS * _HEAD, 4.0),
-        "mlp.gate_proj": (_MLP, hidden, 1.0),
-        "mlp.up_proj": (_MLP, hidden, 1.0),
-        "mlp.down_proj": (hidden, _MLP, 1.0),
-    }
-    for layer in range(_LAYERS):
-        prefix = f"model.layers.{layer}."
-        weights |= {
-            f"{prefix}{name}.weight": norm()
-            for name in ("input_layernorm", "post_attention_layernorm")
-        }
-        weights |= {f"{prefix}{name}.weight": matrix(*shape) for name, shape in shapes.items()}
-    folder.mkdir(parents=True)
-    save_file(weights, str(folder / "model.safetensors"))
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "num_hidden_layers": _LAYERS,
-        "num_attention_heads": _HEADS,
-        "num_key_value_heads": _KV_HEADS,
-        "head_dim": _HEAD,
-        "intermediate_size": _MLP,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+    model = TINY.model | {"hidden_size": hidden}
     if windowed:
-        config |= {
-            "layer_types": [
-                "sliding_attention" if letter == "s" else "full_attention" for letter in windowed
-            ],
-            "sliding_window": window,
-        }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+        kinds = {"s": "sliding_attention", "f": "full_attention"}
+        model |= {"layer_types": [kinds[letter] for letter in windowed], "sliding_window": window}
+    return write(folder, msgspec.structs.replace(TINY, model=model), seed)
 
 
 def write_lora(folder: Path, seed: int) -> Path:
