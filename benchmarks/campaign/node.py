@@ -1,6 +1,4 @@
-"""The metadata server that the soak torments: a real process, started on one socket again and
-again.
-"""
+"""The metadata server of a campaign: a real process, started on one socket again and again."""
 
 from __future__ import annotations
 
