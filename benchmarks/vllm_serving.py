@@ -114,7 +114,7 @@ def _run(options: argparse.Namespace, report: Report) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     print(f"logs in {folder}", flush=True)
     model = write_model(options.cache / f"model_{sizes.scale.name}", sizes.scale)
-    more = dict(setting.removeprefix("vcache.").split("=", 1) for setting in options.set)
+    more = dict(options.set)
     for system in dict.fromkeys(arm.system for arm in options.arms):
         arms = [arm for arm in options.arms if arm.system == system]
         own = msgspec.structs.replace(sizes, kv_events=any(a.policy == "kv_aware" for a in arms))

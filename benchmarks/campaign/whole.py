@@ -30,7 +30,7 @@ from vcache_backend.integration.vllm.scheduler.pace import Pace
 from ..processes import die_with_parent
 from ..vllm.answers import Answer
 from ..vllm.scale import TINY, Scale
-from ..vllm.settings import DECODE_GRAPHS, our_connector
+from ..vllm.settings import DECODE_GRAPHS, llm, our_connector
 from ..vllm.weights import write_model
 from .forked import Forked
 from .living import Living, Settings, Slowly, live_as
@@ -171,34 +171,25 @@ class Whole(Living):
 
 def make(folder: str, transfer: dict[str, Any] | None, size: Size) -> Any:
     """A vLLM of the model in the folder. transfer: `kv_transfer_config`."""
-    scale, model = size.scale, Path(folder, "model")
-    given: dict[str, Any] = {}
-    if not (model / "model.safetensors").exists():
-        given["load_format"] = "dummy"
-    if current_platform.is_cpu():
-        given["enforce_eager"] = True
+    own = {
+        "kv_cache_memory_bytes": size.tokens * size.scale.token_bytes,
+        "max_model_len": (size.chunks + 1) * size.scale.chunk,
+        "max_num_batched_tokens": size.step,
+        "async_scheduling": True,
+        "disable_log_stats": True,
+        "kv_transfer_config": transfer,
+    }
+    on_cpu = current_platform.is_cpu()
+    if on_cpu:
         # vLLM would inspect the model in a new process, which has to import vLLM first.
         registry._run_in_subprocess = lambda look: look()
         # With our connector, the connector does this.
         amx.permit()
     else:
         # Engines start often, so nothing is compiled.
-        given |= {"gpu_memory_utilization": 0.15, "compilation_config": DECODE_GRAPHS}
-    return vllm.LLM(
-        model=str(model),
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        block_size=scale.block,
-        kv_cache_memory_bytes=size.tokens * scale.token_bytes,
-        max_model_len=(size.chunks + 1) * scale.chunk,
-        max_num_seqs=size.at_once,
-        max_num_batched_tokens=size.step,
-        enable_prefix_caching=True,
-        async_scheduling=True,
-        disable_log_stats=True,
-        kv_transfer_config=transfer,
-        **given,
-    )
+        own["compilation_config"] = DECODE_GRAPHS
+    scale = msgspec.structs.replace(size.scale, cpu=on_cpu)
+    return vllm.LLM(**llm(scale, Path(folder, "model"), size.at_once) | own)
 
 
 def _sampling() -> Any:

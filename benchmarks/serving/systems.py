@@ -11,14 +11,13 @@ from typing import Any
 
 import msgspec
 
+from ..processes import HOST
 from ..vllm import scale as scales
 from ..vllm.scale import GIB, MIB, Scale
-from ..vllm.settings import BOTH, our_connector
+from ..vllm.settings import BOTH, llm, our_connector
 from .workloads import Plan
 
 MODEL = "model"
-UTILISATION = 0.15
-"""vLLM takes the KV cache it is given; of this it only wants to see so much of the GPU free."""
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,42 +143,28 @@ def serve_arguments(
     name: str, sizes: Sizes, model: Path, port: int, side: Mapping[str, Any]
 ) -> list[str]:
     """Of vLLM's OpenAI server. side: see `transfer`."""
-    scale, system = sizes.scale, SYSTEMS[name]
-    kv_bytes = sizes.kv_bytes if system.lends else sizes.all_kv_bytes
-    given: dict[str, Any] = {
-        "model": model,
-        "served-model-name": MODEL,
-        "host": "127.0.0.1",
+    system = SYSTEMS[name]
+    given = llm(sizes.scale, model, sizes.seqs) | {
+        "kv_cache_memory_bytes": sizes.kv_bytes if system.lends else sizes.all_kv_bytes,
+        "served_model_name": MODEL,
+        "host": HOST,
         "port": port,
-        "dtype": "bfloat16",
-        "max-model-len": scale.max_model_len,
-        "max-num-seqs": sizes.seqs,
-        "max-num-batched-tokens": scale.batched_tokens,
-        "kv-cache-memory-bytes": kv_bytes,
-        "block-size": scale.block,
+        "enable_prompt_tokens_details": True,
+        "disable_uvicorn_access_log": True,
     }
-    flags = [
-        "skip-tokenizer-init",
-        "enable-prefix-caching",
-        "enable-prompt-tokens-details",
-        "disable-uvicorn-access-log",
-    ]
-    if scale.cpu:
-        flags.append("enforce-eager")
-    else:
-        given |= {"load-format": "dummy", "gpu-memory-utilization": UTILISATION}
     if system.ranks:
-        given["data-parallel-size"] = sizes.instances
+        given["data_parallel_size"] = sizes.instances
     if sizes.kv_events:
-        given["kv-events-config"] = json.dumps(
+        given["kv_events_config"] = json.dumps(
             {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": side["events"]}
         )
     if (config := transfer(name, sizes, side)) is not None:
-        given["kv-transfer-config"] = json.dumps(config)
-    return [
-        *(f"--{flag}" for flag in flags),
-        *(part for key, value in given.items() for part in (f"--{key}", str(value))),
-    ]
+        given["kv_transfer_config"] = json.dumps(config)
+    arguments: list[str] = []
+    for key, value in given.items():
+        flag = f"--{key.replace('_', '-')}"
+        arguments += [flag] if value is True else [flag, str(value)]
+    return arguments
 
 
 def transfer(name: str, sizes: Sizes, side: Mapping[str, Any]) -> dict[str, Any] | None:

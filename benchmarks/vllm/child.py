@@ -16,8 +16,6 @@ import time
 from typing import Any
 
 from ..processes import answer_commands
-from . import one_gpu
-from .environment import on_one_gpu
 from .weights import change_weights, flip_kv, flip_states, order_choices, scale_weights
 
 SECONDS = 120.0
@@ -28,11 +26,7 @@ class Serving:
 
     def __init__(self, arguments: dict[str, Any], dummy: bool) -> None:
         from vllm import LLM
-        from vllm.platforms import current_platform
 
-        ranks = arguments["tensor_parallel_size"]
-        if ranks > 1 and on_one_gpu() and not current_platform.is_cpu():
-            one_gpu.install()
         self._llm = LLM(**arguments)
         self._engine = self._llm.llm_engine
         self._count = 0
