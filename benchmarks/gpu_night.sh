@@ -19,7 +19,7 @@
 #   promises whole vLLMs that wait for what others compute, stopped and killed in every state of a promise, with a control   7 minutes
 #   copies   copies, engine, metadata server, turns                                                 2 minutes
 #   lmcache  TTFT, decoding and misses through LMCache                                              6 minutes
-#   decode   running requests beside loads, prefill apart, in place                                 6 minutes
+#   decode   running requests beside loads, in place                                                4 minutes
 #   serving  two servers, vLLM alone and in place, prefix repetition: RUNS=0,1,2                    7 minutes
 #   routed   two servers, vLLM alone and in place, in turn and behind vllm-router, small: ARMS=..., WORKLOADS=...   8 minutes; nothing beside it
 #   ranks    one server of two data parallel ranks, alone and in place: WORKLOADS=...               8 minutes; nothing beside it
@@ -154,7 +154,7 @@ death() {
 promises() { bench promises 280 campaign --level promises; }
 copies() { "$python" -m benchmarks --only engine --only copies --only metadata --only turns --out "$out/copies.json" --commit "${COMMIT:-}" 2>&1 | tail -n 60; }
 lmcache() { ttft lmcache 500 ttft,tpot,miss --integration lmcache --kv-gib 6 --pool-gib 8 --rounds 7; }
-decode() { ttft decode 500 tpot,pd "${in_place[@]}" --kv-gib 6; }
+decode() { ttft decode 500 tpot "${in_place[@]}" --kv-gib 6; }
 serving() {
   bench serving 500 vllm_serving --arms alone:turn,inplace:turn --workloads prefix --runs "${RUNS:-0}" --memory 0.6 --logs "$logs/serving" ${TINY:+--scale tiny}
 }

@@ -26,7 +26,7 @@ from .options import end_in_time, names_of, parser
 from .results import Clock, Report, Row
 from .vllm.fleet import Fleet
 from .vllm.instances import KINDS, joined
-from .vllm.parts import equality, groups, latency, pd, scheduling, versions
+from .vllm.parts import equality, groups, latency, scheduling, versions
 from .vllm.prompts import Prompts
 from .vllm.scale import GIB, SCALES
 
@@ -120,11 +120,6 @@ PARTS: dict[str, Part] = {
     "restart": Part(PAIR, lambda it: equality.restart(it.fleet, it.source), in_place=False),
     "tpot": Part(("a", "b"), lambda it: latency.decoding(it.fleet, it.clock, it.source)),
     "miss": Part(("alone", "a"), _miss),
-    "pd": Part(
-        ("producer", "consumer"),
-        lambda it: pd.first_token(it.fleet, it.clock, it.source, it.rounds),
-        OURS,
-    ),
     "fp8": _few("fp8"),
     "mla": _few("mla", cpu=False),
     "ngram": _few("ngram"),
@@ -151,7 +146,6 @@ PARTS: dict[str, Part] = {
 the end. Some are not for sharing in place: `restart`, since an instance's KV goes with it, and
 models with several block tables."""
 APART = (
-    ("pd",),
     ("tp2",),
     ("fp8", "mla", "ngram"),
     ("sparse", "sparse_fp8", "head"),
@@ -251,7 +245,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="vLLM's KV cache of each instance, twice as much of who computes in place",
     )
     option("--graphs-only", action="store_true", help="compile nothing, and graph decode steps")
-    option("--rounds", type=int, default=11, help="prompts of each length in `ttft`, and in `pd`")
+    option("--rounds", type=int, default=11, help="prompts of each length in `ttft`")
     options = made.parse_args(arguments)
     in_place = options.share == "in_place"
     if in_place and options.integration == "lmcache":

@@ -137,10 +137,8 @@ class Fleet:
             return {}
         if self.integration == "lmcache":
             return {"kv_connector": "LMCacheConnectorV1", **BOTH}
-        lends = 0 if spec.role == "consumer" else scale.pool_bytes
         more = self.more | KINDS[spec.kind].settings
-        made = our_connector(self._socket, lends, scale.chunk, more)
-        return made | ({"kv_role": f"kv_{spec.role}"} if spec.role else {})
+        return our_connector(self._socket, scale.pool_bytes, scale.chunk, more)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

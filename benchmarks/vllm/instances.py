@@ -132,13 +132,11 @@ KINDS = {
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
-    """An instance. alone: without vcache. role: producer, consumer or both (""). scheduler: a
-    function of `scheduler`."""
+    """An instance. alone: without vcache. scheduler: a function of `scheduler`."""
 
     gpu: int
     alone: bool = False
     kind: str = ""
-    role: str = ""
     scheduler: str = ""
 
 
@@ -159,8 +157,6 @@ def joined(*parts: str) -> str:
 INSTANCES = {
     **_trio(""),
     "timed": Spec(gpu=1, scheduler="probed"),
-    "producer": Spec(gpu=0, role="producer"),
-    "consumer": Spec(gpu=1, role="consumer"),
     **_trio("tp2"),
     **_trio("fp8"),
     **_trio("mla"),
