@@ -66,22 +66,15 @@ def table(files: Mapping[str, Mapping[str, Any]]) -> str:
                 days[what][column] = max(days[what].get(column, ""), file["date"][:10])
     columns = sorted({column for found in days.values() for column in found})
     lines = [f"| | {' | '.join(columns)} |", f"| --- |{' --- |' * len(columns)}"]
-    lines += [
-        f"| {what} | {' | '.join(days[what].get(column, '') for column in columns)} |"
-        for what in WHAT
-        if what in days
-    ]
+    for what in [what for what in WHAT if what in days]:
+        lines.append(f"| {what} | {' | '.join(days[what].get(at, '') for at in columns)} |")
     return "".join(f"{line}\n" for line in lines)
 
 
 def current() -> str:
     """The table from the present result files."""
-    return table(
-        {
-            path.name: json.loads(path.read_text())
-            for path in sorted((ROOT / "benchmarks" / "results").glob("*.json"))
-        }
-    )
+    files = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+    return table({path.name: json.loads(path.read_text()) for path in files})
 
 
 def main(arguments: list[str]) -> int:

@@ -161,12 +161,11 @@ class Campaign:
         """Start an instance with a new name."""
         self._starts += 1
         level = self._level
+        device, lends = f"host:{number % SEGMENTS}", ByteSize(level.lends)
         config = Config(
             server=ServerConfig(socket=str(self._node.path)),
             client=QUICK,
-            pool=PoolConfig(
-                device=f"host:{number % SEGMENTS}", segment_bytes=ByteSize(level.lends)
-            ),
+            pool=PoolConfig(device=device, segment_bytes=lends),
             engine=EngineConfig(chunk_size=CHUNK_TOKENS),
         )
         settings = Settings(

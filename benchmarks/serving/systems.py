@@ -179,12 +179,9 @@ def transfer(name: str, sizes: Sizes, side: Mapping[str, Any]) -> dict[str, Any]
     # Devices of the same name are one device, whose share of the pool one instance lends for all:
     # as two servers on one GPU do.
     together = system.lends and sizes.one_gpu
-    more = (
-        {"pool.device": f"host:{0 if together else side['index']}"}
-        if sizes.scale.cpu or system.host
-        else {}
-    )
-    more |= {"connector.share": "in_place"} if system.in_place else {}
+    more: dict[str, str] = {"connector.share": "in_place"} if system.in_place else {}
+    if sizes.scale.cpu or system.host:
+        more["pool.device"] = f"host:{0 if together else side['index']}"
     servers = sizes.instances
     lends = sizes.pool_bytes * (servers if together else 1) if system.lends else 0
     lends += int(sizes.host_gib * GIB) // servers if system.host else 0
@@ -209,16 +206,8 @@ def _mp_connector(port: int) -> dict[str, Any]:
 
 def mp_arguments(scale: Scale, gib: float, port: int) -> list[str]:
     """Of LMCache's server."""
-    given = [
-        "--port",
-        str(port),
-        "--l1-size-gb",
-        f"{gib:g}",
-        "--eviction-policy",
-        "LRU",
-        "--chunk-size",
-        str(scale.chunk),
-    ]
-    return given + (
-        ["--supported-transfer-mode", "auto", "--disable-observability"] if scale.cpu else []
-    )
+    given = ["--port", str(port), "--l1-size-gb", f"{gib:g}", "--eviction-policy", "LRU"]
+    given += ["--chunk-size", str(scale.chunk)]
+    if scale.cpu:
+        given += ["--supported-transfer-mode", "auto", "--disable-observability"]
+    return given
