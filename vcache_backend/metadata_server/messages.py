@@ -86,7 +86,7 @@ MAX_FIELDS = 64
 Field = Annotated[str, msgspec.Meta(max_length=64, pattern=_PRINTABLE)]
 TOKEN_BITS = 63
 MAX_REPORT_CHARS = 1024
-MAX_TOKENS = 1 << 48
+MAX_TOKENS = 1 << 32
 """The most tokens that one message may report as looked up."""
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 PromiseNumber = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -193,7 +193,7 @@ class CacheShape(msgspec.Struct, frozen=True, array_like=True):
     part, in this order, the plane's region and the offset of its block 0. `regions`: how many bytes
     of each fd a reader may map."""
 
-    device: Text
+    device: Field
     medium: Medium
     layout: Text
     kinds: Annotated[list[LayerKind], msgspec.Meta(min_length=1, max_length=MAX_KINDS)]
@@ -306,7 +306,7 @@ class Hello(Request, frozen=True, tag="hello"):
     pid is not visible. `name`: the instance's name for people, such as its port, `:8000`."""
 
     version: int
-    device: Text
+    device: Field
     medium: Medium
     layout: Annotated[dict[Field, str], msgspec.Meta(max_length=MAX_FIELDS)] = {}
     token: Annotated[int, msgspec.Meta(ge=0, le=(1 << TOKEN_BITS) - 1)] = 0
@@ -321,7 +321,7 @@ class AddSegment(Request, frozen=True, tag="add_segment"):
     server takes it only if it knows the segment's contents."""
 
     id: Annotated[SegmentId, msgspec.Meta(pattern=SEGMENT_ID)]
-    device: Text
+    device: Field
     medium: Medium
     nbytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_SEGMENT_BYTES)]
     claim: int = 0
@@ -818,8 +818,7 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
     tenants: list[TenantStats] = []
 
 
-_OfSegments = AddSegment | Lend | OpenSegment | Unusable | DropSegment | ListSegments
-_OfChunks = (
+OfChunks = (
     Reserve
     | Commit
     | Abort
@@ -832,10 +831,11 @@ _OfChunks = (
     | Remove
     | Clear
 )
-OfInstances = Join | ShowCache | OpenInstance | OpenCache | CloseInstance
-OfResidents = Publish | Retract | Hint | Listen | Find | Promise | ShowReads
-OfOthers = Hello | _OfSegments | OfInstances | OfResidents | Stats | Report
-AnyRequest = _OfChunks | OfOthers
+OfResidents = Publish | Retract | Hint | Listen | Find | Promise | ShowReads | CloseInstance
+_OfSegments = AddSegment | Lend | OpenSegment | Unusable | DropSegment | ListSegments
+_OfInstances = Join | ShowCache | OpenInstance | OpenCache
+OfOthers = Hello | _OfSegments | _OfInstances | Stats | Report
+AnyRequest = OfChunks | OfResidents | OfOthers
 _OfOneThing = Count | Promised | Verdict | Present | Added | Lendable | Opened | Dropped
 AnyReply = (
     Welcome

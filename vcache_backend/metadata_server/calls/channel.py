@@ -3,7 +3,6 @@ breaker, a background thread."""
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import threading
@@ -12,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 import msgspec
@@ -27,15 +25,15 @@ from vcache_backend.errors import (
 )
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
-from vcache_backend.metadata_server.calls.link import ServerLink, Unwelcome
+from vcache_backend.metadata_server.calls.link import ServerLink
 
 log = logging.getLogger(__name__)
 
 KILLED_SECONDS = 3.0
 """How long a killed server must stay away before this client starts another. Supervisors have this
 long to do so first."""
-LONGEST_KILLED_SECONDS = 300.0
-"""The longest such wait. The wait doubles with each start, until a server lasts this long."""
+AGAIN_SECONDS = 60.0
+"""The shortest time between two such starts, if the servers do not last."""
 
 R = TypeVar("R", bound=m.Reply)
 T = TypeVar("T")
@@ -88,12 +86,9 @@ class Channel(ABC):
         self.on_killed: Callable[[], None] = lambda: None
         """Called in the background thread to start another server, after a killed server has stayed
         away. A server that was stopped removed its socket, and is not replaced."""
-        self._killed, self._start_at, self._started, self._patience = (
-            False,
-            0.0,
-            0.0,
-            KILLED_SECONDS,
-        )
+        self._killed = False
+        self._killed_at: float | None = None
+        self._start_after = 0.0
         self._wake = threading.Event()
         self._stop = threading.Event()
         self.epoch = 0
@@ -117,12 +112,7 @@ class Channel(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -308,29 +298,13 @@ class Channel(ABC):
             case ConnectionRefusedError() if not self._path.is_socket():
                 return f"{at} is no socket; set server.socket to that of a metadata server"
             case FileNotFoundError() | ConnectionRefusedError() | NotADirectoryError():
-                return (
-                    f"no metadata server at {at}: {error.strerror}; start one with `vcache serve`"
-                )
-            case OSError(errno=errno.EPROTOTYPE):
-                return (
-                    f"the metadata server at {at} is of another version; install the same "
-                    "vcache-backend"
-                )
+                why = f"{error.strerror}; start one with `vcache serve`"
+                return f"no metadata server at {at}: {why}"
             case TimeoutError() | BlockingIOError():
-                seconds = self._config.connect_seconds
-                return (
-                    f"the metadata server at {at} did not answer in {seconds:g} s: it is "
-                    "stopped, or has too much to do"
-                )
-            case Unwelcome() | PermissionError():
-                return f"no connection to the metadata server at {at}: {error}"
-            case OSError(errno=None):
-                return (
-                    f"no metadata server can be at {at}: {error}; set server.socket to a "
-                    "shorter one"
-                )
+                why = f"did not answer in {self._config.connect_seconds:g} s"
+                return f"the metadata server at {at} {why}: it is stopped, or has too much to do"
             case _:
-                return f"no connection to the metadata server at {at}: {error}; its log may say why"
+                return f"no connection to the metadata server at {at}: {error}"
 
     def _greet(self, welcome: m.Welcome) -> None:
         for line in welcome.mismatches:
@@ -359,8 +333,6 @@ class Channel(ABC):
         while not self._stop.is_set():
             if self._link is not None:
                 pause = self._config.retry_seconds
-                if time.monotonic() > self._started + LONGEST_KILLED_SECONDS:
-                    self._patience = KILLED_SECONDS
                 self._wake.wait(self._config.heartbeat_seconds)
                 self._wake.clear()
                 self._heartbeat()
@@ -372,17 +344,16 @@ class Channel(ABC):
                 self._start_again()
 
     def _start_again(self) -> None:
-        """Call `on_killed` if the server was killed, and has stayed away for `_patience` seconds
-        since this thread noticed."""
+        """Call `on_killed` if the server was killed and has stayed away for `KILLED_SECONDS`."""
         now = time.monotonic()
         if not self._killed:
-            self._start_at = 0.0
-        elif not self._start_at:
-            self._start_at = now + self._patience
-        elif now >= self._start_at:
-            self._start_at, self._patience = 0.0, min(2 * self._patience, LONGEST_KILLED_SECONDS)
+            self._killed_at = None
+        elif self._killed_at is None:
+            self._killed_at = now
+        elif now >= max(self._killed_at + KILLED_SECONDS, self._start_after):
             self.on_killed()
-            self._started = time.monotonic()
+            self._killed_at = None
+            self._start_after = time.monotonic() + AGAIN_SECONDS
 
     def _heartbeat(self) -> None:
         if self._link is None or self._stop.is_set():

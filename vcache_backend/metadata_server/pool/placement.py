@@ -12,7 +12,6 @@ from typing import cast
 
 import msgspec
 
-from vcache_backend.metadata_server import shares
 from vcache_backend.metadata_server.client_lines import Caller
 from vcache_backend.metadata_server.messages import (
     ChunkKey,
@@ -126,11 +125,6 @@ class Peer(msgspec.Struct):
     def caller(self) -> Caller:
         """The process or user whose limit of log lines applies."""
         return Caller(self.uid, self.process.pid)
-
-    @property
-    def user(self) -> int:
-        """The user whose share this client uses; see `shares.user`."""
-        return shares.user(self.uid, self.process.pid)
 
 
 class Segment:
