@@ -67,10 +67,10 @@ class Service:
         fds: came with the request. The service removes the fds that it keeps."""
         started = time.perf_counter()
         try:
-            if isinstance(request, m.OfChunks):
-                answer: Answer = self._of_chunks(client, request), ()
-            elif isinstance(request, m.OfResidents):
-                answer = self._of_residents(client, request), ()
+            if isinstance(request, m.OfResidents):
+                answer: Answer = self._of_residents(client, request), ()
+            elif isinstance(request, m.OfChunks):
+                answer = self._of_chunks(client, request), ()
             else:
                 answer = self._of_others(client, request, fds)
         except Refuse as refusal:
