@@ -127,7 +127,7 @@ class ServerLink:
         wake: so first look for it without sleeping."""
         with suppress(BlockingIOError):
             return self._receiver.receive(self._socket)
-        spin_until = time.perf_counter() + self._spin
+        spin_until = min(time.perf_counter() + self._spin, deadline)
         while not self._incoming.poll(0) and time.perf_counter() < spin_until:
             os.sched_yield()
         while True:
