@@ -28,7 +28,18 @@ from instance_cases import (
     shape,
     show,
 )
-from processes import PATIENT, Child, Raw, Stage, eventually, hung, info, make_memfd, running
+from processes import (
+    PATIENT,
+    SECONDS,
+    Child,
+    Raw,
+    Stage,
+    eventually,
+    hung,
+    info,
+    make_memfd,
+    running,
+)
 
 from vcache_backend.errors import Refused, VCacheError
 from vcache_backend.metadata_server import messages as m
@@ -106,7 +117,7 @@ def test_what_an_instance_shows_and_publishes_others_find_and_open(
     here = [m.Resident(0, chunk_blocks(4 * at), chunk_generations(2)) for at in range(3)]
     assert there.residents == [[one] for one in here]
     assert owner.find(m.Find(keys(5), 1, A)) == NOTHING
-    sent = reader.send_find(m.Find(keys(2)))
+    sent = reader.send_find(m.Find(keys(2)), SECONDS)
     assert sent is not None
     assert sent.answer().residents == [[one] for one in here[:2]]
 
@@ -592,7 +603,7 @@ def test_an_answer_that_no_message_could_hold_is_cut_and_asked_for_again(
         )
         == count
     )
-    sent = reader.send_find(m.Find(keys(count)))
+    sent = reader.send_find(m.Find(keys(count)), SECONDS)
     assert sent is not None
     part = sent.answer()
     assert part.cut

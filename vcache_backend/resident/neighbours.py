@@ -112,7 +112,6 @@ class Neighbours:
 
     def __init__(self, client: Client, device: Device, kv: PagedKV, rank: int) -> None:
         self._client, self._device, self._kv, self._rank = client, device, kv, rank
-        self._opening = threading.Lock()
         self._here: dict[bytes, Neighbour] = {}
         self._coming: set[bytes] = set()
         self._refused = Refusals()
@@ -123,36 +122,23 @@ class Neighbours:
         """Whether the KV cache of `instance` is being mapped in another thread. The first call for
         an instance starts the mapping.
 
-        Mapping takes a few seconds at most; afterwards `get` answers at once."""
+        Mapping takes a few seconds at most."""
         if instance in self._coming:
             return True
         if instance in self._here or instance in self._refused or self._unmapper.closed:
             return False
         self._coming.add(instance)
         with suppress(RuntimeError):  # closed
-            self._mapper.submit(self._map_new, instance)
+            self._mapper.submit(self._map, instance)
             return True
         self._coming.discard(instance)
         return False
 
     def get(self, instance: bytes) -> Neighbour | None:
-        """Return the KV cache of `instance`; None while it cannot be read, and for good once its
-        owner has ended.
-
-        Maps the KV cache in the caller's thread if `expects` has not: two requests to the server,
-        then some 10 ms for 40 GiB of a GPU. After a failure `get` tries again later; never if the
-        KV cache has another layout."""
-        mapped = self._here.get(instance)
-        if mapped is not None:
-            return mapped
-        with self._opening:
-            if instance in self._here or instance in self._refused or self._unmapper.closed:
-                return self._here.get(instance)
-            try:
-                return self._open(instance)
-            except (VCacheError, OSError) as error:
-                self._refused.failed(instance, error)
-                return None
+        """Return the KV cache of `instance`; None while it is being mapped or cannot be read, and
+        for good once its owner has ended. Starts the mapping as `expects` does."""
+        self.expects(instance)
+        return self._here.get(instance)
 
     def close(self) -> None:
         """Unmap each KV cache after its last copy. Waits at most `CLOSE_SECONDS`. Idempotent."""
@@ -161,9 +147,14 @@ class Neighbours:
 
     # ---- inside
 
-    def _map_new(self, instance: bytes) -> None:
+    def _map(self, instance: bytes) -> None:
+        """Map a KV cache: two requests to the server, then some 10 ms for 40 GiB of a GPU. After a
+        failure `expects` tries again later; never if the KV cache has another layout."""
         try:
-            self.get(instance)
+            if instance not in self._here:
+                self._open(instance)
+        except (VCacheError, OSError) as error:
+            self._refused.failed(instance, error)
         # the thread's last line of defence; a load waits until it is no longer in `_coming`
         except Exception:
             self._refused.add(instance)
@@ -171,7 +162,7 @@ class Neighbours:
         finally:
             self._coming.discard(instance)
 
-    def _open(self, instance: bytes) -> Neighbour | None:
+    def _open(self, instance: bytes) -> None:
         started = time.perf_counter()
         with ExitStack() as undo:
             joined, view, pidfds = open_instance(self._client, instance)
@@ -188,7 +179,7 @@ class Neighbours:
                 wire.close_fds(fds)
             self._here[instance] = neighbour
             if not self._unmapper.admit(neighbour, pidfds):
-                return None
+                return
             undo.pop_all()
         ms, nbytes = (time.perf_counter() - started) * 1e3, sum(shape.regions)
         log.info(
@@ -198,7 +189,6 @@ class Neighbours:
             shape.device,
             ms,
         )
-        return neighbour
 
     def _forget(self, neighbour: Neighbour) -> None:
         """Undo `_open`."""

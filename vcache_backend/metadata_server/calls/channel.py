@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
@@ -50,7 +51,7 @@ class Sent(Generic[R]):
         self, channel: Channel, request: m.Request, kind: type[R], received: list[int] | None = None
     ) -> None:
         self.request, self.kind, self.received, self._channel = request, kind, received, channel
-        self.reply: m.AnyReply | None = None
+        self.reply: m.Reply | None = None
         self.lost = ""
 
     @property
@@ -58,10 +59,19 @@ class Sent(Generic[R]):
         """Whether the answer has arrived, or never will."""
         return self.reply is not None or bool(self.lost)
 
-    def answer(self) -> R:
-        """Wait for the answer as a call does, with the same deadline and errors."""
+    def arrives(self, seconds: float) -> bool:
+        """Wait for the answer, but only for `seconds`. Returns `over`. The connection stays if the
+        answer is late."""
         if not self.over:
-            self._channel._collect(self)
+            with suppress(ServerUnavailable):
+                self._channel._collect(self, seconds, drops=False)
+        return self.over
+
+    def answer(self, seconds: float | None = None) -> R:
+        """Wait for the answer as a call does, with the same errors, until the deadline of a call or
+        for `seconds`."""
+        if not self.over:
+            self._channel._collect(self, seconds)
         if isinstance(self.reply, self.kind):
             return self.reply
         if isinstance(self.reply, m.Error):
@@ -188,23 +198,30 @@ class Channel(ABC):
             raise
         return reply, fds
 
-    def _send(self, request: m.Request, kind: type[R]) -> Sent[R]:
-        """Send a request whose answer is read later."""
+    @property
+    def request_seconds(self) -> float:
+        """The deadline of a call."""
+        return self._config.request_seconds
+
+    def _send(self, request: m.Request, kind: type[R], seconds: float) -> Sent[R]:
+        """Send a request within `seconds`. Its answer is read later."""
         data, sent = wire.encode(request), Sent(self, request, kind)
 
         def send(link: ServerLink, deadline: float) -> None:
             link.send(data, deadline)
             self._unread.append(sent)
 
-        self._alone(request, send)
+        self._alone(request, send, seconds, drops=False)
         return sent
 
-    def _collect(self, sent: Sent[Any]) -> None:
-        """Wait until the answer has arrived, or can no longer arrive."""
+    def _collect(self, sent: Sent[Any], seconds: float | None = None, drops: bool = True) -> None:
+        """Wait until the answer has arrived, or can no longer arrive. See `_alone`."""
+
+        def read(link: ServerLink, deadline: float) -> None:
+            self._read_unread(link, deadline, sent)
+
         try:
-            self._alone(
-                sent.request, lambda link, deadline: self._read_unread(link, deadline, sent)
-            )
+            self._alone(sent.request, read, seconds, drops)
         except ServerUnavailable:
             if sent.reply is None:
                 raise
@@ -231,9 +248,10 @@ class Channel(ABC):
         request: m.Request,
         work: Callable[[ServerLink, float], T],
         seconds: float | None = None,
+        drops: bool = True,
     ) -> T:
         """Run a step on the current connection under the lock, by a deadline. Drops the connection
-        if the step fails."""
+        if the step fails. drops: also if it is late."""
         seconds = self._config.request_seconds if seconds is None else seconds
         deadline = time.perf_counter() + seconds
         self.require()
@@ -246,8 +264,10 @@ class Channel(ABC):
             try:
                 return work(link, deadline)
             except TimeoutError as error:
-                self._drop(link, self._late(request, seconds, "no answer"))
-                raise ServerTimeout(self._down) from error
+                late = self._late(request, seconds, "no answer")
+                if drops:
+                    self._drop(link, late)
+                raise ServerTimeout(late) from error
             except (OSError, ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
                 self._drop(link, f"connection to the metadata server at {self._path} lost: {error}")
                 raise ServerUnavailable(self._down) from error

@@ -100,11 +100,11 @@ class InstanceCalls(Channel, ABC):
             ):
                 return msgspec.structs.replace(answer, cut=False) if answer.cut else answer
 
-    def send_find(self, request: m.Find) -> Sent[m.Found] | None:
-        """Send a look-up without waiting for the answer, which may be `cut`. None if the keys
-        exceed one request."""
+    def send_find(self, request: m.Find, seconds: float) -> Sent[m.Found] | None:
+        """Send a look-up within `seconds`, without waiting for the answer, which may be `cut`. None
+        if the keys exceed one request."""
         fits = len(request.keys) <= _most_found(request)
-        return self._send(request, m.Found) if fits else None
+        return self._send(request, m.Found, seconds) if fits else None
 
     def promise(
         self,

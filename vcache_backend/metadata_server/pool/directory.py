@@ -37,7 +37,7 @@ class Directory(SegmentDirectory):
 
     def __init__(self, limits: ServerConfig, now: Callable[[], float], first_id: int = 1) -> None:
         super().__init__(limits, now, first_id)
-        self.limits = limits
+        self._limits = limits
         self.quotas = Quotas(limits.quotas)
         self.leases = Leases(limits.lease_seconds, self.contents.let_go)
         self.promises = Promises(self.backlog, self.counters, now)
@@ -115,7 +115,7 @@ class Directory(SegmentDirectory):
         lease, each_once = next(self._ids), list(dict.fromkeys(entries))
         self.contents.hold(each_once)
         self.leases.grant(lease, client.id, each_once, self._now())
-        return m.Leased(lease, self.limits.lease_seconds, [entry.location for entry in entries])
+        return m.Leased(lease, self._limits.lease_seconds, [entry.location for entry in entries])
 
     def renew(self, lease: int) -> bool:
         """Extend a lease to its full time from now. Any client may ask. False if the lease has
@@ -151,7 +151,7 @@ class Directory(SegmentDirectory):
         wanted = [key for key in dict.fromkeys(keys) if key not in stored and key not in busy]
         some = [] if refusal is not None else wanted[: m.MAX_SLOTS]
         payer = self.quotas.of(tenant)
-        allowed = self.limits.max_chunks - self.contents.placement.occupied()
+        allowed = self._limits.max_chunks - self.contents.placement.occupied()
         locations = self.contents.room(nbytes, client, len(some), allowed, payer)
         if refusal is None and len(locations) < len(wanted):
             refusal = m.Refusal.FULL
@@ -174,7 +174,7 @@ class Directory(SegmentDirectory):
             return m.Reserved(0, 0.0, slots, reason)
         self._open(client, reservation, new, locations, payer)
         self.counters["reserved"] += len(new)
-        return m.Reserved(reservation, self.limits.reservation_seconds, slots, reason)
+        return m.Reserved(reservation, self._limits.reservation_seconds, slots, reason)
 
     def commit(self, client: Peer, reservation: int, prefix: list[m.ChunkKey]) -> int:
         """Publish a reservation of this client. Returns how many chunks are visible.
@@ -250,7 +250,7 @@ class Directory(SegmentDirectory):
         """Handle a closed connection: its leases end after `GRACE_SECONDS`, its reservations become
         void and their slots quarantined."""
         self.backlog.later(self.leases.drop_client(client.id, self._now))
-        self._claims.drop_client(client.id)
+        self._claims.end(client.id)
         self.promises.drop_client(client)
         self.reservations.void(self.reservations.of_client(client.id))
 

@@ -165,7 +165,6 @@ class Segment:
             chunks=len(self.ending) - self.reserved,
             leased=self.leased,
             reserved=self.reserved,
-            largest_hole=self.extents.largest,
             evictions=self.evictions,
             state=self.state,
         )

@@ -207,15 +207,7 @@ class Clients:
         mismatches = self._service.layouts.add(client, request.layout)
         if mismatches:
             log.warning("pid %d: %s; %d such instances", pid, mismatches[0], len(mismatches))
-        limits = self._directory.limits
-        welcome = m.Welcome(
-            m.PROTOCOL_VERSION,
-            self._service.epoch,
-            limits.lease_seconds,
-            limits.reservation_seconds,
-            mismatches,
-        )
-        connection.queue(welcome, [self._ledger])
+        connection.queue(m.Welcome(self._service.epoch, mismatches), [self._ledger])
 
     # ---- out
 

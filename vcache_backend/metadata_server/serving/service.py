@@ -67,10 +67,10 @@ class Service:
         fds: came with the request. The service removes the fds that it keeps."""
         started = time.perf_counter()
         try:
-            if isinstance(request, m.OfChunks):
-                answer: Answer = self._of_chunks(client, request), ()
-            elif isinstance(request, m.OfResidents):
-                answer = self._of_residents(client, request), ()
+            if isinstance(request, m.OfResidents):
+                answer: Answer = self._of_residents(client, request), ()
+            elif isinstance(request, m.OfChunks):
+                answer = self._of_chunks(client, request), ()
             else:
                 answer = self._of_others(client, request, fds)
         except Refuse as refusal:
@@ -149,7 +149,7 @@ class Service:
             case m.AddSegment():
                 return self._add_segment(client, request, fds), ()
             case m.Lend(nbytes):
-                return self.directory.lend(client, nbytes), ()
+                return m.Count(self.directory.lend(client, nbytes)), ()
             case m.OpenSegment(id_):
                 return self._open_segment(id_)
             case m.Unusable(id_):
@@ -219,13 +219,8 @@ class Service:
                 "one with another id"
             )
         self._check_room()
-        claim = request.claim
-        if claim and not self.directory.redeem(client, claim, device, nbytes):
-            raise Refuse(
-                f"segment {id_}: its claim on {device} has ended, or is on less; ask again what "
-                "may be lent"
-            )
         self.fds[id_] = Descriptor(fds.pop())
+        self.directory.end_claim(client)
         return m.Added(self.directory.add_segment(m.SegmentInfo(id_, device, medium, nbytes)))
 
     def _check_room(self) -> None:
