@@ -17,6 +17,7 @@
 #   which    how each text generation model of vLLM's registry is cached (docs/vllm/models.md); beside anything   6 minutes
 #   death    whole vLLMs paused, stopped, starved and killed, in place and through a pool, with controls   5 minutes
 #   promises whole vLLMs that wait for what others compute, stopped and killed in every state of a promise, with a control   7 minutes
+#   weights  weights that change, with and without a version, in place and through a pool          5 minutes
 #   copies   copies, engine, metadata server, turns                                                 2 minutes
 #   lmcache  TTFT, decoding and misses through LMCache                                              6 minutes
 #   decode   running requests beside loads, in place                                                4 minutes
@@ -151,7 +152,12 @@ death() {
   bench death_pool 180 campaign --level death_pool &
   wait
 }
-promises() { bench promises 280 campaign --level promises; }
+promises() { bench promises "${PROMISES_SECONDS:-280}" campaign --level promises; }
+weights() {
+  ttft weights_in_place 300 weights "${in_place[@]}" --scale beside &
+  ttft weights_pool 300 weights --integration vllm --scale beside &
+  wait
+}
 copies() { "$python" -m benchmarks --only engine --only copies --only metadata --only turns --out "$out/copies.json" --commit "${COMMIT:-}" 2>&1 | tail -n 60; }
 lmcache() { ttft lmcache 500 ttft,tpot,miss --integration lmcache --kv-gib 6 --pool-gib 8 --rounds 7; }
 decode() { ttft decode 500 tpot "${in_place[@]}" --kv-gib 6; }
@@ -174,7 +180,7 @@ ranks() { served ranks "${ARMS:-alone_dp:turn,inplace_dp:turn}" "${WORKLOADS:-ch
 
 for beside in "$@"; do
   for call in ${beside//+/ }; do
-    [[ " tests equal speed short models sparse which death promises copies lmcache decode serving routed ranks " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
+    [[ " tests equal speed short models sparse which death promises weights copies lmcache decode serving routed ranks " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
     "$call" &
   done
   wait

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from engine_cases import Copied, Node
 from kv_cases import CHUNK, SMALL, Cache, Sizes, layout_of
-from neighbour_cases import allocate, instance
+from neighbour_cases import allocate, instance, mapped
 from processes import PATIENT, SECONDS, Worker, eventually, with_torch
 
 from vcache_backend.config import ClientConfig
@@ -273,7 +273,7 @@ class Reader:
         self.cache.poison()
         for one in residents.values():
             if known and one.instance not in self.neighbours._here:
-                self.neighbours.get(one.instance)
+                mapped(self.neighbours, one.instance)
         return Load(
             self.session,
             self._places(len(tokens)),

@@ -145,7 +145,6 @@ def test_two_processes_share_every_byte_and_a_successor_finds_them(
 
 
 @pytest.mark.gpu(count=2)
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "seen", [("{0}", "{1}"), ("{0},{1}", "{1},{0}")], ids=["one each", "numbered differently"]
 )

@@ -13,14 +13,13 @@ from pathlib import Path
 
 import pytest
 from test_doctor import config, only
-from vllm_cases import beside_vllm, doctor_report, missing
+from vllm_cases import beside_vllm, doctor_report, needs_vllm
 
 from vcache_backend.config import Config
 from vcache_backend.doctor import diagnose
 
 __all__ = ["config"]
 
-needs_vllm = pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here")
 SHAPE = {
     "hidden_size": 64,
     "num_attention_heads": 4,

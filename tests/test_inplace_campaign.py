@@ -12,7 +12,6 @@ from benchmarks.campaign.rows import control_row, rows
 from benchmarks.campaign.run import campaign, run_control
 
 
-@pytest.mark.timeout(300)
 def test_no_byte_is_wrong_though_blocks_are_used_again_while_they_are_read() -> None:
     level = CPU._replace(stops=0.005, pause=0.15)
     result = campaign(loads=1000, seed=7, level=level)
@@ -20,7 +19,6 @@ def test_no_byte_is_wrong_though_blocks_are_used_again_while_they_are_read() -> 
     assert all(row.ok for row in rows(result, 1000, "cpu", level))
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("control", CPU.controls)
 def test_it_is_seen_where_a_rule_of_the_protocol_is_broken(control: Control) -> None:
     result = run_control(control, seed=7, level=CPU._replace(stops=0.01, control_loads=0))

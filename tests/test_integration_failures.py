@@ -34,6 +34,7 @@ from vllm_cases import (
     Prompt,
     meddled,
     missing,
+    needs_vllm,
     new_tokens,
     stopped_at,
 )
@@ -50,10 +51,7 @@ from vcache_backend.metadata_server.messages import (
 )
 
 __all__ = ["here"]
-pytestmark = [
-    pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"),
-    pytest.mark.timeout(300),
-]
+pytestmark = needs_vllm
 
 HITS = 4 * CHUNK
 OWN, LMCACHE = "own", "lmcache"
@@ -419,7 +417,7 @@ PLACES = [
     *(f"{OURS}.worker.side:WorkerSide.{name}" for name in ("store", "measured")),
     *(SCATTER, RELEASE),
 ]
-"""Methods that run with every request. Those around a load: test_vllm_survival."""
+"""Methods that run with every request. Those around a load: test_vllm_sharing."""
 RAISED = [*((OWN, place, 1) for place in PLACES), (OWN, PLACES[3], FOREVER)]
 
 

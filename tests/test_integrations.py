@@ -10,8 +10,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from vllm_cases import BLOCK, CHUNK, TINY, Answer, Instance, Node, Prompt, here, missing, new_tokens
+from vllm_cases import (
+    BLOCK,
+    CHUNK,
+    TINY,
+    Answer,
+    Instance,
+    Node,
+    Prompt,
+    here,
+    missing,
+    needs_vllm,
+    new_tokens,
+)
 from vllm_models import write_lora
+
+from vcache_backend.integration.lmcache.scope import TAG, scope
 
 LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
 ARGUMENTS = {
@@ -23,10 +37,8 @@ ARGUMENTS = {
 """Of vLLM, by the name of the instance."""
 HITS = 3 * CHUNK
 
-vllm_here = pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here")
 lmcache_here = pytest.mark.skipif(bool(missing()), reason=missing() or "LMCache is here")
 __all__ = ["here"]
-pytestmark = pytest.mark.timeout(300)
 
 
 class Fleet:
@@ -54,7 +66,7 @@ def aside(here: Node) -> Instance:
 
 
 WAYS = [
-    pytest.param("vllm", marks=vllm_here),
+    pytest.param("vllm", marks=needs_vllm),
     pytest.param("lmcache", marks=lmcache_here),
 ]
 
@@ -310,11 +322,54 @@ def test_an_aborted_request_keeps_neither_lease_nor_blocks(
 def test_preempted_requests_go_on_where_they_were(
     here: Node, a: Instance, tiny: Instance, aside: Instance
 ) -> None:
-    """There is room for two; what the third had computed comes back from the pool."""
-    prompts = [Prompt(new_tokens(2 * CHUNK + 9), max_tokens=100) for _ in range(3)]
+    """There is room for two to grow; what the third had computed comes back from the pool."""
+    prompts = [Prompt(new_tokens(2 * CHUNK), max_tokens=20) for _ in range(3)]
     here.keep(a, prompts[0].tokens)
     preempted = tiny.counter("vllm:num_preemptions")
     answers = tiny.run(*prompts, together=True)
     assert tiny.counter("vllm:num_preemptions") > preempted
     assert all(map(Answer.agrees, answers, aside.run(*prompts)))
     here.unleased()
+
+
+# ---- what only LMCache has
+
+with_lmcache = pytest.mark.parametrize("fleet", WAYS[1:], indirect=True)
+
+
+@with_lmcache
+def test_a_tag_keeps_requests_apart_and_a_forged_one_opens_nothing(
+    here: Node, a: Instance, reader: Instance
+) -> None:
+    """That of a salt is ours to make. One that LMCache could not hash is not cached at all."""
+    tokens = new_tokens(2 * CHUNK + 1)
+    here.keep(a, tokens, salt="red")
+    forged = {TAG: scope("red", None)}
+    assert reader.again(tokens, params=forged).cached == 0
+    assert reader.again(tokens, params=forged, salt="blue").cached == 0
+    tokens = new_tokens(2 * CHUNK + 1)
+    here.keep(a, tokens, params={"lmcache.tag.team": "red"})
+    assert reader.again(tokens).cached == 0
+    assert reader.again(tokens, params={"lmcache.tag.team": "blue"}).cached == 0
+    assert reader.again(tokens, params={"lmcache.tag.team": "red"}).cached == 2 * CHUNK
+    tokens, before = new_tokens(2 * CHUNK + 1), here.chunks()
+    answer = a.one(tokens, params={"lmcache.tag.team": ["red"]})
+    here.keep(a, new_tokens(CHUNK))
+    assert here.chunks() == before + 1
+    assert reader.one(tokens).agrees(answer)
+
+
+@with_lmcache
+def test_without_a_hash_seed_it_steps_aside_and_says_so_once(here: Node, a: Instance) -> None:
+    """Two instances would never agree on a key."""
+    unseeded = here.start("unseeded", environment={"PYTHONHASHSEED": None})
+    tokens, before = new_tokens(2 * CHUNK + 1), here.chunks()
+    alone = unseeded.one(tokens)
+    assert unseeded.again(tokens).cached == 0
+    assert here.chunks() == before
+    assert a.one(tokens).said == alone.said
+    # LMCache says the reason, too.
+    (line,) = [
+        line for line in unseeded.log.splitlines() if "vLLM serves, nothing is cached" in line
+    ]
+    assert "stepped aside: PYTHONHASHSEED is not set" in line

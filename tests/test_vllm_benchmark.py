@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from vllm_cases import forking, missing
+from vllm_cases import forking, needs_vllm
 
 from benchmarks.results import read
 
@@ -13,7 +13,7 @@ RIGHT = {"inplace_equal", "inplace_flipped_byte_caught", "inplace_pooled_chunks"
 """Rows that must be right; of the others how fast something is on a CPU is nobody's concern."""
 
 
-@pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here")
+@needs_vllm
 @pytest.mark.timeout(600)
 def test_the_whole_script_runs_on_the_cpu(tmp_path: Path) -> None:
     """A byte that is flipped in the owner's KV cache is seen."""

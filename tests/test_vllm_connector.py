@@ -1,9 +1,8 @@
-"""Our connector in real vLLM on the CPU: what a request costs, what it may wish, prefixes that
-others still compute, resets.
+"""Our connector in real vLLM on the CPU: what a request costs, what it may wish, resets.
 
 Every answer is compared with vLLM's own. Instance `a` stores; instance `b`, another process, has
-never computed what it is asked and so can only have it from the pool; `aside` is vLLM alone; `tiny`
-has hardly room. `test_integrations.py` has what LMCache does too."""
+never computed what it is asked and so can only have it from the pool; `aside` is vLLM alone.
+`test_integrations.py` has what LMCache does too, test_vllm_waits prefixes that others compute."""
 
 from __future__ import annotations
 
@@ -15,22 +14,19 @@ from vllm_cases import (
     BLOCK,
     CHUNK,
     SCATTER,
-    TINY,
     Instance,
     Node,
     Prompt,
     Router,
     here,
     meddled,
-    missing,
+    needs_vllm,
     new_tokens,
 )
+from vllm_models import TOKEN_BYTES
 
 __all__ = ["here"]
-pytestmark = [
-    pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"),
-    pytest.mark.timeout(300),
-]
+pytestmark = needs_vllm
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +48,6 @@ def b(here: Node, a: Instance) -> Instance:
 @pytest.fixture(scope="module")
 def aside(here: Node) -> Instance:
     return here.alone("aside")
-
-
-@pytest.fixture(scope="module")
-def tiny(here: Node, a: Instance) -> Instance:
-    return here.connect("tiny", **TINY)
 
 
 def vcache(**wishes: Any) -> dict[str, Any]:
@@ -115,18 +106,6 @@ def test_a_request_runs_once_the_copies_of_its_load_are_over(
     with meddled(b, f"{SCATTER},fence", "late"):
         answer = b.one(tokens)
     assert (answer.cached, answer.agrees(computed)) == (3 * CHUNK, True)
-
-
-def test_a_conversation_finds_what_was_said_before(here: Node, a: Instance, b: Instance) -> None:
-    """Chunks that an answer completes are stored, and are a prefix of the next prompt."""
-    tokens, before = new_tokens(3 * CHUNK - 10), here.chunks()
-    said = a.one(tokens, max_tokens=CHUNK + 12)
-    here.stored(before + 4)
-    following = tokens + said.tokens + new_tokens(7)
-    from_pool = b.one(following)
-    assert from_pool.cached == 4 * CHUNK
-    assert from_pool.said == b.one(following).said
-    assert from_pool.agrees(a.one(following))
 
 
 def test_a_request_costs_one_look_up_and_a_hit_one_lease(
@@ -210,58 +189,7 @@ def test_wishes_we_do_not_understand_are_served_uncached(
     assert b.again(tokens, params={"another": 1}).agrees(computed)
 
 
-# ---- a prefix that another instance is still computing, or that is for one reader
-
-
-def test_an_announced_prefix_is_waited_for_before_its_instance_has_it(
-    here: Node, a: Instance, b: Instance
-) -> None:
-    """The reader is first. It waits without holding others up, until all has come."""
-    tokens, other = new_tokens(6 * CHUNK + 17), new_tokens(CHUNK)
-    b.add("waiting", tokens, params=vcache(announced=True, wait_seconds=60))
-    assert b.step(3) == {}
-    b.add("other", other)
-    assert b.finish("other").keys() == {"other"}
-    before = here.chunks()
-    computed = a.one(tokens[: 4 * CHUNK])
-    assert computed.cached == 0
-    here.stored(before + 4)
-    b.step(3)
-    here.unleased()
-    a.one(tokens)
-    answer = b.finish("waiting")["waiting"]
-    own = a.one(tokens)
-    assert (answer.cached, own.cached) == (6 * CHUNK, 6 * CHUNK)
-    assert answer.said == own.said
-
-
-def test_an_announced_prefix_that_is_there_needs_no_waiting(
-    here: Node, a: Instance, b: Instance
-) -> None:
-    tokens = new_tokens(6 * CHUNK)
-    here.keep(a, tokens)
-    answer = b.one(tokens, params=vcache(announced=True, wait_seconds=600))
-    assert answer.cached == 6 * CHUNK - BLOCK
-    assert answer.said == a.one(tokens).said
-
-
-def test_an_aborted_request_gives_its_blocks_back(
-    here: Node, a: Instance, tiny: Instance, aside: Instance
-) -> None:
-    """Of what was announced to it a part has come when it is aborted; then somebody needs all
-    blocks there are.
-    """
-    tokens = new_tokens(6 * CHUNK + 1)
-    here.keep(a, tokens[: 2 * CHUNK])
-    failures = tiny.counter("vllm:vcache_failures")
-    tiny.add("waiting", tokens, params=vcache(announced=True, wait_seconds=600))
-    assert tiny.step(3) == {}
-    tiny.ask("abort", "waiting")
-    assert tiny.step(3) == {}
-    whole = new_tokens(13 * BLOCK)
-    assert tiny.one(whole, max_tokens=BLOCK).agrees(aside.one(whole, max_tokens=BLOCK))
-    assert tiny.counter("vllm:vcache_failures") == failures
-    here.unleased()
+# ---- resets
 
 
 def test_resetting_the_cache_empties_the_pool_too(
@@ -312,6 +240,30 @@ def test_what_goes_on_over_a_reset_that_vllm_did_not_make_is_not_stored(
     assert here.chunks() == 3
     assert b.again(longer, params=vcache(store=False)).cached == 0
     here.unleased()
+
+
+# ---- tenants
+
+
+def test_a_tenant_makes_room_in_its_own_share(here: Node, a: Instance, b: Instance) -> None:
+    """Whether a request's salt or its parameter names the tenant."""
+    others = new_tokens(4 * CHUNK + 1)
+    here.keep(a, others)
+    (acme,) = here.stats().tenants
+    chunk, prompts = CHUNK * TOKEN_BYTES, [new_tokens(2 * CHUNK + 1) for _ in range(4)]
+    assert 2 * chunk <= acme.limit < 2 * len(prompts) * chunk
+    for prompt in prompts:
+        a.one(prompt, salt="acme")
+        here.chunks()
+    assert b.again(prompts[0], salt="acme", params=vcache(store=False)).cached == 0
+    assert b.again(prompts[-1], salt="acme").cached == 2 * CHUNK
+    a.one(named := new_tokens(2 * CHUNK + 1), params=vcache(tenant="acme"))
+    here.chunks()
+    (acme,) = here.stats().tenants
+    assert 0 < acme.used <= acme.limit
+    assert acme.evicted == 2 * (len(prompts) + 1) - acme.used // chunk
+    assert b.again(named).cached == 2 * CHUNK
+    assert b.again(others).cached == 4 * CHUNK
 
 
 # ---- where hits lay

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from vllm_cases import Instance, Node, missing
+from vllm_cases import Instance, Node, needs_vllm
 from vllm_sources import FILES, differences
 
 pytest.importorskip("vllm.v1.request", reason="vLLM is not installed")
@@ -24,10 +24,7 @@ pytest.importorskip("vllm.v1.request", reason="vLLM is not installed")
 from vcache_backend.doctor import system
 from vcache_backend.integration.vllm.model import compat
 
-pytestmark = [
-    pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"),
-    pytest.mark.timeout(300),
-]
+pytestmark = needs_vllm
 
 
 # ---- in the instance's process

@@ -25,7 +25,7 @@ from vllm_cases import (
     Node,
     Prompt,
     meddled,
-    missing,
+    needs_vllm,
     new_tokens,
     node,
     stopped_at,
@@ -43,8 +43,6 @@ from vllm.v1 import kv_cache_interface as kinds
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
-    get_kv_cache_config_from_groups,
-    get_kv_cache_groups,
     get_request_block_hasher,
     init_none_hash,
 )
@@ -74,10 +72,8 @@ from vcache_backend.transfer.keys import state_keys
 from vcache_backend.vram_pool.copies.copier import HostCopier
 from vcache_backend.vram_pool.slots import SlotView
 
-HERE = pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here")
 HIT = 15 * CHUNK
 CASES = 400
-pytestmark = pytest.mark.timeout(300)
 
 
 def spec(window: int = 0, block_size: int = 16) -> Any:
@@ -354,6 +350,9 @@ def test_layers_that_are_not_known_are_refused_in_one_line(kind: str, change: st
 
 def planned(layers: dict[str, Any], layout: KVCacheLayout) -> KVCacheConfig:
     """What a worker gets from vLLM for these layers: ten blocks, in this layout."""
+    # Elsewhere in vLLM 0.33, whose GPU tests are run from this file, too.
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+
     config = vllm_config(
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         attention_config=SimpleNamespace(hisparse_config=None),
@@ -679,7 +678,7 @@ STATES = "cfcf"
 """Layers of the model with states."""
 
 
-@HERE
+@needs_vllm
 @pytest.mark.parametrize(("layers", "window"), [("sfsf", 64), ("ssss", 100), (STATES, 0)])
 def test_a_hit_is_equal_to_vllms_own_and_fills_what_it_needs_and_nothing_else(
     here: Node, pairs: Callable[..., Pair], layers: str, window: int
@@ -702,7 +701,7 @@ def test_a_hit_is_equal_to_vllms_own_and_fills_what_it_needs_and_nothing_else(
     assert "which counts as a miss" not in pair.a.log + pair.b.log
 
 
-@HERE
+@needs_vllm
 def test_bytes_just_inside_of_a_window_matter_and_those_just_outside_are_not_read(
     here: Node, pairs: Callable[..., Pair]
 ) -> None:
@@ -722,7 +721,7 @@ def test_bytes_just_inside_of_a_window_matter_and_those_just_outside_are_not_rea
     assert (answer.cached, answer.said == own.said) == (HIT, False)
 
 
-@HERE
+@needs_vllm
 def test_a_state_matters_and_a_hit_ends_where_one_is(
     here: Node, pairs: Callable[..., Pair]
 ) -> None:
@@ -747,7 +746,7 @@ def test_a_state_matters_and_a_hit_ends_where_one_is(
     assert cold.differs(own)
 
 
-@HERE
+@needs_vllm
 def test_a_second_turn_finds_the_state_in_the_middle_of_the_answer_before(
     here: Node, pairs: Callable[..., Pair]
 ) -> None:
@@ -760,7 +759,7 @@ def test_a_second_turn_finds_the_state_in_the_middle_of_the_answer_before(
     assert found.said == own.said
 
 
-@HERE
+@needs_vllm
 def test_a_request_whose_load_fails_is_computed_from_its_start(
     here: Node, pairs: Callable[..., Pair]
 ) -> None:
@@ -774,7 +773,7 @@ def test_a_request_whose_load_fails_is_computed_from_its_start(
     assert pair.b.again(tokens).cached == HIT
 
 
-@HERE
+@needs_vllm
 def test_of_hits_with_states_that_fill_the_kv_cache_none_ends_the_engine(
     here: Node, pairs: Callable[..., Pair]
 ) -> None:
@@ -790,7 +789,7 @@ def test_of_hits_with_states_that_fill_the_kv_cache_none_ends_the_engine(
     assert all(hit.agrees(one) for hit, one in zip(hits, cold, strict=True))
 
 
-@HERE
+@needs_vllm
 def test_a_state_that_goes_before_a_lease_is_on_it_is_computed(
     here: Node, pairs: Callable[..., Pair]
 ) -> None:
@@ -817,7 +816,7 @@ def test_a_state_that_goes_before_a_lease_is_on_it_is_computed(
     here.unleased()
 
 
-@HERE
+@needs_vllm
 def test_chunks_that_are_announced_are_waited_for(here: Node, pairs: Callable[..., Pair]) -> None:
     pair, tokens = pairs(STATES, 0), new_tokens(HIT + 5)
     asked = {"vcache": {"announced": True, "wait_seconds": 60, "store": False}}
@@ -828,7 +827,7 @@ def test_chunks_that_are_announced_are_waited_for(here: Node, pairs: Callable[..
     assert answer.agrees(cold)
 
 
-@HERE
+@needs_vllm
 def test_a_chat_in_turn_over_two_servers_hits_as_much_as_vllms_own_cache_of_one_server(
     here: Node, pairs: Callable[..., Pair]
 ) -> None:

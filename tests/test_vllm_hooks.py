@@ -1,6 +1,6 @@
 """The hooks into vLLM for LMCache: who shares with whom, and what vLLM's plugin may cost.
 
-What a hit is worth with them, `test_vllm_lmcache` and `test_integrations` show with the real ones.
+What a hit is worth with them, `test_integrations` shows with the real ones.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import types
 from typing import Any
 
 import pytest
-from vllm_cases import missing
+from vllm_cases import missing, needs_vllm
 
 from vcache_backend.integration import plugin
 from vcache_backend.integration.lmcache import patches
@@ -32,9 +32,6 @@ if not missing(()):
     from vllm import PoolingParams, SamplingParams
     from vllm.lora.request import LoRARequest
     from vllm.v1.request import Request
-
-beside = pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here")
-"""For tests with requests of vLLM's own."""
 
 
 def test_every_difference_of_salt_or_adapter_is_a_scope_of_its_own() -> None:
@@ -56,7 +53,7 @@ def tags(of: Request) -> dict[str, Any]:
     return dict(of.sampling_params.extra_args["kv_transfer_params"])
 
 
-@beside
+@needs_vllm
 def test_requests_that_no_key_tells_apart_are_not_cached_however_often_they_are_scheduled() -> None:
     """LMCache hashes token ids, and those of embeddings are all zero. Nobody can see what lies at
     the path of an adapter that is not there."""
@@ -72,7 +69,7 @@ def test_requests_that_no_key_tells_apart_are_not_cached_however_often_they_are_
     assert not give_scope(Request("r", [1, 2, 3], None, PoolingParams()), Adapters())
 
 
-@beside
+@needs_vllm
 def test_requests_that_share_their_parameters_keep_their_own_scopes() -> None:
     plain = request({"lmcache.tag.team": "red"})
     shared = plain.sampling_params

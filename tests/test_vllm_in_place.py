@@ -25,7 +25,7 @@ from in_place_cases import (
     make,
     new_tokens,
 )
-from vllm_cases import missing
+from vllm_cases import needs_vllm
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed")
 
@@ -37,7 +37,7 @@ from vcache_backend.integration.vllm.metadata import LoadSpec, StepMetadata, Wor
 from vcache_backend.transfer.resident import ResidentChunk
 
 __all__ = ["engine", "here", "make"]
-pytestmark = pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here")
+pytestmark = needs_vllm
 
 
 # ---- what a step publishes

@@ -14,7 +14,7 @@ from engine_cases import Node
 from in_place_cases import BLOCK, CHUNK, EACH, Engine, engines, here, new_tokens, scheduling
 from neighbour_cases import NAMESPACE, instance
 from processes import eventually
-from vllm_cases import missing
+from vllm_cases import needs_vllm
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed")
 
@@ -30,7 +30,7 @@ from vcache_backend.metadata_server.messages import MAX_BLOCKS, Find
 from vcache_backend.resident.generations import Generations
 
 __all__ = ["here"]
-pytestmark = pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here")
+pytestmark = needs_vllm
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from vllm_cases import beside_vllm, missing
+from vllm_cases import beside_vllm, needs_vllm
 from vllm_objects import BLOCK, BLOCKS, LAYERS, LLAMA, HFConfig, attention, caches, vllm_config
 
 from vcache_backend.config import EngineConfig
@@ -331,8 +331,7 @@ def real(served: object, folder: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here")
+@needs_vllm
 def test_real_vllm_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(LLAMA)
     with beside_vllm() as worker:

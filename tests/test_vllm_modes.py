@@ -20,7 +20,7 @@ from vllm_cases import (
     Node,
     doctor_report,
     here,
-    missing,
+    needs_vllm,
     new_tokens,
 )
 from vllm_models import (
@@ -35,10 +35,7 @@ from vllm_models import (
 from vcache_backend.config import from_dict
 
 __all__ = ["here"]
-pytestmark = [
-    pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"),
-    pytest.mark.timeout(300),
-]
+pytestmark = needs_vllm
 UNSEEDED: dict[str, str | None] = {"PYTHONHASHSEED": None}
 """vLLM has a seed of its own for its default hash, the same everywhere."""
 LENGTH = 4 * CHUNK

@@ -15,7 +15,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
-from vllm_cases import beside_vllm, missing
+from vllm_cases import beside_vllm, needs_vllm
 
 from vcache_backend.config import EngineConfig
 from vcache_backend.integration.vllm.model import spec as model_spec
@@ -23,10 +23,7 @@ from vcache_backend.vram_pool.copies.copier import HostCopier
 from vcache_backend.vram_pool.copies.planner import plan_blocks
 from vcache_backend.vram_pool.slots import SlotView
 
-pytestmark = [
-    pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"),
-    pytest.mark.timeout(300),
-]
+pytestmark = needs_vllm
 BLOCK, BLOCKS, HEADS, HEAD, LAYERS = 16, 12, 2, 128, 3
 CHUNK = 4 * BLOCK
 FROM, TO = [7, 1, 4, 2], [3, 8, 11, 5]

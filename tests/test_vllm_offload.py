@@ -26,7 +26,7 @@ from vllm_cases import (
     Router,
     beside_vllm,
     meddled,
-    missing,
+    needs_vllm,
     new_tokens,
     stopped_at,
 )
@@ -39,11 +39,7 @@ from vcache_backend.offload.objects import HEADER_BYTES, NAME_PREFIX
 from vcache_backend.transfer.keys import HASH_BYTES
 
 __all__ = ["own_depot"]
-pytestmark = [
-    pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"),
-    needs_mooncake,
-    pytest.mark.timeout(300),
-]
+pytestmark = [needs_vllm, needs_mooncake]
 
 UNCACHED = {"vcache": {"load": False, "store": False}}
 FETCH, UPLOAD = f"{SESSION}.fetch", "vcache_backend.vram_pool.copies.uploads:HostUploader.scatter"

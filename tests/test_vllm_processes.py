@@ -36,6 +36,7 @@ from vllm_cases import (
     beside_vllm,
     here,
     missing,
+    needs_vllm,
     new_tokens,
     node,
     serve,
@@ -52,10 +53,7 @@ NO_SERVER = missing(
 )
 NO_ROUTER = NO_SERVER or missing(("vllm-router", "setproctitle", "orjson"))
 __all__ = ["here"]
-pytestmark = [
-    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "vLLM is here"),
-    pytest.mark.timeout(300),
-]
+pytestmark = needs_vllm
 APART: dict[str, str | None] = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",

@@ -14,12 +14,13 @@ from processes import eventually
 from vllm_cases import (
     BLOCK,
     CHUNK,
+    OURS,
     Answer,
     Instance,
     Node,
     Prompt,
     meddled,
-    missing,
+    needs_vllm,
     new_tokens,
     stopped_at,
 )
@@ -27,10 +28,7 @@ from vllm_cases import quick as here
 from vllm_models import TOKEN_BYTES
 
 __all__ = ["here"]
-pytestmark = [
-    pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"),
-    pytest.mark.timeout(300),
-]
+pytestmark = needs_vllm
 
 PULL = "vcache_backend.vram_pool.copies.copier:HostCopier.pull"
 VERDICT = "vcache_backend.transfer.resident:_ResidentPart.settle"
@@ -179,6 +177,71 @@ def test_what_a_peer_reads_again_and_again_stays_while_its_owner_computes_other_
         assert b.again(tokens, params=leaving_no_trace).cached == 2 * CHUNK
         eventually(lambda: tiny.ask("hinted"))
         tiny.one(new_tokens(2 * CHUNK + 1))
+
+
+def survived(
+    owner: Instance,
+    reader: Instance,
+    aside: Instance,
+    prompts: list[Prompt],
+    answers: list[Answer],
+) -> None:
+    """The answers are right, so is what the reader's own prefix cache has now, and sooner or later
+    the reader loads again what the owner has."""
+    for answer, prompt in zip(answers, prompts, strict=True):
+        assert answer.agrees(aside.run(prompt)[0])
+    assert reader.run(prompts[0])[0].agrees(answers[0])
+
+    def loaded() -> bool:
+        tokens = new_tokens(3 * CHUNK + 1)
+        keep(owner, tokens)
+        answer = reader.one(tokens, params={"vcache": {"store": False}})
+        assert answer.agrees(aside.one(tokens))
+        return answer.cached == 3 * CHUNK
+
+    eventually(loaded)
+
+
+@pytest.mark.parametrize("who", ["owner", "server"])
+def test_a_death_around_a_load_ends_no_engine(
+    here: Node, a: Instance, b: Instance, aside: Instance, who: str
+) -> None:
+    """Before the copy, or between the copy and the verdict."""
+    tokens, beside = new_tokens(5 * CHUNK + 1), Prompt(new_tokens(40), max_tokens=14)
+    owner = here.connect("dies", IN_PLACE, **SMALL) if who == "owner" else a
+
+    def die() -> None:
+        if who == "owner":
+            owner.kill()
+        else:
+            here.kill()
+            here.serve_again(stores=False)
+
+    keep(owner, tokens)
+    with stopped_at(b, PULL if who == "owner" else VERDICT) as place:
+        answers = place.while_there(die, Prompt(tokens), beside)
+    survived(a, b, aside, [Prompt(tokens), beside], answers)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        f"{OURS}.scheduler.load_specs:LoadSpecs.of",
+        f"{OURS}.worker.loads:Loads.begin",
+        f"{OURS}.worker.loads:Loads._advance",
+        f"{OURS}.worker.report:Reporter.take",
+    ],
+    ids=lambda place: place.rpartition(":")[2],
+)
+def test_an_exception_around_a_load_ends_no_engine(
+    a: Instance, b: Instance, aside: Instance, place: str
+) -> None:
+    """Each request gets an answer: none waits for ever."""
+    tokens, beside = new_tokens(5 * CHUNK + 1), Prompt(new_tokens(40), max_tokens=14)
+    keep(a, tokens)
+    with meddled(b, place, "raise", times=1):
+        answers = b.run(Prompt(tokens), beside, together=True)
+    survived(a, b, aside, [Prompt(tokens), beside], answers)
 
 
 def saved(owner: Instance, tokens: list[int]) -> Answer:

@@ -12,12 +12,19 @@ from typing import Any
 
 import cpu_sleep
 import pytest
-from vllm_cases import CHUNK, SCATTER, Instance, Node, Prompt, meddled, missing, new_tokens, node
+from vllm_cases import (
+    CHUNK,
+    SCATTER,
+    Instance,
+    Node,
+    Prompt,
+    meddled,
+    needs_vllm,
+    new_tokens,
+    node,
+)
 
-pytestmark = [
-    pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"),
-    pytest.mark.timeout(300),
-]
+pytestmark = needs_vllm
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from engine_cases import ROOMY, Node, UnfinishedCopier
 from in_place_cases import CHUNK, Engine, engine, here, lying, make, new_tokens
 from kv_cases import Cache, layout_of
 from processes import SECONDS, eventually
-from vllm_cases import missing
+from vllm_cases import needs_vllm
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed")
 
@@ -34,7 +34,7 @@ from vcache_backend.transfer.publisher import Publisher
 from vcache_backend.transfer.session import Session
 
 __all__ = ["engine", "here", "make"]
-pytestmark = pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here")
+pytestmark = needs_vllm
 
 
 # ---- what is saved in the pool

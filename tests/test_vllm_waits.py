@@ -11,14 +11,20 @@ from typing import Any
 import pytest
 from processes import eventually
 from test_vllm_sharing import IN_PLACE, PULL
-from vllm_cases import CHUNK, SCATTER, Answer, Instance, Node, meddled, missing, new_tokens
+from vllm_cases import (
+    CHUNK,
+    SCATTER,
+    Answer,
+    Instance,
+    Node,
+    meddled,
+    needs_vllm,
+    new_tokens,
+)
 from vllm_cases import quick as here
 
 __all__ = ["here"]
-pytestmark = [
-    pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"),
-    pytest.mark.timeout(300),
-]
+pytestmark = needs_vllm
 SMALL_STEPS = {"max_num_batched_tokens": 2 * CHUNK, "max_num_seqs": 4}
 LONG = 10 * CHUNK + 5
 

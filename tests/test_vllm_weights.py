@@ -13,15 +13,22 @@ from typing import Any
 import cpu_sleep
 import pytest
 from processes import eventually
-from vllm_cases import CHUNK, SCATTER, Answer, Instance, Node, Prompt, meddled, missing, new_tokens
+from vllm_cases import (
+    CHUNK,
+    SCATTER,
+    Answer,
+    Instance,
+    Node,
+    Prompt,
+    meddled,
+    needs_vllm,
+    new_tokens,
+)
 from vllm_cases import quick as here
 from vllm_models import write_model
 
 __all__ = ["here"]
-pytestmark = [
-    pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here"),
-    pytest.mark.timeout(300),
-]
+pytestmark = needs_vllm
 
 MODELS = 4
 PULL = "vcache_backend.vram_pool.copies.copier:HostCopier.pull"

@@ -45,6 +45,8 @@ from vllm.platforms import current_platform
 from vllm_cases import BLOCK, CHUNK, FOREVER, TOKEN_BYTES, Answer, Prompt
 from vllm_models import picture
 
+from benchmarks.vllm.answers import RANKED
+
 registry._run_in_subprocess = lambda look: look()
 """What it finds out about a model it would find out in a process that has to import vLLM first, for
 ten seconds.
@@ -110,6 +112,7 @@ class Serving:
 
         # Tests count questions, and a slow machine must not ask again what it has asked.
         lookups.AHEAD_SECONDS = tracked.FRESH_SECONDS = PATIENCE_SECONDS
+        lookups.LATE_SECONDS = PATIENCE_SECONDS
         # Nobody measures how fast a machine is that others use: `paced` says it.
         pace.LEAST_MEASURED = FOREVER
         self.paced(PATIENCE_SECONDS, PATIENCE_SECONDS)
@@ -397,7 +400,7 @@ class Serving:
             ignore_eos=True,
             detokenize=False,
             max_tokens=request.max_tokens,
-            logprobs=2,
+            logprobs=RANKED,
             prompt_logprobs=0 if request.rate else None,
             extra_args={"kv_transfer_params": request.params}
             if request.params is not None

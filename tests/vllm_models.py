@@ -13,17 +13,21 @@ from pathlib import Path
 from typing import Any
 
 VOCABULARY = 1024
-_HIDDEN, _LAYERS, _HEADS, _KV_HEADS, _HEAD, _MLP = 256, 4, 4, 2, 64, 512
+_HIDDEN, _LAYERS, _HEADS, _KV_HEADS, _HEAD, _MLP = 64, 4, 4, 2, 64, 64
+_WIDE = _HEADS * _HEAD
+"""Of models from whose width vLLM derives the length of a head."""
 TOKEN_BYTES = 4 * 2 * 64 * 2 * 2
 """Layers, KV heads, head size, K and V, bfloat16."""
 
 
-def write_model(folder: Path, windowed: str = "", window: int = 0, seed: int = 1) -> Path:
+def write_model(
+    folder: Path, windowed: str = "", window: int = 0, seed: int = 1, hidden: int = _HIDDEN
+) -> Path:
     """A Llama whose output depends on every token of the prompt: random weights of this seed,
-    scaled so that attention matters.
+    scaled so that attention matters. It is narrow: a CPU without bfloat16 multiplies slowly.
 
     windowed: one letter a layer; those with an s look at the last `window` tokens only, so that
-    they are groups of their own."""
+    they are groups of their own. hidden: numbers of a token between layers."""
     import torch
     from safetensors.torch import save_file
 
@@ -35,21 +39,21 @@ def write_model(folder: Path, windowed: str = "", window: int = 0, seed: int = 1
         )
 
     def norm() -> torch.Tensor:
-        return torch.ones(_HIDDEN, dtype=torch.bfloat16)
+        return torch.ones(hidden, dtype=torch.bfloat16)
 
     weights = {
-        "model.embed_tokens.weight": matrix(VOCABULARY, _HIDDEN, math.sqrt(_HIDDEN)),
+        "model.embed_tokens.weight": matrix(VOCABULARY, hidden, math.sqrt(hidden)),
         "model.norm.weight": norm(),
-        "lm_head.weight": matrix(VOCABULARY, _HIDDEN, 3.0),
+        "lm_head.weight": matrix(VOCABULARY, hidden, 3.0),
     }
     shapes = {
-        "self_attn.q_proj": (_HEADS * _HEAD, _HIDDEN, 1.6),
-        "self_attn.k_proj": (_KV_HEADS * _HEAD, _HIDDEN, 1.6),
-        "self_attn.v_proj": (_KV_HEADS * _HEAD, _HIDDEN, 4.0),
-        "self_attn.o_proj": (_HIDDEN, _HEADS * _HEAD, 4.0),
-        "mlp.gate_proj": (_MLP, _HIDDEN, 1.0),
-        "mlp.up_proj": (_MLP, _HIDDEN, 1.0),
-        "mlp.down_proj": (_HIDDEN, _MLP, 1.0),
+        "self_attn.q_proj": (_HEADS * _HEAD, hidden, 1.6),
+        "self_attn.k_proj": (_KV_HEADS * _HEAD, hidden, 1.6),
+        "self_attn.v_proj": (_KV_HEADS * _HEAD, hidden, 4.0),
+        "self_attn.o_proj": (hidden, _HEADS * _HEAD, 4.0),
+        "mlp.gate_proj": (_MLP, hidden, 1.0),
+        "mlp.up_proj": (_MLP, hidden, 1.0),
+        "mlp.down_proj": (hidden, _MLP, 1.0),
     }
     for layer in range(_LAYERS):
         prefix = f"model.layers.{layer}."
@@ -63,7 +67,7 @@ def write_model(folder: Path, windowed: str = "", window: int = 0, seed: int = 1
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": _HIDDEN,
+        "hidden_size": hidden,
         "num_hidden_layers": _LAYERS,
         "num_attention_heads": _HEADS,
         "num_key_value_heads": _KV_HEADS,
@@ -170,11 +174,11 @@ def write_mtp(folder: Path) -> Path:
             if ".layers.0." in name
         }
         found |= {
-            f"model.mtp_layers.0.{name}_layernorm.weight": torch.ones(_HIDDEN)
+            f"model.mtp_layers.0.{name}_layernorm.weight": torch.ones(_WIDE)
             for name in ("token", "hidden", "final")
         }
         return found | {
-            "model.mtp_layers.0.input_proj.weight": torch.eye(_HIDDEN, 2 * _HIDDEN).roll(_HIDDEN, 1)
+            "model.mtp_layers.0.input_proj.weight": torch.eye(_WIDE, 2 * _WIDE).roll(_WIDE, 1)
         }
 
     kind = {
@@ -182,7 +186,7 @@ def write_mtp(folder: Path) -> Path:
         "model_type": "qwen2",
         "num_nextn_predict_layers": 1,
     }
-    return _changed(write_model(folder), both, **kind)
+    return _changed(write_model(folder, hidden=_WIDE), both, **kind)
 
 
 def _first_layer_above_all(weights: dict[str, Any]) -> dict[str, Any]:
@@ -218,14 +222,14 @@ def write_states(folder: Path) -> Path:
     from safetensors.torch import load_file, save_file
 
     config, random_ = (
-        json.loads((write_model(folder) / "config.json").read_text()),
+        json.loads((write_model(folder, hidden=_WIDE) / "config.json").read_text()),
         torch.Generator().manual_seed(3),
     )
     kinds = {
         "layer_types": ["conv", "full_attention"] * 2,
         "conv_L_cache": 3,
-        "conv_dim": _HIDDEN,
-        "block_dim": _HIDDEN,
+        "conv_dim": _WIDE,
+        "block_dim": _WIDE,
     }
     feed_forward = {
         "block_ff_dim": _MLP,
@@ -261,9 +265,9 @@ def write_states(folder: Path) -> Path:
             }
             continue
         for name, shape in (
-            ("conv", (_HIDDEN, 1, 3)),
-            ("in_proj", (3 * _HIDDEN, _HIDDEN)),
-            ("out_proj", (_HIDDEN, _HIDDEN)),
+            ("conv", (_WIDE, 1, 3)),
+            ("in_proj", (3 * _WIDE, _WIDE)),
+            ("out_proj", (_WIDE, _WIDE)),
         ):
             gain = 1.4 / math.sqrt(shape[-1])
             weights[f"{prefix}conv.{name}.weight"] = (

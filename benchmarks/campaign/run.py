@@ -125,8 +125,9 @@ class Campaign:
         for number, told in hear(self._here, self._level.silence):
             if told is not None:
                 self.outcomes.add(told.outcomes)
-                before = ", ".join(self._mishaps.recent)
-                self.wrong += [f"{wrong}; after {before}" for wrong in told.wrong]
+                for wrong in told.wrong:
+                    self.wrong.append(f"{wrong}; after {', '.join(self._mishaps.recent)}")
+                    print(self.wrong[-1], flush=True)
                 continue
             instance = self._here[number]
             instance.kill()

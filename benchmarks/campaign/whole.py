@@ -28,7 +28,7 @@ from integration import amx
 from vcache_backend.integration.vllm.scheduler.pace import Pace
 
 from ..processes import die_with_parent
-from ..vllm.answers import Answer
+from ..vllm.answers import RANKED, Answer
 from ..vllm.scale import TINY, Scale
 from ..vllm.settings import DECODE_GRAPHS, llm, our_connector
 from ..vllm.weights import write_model
@@ -142,8 +142,8 @@ class Whole(Living):
         if answer.differs(right):
             what = (
                 f"request {output.request_id}: prompt {family}, {chunks} chunks, {answer.cached} "
-                f"tokens cached, {loaded} of them loaded for it: {answer.said}, where vLLM alone "
-                f"says {right.said}"
+                f"tokens cached, {loaded} of them loaded for it: {answer}, where vLLM alone "
+                f"says {right}"
             )
             self.loaded_wrong(0, what)
 
@@ -194,7 +194,7 @@ def make(folder: str, transfer: dict[str, Any] | None, size: Size) -> Any:
 
 def _sampling() -> Any:
     return vllm.SamplingParams(
-        temperature=0, ignore_eos=True, detokenize=False, max_tokens=ANSWER, logprobs=2
+        temperature=0, ignore_eos=True, detokenize=False, max_tokens=ANSWER, logprobs=RANKED
     )
 
 
