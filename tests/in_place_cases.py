@@ -61,6 +61,7 @@ def scheduling(folder: Path) -> Iterator[Node]:
         # It would import vLLM in another process, to look at one class.
         patch.setattr(registry, "_run_in_subprocess", lambda look: look())
         patch.setattr(lookups, "AHEAD_SECONDS", SECONDS)
+        patch.setattr(lookups, "LATE_SECONDS", SECONDS)
         patch.setattr(tracked, "FRESH_SECONDS", SECONDS)
         made.serve()
         write_model(made.path.parent / "model")

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from instance_cases import instance_id as instance
 from kv_cases import CHUNK, SMALL, Cache, Sizes
-from processes import PATIENT, SECONDS, Stage, Worker, with_torch
+from processes import PATIENT, SECONDS, Stage, Worker, eventually, with_torch
 
 from vcache_backend import seals
 from vcache_backend.config import ClientConfig
@@ -40,6 +40,13 @@ HOST = Device("host", "host")
 NAMESPACE = b"resident"
 EACH = 2
 """Blocks of a chunk."""
+
+
+def mapped(neighbours: Neighbours, name: bytes) -> Neighbour | None:
+    """The KV cache of `name`, once it is mapped or that has failed."""
+    neighbours.get(name)
+    eventually(lambda: name not in neighbours._coming)
+    return neighbours._here.get(name)
 
 
 def allocate(device: Device, nbytes: int, undo: ExitStack) -> tuple[Region, torch.Tensor]:
@@ -194,7 +201,7 @@ class Owner:
     def reads(self, name: InstanceId) -> bool:
         """Whether it has mapped the KV cache of another one, which it goes on to have."""
         self.neighbours = Neighbours(self.client, self.cache.device, self.cache.kv, self.rank or 0)
-        return self.neighbours.get(name) is not None
+        return mapped(self.neighbours, name) is not None
 
     def leave(self) -> None:
         """The process lives on; the instance does not."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from engine_cases import Copied, Node
 from kv_cases import CHUNK, SMALL, Cache, Sizes, layout_of
-from neighbour_cases import Owner, instance
+from neighbour_cases import Owner, instance, mapped
 from processes import PATIENT, SECONDS, Worker, eventually, with_torch
 
 from vcache_backend.metadata_server.messages import ChunkKey
@@ -149,7 +149,7 @@ class Reader:
         self.cache.poison()
         for one in residents.values():
             if known and one.instance not in self.neighbours._here:
-                self.neighbours.get(one.instance)
+                mapped(self.neighbours, one.instance)
         return Load(
             self.session,
             self._places(len(tokens)),

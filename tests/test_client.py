@@ -31,7 +31,7 @@ from vcache_backend.metadata_server.client import Client
 
 A, B = chunk_key(1), chunk_key(2)
 KIB = 1 << 10
-WELCOME = ["welcome", m.PROTOCOL_VERSION, 77, 10.0, 30.0, []]
+WELCOME = ["welcome", 77, []]
 
 
 class ScriptedServer:

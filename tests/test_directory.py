@@ -18,7 +18,7 @@ from vcache_backend.metadata_server.pool import backlog
 from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.pool.placement import MAX_SEARCH, Peer
 from vcache_backend.metadata_server.pool.quotas import tenant_id
-from vcache_backend.metadata_server.pool.reservations import CLAIM_SECONDS, ROUNDING_BYTES
+from vcache_backend.metadata_server.pool.reservations import CLAIM_SECONDS
 from vcache_backend.metadata_server.records import LedgerState, ProcessId, SegmentAdded
 
 KIB = 1 << 10
@@ -396,32 +396,25 @@ def test_of_several_who_start_at_once_one_makes_the_memory(
     directory: Directory, clock: FakeClock
 ) -> None:
     beside = msgspec.structs.replace(OTHER, device=WRITER.device)
-    assert directory.lend(WRITER, 4 * KIB).nbytes == 0, "it is there"
-    claim = directory.lend(WRITER, 10 * KIB)
-    assert claim.nbytes == 6 * KIB
-    assert directory.lend(beside, 10 * KIB).nbytes == 0, "somebody is about to make it"
-    assert directory.lend(READER, 10 * KIB).nbytes == 10 * KIB, "another device"
-    assert directory.lend(beside, 12 * KIB).nbytes == 2 * KIB, "who wants more makes the rest"
-    assert directory.redeem(WRITER, claim.claim, WRITER.device, 6 * KIB)
-    assert not directory.redeem(WRITER, claim.claim, WRITER.device, 6 * KIB), "once"
+    assert directory.lend(WRITER, 4 * KIB) == 0, "it is there"
+    assert directory.lend(WRITER, 10 * KIB) == 6 * KIB
+    assert directory.lend(beside, 10 * KIB) == 0, "somebody is about to make it"
+    assert directory.lend(READER, 10 * KIB) == 10 * KIB, "another device"
+    assert directory.lend(beside, 12 * KIB) == 2 * KIB, "who wants more makes the rest"
+    directory.end_claim(WRITER)
+    assert directory.lend(beside, 10 * KIB) == 6 * KIB, "nobody makes it any more"
 
 
 def test_a_claim_ends_with_its_time_and_with_its_connection(
     directory: Directory, clock: FakeClock
 ) -> None:
     beside = msgspec.structs.replace(OTHER, device=WRITER.device)
-    late = directory.lend(WRITER, 10 * KIB)
+    assert directory.lend(WRITER, 10 * KIB) == 6 * KIB
     clock.advance(CLAIM_SECONDS + 1)
-    lost = directory.lend(beside, 10 * KIB)
-    assert lost.nbytes == 6 * KIB
-    assert not directory.redeem(WRITER, late.claim, WRITER.device, 6 * KIB)
+    assert directory.lend(beside, 10 * KIB) == 6 * KIB
+    assert directory.lend(WRITER, 10 * KIB) == 0
     directory.disconnect(beside)
-    again = directory.lend(WRITER, 10 * KIB)
-    assert again.nbytes == 6 * KIB
-    assert not directory.redeem(beside, lost.claim, WRITER.device, 6 * KIB)
-    assert not directory.redeem(WRITER, again.claim, WRITER.device, 6 * KIB + ROUNDING_BYTES + 1), (
-        "more than was claimed"
-    )
+    assert directory.lend(WRITER, 10 * KIB) == 6 * KIB
 
 
 def test_memory_that_may_be_offered_again_is_not_made_anew(clock: FakeClock) -> None:
@@ -430,6 +423,6 @@ def test_memory_that_may_be_offered_again_is_not_made_anew(clock: FakeClock) -> 
         SegmentAdded(m.SegmentId("s0"), WRITER.device, WRITER.medium, 4 * KIB),
     )
     directory.restore(LedgerState(segments={m.SegmentId("s0"): added}))
-    assert directory.lend(WRITER, 4 * KIB).nbytes == 0
+    assert directory.lend(WRITER, 4 * KIB) == 0
     directory.forget_absent([m.SegmentId("s0")])
-    assert directory.lend(WRITER, 4 * KIB).nbytes == 4 * KIB
+    assert directory.lend(WRITER, 4 * KIB) == 4 * KIB

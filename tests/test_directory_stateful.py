@@ -247,7 +247,8 @@ class DirectoryMachine(Clients):
         for name, place in (self.model.segments | self.model.absent).items():
             mine = [slot for slot in self.model.slots if slot.location.segment == name]
             info = infos[SegmentId(name)]
-            assert (info.used, info.largest_hole) == (
+            holes = self.directory.segments[SegmentId(name)].extents
+            assert (info.used, holes.largest) == (
                 self.model.used(name),
                 self.model.largest_gap(name),
             )

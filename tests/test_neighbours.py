@@ -28,6 +28,7 @@ from neighbour_cases import (
     few_descriptors,
     instance,
     kv_mapped,
+    mapped,
     owner,
     read,
     still,
@@ -242,7 +243,7 @@ def test_a_neighbour_outlives_the_server_and_others_are_found_at_the_next_one(
         assert read(neighbour, reader.cache, 1) == 11
         assert still(neighbour.view, [1], generations)
         neighbour.leave()
-        assert reader.neighbours.get(TWO) is None
+        assert mapped(reader.neighbours, TWO) is None
         stage_.server()
         two.ask("write", [1], 12)
         assert read(reader.there(TWO), reader.cache, 1) == 12
@@ -264,7 +265,7 @@ def test_an_instance_that_nobody_knows_is_not_asked_for_in_every_step(
     reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vcache_backend.resident.tables.RETRY_SECONDS", 1000.0)
-    assert [reader.neighbours.get(ONE) for _ in range(50)] == [None] * 50
+    assert [mapped(reader.neighbours, ONE) for _ in range(50)] == [None] * 50
     assert asked(reader.client, "OpenInstance") == 1
 
 
@@ -275,7 +276,6 @@ def test_a_reader_that_has_run_out_of_descriptors_reads_again_once_it_has_some(
     # It keeps what it is told, an error and all that its frames refer to. The level of a logger
     # above may have been set by others.
     caplog.set_level("CRITICAL", "vcache_backend.resident.tables")
-    monkeypatch.setattr("vcache_backend.resident.tables.SHORT_SECONDS", 0.0)
     monkeypatch.setattr("vcache_backend.resident.tables.RETRY_SECONDS", 0.0)
     with owner(stage, regions=3) as there:
         there.ask("write", [3], 40)
@@ -283,7 +283,7 @@ def test_a_reader_that_has_run_out_of_descriptors_reads_again_once_it_has_some(
         gc.collect()
         before, tries = descriptors(), 0
         with few_descriptors() as taken:
-            while reader.neighbours.get(ONE) is None:
+            while mapped(reader.neighbours, ONE) is None:
                 os.close(taken.pop())
                 tries += 1
         assert tries > 5
@@ -301,14 +301,14 @@ def test_a_cache_of_another_layout_is_refused_with_one_line_and_not_asked_for_ag
 ) -> None:
     with owner(stage, sizes=SMALL._replace(dim=32)), closing(Reader(stage.client())) as reader:
         caplog.set_level("WARNING")
-        assert [reader.neighbours.get(ONE) for _ in range(3)] == [None] * 3
+        assert [mapped(reader.neighbours, ONE) for _ in range(3)] == [None] * 3
         assert asked(reader.client, "OpenCache") == 1
         assert (
             len(said(caplog, "cannot be read in place: its KV cache has layout "))
             == len(said(caplog, "in place"))
             == 1
         )
-        assert (kv_mapped(), reader.neighbours.get(TWO)) == (0, None)
+        assert (mapped(reader.neighbours, TWO), kv_mapped()) == (None, 0)
 
 
 def test_an_fd_of_something_else_is_never_mapped(tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ def test_an_fd_of_something_else_is_never_mapped(tmp_path: Path) -> None:
             (unsealed, "not sealed against"),
             (file.fileno(), "plain file|seals"),
         ]:
-            neighbour = Neighbour(ONE, shape, view, EACH, lambda: None)
+            neighbour = Neighbour(ONE, shape, view, EACH)
             with pytest.raises(SegmentError, match=why):
                 neighbour.map([fd], HOST)
     for fd in (reading, writing, short, unsealed):
@@ -367,9 +367,7 @@ def test_a_gpus_mapping_goes_in_the_thread_once_the_device_has_no_work(
     )
     ended: list[Neighbour] = []
     unmapper = Unmapper(ended.append)
-    neighbour = Neighbour(
-        ONE, shape, GenerationView.open(table.fd, ONE, SMALL.blocks), EACH, unmapper.wake
-    )
+    neighbour = Neighbour(ONE, shape, GenerationView.open(table.fd, ONE, SMALL.blocks), EACH)
     neighbour.map([fd], GPU0)
     os.close(fd)
     assert (
@@ -414,7 +412,7 @@ def test_closing_unmaps_all_ends_the_thread_and_leaves_no_descriptor(stage: Stag
 def test_closing_leaves_what_a_copy_still_reads_until_it_has_left(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("vcache_backend.resident.neighbours.CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr("vcache_backend.resident.neighbours.CLOSE_SECONDS", 1.0)
     with owner(stage) as there:
         there.ask("write", [1], 3)
         reader = Reader(stage.client())

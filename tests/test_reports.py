@@ -26,7 +26,7 @@ from vcache_backend.metadata_server.serving.layouts import (
     MAX_REPORTS,
     Reports,
 )
-from vcache_backend.metadata_server.serving.service import Service
+from vcache_backend.metadata_server.serving.service import MAX_SEGMENTS, Service
 from vcache_backend.metadata_server.succession import Predecessors
 
 SEED = "stepped aside: PYTHONHASHSEED is not set"
@@ -116,15 +116,14 @@ def test_statistics_stay_readable_with_more_reports_and_segments_than_a_message_
             m.Report("info", f"{number} " + "\N{SNOWMAN}" * 1000 + "\N{GRINNING FACE}" * 20),
             [],
         )
-    for number in range(800):
-        fds = [os.dup(memfd)]
-        service.answer(peer(), m.AddSegment(m.SegmentId(f"{number}"), "d" * 256, "host", 4096), fds)
+    for number in range(MAX_SEGMENTS + 1):
+        fds, id_ = [os.dup(memfd)], m.SegmentId(f"{number:064}")
+        service.answer(peer(), m.AddSegment(id_, "\N{GRINNING FACE}" * 64, "host", 4096), fds)
         wire.close_fds(fds)
     for number in range(200):
         layout = {"model": "m", "namespace": f"{number}" + "\u202e" * 99}
         service.layouts.add(peer(number), layout)
-        service.layouts.looked_up(number, 1 << 70, 1 << 70)
-    directory.counters["awaited_tokens"] = 1 << 70
+        service.layouts.looked_up(number, 1 << 32, 1 << 32)
     stats, segments = (
         service.answer(peer(), request, [])[0] for request in (m.Stats(), m.ListSegments())
     )
@@ -132,7 +131,7 @@ def test_statistics_stay_readable_with_more_reports_and_segments_than_a_message_
     assert isinstance(segments, m.Segments)
     assert wire.encode(segments)
     assert wire.encode(stats)
-    assert len(stats.segments) == len(segments.segments) > 400
+    assert len(stats.segments) == len(segments.segments) == MAX_SEGMENTS
     assert stats.reports[-1].text.startswith(f"{MAX_REPORTS - 1} ")
     assert next(reversed(stats.hits)).startswith("199")
     service.close()

@@ -112,7 +112,7 @@ class ResidentMachine(RuleBasedStateMachine):
     @rule(instance=st.sampled_from(IDS), ranks=st.sampled_from([1, 2]))
     def come(self, instance: m.InstanceId, ranks: int) -> None:
         namespace, each = NAMESPACES[ranks]
-        self.residents.open(WRITER, m.Join(instance, namespace, BLOCKS, ranks, each))
+        self.residents.open(m.Join(instance, namespace, BLOCKS, ranks, each))
         self.residents.show(instance, True)
         if (known := self.model.get(instance)) is not None and known.ranks == ranks:
             known.whole = True
@@ -269,7 +269,7 @@ class ResidentMachine(RuleBasedStateMachine):
             BLOCKS * BLOCK_BYTES + len(model.told) * self.residents._of[i].chunk_bytes
             for i, model in self.model.items()
         )
-        assert self.residents.shares.taken == held
+        assert self.residents.nbytes == held
 
     # ---- what always holds
 

@@ -103,7 +103,7 @@ def test_a_ledger_that_another_server_took_over_costs_the_contents_and_nothing_e
         hello = "hello", m.PROTOCOL_VERSION, "host", "host", {}
         raw.send(*hello, fds=(late.fds[0],))
         assert raw.receive()
-        raw.send("add_segment", "s0", "host", "host", 4 * KIB, 0, True, fds=(memfd,))
+        raw.send("add_segment", "s0", "host", "host", 4 * KIB, True, fds=(memfd,))
         assert raw.receive() == ["added", 0, False]
         assert raw.ask("list_segments") == ["segments", []]
 
@@ -128,7 +128,7 @@ def test_every_ledger_that_nobody_has_taken_over_is_believed(stage_: Stage, memf
     with Raw(stage_.path, hello=False) as raw:
         raw.send("hello", m.PROTOCOL_VERSION, "host", "host", {}, fds=(kept,))
         assert raw.receive()
-        raw.send("add_segment", "s0", "host", "host", 4 * KIB, 0, True, fds=(memfd,))
+        raw.send("add_segment", "s0", "host", "host", 4 * KIB, True, fds=(memfd,))
         assert raw.receive() == ["added", 1, True], "A; B was stored anew"
     os.close(kept)
     assert client.contains([A, B, C]) == [True] * 3
@@ -154,7 +154,7 @@ def test_what_came_before_the_news_of_a_reset_is_forgotten(stage_: Stage, memfd:
         with Raw(stage_.path, hello=False) as raw:
             raw.send("hello", m.PROTOCOL_VERSION, "host", "host", {}, fds=(old.fds[0],))
             assert raw.receive()
-            raw.send("add_segment", "s0", "host", "host", 4 * KIB, 0, True, fds=(memfd,))
+            raw.send("add_segment", "s0", "host", "host", 4 * KIB, True, fds=(memfd,))
             assert raw.receive() == ["added", 1, True]
     assert (hasty.contains([A, B]), hasty.present([A]).epoch) == ([False, True], epoch)
 

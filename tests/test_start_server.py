@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 import pytest
-from processes import PATIENT, Child, Stage, eventually, script, stage
+from processes import PATIENT, Child, Stage, eventually, make_memfd, script, stage
 from vllm_cases import CHUNK, Node, missing, new_tokens
 
 from vcache_backend.config import Config, from_dict
@@ -157,7 +157,7 @@ def answers(path: Path) -> bool:
 def test_of_many_that_start_at_once_one_starts_it_with_its_settings_and_it_outlives_them_all(
     path: Path,
 ) -> None:
-    starters = [starter(path, lease_seconds=3, reservation_seconds=7) for _ in range(3)]
+    starters = [starter(path, reservation_seconds=7) for _ in range(3)]
     try:
         ends = [one.wait() for one in starters]
     finally:
@@ -178,8 +178,10 @@ def test_of_many_that_start_at_once_one_starts_it_with_its_settings_and_it_outli
     assert [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in (1, 2)] == [str(beside(path, ".log"))] * 2
     assert "serving" in beside(path, ".log").read_text()
     with Stage(path.parent).raw() as raw:
-        assert raw.welcome is not None
-        assert raw.welcome[3:5] == [3.0, 7.0]
+        memory = make_memfd(4096)
+        raw.ask("add_segment", "s0", "host", "host", 4096, fds=(memory,))
+        os.close(memory)
+        assert raw.ask("reserve", [bytes(26)], 1024)[2] == 7.0
 
 
 def test_one_that_is_there_is_left_alone_also_when_it_hangs(path: Path) -> None:

@@ -23,6 +23,7 @@ from vllm_cases import (
     needs_vllm,
     new_tokens,
 )
+from vllm_models import TOKEN_BYTES
 
 __all__ = ["here"]
 pytestmark = needs_vllm
@@ -239,6 +240,30 @@ def test_what_goes_on_over_a_reset_that_vllm_did_not_make_is_not_stored(
     assert here.chunks() == 3
     assert b.again(longer, params=vcache(store=False)).cached == 0
     here.unleased()
+
+
+# ---- tenants
+
+
+def test_a_tenant_makes_room_in_its_own_share(here: Node, a: Instance, b: Instance) -> None:
+    """Whether a request's salt or its parameter names the tenant."""
+    others = new_tokens(4 * CHUNK + 1)
+    here.keep(a, others)
+    (acme,) = here.stats().tenants
+    chunk, prompts = CHUNK * TOKEN_BYTES, [new_tokens(2 * CHUNK + 1) for _ in range(4)]
+    assert 2 * chunk <= acme.limit < 2 * len(prompts) * chunk
+    for prompt in prompts:
+        a.one(prompt, salt="acme")
+        here.chunks()
+    assert b.again(prompts[0], salt="acme", params=vcache(store=False)).cached == 0
+    assert b.again(prompts[-1], salt="acme").cached == 2 * CHUNK
+    a.one(named := new_tokens(2 * CHUNK + 1), params=vcache(tenant="acme"))
+    here.chunks()
+    (acme,) = here.stats().tenants
+    assert 0 < acme.used <= acme.limit
+    assert acme.evicted == 2 * (len(prompts) + 1) - acme.used // chunk
+    assert b.again(named).cached == 2 * CHUNK
+    assert b.again(others).cached == 4 * CHUNK
 
 
 # ---- where hits lay

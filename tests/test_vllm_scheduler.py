@@ -4,6 +4,7 @@ what is asked and when it counts, which chunks a step stores, and what a worker'
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -62,6 +63,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
         patch.setenv("PYTHONHASHSEED", "0")
         # However slow the machine is.
         patch.setattr(lookups, "AHEAD_SECONDS", SECONDS)
+        patch.setattr(lookups, "LATE_SECONDS", SECONDS)
         patch.setattr(tracked, "FRESH_SECONDS", SECONDS)
         kv_cache_utils.init_none_hash(sha256)
         made.serve()
@@ -257,6 +259,42 @@ def test_an_answer_of_before_a_reset_is_no_answer_after_it(side: Side, ahead: bo
     assert side.half._track(request).lookup.answer is None
     side.half._resets.clearing = False
     assert side.matched(request) == (0, False)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_late_answer_stalls_no_step_and_is_used_when_it_arrives(
+    here: Node, side: Side, monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    monkeypatch.setattr(lookups, "LATE_SECONDS", 0.001)
+    monkeypatch.setattr(lookups, "AHEAD_SECONDS", 0.0 if not ahead else SECONDS)
+    request = new_request()
+    side.put(request)
+    with here.server.stopped():
+        if ahead:
+            side.half.arrived(request)
+        began = time.monotonic()
+        assert [side.matched(request) for _ in range(3)] == [(None, False)] * 3
+        assert time.monotonic() < began + QUICK.request_seconds / 2
+    eventually(lambda: side.matched(request) == (CHUNKS * CHUNK, True))
+
+
+def test_a_request_waits_one_deadline_for_a_server_that_does_not_answer(
+    here: Node, side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookups, "LATE_SECONDS", 0.001)
+    client = side.half.instance.client
+    assert client is not None
+    monkeypatch.setattr(
+        client, "_config", msgspec.structs.replace(client._config, request_seconds=0.2)
+    )
+    request = new_request()
+    side.put(request)
+    with here.server.stopped():
+        began = time.monotonic()
+        assert side.matched(request) == (None, False)
+        eventually(lambda: side.matched(request) == (0, False))
+        assert time.monotonic() > began + 0.2
+    eventually(lambda: side.matched(request) == (CHUNKS * CHUNK, True))
 
 
 def test_what_workers_say_of_a_reset_does_not_end_a_later_one(side: Side) -> None:

@@ -286,6 +286,8 @@ class Place:
         return pickle.loads(self._file.read_bytes())
 
 
+QUOTAS = {"acme": 0.004}
+"""Shares of the pool, by tenant."""
 NO_SEGMENTS = "vcache-ledger", "vcache-kv", "vcache-generations"
 """Other memory that the server has fds of."""
 OURS = "vcache_backend.integration.vllm"
@@ -364,9 +366,8 @@ class Node:
     def serve(self) -> None:
         """Start `vcache serve`, or start it again."""
         config = self.folder / "vcache.yaml"
-        config.write_text(
-            json.dumps({"server": {"socket": str(self.socket), "lease_seconds": LEASE_SECONDS}})
-        )
+        server = {"socket": str(self.socket), "lease_seconds": LEASE_SECONDS, "quotas": QUOTAS}
+        config.write_text(json.dumps({"server": server}))
         command = [str(Path(sys.executable).with_name("vcache")), "serve", "--config", str(config)]
         if self.isolated:
             command = [*IN_A_CONTAINER, *command]

@@ -117,6 +117,7 @@ class Serving:
 
         # Tests count questions, and a slow machine must not ask again what it has asked.
         lookups.AHEAD_SECONDS = tracked.FRESH_SECONDS = PATIENCE_SECONDS
+        lookups.LATE_SECONDS = PATIENCE_SECONDS
         # Nobody measures how fast a machine is that others use: `paced` says it.
         pace.LEAST_MEASURED = FOREVER
         self.paced(PATIENCE_SECONDS, PATIENCE_SECONDS)

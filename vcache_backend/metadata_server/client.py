@@ -86,7 +86,7 @@ class Client(InstanceCalls):
         chunks."""
         replies = list(self._in_parts(keys, m.Contains, m.Present))
         return msgspec.structs.replace(
-            replies[0], present=[there for reply in replies for there in reply.present]
+            replies[0], present=[held for reply in replies for held in reply.present]
         )
 
     def segments_of(self, keys: list[m.ChunkKey]) -> list[str]:
@@ -143,26 +143,25 @@ class Client(InstanceCalls):
 
     # ---- segments and the server
 
-    def lend(self, nbytes: int) -> m.Lendable:
+    def lend(self, nbytes: int) -> int:
         """Ask how many bytes this client should allocate now if the pool is to have `nbytes` on its
         device."""
-        return self._call(m.Lend(nbytes), m.Lendable)
+        return self._call(m.Lend(nbytes), m.Count).count
 
-    def add_segment(self, info: m.SegmentInfo, fd: int, claim: int = 0) -> None:
-        """Register a new segment by a copy of `fd`. claim: the claim under which it was allocated,
-        if any."""
-        self._add_segment(m.AddSegment(info.id, info.device, info.medium, info.nbytes, claim), fd)
+    def add_segment(self, info: m.SegmentInfo, fd: int) -> None:
+        """Register a new segment by a copy of `fd`."""
+        self._add_segment(m.AddSegment(info.id, info.device, info.medium, info.nbytes), fd)
 
     def _add_segment(self, request: m.AddSegment, fd: int) -> m.Added:
         return self._call(request, m.Added, self._config.control_seconds, [fd])
 
-    def offer(self, info: m.SegmentInfo, fd: int, claim: int = 0) -> None:
+    def offer(self, info: m.SegmentInfo, fd: int) -> None:
         """Call `add_segment` now, and after every reconnection until `withdraw`, or until a server
         refuses the memory. The caller keeps `fd` open until then. If `offer` raises, the segment is
         not registered again, though the server may have it."""
         self.remember(info, fd)
         try:
-            self.add_segment(info, fd, claim)
+            self.add_segment(info, fd)
         except BaseException:
             self.withdraw(info.id)
             raise

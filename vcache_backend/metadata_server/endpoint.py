@@ -11,7 +11,6 @@ import time
 from collections.abc import Collection
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 
 from vcache_backend.errors import ConfigError
 from vcache_backend.metadata_server import processes
@@ -19,8 +18,6 @@ from vcache_backend.metadata_server import processes
 FRESH_SECONDS = 3600.0
 """How often to touch the files, since cleaners of /tmp remove files that nobody touches for
 days."""
-LISTENS_SECONDS = 1.0
-"""How long a connection to an existing socket may take. The kernel accepts or refuses at once."""
 
 
 def beside(path: Path, suffix: str) -> Path:
@@ -65,7 +62,6 @@ class Endpoint:
 
     def __init__(self, path: Path, open_to_others: bool = False) -> None:
         self._path, self._open_to_others = path, open_to_others
-        self._undo = ExitStack()
         with ExitStack() as undo:
             try:
                 self._make_folder()
@@ -80,15 +76,8 @@ class Endpoint:
             self._undo = undo.pop_all()
         self._fresh_until = time.monotonic() + FRESH_SECONDS
 
-    def __enter__(self) -> Endpoint:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Remove the socket, and give up the lock."""
         self._undo.close()
 
     def lost(self) -> str:
@@ -137,7 +126,8 @@ class Endpoint:
         os.pwrite(lock, processes.namespaces(), 0)
 
     def _make_way(self) -> None:
-        """Remove the socket of a server that is gone, and no other file."""
+        """Remove the socket of a server that is gone, and no other file. A server that still
+        listens there without its lock notices, and ends."""
         try:
             mode = self._path.lstat().st_mode
         except FileNotFoundError:
@@ -147,19 +137,7 @@ class Endpoint:
                 f"server.socket: {self._path} is there and is no socket; it stays: remove it, "
                 "or name another path"
             )
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller:
-            caller.settimeout(LISTENS_SECONDS)
-            try:
-                caller.connect(str(self._path))
-            except ConnectionRefusedError:
-                self._path.unlink()
-                return
-            except (BlockingIOError, TimeoutError):
-                pass  # its backlog is full, so a server listens
-        raise ConfigError(
-            f"server.socket: another server already serves {self._path}, though nobody holds "
-            "its lock"
-        )
+        self._path.unlink()
 
     def _bind(self, undo: ExitStack) -> None:
         umask = os.umask(0o177)

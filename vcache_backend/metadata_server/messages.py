@@ -14,7 +14,7 @@ from typing import Annotated, Literal, NewType
 
 import msgspec
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 MAX_MESSAGE_BYTES = 200_000
 """Linux sends a packet of this size with a socket's ordinary buffer. A client that sends a larger
 packet is disconnected."""
@@ -86,7 +86,7 @@ MAX_FIELDS = 64
 Field = Annotated[str, msgspec.Meta(max_length=64, pattern=_PRINTABLE)]
 TOKEN_BITS = 63
 MAX_REPORT_CHARS = 1024
-MAX_TOKENS = 1 << 48
+MAX_TOKENS = 1 << 32
 """The most tokens that one message may report as looked up."""
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 PromiseNumber = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -147,7 +147,6 @@ class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
     chunks: int = 0
     leased: int = 0
     reserved: int = 0
-    largest_hole: int = 0
     evictions: int = 0
     state: SegmentState = "live"
 
@@ -193,7 +192,7 @@ class CacheShape(msgspec.Struct, frozen=True, array_like=True):
     part, in this order, the plane's region and the offset of its block 0. `regions`: how many bytes
     of each fd a reader may map."""
 
-    device: Text
+    device: Field
     medium: Medium
     layout: Text
     kinds: Annotated[list[LayerKind], msgspec.Meta(min_length=1, max_length=MAX_KINDS)]
@@ -306,7 +305,7 @@ class Hello(Request, frozen=True, tag="hello"):
     pid is not visible. `name`: the instance's name for people, such as its port, `:8000`."""
 
     version: int
-    device: Text
+    device: Field
     medium: Medium
     layout: Annotated[dict[Field, str], msgspec.Meta(max_length=MAX_FIELDS)] = {}
     token: Annotated[int, msgspec.Meta(ge=0, le=(1 << TOKEN_BITS) - 1)] = 0
@@ -316,21 +315,21 @@ class Hello(Request, frozen=True, tag="hello"):
 class AddSegment(Request, frozen=True, tag="add_segment"):
     """Register a segment by its fd → `Added`.
 
-    `claim`: of the `Lendable` under which the segment was made; refused if the claim has ended. 0:
-    add it unconditionally. `again`: the segment was offered before on an earlier connection; the
-    server takes it only if it knows the segment's contents."""
+    `again`: the segment was offered before on an earlier connection; the server takes it only if
+    it knows the segment's contents."""
 
     id: Annotated[SegmentId, msgspec.Meta(pattern=SEGMENT_ID)]
-    device: Text
+    device: Field
     medium: Medium
     nbytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_SEGMENT_BYTES)]
-    claim: int = 0
     again: bool = False
 
 
 class Lend(Request, frozen=True, tag="lend"):
-    """How many bytes should this client allocate now, if the pool is to have `nbytes` on its
-    device? → `Lendable`."""
+    """How many bytes should this client allocate now as one segment, if the pool is to have
+    `nbytes` on its device? → `Count` of bytes. They are claimed for this connection until it adds a
+    segment, for some time at most. 0: the pool has the bytes, or other clients claim them, or a
+    restart is in progress; ask again later."""
 
     nbytes: Bytes
 
@@ -613,10 +612,7 @@ class Welcome(Reply, frozen=True, tag="welcome"):
     `epoch`: changes with every start of the server. `mismatches`: a line for each other namespace
     of the model that says why the client cannot share with it."""
 
-    version: int
     epoch: int
-    lease_seconds: float
-    reservation_seconds: float
     mismatches: list[str]
 
 
@@ -634,15 +630,6 @@ class Added(Reply, frozen=True, tag="added"):
 
     chunks: int
     taken: bool = True
-
-
-class Lendable(Reply, frozen=True, tag="lendable"):
-    """`nbytes`: allocate them as one segment, and add it within `CLAIM_SECONDS` on this connection.
-    0: the pool has the bytes, or other clients claim them, or a restart is in progress; ask again
-    later."""
-
-    claim: int
-    nbytes: int
 
 
 class Opened(Reply, frozen=True, tag="opened"):
@@ -818,8 +805,7 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
     tenants: list[TenantStats] = []
 
 
-_OfSegments = AddSegment | Lend | OpenSegment | Unusable | DropSegment | ListSegments
-_OfChunks = (
+OfChunks = (
     Reserve
     | Commit
     | Abort
@@ -832,21 +818,8 @@ _OfChunks = (
     | Remove
     | Clear
 )
-OfInstances = Join | ShowCache | OpenInstance | OpenCache | CloseInstance
-OfResidents = Publish | Retract | Hint | Listen | Find | Promise | ShowReads
-OfOthers = Hello | _OfSegments | OfInstances | OfResidents | Stats | Report
-AnyRequest = _OfChunks | OfOthers
-_OfOneThing = Count | Promised | Verdict | Present | Added | Lendable | Opened | Dropped
-AnyReply = (
-    Welcome
-    | Error
-    | _OfOneThing
-    | Segments
-    | Reserved
-    | Leased
-    | Joined
-    | Cache
-    | Heard
-    | Found
-    | ServerStats
-)
+OfResidents = Find | Publish | Promise | Retract | Hint | Listen | ShowReads | CloseInstance
+_OfSegments = AddSegment | Lend | OpenSegment | Unusable | DropSegment | ListSegments
+_OfInstances = Join | ShowCache | OpenInstance | OpenCache
+OfOthers = Hello | _OfSegments | _OfInstances | Stats | Report
+AnyRequest = OfChunks | OfResidents | OfOthers

@@ -10,11 +10,11 @@ import select
 import socket
 import struct
 import sys
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
-
+from vcache_backend.metadata_server.descriptors import Descriptor
 from vcache_backend.metadata_server.messages import TOKEN_BITS
 from vcache_backend.metadata_server.records import ProcessId
 
@@ -33,10 +33,6 @@ def spin(few: float, many: float) -> float:
     0 with too few."""
     cores = len(os.sched_getaffinity(0))
     return 0.0 if cores < SPIN_CORES else many if cores >= MANY_CORES else few
-
-
-_EXITING = 4
-"""PF_EXITING, a flag in /proc/PID/stat."""
 
 
 def peer(sock: socket.socket) -> tuple[int, int]:
@@ -83,22 +79,6 @@ def _fields_of(process: ProcessId) -> list[bytes]:
     return fields if fields and int(fields[19]) == process.started else []
 
 
-def ending(process: ProcessId) -> bool:
-    """Whether the process has ended or is about to: its sockets close before its end can be waited
-    for. False if unknown."""
-    try:
-        fields = _fields(process.pid)
-    except OSError:
-        return False
-    if not fields:
-        return process.pid != 0 and process.started != 0
-    return (
-        int(fields[19]) != process.started
-        or fields[0] in (b"Z", b"X")
-        or bool(int(fields[6]) & _EXITING)
-    )
-
-
 def identity(pid: int, token: int = 0) -> ProcessId:
     """Identify process `pid` for good. A process that is not visible here (pid 0) is identified by
     the token it sent, or by a new one."""
@@ -108,18 +88,8 @@ def identity(pid: int, token: int = 0) -> ProcessId:
 
 
 def lives(process: ProcessId) -> bool:
-    """Whether the process runs; a zombie does not. OSError if unknown."""
-    if identity(process.pid) != process:
-        return False
-    pidfd = open_pidfd(process)
-    if pidfd is None:
-        return False
-    try:
-        poll = select.poll()
-        poll.register(pidfd, select.POLLIN)
-        return not poll.poll(0)
-    finally:
-        os.close(pidfd)
+    """Whether the process runs; a zombie does not. False if unknown."""
+    return _fields_of(process)[:1] not in ([], [b"Z"], [b"X"])
 
 
 def open_pidfd(process: ProcessId) -> int | None:
@@ -180,88 +150,46 @@ def raise_descriptor_limit() -> int:
     return soft if soft != resource.RLIM_INFINITY else sys.maxsize
 
 
-class _Process(msgspec.Struct):
-    pidfd: int | None
-    connections: int = 0
-    waited_for: bool = False
-
-
 class Watch:
-    """pidfds of the connected processes, and of processes whose end the server awaits; only the
-    latter are in `epoll`."""
+    """pidfds of connected processes, and of processes whose end the server awaits."""
 
-    def __init__(self, epoll: select.epoll) -> None:
-        self._epoll = epoll
-        self._processes: dict[ProcessId, _Process] = {}
-        self._waited: dict[int, ProcessId] = {}
+    def __init__(self) -> None:
+        self._pidfds: dict[ProcessId, Descriptor] = {}
+        self._connections = Counter[ProcessId]()
 
-    def __contains__(self, fd: int) -> bool:
-        """Whether this pidfd's process is awaited."""
-        return fd in self._waited
-
-    def joined(self, process: ProcessId, pidfd: int | None) -> None:
-        """Count a connection of `process`. Takes over its `pidfd`, if any."""
-        watched = self._processes.setdefault(process, _Process(None))
-        watched.connections += 1
-        if watched.pidfd is None:
-            watched.pidfd = pidfd
-        elif pidfd is not None:
-            os.close(pidfd)
-
-    def pidfd(self, process: ProcessId) -> int | None:
-        """Open a new pidfd of a connected process for the caller; None if the process has ended, or
-        sent none and is not visible. OSError: descriptors are exhausted."""
-        watched = self._processes.get(process)
-        if watched is not None and watched.pidfd is not None:
-            return os.dup(watched.pidfd)
-        return open_pidfd(process) if process.pid else None
+    def joined(self, process: ProcessId, pidfd: Descriptor | None) -> None:
+        """Count a connection of `process`, which sent a `pidfd`, if any."""
+        self._connections[process] += 1
+        if pidfd is not None:
+            self._pidfds.setdefault(process, pidfd)
 
     def left(self, process: ProcessId) -> None:
-        """Count a closed connection of the process. Its pidfd is kept until the next `wait_for`."""
-        self._processes[process].connections -= 1
+        """Count a closed connection of the process. Its pidfd is kept until the next `ended`."""
+        self._connections[process] -= 1
 
-    def wait_for(self, wanted: set[ProcessId]) -> list[ProcessId]:
-        """Await the ends of these processes. Returns the ones that have ended already. Forgets
-        other processes without connections."""
-        for process in [
-            p
-            for p, watched in self._processes.items()
-            if not watched.connections and p not in wanted
-        ]:
-            self._forget(process)
-        gone = []
+    def pidfd(self, process: ProcessId) -> Descriptor | None:
+        """A pidfd of the process; None if the process has ended, or sent none and is not visible.
+        OSError: descriptors are exhausted."""
+        pidfd = self._pidfds.get(process)
+        if pidfd is None and process.pid and (fd := open_pidfd(process)) is not None:
+            pidfd = self._pidfds[process] = Descriptor(fd)
+        return pidfd
+
+    def ended(self, wanted: set[ProcessId]) -> list[ProcessId]:
+        """Which of these processes have ended. Forgets other processes without connections."""
+        self._connections = +self._connections
+        for process in self._pidfds.keys() - self._connections.keys() - wanted:
+            del self._pidfds[process]
+        gone, watched, poll = list[ProcessId](), dict[int, ProcessId](), select.poll()
         for process in wanted:
-            watched = self._processes.setdefault(process, _Process(None))
-            if watched.pidfd is None and process.pid:
-                try:
-                    watched.pidfd = open_pidfd(process)
-                except OSError as error:
-                    log.debug("pid %d cannot be watched now: %s", process.pid, error)
-                    continue
-                if watched.pidfd is None:
-                    gone.append(process)
-            if watched.pidfd is not None and not watched.waited_for:
-                self._epoll.register(watched.pidfd, select.EPOLLIN)
-                self._waited[watched.pidfd], watched.waited_for = process, True
-        return gone
-
-    def ended(self, pidfd: int) -> ProcessId:
-        """The process of a readable `pidfd`, which has ended."""
-        process = self._waited.pop(pidfd)
-        self._epoll.unregister(pidfd)
-        self._processes[process].waited_for = False
-        return process
-
-    def close(self) -> None:
-        """Close all pidfds."""
-        for process in list(self._processes):
-            self._forget(process)
-
-    def _forget(self, process: ProcessId) -> None:
-        pidfd = self._processes.pop(process).pidfd
-        if pidfd is None:
-            return
-        if self._waited.pop(pidfd, None) is not None:
-            # Closing does not unregister a pidfd, since its sender may hold the same open file.
-            self._epoll.unregister(pidfd)
-        os.close(pidfd)
+            try:
+                pidfd = self.pidfd(process)
+            except OSError as error:
+                log.debug("pid %d cannot be watched now: %s", process.pid, error)
+                continue
+            if pidfd is not None:
+                watched[pidfd.fd] = process
+                poll.register(pidfd.fd, select.POLLIN)
+            elif process.pid:
+                gone.append(process)
+        return gone + [watched[fd] for fd, _ in poll.poll(0)]

@@ -50,15 +50,12 @@ class Server:
         self.lines = ClientLines()
         """A filter for the log's handlers."""
         with ExitStack() as undo:
-            self._endpoint = undo.enter_context(
-                Endpoint(config.path, open_to_others=bool(config.allow_uids))
-            )
+            self._endpoint = Endpoint(config.path, open_to_others=bool(config.allow_uids))
+            undo.callback(self._endpoint.close)
             self._epoll = undo.enter_context(select.epoll())
-            self._watch = processes.Watch(self._epoll)
-            undo.callback(self._watch.close)
+            self._watch = processes.Watch()
             self._make_parts(undo)
             self._undo = undo.pop_all()
-        self._watch_processes()
 
     def _make_parts(self, undo: ExitStack) -> None:
         config = self._config
@@ -78,6 +75,9 @@ class Server:
             admission, self._epoll, self._service, self._watch, self._ledger, spin_seconds
         )
         undo.callback(self._clients.close)
+        self._monitor = MonitorProcess(config) if config.metrics else None
+        if self._monitor is not None:
+            undo.callback(self._monitor.close)
 
     def run(self) -> None:
         """Serve until stopped. Then close everything and remove the socket.
@@ -104,8 +104,7 @@ class Server:
                 continue
             longest.begin()
             for fd, mask in events:
-                if not clients.on_ready(fd, mask) and fd in self._watch:
-                    self._service.process_gone(self._watch.ended(fd))
+                clients.on_ready(fd, mask)
             directory.go_on(BACKLOG_STEPS)
             clients.answer_some()
             if now >= next_tick:
@@ -140,7 +139,8 @@ class Server:
         self._service.collect_dropped()
         self._watch_processes()
         self._clients.tick()
-        self.lines.tell()
+        if self._monitor is not None:
+            self._monitor.tick()
         absent = self._directory.absent_segments()
         if (
             absent
@@ -161,11 +161,9 @@ class Server:
         return bool(len(directory.leases) or sum(directory.reservations.counts()) or draining)
 
     def _watch_processes(self) -> None:
-        """Watch the processes whose end frees slots or KV caches. Handle processes that have ended
-        already."""
-        for process in self._watch.wait_for(
-            self._directory.reservations.processes() | self._service.instances.processes()
-        ):
+        """Handle the ends of processes that free slots or KV caches."""
+        writers, owners = self._directory.reservations.processes(), self._service.instances
+        for process in self._watch.ended(writers | owners.processes()):
             self._service.process_gone(process)
 
 
@@ -178,14 +176,9 @@ def serve(config: ServerConfig) -> None:
     server = Server(config)
     for handler in logging.getLogger().handlers:
         handler.addFilter(server.lines)
-    monitor = MonitorProcess(config) if config.metrics else None
     gc.disable()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
     if not os.isatty(2):  # in a terminal the server ends with the terminal
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        server.run()
-    finally:
-        if monitor is not None:
-            monitor.close()
+    server.run()

@@ -109,34 +109,27 @@ def _alone(path: Path, deadline: float) -> Iterator[None]:
     lock ends with its process."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    raise ServerUnavailable(
-                        f"another process holds {path} and has not started one yet"
-                    ) from error
-                time.sleep(_PAUSE_SECONDS)
+        while not _locks(lock):
+            if time.monotonic() > deadline:
+                raise ServerUnavailable(f"another process holds {path} and has not started one yet")
+            time.sleep(_PAUSE_SECONDS)
         yield
     finally:
         os.close(lock)
 
 
+def _locks(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def _spawn(config: Config, path: Path, log: Path) -> int:
     """Start a detached server, which reads its configuration from stdin. Returns its pid."""
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "vcache_backend.metadata_server",
-        "--config",
-        "/dev/stdin",
-        "--socket",
-        str(path),
-    ]
-    command += ["--log", str(log)]
+    command = [sys.executable, "-P", "-m", "vcache_backend.metadata_server"]
+    command += ["--config", "/dev/stdin", "--socket", str(path), "--log", str(log)]
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
     with open(os.open(log, flags, 0o600), "ab") as out:
         detached = subprocess.run(

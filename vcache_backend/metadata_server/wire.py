@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import socket
 from array import array
+from typing import Any, Union
 
 import msgspec
 
@@ -13,7 +14,6 @@ from vcache_backend.errors import ProtocolError
 from vcache_backend.metadata_server.messages import (
     MAX_FDS,
     MAX_MESSAGE_BYTES,
-    AnyReply,
     AnyRequest,
     Reply,
     Request,
@@ -23,7 +23,8 @@ _FD_SPACE = socket.CMSG_SPACE(MAX_FDS * 4)
 
 _encoder = msgspec.msgpack.Encoder()
 request_decoder = msgspec.msgpack.Decoder(AnyRequest)
-reply_decoder = msgspec.msgpack.Decoder(AnyReply)
+_any_reply: Any = Union[tuple(Reply.__subclasses__())]  # noqa: UP007 - from a list
+reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(_any_reply)
 
 
 def encode(message: Request | Reply) -> bytes:

@@ -11,7 +11,7 @@ import logging
 import mmap
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 
@@ -49,13 +49,10 @@ class Neighbour:
         shape: CacheShape,
         view: GenerationView,
         each: int,
-        wake: Callable[[], None],
-        unmapped: Callable[[bytes], None] = lambda instance: None,
     ) -> None:
         self.instance, self.shape, self.view, self.each = instance, shape, view, each
         self.split = shape.num_blocks // view.blocks
         self.bases: Int64s = np.zeros(0, dtype=np.int64)
-        self._wake, self._unmapped = wake, unmapped
         self._lock = threading.Lock()
         self._launches, self._forbidden = 0, False
         self._mapped: list[mmap.mmap | torch.Tensor] = []
@@ -72,9 +69,6 @@ class Neighbour:
         `enter` that returned True. Never waits for the device."""
         with self._lock:
             self._launches -= 1
-            last = self._forbidden and not self._launches
-        if last:
-            self._wake()
 
     # ---- of Neighbours and its thread
 
@@ -94,20 +88,18 @@ class Neighbour:
         )
         self.bases.flags.writeable = False
 
-    @property
-    def given_up(self) -> bool:
-        return self.view.dead
-
     def forbid(self) -> None:
+        """Forbid new copies out of this memory."""
         with self._lock:
             self._forbidden = True
 
     def unmap(self) -> bool:
+        """Unmap the memory, after `forbid`. False, and nothing is unmapped, while a copy runs. May
+        wait for the device."""
         with self._lock:
             idle = not self._launches
         if idle:
             self._mapped.clear()
-            self._unmapped(self.instance)
         return idle
 
 
@@ -120,61 +112,49 @@ class Neighbours:
 
     def __init__(self, client: Client, device: Device, kv: PagedKV, rank: int) -> None:
         self._client, self._device, self._kv, self._rank = client, device, kv, rank
-        self._opening = threading.Lock()
         self._here: dict[bytes, Neighbour] = {}
         self._coming: set[bytes] = set()
         self._refused = Refusals()
-        self._unmapper = Unmapper(self._ended)
-        self._aside = ThreadPoolExecutor(1, "vcache-neighbours-aside")
-        """Sends requests to the server that must not delay a step or the handling of an owner's
-        end."""
+        self._unmapper = Unmapper(self._ended, self._unmapped)
+        self._mapper = ThreadPoolExecutor(1, "vcache-neighbours-mapper")
 
     def expects(self, instance: bytes) -> bool:
         """Whether the KV cache of `instance` is being mapped in another thread. The first call for
         an instance starts the mapping.
 
-        Mapping takes a few seconds at most; afterwards `get` answers at once."""
+        Mapping takes a few seconds at most."""
         if instance in self._coming:
             return True
         if instance in self._here or instance in self._refused or self._unmapper.closed:
             return False
         self._coming.add(instance)
         with suppress(RuntimeError):  # closed
-            self._aside.submit(self._map_new, instance)
+            self._mapper.submit(self._map, instance)
             return True
         self._coming.discard(instance)
         return False
 
     def get(self, instance: bytes) -> Neighbour | None:
-        """Return the KV cache of `instance`; None while it cannot be read, and for good once its
-        owner has ended.
-
-        Maps the KV cache in the caller's thread if `expects` has not: two requests to the server,
-        then some 10 ms for 40 GiB of a GPU. A KV cache that cannot be read here is logged once and
-        not tried again. If this process ran short of a resource, or the server failed, `get` tries
-        again later (`tables.pause`)."""
-        mapped = self._here.get(instance)
-        if mapped is not None:
-            return mapped
-        with self._opening:
-            if instance in self._here or instance in self._refused or self._unmapper.closed:
-                return self._here.get(instance)
-            try:
-                return self._open(instance)
-            except (VCacheError, OSError) as error:
-                self._refused.failed(instance, error)
-                return None
+        """Return the KV cache of `instance`; None while it is being mapped or cannot be read, and
+        for good once its owner has ended. Starts the mapping as `expects` does."""
+        self.expects(instance)
+        return self._here.get(instance)
 
     def close(self) -> None:
         """Unmap each KV cache after its last copy. Waits at most `CLOSE_SECONDS`. Idempotent."""
         self._unmapper.close(CLOSE_SECONDS)
-        self._aside.shutdown(wait=False)
+        self._mapper.shutdown(wait=False)
 
     # ---- inside
 
-    def _map_new(self, instance: bytes) -> None:
+    def _map(self, instance: bytes) -> None:
+        """Map a KV cache: two requests to the server, then some 10 ms for 40 GiB of a GPU. After a
+        failure `expects` tries again later; never if the KV cache has another layout."""
         try:
-            self.get(instance)
+            if instance not in self._here:
+                self._open(instance)
+        except (VCacheError, OSError) as error:
+            self._refused.failed(instance, error)
         # the thread's last line of defence; a load waits until it is no longer in `_coming`
         except Exception:
             self._refused.add(instance)
@@ -182,7 +162,7 @@ class Neighbours:
         finally:
             self._coming.discard(instance)
 
-    def _open(self, instance: bytes) -> Neighbour | None:
+    def _open(self, instance: bytes) -> None:
         started = time.perf_counter()
         with ExitStack() as undo:
             joined, view, pidfds = open_instance(self._client, instance)
@@ -190,9 +170,7 @@ class Neighbours:
             shape, fds = self._client.open_cache(instance, self._rank)
             try:
                 check_shape(shape, joined.blocks, self._kv, self._device)
-                neighbour = Neighbour(
-                    instance, shape, view, joined.each, self._unmapper.wake, self._tell
-                )
+                neighbour = Neighbour(instance, shape, view, joined.each)
                 # Added before `admit`, after which the owner's end may call `_ended`.
                 undo.callback(self._forget, neighbour)
                 neighbour.map(fds, self._device)
@@ -201,7 +179,7 @@ class Neighbours:
                 wire.close_fds(fds)
             self._here[instance] = neighbour
             if not self._unmapper.admit(neighbour, pidfds):
-                return None
+                return
             undo.pop_all()
         ms, nbytes = (time.perf_counter() - started) * 1e3, sum(shape.regions)
         log.info(
@@ -211,13 +189,12 @@ class Neighbours:
             shape.device,
             ms,
         )
-        return neighbour
 
     def _forget(self, neighbour: Neighbour) -> None:
-        """Undo `_open`. The unmapper's thread unmaps the regions, since a step may wait for this
-        thread."""
+        """Undo `_open`."""
         self._here.pop(neighbour.instance, None)
-        self._unmapper.discard(neighbour)
+        neighbour.forbid()
+        neighbour.unmap()
 
     def _ended(self, neighbour: Neighbour) -> None:
         """Forget a neighbour whose owner has ended. The unmapper calls this in its thread."""
@@ -229,18 +206,16 @@ class Neighbours:
                 neighbour.instance.hex(),
             )
 
-    def _tell(self, instance: bytes) -> None:
+    def _unmapped(self, neighbour: Neighbour) -> None:
         """Tell the server that the KV cache is unmapped here, so the server does not list this
         process as holding the memory."""
-        with suppress(RuntimeError):  # closed: the server learns of it from the connection's end
-            self._aside.submit(self._told, instance)
-
-    def _told(self, instance: bytes) -> None:
         try:
-            self._client.close_instance(instance)
+            self._client.close_instance(neighbour.instance)
         except VCacheError as error:
             log.debug(
-                "the server was not told that instance %s is unmapped: %s", instance.hex(), error
+                "the server was not told that instance %s is unmapped: %s",
+                neighbour.instance.hex(),
+                error,
             )
 
 

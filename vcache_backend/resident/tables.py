@@ -3,13 +3,11 @@ read."""
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import select
 import threading
 import time
-from contextlib import ExitStack
 
 from vcache_backend.errors import LayoutError, SegmentError, ServerTimeout, VCacheError
 from vcache_backend.metadata_server import processes, wire
@@ -22,17 +20,9 @@ log = logging.getLogger(__name__)
 ENDS_SECONDS = 0.05
 """How often to look for schedulers that have ended: a system call, and one step looks at many
 tables."""
-RETRY_SECONDS = 1.0
-SLOW_SECONDS = 5.0
-SHORT_SECONDS = 30.0
-"""Seconds until an instance that could not be opened is tried again: after a failure of the server;
-after a timeout, for which a step may have waited; after this process ran short of a resource, which
-is logged each time."""
-_SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EAGAIN} | {
-    f"CUDA_ERROR_{code}" for code in ("OUT_OF_MEMORY", "OPERATING_SYSTEM")
-}
-"""Errors caused by the present state of this process or machine, not by the instance.
-(`OPERATING_SYSTEM` is the driver's code for every refusal by the kernel.)"""
+RETRY_SECONDS, LONGEST_SECONDS = 1.0, 300.0
+"""How long after its first failure an instance is tried again, and the longest pause. After a
+failure of this process or a timeout each pause is twice as long as the one before."""
 MAX_REFUSED = 4096
 """The most instances remembered as unusable. Beyond it the oldest are forgotten. Each restart of an
 owner is a new instance."""
@@ -43,45 +33,35 @@ class Refusals:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._until: dict[bytes, float] = {}
+        self._until: dict[bytes, tuple[float, float]] = {}
+        """For each instance when its pause ends, and the pause's seconds."""
 
     def __contains__(self, instance: bytes) -> bool:
-        return time.monotonic() < self._until.get(instance, 0.0)
+        until, _ = self._until.get(instance, (0.0, 0.0))
+        return time.monotonic() < until
 
     def add(self, instance: bytes, seconds: float = float("inf")) -> None:
         """Refuse `instance` for `seconds`; by default for good, since names of instances are never
         reused."""
         with self._lock:
             self._until.pop(instance, None)
-            self._until[instance] = time.monotonic() + seconds
+            self._until[instance] = time.monotonic() + seconds, seconds
             if len(self._until) > MAX_REFUSED:
                 del self._until[next(iter(self._until))]
 
     def failed(self, instance: bytes, error: Exception) -> None:
-        """Refuse `instance`, which could not be opened, for `pause(error)`. Failures of the server
-        are logged at debug level only."""
-        self.add(instance, pause(error))
-        level = (
-            logging.WARNING
-            if isinstance(error, LayoutError | SegmentError | OSError)
-            else logging.DEBUG
-        )
+        """Refuse `instance`, which could not be opened, until trying again may help. Failures of
+        the server are logged at debug level only."""
+        _, before = self._until.get(instance, (0.0, 0.0))
+        ours = isinstance(error, LayoutError | SegmentError | OSError)
+        pause = RETRY_SECONDS
+        if isinstance(error, LayoutError):
+            pause = float("inf")
+        elif ours or isinstance(error, ServerTimeout):  # a step may have waited for it
+            pause = max(RETRY_SECONDS, min(2 * before, LONGEST_SECONDS))
+        self.add(instance, pause)
+        level = logging.WARNING if ours else logging.DEBUG
         log.log(level, "instance %s cannot be read in place: %s", instance.hex(), error)
-
-
-def pause(error: Exception) -> float:
-    """Seconds until an instance that could not be opened is tried again; infinite if trying again
-    cannot help."""
-    if isinstance(error, ServerTimeout):
-        return SLOW_SECONDS
-    if not isinstance(error, LayoutError | SegmentError | OSError):
-        return RETRY_SECONDS
-    why: BaseException | None = error
-    while why is not None:
-        if getattr(why, "errno", None) in _SHORT or getattr(why, "code", None) in _SHORT:
-            return SHORT_SECONDS
-        why = why.__cause__
-    return float("inf")
 
 
 class Tables:
@@ -91,11 +71,11 @@ class Tables:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._lock = threading.Lock()
-        self._views: dict[bytes, GenerationView] = {}
+        self._views: dict[bytes, tuple[GenerationView, int]] = {}
+        """Each table, with a pidfd of its scheduler."""
         self._refused = Refusals()
-        self._ends = select.epoll()
-        self._pidfds: dict[int, bytes] = {}
         self._looked = 0.0
+        self._closed = False
 
     def view(self, instance: bytes) -> GenerationView | None:
         """Return the table of `instance`; None while it cannot be opened, once it is dead, and
@@ -105,49 +85,40 @@ class Tables:
         each with its own deadline."""
         with self._lock:
             self._forget_ended()
-            view = self._views.get(instance)
-            if view is not None:
-                return None if view.dead else view
-            if instance in self._refused or self._ends.closed:
-                return None
-            try:
-                view = self._open(instance)
-            except (VCacheError, OSError) as error:
-                self._refused.failed(instance, error)
-                return None
+            if instance not in self._views:
+                if instance in self._refused or self._closed:
+                    return None
+                try:
+                    _, view, (pidfd, *others) = open_instance(self._client, instance)
+                except (VCacheError, OSError) as error:
+                    self._refused.failed(instance, error)
+                    return None
+                wire.close_fds(others)
+                self._views[instance] = view, pidfd
+            view, _ = self._views[instance]
             return None if view.dead else view
 
     def close(self) -> None:
         """Forget all tables. Views that callers hold stay usable. Idempotent."""
         with self._lock:
-            self._ends.close()
-            for pidfd in self._pidfds:
+            self._closed = True
+            while self._views:
+                _, (_, pidfd) = self._views.popitem()
                 os.close(pidfd)
-            self._pidfds.clear()
-            self._views.clear()
 
     def _forget_ended(self) -> None:
         """Forget the tables of schedulers that have ended. Called under the lock."""
         now = time.monotonic()
-        if self._ends.closed or now < self._looked + ENDS_SECONDS:
+        if now < self._looked + ENDS_SECONDS:
             return
-        self._looked = now
-        for pidfd, _ in self._ends.poll(0):
-            instance = self._pidfds.pop(pidfd)
-            self._ends.unregister(pidfd)
+        self._looked, poll = now, select.poll()
+        instances = {pidfd: instance for instance, (_, pidfd) in self._views.items()}
+        for pidfd in instances:
+            poll.register(pidfd, select.POLLIN)
+        for pidfd, _ in poll.poll(0):
+            del self._views[instances[pidfd]]
+            self._refused.add(instances[pidfd])
             os.close(pidfd)
-            del self._views[instance]
-            self._refused.add(instance)
-
-    def _open(self, instance: bytes) -> GenerationView:
-        with ExitStack() as undo:
-            _, view, (pidfd, *others) = open_instance(self._client, instance)
-            wire.close_fds(others)
-            undo.callback(os.close, pidfd)
-            self._ends.register(pidfd, select.EPOLLIN)
-            undo.pop_all()
-        self._pidfds[pidfd], self._views[instance] = instance, view
-        return view
 
 
 def open_instance(client: Client, instance: bytes) -> tuple[Joined, GenerationView, list[int]]:

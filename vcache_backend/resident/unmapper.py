@@ -7,89 +7,47 @@ import os
 import select
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vcache_backend.resident.neighbours import Neighbour
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.5
-"""How often to check whether a living owner has given its memory up."""
+LOOK_SECONDS = 0.1
+"""How often to check for living owners that gave their memory up, for new neighbours, and for
+copies that are over. The end of a process is noticed at once."""
 
 
-class Borrowed(Protocol):
-    """The memory of one owner, mapped here."""
-
-    @property
-    def given_up(self) -> bool:
-        """Whether the owner, which may still live, has given this memory up."""
-        ...
-
-    def forbid(self) -> None:
-        """Forbid new copies out of this memory."""
-        ...
-
-    def unmap(self) -> bool:
-        """Unmap the memory, after `forbid`. False, and nothing is unmapped, while a copy runs. May
-        wait for the device."""
-        ...
-
-
-B = TypeVar("B", bound=Borrowed)
-
-
-class Unmapper(Generic[B]):
+class Unmapper:
     """A thread that waits for owners' processes to end, and unmaps their memory after the last
     copy. Any thread may call the methods.
 
-    on_end: called in the unmapper's thread for each memory after `forbid` and before `unmap`,
-    because the owner has ended or given the memory up, or because of `close`."""
+    on_end: called in the unmapper's thread for each neighbour before it is unmapped, because the
+    owner has ended or given the memory up, or because of `close`. on_unmapped: called afterwards.
+    """
 
-    def __init__(self, on_end: Callable[[B], None]) -> None:
-        self._on_end = on_end
+    def __init__(
+        self,
+        on_end: Callable[[Neighbour], None],
+        on_unmapped: Callable[[Neighbour], None] = lambda neighbour: None,
+    ) -> None:
+        self._on_end, self._on_unmapped = on_end, on_unmapped
         self._lock = threading.Lock()
-        """Held for moments only: no thread waits for anything else while it holds this lock."""
-        self._pidfds: dict[int, B] = {}
-        self._going: list[B] = []
+        self._watched: dict[Neighbour, list[int]] = {}
+        """The pidfds of each neighbour's owner."""
+        self._going: list[Neighbour] = []
         self._closing = False
-        self._events = select.epoll()
-        self._wake_fd: int | None = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._events.register(self._wake_fd, select.EPOLLIN)
         self._thread = threading.Thread(target=self._run, name="vcache-neighbours", daemon=True)
         self._thread.start()
 
-    def admit(self, borrowed: B, pidfds: list[int]) -> bool:
-        """Watch these processes for `borrowed`, and take over the pidfds. After `close` it returns
-        False, and after an OSError it raises: both then stay the caller's."""
-        with self._lock, ExitStack() as undo:
-            if self._closing:
-                return False
-            for pidfd in pidfds:
-                self._events.register(pidfd, select.EPOLLIN)
-                # Closing a pidfd does not unregister it, since its sender holds the same open file.
-                undo.callback(self._events.unregister, pidfd)
-            undo.pop_all()
-            self._pidfds |= dict.fromkeys(pidfds, borrowed)
-        self.wake()
-        return True
-
-    def discard(self, borrowed: B) -> None:
-        """Unmap memory that was never admitted and that no copy reads: in the unmapper's thread, or
-        in the caller's if that thread has ended."""
-        borrowed.forbid()
+    def admit(self, neighbour: Neighbour, pidfds: list[int]) -> bool:
+        """Watch these processes, and take over the pidfds. After `close` it returns False: both
+        then stay the caller's."""
         with self._lock:
-            running = self._wake_fd is not None
-            if running:
-                self._going.append(borrowed)
-        if running:
-            self.wake()
-        else:
-            borrowed.unmap()
-
-    def wake(self) -> None:
-        """Make the thread look again, after a copy left or memory was added. Any thread."""
-        with self._lock:
-            if self._wake_fd is not None:
-                os.eventfd_write(self._wake_fd, 1)
+            if not self._closing:
+                self._watched[neighbour] = pidfds
+            return not self._closing
 
     @property
     def closed(self) -> bool:
@@ -101,7 +59,6 @@ class Unmapper(Generic[B]):
         most `seconds`. Idempotent."""
         with self._lock:
             self._closing = True
-        self.wake()
         self._thread.join(seconds)
         if self._thread.is_alive():
             log.warning(
@@ -112,7 +69,7 @@ class Unmapper(Generic[B]):
 
     def _run(self) -> None:
         try:
-            while self._pidfds or self._going or not self._closing:
+            while self._watched or self._going or not self._closing:
                 self._turn()
         except Exception:  # the thread's last line of defence
             log.exception(
@@ -122,39 +79,31 @@ class Unmapper(Generic[B]):
         finally:
             with self._lock:
                 self._closing = True
-                wake_fd, self._wake_fd = self._wake_fd, None
-            for each in set(self._pidfds.values()):
-                self._end(each)
-            for each in self._going:
-                each.unmap()
-            self._events.close()
-            if wake_fd is not None:
-                os.close(wake_fd)
+            for neighbour in list(self._watched):
+                self._end(neighbour)
+            for neighbour in self._going:
+                neighbour.unmap()
 
     def _turn(self) -> None:
-        ready = [fd for fd, _ in self._events.poll(LOOK_SECONDS if self._pidfds else None)]
-        if self._wake_fd in ready:
-            with suppress(BlockingIOError):
-                os.eventfd_read(self._wake_fd)
         with self._lock:
-            # Look up before closing any pidfd, since its number may be used again at once.
-            ended = {self._pidfds[fd] for fd in ready if fd in self._pidfds}
-            here = set(self._pidfds.values())
-        for each in here:
-            if each in ended or self._closing or each.given_up:
-                self._end(each)
-        with self._lock:
-            going, self._going = self._going, []
-        staying = [each for each in going if not each.unmap()]
-        with self._lock:
-            self._going += staying
+            watched = {fd: neighbour for neighbour, fds in self._watched.items() for fd in fds}
+        poll = select.poll()
+        for fd in watched:
+            poll.register(fd, select.POLLIN)
+        ended = {watched[fd] for fd, _ in poll.poll(LOOK_SECONDS * 1000)}
+        for neighbour in dict.fromkeys(watched.values()):
+            if neighbour in ended or self._closing or neighbour.view.dead:
+                self._end(neighbour)
+        for neighbour in list(self._going):
+            if neighbour.unmap():
+                self._going.remove(neighbour)
+                self._on_unmapped(neighbour)
 
-    def _end(self, borrowed: B) -> None:
-        borrowed.forbid()
+    def _end(self, neighbour: Neighbour) -> None:
+        neighbour.forbid()
         with self._lock:
-            for pidfd in [pidfd for pidfd, of in self._pidfds.items() if of is borrowed]:
-                del self._pidfds[pidfd]
-                self._events.unregister(pidfd)
-                os.close(pidfd)
-            self._going.append(borrowed)
-        self._on_end(borrowed)
+            pidfds = self._watched.pop(neighbour)
+        for pidfd in pidfds:
+            os.close(pidfd)
+        self._going.append(neighbour)
+        self._on_end(neighbour)

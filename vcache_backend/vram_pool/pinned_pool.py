@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 from vcache_backend.config import ByteSize
 from vcache_backend.errors import SegmentError, VCacheError
-from vcache_backend.metadata_server.messages import Lendable, SegmentId, SegmentInfo
+from vcache_backend.metadata_server.messages import SegmentId, SegmentInfo
 from vcache_backend.vram_pool import cuda_driver, pinned_segment
 from vcache_backend.vram_pool import segment as segments
 from vcache_backend.vram_pool.pool import Pool
@@ -92,11 +92,9 @@ class PinnedPool(Pool):
         finally:
             self._busy = False
 
-    def _lend(self, lendable: Lendable) -> bool:
-        piece, self._exhausted = min(lendable.nbytes, PIECE_BYTES), False
-        if not super()._lend(Lendable(lendable.claim, piece)):
-            return False
-        return self._exhausted or piece == lendable.nbytes
+    def _lend(self, nbytes: int) -> bool:
+        piece, self._exhausted = min(nbytes, PIECE_BYTES), False
+        return super()._lend(piece) and (self._exhausted or piece == nbytes)
 
     def _no_more(self, error: SegmentError) -> None:
         lent = sum(info.nbytes for info in self.mapped() if info.device == self.device.name)

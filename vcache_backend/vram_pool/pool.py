@@ -14,7 +14,7 @@ import torch
 
 from vcache_backend.errors import SegmentError, VCacheError
 from vcache_backend.metadata_server.client import Client
-from vcache_backend.metadata_server.messages import Lendable, Location, SegmentId, SegmentInfo
+from vcache_backend.metadata_server.messages import Location, SegmentId, SegmentInfo
 from vcache_backend.vram_pool import segment as segments
 from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.segment import MappedSegment
@@ -159,20 +159,20 @@ class Pool:
             self._contributed = epoch
             return
         try:
-            lendable = self._client.lend(self._segment_bytes)
+            nbytes = self._client.lend(self._segment_bytes)
         except VCacheError as error:
             log.debug("lend: %s", error)
             return
-        if lendable.nbytes and self._lend(lendable):
+        if nbytes and self._lend(nbytes):
             self._contributed = epoch
 
-    def _lend(self, lendable: Lendable) -> bool:
+    def _lend(self, nbytes: int) -> bool:
         """Make a segment, and hand it to the server. False if it should be tried again."""
         try:
-            reason = self._over_budget(self._segment_bytes, lendable.nbytes)
+            reason = self._over_budget(self._segment_bytes, nbytes)
             if reason is not None:
                 raise SegmentError(reason)
-            with segments.create(self.device, lendable.nbytes) as owned:
+            with segments.create(self.device, nbytes) as owned:
                 mapped = segments.map_segment(owned.info, owned.fd, self.device)
         except SegmentError as error:
             self._waits -= 1
@@ -182,7 +182,7 @@ class Pool:
             self._no_more(error)
             return True
         try:
-            self._client.offer(mapped.info, mapped.fd, lendable.claim)
+            self._client.offer(mapped.info, mapped.fd)
         except VCacheError as error:
             log.warning("segment %s on %s is given up: %s", mapped.id, self.device, error)
             mapped.close()

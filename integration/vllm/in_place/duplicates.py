@@ -5,19 +5,20 @@ give up its copy.
 from __future__ import annotations
 
 import logging
+from array import array
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from itertools import chain, compress
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from vcache_backend.resident.generations import Generations, GenerationView, UInt32s, UInt64s
+from vcache_backend.resident.generations import Generations, GenerationView, UInt64s
 
 from ..metadata import LoadSpec
 from ..scheduler.tracked import Tracked
-from .block_pool import KVBlocks
-from .replicas import within
+from .block_pool import GENERATIONS, NUMBERS, KVBlocks
+from .replicas import Run, within
 
 log = logging.getLogger("vllm.vcache")
 
@@ -38,27 +39,16 @@ step by 20 ms.
 
 
 class Copies(NamedTuple):
-    """Chunks in this and in another KV cache, in the order in which this cache gives them up. One
-    row for each chunk, its last block first, as they lie in vLLM's free queue.
+    """A request's chunks in this and in another KV cache. This cache gives up the last one first.
 
-    blocks, generations: in this KV cache. theirs, their_generations: in the KV cache of `owner`."""
+    blocks, generations: in this KV cache. run: in the other one. chunks: how many leading chunks
+    are left. at: the value of `Duplicates._ended` when the request ended."""
 
-    blocks: UInt32s
-    generations: UInt64s
-    owner: bytes
-    theirs: UInt32s
-    their_generations: UInt64s
-
-    def cut(self, start: int, stop: int | None = None) -> Copies:
-        """Cut out the chunks [start, stop)."""
-        part = slice(start, stop)
-        return Copies(
-            self.blocks[part],
-            self.generations[part],
-            self.owner,
-            self.theirs[part],
-            self.their_generations[part],
-        )
+    blocks: array[int]
+    generations: array[int]
+    run: Run
+    chunks: int
+    at: int
 
 
 class Duplicates:
@@ -77,16 +67,16 @@ class Duplicates:
         generations; None if it is gone.
         """
         self._pool, self._generations, self._each, self._view = pool, generations, each, view
-        self._copies: deque[Copies] = deque()
-        """The oldest first."""
-        self._most = max(1, generations.blocks // each)
-        """So many can be intact at most."""
-        # Write the arrays now: else the first step that writes them waits for the memory.
-        self._marked: UInt64s = np.full(generations.blocks, 0, dtype=np.uint64)
+        self._copies: deque[Copies] = deque(maxlen=max(1, generations.blocks // each))
+        """The oldest first. No more can be intact."""
+        self._ended = 0
+        """How many requests have ended."""
+        self._used: dict[int, int] = {}
+        """The first and the last block of chunks that a request found in vLLM's cache, and `_ended`
+        when that request ended. Requests use chunks from the first block on."""
+        # Write the array now: else the first step that writes it waits for the memory.
         self._next: UInt64s = np.full(generations.blocks, 0, dtype=np.uint64)
-        """By block: the generation in which the block became an unused duplicate (`_marked`), and
-        the generation in which it was moved to the head of the free queue (`_next`).
-        """
+        """By block: the generation in which the block was moved to the head of the free queue."""
         self._empty = pool.free
         """A lower bound of the empty blocks at the head of the free queue. vLLM puts further empty
         blocks before them, and caches a block only after it was handed out.
@@ -95,7 +85,7 @@ class Duplicates:
     @property
     def count(self) -> int:
         """How many chunks may be given away."""
-        return sum(len(copies.blocks) for copies in self._copies)
+        return sum(copies.chunks for copies in self._copies)
 
     def note(self, tracked: Tracked, load: LoadSpec, first: int) -> None:
         """Note which chunks `load` reads in other KV caches. first: the number of the load's first
@@ -113,27 +103,19 @@ class Duplicates:
         SHORT). block_size: in tokens.
         """
         each, row, right = self._each, tracked.store.rows[0], tracked.resident.generations
+        self._ended += 1
         if used := row[: tracked.local // block_size]:
-            self._marked[used] = self._next[used] = 0
+            ends = chain(used[::each], used[each - 1 :: each])
+            self._used.update(dict.fromkeys(ends, self._ended))
+            self._next[used] = 0
         runs = within(tracked.copies, 0, len(right) // each)
         copied = sum(run.chunks for run in runs) * each * block_size
         if not copied or (tracked.request.num_tokens - tracked.local - copied) * SHORT > copied:
             return
-        if len(self._copies) > self._most:
-            # vLLM handed few blocks out, and the oldest copies were used or reset.
-            self._copies = deque(copies for copies in self._copies if self._intact(copies).any())
         # Give a prefix up from its end.
         for run in reversed(runs):
             own = slice(run.first * each, (run.first + run.chunks) * each)
-            copies = Copies(
-                self._rows(row[own], np.dtype(np.uint32)),
-                self._rows(right[own], np.dtype(np.uint64)),
-                run.instance,
-                self._rows(run.blocks, np.dtype("<u4")),
-                self._rows(run.generations, np.dtype("<u8")),
-            )
-            self._marked[copies.blocks] = copies.generations
-            self._copies.append(copies)
+            self._copies.append(Copies(row[own], right[own], run, run.chunks, self._ended))
 
     def give_way(self, count: int) -> None:
         """Put duplicates at the head of the free queue if vLLM, about to hand out `count` blocks,
@@ -155,10 +137,6 @@ class Duplicates:
 
     # ---- inside
 
-    def _rows(self, packed: Any, kind: np.dtype[Any]) -> npt.NDArray[Any]:
-        """The numbers of consecutive chunks, as `Copies` has them."""
-        return np.frombuffer(packed, dtype=kind)[::-1].reshape(-1, self._each)
-
     def _give_way(self, count: int) -> None:
         count = min(count, self._pool.free)
         # Reading one number from a memoryview takes half as long as from an array.
@@ -168,36 +146,48 @@ class Duplicates:
         looks = MOST_LOOKED
         while needed > 0 and looks > 0 and self._copies:
             copies = self._copies.popleft()
-            most = min(looks, wanted)
-            if len(copies.blocks) > most:
-                self._copies.appendleft(copies.cut(most))
-                copies = copies.cut(0, most)
-            moved = self._moved(copies)
+            most = min(looks, wanted, copies.chunks)
+            left = copies.chunks - most
+            if left:
+                self._copies.appendleft(copies._replace(chunks=left))
+            moved = self._moved(copies, range(left, copies.chunks))
             needed -= moved
             wanted -= moved
-            looks -= len(copies.blocks) - moved
+            looks -= most - moved
 
-    def _intact(self, copies: Copies) -> npt.NDArray[np.bool_]:
-        """Whether each chunk's blocks are unchanged, and unused since the request ended."""
-        blocks, generations = copies.blocks, copies.generations
-        same = self._marked[blocks] == generations
-        same &= self._generations.counters[blocks] == generations
-        intact: npt.NDArray[np.bool_] = same.all(axis=1)
-        return intact
-
-    def _moved(self, copies: Copies) -> int:
+    def _moved(self, copies: Copies, chunks: range) -> int:
         """Put copies at the head of the free queue, and return how many chunks that are. Leaves out
         chunks that were or are used, or that their owner has lost.
         """
-        view = self._view(copies.owner)
+        view = self._view(copies.run.instance)
         if view is None:
             return 0
-        right = self._intact(copies)
-        # The look-up has checked that these numbers are valid.
-        right &= (view.counters[copies.theirs] == copies.their_generations).all(axis=1)
-        rows, generations = copies.blocks[right], copies.generations[right]
-        moved = self._pool.to_head(rows[:, 0].tolist(), rows[:, -1].tolist(), self._each)
-        if not all(moved):
-            rows, generations = rows[moved], generations[moved]
-        self._next[rows] = generations
-        return len(rows)
+        each, blocks, generations = self._each, copies.blocks, copies.generations
+        # The look-up has checked that all numbers are valid.
+        theirs = array(NUMBERS, copies.run.blocks)
+        their_generations = array(GENERATIONS, copies.run.generations)
+        here, there, used = self._generations.counters.data, view.counters.data, self._used
+
+        def intact(at: int) -> bool:
+            block = blocks[at]
+            return (
+                here[block] == generations[at]
+                and there[theirs[at]] == their_generations[at]
+                and used.get(block, 0) < copies.at
+            )
+
+        ends = [
+            (at, at + each - 1)
+            for at in range((chunks.stop - 1) * each, chunks.start * each - 1, -each)
+            if intact(at) and intact(at + each - 1)
+        ]
+        # vLLM frees a chunk from its last block on.
+        whole = self._pool.to_head(
+            [blocks[last] for _, last in ends], [blocks[first] for first, _ in ends], each
+        )
+        moved = array(NUMBERS)
+        for first, last in compress(ends, whole):
+            moved += blocks[first : last + 1]
+        if moved:
+            self._next[moved] = self._generations.counters[moved]
+        return sum(whole)

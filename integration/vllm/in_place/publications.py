@@ -6,20 +6,22 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import repeat
 
 import numpy as np
-import numpy.typing as npt
 
 from vcache_backend.metadata_server.messages import (
+    GENERATION_BYTES,
     INSTANCE_BYTES,
     MAX_PUBLISHED,
+    NUMBER_BYTES,
     ChunkKey,
     Found,
     Heard,
     InstanceId,
 )
-from vcache_backend.resident.generations import Generations, GenerationView, UInt32s, UInt64s
+from vcache_backend.resident.generations import Generations, GenerationView, UInt32s, first_odd
 from vcache_backend.resident.tables import Tables
 
 from ..metadata import PublicationSpec
@@ -49,12 +51,9 @@ class Publications:
         self.generations = Generations(self.instance, blocks)
         self.retract: Callable[[int], None] = lambda sequence: None
         """Called on a reset: voids publications with a lower sequence."""
-        self._told: dict[ChunkKey, int] = {}
-        """The first block of each chunk's last published place, where others look for it."""
-        # Write the arrays now: else the first steps that write them wait for the memory.
-        self._published: UInt64s = np.full(blocks, 0, dtype=np.uint64)
-        self._first: UInt32s = np.full(blocks, 0, dtype=np.uint32)
-        """By block: the generation in which it was published last, and its chunk's first block."""
+        self._told: dict[ChunkKey, tuple[bytes, bytes, int]] = {}
+        """By chunk, the place where it was published last and others look for it: blocks and
+        generations of several chunks, packed, and the number of the chunk among them."""
         self._filling = array(NUMBERS)
         """Blocks that the step being planned fills, and that the table does not show as
         filled yet.
@@ -148,13 +147,9 @@ class Publications:
         tracked.resident.resets = self._pool.resets
         tracked.resident.evicted = self._pool.evicted
         tracked.resident.filled = min(loaded, computed)
-        self._fill()
-        leading = _numbers(tracked.store.rows[0][: tracked.resident.filled])
-        counters = self.generations.counters[leading]
-        void = np.flatnonzero(counters & np.uint64(1))
-        right = counters[: void[0]] if len(void) else counters
-        tracked.resident.generations = array(GENERATIONS, right.tobytes())
-        if late or len(void):
+        leading = tracked.store.rows[0][: tracked.resident.filled]
+        tracked.resident.generations = right = self._leading(leading)
+        if late or len(right) < len(leading):
             tracked.resident.filled = NEVER
 
     def fill(self, tracked: Tracked, blocks: int) -> None:
@@ -189,25 +184,15 @@ class Publications:
         stop = min(ready, len(state.generations) // each)
         if stop <= first:
             return []
-        chunks = slice(first * each, stop * each)
-        keys = tracked.lookup.keys[first:stop]
-        blocks = _numbers(tracked.store.rows[0][chunks]).reshape(-1, each)
-        generations = np.frombuffer(state.generations[chunks], np.uint64).reshape(-1, each)
-        told = self._published[blocks] == generations
-        if told.any():
-            fresh = np.flatnonzero(~self._are_told(keys, blocks, told))
-            keys = [keys[at] for at in fresh.tolist()]
-            blocks, generations = blocks[fresh], generations[fresh]
-        self._tell(keys, blocks, generations)
+        if len(self._told) > self.blocks:
+            # Most of these chunks are gone. The others are published again at their next hit.
+            self._told.clear()
+        fresh: Sequence[int] = range(first, stop)
+        if not self._told.keys().isdisjoint(tracked.lookup.keys[first:stop]):
+            fresh = [number for number in fresh if not self._is_told(tracked, number)]
         return [
-            self._spec(
-                tracked,
-                keys[at : at + MAX_PUBLISHED],
-                blocks[at : at + MAX_PUBLISHED].tobytes(),
-                generations[at : at + MAX_PUBLISHED].tobytes(),
-                loaded,
-            )
-            for at in range(0, len(keys), MAX_PUBLISHED)
+            self._tell(tracked, fresh[at : at + MAX_PUBLISHED], loaded)
+            for at in range(0, len(fresh), MAX_PUBLISHED)
         ]
 
     def forget(self, tracked: Tracked, first: int) -> None:
@@ -226,26 +211,14 @@ class Publications:
 
     # ---- inside
 
-    def _are_told(
-        self, keys: list[ChunkKey], blocks: UInt32s, same: npt.NDArray[np.bool_]
-    ) -> npt.NDArray[np.bool_]:
-        """Whether each chunk is published at this place, and at no other since. blocks: a row for
-        each chunk. same: the blocks that were published in their present generation.
-        """
-        first = blocks[:, 0]
-        whole = (same & (self._first[blocks] == first[:, None])).all(axis=1)
-        last = np.fromiter((self._told.get(key, -1) for key in keys), np.int64, len(keys))
-        told: npt.NDArray[np.bool_] = whole & (last == first)
-        return told
-
-    def _tell(self, keys: list[ChunkKey], blocks: UInt32s, generations: UInt64s) -> None:
-        """Note that these chunks are published."""
-        if len(self._told) > self.blocks:
-            # Most of these chunks are gone. The others are published again at their next hit.
-            self._told.clear()
-        self._told.update(zip(keys, blocks[:, 0].tolist(), strict=True))
-        self._published[blocks] = generations
-        self._first[blocks] = blocks[:, :1]
+    def _leading(self, blocks: array[int]) -> array[int]:
+        """The generations of these blocks, up to the first void block."""
+        if not blocks:
+            return array(GENERATIONS)
+        self._fill()
+        packed = self.generations.counters[_numbers(blocks)].tobytes()
+        void = first_odd(packed)
+        return array(GENERATIONS, packed)[: void if void >= 0 else None]
 
     def _fill(self) -> None:
         if self._filling:
@@ -281,17 +254,33 @@ class Publications:
             del generations[int(lost[0]) :]
         return not len(lost)
 
-    def _spec(
-        self,
-        tracked: Tracked,
-        keys: list[ChunkKey],
-        blocks: bytes,
-        generations: bytes,
-        loaded: bool,
-    ) -> PublicationSpec:
+    def _is_told(self, tracked: Tracked, chunk: int) -> bool:
+        """Whether the request's chunk is published at this place, and at no other since."""
+        blocks, generations, at = self._told.get(tracked.lookup.keys[chunk], (b"", b"", 0))
+        number, counter = self.each * NUMBER_BYTES, self.each * GENERATION_BYTES
+        return (
+            self._packed(tracked.store.rows[0], [chunk]) == blocks[at * number : (at + 1) * number]
+            and self._packed(tracked.resident.generations, [chunk])
+            == generations[at * counter : (at + 1) * counter]
+        )
+
+    def _tell(self, tracked: Tracked, chunks: Sequence[int], loaded: bool) -> PublicationSpec:
+        """Make a publication of the request's chunks, and note where they lie."""
+        keys = [tracked.lookup.keys[chunk] for chunk in chunks]
+        blocks = self._packed(tracked.store.rows[0], chunks)
+        generations = self._packed(tracked.resident.generations, chunks)
+        places = zip(repeat(blocks), repeat(generations), range(len(keys)), strict=False)
+        self._told.update(zip(keys, places, strict=True))
         self.sequence += 1
         name, sequence = tracked.request.request_id, self.sequence - 1
         return PublicationSpec(name, keys, blocks, generations, sequence, self.epoch, loaded)
+
+    def _packed(self, numbers: array[int], chunks: Sequence[int]) -> bytes:
+        """Bytes of these chunks' numbers, one for each block of the request."""
+        each = self.each
+        if isinstance(chunks, range):
+            return numbers[chunks.start * each : chunks.stop * each].tobytes()
+        return b"".join(numbers[at * each : (at + 1) * each].tobytes() for at in chunks)
 
     def _void_all(self) -> None:
         (self.generations if self._pool is None else self._pool).void_all()

@@ -130,6 +130,7 @@ class Completions:
         """Plan the step of the requests that ran before. Once a step for each: keep it short."""
         scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
         resumed, in_place = cached.resumed_req_ids, self._publications is not None
+        block, states = self._block, self._groups.states
         for request_id, computed, added in zip(
             cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
         ):
@@ -149,8 +150,8 @@ class Completions:
             # Most steps of a running request complete neither a block nor a chunk.
             if (
                 reached >= tracked.store.complete_at
-                or (in_place and reached >= (tracked.resident.filled + 1) * self._block)
-                or self._groups.states
+                or (in_place and reached >= (tracked.resident.filled + 1) * block)
+                or states
             ):
                 self._computes(tracked, computed, reached, meta)
 

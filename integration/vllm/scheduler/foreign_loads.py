@@ -11,6 +11,9 @@ from typing import Any
 from ..model.groups import NULL
 from .tracked import Tracked
 
+Beginning = tuple[str, int, Any]
+"""A request that begins or resumes: name, computed tokens, blocks by block table."""
+
 
 class ForeignLoads:
     """Numbers the steps with foreign loads. Runs in the scheduler's thread. All workers report a
@@ -22,15 +25,14 @@ class ForeignLoads:
         self._filling: dict[int, set[int]] = {}
         """By step number: the blocks of requests that another connector may load in that step."""
 
-    def begin(self, output: Any, requests: Mapping[str, Tracked]) -> int:
-        """Return a number for the step if another connector may load in it, else 0.
+    def begin(self, begun: Iterable[Beginning], requests: Mapping[str, Tracked]) -> int:
+        """Return a number for the step if another connector may load in it, else 0. begun: see
+        `beginning`.
 
         Another connector loads if a request begins with more tokens than vLLM's own cache and we
         supply. If that load fails, vLLM recomputes tokens that the step would store."""
-        if not output.scheduled_new_reqs and not output.scheduled_cached_reqs.resumed_req_ids:
-            return 0
         blocks = set[int]()
-        for request_id, computed, rows in beginning(output):
+        for request_id, computed, rows in begun:
             tracked = requests.get(request_id)
             if tracked is not None and computed > tracked.supplied:
                 blocks.update(*rows)
@@ -58,10 +60,8 @@ class ForeignLoads:
         return failed
 
 
-def beginning(output: Any) -> list[tuple[str, int, Any]]:
-    """List the requests that begin or resume in the step: name, computed tokens, blocks by block
-    table.
-    """
+def beginning(output: Any) -> list[Beginning]:
+    """List the requests that begin or resume in the step."""
     cached = output.scheduled_cached_reqs
     new = [
         (request.req_id, request.num_computed_tokens, request.block_ids)

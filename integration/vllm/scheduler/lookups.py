@@ -10,7 +10,8 @@ import logging
 from time import monotonic, perf_counter
 from typing import Any
 
-from vcache_backend.errors import VCacheError
+from vcache_backend.errors import ServerTimeout, ServerUnavailable, VCacheError
+from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey, Find, Found, InstanceId, of_ranks
 from vcache_backend.transfer.keys import adapter_digest, state_keys
 
@@ -22,13 +23,17 @@ from .tracked import NO_ANSWER, Answer, Question, Tracked
 
 log = logging.getLogger("vllm.vcache")
 
+LATE_SECONDS = 0.001
+"""How long vLLM's scheduler waits for an answer in one step. A later answer is read in a later
+step."""
 AHEAD_SECONDS = 0.05
 """How long an answer may be read after its question was sent. Chunks stored later are not in it."""
 
 
 class Lookups:
-    """Looks chunks up. Runs in the scheduler's thread. Each method waits at most for one server
-    call and one offload look-up.
+    """Looks chunks up. Runs in the scheduler's thread. Each method waits at most `LATE_SECONDS` and
+    for one offload look-up; `find` waits for one server call if the keys or the answer exceed one
+    message, or if the model keeps states.
     """
 
     def __init__(
@@ -37,6 +42,8 @@ class Lookups:
         """parts: how many chunks one state occupies; 0 if the model keeps no states."""
         self._instance, self._size, self._meter, self._parts = instance, chunk_size, meter, parts
         self._adapters = Adapters()
+        self._late = False
+        """Whether the last answer that vLLM asked for was late."""
         self.epoch = 0
         """The namespace's epoch as the server last said with an answer."""
 
@@ -73,31 +80,34 @@ class Lookups:
         """Ask the server for the chunks [first, stop) and return. `name` must have made the keys;
         `find` reads the answer.
         """
-        client, started = self._instance.client, perf_counter()
-        if client is None or tracked.lookup.question is not None:
-            return
-        at = monotonic()
-        try:
-            sent = client.send_find(self._request(tracked, first, stop))
-        except VCacheError as error:
-            log.debug("look-up: %s", error)
-            return
-        if sent is not None:
-            seconds = perf_counter() - started
-            tracked.promise.made |= tracked.promise.early
-            tracked.lookup.question = Question(sent, first, stop, at, seconds)
+        client = self._instance.client
+        if client is not None and tracked.lookup.question is None:
+            try:
+                self._send(client, tracked, first, stop)
+            except VCacheError as error:
+                log.debug("look-up: %s", error)
 
-    def find(self, tracked: Tracked, first: int, whole: int) -> Answer:
-        """Look up the chunks [first, whole). `name` must have made the keys. No hits if the server
-        does not answer.
+    def find(self, tracked: Tracked, first: int, whole: int) -> Answer | None:
+        """Look up the chunks [first, whole). `name` must have made the keys. None: the answer is
+        late, so call again in the next step. No hits if the server does not answer within the
+        deadline of a call.
         """
-        question = tracked.lookup.question
-        if question is not None and question.at + AHEAD_SECONDS > monotonic():
-            self._read(tracked, question)
-        answer = tracked.lookup.answer
-        tracked.lookup.question = None
-        if answer is None or not answer.counts(first):
-            answer = self._ask(tracked, first, whole)
+        lookup, client, now = tracked.lookup, self._instance.client, monotonic()
+        if lookup.question is not None and not lookup.since:
+            # A late answer is used whenever it arrives.
+            lookup.question = lookup.question if now < lookup.question.at + AHEAD_SECONDS else None
+        answer: Answer | None = NO_ANSWER
+        if client is not None:
+            over = bool(lookup.since) and now > lookup.since + client.request_seconds
+            try:
+                answer = self._answer(client, tracked, first, whole, over)
+            except VCacheError as error:
+                answer = self._failed(error)
+        self._late = answer is None
+        if answer is None:
+            lookup.since = lookup.since or now
+            return None
+        lookup.since = 0.0
         self._count(tracked, answer, first, whole)
         return answer
 
@@ -122,30 +132,62 @@ class Lookups:
                 "look-up %s: %d of %d chunks", tracked.request.request_id, hits, whole - first
             )
 
-    def _ask(self, tracked: Tracked, first: int, whole: int) -> Answer:
-        client, started, at = self._instance.client, perf_counter(), monotonic()
-        tracked.lookup.answer = None
-        if client is None:
-            return NO_ANSWER
-        try:
-            reply = client.find(self._request(tracked, first, whole))
-        except VCacheError as error:
-            return self._failed(error)
-        return self._answered(tracked, first, whole, reply, at, started)
+    def _answer(
+        self, client: Client, tracked: Tracked, first: int, whole: int, over: bool
+    ) -> Answer | None:
+        """The last answer if it counts, else the server's to the question that was sent, or is sent
+        now. None if it is late. over: do not wait for it any more. VCacheError."""
+        lookup, now = tracked.lookup, monotonic()
+        while True:
+            question = lookup.question
+            if question is None:
+                if lookup.answer is not None and lookup.answer.counts(first):
+                    return lookup.answer
+                lookup.answer = None
+                try:
+                    question = self._send(client, tracked, first, whole)
+                except ServerTimeout:
+                    if over:
+                        raise
+                    return None
+                if question is None:
+                    return self._ask(client, tracked, first, whole)
+                lookup.since = 0.0
+            # After a late answer the next ones are probably late, too.
+            if not question.sent.arrives(0.0 if self._late else _patience(client)) and not over:
+                return None
+            lookup.question, started = None, perf_counter() - question.seconds
+            try:
+                reply = question.sent.answer(0.0)
+            except ServerUnavailable:
+                if over or question.at >= now:
+                    raise
+                # The connection it was sent on is lost.
+                continue
+            if reply.cut:
+                return self._ask(client, tracked, first, whole)
+            answer = self._answered(
+                tracked, question.first, question.stop, reply, question.at, started
+            )
+            if answer.covers(first):
+                return answer
 
-    def _read(self, tracked: Tracked, question: Question) -> None:
-        """Read the answer to a question that `send` sent, if it has arrived."""
-        started = perf_counter() - question.seconds
-        try:
-            reply = question.sent.answer()
-        except VCacheError as error:
-            self._failed(error)
-            return
-        tracked.lookup.question = None
-        if reply.cut:
-            # The answer did not fit into one message: `find` asks again.
-            return
-        self._answered(tracked, question.first, question.stop, reply, question.at, started)
+    def _send(self, client: Client, tracked: Tracked, first: int, stop: int) -> Question | None:
+        """Send a question. None if it does not fit into one message. VCacheError."""
+        started, at = perf_counter(), monotonic()
+        sent = client.send_find(self._request(tracked, first, stop), _patience(client))
+        if sent is None:
+            return None
+        tracked.promise.made |= tracked.promise.early
+        question = Question(sent, first, stop, at, perf_counter() - started)
+        tracked.lookup.question = question
+        return question
+
+    def _ask(self, client: Client, tracked: Tracked, first: int, whole: int) -> Answer:
+        """Ask in several messages, and wait for the answers. VCacheError."""
+        started, at = perf_counter(), monotonic()
+        reply = client.find(self._request(tracked, first, whole))
+        return self._answered(tracked, first, whole, reply, at, started)
 
     def _failed(self, error: VCacheError) -> Answer:
         log.debug("look-up: %s", error)
@@ -234,3 +276,7 @@ class Lookups:
         publications.heard = max(publications.heard, reply.epoch)
         count, chosen = publications.choose(reply, tables)
         return count, [run._replace(first=first + run.first) for run in chosen]
+
+
+def _patience(client: Client) -> float:
+    return min(LATE_SECONDS, client.request_seconds)

@@ -43,8 +43,8 @@ log = logging.getLogger("vllm.vcache")
 
 
 class SchedulerSide:
-    """Answers vLLM's scheduler, in the scheduler's thread. Each method waits at most for one server
-    call and one offload look-up.
+    """Answers vLLM's scheduler, in the scheduler's thread. For how long methods wait at most, see
+    `Lookups`.
     """
 
     def __init__(
@@ -146,8 +146,9 @@ class SchedulerSide:
         lacking = tokens - self._least
         if lacking < 0 or not tracked.loads or self._resets.clearing or self._has(request, lacking):
             return
-        ends = range(self._size - 1, tokens, self._size)
-        first = bisect(ends, False, key=lambda token: not self._has(request, token))
+        ends, first = range(self._size - 1, tokens, self._size), 0
+        if ends and self._has(request, ends[0]):
+            first = bisect(ends, False, lo=1, key=lambda token: not self._has(request, token))
         if not self._computes(tracked, chunks - first) and self.lookups.name(tracked, chunks):
             self.lookups.send(tracked, first, chunks)
 
@@ -227,12 +228,14 @@ class SchedulerSide:
             meta.instance = self.publications.instance
         meta.flush = self._resets.flushes()
         self._resets.learn()
-        meta.echo = self._foreign.begin(output, self._requests)
         for request_id in output.preempted_req_ids or ():
             if request_id in self._requests:
                 self._promises.ended(self._requests[request_id])
+        begun = beginning(output)
+        if begun:
+            meta.echo = self._foreign.begin(begun, self._requests)
         self._completions.plan(output, self._requests, meta, self._foreign.blocks())
-        for request_id, computed, _ in beginning(output):
+        for request_id, computed, _ in begun:
             if request_id in self._requests:
                 self._waits.over(self._requests[request_id])
                 self._promises.begun(self._requests[request_id], computed)
@@ -375,8 +378,8 @@ class SchedulerSide:
             return request_params.NOTHING
 
     def _matched(self, tracked: Tracked, local: int) -> int | None:
-        """Look up how many tokens after the first `local` can be loaded. None: the request waits
-        for more.
+        """Look up how many tokens after the first `local` can be loaded. None: the answer is late,
+        or the request waits for more.
         """
         if (
             not tracked.loads
@@ -396,6 +399,8 @@ class SchedulerSide:
         if waits.follows(tracked, first) or waits.pauses(tracked, first, chunks):
             return None
         answer = self.lookups.find(tracked, first, chunks)
+        if answer is None:
+            return None
         if self._computes(tracked, max(answer.hits, answer.comes_to) - first):
             return 0
         if waits.holds(tracked, answer, chunks):
@@ -413,7 +418,7 @@ class SchedulerSide:
         load's first chunk.
         """
         end, stop = tracked.supplied // self._size, -(-tracked.supplied // self._size)
-        self._waits.loads(tracked, first, end)
+        self._waits.loads(tracked)
         # Chunks loaded from the pool are stored already. From the offload tier only whole chunks
         # are promoted.
         partial = (

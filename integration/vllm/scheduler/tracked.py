@@ -48,7 +48,11 @@ class Answer(msgspec.Struct):
 
     def counts(self, first: int) -> bool:
         """Whether the answer is fresh enough, and covers the chunks from `first` on."""
-        return self.first <= first <= self.hits and self.at + FRESH_SECONDS > monotonic()
+        return self.covers(first) and self.at + FRESH_SECONDS > monotonic()
+
+    def covers(self, first: int) -> bool:
+        """Whether the answer says what lies behind the chunks before `first`."""
+        return self.first <= first <= self.hits
 
     def residents_of(self, first: int, stop: int) -> list[Run]:
         """The residents among chunks [first, stop), numbered from `first`."""
@@ -74,12 +78,14 @@ class Question(msgspec.Struct):
 class LookupState(msgspec.Struct):
     """A request's look-ups. Only `Lookups` writes it.
 
-    keys: the keys of the leading chunks. question: sent, and not answered yet. asked, found: the
-    numbers of chunks that the metrics count as looked up and as hits."""
+    keys: the keys of the leading chunks. question: sent, and not answered yet. since: since when
+    vLLM's scheduler comes back for a late answer (time.monotonic); 0.0: the answer is not late.
+    asked, found: the numbers of chunks that the metrics count as looked up and as hits."""
 
     keys: list[ChunkKey] = []
     question: Question | None = None
     answer: Answer | None = None
+    since: float = 0.0
     asked: int = 0
     found: int = 0
 
@@ -134,6 +140,9 @@ class PromiseState(msgspec.Struct):
     stop: int = 0
 
 
+NOTHING_LED = ChunkKey(b"")
+
+
 class WaitState(msgspec.Struct):
     """A request's wait for chunks that are being computed. Only `Waits` writes it. Times are of
     time.monotonic.
@@ -142,7 +151,8 @@ class WaitState(msgspec.Struct):
     asked. began, target: how many leading chunks were there at the beginning, and will be at the
     end. promised: the server has said that chunks are coming. gone: since when it does not say so
     any more. over: the request waits no more. seconds: how long it has waited. loads: a load of the
-    request brings its chunks. leads: the chunks for which other requests may follow this one."""
+    request brings its chunks. leads: the first of these chunks, or `NOTHING_LED`: other requests
+    that lack it may follow this one."""
 
     since: float = 0.0
     until: float = 0.0
@@ -154,7 +164,7 @@ class WaitState(msgspec.Struct):
     over: bool = False
     seconds: float = 0.0
     loads: bool = False
-    leads: list[ChunkKey] = []
+    leads: ChunkKey = NOTHING_LED
 
 
 class Tracked(msgspec.Struct):

@@ -15,7 +15,7 @@ from ..telemetry.stats import Meter
 from .introduction import Introduction
 from .lookups import Lookups
 from .pace import Pace
-from .tracked import NO_ANSWER, Answer, Tracked
+from .tracked import NO_ANSWER, NOTHING_LED, Answer, Tracked
 
 log = logging.getLogger("vllm.vcache")
 
@@ -58,13 +58,13 @@ class Waits:
         self._size = config.engine.chunk_size
         self._wait_seconds = config.connector.wait_seconds
         self._leaders: dict[ChunkKey, Tracked] = {}
-        """For each chunk that a request of this instance loads or waits for, that request."""
+        """By the first chunk that a request of this instance loads or waits for, that request."""
         self._silent: dict[int, float] = {}
         """Owners that are not waited for, and until when (time.monotonic)."""
 
     def follows(self, tracked: Tracked, first: int) -> bool:
-        """Whether another request of this instance brings the request's chunk `first`, and vLLM's
-        cache will have it then."""
+        """Whether another request of this instance brings chunks from the request's chunk `first`
+        on, and vLLM's cache will have them then."""
         keys = tracked.lookup.keys
         leader = self._leaders.get(keys[first]) if self._leaders and first < len(keys) else None
         if leader is None or leader is tracked:
@@ -108,17 +108,17 @@ class Waits:
         self.over(tracked, why, answer.hits)
         return False
 
-    def loads(self, tracked: Tracked, first: int, stop: int) -> None:
-        """Note that the request loads the chunks [first, stop)."""
-        self._lead(tracked, first, stop)
+    def loads(self, tracked: Tracked) -> None:
+        """Note that the request loads the chunks behind those of vLLM's cache."""
+        self._lead(tracked)
         tracked.wait.loads = True
 
     def over(self, tracked: Tracked, why: str = "aborted", reached: int = 0) -> None:
         """End the request's wait, if it waits, and its lead. reached: how many leading chunks are
         there."""
-        wait, now = tracked.wait, monotonic()
+        wait = tracked.wait
         if wait.since and not wait.over:
-            wait.over, wait.seconds = True, now - wait.since
+            wait.over, wait.seconds = True, monotonic() - wait.since
             came = max(0, reached - wait.began)
             self._meter.waited(why, came * self._size, wait.seconds)
             if self._instance.client is not None:
@@ -155,7 +155,7 @@ class Waits:
                 return False
         wait.since = wait.asked = now
         wait.until, wait.began, wait.promised = now + seconds, answer.hits, coming is not None
-        self._lead(tracked, answer.first, wait.target)
+        self._lead(tracked)
         return True
 
     def _ends(self, tracked: Tracked, answer: Answer, now: float) -> str:
@@ -202,14 +202,13 @@ class Waits:
         self._silent = {owner: until for owner, until in self._silent.items() if until > now}
         self._silent[coming.owner] = now + DISTRUST_SECONDS
 
-    def _lead(self, tracked: Tracked, first: int, stop: int) -> None:
+    def _lead(self, tracked: Tracked) -> None:
         self._leave(tracked)
-        tracked.wait.leads = tracked.lookup.keys[first:stop]
-        for key in tracked.wait.leads:
-            self._leaders.setdefault(key, tracked)
+        tracked.wait.leads = tracked.lookup.keys[tracked.local // self._size]
+        self._leaders.setdefault(tracked.wait.leads, tracked)
 
     def _leave(self, tracked: Tracked) -> None:
-        for key in tracked.wait.leads:
-            if self._leaders.get(key) is tracked:
-                del self._leaders[key]
-        tracked.wait.leads, tracked.wait.loads = [], False
+        wait = tracked.wait
+        if wait.leads and self._leaders.get(wait.leads) is tracked:
+            del self._leaders[wait.leads]
+        wait.leads, wait.loads = NOTHING_LED, False

@@ -3,7 +3,6 @@ breaker, a background thread."""
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import threading
@@ -11,8 +10,8 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 import msgspec
@@ -27,15 +26,15 @@ from vcache_backend.errors import (
 )
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
-from vcache_backend.metadata_server.calls.link import ServerLink, Unwelcome
+from vcache_backend.metadata_server.calls.link import ServerLink
 
 log = logging.getLogger(__name__)
 
 KILLED_SECONDS = 3.0
 """How long a killed server must stay away before this client starts another. Supervisors have this
 long to do so first."""
-LONGEST_KILLED_SECONDS = 300.0
-"""The longest such wait. The wait doubles with each start, until a server lasts this long."""
+AGAIN_SECONDS = 60.0
+"""The shortest time between two such starts, if the servers do not last."""
 
 R = TypeVar("R", bound=m.Reply)
 T = TypeVar("T")
@@ -52,7 +51,7 @@ class Sent(Generic[R]):
         self, channel: Channel, request: m.Request, kind: type[R], received: list[int] | None = None
     ) -> None:
         self.request, self.kind, self.received, self._channel = request, kind, received, channel
-        self.reply: m.AnyReply | None = None
+        self.reply: m.Reply | None = None
         self.lost = ""
 
     @property
@@ -60,10 +59,19 @@ class Sent(Generic[R]):
         """Whether the answer has arrived, or never will."""
         return self.reply is not None or bool(self.lost)
 
-    def answer(self) -> R:
-        """Wait for the answer as a call does, with the same deadline and errors."""
+    def arrives(self, seconds: float) -> bool:
+        """Wait for the answer, but only for `seconds`. Returns `over`. The connection stays if the
+        answer is late."""
         if not self.over:
-            self._channel._collect(self)
+            with suppress(ServerUnavailable):
+                self._channel._collect(self, seconds, drops=False)
+        return self.over
+
+    def answer(self, seconds: float | None = None) -> R:
+        """Wait for the answer as a call does, with the same errors, until the deadline of a call or
+        for `seconds`."""
+        if not self.over:
+            self._channel._collect(self, seconds)
         if isinstance(self.reply, self.kind):
             return self.reply
         if isinstance(self.reply, m.Error):
@@ -88,12 +96,9 @@ class Channel(ABC):
         self.on_killed: Callable[[], None] = lambda: None
         """Called in the background thread to start another server, after a killed server has stayed
         away. A server that was stopped removed its socket, and is not replaced."""
-        self._killed, self._start_at, self._started, self._patience = (
-            False,
-            0.0,
-            0.0,
-            KILLED_SECONDS,
-        )
+        self._killed = False
+        self._killed_at: float | None = None
+        self._start_after = 0.0
         self._wake = threading.Event()
         self._stop = threading.Event()
         self.epoch = 0
@@ -117,12 +122,7 @@ class Channel(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -198,23 +198,30 @@ class Channel(ABC):
             raise
         return reply, fds
 
-    def _send(self, request: m.Request, kind: type[R]) -> Sent[R]:
-        """Send a request whose answer is read later."""
+    @property
+    def request_seconds(self) -> float:
+        """The deadline of a call."""
+        return self._config.request_seconds
+
+    def _send(self, request: m.Request, kind: type[R], seconds: float) -> Sent[R]:
+        """Send a request within `seconds`. Its answer is read later."""
         data, sent = wire.encode(request), Sent(self, request, kind)
 
         def send(link: ServerLink, deadline: float) -> None:
             link.send(data, deadline)
             self._unread.append(sent)
 
-        self._alone(request, send)
+        self._alone(request, send, seconds, drops=False)
         return sent
 
-    def _collect(self, sent: Sent[Any]) -> None:
-        """Wait until the answer has arrived, or can no longer arrive."""
+    def _collect(self, sent: Sent[Any], seconds: float | None = None, drops: bool = True) -> None:
+        """Wait until the answer has arrived, or can no longer arrive. See `_alone`."""
+
+        def read(link: ServerLink, deadline: float) -> None:
+            self._read_unread(link, deadline, sent)
+
         try:
-            self._alone(
-                sent.request, lambda link, deadline: self._read_unread(link, deadline, sent)
-            )
+            self._alone(sent.request, read, seconds, drops)
         except ServerUnavailable:
             if sent.reply is None:
                 raise
@@ -241,9 +248,10 @@ class Channel(ABC):
         request: m.Request,
         work: Callable[[ServerLink, float], T],
         seconds: float | None = None,
+        drops: bool = True,
     ) -> T:
         """Run a step on the current connection under the lock, by a deadline. Drops the connection
-        if the step fails."""
+        if the step fails. drops: also if it is late."""
         seconds = self._config.request_seconds if seconds is None else seconds
         deadline = time.perf_counter() + seconds
         self.require()
@@ -256,8 +264,10 @@ class Channel(ABC):
             try:
                 return work(link, deadline)
             except TimeoutError as error:
-                self._drop(link, self._late(request, seconds, "no answer"))
-                raise ServerTimeout(self._down) from error
+                late = self._late(request, seconds, "no answer")
+                if drops:
+                    self._drop(link, late)
+                raise ServerTimeout(late) from error
             except (OSError, ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
                 self._drop(link, f"connection to the metadata server at {self._path} lost: {error}")
                 raise ServerUnavailable(self._down) from error
@@ -308,29 +318,13 @@ class Channel(ABC):
             case ConnectionRefusedError() if not self._path.is_socket():
                 return f"{at} is no socket; set server.socket to that of a metadata server"
             case FileNotFoundError() | ConnectionRefusedError() | NotADirectoryError():
-                return (
-                    f"no metadata server at {at}: {error.strerror}; start one with `vcache serve`"
-                )
-            case OSError(errno=errno.EPROTOTYPE):
-                return (
-                    f"the metadata server at {at} is of another version; install the same "
-                    "vcache-backend"
-                )
+                why = f"{error.strerror}; start one with `vcache serve`"
+                return f"no metadata server at {at}: {why}"
             case TimeoutError() | BlockingIOError():
-                seconds = self._config.connect_seconds
-                return (
-                    f"the metadata server at {at} did not answer in {seconds:g} s: it is "
-                    "stopped, or has too much to do"
-                )
-            case Unwelcome() | PermissionError():
-                return f"no connection to the metadata server at {at}: {error}"
-            case OSError(errno=None):
-                return (
-                    f"no metadata server can be at {at}: {error}; set server.socket to a "
-                    "shorter one"
-                )
+                why = f"did not answer in {self._config.connect_seconds:g} s"
+                return f"the metadata server at {at} {why}: it is stopped, or has too much to do"
             case _:
-                return f"no connection to the metadata server at {at}: {error}; its log may say why"
+                return f"no connection to the metadata server at {at}: {error}"
 
     def _greet(self, welcome: m.Welcome) -> None:
         for line in welcome.mismatches:
@@ -359,8 +353,6 @@ class Channel(ABC):
         while not self._stop.is_set():
             if self._link is not None:
                 pause = self._config.retry_seconds
-                if time.monotonic() > self._started + LONGEST_KILLED_SECONDS:
-                    self._patience = KILLED_SECONDS
                 self._wake.wait(self._config.heartbeat_seconds)
                 self._wake.clear()
                 self._heartbeat()
@@ -372,17 +364,16 @@ class Channel(ABC):
                 self._start_again()
 
     def _start_again(self) -> None:
-        """Call `on_killed` if the server was killed, and has stayed away for `_patience` seconds
-        since this thread noticed."""
+        """Call `on_killed` if the server was killed and has stayed away for `KILLED_SECONDS`."""
         now = time.monotonic()
         if not self._killed:
-            self._start_at = 0.0
-        elif not self._start_at:
-            self._start_at = now + self._patience
-        elif now >= self._start_at:
-            self._start_at, self._patience = 0.0, min(2 * self._patience, LONGEST_KILLED_SECONDS)
+            self._killed_at = None
+        elif self._killed_at is None:
+            self._killed_at = now
+        elif now >= max(self._killed_at + KILLED_SECONDS, self._start_after):
             self.on_killed()
-            self._started = time.monotonic()
+            self._killed_at = None
+            self._start_after = time.monotonic() + AGAIN_SECONDS
 
     def _heartbeat(self) -> None:
         if self._link is None or self._stop.is_set():

@@ -51,12 +51,21 @@ class InstanceCalls(Channel, ABC):
     ) -> int:
         """Publish chunks of one rank, for others to read in place. Returns how many were taken.
         Sends several requests for many chunks."""
-        taken, most = 0, _most(len(keys), blocks)
-        deadline = time.perf_counter() + self._config.request_seconds
-        whole = m.Publish(m.InstanceId(instance), sequence, keys, blocks, generations, epoch)
+        each = len(blocks) // m.NUMBER_BYTES // max(1, len(keys))
+        chunk_bytes = _KEY_BYTES + each * (m.NUMBER_BYTES + m.GENERATION_BYTES)
+        most = max(1, min(m.MAX_PUBLISHED, _PUBLISHED_BYTES // chunk_bytes))
+        deadline, taken = time.perf_counter() + self._config.request_seconds, 0
         for start in range(0, len(keys), most):
-            part = whole if len(keys) <= most else _part(whole, start, start + most)
-            taken += self._call(part, m.Count, deadline - time.perf_counter()).count
+            first, stop = start * each, (start + most) * each
+            request = m.Publish(
+                m.InstanceId(instance),
+                sequence,
+                keys[start : start + most],
+                blocks[first * m.NUMBER_BYTES : stop * m.NUMBER_BYTES],
+                generations[first * m.GENERATION_BYTES : stop * m.GENERATION_BYTES],
+                epoch,
+            )
+            taken += self._call(request, m.Count, deadline - time.perf_counter()).count
         return taken
 
     def retract(self, instance: bytes, sequence: int) -> int:
@@ -91,11 +100,11 @@ class InstanceCalls(Channel, ABC):
             ):
                 return msgspec.structs.replace(answer, cut=False) if answer.cut else answer
 
-    def send_find(self, request: m.Find) -> Sent[m.Found] | None:
-        """Send a look-up without waiting for the answer, which may be `cut`. None if the keys
-        exceed one request."""
+    def send_find(self, request: m.Find, seconds: float) -> Sent[m.Found] | None:
+        """Send a look-up within `seconds`, without waiting for the answer, which may be `cut`. None
+        if the keys exceed one request."""
         fits = len(request.keys) <= _most_found(request)
-        return self._send(request, m.Found) if fits else None
+        return self._send(request, m.Found, seconds) if fits else None
 
     def promise(
         self,
@@ -140,32 +149,6 @@ class InstanceCalls(Channel, ABC):
 def _most_found(request: m.Find) -> int:
     """How many keys of a look-up fit into one request."""
     return min(m.MAX_KEYS, m.MAX_LOOKED_UP // request.ranks)
-
-
-def _most(keys: int, blocks: bytes) -> int:
-    """How many of these chunks fit into one publication."""
-    each = len(blocks) // m.NUMBER_BYTES // max(1, keys)
-    return max(
-        1,
-        min(
-            m.MAX_PUBLISHED,
-            _PUBLISHED_BYTES // (_KEY_BYTES + each * (m.NUMBER_BYTES + m.GENERATION_BYTES)),
-        ),
-    )
-
-
-def _part(whole: m.Publish, start: int, stop: int) -> m.Publish:
-    """The chunks [start, stop) of a publication."""
-    numbers, counts = (
-        len(whole.blocks) // len(whole.keys),
-        len(whole.generations) // len(whole.keys),
-    )
-    return msgspec.structs.replace(
-        whole,
-        keys=whole.keys[start:stop],
-        blocks=whole.blocks[start * numbers : stop * numbers],
-        generations=whole.generations[start * counts : stop * counts],
-    )
 
 
 def _joined(first: m.Found, then: m.Found) -> m.Found:

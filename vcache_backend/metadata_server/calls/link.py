@@ -66,7 +66,7 @@ class ServerLink:
 
     def _introduce(
         self, hello: m.Hello, deadline: float, ledger: int | None, received: list[int]
-    ) -> m.AnyReply:
+    ) -> m.Reply:
         """Say hello, with a pidfd of this process. The pidfd tells the server when this process
         ends, even across pid namespaces."""
         pidfd = processes.own_pidfd()
@@ -78,7 +78,7 @@ class ServerLink:
             if pidfd is not None:
                 os.close(pidfd)
 
-    def read(self, deadline: float, received: list[int] | None = None) -> m.AnyReply:
+    def read(self, deadline: float, received: list[int] | None = None) -> m.Reply:
         """Read the next reply. The server answers requests in their order."""
         message: bytes | memoryview
         if self._early:
@@ -91,8 +91,7 @@ class ServerLink:
                 wire.close_fds(came)
         if not message:
             raise ConnectionError("the server closed it")
-        reply: m.AnyReply = wire.reply_decoder.decode(message)
-        return reply
+        return wire.reply_decoder.decode(message)
 
     def interrupt(self) -> None:
         """End the connection, also under a thread that waits for an answer. Any thread."""
@@ -128,7 +127,7 @@ class ServerLink:
         wake: so first look for it without sleeping."""
         with suppress(BlockingIOError):
             return self._receiver.receive(self._socket)
-        spin_until = time.perf_counter() + self._spin
+        spin_until = min(time.perf_counter() + self._spin, deadline)
         while not self._incoming.poll(0) and time.perf_counter() < spin_until:
             os.sched_yield()
         while True:

@@ -10,7 +10,6 @@ import msgspec
 
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.pool.backlog import Steps
-from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.refuse import Refuse
 
 RETRACT_LOOKS = 4096
@@ -44,15 +43,10 @@ class InstancePublications:
     """All publications of one instance. A block is in at most one chunk, so the number of blocks
     bounds the number of chunks."""
 
-    def __init__(self, owner: Peer, join: m.Join) -> None:
-        """owner: the scheduler that joined."""
-        self.owner, self.shape = owner, shape(join)
-        self.namespace, self.blocks, self.ranks, self.each = (
-            join.namespace,
-            join.blocks,
-            join.ranks,
-            join.each,
-        )
+    def __init__(self, join: m.Join) -> None:
+        self.shape = shape(join)
+        self.namespace, self.blocks = join.namespace, join.blocks
+        self.ranks, self.each = join.ranks, join.each
         self.whole = False
         """Whether every part of the instance is shown. Look-ups skip the instance until then."""
         self.complete: Table = {}
@@ -64,8 +58,8 @@ class InstancePublications:
         self.recency = Recency()
         self.chunk_bytes = CHUNK_BYTES + self.each * (m.NUMBER_BYTES + m.GENERATION_BYTES)
         self.closed = False
-        self.charged = 0
-        """The bytes charged to the owner so far."""
+        self.counted = 0
+        """The bytes that `ResidentDirectory.nbytes` has of these publications."""
         self._kept = 0
         """The number of chunks in memory: chunks in the tables, and void chunks that `forget` has
         yet to remove."""

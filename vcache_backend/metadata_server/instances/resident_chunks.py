@@ -23,12 +23,10 @@ from vcache_backend.metadata_server.instances.publications import (
 from vcache_backend.metadata_server.messages import of_rank
 from vcache_backend.metadata_server.pool.backlog import Backlog, Steps
 from vcache_backend.metadata_server.pool.chunks import Chunks
-from vcache_backend.metadata_server.pool.placement import Peer
-from vcache_backend.metadata_server.shares import Shares
+from vcache_backend.metadata_server.refuse import Refuse
 
 MAX_BYTES = 1 << 30
-"""About the most server memory for all instances together. The process of one scheduler gets at
-most half of it."""
+"""About the most server memory for all instances together."""
 MAX_CELLS = 16_384
 """The most keys times instances in one look-up. Keys beyond it need another look-up."""
 FOUND_BYTES = m.MAX_MESSAGE_BYTES - 8192
@@ -56,9 +54,8 @@ class ResidentDirectory:
         self._backlog, self._counters, self._max_chunks = backlog, counters, max_chunks
         self._arrived = arrived
         self._of: dict[m.InstanceId, InstancePublications] = {}
-        self.shares = Shares(MAX_BYTES, process=1, user=1 / 4)
-        """The bytes charged to each process: a scheduler's for its publications, a worker's for the
-        description of its cache."""
+        self.nbytes = 0
+        """About how many bytes all publications take."""
 
     def count(self, instance: m.InstanceId) -> int:
         """The number of chunks that look-ups can return from an instance, once all of its parts are
@@ -71,26 +68,15 @@ class ResidentDirectory:
         publications = self._of.get(instance)
         return () if publications is None else publications.complete
 
-    def room(self, owner: Peer) -> int:
-        """How many more bytes may be charged to the process of this scheduler or worker."""
-        return self.shares.room(owner.process, owner.user)
-
-    def charge(self, owner: Peer, nbytes: int) -> None:
-        """Charge `nbytes` more to the owner's process."""
-        self.shares.take(owner.process, owner.user, nbytes)
-
-    def lacks(self, owner: Peer, join: m.Join) -> int:
-        """How many bytes are missing for the tables of a joining instance; 0 if there is room."""
-        earlier = self._of.get(join.instance)
-        stays = earlier is not None and earlier.shape == shape(join)
-        return 0 if stays else max(0, join.blocks * BLOCK_BYTES - self.room(owner))
-
-    def open(self, owner: Peer, join: m.Join) -> None:
-        """Add an instance. Its earlier publications stay, unless its shape has changed."""
+    def open(self, join: m.Join) -> None:
+        """Add an instance. Its earlier publications stay, unless its shape has changed. Refuse an
+        instance for whose blocks there is no room."""
         earlier = self._of.get(join.instance)
         if earlier is None or earlier.shape != shape(join):
             self.close(join.instance)
-            self._of[join.instance] = InstancePublications(owner, join)
+            if self.nbytes + join.blocks * BLOCK_BYTES > MAX_BYTES:
+                raise Refuse(f"the server has no memory for {join.blocks:,} more blocks")
+            self._of[join.instance] = InstancePublications(join)
             self._settle(self._of[join.instance])
 
     def show(self, instance: m.InstanceId, whole: bool) -> None:
@@ -117,11 +103,8 @@ class ResidentDirectory:
         if publications is None:
             return 0
         room = self._max_chunks - sum(map(len, self._of.values()))
-        taken = publications.publish(
-            rank,
-            request,
-            max(0, min(room, self.room(publications.owner) // publications.chunk_bytes)),
-        )
+        most = min(room, (MAX_BYTES - self.nbytes) // publications.chunk_bytes)
+        taken = publications.publish(rank, request, max(0, most))
         self._settle(publications)
         self._counters["published"] += taken
         self._arrived(key for key in of_rank(request.keys, 0) if key in publications.complete)
@@ -149,8 +132,7 @@ class ResidentDirectory:
         return dropped
 
     def _forget(self, publications: InstancePublications, tables: tuple[Table, Table]) -> None:
-        """Remove void chunks from memory in later turns. Their owner is charged for them until
-        then."""
+        """Remove void chunks from memory in later turns. They count until then."""
         if any(tables):  # an empty task would let clients fill the backlog for nothing
             self._backlog.later(self._forgetting(publications, tables))
 
@@ -161,10 +143,9 @@ class ResidentDirectory:
         self._settle(publications)
 
     def _settle(self, publications: InstancePublications) -> None:
-        """Charge the owner for the present size of the publications."""
-        if change := publications.nbytes - publications.charged:
-            publications.charged += change
-            self.charge(publications.owner, change)
+        """Count the present size of the publications."""
+        self.nbytes += publications.nbytes - publications.counted
+        publications.counted = publications.nbytes
 
     # ---- what others read
 

@@ -31,10 +31,6 @@ class Chunks:
     def get(self, key: ChunkKey) -> Entry | None:
         return self._spaces.get(key[:NAMESPACE_BYTES], _EMPTY).get(key)
 
-    def has(self, namespace: bytes) -> bool:
-        """Whether the table has chunks of this namespace."""
-        return namespace in self._spaces
-
     def leading(self, keys: list[ChunkKey]) -> list[Entry]:
         """The entries of the leading keys, up to the first key without an entry."""
         space = self._spaces.get(keys[0][:NAMESPACE_BYTES], _EMPTY) if keys else _EMPTY

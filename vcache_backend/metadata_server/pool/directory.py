@@ -51,10 +51,6 @@ class Directory(SegmentDirectory):
         """The number of live chunks."""
         return len(self.contents.live)
 
-    def stores(self, namespace: bytes) -> bool:
-        """Whether the namespace has chunks, live or resting."""
-        return self.contents.live.has(namespace) or self.contents.resting.has(namespace)
-
     # ---- reading
 
     def lookup(self, keys: list[m.ChunkKey], ranks: int = 1) -> int:
@@ -254,7 +250,7 @@ class Directory(SegmentDirectory):
         """Handle a closed connection: its leases end after `GRACE_SECONDS`, its reservations become
         void and their slots quarantined."""
         self.backlog.later(self.leases.drop_client(client.id, self._now))
-        self._claims.drop_client(client.id)
+        self._claims.end(client.id)
         self.promises.drop_client(client)
         self.reservations.void(self.reservations.of_client(client.id))
 

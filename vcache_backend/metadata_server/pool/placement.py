@@ -12,7 +12,6 @@ from typing import cast
 
 import msgspec
 
-from vcache_backend.metadata_server import shares
 from vcache_backend.metadata_server.client_lines import Caller
 from vcache_backend.metadata_server.messages import (
     ChunkKey,
@@ -127,11 +126,6 @@ class Peer(msgspec.Struct):
         """The process or user whose limit of log lines applies."""
         return Caller(self.uid, self.process.pid)
 
-    @property
-    def user(self) -> int:
-        """The user whose share this client uses; see `shares.user`."""
-        return shares.user(self.uid, self.process.pid)
-
 
 class Segment:
     """A segment: its holes, its occupants by offset and by end, and the numbers of reserved and of
@@ -171,7 +165,6 @@ class Segment:
             chunks=len(self.ending) - self.reserved,
             leased=self.leased,
             reserved=self.reserved,
-            largest_hole=self.extents.largest,
             evictions=self.evictions,
             state=self.state,
         )

@@ -15,14 +15,11 @@ import msgspec
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.pool.backlog import Backlog, Steps
 from vcache_backend.metadata_server.pool.placement import Peer
-from vcache_backend.metadata_server.shares import Shares
 
 MAX_PROMISED = 1 << 18
-"""The most promised chunks of all clients, some 250 B each. One process gets at most half of
-them."""
-COST = 128
-"""A promise counts as so many chunks beside its own. So there are at most some 2,000 promises, and
-a reset can drop all in one turn. A promise has at most `MAX_KEYS` chunks."""
+"""The most promised chunks of all clients, some 250 B each. A promise has at most `MAX_KEYS`."""
+MAX_PROMISES, MAX_OF_CLIENT = 2048, 512
+"""The most promises of all clients, which a reset drops in one turn, and of one connection."""
 QUIET_SECONDS = 120.0
 """A promise is dropped after this time without a chunk: longer than any step takes."""
 MAX_OVERDUE = 64
@@ -51,7 +48,6 @@ class Promises:
 
     def __init__(self, backlog: Backlog, counters: Counter[str], now: Callable[[], float]) -> None:
         self._backlog, self._counters, self._now = backlog, counters, now
-        self._shares = Shares(MAX_PROMISED, process=1, user=1 / 4)
         self._of: dict[int, dict[int, OpenPromise]] = {}
         """By connection and number."""
         self._quiet: dict[OpenPromise, None] = {}
@@ -153,12 +149,12 @@ class Promises:
 
     def clear(self, namespace: bytes) -> None:
         """Drop the promises of a namespace; all with b""."""
-        self._drop([one for one in self._quiet if next(iter(one.left)).startswith(namespace)])
+        self._drop([old for old in self._quiet if next(iter(old.left)).startswith(namespace)])
 
     def tick(self) -> None:
         """Drop promises that have been quiet for too long."""
         oldest = list(islice(self._quiet, MAX_OVERDUE))
-        self._drop([one for one in oldest if one.at + QUIET_SECONDS < self._now()])
+        self._drop([old for old in oldest if old.at + QUIET_SECONDS < self._now()])
 
     # ---- inside
 
@@ -170,13 +166,15 @@ class Promises:
         self, client: Peer, number: int, lacking: Mapping[m.ChunkKey, int], ranks: int
     ) -> OpenPromise | None:
         """Add these chunks to a promise, as far as there is room. None if it has no chunk."""
-        promised, cost = self._of.get(client.id, {}).get(number), 0
+        of_client = self._of.get(client.id, {})
+        promised = of_client.get(number)
         if promised is None:
-            cost, pace = COST, self._paces.get(client.id, (0.0, 0.0))
+            if len(self._quiet) >= MAX_PROMISES or len(of_client) >= MAX_OF_CLIENT:
+                return None
+            pace = self._paces.get(client.id, (0.0, 0.0))
             promised = OpenPromise(client, number, ranks, 0.0, pace, {})
-        room = self._shares.room(client.process, client.user) - cost
-        room = max(0, min(room, m.MAX_KEYS - len(promised.left)))
-        new = [key for key in lacking if key not in promised.left][:room]
+        room = min(MAX_PROMISED - len(self._by_key), m.MAX_KEYS - len(promised.left))
+        new = [key for key in lacking if key not in promised.left][: max(0, room)]
         for key in new:
             if (holder := self._by_key.get(key)) is not None:
                 self._remove(holder, [key])
@@ -184,7 +182,6 @@ class Promises:
             promised.left[key] = lacking[key]
         if not promised.left:
             return None
-        self._shares.take(client.process, client.user, len(new) + cost)
         self._counters["promised_chunks"] += len(new)
         self._of.setdefault(client.id, {})[number] = promised
         self._progress(promised)
@@ -205,13 +202,11 @@ class Promises:
     def _remove(self, promised: OpenPromise, keys: Iterable[m.ChunkKey]) -> None:
         for key in keys:
             del self._by_key[key], promised.left[key]
-            self._shares.take(promised.client.process, promised.client.user, -1)
         if not promised.left and not promised.over:
             self._end(promised)
 
     def _end(self, promised: OpenPromise) -> None:
         promised.over = True
-        self._shares.take(promised.client.process, promised.client.user, -COST)
         del self._quiet[promised]
         of_client = self._of[promised.client.id]
         del of_client[promised.number]

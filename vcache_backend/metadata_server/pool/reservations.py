@@ -22,10 +22,8 @@ from vcache_backend.metadata_server.records import ProcessId
 MAX_RESERVATIONS_PER_CLIENT = 1024
 MAX_OVERDUE = 1024
 """The most reservations that one call of `overdue` returns; the next call continues."""
-CLAIM_SECONDS = 30.0
+CLAIM_SECONDS = 120.0
 """How long a worker may take to allocate its claim. After that others may claim the bytes."""
-ROUNDING_BYTES = 64 << 20
-"""By how much a segment may exceed its claim, since GPU memory comes in granules."""
 
 
 class Reservation(msgspec.Struct, gc=False):
@@ -195,44 +193,28 @@ class Reservations:
                 del self._pending[entry.key]
 
 
-class Claim(msgspec.Struct, frozen=True):
-    """A claim of `client` to allocate `nbytes` of `device` for the pool, `until` a time on the
-    server's monotonic clock."""
-
-    id: int
-    device: str
-    nbytes: int
-    until: float
-
-
 class Claims:
     """Memory about to be allocated for the pool, by device. At most one claim for each client."""
 
     def __init__(self) -> None:
-        self._of_client: dict[int, Claim] = {}
+        self._of_client: dict[int, tuple[str, int, float]] = {}
+        """The device, the bytes, and until when they are claimed."""
 
-    def grant(self, id_: int, client: int, device: str, missing: int, now: float) -> int:
+    def grant(self, client: int, device: str, missing: int, now: float) -> int:
         """Grant the client the part of the `missing` bytes of a device that no other client claims.
         Ends the client's earlier claim."""
-        self.drop_client(client)
+        self.end(client)
         others = sum(
-            claim.nbytes
-            for claim in self._of_client.values()
-            if claim.device == device and now <= claim.until
+            nbytes
+            for claimed, nbytes, until in self._of_client.values()
+            if claimed == device and now <= until
         )
         nbytes = max(missing - others, 0)
         if nbytes:
-            self._of_client[client] = Claim(id_, device, nbytes, now + CLAIM_SECONDS)
+            self._of_client[client] = device, nbytes, now + CLAIM_SECONDS
         return nbytes
 
-    def redeem(self, id_: int, client: int, device: str, nbytes: int, now: float) -> bool:
-        """End the client's claim, after it allocated `nbytes`. False if the claim is gone or
-        overdue, or if `nbytes` is too much."""
-        claim = self._of_client.pop(client, None)
-        if claim is None or (claim.id, claim.device) != (id_, device):
-            return False
-        return now <= claim.until and nbytes <= claim.nbytes + ROUNDING_BYTES
-
-    def drop_client(self, client: int) -> None:
-        """End the claim of a client that allocates nothing or has disconnected."""
+    def end(self, client: int) -> None:
+        """End the claim of a client that has added its segment, allocates nothing, or has
+        disconnected."""
         self._of_client.pop(client, None)

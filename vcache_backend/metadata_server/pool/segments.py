@@ -37,20 +37,17 @@ class SegmentDirectory:
         self._claims = Claims()
         self._reserves_from = 0.0
 
-    def lend(self, client: Peer, nbytes: int) -> m.Lendable:
+    def lend(self, client: Peer, nbytes: int) -> int:
         """Grant the client the bytes that its device lacks of `nbytes`, less the claims of other
         clients."""
         pooled = sum(
             segment.nbytes for segment in self.segments.values() if segment.device == client.device
         )
-        claim = next(self._ids)
-        lendable = self._claims.grant(claim, client.id, client.device, nbytes - pooled, self._now())
-        return m.Lendable(claim if lendable else 0, lendable)
+        return self._claims.grant(client.id, client.device, nbytes - pooled, self._now())
 
-    def redeem(self, client: Peer, claim: int, device: str, nbytes: int) -> bool:
-        """End a claim, whose segment now exists. False if the claim has expired or the segment is
-        larger than the claim."""
-        return self._claims.redeem(claim, client.id, device, nbytes, self._now())
+    def end_claim(self, client: Peer) -> None:
+        """End the client's claim, whose segment now exists."""
+        self._claims.end(client.id)
 
     def add_segment(self, info: m.SegmentInfo) -> int:
         """Make a segment usable. Returns how many chunks from before a restart it can bring back.

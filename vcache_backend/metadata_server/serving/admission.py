@@ -1,36 +1,28 @@
-"""Accepts connections within fair limits, and makes clients of the ones that say hello."""
+"""Accepts connections, as many as there are places and descriptors for."""
 
 from __future__ import annotations
 
 import logging
 import os
 import select
+from collections.abc import Collection
 
 from vcache_backend.config import ServerConfig
-from vcache_backend.errors import ProtocolError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.client_lines import Caller
 from vcache_backend.metadata_server.endpoint import Endpoint
-from vcache_backend.metadata_server.ledger import Ledger
-from vcache_backend.metadata_server.pool.placement import Peer
-from vcache_backend.metadata_server.processes import Watch
 from vcache_backend.metadata_server.serving.connection import Connection
-from vcache_backend.metadata_server.serving.service import Service
-from vcache_backend.metadata_server.shares import Shares
 
 log = logging.getLogger(__name__)
 
 SPARE_DESCRIPTORS = 64
-"""Descriptors reserved for sockets, the ledger and /proc. A further `FDS_WAITING` + `MAX_FDS`, at
-most a quarter of all, are reserved for fds of requests. Connections, their pidfds and segments get
-a third each of the rest."""
-FDS_WAITING = 32
-"""The most fds of waiting requests. At this number the server reads no request."""
-OF_PROCESS, OF_USER, LEAST = 8, 1 / 4, 4
-"""Fair shares of the connections. A process with N connections gets one more only while more than 8
-N places are free; a user with N, while more than N / 4 are. A process may have 4 in any case; a
-worker of vLLM has at most 3."""
+"""Descriptors reserved for sockets, the ledger and /proc. A further `MAX_FDS`, at most a quarter of
+all, are reserved for fds of requests. Connections, their pidfds and segments get a third each of
+the rest."""
+OF_PROCESS = 8
+"""A process may have this part of all connections, and four in any case. A worker of vLLM has at
+most 3."""
 
 
 class Admission:
@@ -39,88 +31,43 @@ class Admission:
 
     def __init__(self, config: ServerConfig, endpoint: Endpoint, epoll: select.epoll) -> None:
         limit = processes.raise_descriptor_limit()
-        coming = min(FDS_WAITING + m.MAX_FDS, limit // 4)
-        share = max(1, (limit - SPARE_DESCRIPTORS - coming) // 3)
+        share = max(1, (limit - SPARE_DESCRIPTORS - min(m.MAX_FDS, limit // 4)) // 3)
         self.max_segments = share
         self._max_clients = min(config.max_clients, share)
-        self._few_descriptors = self._max_clients < config.max_clients
-        if self._few_descriptors:
+        if self._max_clients < config.max_clients:
             log.warning(
-                (
-                    "the limit of %d descriptors is enough for %d clients, not for "
-                    "server.max_clients: raise ulimit -n"
-                ),
+                "the limit of %d descriptors is enough for %d clients, not for "
+                "server.max_clients: raise ulimit -n",
                 limit,
                 self._max_clients,
             )
         self._uids = {os.getuid(), 0, *config.allow_uids}
         self._listener, self._epoll = endpoint.listener, epoll
-        self._places = Shares(self._max_clients, OF_PROCESS, OF_USER, LEAST)
         self._numbers = 0
-        self._listens, self._paused = True, ""
-        self._times = config.lease_seconds, config.reservation_seconds
+        self._listens, self._complained = True, False
         self.fd = self._listener.fileno()
         epoll.register(self._listener, select.EPOLLIN)
 
-    def accept(self) -> tuple[Connection, str] | None:
-        """Accept the next connection. Also returns the reason to turn the connection away, or
-        ""."""
+    def accept(self) -> Connection | None:
+        """Accept the next connection. If descriptors or memory are exhausted, stop listening: new
+        connections wait, at no cost."""
         try:
             sock, _ = self._listener.accept()
         except BlockingIOError:
             return None  # the client left
         except OSError as error:
-            self._pause(error)
+            if not self._complained:
+                log.warning("no new client can connect for now: %s", error)
+            self._complained = True
+            self._listens = False
+            self._epoll.unregister(self._listener)
             return None
-        self._paused = ""
+        self._complained = False
         sock.setblocking(False)
         pid, uid = processes.peer(sock)
         self._numbers += 1
         self._epoll.register(sock, select.EPOLLIN)
-        connection = Connection(sock, self._numbers, Caller(uid, pid))
-        refusal = self._refusal(connection)
-        self._places.take(pid or None, connection.user, 1)
-        return connection, refusal
-
-    def left(self, connection: Connection) -> None:
-        """Note that an accepted connection has closed."""
-        self._places.take(connection.caller.pid or None, connection.user, -1)
-        self.listen_again()
-
-    def _refusal(self, connection: Connection) -> str:
-        uid, pid = connection.caller
-        if uid not in self._uids:
-            allowed = "its own user and root; add the uid to server.allow_uids to let it in"
-            return f"uid {uid} may not use the server of uid {os.getuid()}, which serves {allowed}"
-        what = (
-            "its limit of descriptors (ulimit -n)"
-            if self._few_descriptors
-            else "server.max_clients"
-        )
-        if self._places.taken >= self._max_clients:
-            return f"{self._max_clients} clients are connected; raise {what}"
-        if not self._places.room(pid or None, connection.user):
-            whose = (
-                f"pid {pid} or its user (uid {uid})"
-                if pid
-                else f"uid {uid} in other pid namespaces"
-            )
-            return (
-                f"{whose} has so many connections that the rest is kept for others: close "
-                f"some, or raise {what}"
-            )
-        return ""
-
-    def _pause(self, error: OSError) -> None:
-        """Stop listening while descriptors or memory are exhausted. New connections wait, at no
-        cost."""
-        if not self._paused:
-            log.warning(
-                "no new client can connect for now: %s; %d are connected", error, self._places.taken
-            )
-        self._paused = str(error)
-        self._listens = False
-        self._epoll.unregister(self._listener)
+        return Connection(sock, self._numbers, Caller(uid, pid))
 
     def listen_again(self) -> None:
         """Listen again, since descriptors or memory may be free again."""
@@ -128,54 +75,16 @@ class Admission:
             self._listens = True
             self._epoll.register(self._listener, select.EPOLLIN)
 
-    def greet(
-        self,
-        connection: Connection,
-        request: m.AnyRequest,
-        service: Service,
-        watch: Watch,
-        ledger: Ledger,
-    ) -> None:
-        """Answer a connection's first request: a hello, with the client's pidfd and ledger.
-        ProtocolError if the request is not a hello."""
-        if not isinstance(request, m.Hello):
-            raise ProtocolError(f"the first message is {type(request).__name__}, not hello")
-        if request.version != m.PROTOCOL_VERSION:
-            theirs, ours = request.version, m.PROTOCOL_VERSION
-            raise ProtocolError(
-                f"the client speaks protocol {theirs}, this server {ours}; install the same "
-                "vcache-backend"
-            )
-        process = processes.identity(connection.caller.pid, request.token)
-        watch.joined(process, _take_pidfd(connection))
-        for fd in connection.fds:
-            service.predecessors.hear(fd)
-        connection.close_fds()
-        connection.client = Peer(
-            connection.number,
-            process,
-            request.device,
-            request.medium,
-            uid=connection.caller.uid,
-            name=request.name,
-        )
-        mismatches = service.layouts.add(connection.client, request.layout)
-        if mismatches:
-            log.warning(
-                "pid %d: %s; %d such instances",
-                connection.caller.pid,
-                mismatches[0],
-                len(mismatches),
-            )
-        connection.queue(
-            m.Welcome(m.PROTOCOL_VERSION, service.epoch, *self._times, mismatches), [ledger]
-        )
-
-
-def _take_pidfd(connection: Connection) -> int | None:
-    """Take over the pidfd that came with the hello; None if none did."""
-    for fd in connection.fds:
-        if processes.is_pidfd(fd, connection.caller.pid):
-            connection.fds.remove(fd)
-            return fd
-    return None
+    def refusal(self, caller: Caller, others: Collection[Connection]) -> str:
+        """Why to turn a new connection away; empty if there is no reason."""
+        uid, pid = caller
+        if uid not in self._uids:
+            allowed = "its own user and root; add the uid to server.allow_uids to let it in"
+            return f"uid {uid} may not use the server of uid {os.getuid()}, which serves {allowed}"
+        what = "server.max_clients, and the limit of descriptors (ulimit -n)"
+        if len(others) >= self._max_clients:
+            return f"{self._max_clients} clients are connected; raise {what}"
+        own = sum(other.caller == caller for other in others) if pid else 0
+        if own >= max(4, self._max_clients // OF_PROCESS):
+            return f"pid {pid} has {own} connections: close some, or raise {what}"
+        return ""

@@ -11,11 +11,13 @@ import msgspec
 
 from vcache_backend.errors import ProtocolError
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server import wire
+from vcache_backend.metadata_server import processes, wire
 from vcache_backend.metadata_server.client_lines import CALLER, caused_by
+from vcache_backend.metadata_server.descriptors import Descriptor
 from vcache_backend.metadata_server.ledger import Ledger
+from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.processes import Watch
-from vcache_backend.metadata_server.serving.admission import FDS_WAITING, Admission
+from vcache_backend.metadata_server.serving.admission import Admission
 from vcache_backend.metadata_server.serving.connection import Connection, Turns
 from vcache_backend.metadata_server.serving.service import Service
 
@@ -49,8 +51,6 @@ class Clients:
         self._connections: dict[int, Connection] = {}
         self._receiver = wire.Receiver()
         self._turns = Turns()
-        self._with_fds: dict[Connection, int] = {}
-        """Connections with waiting requests, and how many fds came with each request."""
         self._concerned: dict[Connection, None] = {}
         """Connections that have changed in this turn."""
 
@@ -59,9 +59,8 @@ class Clients:
         """Whether a request can be answered now."""
         return bool(len(self._turns))
 
-    def on_ready(self, fd: int, mask: int) -> bool:
-        """Handle an event of `fd`. False if `fd` is neither a connection nor the listening
-        socket."""
+    def on_ready(self, fd: int, mask: int) -> None:
+        """Handle an event of a connection or of the listening socket."""
         connection = self._connections.get(fd)
         if connection is not None:
             self._concerned[connection] = None
@@ -71,9 +70,6 @@ class Clients:
                 self._disconnect(connection)
         elif fd == self._admission.fd:
             self._accept()
-        else:
-            return False
-        return True
 
     def answer_some(self) -> None:
         """Answer requests until the turn has taken `TURN_SECONDS`."""
@@ -117,10 +113,10 @@ class Clients:
     # ---- in
 
     def _accept(self) -> None:
-        accepted = self._admission.accept()
-        if accepted is None:
+        connection = self._admission.accept()
+        if connection is None:
             return
-        connection, refusal = accepted
+        refusal = self._admission.refusal(connection.caller, self._connections.values())
         self._connections[connection.sock.fileno()] = connection
         self._concerned[connection] = None
         self._directory.counters["clients_total"] += 1
@@ -149,11 +145,7 @@ class Clients:
             CALLER.reset(caused)
 
     def _read(self, connection: Connection) -> None:
-        if sum(self._with_fds.values()) >= FDS_WAITING:
-            return  # it is ready in the next turn, too
         data, connection.fds = self._receiver.receive(connection.sock)
-        if connection.fds:
-            self._with_fds[connection] = len(connection.fds)
         if not data:
             self._disconnect(connection)
             return
@@ -165,7 +157,6 @@ class Clients:
     def _answer(self, connection: Connection) -> None:
         data, connection.request = connection.request, None
         assert data is not None
-        self._with_fds.pop(connection, None)
         try:
             request = wire.request_decoder.decode(data)
         except msgspec.ValidationError as error:
@@ -180,7 +171,7 @@ class Clients:
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             raise ProtocolError(f"a packet is no MessagePack message: {error}") from error
         if connection.client is None:
-            self._admission.greet(connection, request, self._service, self._watch, self._ledger)
+            self._greet(connection, request)
             return
         if isinstance(request, FOLLOWED):
             self.spin_until = time.monotonic() + self._spin_seconds
@@ -189,6 +180,34 @@ class Clients:
             reply = msgspec.structs.replace(reply, clients=len(self._connections))
         connection.close_fds()
         connection.queue(reply, held)
+
+    def _greet(self, connection: Connection, request: m.AnyRequest) -> None:
+        """Answer a connection's first request: a hello, with the client's pidfd and ledger.
+        ProtocolError if the request is not a hello."""
+        if not isinstance(request, m.Hello):
+            raise ProtocolError(f"the first message is {type(request).__name__}, not hello")
+        if request.version != m.PROTOCOL_VERSION:
+            theirs, ours = request.version, m.PROTOCOL_VERSION
+            raise ProtocolError(
+                f"the client speaks protocol {theirs}, this server {ours}; install the same "
+                "vcache-backend"
+            )
+        uid, pid = connection.caller
+        process = processes.identity(pid, request.token)
+        pidfd = next((fd for fd in connection.fds if processes.is_pidfd(fd, pid)), None)
+        if pidfd is not None:
+            connection.fds.remove(pidfd)
+        self._watch.joined(process, Descriptor(pidfd) if pidfd is not None else None)
+        for fd in connection.fds:
+            self._service.predecessors.hear(fd)
+        connection.close_fds()
+        device, medium = request.device, request.medium
+        client = Peer(connection.number, process, device, medium, name=request.name, uid=uid)
+        connection.client = client
+        mismatches = self._service.layouts.add(client, request.layout)
+        if mismatches:
+            log.warning("pid %d: %s; %d such instances", pid, mismatches[0], len(mismatches))
+        connection.queue(m.Welcome(self._service.epoch, mismatches), [self._ledger])
 
     # ---- out
 
@@ -204,10 +223,7 @@ class Clients:
         if self._connections.pop(connection.sock.fileno(), None) is None:
             return
         connection.close()
-        self._with_fds.pop(connection, None)
-        self._admission.left(connection)
+        self._admission.listen_again()
         if connection.client is not None:
             self._watch.left(connection.client.process)
-            for reservation in connection.untold():
-                self._directory.abort(connection.client, reservation)
             self._service.disconnect(connection.client)

@@ -3,75 +3,23 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import heapq
-import os
 import select
 import socket
-import stat
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from queue import SimpleQueue
-from typing import Protocol
 
 from vcache_backend.errors import ProtocolError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
 from vcache_backend.metadata_server.client_lines import Caller
+from vcache_backend.metadata_server.descriptors import Descriptor, closer
+from vcache_backend.metadata_server.ledger import Ledger
 from vcache_backend.metadata_server.pool.placement import Peer
-from vcache_backend.metadata_server.shares import user
-from vcache_backend.seals import FUTURE_WRITE, lacking
 
-
-class Closer:
-    """A thread that closes fds for the server's loop.
-
-    Closing the last fd of a memory frees the memory, which takes a quarter of a second a GiB of
-    host memory."""
-
-    def __init__(self) -> None:
-        self._fds: SimpleQueue[int] = SimpleQueue()
-        self._started = threading.Lock()
-
-    def start(self) -> None:
-        """Start the thread, before the first `close`. Idempotent."""
-        if self._started.acquire(blocking=False):
-            threading.Thread(target=self._run, name="vcache-closer", daemon=True).start()
-
-    def close(self, fd: int) -> None:
-        """Close `fd` later. The caller no longer uses it; its number stays taken until then."""
-        self._fds.put(fd)
-
-    def _run(self) -> None:
-        while True:
-            os.close(self._fds.get())
-
-
-closer = Closer()
-
-
-class Holder(Protocol):
-    """An object that keeps a file open for others."""
-
-    fd: int
-
-
-class Descriptor:
-    """An open file. It is closed soon after its last user drops it: a table, or an answer yet to be
-    sent."""
-
-    def __init__(self, fd: int) -> None:
-        """Take over `fd`."""
-        self.fd = fd
-        closer.start()
-
-    def __del__(self) -> None:
-        closer.close(self.fd)
-
-
-Answer = tuple[m.Reply, Sequence[Descriptor]]
+Holder = Descriptor | Ledger
+Answer = tuple[m.Reply, Sequence[Holder]]
 """A reply, and the owners of its fds."""
 
 
@@ -83,12 +31,11 @@ class Connection:
         self.sock = sock
         self.number = number
         self.caller = caller
-        self.user = user(caller.uid, caller.pid)
         self.client: Peer | None = None
         self.accepted = time.monotonic()
         self.request: bytes | None = None
         self.fds: list[int] = []
-        self.unsent: deque[tuple[bytes, Sequence[Holder], int]] = deque()
+        self.unsent: deque[tuple[bytes, Sequence[Holder]]] = deque()
         self.mask = select.EPOLLIN
         self.closing = self.closed = False
         self.queued = False
@@ -108,17 +55,12 @@ class Connection:
             data = wire.encode(reply)
         except ProtocolError as error:
             data = wire.encode(m.Error(str(error)))
-        self.unsent.append((data, held, reply.reservation if isinstance(reply, m.Reserved) else 0))
-
-    def untold(self) -> list[int]:
-        """Reservations whose answers have not left. No client knows of them, so no client writes
-        their slots."""
-        return [reservation for _, _, reservation in self.unsent if reservation]
+        self.unsent.append((data, held))
 
     def flush(self) -> None:
         """Send as much as the socket takes now. OSError if the client is gone."""
         while self.unsent:
-            data, held, _ = self.unsent[0]
+            data, held = self.unsent[0]
             try:
                 if held:
                     socket.send_fds(self.sock, [data], [each.fd for each in held])
@@ -132,7 +74,7 @@ class Connection:
                 # Others do not read what they have asked for, and Linux counts the fds on their
                 # way to them.
                 refusal = m.Error("too many fds are on their way to clients; ask again later")
-                self.unsent[0] = wire.encode(refusal), (), 0
+                self.unsent[0] = wire.encode(refusal), ()
                 continue
             self.unsent.popleft()
 
@@ -203,33 +145,3 @@ class Longest:
             "longest_turn_us": round(self._wall * 1e6),
             "longest_turn_cpu_us": round(self._cpu * 1e6),
         }
-
-
-def unmappable(medium: m.Medium, nbytes: int, fd: int, to_write: bool = True) -> str:
-    """Explain why workers could not map `nbytes` of `fd`, or would be killed for using it. Empty if
-    the server finds no reason.
-
-    Only the driver can check GPU memory. A worker that cannot map it sends `Unusable`."""
-    status, flags = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GETFL)
-    if flags & os.O_PATH or flags & os.O_ACCMODE not in (
-        (os.O_RDWR,) if to_write else (os.O_RDWR, os.O_RDONLY)
-    ):
-        return (
-            f"the fd is not open for reading{' and writing' if to_write else ''}, as "
-            "workers need it"
-        )
-    if medium == "cuda":
-        # The driver exports memory as an open file of its own device, /dev/nvidiactl.
-        return (
-            ""
-            if stat.S_ISCHR(status.st_mode)
-            else "the fd is a file, a memfd or a socket, no memory of a GPU"
-        )
-    if reason := lacking(fd):
-        return reason
-    seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    if to_write and seals & (fcntl.F_SEAL_WRITE | FUTURE_WRITE):
-        return f"the memfd is sealed against writing (seals {seals:#x})"
-    if status.st_size < nbytes:
-        return f"the memfd has {status.st_size:,} B, fewer than the {nbytes:,} B announced"
-    return ""

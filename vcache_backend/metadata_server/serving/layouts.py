@@ -4,8 +4,10 @@ Pure."""
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Hashable
+
+import msgspec
 
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import processes
@@ -19,11 +21,9 @@ MAX_LINES = 8
 MAX_NAMESPACES = 128
 """The most namespaces that the statistics name."""
 MAX_COMPARED = 16
-"""The most namespaces that are compared for the statistics."""
+"""The most namespaces of one model that are compared, and the most instances named for a value."""
 MAX_MISMATCHES = 64
 """The most mismatches in the statistics."""
-MAX_INSTANCES = 16
-"""The most instances named for one value of a field."""
 MAX_REPORTS = 64
 MAX_LINE_CHARS = 600
 _APART = ("namespace", "pp_rank")
@@ -35,73 +35,54 @@ ADVICE = {"extra.hash_probe": _SEED, "extra.hash_root": _SEED}
 """Advice for fields whose names do not say what to set."""
 
 
+class _Connected(msgspec.Struct):
+    """A client, its layout (empty for tools) and its parent process's pid."""
+
+    peer: Peer
+    layout: dict[str, str]
+    parent: int
+
+    @property
+    def namespace(self) -> str:
+        return self.layout.get("namespace", "")
+
+
 class Layouts:
     """The layouts of connected instances, from their hellos. Clients without a model are tools."""
 
     def __init__(self) -> None:
-        self._of: dict[int, tuple[Peer, dict[str, str]]] = {}
-        self._connected: dict[int, tuple[Peer, int]] = {}
-        """All clients, each with its parent process's pid."""
-        self._mismatches: list[m.Mismatch] | None = []
+        self._of: dict[int, _Connected] = {}
         self.hits: dict[str, list[int]] = {}
         """For each namespace the tokens that instances have looked up, and found, since the
         server's start."""
-        self._counted: dict[int, tuple[str, list[int]]] = {}
-        """For each client its namespace, and the counts of that namespace."""
 
     def add(self, client: Peer, layout: dict[str, str]) -> list[str]:
-        """Add an instance. Returns a line for each other namespace of the same model."""
-        self._connected[client.id] = client, processes.parent(client.process)
-        if not layout.get("model"):
-            return []
+        """Add a client. Returns a line for each other namespace of the same model."""
         layout = {name: _short(value) for name, value in layout.items()}
-        others: dict[str, tuple[Peer, dict[str, str]]] = {}
-        for peer, other in self._of.values():
-            if other["model"] == layout["model"]:
-                others.setdefault(other.get("namespace", ""), (peer, other))
-        others.pop(layout.get("namespace", ""), None)
-        self._of[client.id] = client, layout
-        self._mismatches = None
-        self._count(client, layout)
-        lines = [
-            _line(layout, client, other, peer) for peer, other in list(others.values())[:MAX_LINES]
-        ]
+        if not layout.get("model"):
+            layout = {}
+        new = _Connected(client, layout, processes.parent(client.process))
+        others = self._of_model(layout["model"]) if layout else {}
+        others.pop(new.namespace, None)
+        self._of[client.id] = new
+        lines = [_line(new, peers[0]) for peers in list(others.values())[:MAX_LINES]]
         return [line for line in lines if line]
+
+    def drop(self, client: int) -> None:
+        """Remove a client that is gone."""
+        self._of.pop(client, None)
 
     def looked_up(self, client: int, asked: int, found: int) -> None:
         """Count tokens that an instance has looked up, and found; it may have looked up some of the
         found ones earlier."""
-        if client in self._counted:
-            _, totals = self._counted[client]
+        connected = self._of.get(client)
+        if connected is not None and (name := printable(connected.namespace)):
+            totals = self.hits.pop(name, [0, 0])
             totals[0] += asked
             totals[1] = min(totals[1] + found, totals[0])
-
-    def _count(self, client: Peer, layout: dict[str, str]) -> None:
-        if name := printable(layout.get("namespace", "")):
-            totals = self.hits.pop(name, [0, 0])
-            if len(self.hits) >= MAX_NAMESPACES:
-                connected = {id(counts) for *_, counts in self._counted.values()}
-                ended = (old for old, counts in self.hits.items() if id(counts) not in connected)
-                gone = next(ended, next(iter(self.hits)))
-                del self.hits[gone]
             self.hits[name] = totals
-            self._counted[client.id] = name, totals
-
-    def forget_gone(self, stores: Callable[[bytes], bool]) -> None:
-        """Forget the counts of namespaces that have no client and no chunks. stores: whether a
-        namespace has chunks."""
-        connected = {name for name, *_ in self._counted.values()}
-        for name in [
-            name for name in self.hits if name not in connected and not stores(_prefix(name))
-        ]:
-            del self.hits[name]
-
-    def drop(self, client: int) -> None:
-        """Remove an instance that is gone."""
-        self._connected.pop(client, None)
-        self._counted.pop(client, None)
-        if self._of.pop(client, None) is not None:
-            self._mismatches = None
+            if len(self.hits) > MAX_NAMESPACES:
+                del self.hits[next(iter(self.hits))]
 
     def through_pool(self, in_place: Container[ProcessId]) -> list[m.InstanceStats]:
         """The instances that share through the pool only. in_place: the processes that share in
@@ -109,18 +90,18 @@ class Layouts:
 
         Children of an instance's process that sent no layout are its workers. Processes with the
         same parent and name are one instance."""
-        children: dict[int, list[Peer]] = {}
-        for id_, (peer, parent) in self._connected.items():
-            if id_ not in self._of:
-                for pid in filter(None, (peer.process.pid, parent)):
-                    children.setdefault(pid, []).append(peer)
+        children = defaultdict[int, list[Peer]](list)
+        for each in self._of.values():
+            if not each.layout:
+                for pid in filter(None, (each.peer.process.pid, each.parent)):
+                    children[pid].append(each.peer)
         instances: dict[Hashable, tuple[str, list[Peer]]] = {}
-        for id_, (peer, layout) in self._of.items():
-            if peer.process not in in_place:
-                _, parent = self._connected[id_]
-                identity = (peer.name, parent) if peer.name and parent else id_
-                _, peers = instances.setdefault(identity, (layout.get("namespace", ""), []))
-                peers += [peer, *children.get(peer.process.pid, ())]
+        for id_, each in self._of.items():
+            if each.layout and each.peer.process not in in_place:
+                name = each.peer.name
+                identity = (name, each.parent) if name and each.parent else id_
+                _, peers = instances.setdefault(identity, (each.namespace, []))
+                peers += [each.peer, *children[each.peer.process.pid]]
         return [
             m.InstanceStats(
                 "",
@@ -138,7 +119,7 @@ class Layouts:
 
     def namespaces(self) -> dict[str, str]:
         """The model of each namespace."""
-        named = {layout.get("namespace", ""): layout["model"] for _, layout in self._of.values()}
+        named = {each.namespace: each.layout["model"] for each in self._of.values() if each.layout}
         return {
             printable(name): printable(model)
             for name, model in list(named.items())[:MAX_NAMESPACES]
@@ -146,50 +127,39 @@ class Layouts:
 
     def mismatches(self) -> list[m.Mismatch]:
         """The fields in which connected instances of one model differ now."""
-        if self._mismatches is None:
-            self._mismatches = self._compare()
-        return self._mismatches
-
-    def _compare(self) -> list[m.Mismatch]:
-        """Compare at most `MAX_COMPARED` namespaces, so that a client with very many names delays
-        the others by a millisecond at most."""
-        of_model: dict[str, dict[str, tuple[dict[str, str], list[Peer]]]] = {}
-        for client, layout in self._of.values():
-            groups = of_model.setdefault(layout["model"], {})
-            groups.setdefault(layout.get("namespace", ""), (layout, []))[1].append(client)
-        left = MAX_COMPARED
+        models = dict.fromkeys(each.layout["model"] for each in self._of.values() if each.layout)
         mismatches: list[m.Mismatch] = []
-        for model, groups in of_model.items():
-            if 1 < len(groups) and left > 1:
-                some = list(groups.values())[:left]
-                left -= len(some)
-                mismatches += _mismatches(model, some)
+        for model in models:
+            groups = list(self._of_model(model).values())
+            if len(groups) > 1 and len(mismatches) < MAX_MISMATCHES:
+                mismatches += _mismatches(groups[:MAX_COMPARED])
         return mismatches[:MAX_MISMATCHES]
 
+    def _of_model(self, model: str) -> dict[str, list[_Connected]]:
+        """The instances of a model by namespace."""
+        groups: dict[str, list[_Connected]] = {}
+        for each in self._of.values():
+            if each.layout and each.layout["model"] == model:
+                groups.setdefault(each.namespace, []).append(each)
+        return groups
 
-def _mismatches(model: str, groups: list[tuple[dict[str, str], list[Peer]]]) -> list[m.Mismatch]:
+
+def _mismatches(groups: list[list[_Connected]]) -> list[m.Mismatch]:
+    """The fields in which groups of equal instances of one model differ."""
+    layouts = [group[0].layout for group in groups]
     mismatches: list[m.Mismatch] = []
-    for name in sorted({name for layout, _ in groups for name in layout}.difference(_APART)):
-        holders: dict[str, list[Peer]] = {}
-        for layout, clients in groups:
-            holders.setdefault(layout.get(name, ""), []).extend(clients[:MAX_INSTANCES])
-        if len(holders) > 1 and len(mismatches) < MAX_MISMATCHES:
+    for name in sorted({name for layout in layouts for name in layout}.difference(_APART)):
+        holders = defaultdict[str, list[_Connected]](list)
+        for layout, group in zip(layouts, groups, strict=True):
+            holders[layout.get(name, "")] += group[:MAX_COMPARED]
+        if len(holders) > 1:
             values = [
-                (printable(value), [_who(client) for client in clients[:MAX_INSTANCES]])
-                for value, clients in holders.items()
+                (printable(value), [_who(each.peer) for each in instances[:MAX_COMPARED]])
+                for value, instances in holders.items()
             ]
-            mismatches.append(
-                m.Mismatch(printable(model), printable(name), values, ADVICE.get(name, ""))
-            )
+            model, field = printable(layouts[0]["model"]), printable(name)
+            mismatches.append(m.Mismatch(model, field, values, ADVICE.get(name, "")))
     return mismatches
-
-
-def _prefix(name: str) -> bytes:
-    """The first bytes of a namespace's keys, from its name; b"" if `name` names no namespace."""
-    try:
-        return bytes.fromhex(name)
-    except ValueError:
-        return b""
 
 
 def _short(text: str) -> str:
@@ -199,31 +169,25 @@ def _short(text: str) -> str:
     return text[:MAX_SHOWN_CHARS] + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _line(layout: dict[str, str], client: Peer, other: dict[str, str], peer: Peer) -> str:
+def _line(new: _Connected, other: _Connected) -> str:
     """Say in words why two instances of one model do not share; empty if no field differs."""
-    differ = [
-        (
-            f"{mismatch.field}: {printable(layout.get(mismatch.field, ''))!r} here, "
-            f"{printable(other.get(mismatch.field, ''))!r} there"
-        )
-        for mismatch in _mismatches(layout["model"], [(layout, [client]), (other, [peer])])
-    ][:MAX_LINES]
-    if not differ:
+    mismatches = _mismatches([[new], [other]])[:MAX_LINES]
+    if not mismatches:
         return ""
-    names = {text.partition(":")[0] for text in differ}
-    advice = dict.fromkeys(text for name, text in ADVICE.items() if name in names)
-    whose = f"another instance of {printable(layout['model'])!r} ({_who(peer)})"
+    differ = [
+        f"{each.field}: {each.values[0][0]!r} here, {each.values[1][0]!r} there"
+        for each in mismatches
+    ]
+    advice = dict.fromkeys(each.advice for each in mismatches if each.advice)
+    whose = f"another instance of {mismatches[0].model!r} ({_who(other.peer)})"
     return "; ".join(
         [f"{whose} does not share its chunks with this one: {differ[0]}", *advice, *differ[1:]]
     )[:MAX_LINE_CHARS]
 
 
 def _who(client: Peer) -> str:
-    return (
-        f"pid {client.process.pid} on {client.device}"
-        if client.process.pid
-        else f"another pid namespace, {client.device}"
-    )
+    pid = client.process.pid
+    return f"pid {pid} on {client.device}" if pid else f"another pid namespace, {client.device}"
 
 
 class Reports:
@@ -237,7 +201,7 @@ class Reports:
     def add(self, client: Peer, level: m.Level, text: str) -> m.Reported | None:
         """Keep a client's report as one printable line. None if the connection has sent the text
         before."""
-        line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+        line = " ".join("".join(char if char.isprintable() else " " for char in text).split())
         earlier = self._kept.pop((client.id, line), None)
         reported = m.Reported(self._now(), level, client.process.pid, client.device, line)
         self._kept[client.id, line] = client.caller, reported

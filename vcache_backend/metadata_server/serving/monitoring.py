@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-import threading
+import time
 
 from vcache_backend.config import ServerConfig
 
@@ -16,51 +16,39 @@ AGAIN_SECONDS = 5.0
 
 
 class MonitorProcess:
-    """Restarts the process `AGAIN_SECONDS` after each end. The server runs on without it."""
+    """Restarts the process `AGAIN_SECONDS` after its last start, if it has ended. The server runs
+    on without it."""
 
     def __init__(self, config: ServerConfig) -> None:
         # `-P`: the current folder is nobody's package here.
         self._command = [sys.executable, "-P", "-m", "vcache_backend.monitor", "--until-eof"]
-        self._command += [
-            "--socket",
-            str(config.path),
-            "--listen",
-            config.metrics,
-        ]
-        self._command += [
-            f"--hosts={','.join(config.metrics_hosts)}",
-        ]
-        self._closing = threading.Event()
-        self._lock = threading.Lock()
+        self._command += ["--socket", str(config.path), "--listen", config.metrics]
+        self._command.append(f"--hosts={','.join(config.metrics_hosts)}")
         self._process: subprocess.Popen[bytes] | None = None
-        self._thread = threading.Thread(target=self._run, name="vcache-monitor", daemon=True)
-        self._thread.start()
+        self._again_at = 0.0
+
+    def tick(self) -> None:
+        """Start the process if it does not run. Call this now and then."""
+        if time.monotonic() < self._again_at:
+            return
+        if self._process is not None:
+            status = self._process.poll()
+            if status is None:
+                return
+            log.error(
+                "server.metrics: their process ended with status %d and is started again", status
+            )
+            self.close()
+        self._again_at = time.monotonic() + AGAIN_SECONDS
+        try:
+            # The monitor ends when this pipe closes, which any end of this process causes.
+            self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE)
+        except OSError as error:
+            log.error("server.metrics: their process cannot be started: %s", error)
 
     def close(self) -> None:
-        """Idempotent."""
-        self._closing.set()
-        with self._lock:
-            if self._process is not None:
-                self._process.kill()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._closing.is_set():
-            try:
-                # The monitor ends when this pipe closes, which any end of this process causes.
-                with self._lock:
-                    if self._closing.is_set():
-                        return
-                    self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE)
-                status = self._process.wait()
-            except OSError as error:
-                log.error("server.metrics: their process cannot be started: %s", error)
-            else:
-                assert self._process.stdin is not None
-                self._process.stdin.close()
-                if not self._closing.is_set():
-                    log.error(
-                        "server.metrics: their process ended with status %d and is started again",
-                        status,
-                    )
-            self._closing.wait(AGAIN_SECONDS)
+        """End the process. Idempotent."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None

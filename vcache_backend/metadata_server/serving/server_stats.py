@@ -13,15 +13,10 @@ from vcache_backend.metadata_server import messages as m
 if TYPE_CHECKING:
     from vcache_backend.metadata_server.serving.service import Service
 
-_MOST = 1 << 62
-"""The largest number that a message can hold. Only a client that lies about its tokens reaches
-it."""
-
 
 def server_stats(service: Service) -> m.ServerStats:
     """Collect all statistics but the number of connections."""
     directory, layouts = service.directory, service.layouts
-    layouts.forget_gone(directory.stores)
     open_, quarantined = directory.reservations.counts()
     instances = service.instances.stats() + layouts.through_pool(service.instances.processes())
     counters = (
@@ -37,7 +32,7 @@ def server_stats(service: Service) -> m.ServerStats:
         leases=len(directory.leases),
         reservations=open_,
         quarantined=quarantined,
-        counters={name: min(count, _MOST) for name, count in counters.items()},
+        counters=counters,
         latency={
             n: m.Latency(h.count, h.percentile(0.5), h.percentile(0.99), h.total_us)
             for n, h in service.latency.items()
@@ -50,44 +45,27 @@ def server_stats(service: Service) -> m.ServerStats:
         mismatches=layouts.mismatches(),
         instances=instances,
         still_mapped=service.instances.still_mapped(),
-        reads=service.of_instances.reads.stats(),
-        hits={
-            name: (min(asked, _MOST), min(found, _MOST))
-            for name, (asked, found) in layouts.hits.items()
-        },
+        reads=service.instances.reads(),
+        hits={name: (asked, found) for name, (asked, found) in layouts.hits.items()},
         tenants=directory.quotas.stats(directory.contents.placement.capacity()),
     )
     return fitting(stats)
 
 
+_LISTS = ("reports", "hits", "namespaces", "mismatches", "reads", "instances", "still_mapped")
+"""What may be cut. The newest entries of the first three stay, the first of the others."""
+
+
 def fitting(stats: m.ServerStats) -> m.ServerStats:
-    """Cut `stats` to the size of a message: repeatedly halve the clients' reports, then the lists
-    of instances."""
+    """Cut `stats` to the size of a message: halve its lists as often as needed."""
     while len(msgspec.msgpack.encode(stats)) > m.MAX_MESSAGE_BYTES:
-        if stats.reports or stats.mismatches or stats.namespaces or stats.reads or stats.hits:
-            stats = _less_told(stats)
-        elif stats.instances or stats.still_mapped:
-            some, kept = stats.instances, stats.still_mapped
-            stats = msgspec.structs.replace(
-                stats, instances=some[: len(some) // 2], still_mapped=kept[: len(kept) // 2]
-            )
-        else:
-            break
+        halves = {}
+        for at, name in enumerate(_LISTS):
+            some = getattr(stats, name)
+            half = slice((len(some) + 1) // 2, None) if at < 3 else slice(len(some) // 2)
+            halves[name] = dict(list(some.items())[half]) if isinstance(some, dict) else some[half]
+        stats = msgspec.structs.replace(stats, **halves)
     return stats
-
-
-def _less_told(stats: m.ServerStats) -> m.ServerStats:
-    """Halve the parts that clients reported: keep the newest reports, namespaces and hits, the
-    first mismatches and the largest reads."""
-    namespaces, hits = list(stats.namespaces.items()), list(stats.hits.items())
-    return msgspec.structs.replace(
-        stats,
-        reports=stats.reports[(len(stats.reports) + 1) // 2 :],
-        mismatches=stats.mismatches[: len(stats.mismatches) // 2],
-        reads=stats.reads[: len(stats.reads) // 2],
-        namespaces=dict(namespaces[(len(namespaces) + 1) // 2 :]),
-        hits=dict(hits[(len(hits) + 1) // 2 :]),
-    )
 
 
 def _rss_bytes() -> int:

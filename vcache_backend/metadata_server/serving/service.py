@@ -12,29 +12,21 @@ import msgspec
 
 from vcache_backend.histogram import Histogram
 from vcache_backend.metadata_server import messages as m
-from vcache_backend.metadata_server import processes
+from vcache_backend.metadata_server.descriptors import Descriptor
 from vcache_backend.metadata_server.instances.registry import InstanceRegistry
-from vcache_backend.metadata_server.instances.requests import InstanceService
 from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
 from vcache_backend.metadata_server.refuse import Refuse
-from vcache_backend.metadata_server.serving.connection import (
-    Answer,
-    Descriptor,
-    Longest,
-    unmappable,
-)
+from vcache_backend.metadata_server.serving.connection import Answer, Longest
 from vcache_backend.metadata_server.serving.layouts import Layouts, Reports
 from vcache_backend.metadata_server.serving.server_stats import server_stats
 from vcache_backend.metadata_server.succession import Predecessors
 
 log = logging.getLogger(__name__)
 
-MAX_LISTED_BYTES = 3 * m.MAX_MESSAGE_BYTES // 4
-"""Bytes for the list of segments in one message, about a thousand segments."""
-_LISTED_BYTES = 100
-"""The most bytes of a segment in that list, besides its id and its device."""
+MAX_SEGMENTS = 400
+"""The most segments: one message lists them all."""
 _LOG_LEVELS: dict[m.Level, int] = {
     "info": logging.INFO,
     "warn": logging.WARNING,
@@ -52,14 +44,12 @@ class Service:
         epoch: int,
         predecessors: Predecessors,
         max_segments: int = 1024,
-        pidfd: Callable[[ProcessId], int | None] = processes.open_pidfd,
+        pidfd: Callable[[ProcessId], Descriptor | None] = lambda process: None,
     ) -> None:
         """predecessors: the earlier servers whose pools the directory takes over. max_segments: the
-        most fds to keep, of segments and of instances. pidfd: makes a new pidfd of a connected
-        process, or returns None."""
+        most fds to keep, of segments and of instances. pidfd: see `Watch.pidfd`."""
         self.max_segments = max_segments
         self.instances = InstanceRegistry(directory.residents, self._spare, pidfd)
-        self.of_instances = InstanceService(directory, self.instances)
         self.directory = directory
         self.predecessors = predecessors
         self.epoch = epoch
@@ -77,9 +67,16 @@ class Service:
         fds: came with the request. The service removes the fds that it keeps."""
         started = time.perf_counter()
         try:
-            answer = self._answer(client, request, fds)
+            if isinstance(request, m.OfResidents):
+                answer: Answer = self._of_residents(client, request), ()
+            elif isinstance(request, m.OfChunks):
+                answer = self._of_chunks(client, request), ()
+            else:
+                answer = self._of_others(client, request, fds)
         except Refuse as refusal:
-            answer = m.Error(str(refusal)), ()
+            instance = getattr(request, "instance", b"")
+            which = f" {instance.hex()}" if instance else ""
+            answer = m.Error(f"{request.__struct_config__.tag}{which}: {refusal}"), ()
         name = type(request).__name__
         histogram = self.latency.get(name)
         if histogram is None:
@@ -87,63 +84,95 @@ class Service:
         histogram.add((time.perf_counter() - started) * 1e6)
         return answer
 
-    def _answer(self, client: Peer, request: m.AnyRequest, fds: list[int]) -> Answer:
+    def _of_chunks(self, client: Peer, request: m.OfChunks) -> m.Reply:
         directory = self.directory
         match request:
             case m.Lookup(keys, ranks):
-                return self._lookup(keys, ranks), ()
+                _check_ranks(keys, ranks)
+                return m.Count(directory.lookup(keys, ranks))
             case m.Acquire(keys):
-                return _in_epoch(directory.acquire(client, keys), directory.epochs.of(keys)), ()
+                return _in_epoch(directory.acquire(client, keys), directory.epochs.of(keys))
             case m.Release(lease):
-                return m.Verdict(directory.release(lease)), ()
+                return m.Verdict(directory.release(lease))
             case m.Reserve(keys, nbytes, tenant):
                 reserved = directory.reserve(client, keys, nbytes, tenant)
-                return _in_epoch(reserved, directory.epochs.of(keys)), ()
+                return _in_epoch(reserved, directory.epochs.of(keys))
             case m.Commit(reservation, prefix):
-                return m.Count(directory.commit(client, reservation, prefix)), ()
+                return m.Count(directory.commit(client, reservation, prefix))
             case m.Abort(reservation):
-                return m.Count(directory.abort(client, reservation)), ()
+                return m.Count(directory.abort(client, reservation))
             case m.Renew(lease):
-                return m.Verdict(directory.renew(lease)), ()
+                return m.Verdict(directory.renew(lease))
             case m.Contains(keys, where):
                 segments = directory.segments_of(keys) if where else []
-                return m.Present(directory.contains(keys), directory.epochs.of(keys), segments), ()
+                return m.Present(directory.contains(keys), directory.epochs.of(keys), segments)
             case m.Touch(keys):
-                return m.Count(directory.touch(keys)), ()
+                return m.Count(directory.touch(keys))
             case m.Remove(keys, force):
-                return m.Count(directory.remove(keys, force)), ()
+                return m.Count(directory.remove(keys, force))
             case m.Clear(namespace, reset):
-                return self._clear(namespace, reset), ()
+                return self._clear(namespace, reset)
             case _:
-                return self._answer_other(client, request, fds)
+                assert_never(request)
 
-    def _answer_other(self, client: Peer, request: m.OfOthers, fds: list[int]) -> Answer:
-        """Answer rare requests, and requests that are not about chunks in the pool."""
-        directory = self.directory
-        if isinstance(request, m.OfResidents):
-            return self.of_instances.resident(client, request), ()
-        if isinstance(request, m.OfInstances):
-            return self.of_instances.shown(client, request, fds)
+    def _of_residents(self, client: Peer, request: m.OfResidents) -> m.Reply:
+        """Answer requests about chunks in instances' KV caches, and about their readers."""
+        directory, instances = self.directory, self.instances
+        match request:
+            case m.Find():
+                _check_ranks(request.keys, request.ranks)
+                return self._find(client, request)
+            case m.Promise():
+                _check_ranks(request.keys, request.ranks)
+                return directory.promise(client, request)
+            case m.Publish():
+                right = request.epoch == directory.epochs.of(request.keys)
+                return instances.publish(client, request) if right else m.Count(0)
+            case m.Retract():
+                directory.promises.drop_client(client)
+                return instances.retract(client, request)
+            case m.Listen(instance):
+                epoch = directory.epochs.of([m.ChunkKey(instances.listens(client, instance))])
+                return directory.residents.heard(instance, epoch)
+            case m.Hint(instance, keys):
+                return m.Count(directory.residents.hint(instance, keys))
+            case m.ShowReads():
+                return instances.note_reads(client, request)
+            case m.CloseInstance(instance):
+                return instances.close_instance(client, instance)
+            case _:
+                assert_never(request)
+
+    def _of_others(self, client: Peer, request: m.OfOthers, fds: list[int]) -> Answer:
+        """Answer rare requests, and requests that bring or fetch fds."""
         match request:
             case m.AddSegment():
                 return self._add_segment(client, request, fds), ()
             case m.Lend(nbytes):
-                return directory.lend(client, nbytes), ()
+                return m.Count(self.directory.lend(client, nbytes)), ()
             case m.OpenSegment(id_):
                 return self._open_segment(id_)
             case m.Unusable(id_):
-                return m.Count(directory.avoid(client, id_)), ()
+                return m.Count(self.directory.avoid(client, id_)), ()
             case m.DropSegment(id_):
                 return self._drop_segment(id_), ()
             case m.ListSegments():
                 self._count(client, request)
-                return m.Segments(directory.segment_infos()), ()
+                return m.Segments(self.directory.segment_infos()), ()
+            case m.Join():
+                return self.instances.join(client, request, fds), ()
+            case m.ShowCache():
+                return self.instances.show_cache(client, request, fds), ()
+            case m.OpenInstance(instance):
+                return self.instances.open(instance)
+            case m.OpenCache(instance, rank):
+                return self.instances.open_cache(client, instance, rank)
             case m.Stats():
                 return server_stats(self), ()
             case m.Report(level, text):
                 return self._report(client, level, text), ()
             case m.Hello():
-                raise Refuse("hello was said already on this connection")
+                raise Refuse("it was said already on this connection")
             case _:
                 assert_never(request)
 
@@ -161,7 +190,7 @@ class Service:
         """End everything that depends on a closed connection."""
         self.directory.disconnect(client)
         self.layouts.drop(client.id)
-        self.of_instances.disconnect(client)
+        self.instances.disconnect(client)
 
     def process_gone(self, process: ProcessId) -> None:
         """End everything that depends on a process that has ended."""
@@ -174,58 +203,34 @@ class Service:
 
     def _add_segment(self, client: Peer, request: m.AddSegment, fds: list[int]) -> m.Added:
         if len(fds) != 1:
-            raise Refuse(
-                f"add_segment {request.id}: {len(fds)} fds came along; exactly 1 is needed"
-            )
-        segment = self.directory.segments.get(request.id)
-        if segment and (segment.device, segment.medium, segment.nbytes) != (
-            request.device,
-            request.medium,
-            request.nbytes,
-        ):
+            raise Refuse(f"{len(fds)} fds came along; exactly 1 is needed")
+        id_, device, medium, nbytes = request.id, request.device, request.medium, request.nbytes
+        segment = self.directory.segments.get(id_)
+        if segment and (segment.device, segment.medium, segment.nbytes) != (device, medium, nbytes):
             was = f"{segment.nbytes:,} B of {segment.medium} on {segment.device}"
-            raise Refuse(
-                f"segment {request.id} is {was}, not {request.nbytes:,} B of {request.medium} "
-                f"on {request.device}"
-            )
+            raise Refuse(f"segment {id_} is {was}, not {nbytes:,} B of {medium} on {device}")
         if segment and segment.state != "absent":
             return m.Added(0)
         if request.again and not segment:
-            return self._decline(request.id)
+            return self._decline(id_)
         if segment and not request.again:
             raise Refuse(
-                f"segment {request.id} is known from before a restart: offer it again, or make "
+                f"segment {id_} is known from before a restart: offer it again, or make "
                 "one with another id"
             )
-        if reason := unmappable(request.medium, request.nbytes, fds[0]):
-            raise Refuse(f"segment {request.id}: {reason}")
-        self._check_room(request.id)
-        if request.claim and not self.directory.redeem(
-            client, request.claim, request.device, request.nbytes
-        ):
-            raise Refuse(
-                f"segment {request.id}: its claim on {request.device} has ended, or is on less; "
-                "ask again what may be lent"
-            )
-        info = m.SegmentInfo(request.id, request.device, request.medium, request.nbytes)
-        self.fds[request.id] = Descriptor(fds.pop())
-        return m.Added(self.directory.add_segment(info))
+        self._check_room()
+        self.fds[id_] = Descriptor(fds.pop())
+        self.directory.end_claim(client)
+        return m.Added(self.directory.add_segment(m.SegmentInfo(id_, device, medium, nbytes)))
 
-    def _check_room(self, id_: m.SegmentId) -> None:
+    def _check_room(self) -> None:
         """Refuse a new segment for which there are no descriptors, or that no list has room for."""
+        if len(self.directory.segments) >= MAX_SEGMENTS:
+            raise Refuse(f"{MAX_SEGMENTS} segments are there, the most there can be")
         if self._spare() <= 0:
-            counts = f"{len(self.fds)} segments are there"
-            if kept := self.instances.descriptors:
-                counts += f" and {kept} fds of instances"
-            raise Refuse(f"segment {id_}: {counts}, more would leave no descriptors for clients")
-        listed = sum(
-            _LISTED_BYTES + len(other) + len(s.device.encode())
-            for other, s in self.directory.segments.items()
-        )
-        if listed > MAX_LISTED_BYTES:
             raise Refuse(
-                f"segment {id_}: {len(self.directory.segments)} segments are there, no "
-                "message could list more"
+                f"{len(self.fds)} segments are there and {self.instances.descriptors} fds of "
+                "instances, more would leave no descriptors for clients"
             )
 
     def _decline(self, id_: m.SegmentId) -> m.Added:
@@ -247,18 +252,28 @@ class Service:
             )
         return m.Opened(segment.info()), [self.fds[id_]]
 
-    def _lookup(self, keys: list[m.ChunkKey], ranks: int) -> m.Count:
-        if len(keys) * ranks > m.MAX_LOOKED_UP:
-            raise Refuse(
-                f"lookup: {len(keys):,} keys of {ranks:,} ranks; at most {m.MAX_LOOKED_UP:,} "
-                "keys times ranks at once"
-            )
-        return m.Count(self.directory.lookup(keys, ranks))
+    def _find(self, client: Peer, request: m.Find) -> m.Reply:
+        """Answer a look-up, and note what its request will compute or waits for."""
+        keys, directory = request.keys, self.directory
+        answer, epoch = directory.find(request), directory.epochs.of(keys)
+        missing = [] if answer.cut else keys[len(answer.pooled) :]
+        coming = directory.promises.coming(client, missing)
+        if request.promise and coming is not None:
+            # Who waits computes nothing yet.
+            directory.promises.begin(client, m.Promise(request.promise), {})
+        elif request.promise and missing:
+            lacking = directory.lacking(request, missing)
+            directory.promises.intend(client, request.promise, lacking, request.ranks)
+        if coming is None and not epoch:
+            return answer
+        return msgspec.structs.replace(answer, epoch=epoch, coming=coming)
 
     def _clear(self, namespace: bytes, reset: bool) -> m.Count:
         if len(namespace) not in (0, m.NAMESPACE_BYTES):
-            what = f'a namespace is {m.NAMESPACE_BYTES} bytes, b"" means all of them'
-            raise Refuse(f"clear: {namespace!r} is {len(namespace)} bytes; {what}")
+            raise Refuse(
+                f"{namespace!r} is {len(namespace)} bytes; a namespace is {m.NAMESPACE_BYTES} "
+                'bytes, b"" means all of them'
+            )
         return m.Count(self.directory.clear(namespace, reset))
 
     def _drop_segment(self, id_: m.SegmentId) -> m.Dropped:
@@ -286,6 +301,15 @@ class Service:
                 reported.text,
             )
         return m.Count(int(reported is not None))
+
+
+def _check_ranks(keys: list[m.ChunkKey], ranks: int) -> None:
+    """Refuse a look-up that would take too long."""
+    if len(keys) * ranks > m.MAX_LOOKED_UP:
+        raise Refuse(
+            f"{len(keys):,} keys of {ranks:,} ranks; at most {m.MAX_LOOKED_UP:,} keys times "
+            "ranks at once"
+        )
 
 
 def _in_epoch(reply: m.Leased | m.Reserved, epoch: int) -> m.Reply:
