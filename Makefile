@@ -44,7 +44,7 @@ bench: setup  ## measure this machine; ARGS are those of `python -m benchmarks`
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 soak: setup  ## a quarter of an hour of kills, stops and exhausted descriptors; every byte is checked; ARGS="--seed 1"
-	@$(BIN)/python -m benchmarks.soak $(ARGS)
+	@$(BIN)/python -m benchmarks.campaign --level soak $(ARGS)
 
 clean:  ## remove .venv and everything built
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

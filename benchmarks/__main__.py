@@ -33,18 +33,10 @@ SUBJECTS: dict[str, Callable[[], list[Row]]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 if a case missed its limit or a subject failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument(
-        "--only",
-        action="append",
-        choices=[*SUBJECTS],
-        help="may be repeated (default: all)",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="result file, such as benchmarks/results/NAME.json; one that is there is continued",
-    )
-    parser.add_argument("--commit", default="", help="the commit measured, where git cannot tell")
+    option = parser.add_argument
+    option("--only", action="append", choices=SUBJECTS, help="may be repeated (default: all)")
+    option("--out", type=Path, help="result file; one that is there is continued")
+    option("--commit", default="", help="the commit measured, where git cannot tell")
     options = parser.parse_args(arguments)
     try:
         report, failed = Report(options.out, options.commit), list[str]()

@@ -16,12 +16,11 @@
 #            DeepSeek V3.2 shape (*_equal_sparse*; unpack gemm.tar.xz last; needs nvcc)             6 minutes
 #   which    how each text generation model of vLLM's registry is cached (docs/vllm/models.md); beside anything   6 minutes
 #   death    whole vLLMs paused, stopped, starved and killed, in place and through a pool, with controls   5 minutes
-#   campaign live KV caches of two vLLMs, read by others while they are used again: CAMPAIGN_SECONDS=440, its control half of it   12 minutes
 #   promises whole vLLMs that wait for what others compute, stopped and killed in every state of a promise, with a control   7 minutes
 #   weights  weights that change, with and without a version, in place and through a pool          5 minutes
 #   copies   copies, engine, metadata server, turns                                                 2 minutes
 #   lmcache  TTFT, decoding and misses through LMCache                                              6 minutes
-#   decode   running requests beside loads, prefill apart, the death of an owner, in place          8 minutes
+#   decode   running requests beside loads, in place                                                4 minutes
 #   serving  two servers, vLLM alone and in place, prefix repetition: RUNS=0,1,2                    7 minutes
 #   routed   two servers, vLLM alone and in place, in turn and behind vllm-router, small: ARMS=..., WORKLOADS=...   8 minutes; nothing beside it
 #   ranks    one server of two data parallel ranks, alone and in place: WORKLOADS=...               8 minutes; nothing beside it
@@ -31,8 +30,7 @@
 #
 # Within 30 minutes of device time: `unpack` in four calls, the first with `later tests` behind it; `equal`; `speed`; `short death+models`.
 # SECONDS_IN_ALL (560): when everything must be over. GRAPHS=1: nothing is compiled, CUDA graphs of decode steps alone, should vLLM not
-# compile beside this torch. With CUDA_VISIBLE_DEVICES=0 all instances share one GPU: equality counts, times do not. Two ranks on one GPU
-# need NCCL 2.30 or later, preloaded. TINY=1 runs the script on the CPU, to check it.
+# compile beside this torch. With CUDA_VISIBLE_DEVICES=0 all instances share one GPU: equality counts, times do not. TINY=1 runs the script on the CPU, to check it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 stay=${STAY:-/tmp/vcache-stay} site=${SITE:-/tmp/site}
@@ -150,12 +148,11 @@ sparse() {
 }
 which() { timeout $((until - SECONDS)) "$python" scripts/which_models.py run "$out/which_models.json" > "$logs/which.txt" 2>&1; echo "== which: rc $?"; }
 death() {
-  bench death 180 inplace --level death &
-  bench death_pool 180 inplace --level death_pool &
+  bench death 180 campaign --level death &
+  bench death_pool 180 campaign --level death_pool &
   wait
 }
-campaign() { bench campaign "${CAMPAIGN_SECONDS:-440}" inplace --level live; }
-promises() { bench promises "${PROMISES_SECONDS:-280}" inplace --level promises; }
+promises() { bench promises "${PROMISES_SECONDS:-280}" campaign --level promises; }
 weights() {
   ttft weights_in_place 300 weights "${in_place[@]}" --scale beside &
   ttft weights_pool 300 weights --integration vllm --scale beside &
@@ -163,7 +160,7 @@ weights() {
 }
 copies() { "$python" -m benchmarks --only engine --only copies --only metadata --only turns --out "$out/copies.json" --commit "${COMMIT:-}" 2>&1 | tail -n 60; }
 lmcache() { ttft lmcache 500 ttft,tpot,miss --integration lmcache --kv-gib 6 --pool-gib 8 --rounds 7; }
-decode() { ttft decode 500 tpot,pd,death "${in_place[@]}" --kv-gib 6; }
+decode() { ttft decode 500 tpot "${in_place[@]}" --kv-gib 6; }
 serving() {
   bench serving 500 vllm_serving --arms alone:turn,inplace:turn --workloads prefix --runs "${RUNS:-0}" --memory 0.6 --logs "$logs/serving" ${TINY:+--scale tiny}
 }
@@ -183,7 +180,7 @@ ranks() { served ranks "${ARMS:-alone_dp:turn,inplace_dp:turn}" "${WORKLOADS:-ch
 
 for beside in "$@"; do
   for call in ${beside//+/ }; do
-    [[ " tests equal speed short models sparse which death campaign promises weights copies lmcache decode serving routed ranks " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
+    [[ " tests equal speed short models sparse which death promises weights copies lmcache decode serving routed ranks " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
     "$call" &
   done
   wait

@@ -36,49 +36,29 @@ def run(clients: int = 4) -> list[Row]:
         per_chunk = (client.stats().rss_bytes - empty) / CHUNKS
         times = _lookup_times(client)
         looked_up, put = _together(clients, path, "lookup"), _together(clients, path, "put")
+    batches = f"{clients} clients, batches of {BATCH}"
+    resident = f"resident memory, {CHUNKS:,} chunks"
     evicting = f"reserve + commit, full pool: each evicts; {clients} clients"
     return [
         _judged("lookup_64_p50_us", times, 50, 60.0),
         _judged("lookup_64_p99_us", times, 99, 500.0),
-        row(
-            "lookup_keys_per_s",
-            "keys/s",
-            looked_up,
-            1e6,
-            what=f"{clients} clients, batches of {BATCH}",
-            at_least=1,
-        ),
+        row("lookup_keys_per_s", "keys/s", looked_up, 1e6, what=batches, at_least=1),
         row("put_keys_per_s", "keys/s", put, 150e3, what=evicting, at_least=1),
-        row(
-            "server_bytes_per_chunk",
-            "B",
-            per_chunk,
-            1024,
-            what=f"resident memory, {CHUNKS:,} chunks",
-            at_most=1,
-        ),
+        row("server_bytes_per_chunk", "B", per_chunk, 1024, what=resident, at_most=1),
     ]
 
 
 def _judged(case: str, times: list[float], which: int, most: float) -> Row:
-    return row(
-        case,
-        "us",
-        percentile(times, which),
-        most,
-        what=f"p{which}, 64 keys",
-        at_most=1,
-        runs=len(times),
-    )
+    value, what, runs = percentile(times, which), f"p{which}, 64 keys", len(times)
+    return row(case, "us", value, most, what=what, at_most=1, runs=runs)
 
 
 def key(number: int) -> ChunkKey:
     """The key of the number-th chunk of the benchmark: spread like a hash, the same in every
     process.
     """
-    return ChunkKey(
-        (number * 0x9E3779B97F4A7C15F39CC0605CEDC835 % (1 << 128)).to_bytes(KEY_BYTES, "big")
-    )
+    spread = number * 0x9E3779B97F4A7C15F39CC0605CEDC835 % (1 << 128)
+    return ChunkKey(spread.to_bytes(KEY_BYTES, "big"))
 
 
 def _fill(client: Client) -> None:
@@ -91,9 +71,8 @@ def _fill(client: Client) -> None:
 def store(client: Client, chunks: int) -> None:
     """Store so many chunks, each in a slot."""
     for start in range(0, chunks, BATCH):
-        reserved = client.reserve(
-            [key(n) for n in range(start, min(start + BATCH, chunks))], CHUNK_BYTES
-        )
+        keys = [key(n) for n in range(start, min(start + BATCH, chunks))]
+        reserved = client.reserve(keys, CHUNK_BYTES)
         client.commit(reserved.reservation)
 
 

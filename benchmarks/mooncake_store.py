@@ -78,26 +78,18 @@ class Master(Part):
     def __init__(self, folder: Path, ports: Sequence[int], **more: Any) -> None:
         self.port, self.metrics_port = ports
         self.address = f"{HOST}:{self.port}"
-        flags = {
-            "rpc_address": HOST,
-            "rpc_port": self.port,
-            "metrics_host": HOST,
-            "metrics_port": self.metrics_port,
-        }
-        super().__init__(
-            folder / f"master-{self.port}.log",
-            "mooncake_master",
-            flags | {"enable_metric_reporting": "false"} | more,
-        )
+        flags: dict[str, Any] = {"rpc_address": HOST, "rpc_port": self.port}
+        flags |= {"metrics_host": HOST, "metrics_port": self.metrics_port}
+        flags |= {"enable_metric_reporting": "false"} | more
+        super().__init__(folder / f"master-{self.port}.log", "mooncake_master", flags)
 
     def ready(self) -> bool:
         return all(_listens(port) for port in (self.port, self.metrics_port))
 
     def ask(self, path: str) -> str:
         """The answer of its HTTP interface to a path such as /get_all_segments."""
-        with urllib.request.urlopen(
-            f"http://{HOST}:{self.metrics_port}{path}", timeout=READY_SECONDS
-        ) as answer:
+        url = f"http://{HOST}:{self.metrics_port}{path}"
+        with urllib.request.urlopen(url, timeout=READY_SECONDS) as answer:
             return str(answer.read().decode())
 
     def segments(self) -> dict[str, int]:
@@ -121,9 +113,8 @@ class Provider(Part):
             "metadata_server": "P2PHANDSHAKE",
         }
         flags |= {"protocol": "tcp", "global_segment_size": f"{nbytes} B", "local_buffer_size": 0}
-        super().__init__(
-            folder / f"provider-{port}.log", "mooncake_client", flags, MC_TCP_BIND_ADDRESS=HOST
-        )
+        log = folder / f"provider-{port}.log"
+        super().__init__(log, "mooncake_client", flags, MC_TCP_BIND_ADDRESS=HOST)
 
     def ready(self) -> bool:
         return self.segment in self.master.segments()
@@ -132,9 +123,8 @@ class Provider(Part):
     def segment(self) -> str:
         """The master's name for the memory that it lends; empty before there is one."""
         _, found, rest = self.log.read_text(errors="replace").rpartition("server_name: ")
-        return (
-            rest.split("\n", 1)[0].replace(" port: ", ":").strip() if found and "\n" in rest else ""
-        )
+        line, ended, _ = rest.partition("\n")
+        return line.replace(" port: ", ":").strip() if found and ended else ""
 
     def gone(self) -> bool:
         """Whether the master has noticed that this provider died, which it does after
@@ -168,10 +158,9 @@ class Depot:
     def lend(self, nbytes: int) -> Provider:
         """One more provider."""
         (port,) = free_ports(1)
-        self.providers.append(
-            self._undo.enter_context(Provider(self._folder, port, self.master, nbytes))
-        )
-        return self.providers[-1]
+        provider = Provider(self._folder, port, self.master, nbytes)
+        self.providers.append(self._undo.enter_context(provider))
+        return provider
 
     def config(self, **more: Any) -> MooncakeConfig:
         """How to reach it, from this machine only."""
@@ -182,12 +171,8 @@ class Depot:
         """The configuration of a write-through offload tier on it. more: values of OffloadConfig;
         `mooncake`: values of MooncakeConfig.
         """
-        mooncake = self.config(**more.pop("mooncake", {}))
-        values: dict[str, Any] = {
-            "policy": "write_through",
-            "min_bandwidth": ByteSize(0),
-            "mooncake": mooncake,
-        }
+        values: dict[str, Any] = {"policy": "write_through", "min_bandwidth": ByteSize(0)}
+        values["mooncake"] = self.config(**more.pop("mooncake", {}))
         return OffloadConfig(**(values | more))
 
 

@@ -40,6 +40,11 @@ def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
     return parse
 
 
+def _setting(text: str) -> tuple[str, str]:
+    name, _, value = text.removeprefix("vcache.").partition("=")
+    return name, value
+
+
 def parser(name: str, text: str | None, seconds: float) -> argparse.ArgumentParser:
     """A parser with the options that all measurements of vLLM have."""
     made = argparse.ArgumentParser(
@@ -49,7 +54,7 @@ def parser(name: str, text: str | None, seconds: float) -> argparse.ArgumentPars
     option("--out", type=Path, help="result file; one that is there is continued")
     option("--seconds", type=float, default=seconds, help="when to stop (default: %(default)g)")
     option("--commit", default="", help="the commit measured, where git cannot tell")
-    option("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of vcache")
+    option("--set", type=_setting, action="append", default=[], help="SECTION.KEY=VALUE of vcache")
     option("--logs", type=Path, help="where logs and settings go; default: a new folder")
     option(
         "--cache",

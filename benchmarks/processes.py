@@ -98,9 +98,8 @@ class Program:
         while not ready():
             if not self.alive or time.monotonic() > deadline:
                 self.kill()
-                raise ChildFailed(
-                    f"{self.name} was not ready within {seconds:g} s, or ended; {self.tail()}"
-                )
+                late = f"was not ready within {seconds:g} s, or ended"
+                raise ChildFailed(f"{self.name} {late}; {self.tail()}")
             time.sleep(0.02)
 
     def signal(self, number: int) -> None:
@@ -232,12 +231,8 @@ class MetadataServer(Program):
 
     def __init__(self, path: Path, log: Path, environment: Mapping[str, str] | None = None) -> None:
         self.path = path
-        super().__init__(
-            "metadata server",
-            module("vcache_backend.metadata_server", "--socket", str(path)),
-            log,
-            environment,
-        )
+        command = module("vcache_backend.metadata_server", "--socket", str(path))
+        super().__init__("metadata server", command, log, environment)
 
     def start(self) -> None:
         self.path.unlink(missing_ok=True)
@@ -266,11 +261,10 @@ def stopped(pid: int) -> bool:
 @contextmanager
 def metadata_server() -> Iterator[Path]:
     """A metadata server on a temporary socket, which it yields; it ends with the context."""
-    with (
-        TemporaryDirectory(prefix="vcache-bench-") as folder,
-        MetadataServer(Path(folder, "vcache.sock"), Path(folder, "log")) as it,
-    ):
-        yield it.path
+    with TemporaryDirectory(prefix="vcache-bench-") as folder:
+        path = Path(folder, "vcache.sock")
+        with MetadataServer(path, Path(folder, "log")):
+            yield path
 
 
 def free_ports(count: int) -> list[int]:

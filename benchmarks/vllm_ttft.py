@@ -24,10 +24,9 @@ import msgspec
 
 from .options import end_in_time, names_of, parser
 from .results import Clock, Report, Row
-from .vllm.environment import on_one_gpu
 from .vllm.fleet import Fleet
-from .vllm.instances import KINDS
-from .vllm.parts import death, equality, groups, latency, pd, scheduling, versions
+from .vllm.instances import KINDS, joined
+from .vllm.parts import equality, groups, latency, scheduling, versions
 from .vllm.prompts import Prompts
 from .vllm.scale import GIB, SCALES
 
@@ -48,14 +47,13 @@ class Part(NamedTuple):
     """Something to measure, and the instances it needs.
 
     of: the integrations it is for. cpu: whether it also runs on the CPU, where vLLM's MLA has no
-    prefix cache. in_place, pool: whether it applies to that way of sharing."""
+    prefix cache. in_place: whether it also applies to sharing in place."""
 
     instances: tuple[str, ...]
     run: Callable[[Run], list[Row]]
     of: tuple[str, ...] = INTEGRATIONS
     cpu: bool = True
     in_place: bool = True
-    pool: bool = True
 
 
 def _equal(run: Run) -> list[Row]:
@@ -91,11 +89,6 @@ def _few(
 
 
 def _tp2_ttft(run: Run) -> list[Row]:
-    """TTFT with tensor parallelism. No rows if the ranks take turns on one GPU, whose cost would
-    hide the rest.
-    """
-    if on_one_gpu() and not run.fleet.scale.cpu:
-        return []
     return latency.first_token(run.fleet, run.clock, run.source, run.rounds, kind="tp2")
 
 
@@ -109,7 +102,7 @@ def _groups(kind: str, cpu: bool = True) -> Part:
 
 
 def _trio(kind: str) -> tuple[str, ...]:
-    return (f"{kind}_alone", f"{kind}_a", f"{kind}_b")
+    return tuple(joined(kind, who) for who in ("alone", "a", "b"))
 
 
 def _miss(run: Run) -> list[Row]:
@@ -118,7 +111,7 @@ def _miss(run: Run) -> list[Row]:
     return latency.miss(run.fleet, run.clock, run.source, counts)
 
 
-PAIR = ("alone", "a", "b")
+PAIR = _trio("")
 PARTS: dict[str, Part] = {
     "scheduler": Part(
         ("a", "timed"), lambda it: scheduling.scheduler_time(it.fleet, it.clock, it.source), OURS
@@ -131,17 +124,6 @@ PARTS: dict[str, Part] = {
     "restart": Part(PAIR, lambda it: equality.restart(it.fleet, it.source), in_place=False),
     "tpot": Part(("a", "b"), lambda it: latency.decoding(it.fleet, it.clock, it.source)),
     "miss": Part(("alone", "a"), _miss),
-    "pd": Part(
-        ("producer", "consumer"),
-        lambda it: pd.first_token(it.fleet, it.clock, it.source, it.rounds),
-        OURS,
-    ),
-    "death": Part(
-        ("a", "b"),
-        lambda it: death.owner_death(it.fleet, it.clock, it.source),
-        OURS,
-        pool=False,
-    ),
     "fp8": _few("fp8"),
     "mla": _few("mla", cpu=False),
     "ngram": _few("ngram"),
@@ -168,7 +150,6 @@ PARTS: dict[str, Part] = {
 the end. Some are not for sharing in place: `restart`, since an instance's KV goes with it, and
 models with several block tables."""
 APART = (
-    ("pd",),
     ("tp2",),
     ("fp8", "mla", "ngram"),
     ("sparse", "sparse_fp8", "head"),
@@ -198,10 +179,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     skipped = [name for name in names if scale.cpu and not PARTS[name].cpu]
     names = [name for name in names if name not in skipped]
     print("".join(f"{name}: skipped, needs GPUs\n" for name in skipped), end="", flush=True)
-    more = dict(setting.split("=", 1) for setting in options.set)
     failed = []
     folder = options.logs or Path(tempfile.mkdtemp(prefix="vcache-vllm-"))
-    with Fleet(scale, folder, options.cache, more, options.integration, in_place) as fleet:
+    with Fleet(
+        scale, folder, options.cache, dict(options.set), options.integration, in_place
+    ) as fleet:
         print(f"logs in {fleet.folder}", flush=True)
         for index, name in enumerate(names):
             source = Prompts(fleet.scale, seed=list(PARTS).index(name))
@@ -245,9 +227,7 @@ def _arrange(fleet: Fleet, names: Sequence[str]) -> None:
 
 
 def _is_for(name: str, integration: str, in_place: bool) -> bool:
-    return integration in PARTS[name].of and (
-        PARTS[name].in_place if in_place else PARTS[name].pool
-    )
+    return integration in PARTS[name].of and (PARTS[name].in_place or not in_place)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -269,7 +249,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="vLLM's KV cache of each instance, twice as much of who computes in place",
     )
     option("--graphs-only", action="store_true", help="compile nothing, and graph decode steps")
-    option("--rounds", type=int, default=11, help="prompts of each length in `ttft`, and in `pd`")
+    option("--rounds", type=int, default=11, help="prompts of each length in `ttft`")
     options = made.parse_args(arguments)
     in_place = options.share == "in_place"
     if in_place and options.integration == "lmcache":

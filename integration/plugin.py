@@ -55,17 +55,13 @@ def mistake(transfer: Any) -> str:
     empty if there is none. Never raises.
     """
     try:
-        return next(
-            (where + said for where, extra in _connectors(transfer) if (said := _refused(extra))),
-            "",
-        )
+        for where, extra in _connectors(transfer):
+            if said := _refused(extra):
+                return where + said
     except Exception as error:  # noqa: BLE001 - vLLM must start; our connector reads them again
-        log.warning(
-            "vcache could not read its settings before vLLM starts: %s: %s",
-            type(error).__name__,
-            error,
-        )
-        return ""
+        said = "vcache could not read its settings before vLLM starts: %s: %s"
+        log.warning(said, type(error).__name__, error)
+    return ""
 
 
 def _refused(extra: Mapping[str, Any]) -> str:

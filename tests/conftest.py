@@ -53,7 +53,7 @@ if GPUS == 0:
 
 LONGEST = (
     "integration_failures integrations vllm_processes vllm_offload vllm_modes vllm_waits vllm_groups "
-    "disaggregated_prefill vllm_connector vllm_sharing monitor examples demo soak "
+    "disaggregated_prefill vllm_connector vllm_sharing monitor examples demo "
     "resident_stateful directory_stateful vllm_sleep offload_process deploy doctor_model "
     "vllm_benchmark documents inplace_campaign start_server vllm_serving vllm_in_place"
 )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.kv_content import mix
+from benchmarks.campaign.memory import mix
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.vram_pool.paged import PagedKV
 

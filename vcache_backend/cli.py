@@ -214,12 +214,8 @@ def _show_findings(findings: Sequence[Finding], as_json: bool) -> None:
     else:
         worst = sorted(findings, key=lambda finding: ("fail", "warn", "ok").index(finding.status))
         rows = [
-            (
-                level(finding.status),
-                finding.check,
-                "\n→ ".join(filter(None, (finding.detail, finding.advice))),
-            )
-            for finding in worst
+            (level(each.status), each.check, "\n→ ".join(filter(None, (each.detail, each.advice))))
+            for each in worst
         ]
         terminal.show(table(None, ("", "check", "~finding → what to do"), rows))
         typer.echo(f"{len(findings)} findings: {counts['fail']} fail, {counts['warn']} warn")
@@ -270,14 +266,10 @@ def mooncake(
     """Run a Mooncake store for the offload tier, a master and a provider of host memory, until
     Ctrl-C. Mooncake has no passwords and no encryption: whoever reaches its ports reads and
     writes."""
-    script, programs = (
-        Path(__file__).parent / "offload" / "mooncake.sh",
-        Path(sys.executable).parent,
-    )
-    os.execvp(
-        "bash",
-        ["bash", str(script), str(programs), str(int(nbytes)), host, str(port or ""), master, logs],
-    )
+    script = str(Path(__file__).parent / "offload" / "mooncake.sh")
+    programs = str(Path(sys.executable).parent)
+    given = [programs, str(int(nbytes)), host, str(port or ""), master, logs]
+    os.execvp("bash", ["bash", script, *given])
 
 
 if __name__ == "__main__":

@@ -66,10 +66,8 @@ class _Group(TyperGroup):
         except ModuleNotFoundError as error:
             if error.name not in ENGINE:
                 raise
-            trouble, line = (
-                error,
-                f"{error.name} is not installed: pip install '/path/to/vcache[engine]'",
-            )
+            trouble = error
+            line = f"{error.name} is not installed: pip install '/path/to/vcache[engine]'"
         typer.secho(f"vcache: {line}", fg="red", err=True)
         raise typer.Exit(1) from trouble
 
@@ -96,9 +94,9 @@ def load(path: Path | None, socket: Path | None) -> config.Config:
     """The configuration of file `path`, with `socket` in place of `server.socket`; either may be
     None. A relative socket starts at the working folder. Raises ConfigError."""
     loaded = config.load(path)
-    return (
-        loaded if socket is None else config.with_socket(loaded, str(socket.absolute()), "--socket")
-    )
+    if socket is None:
+        return loaded
+    return config.with_socket(loaded, str(socket.absolute()), "--socket")
 
 
 def client(path: Path | None, socket: Path | None) -> Client:
@@ -128,11 +126,8 @@ def nbytes_of(text: str | config.ByteSize) -> config.ByteSize:
         raise typer.BadParameter(str(error)) from error
     if nbytes <= 0:
         raise typer.BadParameter("Expected more than 0 bytes")
-    if (
-        isinstance(text, str)
-        and nbytes < LEAST_WITHOUT_UNIT
-        and (number := text.strip())[-1].isdigit()
-    ):
+    number = text.strip() if isinstance(text, str) else ""
+    if nbytes < LEAST_WITHOUT_UNIT and number[-1:].isdigit():
         wanted = f"write the unit, such as {number}GiB or {number}B"
         raise typer.BadParameter(f"{number} without a unit is {int(nbytes)} B: {wanted}")
     return nbytes

@@ -65,15 +65,11 @@ class ByteSize(int):
         """Read an integer, or text such as `8 GiB`. Raises ValueError."""
         if isinstance(value, int) and not isinstance(value, bool):
             return cls._within(value)
-        match = (
-            re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
-            if isinstance(value, str)
-            else None
-        )
+        text = value if isinstance(value, str) else ""
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
         if match is None or match[2].upper() not in _UNITS:
-            raise ValueError(
-                f"Expected bytes such as 1073741824, '8 GiB' or '512MiB', got {value!r}"
-            )
+            examples = "1073741824, '8 GiB' or '512MiB'"
+            raise ValueError(f"Expected bytes such as {examples}, got {value!r}")
         return cls._within(float(match[1]) * _UNITS[match[2].upper()])
 
     @classmethod
@@ -86,22 +82,18 @@ class ByteSize(int):
 
     def __str__(self) -> str:
         """In the largest binary unit that divides it: `parse` reads the same number back."""
-        return next(
-            (
-                f"{self // size} {unit}"
-                for unit, size in _LARGEST_FIRST
-                if self and self % size == 0
-            ),
-            f"{int(self)} B",
-        )
+        for unit, size in _LARGEST_FIRST:
+            if self and self % size == 0:
+                return f"{self // size} {unit}"
+        return f"{int(self)} B"
 
     @property
     def about(self) -> str:
         """For people: rounded to four digits."""
-        return next(
-            (f"{self / size:.4g} {unit}" for unit, size in _LARGEST_FIRST if self >= size),
-            f"{int(self)} B",
-        )
+        for unit, size in _LARGEST_FIRST:
+            if self >= size:
+                return f"{self / size:.4g} {unit}"
+        return f"{int(self)} B"
 
 
 def split_address(address: str, name: str, absent: str = "127.0.0.1") -> tuple[str, int]:
@@ -110,9 +102,8 @@ def split_address(address: str, name: str, absent: str = "127.0.0.1") -> tuple[s
     """
     parts = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s:/\[\]]*)):([0-9]{1,5})", address)
     if parts is None:
-        hint = (
-            f'; write ":{address}" for this machine alone' if absent and address.isdecimal() else ""
-        )
+        alone = absent and address.isdecimal()
+        hint = f'; write ":{address}" for this machine alone' if alone else ""
         raise ValueError(f"{name} must be HOST:PORT, got {address!r}{hint}")
     if int(parts[3]) > 65535:
         raise ValueError(f"{name} must be HOST:PORT, and a port is 65535 at most, got {address!r}")
@@ -123,9 +114,8 @@ def split_address(address: str, name: str, absent: str = "127.0.0.1") -> tuple[s
         elif re.fullmatch(r"[0-9.]+", host):
             inet_aton(host)
     except OSError as error:
-        raise ValueError(
-            f"{name} must be HOST:PORT, and {host} is no host, got {address!r}"
-        ) from error
+        said = f"{name} must be HOST:PORT, and {host} is no host, got {address!r}"
+        raise ValueError(said) from error
     return host or absent, int(parts[3])
 
 
@@ -154,22 +144,20 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     metrics_hosts: list[Annotated[str, msgspec.Meta(pattern=r"\A[0-9A-Za-z._-]+\Z")]] = []
 
     def __post_init__(self) -> None:
+        wanted = ""
         if not self.socket.isprintable():
-            raise ValueError(
-                f"socket must be a path of printable characters in UTF-8, got {self.socket!r}"
-            )
-        if self.socket and (self.socket.endswith("/") or not Path(self.socket).name):
-            raise ValueError(f"socket must be the path of a file, got {self.socket!r}")
-        if len(os.fsencode(self.socket)) > MAX_SOCKET_PATH:
-            raise ValueError(
-                f"socket must be a path of at most {MAX_SOCKET_PATH} bytes, got {self.socket!r}"
-            )
+            wanted = "a path of printable characters in UTF-8"
+        elif self.socket and (self.socket.endswith("/") or not Path(self.socket).name):
+            wanted = "the path of a file"
+        elif len(os.fsencode(self.socket)) > MAX_SOCKET_PATH:
+            wanted = f"a path of at most {MAX_SOCKET_PATH} bytes"
+        if wanted:
+            raise ValueError(f"socket must be {wanted}, got {self.socket!r}")
         if self.metrics:
             split_address(self.metrics, "metrics")
         if len(self.quotas) > MAX_TENANTS or not all(map(str.isprintable, self.quotas)):
-            raise ValueError(
-                f"quotas must be shares of at most {MAX_TENANTS} tenants with printable names"
-            )
+            wanted = f"shares of at most {MAX_TENANTS} tenants with printable names"
+            raise ValueError(f"quotas must be {wanted}")
 
     @property
     def path(self) -> Path:
@@ -218,13 +206,10 @@ class EngineConfig(_Section, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         names = self.kv_axes.split()
-        if names and (
-            len(set(names)) < len(names) or not {"block", "token"} <= set(names) <= set(KV_AXES)
-        ):
-            raise ValueError(
-                f"kv_axes must be different words of {', '.join(KV_AXES)}, with block and token "
-                f"among them, got {self.kv_axes!r}"
-            )
+        right = {"block", "token"} <= set(names) <= set(KV_AXES)
+        if names and (len(set(names)) < len(names) or not right):
+            wanted = f"different words of {', '.join(KV_AXES)}, with block and token among them"
+            raise ValueError(f"kv_axes must be {wanted}, got {self.kv_axes!r}")
 
 
 class ConnectorConfig(_Section, frozen=True, kw_only=True):
@@ -334,11 +319,7 @@ def expandable_segments() -> bool:
     two variables that is set counts.
     """
     given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    fields = (field.partition(":") for field in given.split(","))
-    return any(
-        name.strip() == "expandable_segments" and value.strip().lower() in ("true", "1")
-        for name, _, value in fields
-    )
+    return bool(re.search(r"(^|,)\s*expandable_segments\s*:\s*(true|1)\s*(,|$)", given.lower()))
 
 
 def mooncake_environment(section: MooncakeConfig) -> dict[str, str]:
@@ -389,9 +370,8 @@ def from_dict(
     try:
         config = msgspec.convert(values, Config, dec_hook=_decode)
     except msgspec.ValidationError as error:
-        raise ConfigError(
-            f"{source}: {config_file.explained(str(error), Config, lines or {}, values)}"
-        ) from error
+        said = config_file.explained(str(error), Config, lines or {}, values)
+        raise ConfigError(f"{source}: {said}") from error
     share = config.connector.share
     if share == "auto" and _asks_for_pool(config):
         share = "pool"
@@ -410,34 +390,26 @@ def _asks_for_pool(config: Config) -> bool:
 
 def sharing(config: Config, share: Literal["in_place", "pool"]) -> Config:
     """Set `connector.share`, and in place also `pool.segment_bytes: 0` unless it is given."""
-    config = msgspec.structs.replace(
-        config, connector=msgspec.structs.replace(config.connector, share=share)
-    )
-    if share == "in_place" and config.pool.segment_bytes is None:
-        config = msgspec.structs.replace(
-            config, pool=msgspec.structs.replace(config.pool, segment_bytes=ByteSize(0))
-        )
-    return config
+    connector, pool = msgspec.structs.replace(config.connector, share=share), config.pool
+    if share == "in_place" and pool.segment_bytes is None:
+        pool = msgspec.structs.replace(pool, segment_bytes=ByteSize(0))
+    return msgspec.structs.replace(config, connector=connector, pool=pool)
 
 
 def with_socket(config: Config, socket: str, source: str) -> Config:
     """Set `server.socket`. source: where it was given, for errors. Raises ConfigError."""
     try:
-        return msgspec.structs.replace(
-            config, server=msgspec.structs.replace(config.server, socket=socket)
-        )
+        server = msgspec.structs.replace(config.server, socket=socket)
     except ValueError as error:
         raise ConfigError(f"{source}: {error}") from error
+    return msgspec.structs.replace(config, server=server)
 
 
 def check_socket_is_whole(config: Config, source: str) -> None:
     """Raise ConfigError unless `server.socket` is a whole path: programs start in any folder."""
-    if not config.server.path.is_absolute():
-        path = config.server.path
-        raise ConfigError(
-            f"{source}: server.socket: {path} depends on the folder that the program is started "
-            "in; write the whole path"
-        )
+    if not (path := config.server.path).is_absolute():
+        depends = f"{path} depends on the folder that the program is started in"
+        raise ConfigError(f"{source}: server.socket: {depends}; write the whole path")
 
 
 def load(path: str | Path | None = None) -> Config:
@@ -471,10 +443,8 @@ def read(path: str | Path | None = None) -> tuple[dict[str, Any], str, dict[str,
     if values is None:
         values = {}
     if not isinstance(values, dict):
-        raise ConfigError(
-            f"{path}: Expected sections (server, client, pool, engine, connector, offload), got "
-            f"{type(values).__name__}"
-        )
+        wanted = f"sections ({', '.join(Config.__struct_fields__)})"
+        raise ConfigError(f"{path}: Expected {wanted}, got {type(values).__name__}")
     return values, str(path), lines
 
 

@@ -32,15 +32,11 @@ def lines(text: bytes, source: str) -> dict[str, int]:
         for key, value in node.value:
             path, line = f"{at}.{key.value}", key.start_mark.line + 1
             if not key.tag.endswith((":str", ":merge")):
-                raise ConfigError(
-                    f"{source}: line {line}: a key is a name, and this is none to YAML: "
-                    f"{key.value!r}"
-                )
+                said = f"a key is a name, and this is none to YAML: {key.value!r}"
+                raise ConfigError(f"{source}: line {line}: {said}")
             if path in found and key.value != "<<":
-                raise ConfigError(
-                    f"{source}: line {line}: `{path[1:]}` is there again, after line "
-                    f"{found[path]}; remove one"
-                )
+                said = f"`{path[1:]}` is there again, after line {found[path]}; remove one"
+                raise ConfigError(f"{source}: line {line}: {said}")
             found[path] = line
             walk(value, path)
 
@@ -58,9 +54,9 @@ def not_yaml(error: msgspec.DecodeError, text: bytes) -> str:
         return f"line {max(1, at)}: not YAML: {told.reason}"
     said = getattr(told, "problem", None) or str(error).partition("\n")[0]
     mark = getattr(told, "problem_mark", None)
-    return (
-        f"line {min(mark.line, len(text.splitlines()) - 1) + 1}: " if mark is not None else ""
-    ) + f"not YAML: {said}"
+    if mark is None:
+        return f"not YAML: {said}"
+    return f"line {min(mark.line, len(text.splitlines()) - 1) + 1}: not YAML: {said}"
 
 
 def line(where: dict[str, int], path: str) -> str:
@@ -99,12 +95,8 @@ def explained(error: str, kind: type, where: dict[str, int], values: object = No
         # The error of a section's own check names one or two of its keys: the line is that of the
         # first which the file has.
         path += "." + next((name for name in named if f"{path}.{name}" in where), named[0])
-    return (
-        (line(where, path) or line(where, path.rpartition(".")[0]))
-        + error
-        + _given(error, values, steps)
-        + hint
-    )
+    begin = line(where, path) or line(where, path.rpartition(".")[0])
+    return f"{begin}{error}{_given(error, values, steps)}{hint}"
 
 
 _NO_TEXT = {
@@ -123,14 +115,11 @@ def _near(name: str, names: list[str], kind: type) -> str:
     """
     if close := get_close_matches(name, names, 1):
         return f"did you mean `{close[0]}`?"
-    elsewhere = [
-        path for path in _paths(kind) if path.rpartition(".")[2] == name.rpartition(".")[2]
-    ]
-    return (
-        f"did you mean `{'` or `'.join(elsewhere)}`?"
-        if elsewhere
-        else f"there are {', '.join(names)}"
-    )
+    key = name.rpartition(".")[2]
+    elsewhere = [path for path in _paths(kind) if path.rpartition(".")[2] == key]
+    if elsewhere:
+        return f"did you mean `{'` or `'.join(elsewhere)}`?"
+    return f"there are {', '.join(names)}"
 
 
 def _paths(kind: Any, at: str = "") -> list[str]:
@@ -148,13 +137,9 @@ def _given(error: str, value: Any, steps: list[str]) -> str:
     """
     with suppress(LookupError, TypeError, ValueError):
         value = _at(value, steps)
-        if (
-            steps
-            and isinstance(value, str | int | float)
-            and repr(value) not in error
-            and len(repr(value)) <= _LONGEST
-        ):
-            return f", which is {value!r}"
+        shown = repr(value) if steps and isinstance(value, str | int | float) else ""
+        if shown and shown not in error and len(shown) <= _LONGEST:
+            return f", which is {shown}"
     return ""
 
 
@@ -167,8 +152,6 @@ def _at(value: Any, steps: list[str]) -> Any:
 
 
 def _fields(kind: Any) -> dict[str, Any]:
-    return (
-        {field.name: field.type for field in msgspec.structs.fields(kind)}
-        if isinstance(kind, type(msgspec.Struct))
-        else {}
-    )
+    if not isinstance(kind, type(msgspec.Struct)):
+        return {}
+    return {field.name: field.type for field in msgspec.structs.fields(kind)}

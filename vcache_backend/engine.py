@@ -121,23 +121,16 @@ class VCacheEngine:
         with self._stats.timed("store"):
             ids, size = as_tokens(tokens), self._layout.chunk_size
             first = first_wanted(mask, len(ids)) // size
-            slots, keys = (
-                as_slots(slot_mapping, len(ids), offset),
-                self._hasher.keys(ids, as_salt(salt)),
-            )
+            slots = as_slots(slot_mapping, len(ids), offset)
+            keys = self._hasher.keys(ids, as_salt(salt))
             kv = self._bound("store", kvcaches)
             if kv is None:
                 return
             places = self._places(kv, slots, first * size, len(keys))
             prefix, keys = keys[:first], keys[first:]
             try:
-                store(
-                    self._session,
-                    places,
-                    keys,
-                    [chunk for chunk in range(len(keys)) if places.holds(chunk)],
-                    prefix,
-                )
+                chunks = [chunk for chunk in range(len(keys)) if places.holds(chunk)]
+                store(self._session, places, keys, chunks, prefix)
             except Exception as error:  # noqa: BLE001 - a kernel's compiler raises what it likes
                 self._session.miss("store", error)
 

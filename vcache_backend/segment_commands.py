@@ -83,8 +83,5 @@ def drop_segment(
     with command.client(config_file, socket) as client:
         dropped = client.drop_segment(SegmentId(segment))
         typer.echo(f"{segment}: {dropped.chunks:,} chunks forgotten")
-    typer.echo(
-        f"{segment}: gone"
-        if dropped.gone
-        else f"{segment}: goes when its last readers and writers end"
-    )
+    goes = "gone" if dropped.gone else "goes when its last readers and writers end"
+    typer.echo(f"{segment}: {goes}")

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
-from rich.console import Group, RenderableType
+from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -56,9 +56,8 @@ def summary(stats: ServerStats) -> dict[str, Any]:
 
 def tokens(stats: ServerStats) -> tuple[int, int]:
     """Prompt tokens that instances asked for since the server's start, and those found."""
-    return sum(asked for asked, _ in stats.hits.values()), sum(
-        found for _, found in stats.hits.values()
-    )
+    asked, found = zip((0, 0), *stats.hits.values(), strict=True)
+    return sum(asked), sum(found)
 
 
 def hit_rate(stats: ServerStats) -> float | None:
@@ -79,18 +78,16 @@ def verdict(stats: ServerStats) -> tuple[bool, str]:
 def _wrong(stats: ServerStats) -> list[str]:
     """List what keeps instances from sharing."""
     instances = stats.instances
-    wrong = [
-        f"{_named(instance)} {trouble(instance)}" for instance in instances if trouble(instance)
-    ]
+    wrong = [f"{_named(each)} {trouble(each)}" for each in instances if trouble(each)]
     if all(segment.state != "live" for segment in stats.segments):
         wrong += [
             f"{_named(instance)} shares through the pool, to which nobody lends memory"
             for instance in instances
             if not instance.id
         ]
+    differ = stats.mismatches
     return wrong + [
-        f"instances of {mismatch.model} do not share: {mismatch.field} differs"
-        for mismatch in stats.mismatches
+        f"instances of {each.model} do not share: {each.field} differs" for each in differ
     ]
 
 
@@ -110,13 +107,10 @@ def _sharing(stats: ServerStats) -> str:
     how = f" {next(iter(ways))}" if len(ways) == 1 else f": {counted}"
     alone = len(instances) - len(together)
     others = f"; {alone} of another model" if alone else ""
-    rate = hit_rate(stats)
-    hits = (
-        "nothing was looked up yet"
-        if rate is None
-        else f"{rate:.1%} of the tokens looked up were found"
-    )
-    return f"{len(together)} instances share{how}{others}; {hits}"
+    said, rate = f"{len(together)} instances share{how}{others}", hit_rate(stats)
+    if rate is None:
+        return f"{said}; nothing was looked up yet"
+    return f"{said}; {rate:.1%} of the tokens looked up were found"
 
 
 def trouble(instance: InstanceStats) -> str:
@@ -130,11 +124,9 @@ def trouble(instance: InstanceStats) -> str:
 
 def _named(instance: InstanceStats) -> str:
     """Name an instance in a sentence, such as `instance abababab at :8000`."""
-    who = (
-        f"instance {instance.id[:8]}"
-        if instance.id
-        else f"the instance of pid {instance.pid or '–'}"
-    )
+    who = f"the instance of pid {instance.pid or '–'}"
+    if instance.id:
+        who = f"instance {instance.id[:8]}"
     return f"{who} at {instance.name}" if instance.name else who
 
 
@@ -147,21 +139,12 @@ def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str
     """Make a table without rules. Cells are plain text, never markup. Marks before a column's name:
     `>` right-justified, `~` may be wrapped.
     """
-    made = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        padding=(0, 2, 0, 0),
-        header_style="dim",
-    )
+    made = Table(title=title, title_justify="left", title_style="bold", header_style="dim")
+    made.box, made.padding = None, (0, 2, 0, 0)
     for name in columns:
-        made.add_column(
-            name.lstrip("~>"),
-            no_wrap=not name.startswith("~"),
-            overflow="fold",
-            justify="right" if name.startswith(">") else "left",
-        )
+        wraps = name.startswith("~")
+        justify: JustifyMethod = "right" if name.startswith(">") else "left"
+        made.add_column(name.lstrip("~>"), no_wrap=not wraps, overflow="fold", justify=justify)
     for row in rows:
         made.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
     return made
@@ -173,21 +156,13 @@ def render(stats: ServerStats) -> RenderableType:
     style = "bold yellow" if not good else "bold green" if len(stats.instances) > 1 else "bold"
     shown = [
         _still_mapped(stats.still_mapped),
-        table(
-            "Not shared",
-            ("~model", "~field", "~value", "~instances", "~what to do"),
-            _mismatches(stats),
-        ),
-        table(
-            "Slots in quarantine until their writer ends or answers",
-            ("pid", "slots"),
-            [(str(pid), f"{slots:,}") for pid, slots in sorted(stats.quarantined_slots.items())],
-        ),
+        _mismatches(stats),
+        _quarantined(stats),
         _reports(stats.reports),
         instances_table(stats.instances),
+        _tenants(stats.tenants),
     ]
     pool = [] if stats.instances and not stats.segments else [segments_table(stats.segments)]
-    shown.append(_tenants(stats.tenants))
     filled = [each for each in shown if each.row_count]
     counts = *_hits(stats), *_waits(stats)
     return Group(Text(said, style=style), _headline(stats), *filled, *pool, *counts)
@@ -241,14 +216,10 @@ def instances_table(instances: Sequence[InstanceStats]) -> Table:
 
 def _still_mapped(readers: Sequence[StillMapped]) -> Table:
     """Make one row for each process that still maps the KV cache of an ended instance."""
+    states = "is unmapping it", "stopped: continue it, or kill it"
     rows = [
-        (
-            reader.instance[:8],
-            reader.device[:12],
-            str(reader.pid or "–"),
-            "stopped: continue it, or kill it" if reader.stopped else "is unmapping it",
-        )
-        for reader in readers
+        (each.instance[:8], each.device[:12], str(each.pid or "–"), states[each.stopped])
+        for each in readers
     ]
     columns = ("instance", "device", ">read by", "~state of that process")
     return table("KV caches of instances that have ended, still mapped", columns, rows)
@@ -257,13 +228,8 @@ def _still_mapped(readers: Sequence[StillMapped]) -> Table:
 def _tenants(tenants: Sequence[TenantStats]) -> Table:
     """Make one row for each tenant of `server.quotas`."""
     rows = [
-        (
-            tenant.name,
-            ByteSize(tenant.used).about,
-            ByteSize(tenant.limit).about,
-            f"{tenant.evicted:,}",
-        )
-        for tenant in tenants
+        (each.name, ByteSize(each.used).about, ByteSize(each.limit).about, f"{each.evicted:,}")
+        for each in tenants
     ]
     return table("Shares of the pool", ("~tenant", ">used", ">of", ">chunks evicted"), rows)
 
@@ -298,11 +264,8 @@ def _hits(stats: ServerStats) -> Iterator[Text]:
     """Show the hit rate; nothing before the first look-up."""
     asked, found = tokens(stats)
     if asked:
-        yield Text.assemble(
-            ("hits ", "dim"),
-            f"{found / asked:.1%}",
-            (f"   {found:,} of {asked:,} tokens looked up", "dim"),
-        )
+        counted = f"   {found:,} of {asked:,} tokens looked up"
+        yield Text.assemble(("hits ", "dim"), f"{found / asked:.1%}", (counted, "dim"))
 
 
 def _waits(stats: ServerStats) -> Iterator[Text]:
@@ -310,23 +273,16 @@ def _waits(stats: ServerStats) -> Iterator[Text]:
     counts = Counter(stats.counters)
     if counts["promised_chunks"]:
         promised, broken = counts["promised_chunks"], counts["promised_chunks_broken"]
-        yield Text.assemble(
-            ("waits ", "dim"),
-            f"{counts['waited_milliseconds'] / 1e3:,.1f} s",
-            (f"   for {counts['awaited_tokens']:,} tokens", "dim"),
-            (f"   {promised:,} chunks promised, {broken:,} broken", "dim"),
-        )
+        counted = f"   for {counts['awaited_tokens']:,} tokens"
+        counted += f"   {promised:,} chunks promised, {broken:,} broken"
+        waited = f"{counts['waited_milliseconds'] / 1e3:,.1f} s"
+        yield Text.assemble(("waits ", "dim"), waited, (counted, "dim"))
 
 
 def _reports(reports: Sequence[Reported]) -> Table:
     """Make one row for each of the newest reports, newest first."""
     rows = [
-        (
-            time.strftime("%m-%d %H:%M:%S", time.localtime(report.time)),
-            level(report.level),
-            str(report.pid),
-            report.text,
-        )
+        (_when(report.time), level(report.level), str(report.pid), report.text)
         for report in reversed(reports[-SHOWN_REPORTS:])
     ]
     more = f", the newest {SHOWN_REPORTS} of {len(reports)} (--json has all)"
@@ -334,10 +290,23 @@ def _reports(reports: Sequence[Reported]) -> Table:
     return table(title, ("when", "", "pid", "~report"), rows)
 
 
-def _mismatches(stats: ServerStats) -> Iterator[tuple[str, ...]]:
-    """One row for each value of each field in which instances of one model differ."""
+def _when(at: float) -> str:
+    return time.strftime("%m-%d %H:%M:%S", time.localtime(at))
+
+
+def _quarantined(stats: ServerStats) -> Table:
+    """Make one row for each process whose slots are in quarantine."""
+    rows = [(str(pid), f"{slots:,}") for pid, slots in sorted(stats.quarantined_slots.items())]
+    return table("Slots in quarantine until their writer ends or answers", ("pid", "slots"), rows)
+
+
+def _mismatches(stats: ServerStats) -> Table:
+    """Make one row for each value of each field in which instances of one model differ."""
+    made = list[tuple[str, ...]]()
     for mismatch in stats.mismatches:
         advice = mismatch.advice or f"make {mismatch.field} the same everywhere"
-        for number, (value, who) in enumerate(mismatch.values):
-            first = (mismatch.model, mismatch.field, advice) if not number else ("", "", "")
-            yield *first[:2], value or "–", _UUID.sub(r"\1", ", ".join(who)), first[2]
+        model, field = mismatch.model, mismatch.field
+        for value, who in mismatch.values:
+            made.append((model, field, value or "–", _UUID.sub(r"\1", ", ".join(who)), advice))
+            model = field = advice = ""
+    return table("Not shared", ("~model", "~field", "~value", "~instances", "~what to do"), made)

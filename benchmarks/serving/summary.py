@@ -85,17 +85,14 @@ class Counted(msgspec.Struct):
 
     def figures(self, ceilings: Ceilings) -> Figures:
         whole = [answer for answer in self.answers if not answer.error]
+        several = [answer for answer in whole if answer.tokens > 1]
         prompt = sum(answer.prompt for answer in whole)
         return Figures(
             requests=len(self.answers),
             errors=len(self.answers) - len(whole),
             duration=self.duration,
             ttft=[MS * (answer.first - answer.sent) for answer in whole],
-            tpot=[
-                MS * (answer.last - answer.first) / (answer.tokens - 1)
-                for answer in whole
-                if answer.tokens > 1
-            ],
+            tpot=[MS * (each.last - each.first) / (each.tokens - 1) for each in several],
             hit_rate=sum(answer.cached for answer in whole) / prompt if prompt else 0.0,
             fates=_fates(self.counters, ceilings),
             ceilings=ceilings,
@@ -138,38 +135,21 @@ def rows_of(
             for share in (50, 99)
         ]
 
-    shared = [run.ceilings.shared for run in runs]
+    def fated(fate: str) -> Row:
+        name, shares = case(arm, workload, f"fate_{fate}"), [run.fates[fate] for run in runs]
+        return row(name, "fraction", shares, 1.0, what=f"{said}; prompt tokens {FATES[fate]}")
+
+    errors, requests = sum(run.errors for run in runs), sum(run.requests for run in runs)
+    hits, shared = [run.hit_rate for run in runs], [run.ceilings.shared for run in runs]
     single = sum(run.ceilings.single for run in runs) / len(runs)
     about = f"reference: one shared cache without bounds ({single:.3f}: one a server, in turn)"
     return [
         plain("requests_per_second", "requests/s", [run.throughput for run in runs]),
         *timed("ttft", [run.ttft for run in runs]),
         *timed("tpot", [run.tpot for run in runs]),
-        none(
-            case(arm, workload, "errors"),
-            "requests",
-            sum(run.errors for run in runs),
-            said,
-            sum(run.requests for run in runs),
-        ),
-        row(
-            case(arm, workload, "hit_rate"),
-            "fraction",
-            [run.hit_rate for run in runs],
-            shared,
-            what=f"{said}; {about}",
-        ),
-        *(
-            row(
-                case(arm, workload, f"fate_{fate}"),
-                "fraction",
-                [run.fates[fate] for run in runs],
-                1.0,
-                what=f"{said}; prompt tokens {text}",
-            )
-            for fate, text in FATES.items()
-            if all(fate in run.fates for run in runs)
-        ),
+        none(case(arm, workload, "errors"), "requests", errors, said, requests),
+        row(case(arm, workload, "hit_rate"), "fraction", hits, shared, what=f"{said}; {about}"),
+        *(fated(fate) for fate in FATES if all(fate in run.fates for run in runs)),
     ]
 
 
@@ -189,11 +169,8 @@ def compared(rows: Mapping[str, Row], workload: str) -> list[Row]:
         plain = _of(rows, arms, workload, (PLAIN,), what)
         for which, ours in {"turn": [turn], "best": _of(rows, arms, workload, OURS, what)}.items():
             prefix = f"routed_{workload}_{which}"
-            made += [
-                _ratio(rows, workload, prefix, figure, ours, plain, 1.0)
-                for figure in RATIOS
-                if plain
-            ]
+            for figure in RATIOS if plain else ():
+                made.append(_ratio(rows, workload, prefix, figure, ours, plain, 1.0))
         if plain and workload in ENDS:
             made.append(_ahead(f"routed_{workload}_best", made))
         if workload in SHARED:

@@ -11,14 +11,13 @@ from typing import Any
 
 import msgspec
 
+from ..processes import HOST
 from ..vllm import scale as scales
 from ..vllm.scale import GIB, MIB, Scale
-from ..vllm.settings import BOTH, our_connector
+from ..vllm.settings import BOTH, llm, our_connector
 from .workloads import Plan
 
 MODEL = "model"
-UTILISATION = 0.15
-"""vLLM takes the KV cache it is given; of this it only wants to see so much of the GPU free."""
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,42 +143,28 @@ def serve_arguments(
     name: str, sizes: Sizes, model: Path, port: int, side: Mapping[str, Any]
 ) -> list[str]:
     """Of vLLM's OpenAI server. side: see `transfer`."""
-    scale, system = sizes.scale, SYSTEMS[name]
-    kv_bytes = sizes.kv_bytes if system.lends else sizes.all_kv_bytes
-    given: dict[str, Any] = {
-        "model": model,
-        "served-model-name": MODEL,
-        "host": "127.0.0.1",
+    system = SYSTEMS[name]
+    given = llm(sizes.scale, model, sizes.seqs) | {
+        "kv_cache_memory_bytes": sizes.kv_bytes if system.lends else sizes.all_kv_bytes,
+        "served_model_name": MODEL,
+        "host": HOST,
         "port": port,
-        "dtype": "bfloat16",
-        "max-model-len": scale.max_model_len,
-        "max-num-seqs": sizes.seqs,
-        "max-num-batched-tokens": scale.batched_tokens,
-        "kv-cache-memory-bytes": kv_bytes,
-        "block-size": scale.block,
+        "enable_prompt_tokens_details": True,
+        "disable_uvicorn_access_log": True,
     }
-    flags = [
-        "skip-tokenizer-init",
-        "enable-prefix-caching",
-        "enable-prompt-tokens-details",
-        "disable-uvicorn-access-log",
-    ]
-    if scale.cpu:
-        flags.append("enforce-eager")
-    else:
-        given |= {"load-format": "dummy", "gpu-memory-utilization": UTILISATION}
     if system.ranks:
-        given["data-parallel-size"] = sizes.instances
+        given["data_parallel_size"] = sizes.instances
     if sizes.kv_events:
-        given["kv-events-config"] = json.dumps(
+        given["kv_events_config"] = json.dumps(
             {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": side["events"]}
         )
     if (config := transfer(name, sizes, side)) is not None:
-        given["kv-transfer-config"] = json.dumps(config)
-    return [
-        *(f"--{flag}" for flag in flags),
-        *(part for key, value in given.items() for part in (f"--{key}", str(value))),
-    ]
+        given["kv_transfer_config"] = json.dumps(config)
+    arguments: list[str] = []
+    for key, value in given.items():
+        flag = f"--{key.replace('_', '-')}"
+        arguments += [flag] if value is True else [flag, str(value)]
+    return arguments
 
 
 def transfer(name: str, sizes: Sizes, side: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -194,12 +179,9 @@ def transfer(name: str, sizes: Sizes, side: Mapping[str, Any]) -> dict[str, Any]
     # Devices of the same name are one device, whose share of the pool one instance lends for all:
     # as two servers on one GPU do.
     together = system.lends and sizes.one_gpu
-    more = (
-        {"pool.device": f"host:{0 if together else side['index']}"}
-        if sizes.scale.cpu or system.host
-        else {}
-    )
-    more |= {"connector.share": "in_place"} if system.in_place else {}
+    more: dict[str, str] = {"connector.share": "in_place"} if system.in_place else {}
+    if sizes.scale.cpu or system.host:
+        more["pool.device"] = f"host:{0 if together else side['index']}"
     servers = sizes.instances
     lends = sizes.pool_bytes * (servers if together else 1) if system.lends else 0
     lends += int(sizes.host_gib * GIB) // servers if system.host else 0
@@ -224,16 +206,8 @@ def _mp_connector(port: int) -> dict[str, Any]:
 
 def mp_arguments(scale: Scale, gib: float, port: int) -> list[str]:
     """Of LMCache's server."""
-    given = [
-        "--port",
-        str(port),
-        "--l1-size-gb",
-        f"{gib:g}",
-        "--eviction-policy",
-        "LRU",
-        "--chunk-size",
-        str(scale.chunk),
-    ]
-    return given + (
-        ["--supported-transfer-mode", "auto", "--disable-observability"] if scale.cpu else []
-    )
+    given = ["--port", str(port), "--l1-size-gb", f"{gib:g}", "--eviction-policy", "LRU"]
+    given += ["--chunk-size", str(scale.chunk)]
+    if scale.cpu:
+        given += ["--supported-transfer-mode", "auto", "--disable-observability"]
+    return given

@@ -16,8 +16,6 @@ import time
 from typing import Any
 
 from ..processes import answer_commands
-from . import one_gpu
-from .environment import on_one_gpu
 from .weights import change_weights, flip_kv, flip_states, order_choices, scale_weights
 
 SECONDS = 120.0
@@ -28,11 +26,7 @@ class Serving:
 
     def __init__(self, arguments: dict[str, Any], dummy: bool) -> None:
         from vllm import LLM
-        from vllm.platforms import current_platform
 
-        ranks = arguments["tensor_parallel_size"]
-        if ranks > 1 and on_one_gpu() and not current_platform.is_cpu():
-            one_gpu.install()
         self._llm = LLM(**arguments)
         self._engine = self._llm.llm_engine
         self._count = 0
@@ -66,8 +60,8 @@ class Serving:
         extra: dict[str, Any] | None = None,
         salt: str = "",
     ) -> dict[str, Any]:
-        """One request, alone. tokens: what came out; logprobs: of each step, sorted pairs of token
-        and value.
+        """One request; others may run. tokens: what came out; logprobs: of each step, sorted pairs
+        of token and value.
 
         handed, ttft: when it was handed in, and seconds to the first token. extra: the request's
         `extra_args`, see `scheduler` and `probe`. salt: nobody has the KV of its prompt who did not
@@ -75,7 +69,7 @@ class Serving:
         name, started = self._add(tokens, count, logprobs, extra, salt)
         first = 0.0
         while True:
-            outputs = self._engine.step()
+            outputs = [each for each in self._engine.step() if each.request_id == name]
             now = time.perf_counter()
             for output in outputs:
                 first = first or now
@@ -86,23 +80,6 @@ class Serving:
                 raise TimeoutError(
                     f"no answer to a request of {len(tokens)} tokens in {SECONDS:g} s"
                 )
-
-    def at(
-        self, when: float, tokens: list[int], count: int, vcache: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Hand in a request at an instant of `time.perf_counter`, which all processes share; 0:
-        now. first: when its first token came.
-
-        vcache: the request's `kv_transfer_params` of ours.
-        """
-        while time.perf_counter() < when:
-            pass
-        answer = self.generate(tokens, count, extra={"kv_transfer_params": {"vcache": vcache}})
-        return {
-            "tokens": answer["tokens"],
-            "cached": answer["cached"],
-            "first": answer["handed"] + answer["ttft"],
-        }
 
     def beside(
         self, others: list[list[int]], tokens: list[list[int]], extra: dict[str, Any]
@@ -115,21 +92,9 @@ class Serving:
         begun: set[str] = set()
         while begun < names:
             begun |= {output.request_id for output in self._engine.step()}
-        cached = [self._one(prompt, extra) for prompt in tokens]
-        self._engine.abort_request(list(names))
-        while self._engine.has_unfinished_requests():
-            self._engine.step()
+        cached = [self.generate(prompt, 1, extra=extra)["cached"] for prompt in tokens]
+        self._abort(names)
         return cached
-
-    def _one(self, prompt: list[int], extra: dict[str, Any]) -> int:
-        """Ask for one token beside other requests. Cached tokens."""
-        name, started = self._add(prompt, 1, None, extra)
-        while time.perf_counter() < started + SECONDS:
-            for output in self._engine.step():
-                if output.request_id == name and output.finished:
-                    return output.num_cached_tokens or 0
-        self._engine.abort_request([name])
-        raise TimeoutError(f"no answer to a request of {len(prompt)} tokens in {SECONDS:g} s")
 
     def burst(self, prompts: list[list[int]], count: int, at_once: int) -> float:
         """Ask all prompts, so many at once, for so many tokens each. Seconds."""
@@ -183,10 +148,13 @@ class Serving:
         while len(last) < len(running):
             last |= {output.request_id: time.perf_counter() for output in self._engine.step()}
         results = [self._window(running, last, window, loads) for window in windows]
-        self._engine.abort_request(list(running))
+        self._abort(running)
+        return results
+
+    def _abort(self, names: set[str]) -> None:
+        self._engine.abort_request(list(names))
         while self._engine.has_unfinished_requests():
             self._engine.step()
-        return results
 
     def _window(
         self,

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -25,9 +26,9 @@ from vcache_backend.metadata_server.client import Client
 from ..processes import PATIENT, Child, ChildFailed, MetadataServer, free_ports, module, until
 from ..results import Row, none
 from .environment import CPU_ENVIRONMENT, ENVIRONMENT, descends, visible
-from .instances import INSTANCES, KINDS, Spec
+from .instances import INSTANCES, KINDS, Spec, joined
 from .scale import Scale
-from .settings import Integration, arguments, lmcache_file
+from .settings import BOTH, arguments, lmcache_file, our_connector
 from .weights import write_model
 
 START_SECONDS = 240.0
@@ -44,7 +45,7 @@ class Fleet:
     """Starts the processes that are asked for; the context manager ends all of them.
 
     folder: for logs and settings. cache: for vLLM's compiled code and the models, kept for the next
-    run. more: settings of vcache, by `vcache.SECTION.KEY`. integration: `lmcache`, vcache as a
+    run. more: settings of vcache, by `SECTION.KEY`. integration: `lmcache`, vcache as a
     plugin under LMCacheConnectorV1, or `vllm`, our own connector; rows begin with it. in_place:
     nobody lends to the pool, and others read vLLM's own KV cache; rows begin with `inplace`."""
 
@@ -53,31 +54,32 @@ class Fleet:
         scale: Scale,
         folder: Path,
         cache: Path,
-        more: dict[str, str] | None = None,
-        integration: str = "lmcache",
-        in_place: bool = False,
+        more: dict[str, str],
+        integration: str,
+        in_place: bool,
     ) -> None:
         self.scale = msgspec.structs.replace(scale, whole_blocks=integration == "vllm")
         if in_place:
             self.scale = msgspec.structs.replace(self.scale, pool_bytes=0)
-            more = {"vcache.connector.share": "in_place", **(more or {})}
-        self.folder, self.cache, self.integration = folder, cache, integration
-        self.more = more or {}
+            more = {"connector.share": "in_place", **more}
+        self.folder, self.cache, self.integration, self.more = folder, cache, integration, more
         self.in_place, self.rows = in_place, "inplace" if in_place else integration
-        self._undo = ExitStack()
-        # A folder apart from the logs, which may be another run's too.
-        own = self._undo.enter_context(tempfile.TemporaryDirectory(prefix="vcache-vllm-"))
-        self._settings = Integration(
-            name=integration, socket=Path(own, "vcache.sock"), more=self.more
-        )
         self._children: dict[str, Child] = {}
         self._failed: dict[str, str] = {}
         self._waiting: dict[str, float] = {}
         self._compiled: set[tuple[str, bool]] = set()
         self._ports = iter(range(free_ports(1)[0], 60_000, 200))
-        self._server: MetadataServer | None = None
         for each in (folder, cache):
             each.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as undo:
+            # A folder apart from the logs, which may be another run's too.
+            own = undo.enter_context(tempfile.TemporaryDirectory(prefix="vcache-vllm-"))
+            self._socket = Path(own, "vcache.sock")
+            log, environment = folder / "server.log", {**os.environ, **ENVIRONMENT}
+            undo.enter_context(MetadataServer(self._socket, log, environment))
+            self.pool = undo.enter_context(Client(self._socket, PATIENT))
+            self.pool.require()
+            self._undo = undo.pop_all()
 
     def __enter__(self) -> Fleet:
         return self
@@ -99,7 +101,7 @@ class Fleet:
         first: dict[tuple[str, bool], str] = {}
         for name in new if self.scale.compiled and not self.scale.cpu else ():
             spec = INSTANCES[name]
-            key = spec.kind, spec.variant == "alone"
+            key = spec.kind, spec.alone
             if key not in self._compiled and KINDS[spec.kind].shares_code:
                 first.setdefault(key, name)
         if first:
@@ -116,13 +118,11 @@ class Fleet:
 
     def _start(self, name: str) -> None:
         spec = INSTANCES[name]
-        if self._settings.of(spec):
-            assert self.pool is not None
         scale = KINDS[spec.kind].of(self.scale)
         if self.in_place and spec.gpu == 0:
             # The owner must still hold what its readers' own prefix caches cannot keep.
             scale = msgspec.structs.replace(scale, kv_bytes=OWNERS * scale.kv_bytes)
-        given = arguments(scale, spec, self.model(spec.kind), self._settings)
+        given = arguments(scale, spec, self.model(spec.kind), self._transfer(spec, scale))
         settings = json.dumps({"arguments": given, "dummy": given.get("load_format") == "dummy"})
         log = self.folder / f"{name}.log"
         # Remove an earlier run's log: its lines would say that the code is compiled.
@@ -130,6 +130,15 @@ class Fleet:
         command = module(f"{__package__}.child", settings)
         self._children[name] = Child(name, command, log, self._environment(name, spec))
         self._waiting[name] = time.monotonic()
+
+    def _transfer(self, spec: Spec, scale: Scale) -> dict[str, Any]:
+        """An instance's `kv_transfer_config`; empty: it has none."""
+        if spec.alone:
+            return {}
+        if self.integration == "lmcache":
+            return {"kv_connector": "LMCacheConnectorV1", **BOTH}
+        more = self.more | KINDS[spec.kind].settings
+        return our_connector(self._socket, scale.pool_bytes, scale.chunk, more)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -146,7 +155,7 @@ class Fleet:
 
     def model(self, kind: str) -> Path:
         scale = self.of(kind)
-        return write_model(self.cache / f"model{kind and '_' + kind}_{scale.name}", scale)
+        return write_model(self.cache / joined("model", kind, scale.name), scale)
 
     def _await_compiled(self, name: str) -> None:
         """Wait until others can load what this instance compiles, or until it has started or
@@ -205,24 +214,6 @@ class Fleet:
         return set(self._children)
 
     # ---- the pool
-
-    @property
-    def server(self) -> MetadataServer:
-        """The metadata server; started on the first call."""
-        if self._server is None:
-            log = self.folder / "server.log"
-            self._server = self._undo.enter_context(
-                MetadataServer(self._settings.socket, log, {**os.environ, **ENVIRONMENT})
-            )
-            self._client = self._undo.enter_context(Client(self._settings.socket, PATIENT))
-            self._client.require()
-        return self._server
-
-    @property
-    def pool(self) -> Client:
-        """A client of the metadata server."""
-        assert self.server is not None
-        return self._client
 
     def chunks(self, writer: str = "a") -> int:
         """Whole committed chunks in the pool, with as many parts as `writer` stores; in place, the
@@ -313,8 +304,7 @@ class Fleet:
     def helper(self) -> Child:
         """The process that can write into the pool's memory, see `memory`."""
         if "memory" not in self._children:
-            assert self.server is not None
-            command = module(f"{__package__}.memory", str(self._settings.socket))
+            command = module(f"{__package__}.memory", str(self._socket))
             child = Child(
                 "memory", command, self.folder / "memory.log", {**os.environ, **ENVIRONMENT}
             )
@@ -329,9 +319,10 @@ class Fleet:
             "VLLM_CACHE_ROOT": str(self.cache),
             "VLLM_PORT": str(next(self._ports)),
         }
-        if self._settings.of(spec) == "lmcache":
+        if self.integration == "lmcache" and not spec.alone:
             file = self.folder / f"{name}.yaml"
-            file.write_text(json.dumps(lmcache_file(self.scale, self._settings), indent=1))
+            settings = lmcache_file(self.scale, self._socket, self.more)
+            file.write_text(json.dumps(settings, indent=1))
             given["LMCACHE_CONFIG_FILE"] = str(file)
         kind = KINDS[spec.kind]
         if self.scale.cpu:

@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from .environment import on_one_gpu
 from .scale import SHAPES, Scale
 
 EAGER: dict[str, Any] = {"enforce_eager": True}
@@ -97,9 +96,7 @@ def _sparse(**arguments: Any) -> Kind:
 
 KINDS = {
     "": Kind(),
-    # On one GPU nothing is compiled: vLLM may not have saved its last rank's code when the first
-    # rank's is there.
-    "tp2": Kind(tensor_parallel=2, arguments=EAGER if on_one_gpu() else {}),
+    "tp2": Kind(tensor_parallel=2),
     "fp8": Kind(value_bytes=1, arguments={"kv_cache_dtype": "fp8"}),
     # 64 tokens a block is what the MLA kernels of Hopper take. All layers are dense: experts have
     # no part in the KV cache.
@@ -135,31 +132,31 @@ KINDS = {
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
-    """An instance. variant: alone, or vcache (as the run's integration has it). role: producer,
-    consumer or both (""). scheduler: a function of `scheduler`."""
+    """An instance. alone: without vcache. scheduler: a function of `scheduler`."""
 
-    variant: str
     gpu: int
+    alone: bool = False
     kind: str = ""
-    role: str = ""
     scheduler: str = ""
 
 
 def _trio(kind: str, alone: str = "in_chunks") -> dict[str, Spec]:
     """The reference, who stores and who hits, of one kind. alone: the reference's scheduler."""
-    prefix, gpus = f"{kind}_" if kind else "", KINDS[kind].tensor_parallel
     return {
-        f"{prefix}alone": Spec(variant="alone", gpu=0, kind=kind, scheduler=alone),
-        f"{prefix}a": Spec(variant="vcache", gpu=0, kind=kind),
-        f"{prefix}b": Spec(variant="vcache", gpu=gpus, kind=kind),
+        joined(kind, "alone"): Spec(gpu=0, alone=True, kind=kind, scheduler=alone),
+        joined(kind, "a"): Spec(gpu=0, kind=kind),
+        joined(kind, "b"): Spec(gpu=KINDS[kind].tensor_parallel, kind=kind),
     }
+
+
+def joined(*parts: str) -> str:
+    """The name of an instance, or of a row. Parts may be empty, as the plain kind's name is."""
+    return "_".join(filter(None, parts))
 
 
 INSTANCES = {
     **_trio(""),
-    "timed": Spec(variant="vcache", gpu=1, scheduler="probed"),
-    "producer": Spec(variant="vcache", gpu=0, role="producer"),
-    "consumer": Spec(variant="vcache", gpu=1, role="consumer"),
+    "timed": Spec(gpu=1, scheduler="probed"),
     **_trio("tp2"),
     **_trio("fp8"),
     **_trio("mla"),

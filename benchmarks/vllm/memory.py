@@ -63,10 +63,6 @@ class Memory:
         self._mapped[id_].tensor(offset, 1).bitwise_xor_(mask)
         _synchronize()
 
-    def free(self, ordinal: int) -> int:
-        """Free bytes of a GPU's memory."""
-        return int(torch.cuda.mem_get_info(ordinal)[0])
-
     def copy_speed(self, nbytes: int) -> list[float]:
         """GB/s of the copy engine pulling `nbytes` from a segment of GPU 0 to GPU 1, or within a
         single one, `RUNS` times.

@@ -37,14 +37,8 @@ def refusal(lm_config: Any, instance: Instance) -> str | None:
     """Name the first setting of LMCache or the instance that the plugin does not work with, and
     what to change. None if all settings fit.
     """
-    return next(
-        (
-            reason
-            for reason in (*_unsupported(lm_config), *_instance_reasons(lm_config, instance))
-            if reason
-        ),
-        None,
-    )
+    reasons = *_unsupported(lm_config), *_instance_reasons(lm_config, instance)
+    return next(filter(None, reasons), None)
 
 
 _REPLACED = {
@@ -77,13 +71,10 @@ def _unsupported(lm_config: Any) -> Iterator[str]:
     wanted, ours = getattr(lm_config, "retrieve_locations", None), _our_names(lm_config)
     if wanted and not set(wanted) & set(ours):
         yield f"retrieve_locations {wanted} leaves vcache out: add {ours[0]} to it, or remove it"
-    location, plugins = (
-        getattr(lm_config, "store_location", None),
-        getattr(lm_config, "storage_plugins", None) or (),
-    )
-    if location not in ours and (
-        location or getattr(lm_config, "max_local_cpu_size", 0) > 0 or len(plugins) > 1
-    ):
+    location = getattr(lm_config, "store_location", None)
+    plugins = getattr(lm_config, "storage_plugins", None) or ()
+    others = getattr(lm_config, "max_local_cpu_size", 0) > 0 or len(plugins) > 1
+    if location not in ours and (location or others):
         yield (
             f"store_location is {location or 'not set'}, so that LMCache would fill other tiers "
             "than vcache, which has no bytes for them: "
@@ -112,11 +103,8 @@ def _instance_reasons(lm_config: Any, instance: Instance) -> Iterator[str | None
             'with "kv_connector":"VCacheConnector"'
         )
     extra = getattr(lm_config, "extra_config", None) or {}
-    if (
-        instance.model.use_mla
-        and instance.model.tp_size > 1
-        and extra.get("save_only_first_rank", True)
-    ):
+    mla_ranks = instance.model.use_mla and instance.model.tp_size > 1
+    if mla_ranks and extra.get("save_only_first_rank", True):
         yield (
             "LMCache's first rank would read MLA chunks and broadcast them: set "
             "save_only_first_rank: false in extra_config, and every "
@@ -153,6 +141,5 @@ def _our_names(lm_config: Any) -> list[str]:
     """The names in `storage_plugins` that refer to our class."""
     extra = getattr(lm_config, "extra_config", None) or {}
     named = getattr(lm_config, "storage_plugins", None) or []
-    return [
-        name for name in named if extra.get(f"storage_plugin.{name}.class_name") == CLASS_NAME
-    ] or ["vcache"]
+    classes = {name: extra.get(f"storage_plugin.{name}.class_name") for name in named}
+    return [name for name in named if classes[name] == CLASS_NAME] or ["vcache"]

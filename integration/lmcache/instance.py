@@ -88,11 +88,9 @@ class Instance:
 
 def by_layer(kvcaches: KVCaches) -> dict[str, Any]:
     """Name the KV caches by layer, or by number if LMCache passes a list."""
-    return (
-        dict(kvcaches)
-        if isinstance(kvcaches, Mapping)
-        else {str(i): tensor for i, tensor in enumerate(kvcaches)}
-    )
+    if isinstance(kvcaches, Mapping):
+        return dict(kvcaches)
+    return {str(number): tensor for number, tensor in enumerate(kvcaches)}
 
 
 def discover(metadata: Any, settings: Settings) -> Instance:
@@ -138,11 +136,8 @@ def _transfer_group() -> Any:
     has made a connector.
     """
     module = sys.modules.get("vllm.distributed.kv_transfer")
-    return (
-        module.get_kv_transfer_group()
-        if module is not None and module.has_kv_transfer_group()
-        else None
-    )
+    has = module is not None and module.has_kv_transfer_group()
+    return module.get_kv_transfer_group() if module is not None and has else None
 
 
 def _adapter(group: Any) -> Any:

@@ -76,11 +76,9 @@ def _must_have(owner: Any, names: str) -> None:
 def names_our_plugin(config: Any) -> bool:
     """Whether an `LMCacheEngineConfig` names our storage plugin."""
     extra: Mapping[str, Any] = getattr(config, "extra_config", None) or {}
-    modules = (
-        extra.get(f"storage_plugin.{name}.module_path")
-        for name in getattr(config, "storage_plugins", None) or ()
-    )
-    return any(str(module).startswith(PLUGIN_MODULE) for module in modules)
+    names = getattr(config, "storage_plugins", None) or ()
+    modules = [str(extra.get(f"storage_plugin.{name}.module_path")) for name in names]
+    return any(module.startswith(PLUGIN_MODULE) for module in modules)
 
 
 # ---- vLLM's processes: the constructor of its connector
@@ -139,12 +137,8 @@ def _guarded(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
         return call(*args, **kwargs)
     except Exception as error:  # noqa: BLE001 - vLLM must start
-        log.warning(
-            "vcache's hook failed and nothing will be cached (%s: %s: %s)",
-            call.__name__,
-            type(error).__name__,
-            error,
-        )
+        said = "vcache's hook failed and nothing will be cached (%s: %s: %s)"
+        log.warning(said, call.__name__, type(error).__name__, error)
         return None
 
 
@@ -204,12 +198,10 @@ def take_allocator_role() -> None:
 
     def make(theirs: Callable[..., Any]) -> Callable[..., Any]:
         def _get_allocator_backend(self: Any, config: Any) -> Any:
-            ours = [
-                backend
-                for backend in self.storage_backends.values()
-                if getattr(backend, "is_vcache", False)
-            ]
-            return ours[0] if ours else theirs(self, config)
+            for backend in self.storage_backends.values():
+                if getattr(backend, "is_vcache", False):
+                    return backend
+            return theirs(self, config)
 
         return _get_allocator_backend
 
@@ -220,9 +212,8 @@ def engine_of(metadata: Any) -> Any:
     """Find the LMCacheEngine that is being built with this `metadata` object; None if absent."""
     builder = importlib.import_module("lmcache.v1.cache_engine").LMCacheEngineBuilder
     _must_have(builder, "_instances")
-    return next(
-        (engine for engine in builder._instances.values() if engine.metadata is metadata), None
-    )
+    engines = builder._instances.values()
+    return next((engine for engine in engines if engine.metadata is metadata), None)
 
 
 def install(engine: Any, backend: VCacheBackend, adapter: Any) -> None:
@@ -236,20 +227,17 @@ def install(engine: Any, backend: VCacheBackend, adapter: Any) -> None:
     from .verbs import Verbs
 
     _must_have(engine, "token_database retrieve_locations is_healthy stats_monitor")
-    _must_have(
-        engine.stats_monitor,
-        "on_lookup_request on_lookup_finished on_retrieve_request on_retrieve_finished",
-    )
-    verbs, look_up = (
-        Verbs(engine, backend),
-        "hashes offsets search_range lookup_id pin request_configs",
-    )
-    for name, verb, wanted in (
-        ("lookup", verbs.lookup, look_up),
-        ("lookup_unpin", verbs.unpin, "lookup_id"),
-        ("retrieve", verbs.retrieve, "tokens mask kwargs"),
-    ):
-        _replace(engine, name, lambda theirs, verb=verb: functools.partial(verb, theirs), wanted)  # type: ignore[misc]
+    events = "on_lookup_request on_lookup_finished on_retrieve_request on_retrieve_finished"
+    _must_have(engine.stats_monitor, events)
+    verbs = Verbs(engine, backend)
+
+    def replace(name: str, verb: Callable[..., Any], wanted: str) -> None:
+        _replace(engine, name, lambda theirs: functools.partial(verb, theirs), wanted)
+
+    asked = "hashes offsets search_range lookup_id pin request_configs"
+    replace("lookup", verbs.lookup, asked)
+    replace("lookup_unpin", verbs.unpin, "lookup_id")
+    replace("retrieve", verbs.retrieve, "tokens mask kwargs")
     engine.gpu_connector = VCacheGPUConnector(backend)
     if engine.storage_manager is not None:
         for before in list(engine.storage_manager.storage_backends.values()):
@@ -258,17 +246,10 @@ def install(engine: Any, backend: VCacheBackend, adapter: Any) -> None:
         engine.storage_manager.allocator_backend = backend
     if adapter is not None:
         _must_have(adapter, "_parent _block_size")
-        _replace(
-            adapter,
-            "start_load_kv",
-            functools.partial(_load_under_full_graphs, adapter),
-            "forward_context",
-        )
-        _replace(
-            adapter,
-            "get_block_ids_with_load_errors",
-            functools.partial(_report_blocks, adapter, backend),
-        )
+        load = functools.partial(_load_under_full_graphs, adapter)
+        _replace(adapter, "start_load_kv", load, "forward_context")
+        report = functools.partial(_report_blocks, adapter, backend)
+        _replace(adapter, "get_block_ids_with_load_errors", report)
         # Keep slot mappings on the host, where copies are planned. The adapter would move them to
         # the GPU, behind the forward pass.
         adapter.device = importlib.import_module("torch").device("cpu")
@@ -284,9 +265,8 @@ def _load_under_full_graphs(adapter: Any, theirs: Callable[..., Any]) -> Callabl
     def start_load_kv(forward_context: Any, **kwargs: Any) -> Any:
         if forward_context.attn_metadata is None:
             requests = getattr(adapter._parent._get_connector_metadata(), "requests", ())
-            if any(
-                request.load_spec is not None and request.load_spec.can_load for request in requests
-            ):
+            specs = [request.load_spec for request in requests]
+            if any(spec is not None and spec.can_load for spec in specs):
                 forward_context = copy.copy(forward_context)
                 forward_context.attn_metadata = {}
         return theirs(forward_context, **kwargs)

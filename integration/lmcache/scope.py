@@ -76,20 +76,11 @@ def tagged(extra_args: Mapping[str, Any] | None, value: str) -> dict[str, Any]:
 
     ValueError if LMCache cannot hash a tag's value."""
     params = _params(extra_args)
-    odd = [
-        name
-        for name, setting in params.items()
-        if name.startswith(TAG_PREFIX) and not isinstance(setting, _PLAIN_TYPES)
-    ]
-    if odd:
-        raise ValueError(
-            f"{odd[0]} in kv_transfer_params is a {type(params[odd[0]]).__name__}; a tag is "
-            "text or a number"
-        )
-    return {
-        **(extra_args or {}),
-        _PARAMS: {TAG: value, **{name: setting for name, setting in params.items() if name != TAG}},
-    }
+    for name, setting in params.items():
+        if name.startswith(TAG_PREFIX) and not isinstance(setting, _PLAIN_TYPES):
+            kind = type(setting).__name__
+            raise ValueError(f"{name} in kv_transfer_params is a {kind}; a tag is text or a number")
+    return {**(extra_args or {}), _PARAMS: {**params, TAG: value}}
 
 
 def is_refused(extra_args: Mapping[str, Any] | None) -> bool:
@@ -130,16 +121,12 @@ def give_scope(request: Any, adapters: Adapters) -> bool:
     lora, extra = request.lora_request, params.extra_args
     embedded = getattr(request, "prompt_embeds", None) is not None
     content = adapters.content(lora) if lora is not None else ""
-    if (
-        is_refused(extra)
-        or embedded
-        or (lora is not None and not content and not has_own_tag(extra))
-    ):
+    nameless = lora is not None and not content and not has_own_tag(extra)
+    if is_refused(extra) or embedded or nameless:
         _replace(request, uncached)
         return False
-    value = scope(
-        request.cache_salt, None if lora is None else (lora.lora_name, lora.lora_path, content)
-    )
+    adapter = None if lora is None else (lora.lora_name, lora.lora_path, content)
+    value = scope(request.cache_salt, adapter)
     _replace(request, functools.partial(tagged, value=value))
     return True
 
@@ -196,14 +183,9 @@ class Scheduler:
 
     def _refuse_to_save(self, request: Any, error: Exception) -> None:
         level, self._warned = logging.DEBUG if self._warned else logging.WARNING, True
-        log.log(
-            level,
-            "vcache: request %s is not cached (%s: %s)",
-            request.request_id,
-            type(error).__name__,
-            error,
-        )
+        name, kind = request.request_id, type(error).__name__
+        log.log(level, "vcache: request %s is not cached (%s: %s)", name, kind, error)
         try:
             _replace(request, uncached)
         except Exception as again:  # noqa: BLE001 - a request without tag is not saved
-            log.debug("vcache: request %s keeps its parameters (%s)", request.request_id, again)
+            log.debug("vcache: request %s keeps its parameters (%s)", name, again)

@@ -85,15 +85,12 @@ class Starter:
             raise StepAside("the plugin did not start")
         instance, size = self._instance, self._config.chunk_size
         kv, config = instance.describe(kvcaches, self._settings.config)
-        probe, algorithm = (
-            hash_probe(self._engine.token_database),
-            self._config.pre_caching_hash_algorithm,
-        )
+        probe = hash_probe(self._engine.token_database)
+        algorithm = self._config.pre_caching_hash_algorithm
         layout = instance.layout(kvcaches, kv, size, probe, algorithm)
         over_budget = beside_vllm(instance.model.device_type, instance.model.gpu_memory_utilization)
-        name = served_at(
-            data_parallel_rank(instance.vllm_config) if instance.vllm_config is not None else None
-        )
+        vllm = instance.vllm_config
+        name = served_at(data_parallel_rank(vllm) if vllm is not None else None)
         if config.offload.policy != "off":
             log.warning("vcache: " + _NO_TIER, config.offload.policy)
         session = Session(
@@ -112,15 +109,11 @@ class Starter:
         except BaseException:
             session.close()
             raise
+        chunk = f"{kv.chunk_bytes(size):,} B a chunk of {size} tokens"
         trouble = session.client.trouble
-        log.warning(
-            "vcache: %s B a chunk of %d tokens, namespace %s, %s, server %s",
-            f"{kv.chunk_bytes(size):,}",
-            size,
-            session.namespace,
-            session.device,
-            f"not connected: {trouble}" if trouble else f"at {config.server.path}",
-        )
+        server = f"not connected: {trouble}" if trouble else f"at {config.server.path}"
+        where = session.namespace, session.device, server
+        log.warning("vcache: %s, namespace %s, %s, server %s", chunk, *where)
         under_vllm = instance.adapter is not None
         worker = PoolWorker(session, kvcaches, instance.ranks, under_vllm)
         worker.settles = under_vllm
@@ -139,14 +132,9 @@ class Starter:
                 engine.mark_init_failed(f"vcache stepped aside: {reason}")
             # Without readable settings try the default socket.
             config = self._settings.config if self._settings is not None else load()
+            who = f"LMCache's worker {self._metadata.worker_id} (pid {os.getpid()})"
             with Client(config.server.path, config.client, reconnect=False) as client:
-                client.report(
-                    "error",
-                    (
-                        f"stepped aside in LMCache's worker {self._metadata.worker_id} (pid "
-                        f"{os.getpid()}): {reason}"
-                    ),
-                )
+                client.report("error", f"stepped aside in {who}: {reason}")
         except Exception as failure:  # noqa: BLE001 the log already says why
             log.debug("the server was not told: %s", failure)
 

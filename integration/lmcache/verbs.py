@@ -97,25 +97,16 @@ class Verbs:
         """
         worker, engine = self._backend.worker, self._engine
         if not pin or lookup_id is None or worker is None or not engine.is_healthy():
-            asked = {
-                "tokens": tokens,
-                "hashes": hashes,
-                "offsets": offsets,
-                "search_range": search_range,
-            }
-            return theirs(**asked, lookup_id=lookup_id, pin=pin, request_configs=request_configs)
-        hit_tokens = 0
-        stats = engine.stats_monitor.on_lookup_request(
-            len(tokens) if tokens is not None else sum(offsets or ())
-        )
+            what = {"tokens": tokens, "hashes": hashes, "offsets": offsets}
+            how = {"lookup_id": lookup_id, "pin": pin, "request_configs": request_configs}
+            return theirs(**what, search_range=search_range, **how)
+        hit_tokens, asked = 0, len(tokens) if tokens is not None else sum(offsets or ())
+        stats = engine.stats_monitor.on_lookup_request(asked)
         try:
             hashes = self._hashes(tokens) if hashes is None else hashes
-            hit_tokens = (
-                self._look_up(
-                    worker, worker.promise, lookup_id, hashes, request_configs, search_range
-                )
-                * self._size
-            )
+            find = worker.promise
+            chunks = self._look_up(worker, find, lookup_id, hashes, request_configs, search_range)
+            hit_tokens = chunks * self._size
         except Exception as error:  # noqa: BLE001 vLLM's scheduler would wait for an answer
             self._backend.note_failure("lookup", error)
         finally:
@@ -133,10 +124,8 @@ class Verbs:
             worker.session.leases.release(lease)
 
     def _hashes(self, tokens: Any) -> list[int]:
-        return [
-            value
-            for _, _, value in self._engine.token_database.process_tokens(tokens, make_key=False)
-        ]
+        database = self._engine.token_database
+        return [value for _, _, value in database.process_tokens(tokens, make_key=False)]
 
     def _look_up(
         self,
@@ -170,18 +159,14 @@ class Verbs:
         engine, size = self._engine, self._size
         # Only leading tokens may be False; most often none is. Use numpy: torch's first
         # operation after a pause takes up to 0.2 ms.
-        wanted = None if mask is None else mask.numpy()
-        first = (
-            0 if wanted is None or wanted[:1].all() else int(wanted.size - np.count_nonzero(wanted))
-        )
+        wanted, first = None if mask is None else mask.numpy(), 0
+        if wanted is not None and not wanted[:1].all():
+            first = int(wanted.size - np.count_nonzero(wanted))
         worker = self._backend.bind(kwargs["kvcaches"]) if "kvcaches" in kwargs else None
         if worker is None or first % size or not engine.is_healthy():
             return theirs(tokens, mask, **kwargs)
-        started, loaded, request = (
-            engine.stats_monitor.on_retrieve_request(len(tokens) - first),
-            0,
-            kwargs.get("req_id"),
-        )
+        started = engine.stats_monitor.on_retrieve_request(len(tokens) - first)
+        loaded, request = 0, kwargs.get("req_id")
         try:
             loaded = self._load(worker, tokens, first // size, request, kwargs) * size
         except Exception as error:  # noqa: BLE001 LMCache would die of it

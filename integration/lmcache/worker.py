@@ -61,13 +61,7 @@ class PoolWorker:
     copies, and the caller asks `settle` in the same step which blocks failed. In either case work
     queued on the current stream comes after the copies."""
 
-    def __init__(
-        self,
-        session: Session,
-        kvcaches: KVCaches,
-        ranks: int,
-        needs_scope: bool,
-    ) -> None:
+    def __init__(self, session: Session, kvcaches: KVCaches, ranks: int, needs_scope: bool) -> None:
         """ranks: how many ranks hold a shard of every chunk. needs_scope: do not cache requests
         without our tag (see `scope`).
         """
@@ -102,19 +96,16 @@ class PoolWorker:
         """Report a look-up to the server, in chunks. Every rank makes the look-up; the first rank
         reports it.
         """
+        size = self.session.chunk_size
         if self.session.rank == 0:
-            self.session.client.count(
-                asked * self.session.chunk_size, found * self.session.chunk_size
-            )
+            self.session.client.count(asked * size, found * size)
 
     def _readable(self, lease: Lease) -> int:
         """Count the lease's leading chunks that this worker can read. Maps their segments."""
         readable, locations = self.session.segments(), lease.locations
-        return (
-            len(locations)
-            if readable.keys() >= {at.segment for at in locations}
-            else len(self.session.views(locations))
-        )
+        if readable.keys() >= {at.segment for at in locations}:
+            return len(locations)
+        return len(self.session.views(locations))
 
     # ---- loads
 
@@ -176,18 +167,12 @@ class PoolWorker:
         sources = [(key, source) for key, source in pairs if source is not None]
         names = self._named([key for key, _ in sources])
         # LMCache puts the chunks of one `note` together; they share one `slots`.
-        for _, noted in groupby(
-            zip(names, sources, strict=False),
-            key=lambda one: (id(one[1][1].kvcaches), id(one[1][1].slots)),
-        ):
+        named = [(name, source) for name, (_, source) in zip(names, sources, strict=False)]
+        for _, noted in groupby(named, lambda pair: (id(pair[1].kvcaches), id(pair[1].slots))):
             part = list(noted)
-            kvcaches, slots, _ = part[0][1][1]
-            places = SlotPlaces(
-                self.session.bind(kvcaches),
-                self.session.chunk_size,
-                slots,
-                [source.start for _, (_, source) in part],
-            )
+            (kvcaches, slots, _), starts = part[0][1], [source.start for _, source in part]
+            kv, size = self.session.bind(kvcaches), self.session.chunk_size
+            places = SlotPlaces(kv, size, slots, starts)
             store(self.session, places, [name for name, _ in part], range(len(part)))
 
     def remove(self, keys: Sequence[CacheEngineKey], force: bool) -> int:

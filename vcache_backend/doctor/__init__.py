@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from vcache_backend.config import Config
-from vcache_backend.doctor.finding import Finding
-from vcache_backend.doctor.gpus import check_gpus, check_memory
+from vcache_backend.doctor.finding import Finding, fail
+from vcache_backend.doctor.gpus import check_gpus
 from vcache_backend.doctor.model import check_model
 from vcache_backend.doctor.offload import check_offload
 from vcache_backend.doctor.server import check_server, check_socket
@@ -26,7 +26,6 @@ def diagnose(config: Config, model: str = "") -> list[Finding]:
         check_kernel,
         check_packages,
         check_gpus,
-        check_memory,
         check_socket,
         check_server,
         check_offload,
@@ -42,11 +41,4 @@ def _made(check: Callable[[Config], Iterator[Finding]], name: str, config: Confi
     try:
         return list(check(config))
     except Exception as error:  # noqa: BLE001 - the outermost loop: the other checks go on
-        return [
-            Finding(
-                name,
-                "fail",
-                f"the check itself failed: {error!r}",
-                "report this as a bug of vcache",
-            )
-        ]
+        return [fail(name, f"the check itself failed: {error!r}", "report this as a bug of vcache")]

@@ -14,3 +14,15 @@ class Finding(msgspec.Struct, frozen=True):
     status: Literal["ok", "warn", "fail"]
     detail: str
     advice: str = ""
+
+
+def ok(check: str, detail: str) -> Finding:
+    return Finding(check, "ok", detail)
+
+
+def warn(check: str, detail: str, advice: str) -> Finding:
+    return Finding(check, "warn", detail, advice)
+
+
+def fail(check: str, detail: str, advice: str = "") -> Finding:
+    return Finding(check, "fail", detail, advice)

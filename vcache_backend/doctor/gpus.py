@@ -1,6 +1,4 @@
-"""Checks the driver, the GPUs, how they reach each other, and whether this worker's segment fits on
-its device.
-"""
+"""Checks the driver, the GPUs, and how they reach each other."""
 
 from __future__ import annotations
 
@@ -10,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from vcache_backend.config import ByteSize, Config
-from vcache_backend.doctor.finding import Finding
+from vcache_backend.doctor.finding import Finding, fail, ok, warn
 from vcache_backend.errors import SegmentError
-from vcache_backend.vram_pool import cuda_driver, devices, memory_budget
+from vcache_backend.vram_pool import cuda_driver, devices
 from vcache_backend.vram_pool.cuda_driver import DriverError
 from vcache_backend.vram_pool.devices import Gpu
 
@@ -20,7 +18,7 @@ from vcache_backend.vram_pool.devices import Gpu
 def check_gpus(config: Config) -> Iterator[Finding]:
     """Check the driver, each GPU, torch's build, and each pair of GPUs."""
     if not has_nvidia():
-        yield Finding("gpus", "ok", "no NVIDIA GPU: segments will be host memory")
+        yield ok("gpus", "no NVIDIA GPU: segments will be host memory")
         return
     try:
         gpus, version = devices.gpus(), cuda_driver.load().version()
@@ -28,14 +26,10 @@ def check_gpus(config: Config) -> Iterator[Finding]:
         if isinstance(error, DriverError) and error.code == "CUDA_ERROR_NO_DEVICE":
             yield from _sees_none()
             return
-        yield Finding(
-            "gpus",
-            "fail",
-            f"there is an NVIDIA driver, but its GPUs cannot be used: {error}",
-            "see nvidia-smi",
-        )
+        detail = f"there is an NVIDIA driver, but its GPUs cannot be used: {error}"
+        yield fail("gpus", detail, "see nvidia-smi")
         return
-    yield Finding("driver", "ok", f"NVIDIA {_kernel_module()}, CUDA {'.'.join(map(str, version))}")
+    yield ok("driver", f"NVIDIA {_kernel_module()}, CUDA {'.'.join(map(str, version))}")
     if not gpus:
         yield from _sees_none()
     yield from map(_one_gpu, gpus)
@@ -44,18 +38,16 @@ def check_gpus(config: Config) -> Iterator[Finding]:
 
 def _sees_none() -> Iterator[Finding]:
     advice = "check CUDA_VISIBLE_DEVICES and the container's GPU access, or set pool.device: host"
-    yield Finding("gpus", "warn", "there is an NVIDIA driver, but this process sees no GPU", advice)
+    yield warn("gpus", "there is an NVIDIA driver, but this process sees no GPU", advice)
 
 
 def _one_gpu(gpu: Gpu) -> Finding:
     free, total = ByteSize(gpu.free_bytes).about, ByteSize(gpu.total_bytes).about
-    detail = f"{gpu.name}, {gpu.uuid}, {free} of {total} free"
+    check, detail = f"gpu {gpu.ordinal}", f"{gpu.name}, {gpu.uuid}, {free} of {total} free"
     if gpu.shares_memory:
-        return Finding(f"gpu {gpu.ordinal}", "ok", detail)
-    what = f"{detail}; no virtual memory management with POSIX fds"
-    return Finding(
-        f"gpu {gpu.ordinal}", "fail", what, "it cannot hold segments: set pool.device: host"
-    )
+        return ok(check, detail)
+    detail += "; no virtual memory management with POSIX fds"
+    return fail(check, detail, "it cannot hold segments: set pool.device: host")
 
 
 def _pairs(gpus: list[Gpu]) -> Iterator[Finding]:
@@ -64,20 +56,16 @@ def _pairs(gpus: list[Gpu]) -> Iterator[Finding]:
         for peer, link in gpu.links.items():
             check = f"peer {gpu.ordinal} reads {names[peer]}"
             if link == "nvlink":
-                yield Finding(check, "ok", "NVLink")
+                yield ok(check, "NVLink")
             elif link == "pcie":
-                yield Finding(
-                    check,
-                    "warn",
-                    "PCIe, no NVLink",
-                    "hits on this peer will be several times slower",
-                )
+                advice = "hits on this peer will be several times slower"
+                yield warn(check, "PCIe, no NVLink", advice)
             else:
                 advice = (
                     "they cannot share hits; see `nvidia-smi topo -p2p r`, and IOMMU and "
                     "ACS settings"
                 )
-                yield Finding(check, "fail", f"no peer access from {gpu.uuid} to {peer}", advice)
+                yield fail(check, f"no peer access from {gpu.uuid} to {peer}", advice)
 
 
 def has_nvidia() -> bool:
@@ -91,81 +79,3 @@ def _kernel_module() -> str:
         if version := re.search(r"\b(\d{3}\.[\d.]+)\b", text):
             return version[1]
     return "driver of unknown version"
-
-
-# ---- memory
-
-
-def check_memory(config: Config) -> Iterator[Finding]:
-    """Compare `pool.segment_bytes` with the free memory of the pool's device."""
-    wanted = config.pool.lent
-    if config.connector.share == "auto" and config.pool.segment_bytes is None:
-        detail = (
-            "pool.segment_bytes is not set: a worker lends nothing if it shares in "
-            f"place, {wanted} if it uses a pool"
-        )
-        yield Finding("memory", "ok", detail)
-        return
-    if wanted == 0:
-        yield Finding("memory", "ok", "pool.segment_bytes is 0: this worker lends nothing")
-        return
-    gpu = _pool_gpu(config.pool.device) if not config.pool.device.startswith("host") else None
-    if gpu is not None:
-        yield _gpu_budget(gpu, wanted)
-        return
-    if config.pool.device not in ("auto", "host") and not config.pool.device.startswith("host:"):
-        yield Finding(
-            "memory",
-            "fail",
-            f"pool.device: {config.pool.device} is not here",
-            "set pool.device: auto or host",
-        )
-        return
-    available = devices.host_available()
-    detail = f"pool.segment_bytes {wanted}, {ByteSize(available).about} of host memory available"
-    if wanted <= available:
-        yield Finding("memory", "ok", detail)
-    else:
-        yield Finding(
-            "memory",
-            "fail",
-            detail,
-            f"set pool.segment_bytes to {ByteSize(available // 2).about} or less",
-        )
-
-
-def _pool_gpu(spec: str) -> Gpu | None:
-    """The GPU that `pool.device` names; None if it is not here. `auto` and `cuda` are taken for the
-    first one, without asking torch.
-    """
-    if not has_nvidia():
-        return None
-    try:
-        here = devices.gpus()
-    except SegmentError:
-        return None
-    wanted = "cuda:0" if spec in ("auto", "cuda") else spec
-    return next(
-        (gpu for gpu in here if wanted.lower() in (f"cuda:{gpu.ordinal}", gpu.uuid.lower())), None
-    )
-
-
-def _gpu_budget(gpu: Gpu, wanted: ByteSize) -> Finding:
-    """Whether a segment of `wanted` bytes fits on this GPU beside vLLM."""
-    check = f"memory of gpu {gpu.ordinal}"
-    detail = (
-        f"pool.segment_bytes {wanted}, {ByteSize(gpu.free_bytes).about} of "
-        f"{ByteSize(gpu.total_bytes).about} free"
-    )
-    # A segment may be there already, so lacking free memory is no failure.
-    if fault := memory_budget.shortfall(gpu.total_bytes, gpu.free_bytes, wanted, 0, None):
-        return Finding(check, "fail", f"{detail}: nothing is left for vLLM", fault)
-    most = memory_budget.most_utilization(gpu.total_bytes, wanted)
-    vllm = f"start vLLM with gpu_memory_utilization <= {most:.2f}"
-    if wanted > gpu.free_bytes:
-        advice = (
-            "set pool.segment_bytes lower, unless the pool's segment is there already "
-            f"(`vcache segment list`); {vllm}"
-        )
-        return Finding(check, "warn", f"{detail}: not enough for a new segment", advice)
-    return Finding(check, "ok", f"{detail}; {vllm}")

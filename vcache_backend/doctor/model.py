@@ -16,7 +16,7 @@ import msgspec
 
 from vcache_backend import config as configuration
 from vcache_backend.config import ByteSize, Config
-from vcache_backend.doctor.finding import Finding
+from vcache_backend.doctor.finding import Finding, fail, ok
 from vcache_backend.metadata_server.client_lines import printable
 
 GIB = 1 << 30
@@ -84,10 +84,8 @@ def ask(name: str, config: Config) -> ModelReport:
     UnknownModel.
     """
     if find_spec("vllm") is None:
-        raise UnknownModel(
-            "vLLM is not installed here, and only vLLM knows its models; run this in vLLM's "
-            "environment"
-        )
+        said = "vLLM is not installed here, and only vLLM knows its models"
+        raise UnknownModel(f"{said}; run this in vLLM's environment")
     try:
         asked = subprocess.run(
             [*_ASKING, name],
@@ -98,13 +96,11 @@ def ask(name: str, config: Config) -> ModelReport:
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise UnknownModel(
-            f"vLLM did not answer within {ASK_SECONDS:g} s; start vLLM with it and see its log"
-        ) from error
+        said = f"vLLM did not answer within {ASK_SECONDS:g} s"
+        raise UnknownModel(f"{said}; start vLLM with it and see its log") from error
     except (OSError, ValueError) as error:
-        raise UnknownModel(
-            f"vLLM could not be asked: {error}; start vLLM with it and see its log"
-        ) from error
+        said = f"vLLM could not be asked: {error}"
+        raise UnknownModel(f"{said}; start vLLM with it and see its log") from error
     try:
         answer = msgspec.json.decode(asked.stdout)
         if "trouble" in answer:
@@ -112,13 +108,10 @@ def ask(name: str, config: Config) -> ModelReport:
             raise UnknownModel(f"vLLM cannot serve it here: {why}; start vLLM and see its log")
         return msgspec.convert(answer, ModelReport)
     except (msgspec.DecodeError, TypeError) as error:
-        last = (
-            asked.stderr.decode(errors="replace").strip().splitlines() or ["it printed nothing"]
-        )[-1]
-        raise UnknownModel(
-            f"vLLM ended with code {asked.returncode}: {printable(last)}; start vLLM and see "
-            "its log"
-        ) from error
+        lines = asked.stderr.decode(errors="replace").strip().splitlines()
+        last = printable(lines[-1] if lines else "it printed nothing")
+        said = f"vLLM ended with code {asked.returncode}: {last}"
+        raise UnknownModel(f"{said}; start vLLM and see its log") from error
 
 
 def check_model(name: str, config: Config) -> Iterator[Finding]:
@@ -130,30 +123,18 @@ def check_model(name: str, config: Config) -> Iterator[Finding]:
         model = ask(name, config)
     except UnknownModel as error:
         why, _, advice = str(error).rpartition("; ")
-        yield Finding("model", "fail", f"{shown}: {why}", advice)
+        yield fail("model", f"{shown}: {why}", advice)
         return
     what = f"{shown}, vLLM {model.vllm}, {model}"
     if model.refused:
-        yield Finding("model", "fail", f"{what}: nothing of it is cached: {model.refused}")
+        yield fail("model", f"{what}: nothing of it is cached: {model.refused}")
         return
-    yield Finding(
-        "model", "ok", f"{what}: shared {'in place' if model.in_place else 'through a pool'}"
-    )
-    size, lent = config.engine.chunk_size, config.pool.lent
-    state = (
-        f"; a state beside it takes {ByteSize(model.state_bytes).about}"
-        if model.state_bytes
-        else ""
-    )
-    yield Finding(
-        "chunks",
-        "ok",
-        f"{model.chunk_bytes // size:,} B a token in {model.dtype}, "
-        f"{ByteSize(model.chunk_bytes).about} a chunk of {size} tokens, all ranks together{state}",
-    )
-    yield Finding(
-        "pool",
-        "ok",
-        f"1 GiB of pool holds {GIB // model.chunk_bytes * size:,} tokens; "
-        f"pool.segment_bytes: {lent} holds {lent // model.chunk_bytes * size:,} a worker and rank",
-    )
+    yield ok("model", f"{what}: shared {'in place' if model.in_place else 'through a pool'}")
+    size, lent, whole = config.engine.chunk_size, config.pool.lent, ByteSize(model.chunk_bytes)
+    said = f"{whole // size:,} B a token in {model.dtype}, {whole.about} a chunk of {size} tokens"
+    said += ", all ranks together"
+    if model.state_bytes:
+        said += f"; a state beside it takes {ByteSize(model.state_bytes).about}"
+    yield ok("chunks", said)
+    said = f"1 GiB of pool holds {GIB // whole * size:,} tokens; pool.segment_bytes: {lent} holds "
+    yield ok("pool", f"{said}{lent // whole * size:,} a worker and rank")

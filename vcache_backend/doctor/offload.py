@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 
 from vcache_backend.config import Config
-from vcache_backend.doctor.finding import Finding
+from vcache_backend.doctor.finding import Finding, fail, ok
 from vcache_backend.doctor.system import MOONCAKE, installed
 from vcache_backend.errors import ConfigError
 from vcache_backend.offload.client import OffloadProcess
@@ -29,15 +29,10 @@ def check_offload(config: Config) -> Iterator[Finding]:
     """Check the store; one finding if the tier is off."""
     tier = config.offload
     if tier.policy == "off":
-        yield Finding(
-            "offload", "ok", "off: what leaves the pool is computed again (offload.policy)"
-        )
+        yield ok("offload", "off: what leaves the pool is computed again (offload.policy)")
         return
-    yield Finding(
-        "offload",
-        "ok",
-        f"{tier.policy} to Mooncake at {tier.mooncake.master}, {tier.mooncake.protocol}",
-    )
+    where = f"Mooncake at {tier.mooncake.master}, {tier.mooncake.protocol}"
+    yield ok("offload", f"{tier.policy} to {where}")
     yield from check_store(config)
 
 
@@ -53,10 +48,10 @@ def check_store(config: Config) -> Iterator[Finding]:
         process = OffloadProcess(config.offload.mooncake, fd)
     except (ConfigError, StoreDown) as error:
         os.close(fd)
-        yield Finding(LIBRARY, "fail", str(error), _library_advice(str(error)))
+        yield fail(LIBRARY, str(error), _library_advice(str(error)))
         return
     try:
-        yield Finding(LIBRARY, "ok", "loads")
+        yield ok(LIBRARY, "loads")
         yield from _master(process, config.offload.mooncake.master, fd)
     finally:
         process.kill()
@@ -85,9 +80,9 @@ def _master(process: OffloadProcess, master: str, fd: int) -> Iterator[Finding]:
                 "see whether that is the rpc_port of a mooncake_master, and not its "
                 "metrics_port, whether it hangs, and the firewall"
             )
-        yield Finding(MASTER, "fail", f"{master}: {error}", advice)
+        yield fail(MASTER, f"{master}: {error}", advice)
         return
-    yield Finding(MASTER, "ok", f"{master} answers")
+    yield ok(MASTER, f"{master} answers")
     yield _provider(process, fd)
 
 
@@ -107,12 +102,8 @@ def _provider(process: OffloadProcess, fd: int) -> Finding:
                     f"start a provider ({START}), or a larger one; what was read in the "
                     "last seconds is not evicted"
                 )
-                return Finding(
-                    PROVIDER,
-                    "fail",
-                    "no room for 1 MiB: no provider lends memory, or all of it is in use",
-                    advice,
-                )
+                lacks = "no room for 1 MiB: no provider lends memory, or all of it is in use"
+                return fail(PROVIDER, lacks, advice)
             if outcome != STORED:
                 return _broken(f"put of 1 MiB: {outcome}")
             (nbytes,) = process.call("get", names, [(NBYTES, NBYTES)], seconds=SECONDS)
@@ -120,16 +111,12 @@ def _provider(process: OffloadProcess, fd: int) -> Finding:
             process.call("remove", names, seconds=SECONDS)
     except StoreDown as error:
         return _broken(f"{step} of 1 MiB: {error}")
-    if nbytes != NBYTES or came != content:
-        return _broken(
-            f"get of 1 MiB: {nbytes:,} of {NBYTES:,} bytes came back"
-            + ("" if nbytes != NBYTES else ", but others than were put")
-        )
-    return Finding(
-        PROVIDER,
-        "ok",
-        f"1 MiB put in {1e3 * (written - start):.3g} ms, read in {1e3 * (read - written):.3g} ms",
-    )
+    if nbytes != NBYTES:
+        return _broken(f"get of 1 MiB: {nbytes:,} of {NBYTES:,} bytes came back")
+    if came != content:
+        return _broken("get of 1 MiB: other bytes came back than were put")
+    put_ms, get_ms = 1e3 * (written - start), 1e3 * (read - written)
+    return ok(PROVIDER, f"1 MiB put in {put_ms:.3g} ms, read in {get_ms:.3g} ms")
 
 
 def _broken(detail: str) -> Finding:
@@ -137,4 +124,4 @@ def _broken(detail: str) -> Finding:
         "see whether every provider lives and is reached from here; the master forgets a "
         "dead one after its client_ttl, 10 s"
     )
-    return Finding(PROVIDER, "fail", detail, advice)
+    return fail(PROVIDER, detail, advice)

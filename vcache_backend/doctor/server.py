@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 
 from vcache_backend.config import MAX_SOCKET_PATH, ClientConfig, Config, whole
-from vcache_backend.doctor.finding import Finding
+from vcache_backend.doctor.finding import Finding, fail, ok, warn
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.endpoint import folder_fault, same_pids
@@ -30,35 +30,27 @@ def check_socket(config: Config) -> Iterator[Finding]:
     path = config.server.path
     if len(os.fsencode(path)) > MAX_SOCKET_PATH:
         detail = f"{path} is longer than the {MAX_SOCKET_PATH} bytes a socket's path may have"
-        yield Finding("socket", "fail", detail, "set a shorter server.socket")
+        yield fail("socket", detail, "set a shorter server.socket")
         return
     named, path = config.client.server_uid, whole(path)
     try:
         fault = folder_fault(path, {os.getuid(), 0} | ({named} if named is not None else set()))
         folder = path.parent.lstat()
     except FileNotFoundError:
-        yield Finding(
-            "socket", "warn", f"{path.parent} does not exist yet", "`vcache serve` makes it"
-        )
+        yield warn("socket", f"{path.parent} does not exist yet", "`vcache serve` makes it")
         return
     except OSError as error:
-        yield Finding(
-            "socket",
-            "fail",
-            f"{path.parent}: {error}",
-            "set server.socket to a folder of this user",
-        )
+        advice = "set server.socket to a folder of this user"
+        yield fail("socket", f"{path.parent}: {error}", advice)
         return
     mode = stat.S_IMODE(folder.st_mode)
     detail = f"{path} (folder of uid {folder.st_uid}, mode {mode:04o})"
     if fault:
-        yield Finding("socket", "fail", f"{detail}: {fault}", "see docs/operations.md")
+        yield fail("socket", f"{detail}: {fault}", "see docs/operations.md")
     elif mode & 0o077 and not config.server.allow_uids:
-        yield Finding(
-            "socket", "warn", f"{detail}: other users can reach it", f"chmod 700 {path.parent}"
-        )
+        yield warn("socket", f"{detail}: other users can reach it", f"chmod 700 {path.parent}")
     else:
-        yield Finding("socket", "ok", detail)
+        yield ok("socket", detail)
 
 
 def check_server(config: Config) -> Iterator[Finding]:
@@ -77,26 +69,19 @@ def check_server(config: Config) -> Iterator[Finding]:
             advice = "see its log; `kill -CONT` it, or restart it with this version"
             if absent or "is no socket" in detail:
                 detail, _, advice = detail.rpartition("; ")
-            yield Finding("server", "warn" if absent else "fail", detail, advice)
+            yield (warn if absent else fail)("server", detail, advice)
             return
         try:
             stats = client.stats()
         except VCacheError as error:
-            yield Finding(
-                "server",
-                "fail",
-                f"it accepts connections, but did not answer `stats`: {error}",
-                "see its log",
-            )
+            detail = f"it accepts connections, but did not answer `stats`: {error}"
+            yield fail("server", detail, "see its log")
             return
-    yield Finding(
-        "server",
-        "ok",
-        f"{whole(config.server.path)} answers, protocol {PROTOCOL_VERSION}, epoch {stats.epoch}",
-    )
+    detail = f"answers, protocol {PROTOCOL_VERSION}, epoch {stats.epoch}"
+    yield ok("server", f"{whole(config.server.path)} {detail}")
     good, said = verdict(stats)
     if not good:
-        yield Finding("sharing", "warn", said, "see `vcache status`")
+        yield warn("sharing", said, "see `vcache status`")
     here = same_pids(config.server.path)
     since = time.time() - REPORT_SECONDS
     yield from (
@@ -110,18 +95,11 @@ def _reported(report: Reported, here: bool) -> Finding:
     """A report's finding: a failure if it is an error and its process still runs. here: whether the
     server's pids are valid in this process."""
     check = f"report of pid {report.pid}" if report.pid else "report"
-    when = time.strftime("%H:%M:%S", time.localtime(report.time))
+    detail = f"{time.strftime('%H:%M:%S', time.localtime(report.time))}, {report.text}"
     if here and report.pid and not _there_since(report.pid, report.time):
-        return Finding(
-            check,
-            "warn",
-            f"{when}, {report.text}",
-            "that process has ended: nothing to do if its successor works",
-        )
+        return warn(check, detail, "that process has ended: nothing to do if its successor works")
     advice = "correct that and restart the instance; its log says more"
-    return Finding(
-        check, "fail" if report.level == "error" else "warn", f"{when}, {report.text}", advice
-    )
+    return (fail if report.level == "error" else warn)(check, detail, advice)
 
 
 def _there_since(pid: int, when: float) -> bool:

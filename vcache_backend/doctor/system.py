@@ -15,7 +15,7 @@ import msgspec
 
 from vcache_backend.config import Config
 from vcache_backend.doctor import gpus
-from vcache_backend.doctor.finding import Finding
+from vcache_backend.doctor.finding import Finding, fail, ok, warn
 
 Version = tuple[int, ...]
 
@@ -69,9 +69,7 @@ def check_kernel(config: Config) -> Iterator[Finding]:
     """
     release = platform.release()
     if sys.platform != "linux" or numbers(release) < (5, 4):
-        yield Finding(
-            "kernel", "fail", f"{platform.system()} {release}", "vcache needs Linux 5.4 or later"
-        )
+        yield fail("kernel", f"{platform.system()} {release}", "vcache needs Linux 5.4 or later")
         return
     missing = []
     for name, attempt in {"memfd_create": _memfd, "pidfd_open": _pidfd}.items():
@@ -81,9 +79,9 @@ def check_kernel(config: Config) -> Iterator[Finding]:
             missing.append(f"{name} ({error})")
     if missing:
         advice = "let the container's seccomp profile allow these calls (Docker 20.10 and later do)"
-        yield Finding("kernel", "fail", f"Linux {release} without {', '.join(missing)}", advice)
+        yield fail("kernel", f"Linux {release} without {', '.join(missing)}", advice)
     else:
-        yield Finding("kernel", "ok", f"Linux {release}, memfd and pidfd work")
+        yield ok("kernel", f"Linux {release}, memfd and pidfd work")
 
 
 def _memfd() -> int:
@@ -108,36 +106,19 @@ def check_packages(config: Config) -> Iterator[Finding]:
         name, version = installed(package.name, *package.builds)
         advice = f"pip install '{name}{package.wanted}'"
         if not version and package.role == "engine":
-            yield Finding(
-                name,
-                "ok",
-                (
-                    "not installed: the server and the commands do without; KV needs the extra "
-                    "`engine`"
-                ),
-            )
+            without = "the server and the commands do without; KV needs the extra `engine`"
+            yield ok(name, f"not installed: {without}")
         elif not version and not here[package.role]:
-            yield Finding(name, "ok", "not installed (only needed where it is used)")
+            yield ok(name, "not installed (only needed where it is used)")
         elif not version:
             other = f"; without CUDA: {package.builds[0]}" if package.builds else ""
-            yield Finding(
-                name,
-                "fail",
-                "not installed, and needed with this machine and configuration",
-                advice + other,
-            )
+            lacks = "not installed, and needed with this machine and configuration"
+            yield fail(name, lacks, advice + other)
         elif package.low <= numbers(version) < package.high:
-            yield Finding(
-                package.name, "ok", version if name == package.name else f"{version} ({name})"
-            )
+            yield ok(package.name, version if name == package.name else f"{version} ({name})")
         else:
-            status: Literal["warn", "fail"] = "fail" if here[package.role] else "warn"
-            yield Finding(
-                package.name,
-                status,
-                f"{version} is not one of the supported versions, {package.wanted}",
-                advice,
-            )
+            detail = f"{version} is not one of the supported versions, {package.wanted}"
+            yield (fail if here[package.role] else warn)(package.name, detail, advice)
 
 
 def installed(*names: str) -> tuple[str, str]:

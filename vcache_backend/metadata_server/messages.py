@@ -818,7 +818,7 @@ OfChunks = (
     | Remove
     | Clear
 )
-OfResidents = Publish | Retract | Hint | Listen | Find | Promise | ShowReads | CloseInstance
+OfResidents = Find | Publish | Promise | Retract | Hint | Listen | ShowReads | CloseInstance
 _OfSegments = AddSegment | Lend | OpenSegment | Unusable | DropSegment | ListSegments
 _OfInstances = Join | ShowCache | OpenInstance | OpenCache
 OfOthers = Hello | _OfSegments | _OfInstances | Stats | Report

@@ -48,12 +48,8 @@ def main() -> int:
     registry = CollectorRegistry()
     registry.register(ServerMetrics(samples))
     try:
-        web = Web(
-            *split_address(arguments.listen, "--listen"),
-            samples,
-            registry,
-            arguments.hosts.split(","),
-        )
+        host, port = split_address(arguments.listen, "--listen")
+        web = Web(host, port, samples, registry, arguments.hosts.split(","))
     except (OSError, ValueError) as error:
         log.error("server.metrics: cannot listen at %s: %s", arguments.listen, error)
         return 1

@@ -99,12 +99,9 @@ def _whole(stats: ServerStats) -> Iterator[Metric]:
     yield _gauge("server_not_shared", what, len(stats.mismatches))
     since = time.time() - REPORTS_SECONDS
     levels = Counter(report.level for report in stats.reports if report.time >= since)
-    yield _gauges(
-        "server_reports_10m",
-        "What clients reported in the last 10 minutes, of the newest reports.",
-        ("level",),
-        [((level,), levels[level]) for level in get_args(Level)],
-    )
+    what = "What clients reported in the last 10 minutes, of the newest reports."
+    rows = [((level,), levels[level]) for level in get_args(Level)]
+    yield _gauges("server_reports_10m", what, ("level",), rows)
     totals = dict.fromkeys(_COUNTERS, 0) | stats.counters
     for name, total in totals.items():
         if not name.startswith("longest_"):
@@ -115,15 +112,13 @@ def _whole(stats: ServerStats) -> Iterator[Metric]:
 
 
 def _hits(hits: Mapping[str, tuple[int, int]], models: Mapping[str, str]) -> Iterator[Metric]:
-    for number, (name, what) in enumerate(
-        (("asked", "asked for"), ("found", "asked for and found"))
-    ):
-        yield _counters(
-            f"namespace_{name}_tokens",
-            f"Prompt tokens that instances {what}.",
-            ("namespace", "model"),
-            [((name, models[name]), counts[number]) for name, counts in hits.items()],
-        )
+    labels = "namespace", "model"
+    asked = [((name, models[name]), counts[0]) for name, counts in hits.items()]
+    what = "Prompt tokens that instances asked for."
+    yield _counters("namespace_asked_tokens", what, labels, asked)
+    found = [((name, models[name]), counts[1]) for name, counts in hits.items()]
+    what = "Prompt tokens that instances asked for and found."
+    yield _counters("namespace_found_tokens", what, labels, found)
 
 
 def _tenants(tenants: Sequence[TenantStats]) -> Iterator[Metric]:

@@ -14,7 +14,7 @@ import json
 import re
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from importlib.resources import files
@@ -38,7 +38,6 @@ PIECE_BYTES = 64 << 10
 """Answers are sent in such pieces, so that unread ones do not fill the memory."""
 SAME_SECONDS = 1.0
 """For so long the same metrics and statistics are sent to all who ask."""
-_TEXT = "text/plain; charset=utf-8"
 _METRICS = "text/plain; version=0.0.4; charset=utf-8"
 """Prometheus's text format, which every scraper reads."""
 
@@ -129,7 +128,7 @@ class Web:
                 return
             method, answer = asked.method, self._answer(asked)
         except h11.RemoteProtocolError as error:
-            answer = _Response(HTTPStatus(error.error_status_hint), _TEXT, f"{error}\n".encode())
+            answer = _said(HTTPStatus(error.error_status_hint), str(error))
         headers = [
             ("Content-Type", answer.kind),
             ("Content-Length", str(len(answer.body))),
@@ -138,90 +137,69 @@ class Web:
             ("Content-Security-Policy", self._policy),
             ("Connection", "close"),
         ]
-        head = (
-            http.send(
-                h11.Response(
-                    status_code=answer.status, reason=answer.status.phrase, headers=headers
-                )
-            )
-            or b""
-        )
-        body = b"" if method == b"HEAD" else answer.body
+        status = answer.status
+        said = h11.Response(status_code=status, reason=status.phrase, headers=headers)
+        whole = (http.send(said) or b"") + (b"" if method == b"HEAD" else answer.body)
         writer.transport.set_write_buffer_limits(0)  # `drain` then waits until the kernel has all
-        for piece in (
-            head,
-            *(body[at : at + PIECE_BYTES] for at in range(0, len(body), PIECE_BYTES)),
-        ):
-            writer.write(piece)
+        for at in range(0, len(whole), PIECE_BYTES):
+            writer.write(whole[at : at + PIECE_BYTES])
             await writer.drain()
 
     def _answer(self, request: h11.Request) -> _Response:
         host = dict(request.headers).get(b"host", b"").decode("latin-1")
         if request.method not in (b"GET", b"HEAD"):
-            return _Response(
-                HTTPStatus.METHOD_NOT_ALLOWED, _TEXT, b"only GET and HEAD are answered\n"
-            )
+            return _said(HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD are answered")
         if host and not self.is_named(host):
-            said = (
-                f"{host[:256]!r} is no name of this server's; add it to "
-                "server.metrics_hosts, or ask by its address\n"
-            )
-            return _Response(HTTPStatus.MISDIRECTED_REQUEST, _TEXT, said.encode())
+            add = "add it to server.metrics_hosts, or ask by its address"
+            unknown = f"{host[:256]!r} is no name of this server's; {add}"
+            return _said(HTTPStatus.MISDIRECTED_REQUEST, unknown)
         path = request.target.partition(b"?")[0].decode("latin-1")
         if path == "/":
             return _Response(HTTPStatus.OK, "text/html; charset=utf-8", self._page)
-        if path == "/metrics":
-            return self._lately(
-                path, lambda: _Response(HTTPStatus.OK, _METRICS, generate_latest(self._registry))
-            )
-        if path == "/stats.json":
-            return self._lately(path, self._stats)
+        if path in ("/metrics", "/stats.json"):
+            return self._lately(path)
         if path in ("/healthz", "/readyz"):
             return self._health(path)
-        return _Response(
-            HTTPStatus.NOT_FOUND,
-            _TEXT,
-            b"here are /, /metrics, /stats.json, /healthz and /readyz\n",
-        )
+        return _said(HTTPStatus.NOT_FOUND, "here are /, /metrics, /stats.json, /healthz, /readyz")
 
-    def _lately(self, path: str, make: Callable[[], _Response]) -> _Response:
+    def _lately(self, path: str) -> _Response:
         """The answer of the last second, or a new one."""
         at, answer = self._made.get(path, (0.0, None))
         if answer is None or time.monotonic() - at > SAME_SECONDS:
-            answer = make()
+            if path == "/metrics":
+                answer = _Response(HTTPStatus.OK, _METRICS, generate_latest(self._registry))
+            else:
+                answer = _Response(HTTPStatus.OK, "application/json", self._stats())
             self._made[path] = time.monotonic(), answer
         return answer
 
-    def _stats(self) -> _Response:
-        samples = self._samples
+    def _stats(self) -> bytes:
+        """The statistics as JSON, for the page."""
+        samples, stats = self._samples, self._samples.stats
         told = {
             "host": socket.gethostname(),
             "socket": str(samples.path),
             "problem": samples.problem,
             "late_seconds": samples.late_seconds,
-            "stats": summary(samples.stats) if samples.stats is not None else None,
-            "troubles": [trouble(instance) for instance in samples.stats.instances]
-            if samples.stats is not None
-            else [],
+            "stats": None if stats is None else summary(stats),
+            "troubles": [] if stats is None else list(map(trouble, stats.instances)),
             "points": samples.points(),
         }
-        return _Response(HTTPStatus.OK, "application/json", json.dumps(told).encode())
+        return json.dumps(told).encode()
 
     def _health(self, path: str) -> _Response:
         """`/healthz`: `Samples.healthy`. `/readyz`: whether the server answered the last
         question.
         """
         samples = self._samples
-        well = samples.healthy if path == "/healthz" else not samples.problem
-        said = (
-            "ok"
-            if well
-            else samples.problem
-            or f"the metadata server has not answered for {samples.late_seconds:.0f} s"
-        )
-        return _Response(
-            HTTPStatus.OK if well else HTTPStatus.SERVICE_UNAVAILABLE, _TEXT, f"{said}\n".encode()
-        )
+        if samples.healthy if path == "/healthz" else not samples.problem:
+            return _said(HTTPStatus.OK, "ok")
+        late = f"the metadata server has not answered for {samples.late_seconds:.0f} s"
+        return _said(HTTPStatus.SERVICE_UNAVAILABLE, samples.problem or late)
+
+
+def _said(status: HTTPStatus, line: str) -> _Response:
+    return _Response(status, "text/plain; charset=utf-8", f"{line}\n".encode())
 
 
 def _policy(page: bytes) -> str:
@@ -233,12 +211,5 @@ def _policy(page: bytes) -> str:
         (inside,) = re.findall(b"<" + name + b">(.*?)</" + name + b">", page, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(inside).digest()).decode()
         allowed.append(f"{name.decode()}-src 'sha256-{digest}'")
-    return "; ".join(
-        [
-            "default-src 'none'",
-            "connect-src 'self'",
-            "img-src data:",
-            *allowed,
-            "frame-ancestors 'none'",
-        ]
-    )
+    others = "default-src 'none'; connect-src 'self'; img-src data:; frame-ancestors 'none'"
+    return "; ".join([others, *allowed])

@@ -149,10 +149,8 @@ class OffloadProcess:
             self._over = True
         self._outbox.put(None)
         self._logger.join(LAST_WORDS_SECONDS)
-        last = (
-            f"the offload process ended ({code}): "
-            f"{' | '.join(self._last_words) or 'it said nothing'}"
-        )
+        said = " | ".join(self._last_words) or "it said nothing"
+        last = f"the offload process ended ({code}): {said}"
         while self._calls:
             self._calls.popitem()[1].set_exception(StoreDown(last))
         if not self._leaving:

@@ -105,15 +105,11 @@ class Format:
         header = buffer[:HEADER_BYTES].tobytes()
         (stored,) = _DIGEST.unpack_from(header, _PAYLOAD_DIGEST_AT)
         if header != self._header(key, epoch, stored):
-            raise BadObject(
-                f"object of {key.hex()}: damaged, or another chunk's, model's, codec's or "
-                f"version's: {header.hex()}"
-            )
+            why = "damaged, or another chunk's, model's, codec's or version's"
+            raise BadObject(f"object of {key.hex()}: {why}: {header.hex()}")
         if digest(buffer[HEADER_BYTES:got_bytes]) != stored:
-            raise BadObject(
-                f"object of {key.hex()}: the checksum of its {self.payload_bytes:,} B does not "
-                "match"
-            )
+            why = f"the checksum of its {self.payload_bytes:,} B does not match"
+            raise BadObject(f"object of {key.hex()}: {why}")
 
     def _header(self, key: ChunkKey, epoch: int, payload_digest: int) -> bytes:
         sizes = self.chunk_bytes, self.payload_bytes

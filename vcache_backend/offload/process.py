@@ -45,23 +45,16 @@ class OffloadService:
         self._store: Mooncake | None = None
         asks = ThreadPoolExecutor(THREADS, "ask")
         transfers = ThreadPoolExecutor(THREADS, "transfer", initializer=_step_back)
-        self._threads = {
-            "open": asks,
-            "exist": asks,
-            "put": transfers,
-            "get": transfers,
-            "remove": asks,
-            "remove_under": asks,
-        }
+        self._threads = dict.fromkeys(("open", "exist", "remove", "remove_under"), asks)
+        self._threads |= dict.fromkeys(("put", "get"), transfers)
         self._answer(0, "load", lambda: self._load(load), [])
 
     def serve(self) -> None:
         """Serve until the parent is gone."""
         while self._store is not None:
             number, verb, arguments = msgspec.msgpack.decode(self._connection.recv_bytes())
-            self._threads[verb].submit(
-                self._answer, number, verb, getattr(self._store, verb), arguments
-            )
+            call = getattr(self._store, verb)
+            self._threads[verb].submit(self._answer, number, verb, call, arguments)
 
     def _load(self, load: Callable[[], Mooncake]) -> None:
         self._store = load()

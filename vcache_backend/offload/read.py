@@ -88,9 +88,8 @@ class Reader:
         self.bound, self.ring, self.seconds, self.now = bound, ring, config.get_seconds, now
         self.batch = max(1, min(batch_chunks(bound.format.chunk_bytes), ring.count // 4))
         self.calls = Workers("vcache-offload-read", READERS)
-        self.checks = Workers(
-            "vcache-offload-check", max(1, min(CHECKERS, len(os.sched_getaffinity(0)) // 4))
-        )
+        checkers = max(1, min(CHECKERS, len(os.sched_getaffinity(0)) // 4))
+        self.checks = Workers("vcache-offload-check", checkers)
 
     def fetch(self, keys: Sequence[ChunkKey], epoch: int) -> Fetch:
         """Begin to read chunks stored in `epoch`."""
@@ -140,16 +139,12 @@ class Fetch:
         """Return the next chunks that have arrived, in order, at most `most`."""
         self._look_at_clock()
         with self._arrived:
-            count = 0
-            while (
-                count < most
-                and self._given + count < self._end
-                and self._given + count in self._staged
-            ):
-                count += 1
-            chunks = [self._staged.pop(index) for index in range(self._given, self._given + count)]
-            self._given += count
-            self._moved = self._reader.now() if count else self._moved
+            chunks = list[Staged]()
+            stop = min(self._given + most, self._end)
+            while self._given < stop and self._given in self._staged:
+                chunks.append(self._staged.pop(self._given))
+                self._given += 1
+            self._moved = self._reader.now() if chunks else self._moved
         return chunks
 
     def wait(self, seconds: float) -> bool:
@@ -190,14 +185,12 @@ class Fetch:
                 self._moved = now
                 return
             name = objects.name(self.keys[self._given], self.epoch)
-            (called,) = (
-                self._called.get(part.start, now) for part in self._parts if self._given in part
-            )
+            (part,) = (part for part in self._parts if self._given in part)
+            called = self._called.get(part.start, now)
         if now - called > reader.seconds / 2:
             self._bound.stats.count(offload_late=1)
-            self._bound.store.failed(
-                "get", f"nothing came in {reader.seconds:g} s", lambda: reader.try_again(name)
-            )
+            why = f"nothing came in {reader.seconds:g} s"
+            self._bound.store.failed("get", why, lambda: reader.try_again(name))
         self._stop(self._given, "timeout")
 
     def _stop(self, at: int, cause: str) -> None:
@@ -205,9 +198,8 @@ class Fetch:
         with self._arrived:
             if at < self._end:
                 self._end, self.cause = at, cause
-            dropped = [
-                self._staged.pop(index) for index in list(self._staged) if index >= self._end
-            ]
+            late = [index for index in self._staged if index >= self._end]
+            dropped = [self._staged.pop(index) for index in late]
             self._arrived.notify_all()
         self.give_back(dropped)
 
@@ -227,9 +219,8 @@ class Fetch:
             return
         with self._arrived:
             self._called[part.start] = reader.now()
-        got = self._bound.store.get(
-            [objects.name(key, self.epoch) for key in keys], [buffer.place for buffer in buffers]
-        )
+        names = [objects.name(key, self.epoch) for key in keys]
+        got = self._bound.store.get(names, [buffer.place for buffer in buffers])
         for index, buffer, nbytes in zip(part, buffers, got, strict=True):
             reader.checks.submit(partial(self._look_at, index, buffer, nbytes))
 
@@ -246,9 +237,8 @@ class Fetch:
         if not came:
             self._reader.ring.give([buffer])
         elif came == len(self.keys):
-            self._bound.index.measured(
-                came * self._bound.format.chunk_bytes, self._moved - self._started - self._waited
-            )
+            seconds = self._moved - self._started - self._waited
+            self._bound.index.measured(came * self._bound.format.chunk_bytes, seconds)
 
     def _is_right(self, index: int, buffer: Buffer, nbytes: int) -> bool:
         bound, key = self._bound, self.keys[index]

@@ -45,10 +45,8 @@ class Staging:
         if pinned:
             _cuda("cudaHostRegister", self._whole.data_ptr(), stride * count, 0)
         self._pinned = pinned
-        self.buffers = [
-            Buffer((at, nbytes), self._whole[at : at + nbytes])
-            for at in range(0, stride * count, stride)
-        ]
+        starts = range(0, stride * count, stride)
+        self.buffers = [Buffer((at, nbytes), self._whole[at : at + nbytes]) for at in starts]
 
     def close(self) -> None:
         """Unlock the pages, after the last copy. Idempotent."""

@@ -133,13 +133,9 @@ class Store:
 
     def _usable_process(self) -> OffloadProcess | None:
         process = self._process
-        usable = (
-            process is not None
-            and process.alive
-            and not self.breaker.is_open
-            and os.getpid() == self._pid
-        )
-        return process if usable else None
+        if process is None or not process.alive or self.breaker.is_open:
+            return None
+        return process if os.getpid() == self._pid else None
 
     def _call(self, verb: str, *arguments: Any) -> Any:
         """Make a call and return its answer; None without an answer."""
@@ -193,10 +189,8 @@ class Store:
                 self._process = OffloadProcess(self._config.mooncake, self.memory)
                 self._started += 1
             if settings := self._process.call("open", seconds=OPEN_SECONDS):
-                log.info(
-                    "Mooncake: %s",
-                    " ".join(f"{name}={value}" for name, value in settings.items() if value),
-                )
+                given = [f"{name}={value}" for name, value in settings.items() if value]
+                log.info("Mooncake: %s", " ".join(given))
             self._process.call("exist", [PROBE], seconds=self._config.call_seconds)
             if self._suspect is not None:
                 self._suspect()

@@ -62,36 +62,26 @@ class OffloadTier(Index):
         if self._bound is not None:
             bound_bytes = self._bound.format.chunk_bytes
             if bound_bytes != chunk_bytes:
-                raise ConfigError(
-                    f"chunks of {chunk_bytes:,} B; the offload tier was made ready for chunks "
-                    f"of {bound_bytes:,} B"
-                )
+                ready = f"the offload tier was made ready for chunks of {bound_bytes:,} B"
+                raise ConfigError(f"chunks of {chunk_bytes:,} B; {ready}")
             return
         settings = self._settings
-        codec = codecs.make(self._settings.codec, layout.dtype, layout.head_dim)
+        codec = codecs.make(settings.codec, layout.dtype, layout.head_dim)
         payload = chunk_bytes if codec is None else codec.payload_bytes(chunk_bytes)
-        form = Format(
-            layout.namespace().fingerprint,
-            codec.id if codec else codecs.RAW_ID,
-            chunk_bytes,
-            payload,
-        )
+        codec_id = codec.id if codec else codecs.RAW_ID
+        form = Format(layout.namespace().fingerprint, codec_id, chunk_bytes, payload)
         size = form.object_bytes
         count = min(settings.staging_bytes // size, 2 * MOST_BUFFERS)
         if count < 4:
-            need = (
-                f"offload.staging_bytes must be at least {4 * size:,}, four chunks of "
-                f"{size:,} B each"
-            )
-            raise ConfigError(f"{need}; it is {int(settings.staging_bytes):,}")
+            need = f"must be at least {4 * size:,}, four chunks of {size:,} B each"
+            given = int(settings.staging_bytes)
+            raise ConfigError(f"offload.staging_bytes {need}; it is {given:,}")
         try:
-            self._staging = Staging(
-                self._store.memory, size, count, pinned=device.ordinal is not None
-            )
+            pinned = device.ordinal is not None
+            self._staging = Staging(self._store.memory, size, count, pinned)
         except (RuntimeError, OSError) as error:
-            raise ConfigError(
-                f"no {count * size:,} B of host memory for offload.staging_bytes: {error}"
-            ) from error
+            lacks = f"no {count * size:,} B of host memory for offload.staging_bytes"
+            raise ConfigError(f"{lacks}: {error}") from error
         self._bound = Bound(self._store, self, self._stats, form, codec)
         # Buffers that writing does not need are for reading.
         buffers = self._staging.buffers

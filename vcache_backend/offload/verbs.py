@@ -105,17 +105,14 @@ class Mooncake:
         lease keeps an object from eviction for 10 s.
         """
         raw = self._opened()
-        codes = _checked(
-            "look-up", getattr(raw, "batch_probe_key", raw.batch_is_exist)(self._full(names))
-        )
-        return [code == 1 for code in codes]
+        probe = getattr(raw, "batch_probe_key", raw.batch_is_exist)
+        return [code == 1 for code in _checked("look-up", probe(self._full(names)))]
 
     def put(self, names: Sequence[str], places: Sequence[Place]) -> list[str]:
         """Write objects in one batched call. Returns STORED, FULL or FAILED for each."""
         raw, sizes = self._opened(), [nbytes for _, nbytes in places]
-        codes = _checked(
-            "put", raw.batch_put_from(self._full(names), self._addresses(places), sizes)
-        )
+        codes = raw.batch_put_from(self._full(names), self._addresses(places), sizes)
+        codes = _checked("put", codes)
         return [STORED if code == 0 else FULL if code == NO_ROOM else FAILED for code in codes]
 
     def get(self, names: Sequence[str], places: Sequence[Place]) -> list[int]:
@@ -123,12 +120,8 @@ class Mooncake:
         not be read. A place may be larger than its object.
         """
         raw, sizes = self._opened(), [nbytes for _, nbytes in places]
-        return [
-            max(0, code)
-            for code in _checked(
-                "get", raw.batch_get_into(self._full(names), self._addresses(places), sizes)
-            )
-        ]
+        codes = raw.batch_get_into(self._full(names), self._addresses(places), sizes)
+        return [max(0, code) for code in _checked("get", codes)]
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove objects, even while they are being read."""
@@ -138,9 +131,8 @@ class Mooncake:
         """Remove all objects with names that begin with `start`, of all writers, even during a
         read. Returns their number.
         """
-        (code,) = _checked(
-            "remove", [self._opened().remove_by_regex("^" + re.escape(self._prefix + start), True)]
-        )
+        pattern = "^" + re.escape(self._prefix + start)
+        (code,) = _checked("remove", [self._opened().remove_by_regex(pattern, True)])
         if code < 0:
             raise StoreDown(f"objects under {start!r} could not be removed ({code})")
         return code
@@ -162,15 +154,13 @@ class Mooncake:
             if self._memory is None and size:
                 # Populate the pages, so that none is missing during a transfer.
                 self._memory = mmap.mmap(self._fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-                if self._config.protocol == "rdma" and self._raw.register_buffer(
-                    self._base(), size
-                ):
+                rdma = self._config.protocol == "rdma"
+                if rdma and self._raw.register_buffer(self._base(), size):
                     raise StoreLost(f"{size:,} B of memory could not be registered")
         for start, nbytes in places:
-            if self._memory is None or not 0 <= start <= start + nbytes <= len(self._memory):
-                raise StoreDown(
-                    f"bytes {start:,} to {start + nbytes:,} are not in the shared memory"
-                )
+            stop = start + nbytes
+            if self._memory is None or not 0 <= start <= stop <= len(self._memory):
+                raise StoreDown(f"bytes {start:,} to {stop:,} are not in the shared memory")
         return [self._base() + start for start, _ in places]
 
     def _base(self) -> int:
@@ -184,9 +174,8 @@ def _checked(what: str, codes: list[int]) -> list[int]:
     if RPC_TIMED_OUT in codes:
         raise StoreDown(f"{what}: no answer from the master in time ({RPC_TIMED_OUT})")
     if TRANSFER_FAILED in codes and all(code < 0 for code in codes):
-        raise StoreDown(
-            f"{what}: none of {len(codes)} objects could be transferred ({TRANSFER_FAILED})"
-        )
+        none = f"none of {len(codes)} objects could be transferred ({TRANSFER_FAILED})"
+        raise StoreDown(f"{what}: {none}")
     return codes
 
 
@@ -194,13 +183,10 @@ def _load_library() -> Any:
     try:
         from mooncake import store
     except ImportError as error:
-        if (
-            isinstance(error, ModuleNotFoundError)
-            and (error.name or "").split(".")[0] == "mooncake"
-        ):
-            raise ConfigError(
-                "the offload tier needs Mooncake's client: pip install vcache-backend[mooncake]"
-            ) from error
+        package = (error.name or "").split(".")[0]
+        if isinstance(error, ModuleNotFoundError) and package == "mooncake":
+            needs = "the offload tier needs Mooncake's client: pip install vcache-backend[mooncake]"
+            raise ConfigError(needs) from error
         hint = " (apt install libibverbs1)" if "libibverbs" in str(error) else ""
         raise ConfigError(f"Mooncake's client does not load: {error}{hint}") from error
     return store

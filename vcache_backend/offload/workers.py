@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
+from threading import Thread
 
 log = logging.getLogger(__name__)
 
@@ -18,10 +18,8 @@ class Workers:
 
     def __init__(self, name: str, count: int) -> None:
         self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True)
-            for number in range(count)
-        ]
+        names = [f"{name}-{number}" for number in range(count)]
+        self._threads = [Thread(target=self._run, name=name, daemon=True) for name in names]
         for thread in self._threads:
             thread.start()
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import logging
 import random
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import compress
+from operator import not_
 
 import torch
 
@@ -25,6 +27,7 @@ from vcache_backend.offload.objects import HEADER_BYTES
 from vcache_backend.offload.read import Bound
 from vcache_backend.offload.staging import Buffer
 from vcache_backend.offload.verbs import STORED, Place
+from vcache_backend.offload.workers import Workers
 from vcache_backend.vram_pool.slots import SlotView
 
 log = logging.getLogger(__name__)
@@ -75,17 +78,9 @@ class Writer:
         self._puts = threading.Lock()
         self._stop = threading.Event()
         self._stream: torch.cuda.Stream | None = None
-        self._threads = [
-            threading.Thread(
-                target=self._run,
-                args=(buffers,),
-                name=f"vcache-offload-write-{number}",
-                daemon=True,
-            )
-            for number, buffers in enumerate(shares)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._workers = Workers("vcache-offload-write", len(shares))
+        for buffers in shares:
+            self._workers.submit(partial(self._run, buffers))
 
     def offer(self, keys: Sequence[ChunkKey]) -> None:
         """Queue chunks that are in the pool. Never blocks: a full queue drops and counts them."""
@@ -107,9 +102,7 @@ class Writer:
             waiting, self._waiting = len(self._waiting), deque()
             self._changed.notify_all()
         self._dropped("down", waiting)
-        deadline = time.monotonic() + seconds
-        for thread in self._threads:
-            thread.join(max(deadline - time.monotonic(), 0.0))
+        self._workers.close(seconds)
         self._client.close()
 
     # ---- the threads
@@ -141,9 +134,8 @@ class Writer:
         with self._changed:
             while not self._stop.is_set():
                 if self._waiting and not self._copying and self._bound.store.usable:
-                    count = min(
-                        len(self._waiting), most if self._busy else max(most // FIRST_PART, 1)
-                    )
+                    most = most if self._busy else max(most // FIRST_PART, 1)
+                    count = min(len(self._waiting), most)
                     self._copying, self._busy = True, self._busy + 1
                     return [self._waiting.popleft() for _ in range(count)]
                 self._changed.wait(POLL_SECONDS if self._waiting else None)
@@ -157,9 +149,7 @@ class Writer:
         try:
             epoch = self._client.present(keys).epoch
             stored = self._bound.store.there([objects.name(key, epoch) for key in keys])
-            later = keys = [
-                key for key, is_stored in zip(keys, stored, strict=True) if not is_stored
-            ]
+            later = keys = list(compress(keys, map(not_, stored)))
             if not keys:
                 return []
             leased = self._client.acquire(keys)
@@ -188,9 +178,8 @@ class Writer:
         self._dropped("gone", len(keys) - len(views))
         for key, view, buffer in zip(keys, views, buffers, strict=False):
             try:
-                digest = self._copy(
-                    view.tensor[: bound.format.chunk_bytes], buffer.memory[HEADER_BYTES:]
-                )
+                chunk = view.tensor[: bound.format.chunk_bytes]
+                digest = self._copy(chunk, buffer.memory[HEADER_BYTES:])
                 bound.format.seal(buffer.memory.numpy(), key, leased.epoch, digest)
                 sealed.append((objects.name(key, leased.epoch), buffer.place))
             except (CodecError, RuntimeError) as error:
@@ -215,9 +204,8 @@ class Writer:
             with torch.cuda.stream(self._stream):
                 encoded = chunk
                 if codec is not None:
-                    encoded = torch.empty(
-                        len(payload), dtype=torch.uint8, device=f"cuda:{self._ordinal}"
-                    )
+                    device = f"cuda:{self._ordinal}"
+                    encoded = torch.empty(len(payload), dtype=torch.uint8, device=device)
                     codec.encode(chunk.to(encoded.device, non_blocking=True), encoded)
                 payload.copy_(encoded, non_blocking=True)
             self._stream.synchronize()
@@ -226,14 +214,12 @@ class Writer:
     def _put(self, sealed: Sealed) -> None:
         stats, object_bytes, put = self._bound.stats, self._bound.format.object_bytes, list[str]()
         for attempt in range(ATTEMPTS if sealed else 0):
-            if attempt and self._stop.wait(
-                RETRY_SECONDS * 2 ** (attempt - 1) * random.uniform(0.75, 1.25)
-            ):
+            pause = RETRY_SECONDS * 2 ** (attempt - 1) * random.uniform(0.75, 1.25)
+            if attempt and self._stop.wait(pause):
                 break
+            names, places = [name for name, _ in sealed], [place for _, place in sealed]
             with stats.timed("offload_put"):
-                put = self._bound.store.put(
-                    [name for name, _ in sealed], [place for _, place in sealed]
-                )
+                put = self._bound.store.put(names, places)
             stored = put.count(STORED)
             stats.count(offload_written=stored, bytes_offload_written=stored * object_bytes)
             sealed = [pair for pair, outcome in zip(sealed, put, strict=True) if outcome != STORED]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,13 +25,11 @@ def first_wanted(mask: object, size: int) -> int:
     """
     if mask is None:
         return 0
-    if not isinstance(mask, torch.Tensor) or mask.shape != (size,) or mask.dtype != torch.bool:
-        given = (
-            f"{tuple(mask.shape)} {mask.dtype}"
-            if isinstance(mask, torch.Tensor)
-            else type(mask).__name__
-        )
-        raise ValueError(f"mask is {given}; expected ({size},) torch.bool, one for each token")
+    expected = f"expected ({size},) torch.bool, one for each token"
+    if not isinstance(mask, torch.Tensor):
+        raise ValueError(f"mask is {type(mask).__name__}; {expected}")
+    if mask.shape != (size,) or mask.dtype != torch.bool:
+        raise ValueError(f"mask is {tuple(mask.shape)} {mask.dtype}; {expected}")
     try:
         wanted = int(mask.sum())
         prefix_only = bool(mask[size - wanted :].all())
@@ -74,14 +73,11 @@ def as_kvcaches(kvcaches: object) -> list[torch.Tensor]:
     """
     if isinstance(kvcaches, Mapping):
         kvcaches = list(kvcaches.values())
-    if not isinstance(kvcaches, Sequence) or not all(
-        isinstance(kv, torch.Tensor) and kv.layout == torch.strided for kv in kvcaches
-    ):
-        raise ValueError(
-            f"kvcaches is a {type(kvcaches).__name__}; expected one dense torch.Tensor a layer, "
-            "in a list or by name"
-        )
-    return list(kvcaches)
+    given: list[Any] = list(kvcaches) if isinstance(kvcaches, Sequence) else [kvcaches]
+    if not all(isinstance(kv, torch.Tensor) and kv.layout == torch.strided for kv in given):
+        wanted = "one dense torch.Tensor a layer, in a list or by name"
+        raise ValueError(f"kvcaches is a {type(kvcaches).__name__}; expected {wanted}")
+    return given
 
 
 def as_salt(salt: object) -> bytes:
@@ -97,14 +93,11 @@ def as_salt(salt: object) -> bytes:
 
 def as_key(cache_key: object) -> ChunkKey:
     """Check a chunk key. ValueError if it is not `KEY_BYTES` bytes."""
-    if not isinstance(cache_key, bytes) or len(cache_key) != KEY_BYTES:
-        given = (
-            f"{len(cache_key)} bytes"
-            if isinstance(cache_key, bytes)
-            else f"a {type(cache_key).__name__}"
-        )
-        raise ValueError(f"cache_key is {given}; expected {KEY_BYTES} bytes, one of `keys(tokens)`")
-    return ChunkKey(cache_key)
+    if isinstance(cache_key, bytes) and len(cache_key) == KEY_BYTES:
+        return ChunkKey(cache_key)
+    size = f"{len(cache_key)} " if isinstance(cache_key, bytes) else "a "
+    given = f"{size}{type(cache_key).__name__}"
+    raise ValueError(f"cache_key is {given}; expected {KEY_BYTES} bytes, one of `keys(tokens)`")
 
 
 def as_seconds(timeout: object) -> float:

@@ -76,21 +76,15 @@ def as_integers(tokens: Sequence[int] | Any) -> npt.NDArray[np.integer[Any]]:
     source: Any = tokens
     try:
         # `Tensor.numpy` takes a third of the time of `np.asarray` of a tensor.
-        ids = np.asarray(
-            (source.cpu() if source.is_cuda else source).numpy()
-            if hasattr(source, "is_cuda")
-            else source
-        )
+        if hasattr(source, "is_cuda"):
+            source = (source.cpu() if source.is_cuda else source).numpy()
+        ids = np.asarray(source)
     except Exception as error:  # whatever a foreign object raises
-        raise ValueError(
-            f"tokens are a {type(tokens).__name__} that cannot be read: {type(error).__name__}: "
-            f"{error}"
-        ) from error
+        given, why = type(tokens).__name__, f"{type(error).__name__}: {error}"
+        raise ValueError(f"tokens are a {given} that cannot be read: {why}") from error
     if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
-        raise ValueError(
-            f"tokens have shape {ids.shape} and type {ids.dtype}; expected one dimension of "
-            "integers"
-        )
+        given = f"shape {ids.shape} and type {ids.dtype}"
+        raise ValueError(f"tokens have {given}; expected one dimension of integers")
     return ids if len(ids) else np.empty(0, dtype=np.uint32)
 
 
@@ -188,15 +182,11 @@ class BlockHashKeys:
         ConfigError for hashes too short to identify a prefix, of a `prefix_caching_hash_algo` that
         is not cryptographic."""
         each, prefix, suffix = self._each, self._prefix, self._suffix
-        made = [
-            prefix + last[:HASH_BYTES] + suffix
-            for last in hashes[(first + 1) * each - 1 : stop * each : each]
-        ]
+        ends = hashes[(first + 1) * each - 1 : stop * each : each]
+        made = [prefix + last[:HASH_BYTES] + suffix for last in ends]
         if made and len(made[-1]) != KEY_BYTES:
-            raise ConfigError(
-                f"a block hash has {len(hashes[each - 1])} B, {HASH_BYTES} are needed: set "
-                "--prefix-caching-hash-algo sha256"
-            )
+            lacks = f"a block hash has {len(hashes[each - 1])} B, {HASH_BYTES} are needed"
+            raise ConfigError(f"{lacks}: set --prefix-caching-hash-algo sha256")
         for digest in filter(None, computed_with):
             made = [
                 prefix + blake2b(key, key=digest, digest_size=HASH_BYTES).digest() + suffix
@@ -209,16 +199,13 @@ def state_keys(keys: Sequence[ChunkKey], parts: int) -> list[ChunkKey]:
     """Make the keys of the states after these chunks' last tokens, `parts` for each chunk, chunk by
     chunk. keys: of rank 0.
     """
-    cut = slice(NAMESPACE_BYTES, -RANK_BYTES)
-    made = [
-        (key, blake2b(key[cut] + bytes([part]), digest_size=HASH_BYTES, person=b"vcache-state-1"))
-        for key in keys
-        for part in range(parts)
-    ]
-    return [
-        ChunkKey(key[:NAMESPACE_BYTES] + digest.digest() + key[-RANK_BYTES:])
-        for key, digest in made
-    ]
+    made = list[ChunkKey]()
+    for key in keys:
+        for part in range(parts):
+            hashed = key[NAMESPACE_BYTES:-RANK_BYTES] + bytes([part])
+            digest = blake2b(hashed, digest_size=HASH_BYTES, person=b"vcache-state-1").digest()
+            made.append(ChunkKey(key[:NAMESPACE_BYTES] + digest + key[-RANK_BYTES:]))
+    return made
 
 
 def adapter_digest(lora_request: Any, content: str) -> bytes:

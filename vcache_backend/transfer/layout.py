@@ -46,18 +46,15 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         """Raise ValueError for values that no KV cache can have."""
         for name, kind in get_type_hints(Layout).items():
             value, least = getattr(self, name), int(name not in ("pp_rank", "kv_heads", "head_dim"))
-            if kind in (int, str) and (
-                not isinstance(value, kind) or (kind is int and value < least)
-            ):
-                wanted = "a text" if kind is str else f"a whole number of {least} or more"
+            wanted = "a text" if kind is str else f"a whole number of {least} or more"
+            right = isinstance(value, kind) if kind in (int, str) else True
+            if not right or (kind is int and value < least):
                 raise ValueError(f"Layout({name}={value!r}): expected {wanted}")
         if not all(isinstance(part, str) for pair in self.extra.items() for part in pair):
             raise ValueError(f"Layout(extra={self.extra!r}): expected texts only")
         if self.chunk_size % self.block_size:
-            raise ValueError(
-                f"Layout(chunk_size={self.chunk_size}): expected a multiple of block_size "
-                f"{self.block_size}"
-            )
+            wanted = f"a multiple of block_size {self.block_size}"
+            raise ValueError(f"Layout(chunk_size={self.chunk_size}): expected {wanted}")
 
     @classmethod
     def of(
@@ -78,28 +75,21 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
         kv = PagedKV.describe(kvcaches, block_size, axes=axes)
         sizes = {axis: int(size) for axis, size in re.findall(r"([a-z]+)(\d+)[. ]", kv.name)}
-        heads = {"kv_heads": sizes.get("head", 1), "head_dim": sizes.get("dim", 1)}
-        described: dict[str, Any] = {
-            "dtype": kv.dtype,
-            "layers": kv.layers,
-            "block_size": block_size,
-            "kv_layout": kv.name,
-        }
-        return cls(model=model, **(heads | described | more))
+        tensors: dict[str, Any] = {"dtype": kv.dtype, "layers": kv.layers, "kv_layout": kv.name}
+        tensors |= {"kv_heads": sizes.get("head", 1), "head_dim": sizes.get("dim", 1)}
+        return cls(model=model, **(tensors | {"block_size": block_size} | more))
 
     def fields(self) -> dict[str, str]:
         """All fields as text, for the server and for people. `extra` appears as `extra.NAME`."""
-        plain = {
-            name: str(getattr(self, name)) for name in self.__struct_fields__ if name != "extra"
-        }
+        names = [name for name in self.__struct_fields__ if name != "extra"]
+        plain = {name: str(getattr(self, name)) for name in names}
         return plain | {f"extra.{key}": value for key, value in sorted(self.extra.items())}
 
     def namespace(self) -> Namespace:
         """Make the namespace: the 32-byte BLAKE2b digest of `fields()`, sorted, as MessagePack."""
         canonical = msgspec.msgpack.encode(sorted(self.fields().items()))
-        return Namespace(
-            hashlib.blake2b(canonical, digest_size=32, person=b"vcache-layout-1").digest()
-        )
+        digest = hashlib.blake2b(canonical, digest_size=32, person=b"vcache-layout-1")
+        return Namespace(digest.digest())
 
 
 class Namespace(NamedTuple):

@@ -78,32 +78,19 @@ class Load:
 
         A new KV cache is mapped in the background, and the load waits for it. If a resident chunk
         is gone when its copy would start, another source may provide it."""
-        self.keys, self.places, self.stats = (
-            keys,
-            places,
-            LoadStats(session, places.kv, name, len(keys)),
-        )
+        self.keys, self.places = keys, places
+        self.stats = LoadStats(session, places.kv, name, len(keys))
         self.loaded, self.cause = 0, ""
         self._session = session
         self._context = LoadContext(session, places, keys, mark, self.stats)
-        numbers = (
-            [number for number in range(len(keys)) if number not in residents] if residents else []
-        )
-        self._pool = Pooled(self._context, lease, numbers)
-        self._memory = MemorySource(
-            self._context,
-            self._pool,
-            self._of_others(residents, neighbours) if residents else None,
-        )
-        self._offload = (
-            OffloadSource(self._context, session.tier)
-            if offload and session.tier is not None
-            else None
-        )
-        self._sources: list[Source] = [
-            self._memory,
-            *([self._offload] if self._offload is not None else ()),
-        ]
+        pooled = [at for at in range(len(keys)) if at not in residents] if residents else []
+        others = self._of_others(residents, neighbours) if residents else None
+        self._memory = MemorySource(self._context, Pooled(self._context, lease, pooled), others)
+        self._sources: list[Source] = [self._memory]
+        self._offload: OffloadSource | None = None
+        if offload and session.tier is not None:
+            self._offload = OffloadSource(self._context, session.tier)
+            self._sources.append(self._offload)
         self._parts: deque[Part] = deque()
         self._end = len(keys)
         """The first chunk that is not wanted any more: neither its copy nor a later copy starts."""
@@ -211,9 +198,8 @@ class Load:
             self._fail("copy")
             self._finish()
             if self._parts:
-                threading.Thread(
-                    target=self._linger, name="vcache-abandoned-load", daemon=True
-                ).start()
+                name = "vcache-abandoned-load"
+                threading.Thread(target=self._linger, name=name, daemon=True).start()
 
     @property
     def epoch(self) -> int:
@@ -225,16 +211,12 @@ class Load:
         again.
         """
         context, offload = self._context, self._offload
-        if (
-            len(context.epochs) != 1
-            or self._cancelled
-            or offload is None
-            or not offload.tier.promotes
-        ):
+        if offload is None or not offload.tier.promotes:
             return []
-        return [
-            chunk for chunk in context.fetched if chunk < self.loaded and self.places.holds(chunk)
-        ]
+        if len(context.epochs) != 1 or self._cancelled:
+            return []
+        loaded = [chunk for chunk in context.fetched if chunk < self.loaded]
+        return list(filter(self.places.holds, loaded))
 
     # ---- inside
 

@@ -65,18 +65,16 @@ class BlockPlaces:
         self._each, parts = kv.blocks_in(chunk_size), block_size // kv.block_size
         ids = np.array(blocks, dtype=np.int64)
         if parts > 1:
-            ids = np.where(ids[:, None] < 0, -1, ids[:, None] * parts + np.arange(parts)).reshape(
-                -1
-            )
+            split = ids[:, None] * parts + np.arange(parts)
+            ids = np.where(ids[:, None] < 0, -1, split).reshape(-1)
         self._ids: Int64s = ids
         self._skip, self._stop = skip * parts, (len(blocks) if stop is None else stop) * parts
 
     def load_plan(self, first: int, count: int) -> CopyPlan:
         start = first * self._each
         ids = self._ids[start : min(start + count * self._each, self._stop)]
-        return plan_blocks(
-            self.kv, self._size, ids, min(max(self._skip - start, 0), len(ids)), holes=self._holes
-        )
+        skip = min(max(self._skip - start, 0), len(ids))
+        return plan_blocks(self.kv, self._size, ids, skip, holes=self._holes)
 
     def store_plan(self, chunks: Sequence[int]) -> CopyPlan:
         rows = self._ids[: len(self._ids) // self._each * self._each].reshape(-1, self._each)
@@ -142,10 +140,8 @@ class SlotPlaces:
         twice = ordered[1:][(ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)]
         if len(twice):
             tokens = (first + np.flatnonzero(wanted == twice[0])[:2]).tolist()
-            raise ValueError(
-                f"slot_mapping gives slot {twice[0]} to the tokens at {tokens}; each token "
-                "needs a slot of its own"
-            )
+            given = f"slot_mapping gives slot {twice[0]} to the tokens at {tokens}"
+            raise ValueError(f"{given}; each token needs a slot of its own")
 
     def load_plan(self, first: int, count: int) -> CopyPlan:
         return self._blocks.load_plan(first, count)
@@ -156,9 +152,8 @@ class SlotPlaces:
         """
         mask = np.zeros(len(self.slots), dtype=np.bool_)
         if chunks:
-            mask[self._begin : self._begin + chunks * self._size] = np.repeat(
-                self._blocks.there(chunks), self.kv.block_size
-            )
+            blocks = np.repeat(self._blocks.there(chunks), self.kv.block_size)
+            mask[self._begin : self._begin + chunks * self._size] = blocks
         return mask
 
     def store_plan(self, chunks: Sequence[int]) -> CopyPlan:

@@ -16,6 +16,7 @@ import numpy as np
 from vcache_backend.errors import ServerUnavailable, VCacheError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import NUMBER_BYTES, ChunkKey, InstanceId
+from vcache_backend.resident.generations import GenerationView
 from vcache_backend.resident.tables import Tables
 from vcache_backend.transfer import outbox
 from vcache_backend.transfer.outbox import Outbox
@@ -102,14 +103,11 @@ class Publisher(Outbox):
         sequence: `TOGETHER` at a time, the last chunks first. Any thread.
 
         Leaves out chunks of failed steps, which were never published."""
-        pairs = [
-            (chunk, self._kept.get(chunk.blocks[:NUMBER_BYTES])) for chunk in _single(publication)
-        ]
-        same = [
-            chunk
-            for chunk, kept in pairs
-            if kept is not None and kept._replace(sequence=chunk.sequence) == chunk
-        ]
+        same = list[Publication]()
+        for chunk in _single(publication):
+            kept = self._kept.get(chunk.blocks[:NUMBER_BYTES])
+            if kept is not None and kept._replace(sequence=chunk.sequence) == chunk:
+                same.append(chunk)
         return [_joined(same[max(0, at - TOGETHER) : at]) for at in range(len(same), 0, -TOGETHER)]
 
     def holds(self, publication: Publication) -> bool:
@@ -117,11 +115,13 @@ class Publisher(Outbox):
         the server the first time.
         """
         view = self._tables.view(self._instance)
+        return view is not None and self._unchanged(publication, view) == len(publication.keys)
+
+    def _unchanged(self, publication: Publication, view: GenerationView) -> int:
+        """Count the leading chunks whose blocks still have the published generations."""
         blocks = np.frombuffer(publication.blocks, dtype="<u4")
         generations = np.frombuffer(publication.generations, dtype="<u8")
-        return view is not None and view.leading(blocks, generations, self._each) == len(
-            publication.keys
-        )
+        return view.leading(blocks, generations, self._each)
 
     def close(self, timeout: float = 5.0) -> None:
         super().close(timeout)
@@ -171,10 +171,8 @@ class Publisher(Outbox):
         return self._knows != self._servers and time.monotonic() >= self._again_at
 
     def _wait(self) -> None:
-        self._again_at, self._pause = (
-            time.monotonic() + self._pause,
-            min(2 * self._pause, SLOWEST_SECONDS),
-        )
+        self._again_at = time.monotonic() + self._pause
+        self._pause = min(2 * self._pause, SLOWEST_SECONDS)
 
     def _over(self, written: Mark) -> bool:
         """Whether the step is over. If the step failed, remove the publication at the head of the
@@ -220,9 +218,7 @@ class Publisher(Outbox):
         if view is None or not self._client.connected:
             return
         for first, chunk in list(self._kept.items()):
-            blocks = np.frombuffer(chunk.blocks, dtype="<u4")
-            generations = np.frombuffer(chunk.generations, dtype="<u8")
-            if not view.leading(blocks, generations, self._each):
+            if not self._unchanged(chunk, view):
                 del self._kept[first]
         total = 0
         for _, same in groupby(self._kept.values(), key=lambda chunk: chunk[3:]):
@@ -251,8 +247,5 @@ def _joined(publications: Sequence[Publication]) -> Publication:
     """Join publications of the same sequence and epoch, at least one. Keeps the order of chunks."""
     blocks = b"".join(publication.blocks for publication in publications)
     generations = b"".join(publication.generations for publication in publications)
-    return publications[0]._replace(
-        keys=[key for publication in publications for key in publication.keys],
-        blocks=blocks,
-        generations=generations,
-    )
+    keys = [key for publication in publications for key in publication.keys]
+    return publications[0]._replace(keys=keys, blocks=blocks, generations=generations)

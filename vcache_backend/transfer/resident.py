@@ -37,11 +37,8 @@ class ResidentChunk(NamedTuple):
         """Unpack little-endian numbers, as in the protocol. ValueError if the bytes are no whole
         numbers.
         """
-        return cls(
-            instance,
-            np.frombuffer(blocks, dtype=_NUMBER),
-            np.frombuffer(generations, dtype=_GENERATION),
-        )
+        numbers = np.frombuffer(blocks, dtype=_NUMBER)
+        return cls(instance, numbers, np.frombuffer(generations, dtype=_GENERATION))
 
     @classmethod
     def many(cls, instance: bytes, count: int, blocks: bytes, generations: bytes) -> list[Self]:
@@ -66,13 +63,9 @@ class _ResidentPart(MemoryPart):
 
     def offsets(self, chunks: Int64s, inside: Int64s, number: int) -> Int64s:
         kv, split = self.context.places.kv.kinds[number], self.neighbour.split
-        ids = (self.blocks.astype(np.int64)[:, None] * split + np.arange(split)).reshape(
-            self.count, -1
-        )
-        offsets: Int64s = (
-            ids[chunks, inside // (kv.parts * kv.page_bytes)]
-            * self.neighbour.shape.kinds[number].stride
-        )
+        parts = self.blocks.astype(np.int64)[:, None] * split + np.arange(split)
+        ids = parts.reshape(self.count, -1)[chunks, inside // (kv.parts * kv.page_bytes)]
+        offsets: Int64s = ids * self.neighbour.shape.kinds[number].stride
         return offsets
 
     def settle(self) -> Settled:
@@ -121,13 +114,8 @@ class ResidentChunks:
             return None
         neighbour = self._neighbours.get(first.instance)
         if neighbour is None or not neighbour.enter():
-            self._forget(
-                [
-                    number
-                    for number, resident in self._chunks.items()
-                    if resident.instance == first.instance
-                ]
-            )
+            chunks = self._chunks.items()
+            self._forget([at for at, each in chunks if each.instance == first.instance])
             return None
         try:
             part = self._entered(chunk, neighbour)
@@ -142,33 +130,25 @@ class ResidentChunks:
         context, each = self._context, neighbour.each
         run: list[ResidentChunk] = []
         if each * neighbour.split == context.places.kv.blocks_in(context.session.chunk_size):
-            while (
-                resident := self._chunks.get(chunk + len(run))
-            ) is not None and resident.instance == neighbour.instance:
+            while (resident := self._chunks.get(chunk + len(run))) is not None:
+                if resident.instance != neighbour.instance:
+                    break
                 if not len(resident.blocks) == len(resident.generations) == each:
                     break
                 run.append(resident)
-        blocks = (
-            np.concatenate([resident.blocks for resident in run])
-            if run
-            else np.empty(0, dtype=np.uint32)
-        )
-        generations = (
-            np.concatenate([resident.generations for resident in run])
-            if run
-            else np.empty(0, dtype=np.uint64)
-        )
-        count = neighbour.view.leading(blocks, generations, each)
+        count = 0
+        if run:
+            blocks = np.concatenate([resident.blocks for resident in run])
+            generations = np.concatenate([resident.generations for resident in run])
+            count = neighbour.view.leading(blocks, generations, each)
         if not count:
             self._forget([chunk])
             return None
         for number in range(chunk, chunk + count):
             del self._chunks[number]
         local = neighbour.shape.device == context.session.device.name
-        count_of = count * each
-        return _ResidentPart(
-            context, chunk, count, (), local, neighbour, blocks[:count_of], generations[:count_of]
-        )
+        blocks, generations = blocks[: count * each], generations[: count * each]
+        return _ResidentPart(context, chunk, count, (), local, neighbour, blocks, generations)
 
     def _forget(self, numbers: list[int]) -> None:
         for number in numbers:

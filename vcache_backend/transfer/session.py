@@ -64,10 +64,8 @@ class Session:
         layout; another process of this instance does. kv_device: the device of the future KV
         caches, see `devices.resolve`. name: the instance's, for the server's status."""
         if layout.chunk_size != config.engine.chunk_size:
-            raise ValueError(
-                f"layout.chunk_size is {layout.chunk_size}, engine.chunk_size is "
-                f"{config.engine.chunk_size}"
-            )
+            ours = f"engine.chunk_size is {config.engine.chunk_size}"
+            raise ValueError(f"layout.chunk_size is {layout.chunk_size}, {ours}")
         self.layout = layout = with_codec(layout, config.offload)
         self.namespace = layout.namespace()
         self.chunk_size, self.rank = layout.chunk_size, rank
@@ -78,14 +76,8 @@ class Session:
         pool.
         """
         fields = {} if anonymous else layout.fields() | {"namespace": str(self.namespace)}
-        self.client = Client(
-            config.server.path,
-            config.client,
-            self.device.name,
-            self.device.medium,
-            fields,
-            name=name,
-        )
+        place = self.device.name, self.device.medium
+        self.client = Client(config.server.path, config.client, *place, fields, name=name)
         self.pool = make_pool(self.client, self.device, config.pool.lent, over_budget)
         self.copier = copier or make_copier(self.device, config)
         self.tier = make_tier(config.offload, self.stats, self.device.ordinal is not None)
@@ -116,19 +108,14 @@ class Session:
         kv = described or PagedKV.describe(
             tensors, self.layout.block_size, axes=self._config.engine.kv_axes or None
         )
-        if (kv.name, kv.layers) != (self.layout.kv_layout, self.layout.layers):
-            here = f"{kv.layers} layers of {kv.name}"
-            raise LayoutError(
-                f"kvcaches are {here}, but the layout says {self.layout.layers} of "
-                f"{self.layout.kv_layout}"
-            )
+        said = self.layout.layers, self.layout.kv_layout
+        if (kv.layers, kv.name) != said:
+            here = f"kvcaches are {kv.layers} layers of {kv.name}"
+            raise LayoutError(f"{here}, but the layout says {said[0]} of {said[1]}")
         self.copier.prepare(kv)
         self._bind_tier(kv)
-        self._paged, self._tensors, self._addresses = (
-            kv,
-            tensors,
-            [tensor.data_ptr() for tensor in tensors],
-        )
+        self._paged, self._tensors = kv, tensors
+        self._addresses = [tensor.data_ptr() for tensor in tensors]
         return kv
 
     def _same(self, kvcaches: object) -> bool:
@@ -136,11 +123,9 @@ class Session:
         some 0.1 us a tensor.
         """
         bound = self._tensors
-        same = (
-            isinstance(kvcaches, list | tuple)
-            and len(kvcaches) == len(bound)
-            and all(map(operator.is_, kvcaches, bound))
-        )
+        if not isinstance(kvcaches, list | tuple) or len(kvcaches) != len(bound):
+            return False
+        same = all(map(operator.is_, kvcaches, bound))
         return same and [tensor.data_ptr() for tensor in bound] == self._addresses
 
     @property
@@ -191,11 +176,10 @@ class Session:
         """
         if self.tier is None:
             return
+        nbytes = kv.chunk_bytes(self.chunk_size)
         try:
-            self.uploader = make_uploader(self.copier, kv, kv.chunk_bytes(self.chunk_size))
-            self.tier.bind(
-                self._config, self.layout, self.device, kv.chunk_bytes(self.chunk_size), self.views
-            )
+            self.uploader = make_uploader(self.copier, kv, nbytes)
+            self.tier.bind(self._config, self.layout, self.device, nbytes, self.views)
         except (VCacheError, RuntimeError) as error:
             log.error("no offload tier: %s", error)
             with suppress(VCacheError):
@@ -214,10 +198,8 @@ class Session:
         if self.tier is None or not keys or not self.tier.usable:
             return None
         answer = self.client.present(list(keys))
-        pooled = answer.present
-        return self.tier.fetch(
-            keys[: pooled.index(True) if True in pooled else len(keys)], answer.epoch
-        )
+        count = [*answer.present, True].index(True)
+        return self.tier.fetch(keys[:count], answer.epoch)
 
     # ---- life
 

@@ -152,13 +152,8 @@ class LoadContext:
         mark: Mark | None,
         stats: LoadStats,
     ) -> None:
-        self.session, self.places, self.keys, self.mark, self.stats = (
-            session,
-            places,
-            keys,
-            mark,
-            stats,
-        )
+        self.session, self.places, self.keys = session, places, keys
+        self.mark, self.stats = mark, stats
         self.idle_since = perf_counter()
         """The time (perf_counter) since which the load only waits."""
         self._planned: tuple[int, int, CopyPlan] | None = None
@@ -243,11 +238,7 @@ class OffloadSource(Source):
         if not self.may_have or chunk >= len(self._context.keys) or self._fetch is not None:
             return self._fetch is not None
         keys, resident = self._context.keys, self._context.resident
-        stop = (
-            next((other for other in range(chunk, len(keys)) if other in resident), len(keys))
-            if resident
-            else len(keys)
-        )
+        stop = next((at for at in range(chunk, len(keys)) if at in resident), len(keys))
         if stop == chunk:
             return False
         try:

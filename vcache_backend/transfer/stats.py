@@ -23,27 +23,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+METADATA = ("acquire", "release", "reserve", "commit")
+DATA = ("retrieve_copy", "store_copy")
 TIMES = (
-    *(
-        "lookup",
-        "retrieve",
-        "store",
-        "acquire",
-        "release",
-        "reserve",
-        "commit",
-        "plan",
-        "retrieve_copy",
-        "store_copy",
-    ),
+    *("lookup", "retrieve", "store", *METADATA, "plan", *DATA),
     *("offload_lookup", "offload_put"),
 )
 """Names of the latencies: first whole calls, then their parts, then the offload tier's.
 
-`retrieve_copy` and `store_copy` are data time. `plan` is neither. The other parts and `lookup` are
-metadata time. A put is one batch, in the background."""
-METADATA = ("acquire", "release", "reserve", "commit")
-DATA = ("retrieve_copy", "store_copy")
+`lookup` is metadata time, too; `plan` is neither that nor data time. A put is one batch, in the
+background."""
 NOT_STORED = ("exists", "busy", "full", "no_slot", "backlog", "late", "changed")
 
 
@@ -91,10 +80,7 @@ class EngineStats:
     def reads(self) -> list[Reads]:
         """Report the reads in each instance's KV cache so far."""
         with self._lock:
-            return [
-                Reads(InstanceId(owner), nbytes, refused)
-                for owner, (nbytes, refused) in self._owners.items()
-            ]
+            return [Reads(InstanceId(owner), *counts) for owner, counts in self._owners.items()]
 
     def failed(self, cause: str) -> int:
         """Count a failure. Returns the number of failures with this cause so far."""
@@ -125,11 +111,8 @@ class EngineStats:
     def counted(self, prefix: str) -> dict[str, int]:
         """The counters whose names begin with `prefix`, by the rest of their names."""
         with self._lock:
-            return {
-                name.removeprefix(prefix): amount
-                for name, amount in self._counts.items()
-                if name.startswith(prefix)
-            }
+            names = [name for name in self._counts if name.startswith(prefix)]
+            return {name.removeprefix(prefix): self._counts[name] for name in names}
 
     def snapshot(self) -> dict[str, Any]:
         """Everything as plain values. Times in microseconds, bandwidth in GB/s (1e9 bytes) of data
@@ -139,34 +122,30 @@ class EngineStats:
             counts = self._counts
             owners = {owner.hex(): nbytes for owner, (nbytes, _) in self._owners.items()}
             times = {name: histogram.summary() for name, histogram in self._times.items()}
-            retrieved = sum(
-                counts[f"bytes_{where}"] for where in ("own", "peer", "offload", "resident")
-            )
-            return times | {
-                "tokens": {
-                    name: counts[f"tokens_{name}"]
-                    for name in ("asked", "hit", "retrieved", "stored")
-                },
+            read = ("own", "peer", "offload", "resident")
+            retrieved = sum(counts[f"bytes_{where}"] for where in read)
+
+            def of(kind: str, *names: str) -> dict[str, int]:
+                return {name: counts[f"{kind}_{name}"] for name in names}
+
+            resident = of("chunks", "stale", "refused") | {
+                "chunks": counts["chunks_resident"],
+                "bytes": counts["bytes_resident"],
+            }
+            return {
+                **times,
+                "tokens": of("tokens", "asked", "hit", "retrieved", "stored"),
                 "hits": {"vram": counts["chunks_retrieved"], "offload": counts["chunks_offload"]},
                 "misses": counts["chunks_missed"],
-                "bytes": {
-                    name: counts[f"bytes_{name}"]
-                    for name in ("own", "peer", "offload", "stored", "offload_written")
-                },
-                "resident": {
-                    "chunks": counts["chunks_resident"],
-                    "bytes": counts["bytes_resident"],
-                    "owners": owners,
-                }
-                | {name: counts[f"chunks_{name}"] for name in ("stale", "refused")},
+                "bytes": of("bytes", "own", "peer", "offload", "stored", "offload_written"),
+                "resident": resident | {"owners": owners},
                 "gb_per_s": {
                     "retrieve": _rate(retrieved, self._times["retrieve_copy"]),
                     "store": _rate(counts["bytes_stored"], self._times["store_copy"]),
                 },
-                "metadata_us": sum(self._times[name].total_us for name in METADATA)
-                + self._times["lookup"].total_us,
+                "metadata_us": sum(self._times[name].total_us for name in ("lookup", *METADATA)),
                 "data_us": sum(self._times[name].total_us for name in DATA),
-                "not_stored": {name: counts[f"not_stored_{name}"] for name in NOT_STORED},
+                "not_stored": of("not_stored", *NOT_STORED),
                 "failures": dict(self._failures),
             }
 
@@ -226,18 +205,9 @@ class LoadStats:
             bytes_peer=(count - own) * each,
         )
         if log.isEnabledFor(logging.DEBUG):
-            said = (
-                "%s from the pool, %d of them on %s, asking the server %.2f ms, copy %.2f "
-                "ms, the lease held"
-            )
-            log.debug(
-                said,
-                self._which(first, count),
-                own,
-                device,
-                1e3 * self.metadata_seconds,
-                1e3 * seconds,
-            )
+            said = "%s from the pool, %d of them on %s, %.2f ms with the server, copy %.2f ms"
+            ms = 1e3 * self.metadata_seconds, 1e3 * seconds
+            log.debug(said, self._which(first, count), own, device, *ms)
 
     def resident(self, first: int, owner: bytes, count: int, tokens: int, seconds: float) -> None:
         """Like `pooled`, for chunks read in the KV cache of instance `owner`."""
@@ -257,9 +227,8 @@ class LoadStats:
         """
         self._session.stats.count(chunks_refused=count)
         self._session.stats.read_from(owner, 0, count)
-        log.debug(
-            "%s changed in instance %s while they were read", self._which(first, count), owner.hex()
-        )
+        said = "%s changed in instance %s while they were read"
+        log.debug(said, self._which(first, count), owner.hex())
 
     def offloaded(
         self, first: int, keys: Sequence[bytes], tokens: int, waited: float, seconds: float
@@ -271,19 +240,12 @@ class LoadStats:
         self.tokens["store"] += tokens
         stats = self._session.stats
         stats.add_time("retrieve_copy", seconds)
-        stats.count(
-            chunks_offload=len(keys),
-            tokens_retrieved=tokens,
-            bytes_offload=tokens * self.token_bytes,
-        )
+        nbytes = tokens * self.token_bytes
+        stats.count(chunks_offload=len(keys), tokens_retrieved=tokens, bytes_offload=nbytes)
         if log.isEnabledFor(logging.DEBUG):
             which = self._which(first, len(keys))
-            log.debug(
-                "%s from the offload tier, %.2f ms, of that copy %.2f ms",
-                which,
-                1e3 * waited,
-                1e3 * seconds,
-            )
+            said = "%s from the offload tier, %.2f ms, of that copy %.2f ms"
+            log.debug(said, which, 1e3 * waited, 1e3 * seconds)
 
     def _which(self, first: int, count: int) -> str:
         return f"hit {self._name}: chunks {first} to {first + count} of {self.chunks}"

@@ -175,9 +175,8 @@ def store(
     _note_refusals(stats, reserved, session.client.epoch)
     # Do not write if this process was paused meanwhile.
     launch_by = asked + reserved.seconds * LAUNCH_WITHIN
-    pending = _gather(
-        session, places, keys, chunks, [*prefix, *keys[: chunks[0]]], reserved, launch_by, mark
-    )
+    before = [*prefix, *keys[: chunks[0]]]
+    pending = _gather(session, places, keys, chunks, before, reserved, launch_by, mark)
     if pending is not None:
         committer.submit(pending._replace(holds=holds))
     return pending
@@ -194,11 +193,8 @@ def _gather(
     mark: Mark | None,
 ) -> PendingStore | None:
     """Copy into the reserved slots, unless it is later than `launch_by` (time.monotonic)."""
-    slots = [
-        (chunk, slot)
-        for chunk, slot in zip(chunks, reserved.slots, strict=True)
-        if isinstance(slot, Location)
-    ]
+    pairs = zip(chunks, reserved.slots, strict=True)
+    slots = [(chunk, slot) for chunk, slot in pairs if isinstance(slot, Location)]
     if not slots:
         return None
     stats, committer, count = session.stats, session.committer, len(slots)

@@ -23,6 +23,7 @@ from ...processes import Child
 from ...results import Clock, OutOfTime, Row, fraction
 from ..environment import peer
 from ..fleet import Fleet
+from ..instances import joined
 from ..prompts import Hit, Prompts
 
 LOGPROBS = 5
@@ -75,11 +76,11 @@ def reference(child: Child, fleet: Fleet, hit: Hit) -> dict[str, Any]:
 class Pair:
     """Instances A, which stores, and B, which hits, and the reference."""
 
-    def __init__(self, fleet: Fleet, prefix: str = "") -> None:
-        self.fleet = fleet
-        self.a, self.b = fleet.instance(f"{prefix}a"), fleet.instance(f"{prefix}b")
-        self.alone = fleet.instance(f"{prefix}alone")
-        self._writer = f"{prefix}a"
+    def __init__(self, fleet: Fleet, kind: str = "") -> None:
+        self.fleet, self._writer = fleet, joined(kind, "a")
+        self.a, self.b, self.alone = (
+            fleet.instance(joined(kind, who)) for who in ("a", "b", "alone")
+        )
 
     def store(self, hit: Hit) -> None:
         """Have A compute and store `first`, and the reference compute it. Empties the pool first if
@@ -106,12 +107,8 @@ def equal(
     prompts: Prompts,
     kind: str = "",
 ) -> list[Row]:
-    """The row over all `hits`, or over those before the time was up. kind: the prefix of the
-    instances' names.
-    """
-    suffix = f"_{kind}" if kind else ""
-    case, prefix = f"{fleet.rows}_equal{suffix}", f"{kind}_" if kind else ""
-    pair = Pair(fleet, prefix)
+    """The row over all `hits`, or over those before the time was up. kind: of the instances."""
+    pair = Pair(fleet, kind)
     soil(pair.b, fleet, prompts)
     wrong: Counter[str] = Counter()
     good: list[bool] = []
@@ -137,7 +134,7 @@ def equal(
     )
     if wrong:
         what += f"; wrong: {dict(wrong)}"
-    row = fraction(case, good, what)
+    row = fraction(joined(fleet.rows, "equal", kind), good, what)
     if len(good) < len(hits) and row.ok:
         # Too few to say that all are equal.
         row = msgspec.structs.replace(
@@ -162,8 +159,7 @@ def agreeing(fleet: Fleet, prompts: Prompts, kind: str = "") -> list[Row]:
 
     They would not if each compiled for itself, since compilation times kernels and keeps the
     faster; so they share one's code (`fleet`)."""
-    suffix, prefix = (f"_{kind}", f"{kind}_") if kind else ("", "")
-    pair, scale, same = Pair(fleet, prefix), fleet.scale, []
+    pair, scale, same = Pair(fleet, kind), fleet.scale, []
     for length in scale.few:
         # A salt of each one's own keeps them from each other's KV, wherever it lies.
         asked = {"tokens": prompts.new(length), "count": scale.answer, "logprobs": LOGPROBS}
@@ -179,15 +175,14 @@ def agreeing(fleet: Fleet, prompts: Prompts, kind: str = "") -> list[Row]:
         "prompts that three instances compute alike without any cache, bit for bit; "
         f"lengths {scale.few}"
     )
-    return [fraction(f"{fleet.rows}_instances_agree{suffix}", same, what)]
+    return [fraction(joined(fleet.rows, "instances_agree", kind), same, what)]
 
 
 def sensitive(fleet: Fleet, prompts: Prompts, kind: str = "", times: int = 2) -> list[Row]:
     """The control of the other comparisons: an early token changes the output, and the reference
     repeats itself.
     """
-    suffix = f"_{kind}" if kind else ""
-    alone, scale = fleet.instance(f"{kind}_alone" if kind else "alone"), fleet.scale
+    alone, scale = fleet.instance(joined(kind, "alone")), fleet.scale
     changed, repeated, tokens = [], [], 0
     for length in scale.few * times:
         hit = prompts.whole(length)
@@ -204,13 +199,10 @@ def sensitive(fleet: Fleet, prompts: Prompts, kind: str = "", times: int = 2) ->
         f"prompts whose logprobs after a prefix-cache hit change with token 0 ({tokens}: "
         f"the greedy tokens too); {lengths}"
     )
+    twice = f"vLLM's own prefix-cache hit twice, bit for bit; {lengths}"
     return [
-        fraction(f"{fleet.rows}_first_token_matters{suffix}", changed, what),
-        fraction(
-            f"{fleet.rows}_reference_repeats{suffix}",
-            repeated,
-            f"vLLM's own prefix-cache hit twice, bit for bit; {lengths}",
-        ),
+        fraction(joined(fleet.rows, "first_token_matters", kind), changed, what),
+        fraction(joined(fleet.rows, "reference_repeats", kind), repeated, twice),
     ]
 
 

@@ -22,7 +22,7 @@ import msgspec
 from ...results import Clock, Row, percentile, row
 from ..environment import peer
 from ..fleet import Fleet
-from ..instances import KINDS
+from ..instances import KINDS, joined
 from ..prompts import Prompts
 
 SECONDS = 60.0
@@ -118,12 +118,12 @@ def _round(
     """Ask one prompt without a cache, through vcache and from vLLM's own cache. Before every hit
     its instance was idle for as long as others took to compute the prompt.
     """
-    scale, prefix = fleet.of(kind), f"{kind}_" if kind else ""
-    due, alone = scale.hit(len(prompt)), fleet.instance(f"{prefix}alone")
+    scale = fleet.of(kind)
+    due, alone = scale.hit(len(prompt)), fleet.instance(joined(kind, "alone"))
     samples["recompute", name].append(_ttft(alone, prompt)[0])
     fleet.make_room(len(prompt))
-    fleet.compute(f"{prefix}a", prompt)
-    seconds, cached = _ttft(fleet.instance(f"{prefix}b"), prompt)
+    fleet.compute(joined(kind, "a"), prompt)
+    seconds, cached = _ttft(fleet.instance(joined(kind, "b")), prompt)
     if due - scale.chunk < cached:
         samples["vcache", name].append(seconds)
     else:
@@ -139,7 +139,7 @@ def _ttft(child: Any, prompt: list[int]) -> tuple[float, int]:
 def _rows(
     fleet: Fleet, samples: Samples, speed: float, partial: Sequence[str], kind: str = ""
 ) -> list[Row]:
-    rows, begin = [], f"{fleet.rows}_{kind}" if kind else fleet.rows
+    rows, begin = [], joined(fleet.rows, kind)
     if not fleet.scale.cpu:
         what = f"the copy engine from {peer()} in this run"
         rows.append(row(f"{begin}_copy_engine", "GB/s", speed, speed, what=what))
@@ -157,7 +157,7 @@ def _rows(
                 what = f"TTFT of {length} tokens; reference: vLLM's own prefix-cache hit{missed}"
                 rows.append(row(f"{begin}_{variant}_ms_{name}", "ms", values, floor, what=what))
         # The limits do not apply to a pool in host memory, which is read over PCIe.
-        if held["vcache"] and fleet.more.get("vcache.pool.device") != "host":
+        if held["vcache"] and fleet.more.get("pool.device") != "host":
             rows += _judged(fleet, name, held, floor, speed, missed, kind)
     return rows
 
@@ -172,7 +172,7 @@ def _judged(
     kind: str,
 ) -> list[Row]:
     """The rows with limits. The GPUs of an instance copy their parts at the same time."""
-    begin = f"{fleet.rows}_{kind}" if kind else fleet.rows
+    begin = joined(fleet.rows, kind)
     gpus, length = KINDS[kind].tensor_parallel, _lengths(fleet, kind)[name] - TAIL
     most, sum_ = allowed(floor, fleet.of(kind).read_bytes(length) // gpus, speed)
     where = f"{gpus} peer GPUs" if gpus > 1 else peer()

@@ -111,11 +111,9 @@ def _sleep_refusal(model_config: Any) -> str | None:
             "or take vLLM 0.33"
         )
     backend = str(getattr(model_config, "sleep_mode_backend", "cumem"))
-    return (
-        None
-        if backend == "cumem"
-        else f"sleep mode's backend {backend} is not known: set --sleep-mode-backend cumem"
-    )
+    if backend == "cumem":
+        return None
+    return f"sleep mode's backend {backend} is not known: set --sleep-mode-backend cumem"
 
 
 def read_model(

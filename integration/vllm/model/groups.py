@@ -81,10 +81,8 @@ class Groups:
         self.block, self.size = math.lcm(*self.sizes), chunk_size
         if chunk_size % self.block:
             fitting = -(-chunk_size // self.block) * self.block
-            raise LayoutError(
-                f"chunk_size {chunk_size} is no multiple of {self.block} tokens: set "
-                f"engine.chunk_size: {fitting}"
-            )
+            misfit = f"chunk_size {chunk_size} is no multiple of {self.block} tokens"
+            raise LayoutError(f"{misfit}: set engine.chunk_size: {fitting}")
         self.shares = tuple(
             Share(group.block_size, _tail(group, chunk_size)) for group in self.groups
         )
@@ -287,10 +285,8 @@ def read(kv_cache_config: Any, chunk_size: int) -> Groups:
         ):
             reason = "its blocks are no part of vLLM's own prefix cache: no setting changes that"
         if reason is not None:
-            raise LayoutError(
-                f"{group.layer_names[0] if group.layer_names else 'a group'} and its group: "
-                f"{reason}"
-            )
+            name = group.layer_names[0] if group.layer_names else "a group"
+            raise LayoutError(f"{name} and its group: {reason}")
     layer_groups = [_group(number, group) for number, group in enumerate(groups)]
     if all(group.state for group in layer_groups):
         raise LayoutError("all layers keep a state, and none keeps tokens: no setting changes that")
@@ -324,13 +320,8 @@ def unknown(kind: str) -> str | None:
     """
     if kind in (*_FULL, *_WINDOWED, STATES):
         return None
-    return _REASONS.get(
-        kind,
-        (
-            f"the KV cache is {kind}, whose blocks do not hold the whole prefix: no setting "
-            "changes that"
-        ),
-    )
+    lacks = "whose blocks do not hold the whole prefix: no setting changes that"
+    return _REASONS.get(kind, f"the KV cache is {kind}, {lacks}")
 
 
 def _unsteady(spec: Any) -> str | None:
@@ -360,13 +351,8 @@ def _group(number: int, group: Any) -> LayerGroup:
     if type(spec).__name__ in _WINDOWED:
         window = int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
     elif type(spec).__name__ == STATES:
-        state = digest(
-            [
-                text(spec.mamba_type),
-                [list(shape) for shape in spec.shapes],
-                [str(dtype) for dtype in spec.dtypes],
-            ]
-        )
+        shapes, dtypes = list(map(list, spec.shapes)), list(map(str, spec.dtypes))
+        state = digest([text(spec.mamba_type), shapes, dtypes])
     return LayerGroup(number, int(spec.block_size), window, tuple(group.layer_names), state)
 
 

@@ -131,19 +131,15 @@ def _layers(kv_cache: Any) -> list[dict[str, Any]]:
     for group in kv_cache.kv_cache_groups:
         kind, window = groups.kind(group.kv_cache_spec)
         counted[kind, window] = counted.get((kind, window), 0) + len(group.layer_names)
-    return [
-        {"kind": kind, "window": window, "count": count}
-        for (kind, window), count in counted.items()
-    ]
+    found = counted.items()
+    return [{"kind": kind, "window": window, "count": count} for (kind, window), count in found]
 
 
 def _sizes(kv_cache: Any, chunk_size: int) -> dict[str, int]:
     """Bytes of one worker's part of a chunk, and of a state."""
-    block = max(
-        _block_bytes(group)
-        for group in kv_cache.kv_cache_groups
-        if groups.kind(group.kv_cache_spec)[0] != "state"
-    )
+    tables = kv_cache.kv_cache_groups
+    tables = [group for group in tables if groups.kind(group.kv_cache_spec)[0] != "state"]
+    block = max(map(_block_bytes, tables))
     read = groups.read(kv_cache, chunk_size)
     return {"chunk_bytes": read.blocks * block, "state_bytes": read.parts * read.blocks * block}
 
@@ -162,11 +158,9 @@ def main() -> None:
         try:
             result = report(sys.argv[1], config.from_dict(json.load(sys.stdin)))
         except Exception as error:  # noqa: BLE001 - the outermost line of this process: who asked is told
-            result = {
-                "trouble": error.errors()[0]["msg"]
-                if isinstance(error, ValidationError)
-                else f"{type(error).__name__}: {error}"
-            }
+            result = {"trouble": f"{type(error).__name__}: {error}"}
+            if isinstance(error, ValidationError):
+                result["trouble"] = error.errors()[0]["msg"]
         json.dump(result, answer)
 
 

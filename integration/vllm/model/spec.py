@@ -145,13 +145,16 @@ def describe(
     size = tensor_block_size(configured, kv_caches, num_blocks)
     kv = PagedKV.describe(kv_caches, size, axes=engine_config.kv_axes or axes(kv_caches, size))
     if num_blocks and kv.num_blocks * size != num_blocks * configured:
-        raise LayoutError(
-            f"KV caches have {kv.num_blocks} blocks of {size} tokens where vLLM hands out "
-            f"{num_blocks} of {configured}; "
-            "set engine.kv_axes to what each axis of the tensors is"
-        )
+        raise _other_blocks(kv, num_blocks, configured)
     kv.chunk_bytes(chunk_size)
     return kv
+
+
+def _other_blocks(kv: PagedKV, num_blocks: int, block_size: int) -> LayoutError:
+    """The error for KV caches that do not have vLLM's blocks."""
+    have = f"KV caches have {kv.num_blocks} blocks of {kv.block_size} tokens"
+    due = f"where vLLM hands out {num_blocks} of {block_size}"
+    return LayoutError(f"{have} {due}; set engine.kv_axes to what each axis of the tensors is")
 
 
 def describe_groups(
@@ -164,37 +167,24 @@ def describe_groups(
     """Describe a worker's `kv_caches` by layer: tensors, or the pages of a state. Like `describe`,
     for several block tables.
     """
+    tensors = {name: cache for name, cache in kv_caches.items() if isinstance(cache, Tensor)}
     held = [
-        {name: kv_caches[name] for name in group.layers if isinstance(kv_caches.get(name), Tensor)}
-        for group in groups.groups
+        {name: tensors[name] for name in group.layers if name in tensors} for group in groups.groups
     ]
     sizes = [group.block_size for group in groups.groups]
     # A pipeline stage may lack a group's layers. The group's blocks are split like the others'.
-    split = max(
-        size // tensor_block_size(size, layers, num_blocks)
-        for size, layers in zip(sizes, held, strict=True)
-    )
+    whole = zip(sizes, held, strict=True)
+    split = max(size // tensor_block_size(size, layers, num_blocks) for size, layers in whole)
     shares = [share._replace(block_size=share.block_size // split) for share in groups.shares]
-    pairs = list(zip(held, shares, strict=True))
-    kv = PagedKV.describe_groups(
-        pairs,
-        axes=engine_config.kv_axes
-        or axes(dict(chain(*map(dict.items, held))), shares[0].block_size),
-    )
+    every = dict(chain(*map(dict.items, held)))
+    named = engine_config.kv_axes or axes(every, shares[0].block_size)
+    kv = PagedKV.describe_groups(list(zip(held, shares, strict=True)), axes=named)
     if num_blocks and kv.num_blocks != num_blocks * split:
-        raise LayoutError(
-            f"KV caches have {kv.num_blocks} blocks of {kv.block_size} tokens where vLLM hands "
-            f"out {num_blocks} of "
-            f"{groups.groups[0].block_size}; set engine.kv_axes to what each axis of the tensors is"
-        )
+        raise _other_blocks(kv, num_blocks, sizes[0])
     # vLLM before 0.32 passes a state's tensors, later releases pass a state's pages.
+    pages = {name: [at] if isinstance(at, Tensor) else list(at) for name, at in kv_caches.items()}
     states = [
-        {
-            name: [cache] if isinstance(cache := kv_caches[name], Tensor) else list(cache)
-            for name in group.layers
-            if name in kv_caches
-        }
-        for group in groups.states
+        {name: pages[name] for name in group.layers if name in pages} for group in groups.states
     ]
     kv = kv.with_states(states, split)
     kv.chunk_bytes(chunk_size)
@@ -383,18 +373,13 @@ def attention(vllm_config: Any, kv_caches: Mapping[str, Any] | None) -> str:
     """The names of the caching layers' attention backends, which arrange K, V and heads within a
     block. Known in workers only.
     """
-    layers = (
-        getattr(getattr(vllm_config, "compilation_config", None), "static_forward_context", None)
-        or {}
-    )
-    used: list[Any] = [
-        getattr(layer, "attn_backend", None)
-        for name, layer in layers.items()
-        if not kv_caches or name in kv_caches
-    ]
-    return ",".join(
-        sorted({str(backend.get_name()) for backend in used if hasattr(backend, "get_name")})
-    )
+    compilation = getattr(vllm_config, "compilation_config", None)
+    names: set[str] = set()
+    for name, layer in (getattr(compilation, "static_forward_context", None) or {}).items():
+        backend: Any = getattr(layer, "attn_backend", None)
+        if hasattr(backend, "get_name") and (not kv_caches or name in kv_caches):
+            names.add(str(backend.get_name()))
+    return ",".join(sorted(names))
 
 
 def layer_names(kv_caches: Mapping[str, Any] | None) -> str:

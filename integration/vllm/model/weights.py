@@ -63,11 +63,9 @@ def _files_digest(path: Path) -> str:
     """`files-` and a digest of the names, sizes and times of the files at `path`, without hidden
     ones and subfolders.
     """
-    files = (
-        [path]
-        if path.is_file()
-        else sorted(file for file in path.iterdir() if file.is_file() and file.name[0] != ".")
-    )
+    files = [path]
+    if not path.is_file():
+        files = sorted(file for file in path.iterdir() if file.is_file() and file.name[0] != ".")
     hashed = blake2b(digest_size=8, person=b"vcache-model-1")
     for file in files:
         status = file.stat()
@@ -81,14 +79,13 @@ def extra(vllm_config: Any) -> dict[str, str]:
     """
     cache, model = vllm_config.cache_config, vllm_config.model_config
     release = str(getattr(sys.modules.get("vllm"), "__version__", "")).split(".")[:2]
+    skipped = getattr(cache, "kv_cache_dtype_skip_layers", ()) or ()
     settings = {
         "engine": f"vllm {'.'.join(release)}",
         "model_config": digest(_model_config(model)),
         "quantization_config": digest(_plain(getattr(model, "quantization_config", None))),
         "weights": _loaded(getattr(vllm_config, "load_config", None)),
-        "kv_skip_layers": ",".join(
-            map(str, getattr(cache, "kv_cache_dtype_skip_layers", ()) or ())
-        ),
+        "kv_skip_layers": ",".join(map(str, skipped)),
         "sliding_window": "off" if getattr(model, "disable_sliding_window", False) else "",
         "multimodal": digest(_seen_as(getattr(model, "multimodal_config", None))),
         "draft": _draft(getattr(vllm_config, "speculative_config", None)),
@@ -130,18 +127,13 @@ def _adapted(lora: Any, dtype: str) -> dict[str, Any]:
     """Settings that change how an instance applies a LoRA adapter, without defaults. dtype: the
     model's, the adapters' default.
     """
-    settings = {
-        name: getattr(lora, name, None)
-        for name in ("target_modules", "enable_tower_connector_lora")
-    }
+    names = "target_modules", "enable_tower_connector_lora"
+    settings = {name: getattr(lora, name, None) for name in names}
     settings["dtype"] = (
         set_ if (set_ := text(getattr(lora, "lora_dtype", "auto"))) not in ("auto", dtype) else None
     )
-    return {
-        name: sorted(value) if isinstance(value, list) else value
-        for name, value in settings.items()
-        if value
-    }
+    given = {name: value for name, value in settings.items() if value}
+    return {name: sorted(at) if isinstance(at, list) else at for name, at in given.items()}
 
 
 def _loaded(load: Any) -> str:
@@ -166,11 +158,9 @@ def rope(model: Any) -> str:
     """The rotary embedding of a `ModelConfig`, as canonical JSON; empty for a model without one."""
     config = getattr(model, "hf_text_config", None)
     settings = {name: getattr(config, name, None) for name in _ROPE}
-    return (
-        _canonical({name: value for name, value in settings.items() if value is not None})
-        if any(settings.values())
-        else ""
-    )
+    if not any(settings.values()):
+        return ""
+    return _canonical({name: value for name, value in settings.items() if value is not None})
 
 
 def _model_config(model: Any) -> Any:
@@ -199,23 +189,20 @@ def _plain(values: Any) -> Any:
 
 def _canonical(values: Any) -> str:
     # Use only the type's name: an object's repr may hold an address, which differs by process.
-    return json.dumps(
-        values,
-        sort_keys=True,
-        separators=(",", ":"),
-        default=lambda value: type(value).__qualname__,
-    )
+    def named(value: object) -> str:
+        return type(value).__qualname__
+
+    return json.dumps(values, sort_keys=True, separators=(",", ":"), default=named)
 
 
 def digest(values: Any) -> str:
     """16 hexadecimal digits, equal for equal plain values in every process; empty for an empty
     value.
     """
-    return (
-        blake2b(_canonical(values).encode(), digest_size=8, person=b"vcache-model-1").hexdigest()
-        if values
-        else ""
-    )
+    if not values:
+        return ""
+    data = _canonical(values).encode()
+    return blake2b(data, digest_size=8, person=b"vcache-model-1").hexdigest()
 
 
 def text(named: Any) -> str:

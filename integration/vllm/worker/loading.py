@@ -35,11 +35,10 @@ class Loading(transfer.Load):
     def __init__(self, worker: Attached, spec: LoadSpec, mark: Mark) -> None:
         """mark: a point in the model's stream behind all work of the blocks' earlier owners."""
         session = worker.session
-        keys = session.own(spec.keys)
         super().__init__(
             session,
             BlockPlaces(worker.kv, session.chunk_size, spec.blocks, worker.block_size),
-            keys,
+            session.own(spec.keys),
             mark=mark,
             offload=spec.offload,
             name=spec.request_id,

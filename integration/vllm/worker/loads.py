@@ -158,12 +158,8 @@ class Loads:
                 self._meter.loaded(loading.stats)
             if loading.cause and loading.cause != transfer.CANCELLED:
                 tokens = len(invalid) * self._model.block_size
-                log.warning(
-                    "%d tokens of request %s are computed, not loaded: %s",
-                    tokens,
-                    name,
-                    loading.failure,
-                )
+                said = "%d tokens of request %s are computed, not loaded: %s"
+                log.warning(said, tokens, name, loading.failure)
                 self._meter.count("failures", 1, loading.failure)
                 self._meter.count("recomputed_tokens", tokens)
 

@@ -108,11 +108,8 @@ class Reporter:
         tier = self._session.tier if self._session is not None else None
         if tier is None:
             return self._link
-        usable, rate = tier.usable, tier.bandwidth
-        reported = self._link.bandwidth
-        same = rate == reported or (
-            rate is not None
-            and reported is not None
-            and abs(rate - reported) < NOTICEABLE * reported
-        )
+        usable, rate, reported = tier.usable, tier.bandwidth, self._link.bandwidth
+        same = rate == reported
+        if rate is not None and reported is not None:
+            same = same or abs(rate - reported) < NOTICEABLE * reported
         return self._link if same and usable == self._link.usable else Link(usable, rate)

@@ -79,16 +79,11 @@ class WorkerSide:
         """The last step's metadata."""
         self._stores = Stores(meter, groups.clears(kv_cache_config))
         number = pp_rank * self._model.tp_size + tp_rank
-        self.report = Reporter(
-            (pp_rank, tp_rank),
-            number,
-            self._rank,
-            events=compat.publishes_events(vllm_config),
-            traces=traces.wanted(vllm_config),
-        )
-        self.loads = Loads(
-            self._model, groups.several(kv_cache_config), self.report, self._stores, meter
-        )
+        events, traced = compat.publishes_events(vllm_config), traces.wanted(vllm_config)
+        place = pp_rank, tp_rank
+        self.report = Reporter(place, number, self._rank, events=events, traces=traced)
+        several = groups.several(kv_cache_config)
+        self.loads = Loads(self._model, several, self.report, self._stores, meter)
 
     # ---- start
 
@@ -107,10 +102,8 @@ class WorkerSide:
         tables = groups.read(self._kv_config, size)
         kv = model_spec.describe_groups(tables, kv_caches, blocks, size, self._config.engine)
         # A state has several adjacent tensors: the first gives the address.
-        kv_caches = {
-            name: held if isinstance(held, torch.Tensor) else held[0]
-            for name, held in kv_caches.items()
-        }
+        firsts = [at if isinstance(at, torch.Tensor) else at[0] for at in kv_caches.values()]
+        kv_caches = dict(zip(kv_caches, firsts, strict=True))
         shard = model_spec.read_shard(
             self._vllm, kv_caches, kv, size, self._pp_rank, self._tp_rank, tables.layers
         )
@@ -120,24 +113,19 @@ class WorkerSide:
         self._worker = Attached(session, kv, block_size, neighbours)
         self._stores.open(session, kv, block_size)
         self.report.open(session, Shard(shard, session.tier is not None))
-        log.info(
-            "vcache: worker %d %s %s, %s B a chunk",
-            self._rank,
-            "shares its KV cache in place, on" if self.in_place else "lends to and reads from",
-            session.device,
-            f"{shard.chunk_bytes:,}",
-        )
+        does = "shares its KV cache in place, on" if self.in_place else "lends to and reads from"
+        chunk = f"{shard.chunk_bytes:,} B a chunk"
+        log.info("vcache: worker %d %s %s, %s", self._rank, does, session.device, chunk)
 
     def _session(
         self, kv_caches: Mapping[str, torch.Tensor], kv: PagedKV, shard: model_spec.ShardSpec
     ) -> Session:
         """Join the pool, and check that bytes come back from it unchanged. VCacheError."""
+        model = self._model
         session = Session(
             self._config,
-            model_spec.layout(self._model, [shard], self._config.engine.chunk_size, b""),
-            over_budget=memory_budget.beside_vllm(
-                self._model.device_type, self._model.gpu_memory_utilization
-            ),
+            model_spec.layout(model, [shard], self._config.engine.chunk_size, b""),
+            over_budget=memory_budget.beside_vllm(model.device_type, model.gpu_memory_utilization),
             anonymous=True,
             rank=self._rank,
             kv_device=str(kv.device),
@@ -164,12 +152,10 @@ class WorkerSide:
     def refuse(self, reason: str) -> None:
         """Tell the scheduler and the server that this worker caches nothing (any more)."""
         self.report.refuse(reason)
+        who = f"vLLM's worker {self._rank} (pid {os.getpid()})"
         try:
             with Client(self._config.server.path, self._config.client, reconnect=False) as server:
-                server.report(
-                    "error",
-                    f"vLLM's worker {self._rank} (pid {os.getpid()}) caches nothing: {reason}",
-                )
+                server.report("error", f"{who} caches nothing: {reason}")
         except VCacheError as error:
             log.debug("the server was not told: %s", error)
 
@@ -228,10 +214,8 @@ class WorkerSide:
         deadline = time.monotonic() + CLOSE_SECONDS
         self.loads.stop(deadline)
         if not worker.session.flush(max(deadline - time.monotonic(), 0.0)):
-            log.warning(
-                "vcache: vLLM sleeps before its last stores are committed: their chunks may be "
-                "missing in the pool"
-            )
+            early = "vLLM sleeps before its last stores are committed"
+            log.warning("vcache: %s: their chunks may be missing in the pool", early)
         if worker.kv.device.type == "cuda":
             # Wait for our copies, since their address tables go with vLLM's memory. vLLM also
             # synchronises before and after this call.

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey
@@ -88,22 +88,13 @@ class Stores:
         chunks, session = load.to_promote(), self._session
         if not chunks or session is None:
             return
-        kv = load.places.kv
+        kv, places, tenant = load.places.kv, load.places, spec.tenant
         each = kv.blocks_in(session.chunk_size) * kv.block_size // self._block_size
-        blocks = [
-            block for chunk in chunks for block in spec.blocks[chunk * each : (chunk + 1) * each]
-        ]
-        prefix = session.own(spec.prefix)
-        self._store(
-            session,
-            load.places,
-            load.keys,
-            chunks,
-            prefix,
-            blocks,
-            load.epoch,
-            tenant=spec.tenant,
-        )
+        blocks = list[int]()
+        for chunk in chunks:
+            blocks += spec.blocks[chunk * each : (chunk + 1) * each]
+        prefix, keys = session.own(spec.prefix), load.keys
+        self._store(session, places, keys, chunks, prefix, blocks, load.epoch, tenant=tenant)
 
     def save(
         self, keys: list[ChunkKey], blocks: list[int], epoch: int, holds: Callable[[], bool]
@@ -123,20 +114,12 @@ class Stores:
             return
         stats = self._session.stats
         self._updates = stats.updates
-        offload = stats.counted("offload_")
-        written = stats.counted("bytes_").get("offload_written", 0)
-        counts = {
-            ("not_stored_chunks", cause): count for cause, count in stats.not_stored().items()
-        }
-        counts |= {
-            ("offload_dropped_chunks", name.removeprefix("dropped_")): count
-            for name, count in offload.items()
-            if name.startswith("dropped_")
-        }
-        counts |= {
-            ("offload_written_chunks", ""): offload.get("written", 0),
-            ("offload_written_bytes", ""): written,
-        }
+        counts = {("not_stored_chunks", cause): many for cause, many in stats.not_stored().items()}
+        for cause, many in stats.counted("offload_dropped_").items():
+            counts["offload_dropped_chunks", cause] = many
+        written = stats.counted("offload_").get("written", 0)
+        counts["offload_written_chunks", ""] = written
+        counts["offload_written_bytes", ""] = stats.counted("bytes_").get("offload_written", 0)
         if counts != self._counted:
             for (counter, label), count in counts.items():
                 self._meter.count(counter, count - self._counted.get((counter, label), 0), label)
@@ -161,32 +144,19 @@ class Stores:
         """
         started = perf_counter()
         try:
-            pending = store(
-                session,
-                places,
-                keys,
-                chunks,
-                prefix,
-                beside=True,
-                fetched_in=fetched_in,
-                holds=holds,
-                tenant=tenant,
-            )
+            how: dict[str, Any] = {"fetched_in": fetched_in, "holds": holds, "tenant": tenant}
+            pending = store(session, places, keys, chunks, prefix, beside=True, **how)
         except Exception as error:  # noqa: BLE001 - a failed store counts as no store
-            session.miss(
-                "store" if fetched_in is None else "promote" if holds is None else "save", error
-            )
+            what = "store" if fetched_in is None else "promote" if holds is None else "save"
+            session.miss(what, error)
             self._meter.count("failures", 1, "store")
             return
         if pending is not None:
             seconds = perf_counter() - started
             if self._at_once:
                 session.copier.fence(pending.completion)
-            self._under_way.append(
-                _Gather(
-                    pending.completion, frozenset(blocks), pending.tokens, pending.nbytes, seconds
-                )
-            )
+            copy, size = pending.completion, (pending.tokens, pending.nbytes)
+            self._under_way.append(_Gather(copy, frozenset(blocks), *size, seconds))
 
     def _over(self, gather: _Gather) -> bool:
         """Whether the store reads its blocks no more. A failed store has stopped, and is not

@@ -1,4 +1,4 @@
-"""Accepts connections within fair limits, and makes clients of the ones that say hello."""
+"""Accepts connections, as many as there are places and descriptors for."""
 
 from __future__ import annotations
 

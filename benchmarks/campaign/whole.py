@@ -1,10 +1,10 @@
-"""An instance of a campaign that is a whole vLLM. Its answers are compared with those of a vLLM
-that shares nothing (`Whole`), or others read its KV cache (`witness`).
+"""An instance of a campaign that is a whole vLLM, whose answers are compared with those of a vLLM
+that shares nothing.
 
-`Whole` has a tiny model, on the CPU or on a GPU, with so few KV blocks that these are constantly
-used again. Prompts are prefixes of one another and end alike, so the answers depend on the KV that
-was loaded. Some copies are slow, and the process stops itself at their steps. On GPUs vLLM
-schedules asynchronously."""
+It has a tiny model, on the CPU or on a GPU, with so few KV blocks that these are constantly used
+again. Prompts are prefixes of one another and end alike, so the answers depend on the KV that was
+loaded. Some copies are slow, and the process stops itself at their steps. On GPUs vLLM schedules
+asynchronously."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import random
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,14 +27,13 @@ from vllm.platforms import current_platform
 from integration import amx
 from vcache_backend.integration.vllm.scheduler.pace import Pace
 
-from ..forked import Forked
 from ..processes import die_with_parent
 from ..vllm.answers import RANKED, Answer
 from ..vllm.scale import TINY, Scale
-from ..vllm.settings import DECODE_GRAPHS, our_connector
+from ..vllm.settings import DECODE_GRAPHS, llm, our_connector
 from ..vllm.weights import write_model
-from .instance import Outcomes, Settings, Told, stop_self
-from .reader import Living, Slowly, believe_copies, live_as
+from .forked import Forked
+from .living import Living, Settings, Slowly, live_as
 
 TAIL, ANSWER = 8, 6
 
@@ -67,17 +65,20 @@ SLOW, SLOW_SECONDS = 0.3, 0.3
 """Share of the loads that go block by block, and the most seconds that one pauses in all."""
 
 
-class Engine:
-    """A vLLM that always has requests. One thread. over: always False."""
+class Whole(Living):
+    """A vLLM that always has requests."""
 
-    def __init__(self, settings: Settings, dice: random.Random, size: Size) -> None:
-        self.dice, self.told, self.over = dice, Told(Outcomes(), []), False
-        self.size, self._settings, self._count = size, settings, 0
-        if settings.control == "no verdict":
-            believe_copies()
+    SIZE = WHOLE
+
+    def __init__(self, settings: Settings, dice: random.Random) -> None:
+        super().__init__(settings, dice)
+        self.size, self._count = self.SIZE, 0
+        answers = Path(settings.shared, "answers.json").read_bytes()
+        self._right = msgspec.json.decode(answers, type=dict[str, Answer])
+        self._loaded: dict[str, int] = defaultdict(int)
         # Every hit is loaded, also a short one beside running requests.
         setattr(Pace, "computes", lambda *_: False)  # noqa: B010
-        self.engine = make(settings.shared, _transfer(settings, size), size).llm_engine
+        self.engine = make(settings.shared, _transfer(settings, self.size), self.size).llm_engine
         asynchronous = self.engine.vllm_config.scheduler_config.async_scheduling
         # vLLM never schedules so on CPUs.
         assert asynchronous or current_platform.is_cpu()
@@ -85,7 +86,7 @@ class Engine:
         self._asked_at: dict[str, float] = {}
         connector: Any = import_module("vllm.distributed.kv_transfer").get_kv_transfer_group()
         shares = connector._worker.in_place is not None
-        assert shares or settings.lends, "this vLLM shares nothing in place"
+        assert shares or settings.config.pool.segment_bytes, "this vLLM shares nothing in place"
         self.watch(connector._worker)
 
     def round(self) -> None:
@@ -113,29 +114,11 @@ class Engine:
                 del self._asked_at[output.request_id]
                 self.answered(output, *self.asked.pop(output.request_id))
 
-    def step(self, name: str) -> None:
-        """A step of the protocol, at which the process may stop itself."""
-        pauses = self._settings.pauses if name == "copied" else 0.0
-        if self.dice.random() < (pauses or self._settings.stops):
-            self.told.outcomes.by_step[name] += 1
-            stop_self()
-
     def ask(self) -> tuple[int, int]:
         """The family and the chunks of the next prompt."""
         size = self.size
         family = min(self.dice.randrange(size.families), self.dice.randrange(size.families))
         return family, self.dice.randint(1, size.chunks)
-
-    def close(self) -> None:
-        """Never called: a signal ends the process."""
-
-    def answered(self, output: Any, family: int, chunks: int) -> None:
-        """A request for that prompt has ended."""
-        raise NotImplementedError
-
-    def watch(self, worker: Any) -> None:
-        """Note what our connector does. worker: its half in the worker."""
-        raise NotImplementedError
 
     def stops_behind(self, owner: Any, name: str, step: str) -> None:
         """Have the process stop itself now and then after this method of `owner` has returned."""
@@ -148,58 +131,36 @@ class Engine:
 
         setattr(owner, name, called)
 
-
-class Whole(Engine):
-    """An instance whose answers are compared with those of vLLM alone."""
-
-    SIZE = WHOLE
-
-    def __init__(self, settings: Settings, dice: random.Random) -> None:
-        self._right = msgspec.json.decode(
-            Path(settings.shared, "answers.json").read_bytes(), type=dict[str, Answer]
-        )
-        self._loaded: dict[str, int] = defaultdict(int)
-        super().__init__(settings, dice, self.SIZE)
-
     def answered(self, output: Any, family: int, chunks: int) -> None:
-        answer, right, outcomes = (
-            Answer.of(output),
-            self._right[f"{family} {chunks}"],
-            self.told.outcomes,
-        )
-        loaded = self._loaded.pop(output.request_id, 0)
+        """A request for that prompt has ended."""
+        answer, right = Answer.of(output), self._right[f"{family} {chunks}"]
+        outcomes, loaded = self.told.outcomes, self._loaded.pop(output.request_id, 0)
         outcomes.answers += 1
         outcomes.loads += bool(loaded)
-        outcomes.chunks += loaded // TINY.chunk
         outcomes.nbytes += loaded * TINY.token_bytes
         outcomes.misses += not answer.cached
         if answer.differs(right):
-            outcomes.wrong += 1
             what = (
-                f"process {os.getpid()}, request {output.request_id}: prompt {family}, "
-                f"{chunks} chunks, {answer.cached} tokens cached"
+                f"request {output.request_id}: prompt {family}, {chunks} chunks, {answer.cached} "
+                f"tokens cached, {loaded} of them loaded for it: {answer}, where vLLM alone "
+                f"says {right}"
             )
-            self.told.wrong.append(
-                f"{what}, {loaded} of them loaded for it: {answer}, where vLLM alone says {right}"
-            )
+            self.loaded_wrong(0, what)
 
     def watch(self, worker: Any) -> None:
-        """See each load, and slow some down."""
+        """See each load, and slow some down. worker: our connector's half in the worker."""
         session, note = worker._worker.session, worker.loads._note
         scheduler = self.engine.engine_core.engine_core.scheduler
         session.copier = Slowly(session.copier, self, SLOW, SLOW_SECONDS)
 
         def noted(loading: Any) -> None:
             note(loading)
-            loaded, outcomes = loading.stats.tokens.total(), self.told.outcomes
-            refused = loading.cause in ("changed", "lease_lost")
             # vLLM appends a suffix to the request's name.
-            name = loading.spec.request_id
-            self._loaded[name.rpartition("-")[0] or name] += loaded
+            name, outcomes = loading.spec.request_id, self.told.outcomes
+            self._loaded[name.rpartition("-")[0] or name] += loading.stats.tokens.total()
             outcomes.causes[loading.cause] += 1
-            outcomes.reuse_hits += refused
+            outcomes.reuse_hits += loading.cause in ("changed", "lease_lost")
             outcomes.stale += loading.cause == "absent"
-            outcomes.launched += bool(loaded or refused)
 
         worker.loads._note = noted
         self.stops_behind(scheduler.connector, "get_num_new_matched_tokens", "looked up")
@@ -210,34 +171,25 @@ class Whole(Engine):
 
 def make(folder: str, transfer: dict[str, Any] | None, size: Size) -> Any:
     """A vLLM of the model in the folder. transfer: `kv_transfer_config`."""
-    scale, model = size.scale, Path(folder, "model")
-    given: dict[str, Any] = {}
-    if not (model / "model.safetensors").exists():
-        given["load_format"] = "dummy"
-    if current_platform.is_cpu():
-        given["enforce_eager"] = True
+    own = {
+        "kv_cache_memory_bytes": size.tokens * size.scale.token_bytes,
+        "max_model_len": (size.chunks + 1) * size.scale.chunk,
+        "max_num_batched_tokens": size.step,
+        "async_scheduling": True,
+        "disable_log_stats": True,
+        "kv_transfer_config": transfer,
+    }
+    on_cpu = current_platform.is_cpu()
+    if on_cpu:
         # vLLM would inspect the model in a new process, which has to import vLLM first.
         registry._run_in_subprocess = lambda look: look()
         # With our connector, the connector does this.
         amx.permit()
     else:
         # Engines start often, so nothing is compiled.
-        given |= {"gpu_memory_utilization": 0.15, "compilation_config": DECODE_GRAPHS}
-    return vllm.LLM(
-        model=str(model),
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        block_size=scale.block,
-        kv_cache_memory_bytes=size.tokens * scale.token_bytes,
-        max_model_len=(size.chunks + 1) * scale.chunk,
-        max_num_seqs=size.at_once,
-        max_num_batched_tokens=size.step,
-        enable_prefix_caching=True,
-        async_scheduling=True,
-        disable_log_stats=True,
-        kv_transfer_config=transfer,
-        **given,
-    )
+        own["compilation_config"] = DECODE_GRAPHS
+    scale = msgspec.structs.replace(size.scale, cpu=on_cpu)
+    return vllm.LLM(**llm(scale, Path(folder, "model"), size.at_once) | own)
 
 
 def _sampling() -> Any:
@@ -251,9 +203,9 @@ def _transfer(settings: Settings, size: Size) -> dict[str, Any]:
         f"client.{name}": json.dumps(value)
         for name, value in msgspec.to_builtins(settings.config.client).items()
     }
-    client["connector.share"] = "pool" if settings.lends else "in_place"
+    client["connector.share"] = "pool" if settings.config.pool.segment_bytes else "in_place"
     # Two lend, so that the pool holds fewer chunks than are asked for.
-    lends = settings.lends if settings.number < 2 else 0
+    lends = settings.config.pool.segment_bytes or 0 if settings.number < 2 else 0
     return our_connector(settings.config.server.path, lends, size.scale.chunk, client)
 
 
@@ -290,9 +242,7 @@ def live(settings: Settings, pipe: Connection) -> None:
     live_on_gpu(Whole, settings, pipe)
 
 
-def live_on_gpu(
-    kind: Callable[[Settings, random.Random], Living], settings: Settings, pipe: Connection
-) -> None:
+def live_on_gpu(kind: type[Whole], settings: Settings, pipe: Connection) -> None:
     """`live_as`, on one of the GPUs in turn."""
     if not current_platform.is_cpu():
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")

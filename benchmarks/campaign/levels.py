@@ -1,5 +1,5 @@
-"""The levels of the in-place campaign: which processes there are, what happens to them, and how
-much must be seen.
+"""The levels of the campaign: which processes there are, what happens to them, and how much must be
+seen.
 """
 
 from __future__ import annotations
@@ -11,29 +11,24 @@ from typing import NamedTuple
 
 import torch
 
-from ..forked import SECONDS
-from ..vllm.environment import prepare_host
-from .instance import Control, Role, Settings
-from .reader import live
+from . import reader, worker
+from .forked import SECONDS
+from .living import Control, Role, Settings
+from .memory import CHUNK_BYTES
 
-LOADS = 100_000
-STOPS = 0.0005
-LONGEST_STOP = 0.6
 DIED = 64
-LENT = 2 << 20
-"""Bytes that an instance lends to the pool."""
 
 
 class Level(NamedTuple):
-    """A campaign. counts: processes by role. mishaps: each one's weight. stops: see `Settings`.
-    loads: how many must bring something, and what share of them verdicts must refuse. controls:
-    each with its least number of loads, and its most seconds. seconds: the longest that the
-    campaign itself takes. silence: seconds after which a silent process counts as ended. prepare:
-    fills the shared folder.
-    longest_stop: seconds that a process stays stopped, at most. pauses, lends: see `Settings`.
+    """A campaign. counts: processes by role. mishaps: each one's weight. stops, pauses: see
+    `Settings`. loads: how many must bring something, and what share of them verdicts must refuse.
+    controls: each with its least number of loads, and its most seconds. seconds: the longest that
+    the campaign itself takes. silence: seconds after which a silent process counts as ended.
+    prepare: fills the shared folder. longest_stop: seconds that a process stays stopped, at most.
+    lends: bytes that an instance lends to a pool, through which it shares; 0: it shares in place.
     pause: seconds between two mishaps, on average. states: in which an instance stops itself, and
-    dies with the exit status `DIED`, `DIED` + 1 and so on.
-    least_pauses: how often readers must have stopped between a load's launch and its verdict."""
+    dies with the exit status `DIED`, `DIED` + 1 and so on. least_pauses: how often readers must
+    have stopped between a load's launch and its verdict."""
 
     life: Callable[[Settings, Connection], None]
     counts: dict[Role, int]
@@ -43,11 +38,11 @@ class Level(NamedTuple):
     reuse_hits: float
     controls: Sequence[Control]
     control_loads: int
-    control_seconds: float
+    control_seconds: float = 120.0
     seconds: float = float("inf")
     silence: float = SECONDS
     prepare: Callable[[Path], None] = lambda folder: None
-    longest_stop: float = LONGEST_STOP
+    longest_stop: float = 0.6
     pauses: float = 0.0
     least_pauses: int = 0
     lends: int = 0
@@ -61,7 +56,7 @@ class Level(NamedTuple):
 
 
 CPU = Level(
-    life=live,
+    life=reader.live,
     counts={"owner": 4, "reader": 6},
     mishaps={
         "owner killed": 4,
@@ -71,19 +66,47 @@ CPU = Level(
         "server killed": 1,
         "server stopped": 1,
     },
-    stops=STOPS,
-    loads=LOADS,
+    stops=0.0005,
+    loads=100_000,
     reuse_hits=0.01,
     controls=("no verdict", "counted late", "published early"),
     control_loads=5000,
-    control_seconds=120.0,
+)
+SOAK = Level(
+    life=worker.live,
+    counts={"worker": 10},
+    mishaps={
+        "worker killed": 4,
+        "worker stopped": 6,
+        "server killed": 2,
+        "server terminated": 1,
+        "server stopped": 2,
+        "clock set back": 1,
+        "old ledger shown": 4,
+        "ledger not writable": 2,
+        "descriptors exhausted": 2,
+        "started with few descriptors": 1,
+        "lock and socket removed": 1,
+        "hostile client": 4,
+    },
+    stops=0.004,
+    loads=100_000,
+    reuse_hits=0.0,
+    controls=("no verdict",),
+    control_loads=1,
+    # Longer than leases and reservations last.
+    longest_stop=3.0,
+    pause=1.0,
+    # Ten of 96 chunks a worker.
+    lends=10 * CHUNK_BYTES,
 )
 
 
 def death(lends: int = 0) -> Level:
     """Real vLLMs, on GPUs if there are any, that are paused, stopped, starved and killed around
-    their loads, as is the server. lends: see `Settings`.
+    their loads, as is the server. lends: see `Level`.
     """
+    from ..vllm.environment import prepare_host
     from . import whole
 
     on_gpus = torch.cuda.is_available()
@@ -104,7 +127,6 @@ def death(lends: int = 0) -> Level:
         reuse_hits=0.02,
         controls=("no verdict",),
         control_loads=200,
-        control_seconds=120.0,
         seconds=360.0 if on_gpus else 1200.0,
         silence=240.0,
         prepare=whole.prepare,
@@ -122,8 +144,7 @@ def promised() -> Level:
     """
     from . import promises
 
-    level = death()
-    return level._replace(
+    return death()._replace(
         life=promises.live,
         prepare=promises.prepare,
         counts={"vllm": 4 if torch.cuda.is_available() else 2},
@@ -146,41 +167,10 @@ def promised() -> Level:
     )
 
 
-def live_caches() -> Level:
-    """KV caches of live vLLMs (two on two GPUs, or one on the CPU), and readers that do not run
-    vLLM. Its time includes vLLM's start.
-    """
-    from . import witness
-
-    on_gpus = torch.cuda.is_available()
-    prepare_host(cpu=not on_gpus)
-    return Level(
-        life=witness.live,
-        counts={"owner": 2, "reader": 24} if on_gpus else {"owner": 1, "reader": 2},
-        mishaps={
-            "owner killed": 1,
-            "reader killed": 8,
-            "owner stopped": 90,
-            "reader stopped": 100,
-            "server killed": 5,
-            "server stopped": 8,
-        },
-        stops=0.001,
-        loads=20_000,
-        reuse_hits=0.05,
-        controls=("no verdict",),
-        control_loads=1000,
-        control_seconds=120.0,
-        seconds=540.0,
-        silence=300.0,
-        prepare=witness.prepare,
-    )
-
-
 LEVELS: dict[str, Callable[[], Level]] = {
     "cpu": lambda: CPU,
-    "live": live_caches,
+    "soak": lambda: SOAK,
     "death": death,
-    "death_pool": lambda: death(LENT),
+    "death_pool": lambda: death(lends=2 << 20),
     "promises": promised,
 }

@@ -17,8 +17,8 @@ from vcache_backend.metadata_server.client import Client
 
 from ..vllm.scale import TINY
 from . import whole
-from .instance import Settings, stop_self
 from .levels import DIED
+from .living import Settings, stop_self
 from .whole import Size, Whole, live_on_gpu
 
 STATES = "looked up", "begun", "promised", "step launched", "published"
@@ -42,16 +42,13 @@ ABORTS, RESETS = 0.03, 0.001
 
 class Promising(Whole):
     """_overdue: how often each request was held back past its bound. _state: in which it stops
-    itself next, after the time `_due`. _start: of the instance, which says in which state
-    it dies."""
+    itself next, after the time `_due`. Which start it is says in which state it dies."""
 
     SIZE = PROMISED
 
     def __init__(self, settings: Settings, dice: random.Random) -> None:
         self._overdue = Counter[str]()
         self._state, self._due, self._stops = dice.choice(STATES), 0.0, 0
-        self._start = int(settings.seed.split()[1])
-        self._unbound = settings.control == "no bound"
         super().__init__(settings, dice)
 
     def round(self) -> None:
@@ -72,7 +69,7 @@ class Promising(Whole):
         family = int(time.time() / WAVE_SECONDS) % self.size.families
         return family, self.dice.randint(self.size.chunks // 2, self.size.chunks)
 
-    def step(self, name: str) -> None:
+    def step(self, name: str, often: int = 1) -> None:
         """Stops itself, or dies, in one state after the other."""
         if name == "step begun":
             time.sleep(STEP_SECONDS)
@@ -82,7 +79,7 @@ class Promising(Whole):
         self._due = time.monotonic() + self.dice.uniform(0, 2 * STATE_SECONDS)
         self._stops += 1
         if self._stops == STOPS:
-            self._state = STATES[self._start % len(STATES)]
+            self._state = STATES[self.settings.start % len(STATES)]
         elif self._stops > STOPS:
             os._exit(DIED + STATES.index(name))
         self.told.outcomes.by_step[name] += 1
@@ -97,7 +94,7 @@ class Promising(Whole):
         waits: Any = sys.modules[type(half._waits).__module__]
         self._waits = waits
         waits.DISTRUST_SECONDS = DISTRUST_SECONDS
-        if self._unbound:
+        if self.settings.control == "no bound":
             wait_for_ever(waits.Waits)
 
         def watched(request: Any, local: int) -> Any:

@@ -1,6 +1,4 @@
-"""The metadata server that the soak torments: a real process, started on one socket again and
-again.
-"""
+"""The metadata server of a campaign: a real process, started on one socket again and again."""
 
 from __future__ import annotations
 
@@ -71,16 +69,8 @@ class Node:
         return True
 
     def _start(self, descriptors: int = 0) -> None:
-        command = [
-            sys.executable,
-            "-c",
-            _LAUNCHER,
-            str(self.clock),
-            "--socket",
-            str(self.path),
-            "--config",
-            str(self._config),
-        ]
+        options = ["--socket", str(self.path), "--config", str(self._config)]
+        command = [sys.executable, "-c", _LAUNCHER, str(self.clock), *options]
         if descriptors:
             command = ["bash", "-c", 'ulimit -n "$0"; exec "$@"', str(descriptors), *command]
         server = Program("metadata server", command, self._log)
@@ -135,12 +125,9 @@ class Node:
 
 def _answers(path: Path, pid: int) -> bool:
     """Whether it is this process that answers on the socket."""
-    with (
-        contextlib.suppress(OSError),
-        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe,
-    ):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
         probe.settimeout(0.2)
-        probe.connect(str(path))
+        if probe.connect_ex(str(path)):
+            return False
         credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         return int.from_bytes(credentials[:4], sys.byteorder) == pid
-    return False

@@ -1,4 +1,4 @@
-"""The mishaps of a node, chosen at random by one thread."""
+"""The mishaps of a campaign: what happens to its instances, and to the metadata server."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import resource
 import signal
 import socket
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -20,117 +21,101 @@ from vcache_backend.metadata_server import wire
 
 from .node import Node
 
-KINDS = {
-    "worker killed": 4,
-    "worker stopped": 6,
-    "server killed": 2,
-    "server terminated": 1,
-    "server stopped": 2,
-    "clock set back": 1,
-    "old ledger shown": 4,
-    "ledger not writable": 2,
-    "descriptors exhausted": 2,
-    "started with few descriptors": 1,
-    "lock and socket removed": 1,
-    "hostile client": 4,
-}
-"""The weight of each kind."""
-LONGEST_STOP = 3.0
-"""The longest stop of a worker, in seconds: longer than leases and reservations last."""
-SERVER_STOP = 1.2
+STOPPED, STARVED_SECONDS = 1.2, 2.0
+"""The longest that a server is stopped, and any process is starved."""
+END_SECONDS = 60.0
 HOUR_NS = 3600 * 10**9
 KEPT = 8
 """Ledgers of earlier servers that are kept, to be shown later."""
 HOSTILE = 6
 """Connections of one hostile client."""
+REQUESTS = [
+    str(request.__struct_config__.tag)
+    for request in m.Request.__subclasses__()
+    if request not in (m.Reserve, m.Clear)
+]
+"""What it asks for with senseless arguments. Not clear or reserve, which would be granted."""
 
 
 class Mishaps:
-    """Causes random mishaps; `run` does so in its thread until `end`. counts: by kind. recent: the
-    last ones. killed: workers' pids.
-    """
+    """Causes random mishaps in a thread of its own, from `start` to `end`.
 
-    def __init__(self, node: Node, pids: Callable[[], list[int]], seed: str) -> None:
-        """pids: gives the pids of the live workers."""
+    counts: by kind. recent: the last ones. killed: the pids of instances that it has killed."""
+
+    def __init__(
+        self, node: Node, pids: Callable[[str], list[int]], seed: int, weights: Mapping[str, int]
+    ) -> None:
+        """pids: gives the pids of the live instances of a role. weights: of each kind. Kinds are
+        "ROLE killed", "ROLE stopped" and "ROLE starved", the same of the server, and those of
+        `_ACTS`."""
         self.counts: Counter[str] = Counter()
         self.recent: list[str] = []
         self.killed: set[int] = set()
-        self._node, self._pids, self._dice = node, pids, random.Random(f"mishaps {seed}")
+        self.error: BaseException | None = None
+        """The campaign's own fault, for its main thread to raise."""
+        self._node, self._pids, self._weights = node, pids, weights
+        self._dice = random.Random(f"mishaps {seed}")
         self._over = threading.Event()
-        self._acts: dict[str, tuple[int, Callable[[], object]]] = {}
-        """By kind: its weight, and what happens."""
-
-    def run(self, pause: float) -> None:
-        """Cause mishaps until `end`. pause: seconds between two of them, on average."""
-        try:
-            while not self._over.wait(self._dice.expovariate(1 / pause)):
-                self.happen(
-                    self._dice.choices(
-                        list(self._acts), [share for share, _ in self._acts.values()]
-                    )[0]
-                )
-        finally:
-            self.leave()
-
-    def happen(self, kind: str) -> None:
-        """Cause one mishap of this kind now."""
-        self._node.look()
-        self.counts[kind] += 1
-        self.recent = [*self.recent[-5:], kind]
-        with suppress(ProcessLookupError):
-            self._acts[kind][1]()
-
-    def end(self) -> None:
-        """Have `run` return. Any thread."""
-        self._over.set()
-
-    def leave(self) -> None:
-        """Release what mishaps still hold."""
-
-    def _kill_worker(self) -> None:
-        pid = self._dice.choice(self._pids())
-        self.killed.add(pid)
-        os.kill(pid, signal.SIGKILL)
-
-    def _stop_worker(self) -> None:
-        """Stop a worker; the soak wakes it later."""
-        os.kill(self._dice.choice(self._pids()), signal.SIGSTOP)
-
-
-class NodeMishaps(Mishaps):
-    """Mishaps of workers, of the metadata server, of its ledger and of its descriptors."""
-
-    def __init__(
-        self,
-        node: Node,
-        pids: Callable[[], list[int]],
-        seed: str,
-        only: Sequence[str] = (),
-    ) -> None:
-        """only: kinds; all by default."""
-        super().__init__(node, pids, seed)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._hostile = ExitStack()
         self._ledgers: list[int] = []
         """Of earlier servers, and of this one."""
-        acts: tuple[Callable[[], object], ...] = (
-            self._kill_worker,
-            self._stop_worker,
-            self._kill_server,
-            self._terminate_server,
-            self._stop_server,
-            self._set_clock,
-            self._show_ledger,
-            self._refuse_memory,
-            self._take_descriptors,
-            self._start_poor,
-            self._remove_socket,
-            self._attack,
-        )
-        self._acts = {
-            kind: (KINDS[kind], act)
-            for kind, act in zip(KINDS, acts, strict=True)
-            if kind in only or not only
-        }
+
+    def start(self, pause: float) -> None:
+        """Begin, unless it has begun. pause: seconds between two mishaps, on average."""
+        if not self._thread.ident:
+            self._pause = pause
+            self._thread.start()
+
+    def end(self) -> None:
+        """End the thread, and release what it holds. Idempotent."""
+        self._over.set()
+        if self._thread.ident:
+            self._thread.join(END_SECONDS)
+        self._hostile.close()
+
+    def _run(self) -> None:
+        try:
+            while not self._over.wait(self._dice.expovariate(1 / self._pause)):
+                kinds, weights = list(self._weights), list(self._weights.values())
+                self._happen(self._dice.choices(kinds, weights)[0])
+        except BaseException as error:  # noqa: BLE001 - raised by the main thread
+            self.error = error
+
+    def _happen(self, kind: str) -> None:
+        self._node.look()
+        self.counts[kind] += 1
+        self.recent = [*self.recent[-5:], kind]
+        who, _, how = kind.partition(" ")
+        with suppress(ProcessLookupError):
+            if kind in self._ACTS:
+                self._ACTS[kind](self)
+            elif who == "server":
+                self._stop_for_a_while(self._node.pid, how)
+            else:
+                self._hit(self._dice.choice(self._pids(who)), how)
+
+    def _hit(self, pid: int, how: str) -> None:
+        """Kill, stop or starve an instance. The campaign's main thread wakes those that are
+        stopped."""
+        if how == "killed":
+            self.killed.add(pid)
+            os.kill(pid, signal.SIGKILL)
+        elif how == "stopped":
+            os.kill(pid, signal.SIGSTOP)
+        else:
+            self._stop_for_a_while(pid, how)
+
+    def _stop_for_a_while(self, pid: int, how: str) -> None:
+        """Stop a process; or, if it is to be `starved`, let it run a fifth of the time, as where
+        others use its cores."""
+        starved = how == "starved"
+        until = time.monotonic() + self._dice.uniform(0, STARVED_SECONDS if starved else STOPPED)
+        while (left := until - time.monotonic()) > 0 and not self._over.is_set():
+            os.kill(pid, signal.SIGSTOP)
+            self._over.wait(0.02 if starved else left)
+            os.kill(pid, signal.SIGCONT)
+            self._over.wait(0.005)
 
     # ---- the server
 
@@ -142,11 +127,6 @@ class NodeMishaps(Mishaps):
     def _terminate_server(self) -> None:
         self._node.terminate()
         self._node.restart()
-
-    def _stop_server(self) -> None:
-        self._node.signal(signal.SIGSTOP)
-        self._over.wait(self._dice.uniform(0, SERVER_STOP))
-        self._node.signal(signal.SIGCONT)
 
     def _set_clock(self) -> None:
         """Restart the server with its clock set back, further each time."""
@@ -164,7 +144,7 @@ class NodeMishaps(Mishaps):
         with self._node.replaced() as second:
             self.counts["a second server served"] += second
             for _ in range(2 * second):
-                self._kill_worker()
+                self._hit(self._dice.choice(self._pids("worker")), "killed")
             self._over.wait(second * self._dice.uniform(0.5, 3))
         if not path.exists():
             self._node.restart()
@@ -199,8 +179,7 @@ class NodeMishaps(Mishaps):
             resource.prlimit(self._node.pid, resource.RLIMIT_FSIZE, (most, limits[1]))
             self._over.wait(self._dice.uniform(0.1, 1.5))
         if self._dice.random() < 0.5:
-            self._node.kill()
-        self._awake()
+            self._node.restart()
 
     # ---- its descriptors
 
@@ -218,7 +197,7 @@ class NodeMishaps(Mishaps):
             for _ in range(self._dice.choice([0, 8])):
                 self._connect(undo)
             if self._dice.random() < 0.5:
-                self._stop_worker()
+                self._hit(self._dice.choice(self._pids("worker")), "stopped")
             self._over.wait(self._dice.uniform(0.3, 2.5))
 
     def _start_poor(self) -> None:
@@ -236,19 +215,13 @@ class NodeMishaps(Mishaps):
         with suppress(ProcessLookupError):
             resource.prlimit(pid, what, limits)
 
-    def _awake(self) -> None:
-        """See to it that a server runs again."""
-        self._node.look()
-        if not self._node.running:
-            self._node.restart()
-
     # ---- hostile clients
 
     def _attack(self) -> None:
         """Open connections that send garbage, and valid messages with senseless contents. They stay
         until the next attack.
         """
-        self.leave()
+        self._hostile.close()
         with ExitStack() as undo:
             for _ in range(HOSTILE):
                 made = self._connect(undo)
@@ -257,9 +230,6 @@ class NodeMishaps(Mishaps):
                         for packet in self._nonsense():
                             made.send(packet)
             self._hostile = undo.pop_all()
-
-    def leave(self) -> None:
-        self._hostile.close()
 
     def _connect(self, undo: ExitStack) -> socket.socket | None:
         made = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -280,32 +250,8 @@ class NodeMishaps(Mishaps):
         return dice.choice(kinds)()
 
     def _request(self) -> list[Any]:
-        """A known request with senseless arguments. Not clear or reserve, which would be
-        granted.
-        """
+        """A request with senseless arguments."""
         dice = self._dice
-        names = [
-            "commit",
-            "abort",
-            "lookup",
-            "acquire",
-            "renew",
-            "release",
-            "remove",
-            "open_segment",
-            "add_segment",
-        ]
-        names += [
-            "join",
-            "show_cache",
-            "open_instance",
-            "open_cache",
-            "close_instance",
-            "publish",
-            "retract",
-            "find",
-        ]
-        name = dice.choice(names)
         values: list[Callable[[], Any]] = [
             lambda: dice.getrandbits(62),
             lambda: dice.randrange(4096),
@@ -313,4 +259,16 @@ class NodeMishaps(Mishaps):
             lambda: dice.randbytes(8).hex(),
             lambda: None,
         ]
-        return [name, *(dice.choice(values)() for _ in range(dice.randrange(4)))]
+        return [dice.choice(REQUESTS), *(dice.choice(values)() for _ in range(dice.randrange(4)))]
+
+    _ACTS: ClassVar[Mapping[str, Callable[[Mishaps], None]]] = {
+        "server killed": _kill_server,
+        "server terminated": _terminate_server,
+        "clock set back": _set_clock,
+        "old ledger shown": _show_ledger,
+        "ledger not writable": _refuse_memory,
+        "descriptors exhausted": _take_descriptors,
+        "started with few descriptors": _start_poor,
+        "lock and socket removed": _remove_socket,
+        "hostile client": _attack,
+    }

@@ -14,23 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
-import msgspec
 import torch
 
-from .processes import die_with_parent, stopped
+from ..processes import die_with_parent, stopped
 
 S = TypeVar("S")
 SECONDS = 60.0
-
-
-class Counts(msgspec.Struct):
-    """What such a process counts and reports from time to time: numbers and Counters."""
-
-    def add(self, more: Self) -> None:
-        for name in self.__struct_fields__:
-            setattr(self, name, getattr(self, name) + getattr(more, name))
 
 
 class Forked:
@@ -106,11 +97,8 @@ class Waker:
 
     def __init__(self, seed: str, longest: float) -> None:
         """longest: seconds that a process stays stopped, at most."""
-        self._dice, self._longest, self._wakes = (
-            random.Random(f"wake {seed}"),
-            longest,
-            dict[int, float](),
-        )
+        self._dice, self._longest = random.Random(f"wake {seed}"), longest
+        self._wakes: dict[int, float] = {}
         self.stops = 0
 
     def look(self, pids: list[int]) -> None:

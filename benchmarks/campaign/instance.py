@@ -1,0 +1,162 @@
+"""One instance of the campaign in place: a KV cache that others read, and whose blocks are
+constantly handed out and rewritten.
+
+An owner computes chunks. A reader (`reader`) loads them out of others' KV caches, compares
+each byte, and publishes its copies. Both stop themselves at any step of the protocol."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+import traceback
+from dataclasses import dataclass
+
+import numpy as np
+
+from integration.vllm.in_place.block_pool import ResidentPool
+from vcache_backend.errors import VCacheError
+from vcache_backend.metadata_server.messages import INSTANCE_BYTES, ChunkKey, InstanceId
+from vcache_backend.resident.generations import Generations, UInt64s
+from vcache_backend.resident.own_cache import OwnCache, cache_shape
+from vcache_backend.transfer.keys import TokenHasher
+from vcache_backend.transfer.publisher import Publication, Publisher
+from vcache_backend.transfer.session import Session
+from vcache_backend.vram_pool.copies.copier import Mark
+from vcache_backend.vram_pool.exports.host_memory import HostExportable
+
+from .blocks import BlockPool
+from .living import Living, Settings
+from .memory import CHUNK_TOKENS, EACH, FAMILIES, MOST_CHUNKS, POISON, Memory, content, keys_of
+
+BLOCKS = 8 * MOST_CHUNKS * EACH
+OFTEN = 20
+"""How many times as often an owner stops itself at rare steps."""
+
+
+@dataclass
+class Written:
+    """The end of a model's step, which may still be to come."""
+
+    over: bool
+
+    def reached(self) -> bool:
+        return self.over
+
+
+class Instance(Living):
+    """The KV cache of an instance, its blocks, and its name at the server."""
+
+    def __init__(self, settings: Settings, dice: random.Random) -> None:
+        super().__init__(settings, dice)
+        self._late = settings.role == "owner" and settings.control == "counted late"
+        exportable = HostExportable()
+        with exportable.context():
+            self.memory = Memory(BLOCKS)
+        self.words = self.memory.words
+        self.session = Session(settings.config, self.memory.layout, anonymous=True)
+        self.kv, self.client = self.session.bind(self.memory.tensors), self.session.client
+        self.instance, self.sequence = InstanceId(secrets.token_bytes(INSTANCE_BYTES)), 0
+        self.table, self.pool = Generations(self.instance, BLOCKS), BlockPool(BLOCKS)
+        if not self._late:
+            ResidentPool(self.pool, self.table, self._reset)
+        self.client.on_return.append(self._join)
+        try:
+            self._join()
+        except VCacheError:
+            traceback.print_exc()
+        regions = exportable.allocations()
+        shown = cache_shape(self.kv, regions, self.session.device)
+        self.shown = OwnCache(self.client, self.instance, 0, shown, regions)
+        self.publisher = Publisher(self.client, self.session.stats, self.instance, EACH)
+        self.hasher = TokenHasher(self.session.namespace, CHUNK_TOKENS)
+
+    def _join(self) -> None:
+        prefix = self.session.namespace.prefix
+        self.client.join(self.instance, prefix, BLOCKS, 1, EACH, self.table.fd)
+
+    def _reset(self) -> None:
+        self.publisher.retract(self.instance, self.sequence + 1)
+
+    def some_prompt(self) -> list[ChunkKey]:
+        """The keys of a random prompt; some prompts are more popular than others."""
+        family = min(self.dice.randrange(FAMILIES), self.dice.randrange(FAMILIES))
+        return keys_of(self.hasher, family)[: self.dice.randint(1, MOST_CHUNKS)]
+
+    def allocate(self, chunks: int) -> tuple[list[int], UInt64s]:
+        """Blocks for so many chunks, and their new generations. From here on nobody may believe
+        what they held before.
+        """
+        blocks = [block.block_id for block in self.pool.get_new_blocks(chunks * EACH)]
+        if self._late:
+            return blocks, np.full(len(blocks), self.table.coming, dtype=np.uint64)
+        # By vLLM's plan; what is published of it is told when they are written.
+        self.table.filled(blocks)
+        return blocks, self.table.counters[blocks]
+
+    def publish(
+        self, keys: list[ChunkKey], blocks: list[int], generations: UInt64s, written: Mark
+    ) -> None:
+        """Publish the chunks once they are written."""
+        self.sequence += 1
+        numbers, counts = np.array(blocks, dtype="<u4"), generations.astype("<u8")
+        publication = Publication(keys, numbers.tobytes(), counts.tobytes(), self.sequence)
+        self.publisher.submit(publication, written)
+
+    def close(self) -> None:
+        self.publisher.close()
+        self.shown.close()
+        self.table.close()
+        self.session.close()
+
+
+class Owner(Instance):
+    """Computes chunk after chunk, more than its blocks can hold."""
+
+    def round(self) -> None:
+        keys = self.some_prompt()
+        blocks, generations = self.allocate(len(keys))
+        self.step("handed out")
+        written = Written(self.settings.control == "published early")
+        self.publish(keys, blocks, generations, written)
+        self._write(keys, blocks)
+        if self._late:
+            self.table.void(blocks)
+            self.table.filled(blocks)
+        self.step("before publication")
+        written.over = True
+        self.told.outcomes.written += len(keys)
+        self.pool.free_blocks(blocks)
+        if not self._late:
+            self._mishap(blocks[-EACH:], self.dice.random())
+        time.sleep(self.dice.uniform(0, 0.004))
+
+    def _mishap(self, blocks: list[int], chance: float) -> None:
+        if chance < 0.02:
+            # A load into these blocks failed: they are computed again where they are, and nothing
+            # of it is told.
+            self.pool.evict_blocks(set(blocks))
+            self.step("evicted", OFTEN)
+            self.words[:, blocks] = POISON
+        elif chance < 0.025:
+            # What is there does not count any more, and here its bytes say so.
+            self.pool.reset_prefix_cache()
+            self.step("reset", OFTEN)
+            self.words[:] = POISON
+        elif chance < 0.026:
+            # As where blocks cannot be counted any more.
+            self.table.give_up()
+            self.step("given up", OFTEN)
+            self.words[:] = POISON
+            self.over = True
+
+    def _write(self, keys: list[ChunkKey], blocks: list[int]) -> None:
+        """Write the chunks page by page, as slowly as a model would."""
+        for number, key in enumerate(keys):
+            here = blocks[number * EACH : (number + 1) * EACH]
+            for plane, pages in enumerate(content(key)):
+                for block, page in zip(here, pages, strict=True):
+                    self.words[plane, block] = page
+            self.step("writing")
+            if self.dice.random() < 0.3:
+                time.sleep(0.0003)

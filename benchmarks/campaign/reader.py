@@ -1,0 +1,122 @@
+"""A reader of the campaign in place."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+from integration.vllm.in_place.replicas import Replica, by_chunk, choose
+from vcache_backend.errors import VCacheError
+from vcache_backend.metadata_server.messages import ChunkKey, Find, Found
+from vcache_backend.resident.neighbours import Neighbours
+from vcache_backend.resident.tables import Tables
+from vcache_backend.transfer.load import Load
+from vcache_backend.transfer.places import BlockPlaces
+from vcache_backend.transfer.resident import ResidentChunk
+
+from .instance import Instance, Owner, Written
+from .living import Settings, Slowly, live_as
+from .memory import EACH, POISON
+
+SLOW, SLOW_SECONDS = 0.1, 0.01
+"""Share of the copies that go block by block, and the most seconds that one pauses in all."""
+REMEMBERED = 0.05
+"""Share of the look-ups that use an earlier answer; while there is no server, all do."""
+OFFLINE_SECONDS = 0.02
+PATIENCE_SECONDS = 60.0
+
+
+class Reader(Instance):
+    """Loads chunks, compares them, and publishes its copies for others."""
+
+    def __init__(self, settings: Settings, dice: random.Random) -> None:
+        super().__init__(settings, dice)
+        self.session.copier = Slowly(self.session.copier, self, SLOW, SLOW_SECONDS)
+        self.neighbours = Neighbours(self.client, self.session.device, self.kv, 0)
+        self.tables = Tables(self.client)
+        self._found: dict[tuple[ChunkKey, ChunkKey], Found] = {}
+
+    def round(self) -> None:
+        keys, outcomes = self.some_prompt(), self.told.outcomes
+        found = self._look_up(keys)
+        self.step("looked up")
+        count, runs = choose(found, self.tables, EACH)
+        if not count:
+            outcomes.misses += 1
+            return
+        keys, chosen = keys[:count], by_chunk(runs)
+        blocks, generations = self.allocate(count)
+        # A byte that a copy does not write is noticed.
+        self.words[:, blocks] = POISON
+        self.step("before launch")
+        before = self.session.stats.counted("chunks_")
+        load = self._load(keys, blocks, chosen)
+        loaded = load.run(PATIENCE_SECONDS)
+        self.step("behind the verdict")
+        after = self.session.stats.counted("chunks_")
+        stale, refused = (after.get(name, 0) - before.get(name, 0) for name in ("stale", "refused"))
+        outcomes.loads += bool(loaded)
+        outcomes.nbytes += loaded * self.kv.chunk_bytes(self.session.chunk_size)
+        outcomes.stale += bool(stale)
+        outcomes.causes[load.cause] += 1
+        outcomes.reuse_hits += bool(refused)
+        after_loaded, others = blocks[loaded * EACH :], keys[loaded : loaded + refused]
+        outcomes.differed += bool(self.memory.wrong(after_loaded, others))
+        if nbytes := self.memory.wrong(blocks, keys[:loaded]):
+            self.loaded_wrong(nbytes, self._describe(keys[:loaded], blocks, chosen))
+        elif loaded:
+            mine = slice(loaded * EACH)
+            self.publish(keys[:loaded], blocks[mine], generations[mine], Written(over=True))
+        self.pool.free_blocks(blocks)
+
+    def _load(self, keys: list[ChunkKey], blocks: list[int], chosen: Mapping[int, Replica]) -> Load:
+        return Load(
+            self.session,
+            BlockPlaces(self.kv, self.session.chunk_size, blocks, self.kv.block_size),
+            keys,
+            mark=self.session.copier.mark(),
+            residents={n: ResidentChunk.unpacked(*chosen[n]) for n in range(len(keys))},
+            neighbours=self.neighbours,
+        )
+
+    def _look_up(self, keys: list[ChunkKey]) -> Found:
+        asked = keys[0], keys[-1]
+        old = self._found.get(asked)
+        if old is not None and self.dice.random() < REMEMBERED:
+            return old
+        try:
+            found = self._found[asked] = self.client.find(Find(keys, 1, self.instance))
+        except VCacheError:
+            # Whoever starts the server again needs the core.
+            time.sleep(OFFLINE_SECONDS)
+            return old or Found(b"", [], [])
+        return found
+
+    def _describe(
+        self, keys: Sequence[ChunkKey], blocks: Sequence[int], chosen: Mapping[int, Replica]
+    ) -> str:
+        """A description of the first wrong chunk. Call it before anything overwrites the blocks."""
+        number = next(
+            n for n, key in enumerate(keys) if self.memory.wrong(blocks[n * EACH :], [key])
+        )
+        got = self.words[:, blocks[number * EACH : (number + 1) * EACH]]
+        instance, theirs, generations = chosen[number]
+        view = self.tables.view(instance)
+        ids = np.frombuffer(theirs, dtype="<u4")
+        now = "gone" if view is None else view.counters[ids].tolist()
+        return (
+            f"chunk {number} of {len(keys)}, key {bytes(keys[number]).hex()}, in "
+            f"{instance.hex()}'s blocks {ids.tolist()}, generations "
+            f"{np.frombuffer(generations, dtype='<u8').tolist()}, now {now}; "
+            f"{int((got == POISON).sum())} of {got.size} words are poison, "
+            f"{int((got == 0).sum())} zero"
+        )
+
+
+def live(settings: Settings, pipe: Connection) -> None:
+    """The main function of an instance's process."""
+    live_as(Owner if settings.role == "owner" else Reader, settings, pipe)

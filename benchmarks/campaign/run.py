@@ -1,0 +1,227 @@
+"""Runs a campaign: starts its processes and the mishaps, and collects what the processes report."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from vcache_backend.config import (
+    ByteSize,
+    ClientConfig,
+    Config,
+    EngineConfig,
+    PoolConfig,
+    ServerConfig,
+)
+
+from ..processes import ChildFailed
+from .forked import Forked, Waker, hear
+from .levels import CPU, DIED, Level
+from .living import Control, Outcomes, Role, Settings
+from .memory import CHUNK_TOKENS
+from .mishaps import Mishaps
+from .node import Node
+
+QUICK = ClientConfig(
+    connect_seconds=0.5,
+    request_seconds=0.5,
+    control_seconds=1.0,
+    heartbeat_seconds=0.2,
+    retry_seconds=0.05,
+)
+SEGMENTS = 3
+"""Devices that lend to the pool; further instances share one with an earlier one."""
+PROGRESS_SECONDS = 15.0
+MOST_ENDED, MOST_AT_FIRST = 20, 3
+"""How many processes may end by themselves before a campaign is given up: in all, and before
+anything was loaded or answered.
+"""
+NOWHERE = Path()
+
+
+class Instance(Forked):
+    """An instance's process. `settings.number` stays the same when it is started again."""
+
+    def __init__(self, life: Callable[[Settings, Connection], None], settings: Settings) -> None:
+        super().__init__(life, settings, Path(settings.log))
+        self.settings = settings
+
+
+class Result(msgspec.Struct):
+    """The result of one run. ended: how many processes ended by themselves or fell silent."""
+
+    seed: int
+    seconds: float
+    outcomes: Outcomes
+    mishaps: Counter[str]
+    stops: int
+    ended: int
+    wrong: list[str]
+
+
+class Campaign:
+    """All processes of one run; the context manager ends them. One thread, and one for mishaps."""
+
+    def __init__(self, level: Level, seed: int, shared: Path, control: Control = "") -> None:
+        self.outcomes, self.wrong, self.ended = Outcomes(), list[str](), 0
+        self._level, self._shared, self._seed, self._control = level, str(shared), seed, control
+        self._starts, self._waker = 0, Waker(str(seed), level.longest_stop)
+        with ExitStack() as undo:
+            folder = tempfile.TemporaryDirectory(prefix="vcache-campaign-")
+            self._folder = Path(undo.enter_context(folder))
+            self._node = Node(self._folder / "node", self._folder / "server.log")
+            undo.callback(self._node.kill)
+            self._node.restart()
+            self._here: list[Instance] = []
+            undo.callback(self._kill_all)
+            for role in [role for role, count in level.counts.items() for _ in range(count)]:
+                self._here.append(self._start(role, len(self._here)))
+            self._mishaps = Mishaps(self._node, self._pids, seed, level.mishaps)
+            undo.callback(self._mishaps.end)
+            self._undo = undo.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+    def run(self, over: Callable[[Outcomes, float], bool]) -> Result:
+        """Run until `over(counts, seconds)` is true. Mishaps begin with the first answer, where
+        answers are compared."""
+        shown = started = time.monotonic()
+        while not over(self.outcomes, (now := time.monotonic()) - started):
+            self._hear()
+            self._waker.look(self._pids())
+            if self.outcomes.answers or not self._level.answers:
+                self._mishaps.start(self._level.pause)
+            if self._mishaps.error is not None:
+                raise self._mishaps.error
+            if now - shown > PROGRESS_SECONDS:
+                shown = now
+                self._show(now - started)
+        self._mishaps.end()
+        return Result(
+            self._seed,
+            round(time.monotonic() - started, 1),
+            self.outcomes,
+            self._mishaps.counts,
+            self._waker.stops,
+            self.ended + self._node.ended,
+            self.wrong,
+        )
+
+    def _hear(self) -> None:
+        """Collect the reports that have come, and replace the processes that have ended."""
+        for number, told in hear(self._here, self._level.silence):
+            if told is not None:
+                self.outcomes.add(told.outcomes)
+                for wrong in told.wrong:
+                    self.wrong.append(f"{wrong}; after {', '.join(self._mishaps.recent)}")
+                    print(self.wrong[-1], flush=True)
+                continue
+            instance = self._here[number]
+            instance.kill()
+            if instance.status >= DIED:
+                state = self._level.states[instance.status - DIED]
+                self._mishaps.counts[f"died: {state}"] += 1
+            elif instance.pid not in self._mishaps.killed:
+                self._has_ended(instance)
+            self._here[number] = self._start(instance.settings.role, number)
+
+    def _has_ended(self, instance: Instance) -> None:
+        """A process ended by itself. Raises ChildFailed if that were too many."""
+        self.ended += 1
+        print(instance.tail(), file=sys.stderr, flush=True)
+        most = MOST_ENDED if self.outcomes.loads or self.outcomes.answers else MOST_AT_FIRST
+        if self.ended > most:
+            raise ChildFailed(f"{self.ended} processes ended by themselves")
+
+    def _show(self, seconds: float) -> None:
+        seen = self.outcomes
+        asked = f"{seen.answers:,} answers, " if seen.answers else ""
+        said = (
+            f"{asked}{seen.loads:,} loads, {seen.reuse_hits:,} refused by their verdicts, "
+            f"{seen.waits.total():,} waits, {seen.overdue} overdue, {seen.wrong} wrong, "
+            f"{self._mishaps.counts.total()} mishaps"
+        )
+        print(f"{seconds:5.0f} s: {said}", file=sys.stderr, flush=True)
+
+    # ---- processes
+
+    def _start(self, role: Role, number: int) -> Instance:
+        """Start an instance with a new name."""
+        self._starts += 1
+        level = self._level
+        device, lends = f"host:{number % SEGMENTS}", ByteSize(level.lends)
+        config = Config(
+            server=ServerConfig(socket=str(self._node.path)),
+            client=QUICK,
+            pool=PoolConfig(device=device, segment_bytes=lends),
+            engine=EngineConfig(chunk_size=CHUNK_TOKENS),
+        )
+        settings = Settings(
+            config,
+            role,
+            seed=f"{self._seed} {self._starts}",
+            log=str(self._folder / f"{role}{number}.log"),
+            stops=level.stops,
+            pauses=level.pauses,
+            control=self._control,
+            shared=self._shared,
+            number=number,
+            start=self._starts,
+        )
+        return Instance(level.life, settings)
+
+    def _pids(self, role: str = "") -> list[int]:
+        """The pids of the instances of a role, or of all."""
+        return [each.pid for each in self._here if role in ("", each.settings.role)]
+
+    def _kill_all(self) -> None:
+        for instance in self._here:
+            instance.kill()
+
+
+def campaign(loads: int, seed: int, level: Level = CPU, shared: Path = NOWHERE) -> Result:
+    """Run a campaign until so many loads have brought something, and verdicts have refused as many
+    as the level asks for. A level with states takes all of its time.
+    """
+
+    def over(seen: Outcomes, passed: float) -> bool:
+        enough = (
+            seen.loads >= loads
+            and seen.reuse_hits >= level.reuse_hits * loads
+            and seen.pauses >= level.least_pauses
+        )
+        return passed > level.seconds or (enough and not level.states)
+
+    with Campaign(level, seed, shared) as made:
+        return made.run(over)
+
+
+def caught(control: Control, seen: Outcomes) -> int:
+    """How often the campaign saw what this control breaks."""
+    return seen.overdue if control == "no bound" else seen.wrong
+
+
+def run_control(control: Control, seed: int, level: Level = CPU, shared: Path = NOWHERE) -> Result:
+    """Run a control until it has gone wrong, and has the level's number of loads; at most for the
+    level's time.
+    """
+
+    def over(seen: Outcomes, passed: float) -> bool:
+        enough = caught(control, seen) > 0 and seen.loads >= level.control_loads
+        return enough or passed > level.control_seconds
+
+    with Campaign(level, seed, shared, control) as made:
+        return made.run(over)

@@ -1,1 +1,0 @@
-"""The campaign of loads out of live KV caches: see `__main__`."""
