@@ -248,17 +248,23 @@ def test_answers_to_what_was_sent_ahead_are_each_ones_own(
         )
     )
     client = stage_.client(PATIENT)
-    first, second = client.send_find(m.Find([A], 2)), client._send(m.Acquire([B]), m.Leased)
+    first, second = (
+        client.send_find(m.Find([A], 2), SECONDS),
+        client._send(m.Acquire([B]), m.Leased, SECONDS),
+    )
     assert first is not None
     assert (second.answer().lease, first.over, len(first.answer().pooled)) == (7, True, 1)
-    third, fourth = client._send(m.Acquire([B]), m.Leased), client.send_find(m.Find([A]))
+    third, fourth = (
+        client._send(m.Acquire([B]), m.Leased, SECONDS),
+        client.send_find(m.Find([A]), SECONDS),
+    )
     assert client.renew(7)
     assert fourth is not None
     expected = (True, True, 7, b"\1")
     assert (third.over, fourth.over, third.answer().lease, fourth.answer().pooled) == expected
-    client._send(m.Acquire([B]), m.Leased)
+    client._send(m.Acquire([B]), m.Leased, SECONDS)
     assert len(client.find(m.Find([A])).pooled) == 1
-    assert client.send_find(m.Find([A] * (m.MAX_LOOKED_UP // 2 + 1), 2)) is None
+    assert client.send_find(m.Find([A] * (m.MAX_LOOKED_UP // 2 + 1), 2), SECONDS) is None
 
 
 def test_answers_that_nobody_reads_yet_hold_up_neither_the_server_nor_the_client(
@@ -269,7 +275,7 @@ def test_answers_that_nobody_reads_yet_hold_up_neither_the_server_nor_the_client
     """
     stage_.server()
     client = stage_.client(PATIENT)
-    sent = [client.send_find(m.Find([A] * 100)) for _ in range(5000)]
+    sent = [client.send_find(m.Find([A] * 100), SECONDS) for _ in range(5000)]
     assert [one for one in sent if one is None or one.answer().pooled] == []
     assert not client.connections_lost
 
@@ -279,7 +285,7 @@ def test_what_was_sent_ahead_is_lost_with_its_connection(
 ) -> None:
     server = scripted(lambda request: None)
     client = stage_.client(QUICK)
-    sent = client.send_find(m.Find([A]))
+    sent = client.send_find(m.Find([A]), SECONDS)
     assert sent is not None
     server.hang_up()
     eventually(lambda: client.connections_lost)

@@ -59,6 +59,12 @@ def read(fd: int) -> r.LedgerState:
         earlier.close()
 
 
+def locations(directory: Directory) -> dict[ChunkKey, Location]:
+    """Where the live chunks lie."""
+    spaces = directory.contents.live._spaces.values()
+    return {key: entry.location for space in spaces for key, entry in space.items()}
+
+
 @pytest.fixture
 def ledger() -> Iterator[Ledger]:
     made = Ledger(EPOCH)
@@ -121,7 +127,7 @@ def test_compaction_gives_memory_back_and_loses_nothing_that_happens_meanwhile(
             continue
         most = max(most, os.fstat(ledger.fd).st_blocks * 512)
         told = read(ledger.fd)
-        assert told.chunks == {entry.key: entry.location for entry in directory.contents.live}
+        assert told.chunks == locations(directory)
         assert (set(told.held), set(told.segments), told.epochs) == (
             {written},
             {S0},
@@ -188,8 +194,8 @@ def test_a_server_killed_at_any_moment_leaves_what_it_has_acknowledged_or_is_abo
     truth = [(dict[ChunkKey, Location](), set[int](), set[SegmentId]())]
     truth += [
         (
-            {entry.key: entry.location for entry in directory.contents.live},
-            {id_ for id_, _ in directory.reservations.items()},
+            locations(directory),
+            {*directory.reservations._void, *directory.reservations._open},
             set(directory.segments),
         )
         for directory in kept(ledger)

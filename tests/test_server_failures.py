@@ -54,7 +54,7 @@ def test_a_call_to_a_hung_server_ends_and_the_next_ones_ask_nobody(
         lambda client: client.lookup([A] * 60_000),  # larger than the socket's buffer
         lambda client: client.stats(),
         lambda client: client.add_segment(info("s0", 4 * KIB), memfd),
-        lambda client: client.send_find(m.Find([A])).answer(),
+        lambda client: client.send_find(m.Find([A]), SECONDS).answer(),
     ]
     clients = [stage_.client(msgspec.structs.replace(QUICK, heartbeat_seconds=30)) for _ in calls]
     eventually(lambda: all(client.connected for client in clients))

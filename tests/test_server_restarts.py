@@ -128,6 +128,8 @@ def test_every_ledger_that_nobody_has_taken_over_is_believed(stage_: Stage, memf
     with Raw(stage_.path, hello=False) as raw:
         raw.send("hello", m.PROTOCOL_VERSION, "host", "host", {}, fds=(kept,))
         assert raw.receive()
+        absent = raw.ask("open_segment", "s0")
+        assert (absent[0], absent[2]) == ("error", False)
         raw.send("add_segment", "s0", "host", "host", 4 * KIB, True, fds=(memfd,))
         assert raw.receive() == ["added", 1, True], "A; B was stored anew"
     os.close(kept)

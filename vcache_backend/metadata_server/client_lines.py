@@ -71,10 +71,12 @@ class ClientLines(logging.Filter):
         if bucket.left < 1:
             bucket.left_out += 1
             return False
-        out, bucket.left_out = bucket.left_out, 0
+        line, out = printable(record.getMessage(), MAX_LINE_CHARS), bucket.left_out
+        if out:
+            line += f" (lines of this client left out before this one: {out:,})"
+        bucket.left_out = 0
         bucket.left -= 1
-        more = f" (lines of this client left out before this one: {out:,})" if out else ""
-        record.msg, record.args = printable(record.getMessage(), MAX_LINE_CHARS) + more, None
+        record.msg, record.args = line, None
         return True
 
     def _bucket(self, caller: Caller) -> _Bucket:

@@ -329,7 +329,8 @@ class Channel(ABC):
     def _greet(self, welcome: m.Welcome) -> None:
         for line in welcome.mismatches:
             log.warning("vcache: %s", line)
-        restarted, self.epoch = self.epoch not in (0, welcome.epoch), welcome.epoch
+        restarted = self.epoch not in (0, welcome.epoch)
+        self.epoch = welcome.epoch
         self._come_back()
         if restarted or self._complained:
             log.warning("vcache: connected to the metadata server at %s again", self._path)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterable
 from typing import cast
 
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey, of_rank
@@ -24,9 +23,6 @@ class Chunks:
 
     def __len__(self) -> int:
         return self._count
-
-    def __iter__(self) -> Iterator[Entry]:
-        return chain.from_iterable(space.values() for space in self._spaces.values())
 
     def get(self, key: ChunkKey) -> Entry | None:
         return self._spaces.get(key[:NAMESPACE_BYTES], _EMPTY).get(key)

@@ -36,7 +36,8 @@ class Epochs:
         if len(namespace) < NAMESPACE_BYTES or (
             namespace not in self._of and len(self._of) == MAX_EPOCHS
         ):
-            self._others, self._of = _next(max([self._others, *self._of.values()])), {}
+            self._others = _next(max([self._others, *self._of.values()]))
+            self._of = {}
         else:
             self._of[namespace] = _next(self._of.get(namespace, self._others))
 

@@ -104,7 +104,8 @@ class Leases:
         for lease in leases:
             held = self._leases.get(lease)
             if held is not None and held.client is not None:
-                held.client, held.deadline = None, now() + GRACE_SECONDS
+                held.client = None
+                held.deadline = now() + GRACE_SECONDS
                 self._orphans[lease] = self._leases.pop(lease)
             yield
 

@@ -299,7 +299,8 @@ class Placement:
                 break
             else:
                 run, wide = entry.segment.window(entry, size, left - looked, own)
-                attempts, looked = attempts + 1, looked + len(run)
+                attempts += 1
+                looked += len(run)
                 if wide:
                     return run, False, looked
         return equal, bool(equal), looked + len(equal)

@@ -70,9 +70,6 @@ class Reservations:
     def get(self, id_: int) -> Reservation | None:
         return self._open.get(id_) or self._void.get(id_)
 
-    def items(self) -> list[tuple[int, Reservation]]:
-        return [*self._void.items(), *self._open.items()]
-
     def of_client(self, client: int) -> list[int]:
         """The open reservations of a client."""
         return list(self._of_client.get(client, ()))

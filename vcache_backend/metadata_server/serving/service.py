@@ -218,20 +218,16 @@ class Service:
                 f"segment {id_} is known from before a restart: offer it again, or make "
                 "one with another id"
             )
-        self._check_room()
-        self.fds[id_] = Descriptor(fds.pop())
-        self.directory.end_claim(client)
-        return m.Added(self.directory.add_segment(m.SegmentInfo(id_, device, medium, nbytes)))
-
-    def _check_room(self) -> None:
-        """Refuse a new segment for which there are no descriptors, or that no list has room for."""
-        if len(self.directory.segments) >= MAX_SEGMENTS:
+        if segment is None and len(self.directory.segments) >= MAX_SEGMENTS:
             raise Refuse(f"{MAX_SEGMENTS} segments are there, the most there can be")
         if self._spare() <= 0:
             raise Refuse(
                 f"{len(self.fds)} segments are there and {self.instances.descriptors} fds of "
                 "instances, more would leave no descriptors for clients"
             )
+        self.fds[id_] = Descriptor(fds.pop())
+        self.directory.end_claim(client)
+        return m.Added(self.directory.add_segment(m.SegmentInfo(id_, device, medium, nbytes)))
 
     def _decline(self, id_: m.SegmentId) -> m.Added:
         """Refuse memory from before a restart that is in no ledger: an earlier writer may still
@@ -245,7 +241,7 @@ class Service:
 
     def _open_segment(self, id_: m.SegmentId) -> Answer:
         segment = self.directory.segments.get(id_)
-        if segment is None:
+        if segment is None or id_ not in self.fds:
             raise Refuse(
                 f"segment {id_} is not here: it was dropped, or nobody offered it since the "
                 "server's restart"
