@@ -277,8 +277,9 @@ class Fleet:
         """In place: a row for the chunks and segments of the pool, of which there must be none."""
         stats = self.pool.stats()
         held = [f"{each.resident} in {each.id[:8]} on {each.device}" for each in stats.instances]
-        what = "segments of the pool, and chunks copied into it: stores move no byte; resident "
-        count, what = stats.chunks + len(stats.segments), f"{what}chunks: {', '.join(held) or '-'}"
+        what = "segments of the pool, and chunks copied into it: stores move no byte"
+        what += f"; resident chunks: {', '.join(held) or 'none'}"
+        count = stats.chunks + len(stats.segments)
         return none(f"{self.rows}_pooled_chunks", "chunks", count, what)
 
     def helper(self) -> Child:
