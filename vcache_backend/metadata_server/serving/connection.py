@@ -14,7 +14,7 @@ from vcache_backend.errors import ProtocolError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
 from vcache_backend.metadata_server.client_lines import Caller
-from vcache_backend.metadata_server.descriptors import Descriptor, closer
+from vcache_backend.metadata_server.descriptors import Descriptor, closing
 from vcache_backend.metadata_server.ledger import Ledger
 from vcache_backend.metadata_server.pool.placement import Peer
 
@@ -81,10 +81,8 @@ class Connection:
     def close_fds(self) -> None:
         """Close the unused fds of a request, in the background: each may be the last of much
         memory."""
-        if self.fds:
-            closer.start()
         while self.fds:
-            closer.close(self.fds.pop())
+            closing().put(self.fds.pop())
 
     def close(self) -> None:
         self.close_fds()
