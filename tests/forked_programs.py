@@ -17,7 +17,12 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any, NoReturn
 
-FORKED = "benchmarks.vllm.child", "benchmarks.vllm.memory", "vllm.entrypoints.openai.api_server"
+FORKED = (
+    "benchmarks.vllm.child",
+    "benchmarks.vllm.memory",
+    "vcache_backend.integration.vllm.model.report",
+    "vllm.entrypoints.openai.api_server",
+)
 """Modules that are run without a new Python; all other programs are started as ever."""
 
 
@@ -29,7 +34,8 @@ class Popen(subprocess.Popen[bytes]):
     def __init__(
         self, command: Sequence[str], *, env: Mapping[str, str] | None = None, **more: Any
     ) -> None:
-        if list(command[:2]) == [sys.executable, "-m"] and command[2] in FORKED:
+        command = [word for word in command if word != "-P"]
+        if command[:2] == [sys.executable, "-m"] and command[2] in FORKED:
             before: Callable[[], None] = more.pop("preexec_fn", lambda: None)
             environment = dict(os.environ if env is None else env)
             more["preexec_fn"] = lambda: _live(before, command[2:], environment)

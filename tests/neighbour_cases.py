@@ -9,6 +9,7 @@ import mmap
 import os
 import resource
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -17,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from instance_cases import instance_id as instance
-from kv_cases import SMALL, Sizes
+from kv_cases import CHUNK, SMALL, Cache, Sizes
 from processes import PATIENT, SECONDS, Stage, Worker, eventually, with_torch
 
 from vcache_backend import seals
@@ -27,6 +28,7 @@ from vcache_backend.metadata_server.messages import InstanceId
 from vcache_backend.resident.generations import Generations, GenerationView
 from vcache_backend.resident.neighbours import Neighbour, Neighbours
 from vcache_backend.resident.own_cache import OwnCache, cache_shape
+from vcache_backend.transfer.resident import ResidentChunk, UInt64s
 from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.copies.copier import Completion, Copier, HostCopier
 from vcache_backend.vram_pool.devices import Device
@@ -61,43 +63,41 @@ def allocate(device: Device, nbytes: int, undo: ExitStack) -> tuple[Region, torc
     return Region(fd, nbytes, memory.data_ptr()), memory
 
 
-class SharedCache:
-    """A KV cache of the flash layout, one tensor a layer, in `regions` allocations that others can
-    map.
-    """
+class SharedCache(Cache):
+    """A KV cache of the flash layout in `regions` allocations that others can map."""
 
     def __init__(
         self, sizes: Sizes = SMALL, regions: int = 1, offset: int = 0, device: Device = HOST
     ) -> None:
         """offset: bytes before the first layer of a region."""
-        self.sizes, self.device = sizes, device
-        shape = (2, sizes.blocks, sizes.block_size, sizes.heads, sizes.dim)
-        self.layer_bytes = int(np.prod(shape)) * 2
+        self.device, self.undo = device, ExitStack()
+        self.layer_bytes = 2 * 2 * int(np.prod(sizes[1:]))
         self.regions: list[Region] = []
-        self.tensors: list[torch.Tensor] = []
-        self._undo = ExitStack()
+        self._layers: dict[int, torch.Tensor] = {}
         for region in range(regions):
             layers = range(region, sizes.layers, regions)
-            made, memory = allocate(device, offset + len(layers) * self.layer_bytes, self._undo)
+            made, memory = allocate(device, offset + len(layers) * self.layer_bytes, self.undo)
             self.regions.append(made)
-            for at in range(len(layers)):
-                start = offset + at * self.layer_bytes
-                self.tensors.append(
-                    memory[start : start + self.layer_bytes].view(torch.bfloat16).view(shape)
-                )
+            self._layers |= zip(layers, memory[offset:].split(self.layer_bytes), strict=False)
+        super().__init__(
+            sizes=sizes, device=f"cuda:{device.ordinal}" if device.medium == "cuda" else "cpu"
+        )
         self.kv = PagedKV.describe(self.tensors, sizes.block_size)
+
+    def _allocated(self, shape: list[int], device: torch.device) -> torch.Tensor:
+        return self._layers.pop(min(self._layers)).view(shape)
 
     def close(self) -> None:
         """The memory goes with the tensors."""
-        self._undo.close()
+        self.undo.close()
 
-    def fill(self, block: int, value: int) -> None:
-        """Every byte of it, in all layers; each plane's differ."""
+    def mark(self, block: int, value: int) -> None:
+        """Fill a block: every byte of it, in all layers; each plane's differ."""
         for plane, page in enumerate(self.kv.pages):
             page[block] = (value + plane) % 256
 
     def held(self, block: int) -> int | None:
-        """The value that it was filled with; None if its pages do not agree."""
+        """The value that it was marked with; None if its pages do not agree."""
         values = {
             (int(byte) - plane) % 256
             for plane, page in enumerate(self.kv.pages)
@@ -106,8 +106,9 @@ class SharedCache:
         return values.pop() if len(values) == 1 else None
 
 
-class OwnerPart:
-    """The inside of a process of an owner: its scheduler, one of its workers, or both."""
+class Owner:
+    """An instance whose KV cache others read, or a part of one: its scheduler, one of its workers,
+    or both. split: blocks of the tensors in one of vLLM's."""
 
     def __init__(
         self,
@@ -120,12 +121,15 @@ class OwnerPart:
         sizes: Sizes = SMALL,
         regions: int = 1,
         device: str = "host",
+        split: int = 1,
     ) -> None:
         where = devices.resolve(device)
         self.client = Client(path, config, where.name, where.medium)
         self.name, self.ranks, self.rank = name, ranks, rank
+        self.size = sizes.block_size * split
+        self.each = CHUNK // self.size
         self.cache = SharedCache(sizes, regions, device=where)
-        self.table = Generations(name, sizes.blocks)
+        self.table = Generations(name, sizes.blocks // split)
         if scheduler:
             self.client.on_return.append(self.join)
             self.join()
@@ -134,45 +138,103 @@ class OwnerPart:
             self.shown = OwnCache(self.client, name, rank, shape, self.cache.regions)
 
     def join(self) -> None:
-        self.client.join(self.name, NAMESPACE, self.table.blocks, self.ranks, EACH, self.table.fd)
+        self.client.join(
+            self.name, NAMESPACE, self.table.blocks, self.ranks, self.each, self.table.fd
+        )
 
     def write(self, blocks: Sequence[int], value: int) -> list[int]:
         """As vLLM does: the blocks are handed out, a step is planned, and they are written. Their
         generations.
         """
+        self._hand_out(blocks)
+        for block in blocks:
+            self.cache.mark(block, value)
+        return [int(number) for number in self._written(blocks)]
+
+    def compute(self, tokens: torch.Tensor, blocks: Sequence[int]) -> dict[int, ResidentChunk]:
+        """The same with these tokens' KV. The chunks as they would be published."""
+        self._hand_out(blocks)
+        self.cache.fill(tokens, self.slots(blocks))
+        ids, now, step = np.array(blocks, dtype=np.uint32), self._written(blocks), self.each
+        return {
+            at // step: ResidentChunk(self.name, ids[at:][:step], now[at:][:step])
+            for at in range(0, len(blocks), step)
+        }
+
+    def reuse(self, block: int) -> None:
+        """Another request gets this block, and writes it."""
+        self.compute(torch.arange(self.size) + 77_000_000, [block])
+
+    def slots(self, blocks: Sequence[int]) -> torch.Tensor:
+        """Of vLLM's blocks."""
+        return (torch.tensor(blocks)[:, None] * self.size + torch.arange(self.size)).reshape(-1)
+
+    def _hand_out(self, blocks: Sequence[int]) -> None:
         self.table.void(blocks)
         self.table.filled(blocks)
-        for block in blocks:
-            self.cache.fill(block, value)
+
+    def _written(self, blocks: Sequence[int]) -> UInt64s:
+        """Once they are: the blocks' generations."""
         if self.cache.device.medium == "cuda":
             torch.cuda.synchronize(self.cache.device.ordinal)
-        return [int(number) for number in self.table.counters[list(blocks)]]
+        return self.table.counters[list(blocks)].copy()
+
+    def churn(self, published: Path, late: bool = False) -> int:
+        """Use blocks again and again, and note each in the file `published` once it is written,
+        until the file's last number is not 0. late: a planted bug, the generation changes after the
+        write. How many times."""
+        notes, random, times = shared_numbers(published), np.random.default_rng(1), 0
+        while not notes[-1]:
+            block = int(random.integers(self.table.blocks))
+            after = self.table.coming
+            if not late:
+                self._hand_out([block])
+            notes[block] = 0
+            self.cache.fill(written(block, after, self.size), self.slots([block]))
+            if late:
+                time.sleep(0.002)
+                self._hand_out([block])
+            notes[block] = after
+            times += 1
+        return times
 
     def reads(self, name: InstanceId) -> bool:
         """Whether it has mapped the KV cache of another one, which it goes on to have."""
         self.neighbours = Neighbours(self.client, self.cache.device, self.cache.kv, self.rank or 0)
         return mapped(self.neighbours, name) is not None
 
-    def give_up(self) -> None:
-        self.table.give_up()
-
     def leave(self) -> None:
         """The process lives on; the instance does not."""
         self.table.close()
         self.client.close()
 
+    def close(self) -> None:
+        self.shown.close()
+        self.leave()
+        self.cache.close()
+
+
+def written(block: int, generation: int, size: int) -> torch.Tensor:
+    """The tokens whose KV a block holds that is used for the so-manieth time."""
+    return torch.arange(size) + block * 4_000_000 + generation * size
+
+
+def shared_numbers(path: Path) -> UInt64s:
+    """As many as fit into the file, for several processes."""
+    return np.memmap(path, dtype=np.uint64, mode="r+")
+
 
 def owner(stage: Stage, number: int = 1, config: ClientConfig = PATIENT, **more: object) -> Worker:
-    """`OwnerPart` in a process of its own. more: its arguments."""
+    """`Owner` in a process of its own. more: its arguments."""
     home = with_torch()
     return stage.undo.enter_context(
         Worker(home, _part, stage.path, config, instance(number), more, name=f"owner {number}")
     ).made()
 
 
-def _part(path: Path, config: ClientConfig, name: InstanceId, more: dict[str, object]) -> OwnerPart:
+def _part(path: Path, config: ClientConfig, name: InstanceId, more: dict[str, object]) -> Owner:
     torch.set_num_threads(1)
-    return OwnerPart(path, config, name, **more)  # type: ignore[arg-type]
+    return Owner(path, config, name, **more)  # type: ignore[arg-type]
 
 
 def read(

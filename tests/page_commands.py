@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import io
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -21,9 +22,10 @@ from typing import NamedTuple
 
 import msgspec
 import pytest
-from processes import ROOT, SECONDS, Child, without_paths
+from processes import PATIENT, ROOT, SECONDS, Child, info, make_memfd, without_paths
 
 from vcache_backend.config import Config
+from vcache_backend.metadata_server.client import Client
 
 COMMANDS = [
     ROOT / "README.md",
@@ -130,10 +132,10 @@ def _vcache(words: list[str], place: Place) -> None:
     """As it stands, from the checkout, against a server of the test's."""
     arguments = [place.given.get(word, word) for word in words[1:]]
     if "ID" in arguments:
-        added = _run(
-            place, ["segment", "add", "--device", "host:page", "--bytes", "1MiB", "--json"]
-        )
-        arguments[arguments.index("ID")] = json.loads(added.stdout)["id"]
+        with Client(Path(place.given["VCACHE_SOCKET"]), PATIENT) as client:
+            client.add_segment(info("a-segment", 4096), memory := make_memfd(4096))
+        os.close(memory)
+        arguments[arguments.index("ID")] = "a-segment"
     elif arguments in (
         ["segment", "add"],
         ["segment", "drop"],

@@ -112,15 +112,15 @@ def asked(client: Client, *requests: str) -> int:
     )
 
 
-def eventually(what: Callable[[], Any], seconds: float = SECONDS) -> Any:
-    """The first true answer of `what`; fails after `seconds`."""
+def eventually(what: Callable[[], Any], seconds: float = SECONDS, every: float = 0.01) -> Any:
+    """The first true answer of `what`; fails after `seconds`. every: seconds between two looks."""
     deadline = time.monotonic() + seconds
     while True:
         answer = what()
         if answer:
             return answer
         assert time.monotonic() < deadline, f"not true within {seconds:g} s"
-        time.sleep(0.01)
+        time.sleep(every)
 
 
 class Process:

@@ -4,156 +4,32 @@ half-way."""
 
 from __future__ import annotations
 
-import mmap
 import threading
-import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from engine_cases import Copied, Node
 from kv_cases import CHUNK, SMALL, Cache, Sizes, layout_of
-from neighbour_cases import allocate, instance, mapped
+from neighbour_cases import Owner, instance, mapped
 from processes import PATIENT, SECONDS, Worker, eventually, with_torch
 
-from vcache_backend.config import ClientConfig
-from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey
-from vcache_backend.resident.generations import Generations
 from vcache_backend.resident.neighbours import Neighbours
-from vcache_backend.resident.own_cache import OwnCache, cache_shape
 from vcache_backend.transfer.keys import TokenHasher
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import BlockPlaces
-from vcache_backend.transfer.resident import ResidentChunk, UInt64s
+from vcache_backend.transfer.resident import ResidentChunk
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.store import store
-from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.copies.copier import HostCopier, Mark
-from vcache_backend.vram_pool.exports.memory import Region
 from vcache_backend.vram_pool.paged import Int64s, PagedKV
-
-NAMESPACE = b"resident"
-
-
-class ExportedCache(Cache):
-    """A KV cache in allocations that others can map, one a layer: memfds, or a GPU's."""
-
-    def __init__(self, sizes: Sizes, device: str) -> None:
-        self.regions: list[Region] = []
-        self.undo, self.where = ExitStack(), devices.resolve(device)
-        super().__init__(sizes=sizes, device=device)
-
-    def _allocated(self, shape: list[int], device: torch.device) -> torch.Tensor:
-        nbytes = int(np.prod(shape))
-        region, memory = allocate(
-            self.where, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, self.undo
-        )
-        self.regions.append(region)
-        return memory[:nbytes].view(shape)
-
-
-class Owner:
-    """An instance whose KV cache others read. split: blocks of the tensors in one of vLLM's."""
-
-    def __init__(
-        self,
-        path: Path,
-        config: ClientConfig,
-        name: int,
-        sizes: Sizes = SMALL,
-        split: int = 1,
-        device: str = "host",
-    ) -> None:
-        self.name, self.sizes, self.split = instance(name), sizes, split
-        self.size = sizes.block_size * split
-        self.each = CHUNK // self.size
-        self.cache = ExportedCache(sizes, device)
-        self.kv = PagedKV.describe(self.cache.tensors, sizes.block_size)
-        self.table = Generations(self.name, sizes.blocks // split)
-        self.client = Client(path, config)
-        self.client.join(self.name, NAMESPACE, self.table.blocks, 1, self.each, self.table.fd)
-        self.shown = OwnCache(
-            self.client,
-            self.name,
-            0,
-            cache_shape(self.kv, self.cache.regions, self.cache.where),
-            self.cache.regions,
-        )
-
-    def slots(self, blocks: Sequence[int]) -> torch.Tensor:
-        """Of vLLM's blocks."""
-        return (torch.tensor(blocks)[:, None] * self.size + torch.arange(self.size)).reshape(-1)
-
-    def compute(self, tokens: torch.Tensor, blocks: Sequence[int]) -> dict[int, ResidentChunk]:
-        """As vLLM does: the blocks are handed out, a step is planned, and they are written. The
-        chunks as they would be published.
-        """
-        self.table.void(blocks)
-        self.table.filled(blocks)
-        self.cache.fill(tokens, self.slots(blocks))
-        if self.kv.device.type == "cuda":
-            torch.cuda.synchronize(self.kv.device)
-        ids, now = np.array(blocks, dtype=np.uint32), self.table.counters[list(blocks)].copy()
-        step = self.each
-        return {
-            number: ResidentChunk(
-                self.name, ids[number * step :][:step], now[number * step :][:step]
-            )
-            for number in range(len(blocks) // step)
-        }
-
-    def reuse(self, block: int) -> None:
-        """Another request gets this block, and writes it."""
-        self.compute(torch.arange(self.size) + 77_000_000, [block])
-
-    def churn(self, published: Path, late: bool = False) -> int:
-        """Use blocks again and again, and note each in the file `published` once it is written,
-        until the file's last number is not 0. late: a planted bug, the generation changes after the
-        write. How many times."""
-        notes, random, times = shared_numbers(published), np.random.default_rng(1), 0
-        while not notes[-1]:
-            block = int(random.integers(self.table.blocks))
-            after = self.table.coming
-            if not late:
-                self.table.void([block])
-                self.table.filled([block])
-            notes[block] = 0
-            self.cache.fill(written(block, after, self.size), self.slots([block]))
-            if late:
-                time.sleep(0.002)
-                self.table.void([block])
-                self.table.filled([block])
-            notes[block] = after
-            times += 1
-        return times
-
-    def give_up(self) -> None:
-        self.table.give_up()
-
-    def close(self) -> None:
-        self.shown.close()
-        self.table.close()
-        self.client.close()
-        self.cache.undo.close()
-
-
-def written(block: int, generation: int, size: int) -> torch.Tensor:
-    """The tokens whose KV a block holds that is used for the so-manieth time."""
-    return torch.arange(size) + block * 4_000_000 + generation * size
-
-
-def shared_numbers(path: Path) -> UInt64s:
-    """As many as fit into the file, for several processes."""
-    return np.memmap(path, dtype=np.uint64, mode="r+")
 
 
 def owner(here: Node, name: int = 1, **more: Any) -> Owner:
     """In this process."""
-    made = Owner(here.path, PATIENT, name, **more)
+    made = Owner(here.path, PATIENT, instance(name), regions=SMALL.layers, **more)
     here.undo.callback(made.close)
     return made
 
@@ -162,7 +38,7 @@ def owner_process(here: Node, name: int = 1, device: str = "host", sizes: Sizes 
     """An `Owner` in a process of its own."""
     home, patience = with_torch(), 120.0 if device.startswith("cuda") else 2 * SECONDS
     made = Worker(
-        *(home, Owner, here.path, PATIENT, name, sizes, 1, device),
+        *(home, Owner, here.path, PATIENT, instance(name), 1, 0, True, sizes, sizes.layers, device),
         name=f"owner {name}",
         patience=patience,
         start_seconds=patience,

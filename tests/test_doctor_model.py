@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +17,7 @@ from test_doctor import config, only
 from vllm_cases import beside_vllm, doctor_report, needs_vllm
 
 from vcache_backend.config import Config
-from vcache_backend.doctor import diagnose
+from vcache_backend.doctor import Finding, diagnose
 
 __all__ = ["config"]
 
@@ -62,9 +63,18 @@ def written(folder: Path, model: object) -> Path:
     return folder
 
 
+def diagnosed(_: object, model: str) -> list[Finding]:
+    """Where vLLM is imported: the doctor's child is a fork of that process."""
+    from forked_programs import Popen
+
+    subprocess.Popen = Popen  # type: ignore[misc]
+    return list(diagnose(Config(), model))
+
+
 @needs_vllm
 def test_vllm_says_what_a_model_keeps_and_a_pool_holds(tmp_path: Path) -> None:
-    model, chunks, pool = diagnose(Config(), str(written(tmp_path, LLAMA)))
+    with beside_vllm() as worker:
+        model, chunks, pool = worker.ask(diagnosed, str(written(tmp_path, LLAMA)))
     assert "LlamaForCausalLM: 4 layers of full attention: shared in place" in model.detail
     assert chunks.detail.startswith(f"{TOKEN:,} B a token in bfloat16, ")
     assert (pool.status, f"{(1 << 30) // TOKEN:,} tokens" in pool.detail) == ("ok", True)

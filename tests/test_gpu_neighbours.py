@@ -56,7 +56,7 @@ def test_a_copy_out_of_a_killed_owners_memory_ends_well(stage: Stage, reader: Gp
         generations = there.ask("write", [9], 90)
         neighbour = reader.there()
         read(neighbour, reader.cache, 9, copier=reader.copier)
-        reader.cache.fill(0, 0)
+        reader.cache.mark(0, 0)
         assert neighbour.enter()
         torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call] # some 0.6 s
         copy = pull(neighbour, reader.cache, 9, 0, reader.copier)
@@ -67,7 +67,7 @@ def test_a_copy_out_of_a_killed_owners_memory_ends_well(stage: Stage, reader: Gp
         neighbour.leave()
         eventually(lambda: not enters(neighbour))
         eventually(lambda: not neighbour._mapped)
-        reader.cache.fill(1, 7)
+        reader.cache.mark(1, 7)
         torch.cuda.synchronize()
         assert reader.cache.held(1) == 7
 

@@ -9,7 +9,6 @@ import functools
 import subprocess
 import sys
 import tomllib
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -174,25 +173,6 @@ def test_the_doors_and_benchmarks_import_their_own_modules_relatively() -> None:
                 ):
                     wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert wrong == []
-
-
-def test_no_module_is_named_after_nothing() -> None:
-    names = {"utils", "util", "common", "helpers", "helper", "misc"}
-    assert [
-        str(path.relative_to(ROOT)) for path in FILES if {path.stem, path.parent.name} & names
-    ] == []
-
-
-def test_no_two_classes_have_one_name() -> None:
-    product = [path for path in FILES if not path.is_relative_to(ROOT / "benchmarks")]
-    classes = [
-        node
-        for path in product
-        for node in ast.walk(parsed(path))
-        if isinstance(node, ast.ClassDef)
-    ]
-    counted = Counter(node.name.lstrip("_") for node in classes)
-    assert [name for name, count in counted.items() if count > 1] == []
 
 
 def test_only_the_configuration_reads_the_environment() -> None:

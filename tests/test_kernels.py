@@ -463,36 +463,6 @@ def test_the_reference_of_a_pull_is_what_indexing_gives(data: st.DataObject) -> 
     assert all(torch.equal(mine, right) for mine, right in zip(reader.pages, expected, strict=True))
 
 
-@settings(max_examples=25)
-@given(st.data())
-@pytest.mark.skipif(COMPILED, reason="needs TRITON_INTERPRET=1, which GPU runs do not set")
-def test_the_kernel_pulls_what_the_reference_pulls(data: st.DataObject) -> None:
-    page_bytes, count = data.draw(st.sampled_from([8, 48, 100, 513])), data.draw(st.integers(1, 4))
-    there = owners(
-        count,
-        page_bytes,
-        2,
-        "cpu",
-        data.draw(st.lists(st.integers(0, 40), min_size=count, max_size=count)),
-    )
-    found, right = (
-        owners(1, page_bytes, 2, "cpu", [data.draw(st.integers(0, 9))]).caches[0] for _ in range(2)
-    )
-    rows = there.rows(
-        choose(data.draw(st.integers(1, 7)), there, right, data.draw(st.integers(0, 999)))
-    )
-    for page in (*found.pages, *right.pages):
-        page.fill_(POISON)
-    tuning = data.draw(
-        st.sampled_from([SMALL, REGISTERS, replace(SMALL, ctas=1), replace(SMALL, ctas=9)])
-    )
-    launch(found, rows, there.origins, False, tuning)
-    reference.pull(right, rows, there.origins)
-    assert all(
-        torch.equal(mine, other) for mine, other in zip(found.pages, right.pages, strict=True)
-    )
-
-
 @TUNINGS
 @DEVICE
 def test_slots_and_other_caches_are_read_in_one_launch(tuning: Tuning, device: str) -> None:

@@ -30,7 +30,6 @@ from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.processes import free_ports
-from vcache_backend.config import split_address
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.monitor import web
@@ -203,7 +202,7 @@ def scraping(address: str, folder: Path, rules: str = "") -> Iterator[Prometheus
     with Child(["prometheus", *options, f"--web.listen-address=127.0.0.1:{port}"]) as program:
         program.expect("Server is ready to receive web requests")
         made = Prometheus(port)
-        eventually(lambda: made.values("vcache_server_up") == made.values("up") == [1])
+        eventually(lambda: made.values("vcache_server_up") == made.values("up") == [1], every=0.2)
         yield made
 
 
@@ -234,7 +233,8 @@ def test_no_panel_of_the_dashboard_is_empty(tmp_path: Path) -> None:
                         if not any(map(prometheus.values, asked))
                     }
                     == rates
-                )
+                ),
+                every=0.5,
             )
             here.engine("host", 1 << 20, layout_of(Cache()))
             reader = used(here.stage)
@@ -246,7 +246,7 @@ def test_no_panel_of_the_dashboard_is_empty(tmp_path: Path) -> None:
                 ]
                 return [query for query in asked if not prometheus.values(query)]
 
-            eventually(lambda: not unanswered())
+            eventually(lambda: not unanswered(), every=1.0)
             assert prometheus.values(
                 f'vcache_instance_resident_chunks{{instance_id="{A.hex()}"}}'
             ) == [3]
@@ -290,13 +290,13 @@ def test_alerts_tell_what_is_wrong_and_nothing_else(alone: Stage, tmp_path: Path
             "VCacheInstancesDiffer",
             "VCacheInstanceStopped",
         }
-        eventually(lambda: prometheus.alerts() == wrong)  # nobody here sends heartbeats
+        eventually(lambda: prometheus.alerts() == wrong, every=0.2)  # nobody here sends heartbeats
         other.close()
         reader.close()
         with server.stopped():
-            eventually(lambda: prometheus.alerts() == {"VCacheServerDoesNotAnswer"})
+            eventually(lambda: prometheus.alerts() == {"VCacheServerDoesNotAnswer"}, every=0.2)
         monitor.kill()
-        eventually(lambda: prometheus.alerts() == {"VCacheServerGone"})
+        eventually(lambda: prometheus.alerts() == {"VCacheServerGone"}, every=0.2)
 
 
 def shown(page: str, folder: Path) -> str:
@@ -358,11 +358,15 @@ def test_a_monitor_that_was_killed_is_started_again(alone: Stage) -> None:
         for task in Path(f"/proc/{server.pid}/task").iterdir()
         for one in (task / "children").read_text().split()
     ]
-    # A service manager sends SIGHUP to all of a service: that ends neither.
+    # A service manager sends SIGHUP to all of a service: that ends neither process.
     for number in ("-HUP", "-9"):
         subprocess.run(["kill", number, child], check=True)
     server.expect("their process ended with status -9 and is started again")
     assert get(address_of(server), "/nothing")[0] == 404
+    server.signal(signal.SIGHUP)
+    assert alone.client().connected
+    server.signal(signal.SIGTERM)
+    assert server.wait()[0] == 0
 
 
 def test_a_page_of_somebody_else_whose_name_was_made_to_mean_this_address_reads_nothing(
@@ -497,29 +501,3 @@ def test_requests_get_the_status_that_http_has_for_them(
             assert bool(body) == (not said.startswith(b"HEAD"))
 
     while_served(monkeypatch, tmp_path, 1000.0, what)
-
-
-@pytest.mark.parametrize(
-    ("address", "host", "port"),
-    [
-        (":9419", "127.0.0.1", 9419),
-        ("[::1]:0", "::1", 0),
-    ],
-)
-def test_an_address_is_split(address: str, host: str, port: int) -> None:
-    assert split_address(address, "metrics") == (host, port)
-
-
-@pytest.mark.parametrize("address", ["9419", "::1:9419", ":65536", "a b:1"])
-def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(ValueError, match="metrics must be HOST:PORT"):
-        split_address(address, "metrics")
-
-
-def test_a_hang_up_ends_neither_the_server_nor_its_monitor(alone: Stage) -> None:
-    server = alone.server(metrics=":0")
-    address_of(server)
-    server.signal(signal.SIGHUP)
-    assert alone.client().connected
-    server.signal(signal.SIGTERM)
-    assert server.wait()[0] == 0

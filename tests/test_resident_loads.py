@@ -15,9 +15,9 @@ import torch
 from engine_cases import Node, node
 from engine_cases import fresh as here
 from kv_cases import CHUNK, SMALL, prompt
-from neighbour_cases import instance, kv_mapped
+from neighbour_cases import Owner, instance, kv_mapped, shared_numbers, written
 from processes import QUICK, Worker, asked, eventually
-from resident_cases import Owner, Reader, owner, owner_process, shared_numbers, written
+from resident_cases import Reader, owner, owner_process
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.resident.neighbours import Neighbour
@@ -284,7 +284,7 @@ def test_a_reset_of_the_owner_or_its_table_given_up_while_it_is_read_ends_the_lo
     here: Node, given_up: bool
 ) -> None:
     one, reader, tokens, there = beside(here, 2)
-    reader.copier.half_way = one.give_up if given_up else one.table.void_all
+    reader.copier.half_way = one.table.give_up if given_up else one.table.void_all
     assert reader.loaded(tokens, there) == (0, "changed")
 
 

@@ -186,8 +186,9 @@ def test_nothing_that_lies_here_alone_leaves_before_a_copy_does(
             copies, going = [one for one in copies if hit not in one[0]], going - {hit}
         elif act == "o":
             lost = dice.randrange(BLOCKS // EACH)
-            watched.owner.void([EACH * lost])
-            watched.owner.filled([EACH * lost])
+            # A chunk's last block leaves first.
+            watched.owner.void([EACH * lost + EACH - 1])
+            watched.owner.filled([EACH * lost + EACH - 1])
             copies = [one for one in copies if one[1] != lost]
         elif act == "r" and dice.random() < 0.2:
             assert pool.reset_prefix_cache()

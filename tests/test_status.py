@@ -21,7 +21,6 @@ from vcache_backend.metadata_server.messages import (
     SegmentId,
     SegmentInfo,
     ServerStats,
-    StillMapped,
     TenantStats,
 )
 from vcache_backend.monitor import metrics
@@ -68,23 +67,6 @@ def text_of(renderable: Any, width: int = 160) -> str:
     with console.file:
         console.print(renderable)
     return console.export_text()
-
-
-def test_status_shows_segments_and_hits() -> None:
-    text = text_of(status.render(STATS))
-    for part in (
-        "1 d 2 h",
-        "0123456789ab",
-        "GPU-3c1f",
-        "75%",
-        "6 GiB",
-        "8 GiB",
-        "1,536",
-        "75.0%",
-        "50 MiB",
-        "waits 3.2 s   for 6,144 tokens   1,234 chunks promised, 12 broken",
-    ):
-        assert part in text
 
 
 def test_status_and_metrics_show_each_tenants_share() -> None:
@@ -155,17 +137,6 @@ def test_the_first_line_says_who_shares_and_whether_it_works() -> None:
     )
 
 
-def test_status_shows_whose_slots_wait_and_what_became_of_segments() -> None:
-    now = msgspec.structs.replace(STATS, quarantined_slots={4711: 1024})
-    assert ["4711", "1,024"] in [line.split() for line in text_of(status.render(now)).splitlines()]
-    assert "vcache segment add" in text_of(status.segments_table([]))
-    gone = text_of(
-        status.segments_table([SEGMENT, msgspec.structs.replace(SEGMENT, state="absent")]), 80
-    )
-    assert gone.count("absent") == 2
-    assert "vcache segment add" in " ".join(gone.split())
-
-
 def test_eighty_columns_cut_no_cell_and_show_what_is_wrong_first() -> None:
     told = "its first words, and how it went on, and what to do about all that"
     segment = msgspec.structs.replace(
@@ -184,28 +155,6 @@ def test_eighty_columns_cut_no_cell_and_show_what_is_wrong_first() -> None:
     assert row in [line.split() for line in lines]
     assert shown.index("Reports") < shown.index("Segments")
     assert [f"report {number}:" in shown for number in (11, 7, 6)] == [True, True, False]
-
-
-def test_instances_that_share_in_place_fit_into_eighty_columns() -> None:
-    """And the JSON has all of each."""
-    lacking = InstanceStats("ef" * 16, UUID, 0, 0, 0, 272, 8, "its scheduler")
-    stats = msgspec.structs.replace(STATS, instances=[ONE, lacking])
-    alone = text_of(status.render(msgspec.structs.replace(stats, segments=[])))
-    assert "vcache segment add" not in alone, "nobody needs a pool"
-    lines = text_of(status.render(stats), 80).splitlines()
-    assert max(map(len, lines)) <= 80
-    rows = [" ".join(line.split()) for line in lines]
-    assert "abababab 4194303 :8000 GPU-3c1f5a3e 0.4 s shares in place" in rows
-    assert "efefefef – – GPU-3c1f5a3e 0.0 s lacks its scheduler" in rows
-    for stopped, what in ((True, "stopped: continue it, or kill it"), (False, "is unmapping it")):
-        kept = msgspec.structs.replace(
-            STATS, still_mapped=[StillMapped("ef" * 16, UUID, 4711, stopped)]
-        )
-        (row,) = [line for line in text_of(status.render(kept)).splitlines() if "efefefef" in line]
-        assert " ".join(row.split()) == f"efefefef GPU-3c1f5a3e 4711 {what}"
-    assert len(row.rstrip()) <= 80
-    assert status.summary(stats)["instances"][0] == status.plain(ONE)
-    assert status.summary(stats)["instances"][0]["id"] == "ab" * 16
 
 
 def test_who_does_not_share_is_shown_with_both_values_and_what_to_do() -> None:

@@ -38,6 +38,7 @@ import vllm.v1.worker.cpu_worker
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from vllm.config import KVEventsConfig
 from vllm.config.logging import LoggingConfig
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.models import registry
@@ -60,6 +61,10 @@ every module, and fails at numba's.
 _context = multiprocessing.get_context
 multiprocessing.get_context = lambda method=None: _context("fork" if method == "spawn" else method)
 """On a CPU vLLM has its engines and workers import everything once more."""
+SpinCondition.__init__.__defaults__ = (0.01,)
+"""Seconds for which a process that reads others' messages asks for the next one again and again. It
+is a whole one, on a core that the others need.
+"""
 _rotate = vllm._custom_ops.rotary_embedding
 
 
@@ -253,7 +258,7 @@ class Serving:
     def hinted(self) -> bool:
         """Whether it has heard of others' reads, for its next step."""
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
-        return bool(scheduler.connector._scheduler.publications.hints._waiting)
+        return bool(scheduler.connector._scheduler.publications.hints.waiting)
 
     def scheduler(self, name: str) -> bool:
         """What vLLM's scheduler has decided by its configuration."""

@@ -12,86 +12,33 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from benchmarks.vllm.scale import TINY
+from benchmarks.vllm.weights import write_model as write
+
 VOCABULARY = 1024
 _HIDDEN, _LAYERS, _HEADS, _KV_HEADS, _HEAD, _MLP = 64, 4, 4, 2, 64, 64
-_WIDE = _HEADS * _HEAD
-"""Of models from whose width vLLM derives the length of a head."""
+"""Of the benchmarks' tiny Llama. It is narrow: a CPU without bfloat16 multiplies slowly."""
 TOKEN_BYTES = 4 * 2 * 64 * 2 * 2
 """Layers, KV heads, head size, K and V, bfloat16."""
 
 
 def write_model(
-    folder: Path, windowed: str = "", window: int = 0, seed: int = 1, hidden: int = _HIDDEN
+    folder: Path, windowed: str = "", window: int = 0, seed: int = 1, heads: int = 0
 ) -> Path:
-    """A Llama whose output depends on every token of the prompt: random weights of this seed,
-    scaled so that attention matters. It is narrow: a CPU without bfloat16 multiplies slowly.
+    """The benchmarks' tiny Llama, whose output depends on every token of the prompt, with random
+    weights of this seed.
 
     windowed: one letter a layer; those with an s look at the last `window` tokens only, so that
-    they are groups of their own. hidden: numbers of a token between layers."""
-    import torch
-    from safetensors.torch import save_file
-
-    random_ = torch.Generator().manual_seed(seed)
-
-    def matrix(rows: int, columns: int, gain: float) -> torch.Tensor:
-        return (torch.randn(rows, columns, generator=random_) * gain / math.sqrt(columns)).to(
-            torch.bfloat16
-        )
-
-    def norm() -> torch.Tensor:
-        return torch.ones(hidden, dtype=torch.bfloat16)
-
-    weights = {
-        "model.embed_tokens.weight": matrix(VOCABULARY, hidden, math.sqrt(hidden)),
-        "model.norm.weight": norm(),
-        "lm_head.weight": matrix(VOCABULARY, hidden, 3.0),
-    }
-    shapes = {
-        "self_attn.q_proj": (_HEADS * _HEAD, hidden, 1.6),
-        "self_attn.k_proj": (_KV_HEADS * _HEAD, hidden, 1.6),
-        "self_attn.v_proj": (_KV_HEADS * _HEAD, hidden, 4.0),
-        "self_attn.o_proj": (hidden, _HEADS * _HEAD, 4.0),
-        "mlp.gate_proj": (_MLP, hidden, 1.0),
-        "mlp.up_proj": (_MLP, hidden, 1.0),
-        "mlp.down_proj": (hidden, _MLP, 1.0),
-    }
-    for layer in range(_LAYERS):
-        prefix = f"model.layers.{layer}."
-        weights |= {
-            f"{prefix}{name}.weight": norm()
-            for name in ("input_layernorm", "post_attention_layernorm")
-        }
-        weights |= {f"{prefix}{name}.weight": matrix(*shape) for name, shape in shapes.items()}
-    folder.mkdir(parents=True)
-    save_file(weights, str(folder / "model.safetensors"))
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "num_hidden_layers": _LAYERS,
-        "num_attention_heads": _HEADS,
-        "num_key_value_heads": _KV_HEADS,
-        "head_dim": _HEAD,
-        "intermediate_size": _MLP,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+    they are groups of their own. heads: so many, where vLLM derives their length from the width."""
+    model = TINY.model | {"rope_theta": 10000.0}
+    if heads:
+        model |= {"num_attention_heads": heads, "hidden_size": heads * _HEAD}
     if windowed:
-        config |= {
-            "layer_types": [
-                "sliding_attention" if letter == "s" else "full_attention" for letter in windowed
-            ],
-            "sliding_window": window,
-        }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+        kinds = {"s": "sliding_attention", "f": "full_attention"}
+        model |= {"layer_types": [kinds[letter] for letter in windowed], "sliding_window": window}
+    return write(folder, msgspec.structs.replace(TINY, model=model), seed)
 
 
 def write_lora(folder: Path, seed: int) -> Path:
@@ -161,12 +108,15 @@ def write_mtp(folder: Path) -> Path:
     """It as a MiMo, whose own last layer, for the token after the next one, is its first one."""
     import torch
 
+    heads = _KV_HEADS
+    width = heads * _HEAD
+
     def both(weights: dict[str, Any]) -> dict[str, Any]:
         found = _first_layer_above_all(weights)
         for layer in range(_LAYERS):
-            for name, heads in (("q", _HEADS), ("k", _KV_HEADS), ("v", _KV_HEADS)):
+            for name, count in (("q", heads), ("k", _KV_HEADS), ("v", _KV_HEADS)):
                 found[f"model.layers.{layer}.self_attn.{name}_proj.bias"] = torch.zeros(
-                    heads * _HEAD
+                    count * _HEAD
                 )
         found |= {
             name.replace(".layers.", ".mtp_layers."): one.clone()
@@ -174,11 +124,11 @@ def write_mtp(folder: Path) -> Path:
             if ".layers.0." in name
         }
         found |= {
-            f"model.mtp_layers.0.{name}_layernorm.weight": torch.ones(_WIDE)
+            f"model.mtp_layers.0.{name}_layernorm.weight": torch.ones(width)
             for name in ("token", "hidden", "final")
         }
         return found | {
-            "model.mtp_layers.0.input_proj.weight": torch.eye(_WIDE, 2 * _WIDE).roll(_WIDE, 1)
+            "model.mtp_layers.0.input_proj.weight": torch.eye(width, 2 * width).roll(width, 1)
         }
 
     kind = {
@@ -186,7 +136,7 @@ def write_mtp(folder: Path) -> Path:
         "model_type": "qwen2",
         "num_nextn_predict_layers": 1,
     }
-    return _changed(write_model(folder, hidden=_WIDE), both, **kind)
+    return _changed(write_model(folder, heads=heads), both, **kind)
 
 
 def _first_layer_above_all(weights: dict[str, Any]) -> dict[str, Any]:
@@ -221,15 +171,16 @@ def write_states(folder: Path) -> Path:
     import torch
     from safetensors.torch import load_file, save_file
 
+    width = _KV_HEADS * _HEAD
     config, random_ = (
-        json.loads((write_model(folder, hidden=_WIDE) / "config.json").read_text()),
+        json.loads((write_model(folder, heads=_KV_HEADS) / "config.json").read_text()),
         torch.Generator().manual_seed(3),
     )
     kinds = {
         "layer_types": ["conv", "full_attention"] * 2,
         "conv_L_cache": 3,
-        "conv_dim": _WIDE,
-        "block_dim": _WIDE,
+        "conv_dim": width,
+        "block_dim": width,
     }
     feed_forward = {
         "block_ff_dim": _MLP,
@@ -265,9 +216,9 @@ def write_states(folder: Path) -> Path:
             }
             continue
         for name, shape in (
-            ("conv", (_WIDE, 1, 3)),
-            ("in_proj", (3 * _WIDE, _WIDE)),
-            ("out_proj", (_WIDE, _WIDE)),
+            ("conv", (width, 1, 3)),
+            ("in_proj", (3 * width, width)),
+            ("out_proj", (width, width)),
         ):
             gain = 1.4 / math.sqrt(shape[-1])
             weights[f"{prefix}conv.{name}.weight"] = (

@@ -98,10 +98,9 @@ def play(devices: list[str]) -> dict[str, Any]:
 
     Raises DemoError if a process fails."""
     answers = []
-    with (
-        tempfile.TemporaryDirectory(prefix="vcache-demo-", dir=FOLDER) as folder,
-        ExitStack() as undo,
-    ):
+    with ExitStack() as undo:
+        made = tempfile.TemporaryDirectory(prefix="vcache-demo-", dir=FOLDER)
+        folder = undo.enter_context(made)
         undo.enter_context(Child("serve", f"{folder}/vcache.sock")).answer(START_SECONDS)
         workers = [
             undo.enter_context(Child("work", f"{folder}/vcache.sock", device, str(number)))

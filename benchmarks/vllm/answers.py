@@ -44,9 +44,8 @@ class Answer(NamedTuple):
         equally likely may change places; what follows is not compared then.
         """
         rated = len(self.logprobs) - len(self.tokens)
-        for place, (own, others) in enumerate(
-            zip(self.logprobs, other.logprobs, strict=True), -rated
-        ):
+        pairs = zip(self.logprobs, other.logprobs, strict=True)
+        for place, (own, others) in enumerate(pairs, -rated):
             if abs(own - others) > TOLERANCE:
                 return False
             if place >= 0 and self.tokens[place] != other.tokens[place]:

@@ -164,10 +164,8 @@ class Serving:
         loads: list[list[int]],
     ) -> dict[str, Any]:
         started = time.perf_counter()
-        until, due = (
-            started + window["seconds"],
-            started + window["every"] if window["every"] else float("inf"),
-        )
+        until = started + window["seconds"]
+        due = started + window["every"] if window["every"] else float("inf")
         loading = ""
         gaps: list[float] = []
         done: list[int] = []
@@ -219,12 +217,8 @@ class Serving:
             for step in said.logprobs or []
         ]
         seconds = {"handed": started, "ttft": first - started}
-        return {
-            "tokens": list(said.token_ids),
-            "logprobs": steps,
-            "cached": output.num_cached_tokens or 0,
-            **seconds,
-        }
+        cached = output.num_cached_tokens or 0
+        return {"tokens": list(said.token_ids), "logprobs": steps, "cached": cached, **seconds}
 
 
 if __name__ == "__main__":

@@ -162,14 +162,13 @@ class Fleet:
         failed. `instance` reports a failure.
         """
         child = self._children[name]
-        until(
-            lambda: child.has_answered or any(said in child.log.read_bytes() for said in SAVED),
-            START_SECONDS,
-            0.2,
-        )
-        print(
-            f"  {name}: compiled after {time.monotonic() - self._waiting[name]:.0f} s", flush=True
-        )
+
+        def compiled() -> bool:
+            return child.has_answered or any(said in child.log.read_bytes() for said in SAVED)
+
+        until(compiled, START_SECONDS, 0.2)
+        took = time.monotonic() - self._waiting[name]
+        print(f"  {name}: compiled after {took:.0f} s", flush=True)
 
     def instance(self, name: str, seconds: float = START_SECONDS) -> Child:
         """The instance, once it is ready. ChildFailed if it does not start; a second call for it
@@ -223,9 +222,8 @@ class Fleet:
         if not self.in_place:
             return stats.chunks // KINDS[INSTANCES[writer].kind].tensor_parallel
         child = self.instance(writer).pid
-        return sum(
-            one.resident for one in stats.instances if not one.missing and descends(one.pid, child)
-        )
+        whole = [each for each in stats.instances if not each.missing]
+        return sum(each.resident for each in whole if descends(each.pid, child))
 
     def compute(self, writer: str, prompt: list[int]) -> None:
         """Have an instance compute a prompt, and wait until all of its chunks are `stored`. Says so
@@ -234,10 +232,8 @@ class Fleet:
         due = self.chunks(writer) + len(prompt) // self.of(INSTANCES[writer].kind).chunk
         self.instance(writer).ask("generate", ANSWER_SECONDS, tokens=prompt, count=1)
         if not self.stored(due, writer=writer):
-            print(
-                f"  {writer}: there are {self.chunks(writer)} chunks where {due} were due",
-                flush=True,
-            )
+            there = self.chunks(writer)
+            print(f"  {writer}: there are {there} chunks where {due} were due", flush=True)
 
     def stored(self, chunks: int, seconds: float = 5.0, writer: str = "a") -> bool:
         """Wait until there are so many `chunks`, and with states until no more of these come.
@@ -250,10 +246,8 @@ class Fleet:
         while (found := self.chunks(writer)) < chunks:
             if time.monotonic() > deadline:
                 if self.in_place and not found:
-                    raise ChildFailed(
-                        f"{writer} shares nothing; instances: {self.pool.stats().instances}; "
-                        f"{self._said(writer)}"
-                    )
+                    known = f"instances: {self.pool.stats().instances}; {self._said(writer)}"
+                    raise ChildFailed(f"{writer} shares nothing; {known}")
                 return False
             time.sleep(0.005)
         while keeps_states and time.monotonic() < deadline:
@@ -266,13 +260,8 @@ class Fleet:
     def _said(self, name: str) -> str:
         """vcache's last line in an instance's log."""
         lines = (self.folder / f"{name}.log").read_text(errors="replace").splitlines()
-        return " | ".join(
-            [
-                line
-                for line in lines
-                if "vcache" in line.lower() and ("WARN" in line or "ERROR" in line)
-            ][-5:]
-        )
+        ours = [line for line in lines if "vcache" in line.lower()]
+        return " | ".join([line for line in ours if "WARN" in line or "ERROR" in line][-5:])
 
     def make_room(self, tokens: int) -> None:
         """Empty the pool if so many tokens would make it evict: later chunks would lie on the
@@ -280,34 +269,25 @@ class Fleet:
 
         In place, forget all resident chunks: used-again blocks take theirs along, so that new ones
         could not be counted."""
-        scale = self.scale
-        if (
-            self.in_place
-            or (self.chunks() * scale.chunk + tokens) * scale.token_bytes > 0.8 * scale.pool_bytes
-        ):
+        scale, most = self.scale, 0.8 * self.scale.pool_bytes
+        if self.in_place or (self.chunks() * scale.chunk + tokens) * scale.token_bytes > most:
             self.pool.clear()
 
     def copied(self) -> Row:
         """In place: a row for the chunks and segments of the pool, of which there must be none."""
         stats = self.pool.stats()
-        held = ", ".join(
-            f"{one.resident} in {one.id[:8]} on {one.device}" for one in stats.instances
-        )
-        what = (
-            "segments of the pool, and chunks copied into it: stores move no byte; "
-            f"resident chunks: {held or 'none'}"
-        )
-        return none(
-            f"{self.rows}_pooled_chunks", "chunks", stats.chunks + len(stats.segments), what
-        )
+        held = [f"{each.resident} in {each.id[:8]} on {each.device}" for each in stats.instances]
+        what = "segments of the pool, and chunks copied into it: stores move no byte"
+        what += f"; resident chunks: {', '.join(held) or 'none'}"
+        count = stats.chunks + len(stats.segments)
+        return none(f"{self.rows}_pooled_chunks", "chunks", count, what)
 
     def helper(self) -> Child:
         """The process that can write into the pool's memory, see `memory`."""
         if "memory" not in self._children:
             command = module(f"{__package__}.memory", str(self._socket))
-            child = Child(
-                "memory", command, self.folder / "memory.log", {**os.environ, **ENVIRONMENT}
-            )
+            log, environment = self.folder / "memory.log", {**os.environ, **ENVIRONMENT}
+            child = Child("memory", command, log, environment)
             child.answer(START_SECONDS)
             self._children["memory"] = child
         return self._children["memory"]
@@ -326,13 +306,9 @@ class Fleet:
             given["LMCACHE_CONFIG_FILE"] = str(file)
         kind = KINDS[spec.kind]
         if self.scale.cpu:
-            return (
-                given
-                | CPU_ENVIRONMENT
-                | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(kind.tensor_parallel > 1))}
-            )
-        alone = self.integration == "vllm" and kind.tensor_parallel == 1
-        given["CUDA_VISIBLE_DEVICES"] = (
-            visible(spec.gpu).split(",")[0] if alone else visible(spec.gpu)
-        )
-        return given | kind.environment
+            several = str(int(kind.tensor_parallel > 1))
+            return given | CPU_ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": several}
+        gpus = visible(spec.gpu)
+        if self.integration == "vllm" and kind.tensor_parallel == 1:
+            gpus = gpus.split(",")[0]
+        return given | {"CUDA_VISIBLE_DEVICES": gpus} | kind.environment

@@ -19,7 +19,8 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     states: vcache keeps states, and a chunk is one block, on the CPU of the scale's chunk.
     value_bytes: of a number in the KV cache. head: what is different in its EAGLE head; empty: it
     has none. arguments: of vLLM's `LLM`. environment: for its processes. tensor_parallel: over how
-    many GPUs. settings: of vcache's configuration, `SECTION.KEY` by value."""
+    many GPUs. settings: of vcache's configuration, `SECTION.KEY` by value. alone: the reference's
+    scheduler; with `in_chunks` others are compared with it."""
 
     model: dict[str, Any] = {}
     tiny: dict[str, Any] = {}
@@ -32,6 +33,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str] = {}
     tensor_parallel: int = 1
     settings: dict[str, str] = {}
+    alone: str = "in_chunks"
 
     @property
     def shares_code(self) -> bool:
@@ -54,12 +56,8 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
 
 def _shaped(name: str, tiny: str, **more: Any) -> Kind:
     """A kind with a model of `models.json`, eager."""
-    return Kind(
-        model=SHAPES[name],
-        tiny=SHAPES[tiny],
-        arguments=EAGER | more.pop("arguments", {}),
-        **more,
-    )
+    arguments = EAGER | more.pop("arguments", {})
+    return Kind(model=SHAPES[name], tiny=SHAPES[tiny], arguments=arguments, **more)
 
 
 def _stateful(name: str, block: int, **arguments: Any) -> Kind:
@@ -69,7 +67,7 @@ def _stateful(name: str, block: int, **arguments: Any) -> Kind:
     Nobody tries which of Triton's kernels is the fastest: instances that choose others differ in
     the last bit."""
     given = {"arguments": arguments, "environment": {"VLLM_TRITON_FORCE_FIRST_CONFIG": "1"}}
-    return _shaped(name, f"tiny_{name}", states=True, block=block, **given)
+    return _shaped(name, f"tiny_{name}", states=True, block=block, alone="known", **given)
 
 
 def _sparse(**arguments: Any) -> Kind:
@@ -103,8 +101,8 @@ KINDS = {
     "mla": Kind(model=SHAPES["deepseek"], block=64),
     "sparse": _sparse(),
     "sparse_fp8": _sparse(kv_cache_dtype="fp8_ds_mla"),
-    "gemma3": _shaped("gemma3", "tiny_gemma3"),
-    "gptoss": _shaped("gpt_oss", "tiny_gpt_oss"),
+    "gemma3": _shaped("gemma3", "tiny_gemma3", alone=""),
+    "gptoss": _shaped("gpt_oss", "tiny_gpt_oss", alone=""),
     "state_mamba2": _stateful("granite", 768),
     "state_conv": _stateful("lfm2", 256),
     # By itself vLLM takes FlashInfer on Hopper, be it there or not.
@@ -140,8 +138,9 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: str = ""
 
 
-def _trio(kind: str, alone: str = "in_chunks") -> dict[str, Spec]:
-    """The reference, who stores and who hits, of one kind. alone: the reference's scheduler."""
+def _trio(kind: str) -> dict[str, Spec]:
+    """The reference, who stores and who hits, of one kind."""
+    alone = KINDS[kind].alone
     return {
         joined(kind, "alone"): Spec(gpu=0, alone=True, kind=kind, scheduler=alone),
         joined(kind, "a"): Spec(gpu=0, kind=kind),
@@ -154,22 +153,6 @@ def joined(*parts: str) -> str:
     return "_".join(filter(None, parts))
 
 
-INSTANCES = {
-    **_trio(""),
-    "timed": Spec(gpu=1, scheduler="probed"),
-    **_trio("tp2"),
-    **_trio("fp8"),
-    **_trio("mla"),
-    **_trio("sparse"),
-    **_trio("sparse_fp8"),
-    **_trio("head"),
-    **_trio("ngram"),
-    **_trio("busy"),
-    **_trio("versions"),
-    **_trio("gemma3", alone=""),
-    **_trio("gptoss", alone=""),
-    **_trio("state_mamba2", alone="known"),
-    **_trio("state_conv", alone="known"),
-    **_trio("state_gdn", alone="known"),
-}
-"""Those with the scheduler `in_chunks` are what others are compared with."""
+INSTANCES = {"timed": Spec(gpu=1, scheduler="probed")}
+for _kind in KINDS:
+    INSTANCES |= _trio(_kind)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -71,10 +72,9 @@ class Memory:
 
         owner, reader = resolve("cuda:0"), resolve(f"cuda:{min(1, torch.cuda.device_count() - 1)}")
         torch.cuda.set_device(reader.ordinal)
-        with (
-            segment.create(owner, nbytes) as owned,
-            segment.map_segment(owned.info, owned.fd, reader) as mapped,
-        ):
+        with ExitStack() as undo:
+            owned = undo.enter_context(segment.create(owner, nbytes))
+            mapped = undo.enter_context(segment.map_segment(owned.info, owned.fd, reader))
             target = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{reader.ordinal}")
 
             def pull() -> None:

@@ -48,12 +48,8 @@ class Prompts:
         shared = (2 * chunk + 1, 3 * chunk - 1, 2 * chunk, 5 * chunk + chunk // 3, chunk)[index % 5]
         tail = (1, chunk // 2 + 7, 2 * chunk, chunk - 1, 3 * chunk + 5)[index // 5 % 5]
         prefix = self.new(shared)
-        return Hit(
-            f"{shared}+{tail}",
-            prefix + self.new(tail),
-            prefix + self.new(tail),
-            shared - shared % chunk,
-        )
+        first, then = prefix + self.new(tail), prefix + self.new(tail)
+        return Hit(f"{shared}+{tail}", first, then, shared - shared % chunk)
 
     def hits(self, whole: dict[int, int], partial: int) -> list[Hit]:
         """So many of each length and so many partial ones, mixed: a run that ends early has some of

@@ -93,17 +93,10 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
         """What a hit of so many tokens has to bring: all of full attention, of the others the
         blocks of their windows, and the state.
         """
-        kinds = self.kinds
-        full, window = (
-            kinds.count("full_attention"),
-            -(-(self.model.get("sliding_window", 1) - 1) // self.block) * self.block,
-        )
-        tables = (
-            self.token_bytes
-            * (full * tokens + (len(kinds) - full) * min(window, tokens))
-            // len(kinds)
-        )
-        return int(tables + self.state_bytes)
+        layers, full = len(self.kinds), self.kinds.count("full_attention")
+        window = -(-(self.model.get("sliding_window", 1) - 1) // self.block) * self.block
+        read = full * tokens + (layers - full) * min(window, tokens)
+        return int(self.token_bytes * read // layers + self.state_bytes)
 
     @property
     def vocabulary(self) -> int:

@@ -107,9 +107,9 @@ def flip_states(worker: Any) -> int:
     return len(blocks)
 
 
-def write_model(folder: Path, scale: Scale) -> Path:
+def write_model(folder: Path, scale: Scale, seed: int = 1) -> Path:
     """A folder that vLLM takes for the model: `config.json` alone for dummy weights; the tiny Llama
-    brings its own.
+    brings its own, random ones of this seed.
 
     One that is there stays as it is: vcache knows a model by its files, and when they were written.
     """
@@ -117,7 +117,7 @@ def write_model(folder: Path, scale: Scale) -> Path:
     file, text = folder / "config.json", json.dumps(scale.model)
     if not file.exists() or file.read_text() != text:
         if scale.cpu and scale.model["model_type"] == "llama":
-            _write_weights(folder / "model.safetensors", scale.model)
+            _write_weights(folder / "model.safetensors", scale.model, seed)
         file.write_text(text)
     return folder
 
@@ -132,14 +132,14 @@ def write_head(folder: Path, scale: Scale, changes: dict[str, Any]) -> Path:
     return folder
 
 
-def _write_weights(path: Path, model: dict[str, Any]) -> None:
-    """Random weights of a fixed seed, scaled so that attention matters and the output depends on
+def _write_weights(path: Path, model: dict[str, Any], seed: int) -> None:
+    """Random weights, scaled so that attention matters and the output depends on
     every token.
     """
     import torch
     from safetensors.torch import save_file
 
-    random = torch.Generator().manual_seed(1)
+    random = torch.Generator().manual_seed(seed)
     hidden, inner, head = model["hidden_size"], model["intermediate_size"], model["head_dim"]
     heads, kv_heads = head * model["num_attention_heads"], head * model["num_key_value_heads"]
 

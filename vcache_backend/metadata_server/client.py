@@ -195,7 +195,8 @@ class Client(InstanceCalls):
             counts = self._untold
             self._untold = [0] * 4
         try:
-            return self._call(m.ListSegments(*counts), m.Segments).segments
+            most = (min(count, m.MAX_TOKENS) for count in counts)
+            return self._call(m.ListSegments(*most), m.Segments).segments
         except VCacheError:
             self.count(*counts)
             raise
@@ -205,8 +206,11 @@ class Client(InstanceCalls):
         heartbeat sends the counts, to this server or the next. They count twice if the
         heartbeat's answer is late."""
         with self._telling:
-            sums = zip(self._untold, (asked, found, awaited, waited_ms), strict=True)
-            self._untold = [min(before + more, m.MAX_TOKENS) for before, more in sums]
+            untold = self._untold
+            untold[0] += asked
+            untold[1] += found
+            untold[2] += awaited
+            untold[3] += waited_ms
 
     def stats(self) -> m.ServerStats:
         return self._call(m.Stats(), m.ServerStats)

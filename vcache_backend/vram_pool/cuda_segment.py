@@ -70,11 +70,8 @@ def map_fd(fd: int, nbytes: int, owner: str, reader: Device) -> torch.Tensor:
     try:
         whole = _Whole(driver, ordinal, fd, nbytes)
     except DriverError as error:
-        hidden = (
-            f"; {owner} is not visible here, so nobody asked whether there is peer access"
-            if seen is None
-            else ""
-        )
+        unseen = f"; {owner} is not visible here, so nobody asked whether there is peer access"
+        hidden = unseen if seen is None else ""
         raise SegmentError(
             f"GPU {reader.name} cannot map {nbytes:,} B of GPU {owner}: {error}{hidden}"
         ) from error
@@ -121,12 +118,8 @@ class _Whole:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {
-            "shape": (self.nbytes,),
-            "typestr": "|u1",
-            "data": (self.address, False),
-            "version": 3,
-        }
+        data = self.address, False
+        return {"shape": (self.nbytes,), "typestr": "|u1", "data": data, "version": 3}
 
 
 def view(whole: _Whole, ordinal: int) -> torch.Tensor:
@@ -153,8 +146,6 @@ def _ordinal(device: Device) -> int:
 def _out_of_memory(driver: Driver, device: Device, nbytes: int, granule: int) -> SegmentError:
     free, total = driver.memory(_ordinal(device))
     fits = free // granule * granule
-    return SegmentError(
-        f"{device}: a segment needs {nbytes:,} B but {free:,} of {total:,} B are free; set "
-        f"pool.segment_bytes <= {fits} "
-        f"or give vLLM less (gpu_memory_utilization)"
-    )
+    lacks = f"{device}: a segment needs {nbytes:,} B but {free:,} of {total:,} B are free"
+    less = f"set pool.segment_bytes <= {fits} or give vLLM less (gpu_memory_utilization)"
+    return SegmentError(f"{lacks}; {less}")

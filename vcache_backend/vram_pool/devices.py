@@ -84,10 +84,8 @@ def resolve(spec: str, kv_device: str = "") -> Device:
         if current is None and name == "auto":
             return Device("host", "host")
         if current is None:
-            raise ConfigError(
-                "pool.device: cuda, but torch sees no GPU here; run `vcache doctor`, or set "
-                "pool.device: host"
-            )
+            sees = "pool.device: cuda, but torch sees no GPU here"
+            raise ConfigError(f"{sees}; run `vcache doctor`, or set pool.device: host")
         name = f"cuda:{current}"
     try:
         driver = cuda_driver.load()
@@ -98,10 +96,8 @@ def resolve(spec: str, kv_device: str = "") -> Device:
         if name in (f"cuda:{ordinal}", uuid.lower()):
             return Device(uuid, "cuda", ordinal)
     seen = ", ".join(uuids) or "none"
-    raise ConfigError(
-        f"pool.device: {spec} is not visible to this process (see CUDA_VISIBLE_DEVICES); "
-        f"visible: {seen}"
-    )
+    lacks = f"{spec} is not visible to this process (see CUDA_VISIBLE_DEVICES)"
+    raise ConfigError(f"pool.device: {lacks}; visible: {seen}")
 
 
 def gpus() -> list[Gpu]:
@@ -115,6 +111,7 @@ def gpus() -> list[Gpu]:
     seen = []
     for ordinal, uuid in enumerate(uuids):
         free, total = driver.memory(ordinal)
+        others = [other for other in range(len(uuids)) if other != ordinal]
         seen.append(
             Gpu(
                 ordinal=ordinal,
@@ -123,11 +120,7 @@ def gpus() -> list[Gpu]:
                 total_bytes=total,
                 free_bytes=free,
                 shares_memory=driver.shares_memory(ordinal),
-                links={
-                    peer: driver.link(ordinal, other)
-                    for other, peer in enumerate(uuids)
-                    if other != ordinal
-                },
+                links={uuids[other]: driver.link(ordinal, other) for other in others},
             )
         )
     return seen

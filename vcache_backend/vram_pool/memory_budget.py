@@ -40,27 +40,19 @@ def shortfall(
         return None
     if most_utilization(total, segment) <= 0:
         most = most_segment(total, MAX_SHARE / 2).about
-        return (
-            f"pool.segment_bytes {size} leaves nothing of {ByteSize(total).about} for vLLM: "
-            f"set it to {most} or less"
-        )
+        leaves = f"pool.segment_bytes {size} leaves nothing of {ByteSize(total).about} for vLLM"
+        return f"{leaves}: set it to {most} or less"
     if utilization is not None and utilization + segment / total > MAX_SHARE + _ROUNDING:
-        taken = (
-            f"gpu_memory_utilization {utilization:g} and pool.segment_bytes {size} are "
-            f"{utilization + segment / total:.1%}"
-        )
+        both = f"gpu_memory_utilization {utilization:g} and pool.segment_bytes {size}"
+        taken = f"{both} are {utilization + segment / total:.1%}"
         first = f"set gpu_memory_utilization to {most_utilization(total, segment):.2f} or less"
         room = _whole_mib(most_segment(total, utilization))
         second = f", or pool.segment_bytes to {room} or less" if room else ""
         return f"{taken} of {ByteSize(total).about}, more than {MAX_SHARE:.0%}: {first}{second}"
     if new > free:
-        advice = (
-            f"set pool.segment_bytes to {_whole_mib(free)} or less, or gpu_memory_utilization lower"
-        )
-        return (
-            f"{ByteSize(new)} of pool.segment_bytes are more than the "
-            f"{ByteSize(free).about} that are free: {advice}"
-        )
+        lacks = f"{ByteSize(new)} of pool.segment_bytes are more than the {ByteSize(free).about}"
+        less = f"set pool.segment_bytes to {_whole_mib(free)} or less"
+        return f"{lacks} that are free: {less}, or gpu_memory_utilization lower"
     return None
 
 

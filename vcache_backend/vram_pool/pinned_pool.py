@@ -62,9 +62,8 @@ class PinnedPool(Pool):
     # ---- inside
 
     def _agree(self, infos: list[SegmentInfo]) -> None:
-        if self._busy or (
-            self._contributed == self._client.epoch and not any(map(self._is_new, infos))
-        ):
+        known = self._contributed == self._client.epoch and not any(map(self._is_new, infos))
+        if self._busy or known:
             return
         self._busy = True
         self._thread = threading.Thread(
@@ -98,10 +97,8 @@ class PinnedPool(Pool):
 
     def _no_more(self, error: SegmentError) -> None:
         lent = sum(info.nbytes for info in self.mapped() if info.device == self.device.name)
-        said = (
-            f"{self.device} lends {ByteSize(lent).about} of "
-            f"{ByteSize(self._segment_bytes).about}: {error}"
-        )
+        part = f"{ByteSize(lent).about} of {ByteSize(self._segment_bytes).about}"
+        said = f"{self.device} lends {part}: {error}"
         log.error("%s", said)
         with suppress(VCacheError):
             self._client.report("error", said)

@@ -60,10 +60,9 @@ def _wait_for_room(nbytes: int) -> None:
     until = time.monotonic() + GROW_SECONDS
     while (available := devices.host_available()) < nbytes + SPARE_BYTES:
         if time.monotonic() > until:
-            raise SegmentError(
-                f"{available:,} B of host memory are available, and {SPARE_BYTES:,} of them "
-                "stay free; set pool.segment_bytes lower"
-            )
+            free = f"{available:,} B of host memory are available"
+            stay = f"{SPARE_BYTES:,} of them stay free"
+            raise SegmentError(f"{free}, and {stay}; set pool.segment_bytes lower")
         time.sleep(0.1)
 
 
@@ -146,9 +145,6 @@ def _populate(address: int, nbytes: int) -> None:
 
 def _advice() -> str:
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    limit = (
-        ""
-        if soft == resource.RLIM_INFINITY
-        else f"raise the limit of locked memory (ulimit -l, here {soft >> 10:,} KiB), or "
-    )
+    limit = f"raise the limit of locked memory (ulimit -l, here {soft >> 10:,} KiB), or "
+    limit = "" if soft == resource.RLIM_INFINITY else limit
     return f"{limit}set pool.segment_bytes lower"

@@ -86,12 +86,8 @@ class Pool:
                 wholes[segment] = whole, whole.data_ptr(), local, mapped.nbytes
             whole, address, local, nbytes = wholes[segment]
             if offset + length > nbytes:
-                log.error(
-                    "segment %s has no bytes [%d, %d); this location is not used",
-                    segment,
-                    offset,
-                    offset + length,
-                )
+                said = "segment %s has no bytes [%d, %d); this location is not used"
+                log.error(said, segment, offset, offset + length)
                 break
             views.append(SlotView(address + offset, length, local, whole, offset))
         return views
@@ -135,12 +131,9 @@ class Pool:
 
     def _is_new(self, info: SegmentInfo) -> bool:
         """Whether to map this segment."""
-        return (
-            info.state == "live"
-            and info.medium == self.device.medium
-            and info.id not in self._unreadable
-            and info.id not in self._mapped
-        )
+        if info.id in self._unreadable or info.id in self._mapped:
+            return False
+        return info.state == "live" and info.medium == self.device.medium
 
     def _contribute(self, infos: list[SegmentInfo]) -> None:
         """Once in each life of the server, see to it that the pool has the own device's share.
@@ -150,11 +143,8 @@ class Pool:
         epoch = self._client.epoch
         if self._contributed == epoch:
             return
-        pooled = sum(
-            info.nbytes
-            for info in infos
-            if info.device == self.device.name and info.state == "live"
-        )
+        own = [info for info in infos if info.device == self.device.name]
+        pooled = sum(info.nbytes for info in own if info.state == "live")
         if pooled >= self._segment_bytes:
             self._contributed = epoch
             return
@@ -188,24 +178,14 @@ class Pool:
             mapped.close()
             return False
         self.lent.append(mapped.id)
-        log.info(
-            "lent %s B of %s to the pool as segment %s",
-            f"{mapped.nbytes:,}",
-            self.device,
-            mapped.id,
-        )
+        size = f"{mapped.nbytes:,} B"
+        log.info("lent %s of %s to the pool as segment %s", size, self.device, mapped.id)
         return self._admit(mapped)
 
     def _no_more(self, error: SegmentError) -> None:
         """Log that this worker cannot lend what it should."""
-        log.error(
-            (
-                "nothing of %s is lent to the pool: %s; chunks go to other devices of it, if there "
-                "are any"
-            ),
-            self.device,
-            error,
-        )
+        others = "chunks go to other devices of it, if there are any"
+        log.error("nothing of %s is lent to the pool: %s; %s", self.device, error, others)
 
     def _admit(self, mapped: MappedSegment) -> bool:
         """Use a mapped segment from now on; False, and it is closed, if the pool was closed
@@ -244,15 +224,8 @@ class Pool:
             finally:
                 os.close(fd)
         except SegmentError as error:
-            log.log(
-                self._level(),
-                (
-                    "segment %s cannot be mapped: %s; its chunks are misses here, and none is "
-                    "stored there"
-                ),
-                info.id,
-                error,
-            )
+            misses = "its chunks are misses here, and none is stored there"
+            log.log(self._level(), "segment %s cannot be mapped: %s; %s", info.id, error, misses)
             self._unreadable.add(info.id)
             with suppress(VCacheError):
                 self._client.avoid(info.id)

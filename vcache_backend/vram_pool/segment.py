@@ -93,10 +93,8 @@ class MappedSegment(_WithDescriptor):
         SegmentError.
         """
         if offset < 0 or length < 1 or offset + length > self.nbytes:
-            raise SegmentError(
-                f"bytes [{offset:,}, {offset + length:,}) are not in segment {self.id} of "
-                f"{self.nbytes:,} B"
-            )
+            lacks = f"bytes [{offset:,}, {offset + length:,}) are not in segment {self.id}"
+            raise SegmentError(f"{lacks} of {self.nbytes:,} B")
         return self.whole[offset : offset + length]
 
     @property
@@ -143,10 +141,8 @@ def map_segment(info: SegmentInfo, fd: int, reader: Device) -> MappedSegment:
     access, forged fd, out of memory."""
     _check_claim(info.id, nbytes := info.nbytes)
     if info.medium != reader.medium:
-        raise SegmentError(
-            f"segment {info.id} is {info.medium} memory of {info.device}: {reader.name} cannot "
-            "map that"
-        )
+        kind = f"{info.medium} memory of {info.device}"
+        raise SegmentError(f"segment {info.id} is {kind}: {reader.name} cannot map that")
     what = f"segment {info.id} of {info.device}"
     with raising_as({OSError: SegmentError, SegmentError: SegmentError}, what), ExitStack() as undo:
         own = os.dup(fd)

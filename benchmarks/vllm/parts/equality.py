@@ -57,19 +57,11 @@ def ended(fleet: Fleet) -> dict[str, Any]:
 
 def reference(child: Child, fleet: Fleet, hit: Hit) -> dict[str, Any]:
     """The answer to `then` after a hit in vLLM's own prefix cache, once `first` is computed."""
-    answer: dict[str, Any] = child.ask(
-        "generate",
-        SECONDS,
-        tokens=hit.then,
-        count=fleet.scale.answer,
-        logprobs=LOGPROBS,
-        extra=ended(fleet),
-    )
+    asked = {"tokens": hit.then, "count": fleet.scale.answer, "logprobs": LOGPROBS}
+    answer: dict[str, Any] = child.ask("generate", SECONDS, **asked, extra=ended(fleet))
     if answer["cached"] != hit.cached:
-        raise RuntimeError(
-            f"the reference's hit has {answer['cached']} tokens where {hit.cached} were due "
-            f"({hit.kind})"
-        )
+        has = f"{answer['cached']} tokens where {hit.cached} were due"
+        raise RuntimeError(f"the reference's hit has {has} ({hit.kind})")
     return answer
 
 
@@ -148,10 +140,8 @@ def _difference(expected: dict[str, Any], got: dict[str, Any], hit: Hit) -> str:
         return f"{got['cached']} tokens cached where {hit.cached} were due"
     pairs = list(zip(expected["logprobs"], got["logprobs"], strict=True))
     first = next((index for index, (one, other) in enumerate(pairs) if one != other), -1)
-    return (
-        f"differs from step {first} on; tokens "
-        f"{'equal' if expected['tokens'] == got['tokens'] else 'differ'}"
-    )
+    tokens = "equal" if expected["tokens"] == got["tokens"] else "differ"
+    return f"differs from step {first} on; tokens {tokens}"
 
 
 def agreeing(fleet: Fleet, prompts: Prompts, kind: str = "") -> list[Row]:
@@ -164,13 +154,10 @@ def agreeing(fleet: Fleet, prompts: Prompts, kind: str = "") -> list[Row]:
         # A salt of each one's own keeps them from each other's KV, wherever it lies.
         asked = {"tokens": prompts.new(length), "count": scale.answer, "logprobs": LOGPROBS}
         children = {"a": pair.a, "b": pair.b, "reference": pair.alone}
-        answers = [
-            child.ask("generate", SECONDS, **asked, salt=name) for name, child in children.items()
-        ]
-        same.append(
-            len({said(answer) for answer in answers}) == 1
-            and not any(answer["cached"] for answer in answers)
-        )
+        pairs = children.items()
+        answers = [child.ask("generate", SECONDS, **asked, salt=name) for name, child in pairs]
+        cached = any(answer["cached"] for answer in answers)
+        same.append(len(set(map(said, answers))) == 1 and not cached)
     what = (
         "prompts that three instances compute alike without any cache, bit for bit; "
         f"lengths {scale.few}"
@@ -245,21 +232,13 @@ def flipped(fleet: Fleet, prompts: Prompts) -> list[Row]:
         if caught != "equal" or after != "equal":
             break
     seen = f"{before} before, {caught} with it, {after} once it is undone"
-    which = (
-        "a byte of each block of layer 0 in the owner's KV cache"
-        if fleet.in_place
-        else "a byte of layer 0 in the pool"
-    )
+    owners = "a byte of each block of layer 0 in the owner's KV cache"
+    which = owners if fleet.in_place else "a byte of layer 0 in the pool"
     what = f"{which} exclusive or 0x{mask:02x}: {seen}"
     unseen = [f"0x{earlier:02x}" for earlier in MASKS[: MASKS.index(mask)]]
     what += f"; not seen: {', '.join(unseen)}" if unseen else ""
-    return [
-        fraction(
-            f"{fleet.rows}_flipped_byte_caught",
-            [(before, caught, after) == ("equal", "different", "equal")],
-            what,
-        )
-    ]
+    right = (before, caught, after) == ("equal", "different", "equal")
+    return [fraction(f"{fleet.rows}_flipped_byte_caught", [right], what)]
 
 
 def restart(fleet: Fleet, prompts: Prompts) -> list[Row]:

@@ -42,14 +42,10 @@ def measure(fleet: Fleet, clock: Clock, source: Prompts, kind: str, rounds: int)
     scale = fleet.of(kind)
     prompts = Ended(scale, seed=source.seed)
     states = KINDS[kind].states
-    if (
-        states
-        and (size := fleet.instance(f"{kind}_alone").ask("about")["block_size"]) != scale.chunk
-    ):
-        raise ChildFailed(
-            f"vLLM has blocks of {size} tokens where {scale.chunk} were due: nothing would be "
-            "cached"
-        )
+    size = fleet.instance(f"{kind}_alone").ask("about")["block_size"]
+    if states and size != scale.chunk:
+        due = f"vLLM has blocks of {size} tokens where {scale.chunk} were due"
+        raise ChildFailed(f"{due}: nothing would be cached")
     rows = equality.agreeing(fleet, prompts, kind) + equality.sensitive(fleet, prompts, kind, 1)
     counts = {scale.lengths[name]: 1 if scale.cpu else count for name, count in LENGTHS.items()}
     found = equality.equal(fleet, clock, prompts.hits(counts, 0), prompts, kind)
@@ -89,9 +85,7 @@ def _state_matters(fleet: Fleet, hit: Hit, alone: Child) -> bool:
 def _first_token(fleet: Fleet, clock: Clock, prompts: Ended, kind: str, rounds: int) -> list[Row]:
     found = latency.first_token(fleet, clock, prompts, rounds, kind=kind, only=LONG)
     judged = f"_ttft_{LONG}"
-    return [
-        msgspec.structs.replace(one, case=f"groups{judged}_{kind}")
-        if one.case.endswith(judged)
-        else one
-        for one in found
-    ]
+    for at, one in enumerate(found):
+        if one.case.endswith(judged):
+            found[at] = msgspec.structs.replace(one, case=f"groups{judged}_{kind}")
+    return found

@@ -49,6 +49,7 @@ SHORT, SHORT_REQUESTS, AT_ONCE, SLICES = 600, 3000, 128, 10
 SHORT_ANSWER = 8
 SHORT_TAX, SHORT_SECONDS = 0.99, 120.0
 
+VARIANTS = ("recompute", "prefix", "vcache")
 Samples = dict[tuple[str, str], list[float]]
 
 
@@ -106,10 +107,8 @@ def _lengths(fleet: Fleet, kind: str = "") -> dict[str, int]:
     models with states.
     """
     scale = fleet.of(kind)
-    return {
-        name: max(length // scale.chunk, 1) * scale.chunk + TAIL
-        for name, length in scale.lengths.items()
-    }
+    size, lengths = scale.chunk, scale.lengths.items()
+    return {name: max(length // size, 1) * size + TAIL for name, length in lengths}
 
 
 def _round(
@@ -145,10 +144,8 @@ def _rows(
         rows.append(row(f"{begin}_copy_engine", "GB/s", speed, speed, what=what))
     missed = f"; not full hits, left out: {', '.join(partial)}" if partial else ""
     for name, length in _lengths(fleet, kind).items():
-        held = {
-            variant: [MS * value for value in samples.get((variant, name), [])]
-            for variant in ("recompute", "prefix", "vcache")
-        }
+        held = {variant: samples.get((variant, name), []) for variant in VARIANTS}
+        held = {variant: [MS * value for value in values] for variant, values in held.items()}
         if not held["prefix"]:
             continue
         floor = statistics.median(held["prefix"])
@@ -277,17 +274,11 @@ def decoding(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
     who = f"{_who(fleet)} while another loads from {peer()}"
     said = f"{who} once a second: {len(done)} loads of {length} tokens ({full} full hits)"
     name = f"{fleet.rows}_tpot_p99"
+    calm, often = gaps[0.0], f"{who} ten times a second"
+    reader = f"{name}_reader" if fleet.in_place else name
     rows = [
-        _judged_gaps(
-            f"{name}{'_reader' if fleet.in_place else ''}",
-            gaps[EVERY],
-            gaps[0.0],
-            said,
-            TPOT[fleet.rows],
-        ),
-        _judged_gaps(
-            f"{name}_10_loads_a_second", gaps[OFTEN], gaps[0.0], f"{who} ten times a second", None
-        ),
+        _judged_gaps(reader, gaps[EVERY], calm, said, TPOT[fleet.rows]),
+        _judged_gaps(f"{name}_10_loads_a_second", gaps[OFTEN], calm, often, None),
     ]
     return [*rows, _owner(fleet, clock, prompts, loads)] if fleet.in_place else rows
 

@@ -50,16 +50,11 @@ def measure(fleet: Fleet, clock: Clock, source: Prompts) -> list[Row]:
         f"{right.hits} with hits: those that an instance of the same weights does not give"
     )
     of = f"of {control.answers} answers over {WRONGLY_NAMED} updates with one name for all"
+    unseen, seen = int(not control.wrong), f"{control.wrong} {of} were wrong: 0 if any was"
     return [
         none(f"{rows}_weights_wrong", "answers", right.wrong, what, right.answers),
         none(f"{rows}_weights_hits", "lacking", int(right.hits < right.answers // 4), what),
-        none(
-            f"{rows}_weights_wrong_control",
-            "unseen",
-            int(not control.wrong),
-            f"{control.wrong} {of} were wrong: 0 if at least one was",
-            control.answers,
-        ),
+        none(f"{rows}_weights_wrong_control", "unseen", unseen, seen, control.answers),
     ]
 
 

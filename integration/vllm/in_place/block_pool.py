@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -59,18 +60,6 @@ class KVBlocks:
             numbers.append(block.block_id)
             block = block.next_free_block
         return numbers
-
-    def useless(self, most: int, given: memoryview, now: memoryview) -> int:
-        """Count the next blocks, up to `most`, before the first block worth keeping.
-
-        A block is not worth keeping if it holds nothing, or if its entry in `given` equals its
-        entry in `now`."""
-        count, block = 0, self._first
-        while count < most and (
-            block.block_hash is None or given[block.block_id] == now[block.block_id]
-        ):
-            count, block = count + 1, block.next_free_block
-        return count
 
     def to_end(self, numbers: Iterable[int]) -> None:
         """Have vLLM hand out these blocks last, as if just used. Blocks in use stay
@@ -155,7 +144,7 @@ class ResidentPool:
         """Change the blocks' generations before vLLM can launch work that writes them."""
         self._give_way(num_blocks)
         blocks = self._get(num_blocks)
-        self._surely(lambda: self._take(blocks))
+        self._surely(self._take, blocks)
         return blocks
 
     def _take(self, blocks: list[Any]) -> None:
@@ -179,9 +168,9 @@ class ResidentPool:
         self._surely(self._on_reset)
         return self._reset()
 
-    def _surely(self, act: Callable[[], None]) -> None:
+    def _surely(self, act: Callable[..., None], *arguments: Any) -> None:
         try:
-            act()
+            act(*arguments)
         except Exception:  # nothing of ours raises into vLLM
             self._generations.give_up()
             self.broken = True
@@ -191,6 +180,8 @@ class ResidentPool:
             )
 
 
+@lru_cache(maxsize=128)
+@lru_cache(maxsize=128)
 def _reach(length: int) -> Callable[[Any], Any]:
     """Return a function of a block: the last of `length` blocks in vLLM's free queue that begin
     with it; None if they are fewer, or if the block is not in the queue.

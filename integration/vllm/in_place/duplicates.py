@@ -7,13 +7,11 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import deque
-from collections.abc import Callable
-from itertools import chain, compress
+from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import NamedTuple
 
-import numpy as np
-
-from vcache_backend.resident.generations import Generations, GenerationView, UInt64s
+from vcache_backend.resident.generations import Generations, GenerationView
 
 from ..metadata import LoadSpec
 from ..scheduler.tracked import Tracked
@@ -72,14 +70,12 @@ class Duplicates:
         self._ended = 0
         """How many requests have ended."""
         self._used: dict[int, int] = {}
-        """The first and the last block of chunks that a request found in vLLM's cache, and `_ended`
-        when that request ended. Requests use chunks from the first block on."""
-        # Write the array now: else the first step that writes it waits for the memory.
-        self._next: UInt64s = np.full(generations.blocks, 0, dtype=np.uint64)
-        """By block: the generation in which the block was moved to the head of the free queue."""
-        self._empty = pool.free
-        """A lower bound of the empty blocks at the head of the free queue. vLLM puts further empty
-        blocks before them, and caches a block only after it was handed out.
+        """The first blocks of chunks that a request found in vLLM's cache, and `_ended` when that
+        request ended. Requests use chunks from the first block on."""
+        self._ahead = pool.free
+        """A lower bound of the blocks at the head of the free queue that hold nothing, or a copy
+        moved there. vLLM puts further empty blocks before them, and caches a block only after it
+        was handed out.
         """
 
     @property
@@ -104,10 +100,10 @@ class Duplicates:
         """
         each, row, right = self._each, tracked.store.rows[0], tracked.resident.generations
         self._ended += 1
-        if used := row[: tracked.local // block_size]:
-            ends = chain(used[::each], used[each - 1 :: each])
-            self._used.update(dict.fromkeys(ends, self._ended))
-            self._next[used] = 0
+        if used := row[: tracked.local // block_size : each]:
+            self._used.update(dict.fromkeys(used, self._ended))
+            # Some of these may have been moved to the head.
+            self._ahead = 0
         runs = within(tracked.copies, 0, len(right) // each)
         copied = sum(run.chunks for run in runs) * each * block_size
         if not copied or (tracked.request.num_tokens - tracked.local - copied) * SHORT > copied:
@@ -123,37 +119,34 @@ class Duplicates:
 
         Never raises.
         """
-        self._empty -= count
-        if self._empty >= 0:
+        self._ahead -= count
+        if self._ahead >= 0:
             return
-        self._empty = 0
+        needed = -(self._ahead // self._each)
+        self._ahead = 0
         if not self._copies:
             return
         try:
-            self._give_way(count)
+            self._give_way(needed)
         except Exception:  # vLLM goes on with the present order
             self._copies.clear()
             log.exception("vcache: blocks that other instances have, too, are not evicted first")
 
     # ---- inside
 
-    def _give_way(self, count: int) -> None:
-        count = min(count, self._pool.free)
-        # Reading one number from a memoryview takes half as long as from an array.
-        useless = self._pool.useless(count, self._next.data, self._generations.counters.data)
-        needed = -(-(count - useless) // self._each)
-        wanted = max(needed, AHEAD_CHUNKS)
-        looks = MOST_LOOKED
-        while needed > 0 and looks > 0 and self._copies:
+    def _give_way(self, needed: int) -> None:
+        """Move `needed` chunks to the head of the free queue, and some more if these are few."""
+        wanted, looks = max(needed, AHEAD_CHUNKS), MOST_LOOKED
+        while wanted > 0 and looks > 0 and self._copies:
             copies = self._copies.popleft()
-            most = min(looks, wanted, copies.chunks)
-            left = copies.chunks - most
+            left = max(copies.chunks - min(looks, wanted), 0)
             if left:
                 self._copies.appendleft(copies._replace(chunks=left))
             moved = self._moved(copies, range(left, copies.chunks))
-            needed -= moved
             wanted -= moved
-            looks -= most - moved
+            looks -= copies.chunks - left - moved
+            self._ahead += moved * self._each
+        self._ahead = max(self._ahead - needed * self._each, 0)
 
     def _moved(self, copies: Copies, chunks: range) -> int:
         """Put copies at the head of the free queue, and return how many chunks that are. Leaves out
@@ -162,32 +155,44 @@ class Duplicates:
         view = self._view(copies.run.instance)
         if view is None:
             return 0
-        each, blocks, generations = self._each, copies.blocks, copies.generations
-        # The look-up has checked that all numbers are valid.
-        theirs = array(NUMBERS, copies.run.blocks)
-        their_generations = array(GENERATIONS, copies.run.generations)
-        here, there, used = self._generations.counters.data, view.counters.data, self._used
+        intact = self._intact(copies, chunks, view)
+        # Mostly all of them lie in the queue as the request has left them.
+        if all(intact) and self._to_head(copies.blocks, [chunks]):
+            return len(chunks)
+        single = [range(chunk, chunk + 1) for chunk in compress(chunks, intact)]
+        return self._to_head(copies.blocks, single)
 
-        def intact(at: int) -> bool:
-            block = blocks[at]
-            return (
-                here[block] == generations[at]
-                and there[theirs[at]] == their_generations[at]
-                and used.get(block, 0) < copies.at
-            )
-
-        ends = [
-            (at, at + each - 1)
-            for at in range((chunks.stop - 1) * each, chunks.start * each - 1, -each)
-            if intact(at) and intact(at + each - 1)
+    def _to_head(self, blocks: array[int], parts: Sequence[range]) -> int:
+        """Put parts of a request's chunks, which have one length, at the head of the free queue.
+        Returns how many of them could be moved."""
+        if not parts:
+            return 0
+        # vLLM frees a request from its last block on.
+        rows = [
+            blocks[part.start * self._each : part.stop * self._each] for part in reversed(parts)
         ]
-        # vLLM frees a chunk from its last block on.
         whole = self._pool.to_head(
-            [blocks[last] for _, last in ends], [blocks[first] for first, _ in ends], each
+            [row[-1] for row in rows], [row[0] for row in rows], len(rows[0])
         )
-        moved = array(NUMBERS)
-        for first, last in compress(ends, whole):
-            moved += blocks[first : last + 1]
-        if moved:
-            self._next[moved] = self._generations.counters[moved]
         return sum(whole)
+
+    def _intact(self, copies: Copies, chunks: range, view: GenerationView) -> list[bool]:
+        """Whether each chunk is unchanged here and in the other KV cache, as far as its last block
+        says, which leaves first, and unused since the request ended."""
+        here, there, each = self._generations.counters.data, view.counters.data, self._each
+        begin, end = chunks.start * each, chunks.stop * each
+        last = slice(begin + each - 1, end, each)
+        return [
+            here[block] == generation
+            and there[their] == their_generation
+            and self._used.get(first, 0) < copies.at
+            for first, block, generation, their, their_generation in zip(
+                copies.blocks[begin:end:each],
+                copies.blocks[last],
+                copies.generations[last],
+                # The look-up has checked that these are valid.
+                array(NUMBERS, copies.run.blocks)[last],
+                array(GENERATIONS, copies.run.generations)[last],
+                strict=True,
+            )
+        ]

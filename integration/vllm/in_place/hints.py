@@ -46,32 +46,33 @@ class Hints:
     def __init__(self, blocks: KVBlocks, generations: Generations, each: int) -> None:
         """each: blocks of a chunk."""
         self._blocks, self._generations, self._each = blocks, generations, each
-        self._waiting: deque[tuple[UInt32s, UInt64s]] = deque()
+        self.waiting: deque[tuple[UInt32s, UInt64s]] = deque()
+        """The hints to be applied: blocks and their generations."""
         self._left = MOST_BLOCKS
 
     def hear(self, heard: Heard) -> None:
         """Queue chunks that others have read, for the next `apply`."""
-        if not heard.blocks or len(self._waiting) >= MOST_WAITING:
+        if not heard.blocks or len(self.waiting) >= MOST_WAITING:
             return
         blocks = np.frombuffer(heard.blocks, dtype="<u4").reshape(-1, self._each)
         generations = np.frombuffer(heard.generations, dtype="<u8").reshape(-1, self._each)
         # Move a chunk's last block first, so that a prefix leaves the cache from its end.
-        self._waiting.append((blocks[:, ::-1].reshape(-1), generations[:, ::-1].reshape(-1)))
+        self.waiting.append((blocks[:, ::-1].reshape(-1), generations[:, ::-1].reshape(-1)))
 
     def planned(self) -> None:
         """Allow the next step to move `MOST_BLOCKS` again."""
         self._left = MOST_BLOCKS
 
     def apply(self) -> None:
-        """Move blocks that are unused, and unchanged since others read them, to the end of vLLM's
-        free queue. At most `MOST_BLOCKS` a step. Never raises.
+        """Move blocks of a waiting hint that are unused, and unchanged since others read them, to
+        the end of vLLM's free queue. At most `MOST_BLOCKS` a step. Never raises.
         """
-        if not self._waiting or not self._left:
+        if not self._left:
             return
         try:
-            self._move(*self._waiting.popleft())
+            self._move(*self.waiting.popleft())
         except Exception:  # vLLM goes on with the present order
-            self._waiting.clear()
+            self.waiting.clear()
             log.exception(
                 "vcache: blocks that other instances have read are not kept longer than others"
             )
@@ -79,7 +80,7 @@ class Hints:
     def _move(self, blocks: UInt32s, generations: UInt64s) -> None:
         left = self._left
         if len(blocks) > left:
-            self._waiting.appendleft((blocks[left:], generations[left:]))
+            self.waiting.appendleft((blocks[left:], generations[left:]))
         blocks, generations = blocks[:left], generations[:left]
         self._left -= len(blocks)
         same = self._generations.counters[blocks] == generations

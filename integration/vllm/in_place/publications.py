@@ -104,7 +104,7 @@ class Publications:
 
         After a reset others no longer find chunks from before, though vLLM's own cache may still
         hit them."""
-        if self.hints is not None:
+        if self.hints is not None and self.hints.waiting:
             self.hints.apply()
         heard = self.heard
         if heard == self.epoch:

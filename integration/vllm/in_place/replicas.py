@@ -107,14 +107,16 @@ def _right(
     first has changed.
 
     first: the number of the first chunk. All replicas must lie in one instance."""
-    instance = found.instances[replicas[0].instance] if replicas else b""
-    view = tables.view(instance) if replicas else None
-    number, counter = each * NUMBER_BYTES, each * GENERATION_BYTES
-    numbers = [replica.blocks for replica in replicas]
-    counters = [replica.generations for replica in replicas]
-    if view is None or {*map(len, numbers)} != {number} or {*map(len, counters)} != {counter}:
+    if not replicas:
         return None
-    blocks, generations = b"".join(numbers), b"".join(counters)
+    instance = found.instances[replicas[0].instance]
+    view = tables.view(instance)
+    number, counter = each * NUMBER_BYTES, each * GENERATION_BYTES
+    # All chunks of an instance have as many blocks.
+    if view is None or (len(replicas[0].blocks), len(replicas[0].generations)) != (number, counter):
+        return None
+    blocks = b"".join([replica.blocks for replica in replicas])
+    generations = b"".join([replica.generations for replica in replicas])
     count = view.leading(
         np.frombuffer(blocks, dtype="<u4"), np.frombuffer(generations, dtype="<u8"), each
     )

@@ -27,15 +27,14 @@ _MIXED = "UniformTypeKVCacheSpecs"
 """vLLM's specification of a table whose layers' pages have several sizes. Workers see it;
 the scheduler sees that of its first layer instead.
 """
+_ENCODER = "an encoder's output depends on the whole input: no setting changes that"
 _REASONS: Mapping[str, str] = {
     "ChunkedLocalAttentionSpec": (
         "chunked local attention gives blocks back while their request runs: set "
         "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE=0"
     ),
-    "CrossAttentionSpec": "an encoder's output depends on the whole input: no setting changes that",
-    "EncoderOnlyAttentionSpec": (
-        "an encoder's output depends on the whole input: no setting changes that"
-    ),
+    "CrossAttentionSpec": _ENCODER,
+    "EncoderOnlyAttentionSpec": _ENCODER,
 }
 
 
@@ -207,10 +206,11 @@ class Groups:
         wants exactly these: in the last block of [local, end), and none before.
         """
         state = self.state(rows, end)
-        if len(state) < len(self.states) or any(
-            any(rows[group.number][local // group.block_size : end // group.block_size - 1])
+        before = [
+            rows[group.number][local // group.block_size : end // group.block_size - 1]
             for group in self.states
-        ):
+        ]
+        if len(state) < len(self.states) or any(map(any, before)):
             raise ValueError(f"vLLM wants other states than the one at token {end}")
         return state + [-1] * (self.parts * self.blocks - len(state))
 
@@ -280,9 +280,8 @@ def read(kv_cache_config: Any, chunk_size: int) -> Groups:
         specs = layer_specs(group.kv_cache_spec)
         reasons = (unknown(type(spec).__name__) or _unsteady(spec) for spec in specs)
         reason = next((reason for reason in reasons if reason), None)
-        if reason is None and not (
-            getattr(group.kv_cache_spec, "prefix_cacheable", True) and _ordinary(group)
-        ):
+        cacheable = getattr(group.kv_cache_spec, "prefix_cacheable", True) and _ordinary(group)
+        if reason is None and not cacheable:
             reason = "its blocks are no part of vLLM's own prefix cache: no setting changes that"
         if reason is not None:
             name = group.layer_names[0] if group.layer_names else "a group"

@@ -216,20 +216,23 @@ class Completions:
             return
         request, size, first = tracked.request, self._size, tracked.store.stored
         limit = request.num_prompt_tokens if self._prompts_only else request.num_tokens
-        rows, length = tracked.store.rows, self._groups.length(tracked.store.rows)
+        rows, groups = tracked.store.rows, self._groups
+        length = len(rows[0]) * groups.block if groups.plain else groups.length(rows)
         ready = min(min(computed, limit, length) // size, len(request.block_hashes) // self._hashes)
         if ready <= first or not self._instance.open() or not self._lookups.name(tracked, ready):
             return
-        # Skip chunks whose blocks vLLM has freed because a window has passed them.
-        first = self._groups.alive_from(rows, before, first, ready)
-        self.expect(tracked, first, ready)
+        if not groups.plain:
+            # Skip chunks whose blocks vLLM has freed because a window has passed them.
+            first = groups.alive_from(rows, before, first, ready)
+        if self._instance.announcer is not None:
+            self.expect(tracked, first, ready)
         if self._publications is not None:
             loaded = ready * size <= tracked.supplied
             meta.publications += self._publications.complete(tracked, first, ready, loaded)
             self.stored(tracked, ready)
             return
         if keys := tracked.lookup.keys[first:ready]:
-            blocks = self._groups.chunks(rows, first, ready)
+            blocks = groups.chunks(rows, first, ready)
             prefix = tracked.lookup.keys[:first]
             meta.stores.append(StoreSpec(request.request_id, keys, blocks, prefix, tracked.tenant))
         self.stored(tracked, ready)

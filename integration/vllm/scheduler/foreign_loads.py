@@ -24,6 +24,8 @@ class ForeignLoads:
         self._number = 0
         self._filling: dict[int, set[int]] = {}
         """By step number: the blocks of requests that another connector may load in that step."""
+        self.blocks: AbstractSet[int] = frozenset()
+        """The blocks of all steps with foreign loads that are not over yet."""
 
     def begin(self, begun: Iterable[Beginning], requests: Mapping[str, Tracked]) -> int:
         """Return a number for the step if another connector may load in it, else 0. begun: see
@@ -41,11 +43,8 @@ class ForeignLoads:
             return 0
         self._number += 1
         self._filling[self._number] = blocks
+        self.blocks |= blocks
         return self._number
-
-    def blocks(self) -> set[int]:
-        """The blocks of all steps with foreign loads that are not over yet."""
-        return set().union(*self._filling.values())
 
     def over(self, numbers: Iterable[int], invalid: AbstractSet[int]) -> set[int]:
         """End these steps, which all workers report as over. Returns the blocks of steps with a
@@ -57,6 +56,7 @@ class ForeignLoads:
             blocks = self._filling.pop(number, set())
             if not blocks.isdisjoint(invalid):
                 failed |= blocks
+            self.blocks = frozenset().union(*self._filling.values())
         return failed
 
 

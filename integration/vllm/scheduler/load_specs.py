@@ -33,17 +33,15 @@ class LoadSpecs:
         """Make the load of the tokens [tracked.local, tracked.supplied), as the look-up found them.
         ValueError if the chunks do not fit vLLM's blocks.
         """
-        size = self._size
-        asked = tracked.params
-        answer = tracked.lookup.answer
-        end = tracked.supplied
-        first, stop, parts = tracked.local // size, -(-end // size), self._groups.parts
-        all_keys = tracked.lookup.keys
-        keys = all_keys[first:stop] + state_keys(all_keys[stop - 1 : stop], parts)
-        below = self._instance.offload
+        size, end = self._size, tracked.supplied
+        answer, below = tracked.lookup.answer, self._instance.offload
+        first, stop = tracked.local // size, -(-end // size)
+        keys = tracked.lookup.keys[first:stop]
+        if self._groups.states:
+            keys += state_keys(keys[-1:], self._groups.parts)
         # Allow the offload tier even if the pool had all chunks: the pool may lose some before the
         # load reads them.
-        offload = not parts and below is not None and below.usable
+        offload = not self._groups.states and below is not None and below.usable
         return LoadSpec(
             request_id=tracked.request.request_id,
             keys=keys,
@@ -51,7 +49,7 @@ class LoadSpecs:
             offload=offload,
             promote=offload
             and self._stores
-            and asked.store
+            and tracked.params.store
             and self._instance.publications is None,
             prefix=tracked.lookup.keys[:first] if offload else [],
             tenant=tracked.tenant if offload else b"",

@@ -166,9 +166,8 @@ class Lookups:
                 continue
             if reply.cut:
                 return self._ask(client, tracked, first, whole)
-            answer = self._answered(
-                tracked, question.first, question.stop, reply, question.at, started
-            )
+            asked = question.first, question.stop, reply, question.at, started
+            answer = self._answered(client, tracked, *asked)
             if answer.covers(first):
                 return answer
 
@@ -187,7 +186,7 @@ class Lookups:
         """Ask in several messages, and wait for the answers. VCacheError."""
         started, at = perf_counter(), monotonic()
         reply = client.find(self._request(tracked, first, whole))
-        return self._answered(tracked, first, whole, reply, at, started)
+        return self._answered(client, tracked, first, whole, reply, at, started)
 
     def _failed(self, error: VCacheError) -> Answer:
         log.debug("look-up: %s", error)
@@ -202,6 +201,7 @@ class Lookups:
 
     def _answered(
         self,
+        client: Client,
         tracked: Tracked,
         first: int,
         stop: int,
@@ -213,6 +213,7 @@ class Lookups:
         the offload tier's hits.
         """
         instance, residents, self.epoch = self._instance, list[Run](), reply.epoch
+        keys = tracked.lookup.keys[first:stop]
         there = chunks = len(reply.pooled)
         if instance.publications is not None:
             chunks, residents = self._chosen(reply, first)
@@ -220,46 +221,29 @@ class Lookups:
         coming = reply.coming if chunks == there else None
         comes_to = first + there + coming.chunks if coming is not None else 0
         if tracked.promise.early:
-            tracked.promise.made = there < stop - first and reply.coming is None
+            tracked.promise.made = there < len(keys) and reply.coming is None
         if self._parts and chunks:
-            chunks = self._with_state(tracked.lookup.keys[first : first + chunks])
-        pooled = hits = first + chunks
-        if (
-            not self._parts
-            and instance.offload is not None
-            and instance.client is not None
-            and pooled < stop
-        ):
-            hits = first + instance.offload.extend(
-                instance.client, tracked.lookup.keys[first:stop], chunks
-            )
-        answer = tracked.lookup.answer = Answer(
-            first,
-            hits,
-            pooled,
-            at,
-            perf_counter() - started,
-            residents,
-            coming,
-            comes_to,
-        )
+            chunks = self._with_state(client, keys[:chunks])
+        hits = chunks
+        if not self._parts and instance.offload is not None:
+            hits = instance.offload.extend(client, keys, chunks)
+        seconds = perf_counter() - started
+        answer = Answer(first, first + hits, first + chunks, at, seconds, residents)
+        answer.coming, answer.comes_to = coming, comes_to
+        tracked.lookup.answer = answer
         return answer
 
-    def _with_state(self, keys: list[ChunkKey]) -> int:
+    def _with_state(self, client: Client, keys: list[ChunkKey]) -> int:
         """Shorten a hit to end at a chunk for which all ranks have stored the state, too. Returns
         the number of chunks left.
         """
-        instance, names = self._instance, state_keys(keys, self._parts)
+        ranks = self._instance.ranks
         try:
-            stored = (
-                instance.client.contains(of_ranks(names, instance.ranks))
-                if instance.client is not None
-                else []
-            )
+            stored = client.contains(of_ranks(state_keys(keys, self._parts), ranks))
         except VCacheError as error:
             self._failed(error)
             return 0
-        each = self._parts * instance.ranks
+        each = self._parts * ranks
         return next(
             (end // each for end in range(len(stored), 0, -each) if all(stored[end - each : end])),
             0,

@@ -3,7 +3,7 @@ short hit is loaded or computed."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from time import monotonic
 
 from .tracked import Tracked
@@ -35,7 +35,7 @@ class Pace:
 
     chunk_seconds: 0.0 before the first measurement."""
 
-    def __init__(self, live: Container[str], asynchronous: bool) -> None:
+    def __init__(self, live: Mapping[str, Tracked], asynchronous: bool) -> None:
         """live: the requests that have not ended. asynchronous: vLLM plans a step before the last
         step is over."""
         self.chunk_seconds = 0.0
@@ -53,7 +53,8 @@ class Pace:
 
     def planned(self, scheduled: Mapping[str, int]) -> None:
         """Note that a step is planned. scheduled: the tokens of its requests."""
-        self.look()
+        if self._measured is not None:
+            self.look()
         now = monotonic()
         if self._busy and max(self._scheduled.values()) <= MOST_DECODED:
             new = min(now - self._planned_at, LONGEST_STEP_SECONDS)
@@ -91,4 +92,4 @@ class Pace:
     @property
     def _busy(self) -> bool:
         """Whether a request of the last step is still running."""
-        return any(name in self._live for name in self._scheduled)
+        return not self._live.keys().isdisjoint(self._scheduled)

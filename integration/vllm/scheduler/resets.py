@@ -34,8 +34,10 @@ class Resets:
         self._instance, self._drop, self._outdate = instance, drop, outdate
         self._rename = rename
         self.clearing = False
-        self._number = 0
-        """The number of the last reset. Workers' reports with a lower number do not end it."""
+        self.number = 0
+        """The number of the last reset. Workers' reports with a lower number do not end it. While
+        it is `clearing`, every step repeats the number until the workers answer. They do not answer
+        while vLLM sleeps, or when the step's stores raise."""
 
     def reset(self) -> bool:
         """Reset the namespace: remove all chunks, including those still being stored. For vLLM's
@@ -51,7 +53,7 @@ class Resets:
             return True
         # Look nothing up until the running steps have ended and their stores are cleared, too.
         self.clearing = True
-        self._number += 1
+        self.number += 1
         self._drop()
         self._outdate()
         if self._instance.publications is not None:
@@ -79,16 +81,9 @@ class Resets:
         if self._instance.publications is not None and self._instance.publications.learn():
             self._drop()
 
-    def flushes(self) -> int:
-        """Return `StepMetadata.flush` for the step being planned.
-
-        Every step repeats the number until the workers answer. They do not answer while vLLM
-        sleeps, or when the step's stores raise."""
-        return self._number if self.clearing else 0
-
     def note(self, report: WorkerReport) -> None:
         """Act on the workers' reports about their stores."""
-        if self.clearing and report.flushed == self._number:
+        if self.clearing and report.flushed == self.number:
             # Clear again: steps from before the reset may have stored chunks since. Their
             # uncommitted stores are void by now.
             self.clearing = not self._instance.clear()

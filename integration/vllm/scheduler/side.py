@@ -157,7 +157,7 @@ class SchedulerSide:
         to load them asynchronously: always, if there are any.
 
         None in place of a number: ask again in the next step."""
-        if self.instance.waits():
+        if self.instance.keys is None and self.instance.waits():
             return None, False
         self._resets.learn()
         tracked = self._track(request)
@@ -219,14 +219,18 @@ class SchedulerSide:
         """Complete `meta` for the step that `output` describes: stores, and blocks with a new
         owner.
         """
+        # Mostly a step has nothing of this: keep it short.
         meta.cancelled = self._cancelled
         self._cancelled = set()
-        meta.fresh = [load.blocks for load in meta.loads]
+        if meta.loads:
+            meta.fresh = [load.blocks for load in meta.loads]
         meta.idle = not output.total_num_scheduled_tokens
-        meta.introduce = self.instance.keys is None and not self.instance.over
-        if meta.introduce and self.publications is not None:
-            meta.instance = self.publications.instance
-        meta.flush = self._resets.flushes()
+        if self.instance.keys is None:
+            meta.introduce = not self.instance.over
+            if meta.introduce and self.publications is not None:
+                meta.instance = self.publications.instance
+        if self._resets.clearing:
+            meta.flush = self._resets.number
         self._resets.learn()
         for request_id in output.preempted_req_ids or ():
             if request_id in self._requests:
@@ -234,7 +238,7 @@ class SchedulerSide:
         begun = beginning(output)
         if begun:
             meta.echo = self._foreign.begin(begun, self._requests)
-        self._completions.plan(output, self._requests, meta, self._foreign.blocks())
+        self._completions.plan(output, self._requests, meta, self._foreign.blocks)
         for request_id, computed, _ in begun:
             if request_id in self._requests:
                 self._waits.over(self._requests[request_id])
@@ -385,7 +389,7 @@ class SchedulerSide:
             not tracked.loads
             or self._resets.clearing
             or local % self._groups.block
-            or not self.instance.open()
+            or (self.instance.keys is None and not self.instance.open())
         ):
             return 0
         most, chunks = self._loadable(tracked.request)

@@ -149,11 +149,9 @@ class Announcer:
             present = [all(whole) for whole in zip(*parts, strict=True)]
         finally:
             self._turns.extend(key for key, exists in zip(keys, present, strict=True) if exists)
-        self._gone.extend(
-            (key, event)
-            for key, event, exists in zip(keys, removals, present, strict=True)
-            if not exists
-        )
+        for key, event, exists in zip(keys, removals, present, strict=True):
+            if not exists:
+                self._gone.append((key, event))
 
     def renewed(self) -> Announcer:
         """Make an announcer for other keys. Its first events take back all that this announcer has

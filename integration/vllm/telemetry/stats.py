@@ -90,23 +90,8 @@ HISTOGRAMS = {
     "wait_seconds": "Time that a request waited for chunks another instance was computing.",
 }
 BUCKETS = [
-    0.00005,
-    0.0001,
-    0.00025,
-    0.0005,
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
+    *(0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005),
+    *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
 ]
 MOST_OBSERVED = 4096
 """The most observations of one histogram that wait to be taken."""
@@ -151,9 +136,8 @@ class VCacheStats(KVConnectorStats):  # type: ignore[misc]
 
     def reduce(self) -> dict[str, int | float]:
         """The values for vLLM's log line. Loads and failures are summed over workers."""
-        sums = {
-            name: sum(series.values()) for name, series in self.data.get("counters", {}).items()
-        }
+        counters = self.data.get("counters", {})
+        sums = {name: sum(series.values()) for name, series in counters.items()}
         loads = self.data.get("histograms", {}).get("load_seconds", [])
         return {
             "Hit tokens": int(sums.get("lookup_hit_tokens", 0)),
@@ -189,12 +173,10 @@ class Meter:
             taken = self._stats
             self._stats = None
         if self._lookups:
-            counters = {"lookup_asked_tokens": {"": self._asked}} | (
-                {"lookup_hit_tokens": {"": self._hit}} if self._hit else {}
-            )
-            looked_up = VCacheStats(
-                data={"counters": counters, "histograms": {"lookup_seconds": self._lookups}}
-            )
+            looked_up = VCacheStats()
+            looked_up.count("lookup_asked_tokens", self._asked)
+            looked_up.count("lookup_hit_tokens", self._hit)
+            looked_up.observe("lookup_seconds", *self._lookups)
             taken = looked_up if taken is None else taken.aggregate(looked_up)
             self._asked = 0
             self._hit = 0
@@ -268,21 +250,15 @@ class VCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._histograms: dict[tuple[int, str], Any] = {}
         for name, (documentation, label, values) in COUNTERS.items():
             labels = [*labelnames, *([label] if label else [])]
-            family = metric_types[Counter](
-                name=f"vllm:vcache_{name}", documentation=documentation, labelnames=labels
-            )
+            said: dict[str, Any] = {"documentation": documentation, "labelnames": labels}
+            family = metric_types[Counter](name=f"vllm:vcache_{name}", **said)
             for engine, given in per_engine_labelvalues.items():
                 for value in values:
-                    self._counters[engine, name, value] = family.labels(
-                        *given, *([value] if label else [])
-                    )
+                    series = family.labels(*given, *([value] if label else []))
+                    self._counters[engine, name, value] = series
         for name, documentation in HISTOGRAMS.items():
-            family = metric_types[Histogram](
-                name=f"vllm:vcache_{name}",
-                documentation=documentation,
-                labelnames=labelnames,
-                buckets=BUCKETS,
-            )
+            said = {"documentation": documentation, "labelnames": labelnames, "buckets": BUCKETS}
+            family = metric_types[Histogram](name=f"vllm:vcache_{name}", **said)
             for engine, given in per_engine_labelvalues.items():
                 self._histograms[engine, name] = family.labels(*given)
 

@@ -45,9 +45,7 @@ class Spans:
 
         self._tracer: Any = trace.get_tracer("vcache")
         self._context = TraceContextTextMapPropagator().extract
-        if hasattr(
-            self._tracer, "id_generator"
-        ):  # the SDK's generator uses Python's, which vLLM seeds alike in every instance
+        if hasattr(self._tracer, "id_generator"):
             self._tracer.id_generator = _Names()
         self._within, self._workers = trace.set_span_in_context, workers
         self._known: set[str] = set()
@@ -66,17 +64,9 @@ class Spans:
         self._known.add(name)
         with suppress(Exception):
             seconds = tracked.lookup.answer.seconds if tracked.lookup.answer is not None else 0.0
-            span = self._span(
-                "vcache.lookup",
-                tracked,
-                {
-                    "vcache.local_tokens": local,
-                    "vcache.found_tokens": found,
-                    "vcache.waited_seconds": tracked.wait.seconds,
-                },
-                seconds,
-            )
-            span.end()
+            said: dict[str, Any] = {"vcache.local_tokens": local, "vcache.found_tokens": found}
+            said["vcache.waited_seconds"] = tracked.wait.seconds
+            self._span("vcache.lookup", tracked, said, seconds).end()
 
     def loading(self, tracked: Tracked, tokens: int) -> None:
         """Begin the span of a load of so many tokens."""
@@ -96,12 +86,9 @@ class Spans:
             if span is not None:
                 ended.append(part.ended)
                 with suppress(Exception):
-                    self._tracer.start_span(
-                        "vcache.load.worker",
-                        self._within(span),
-                        attributes=_said(part),
-                        start_time=part.began,
-                    ).end(part.ended)
+                    said = {"attributes": _said(part), "start_time": part.began}
+                    begin = self._tracer.start_span
+                    begin("vcache.load.worker", self._within(span), **said).end(part.ended)
                 if len(ended) == self._workers:
                     self._end(part.request_id)
 
@@ -118,9 +105,8 @@ class Spans:
     def _span(self, what: str, tracked: Tracked, said: dict[str, Any], seconds: float = 0.0) -> Any:
         context = self._context(tracked.request.trace_headers or {})
         said = {"gen_ai.request.id": tracked.request.request_id} | said
-        return self._tracer.start_span(
-            what, context, attributes=said, start_time=time.time_ns() - int(seconds * 1e9)
-        )
+        began = time.time_ns() - int(seconds * 1e9)
+        return self._tracer.start_span(what, context, attributes=said, start_time=began)
 
 
 class _Names:

@@ -114,10 +114,7 @@ class CudaUploader:
                 # The scatter then follows the current stream's earlier work and this upload, and
                 # later work follows the scatter.
                 torch.cuda.current_stream().wait_event(arrived)
-            views = [
-                SlotView.over(place, local=True)
-                for place, _ in zip(self._bounce, chunks, strict=False)
-            ]
+            views = [SlotView.over(at, local=True) for at in self._bounce[: len(chunks)]]
             copy = self._copier.scatter(
                 kv, plan, views, None if after is None else CudaMark(arrived)
             )
@@ -130,8 +127,6 @@ Uploader = HostUploader | CudaUploader
 
 def make_uploader(copier: Copier, kv: PagedKV, chunk_bytes: int) -> Uploader:
     """The uploader for a KV cache: see `CudaUploader`, `HostUploader`."""
-    return (
-        CudaUploader(copier, kv, chunk_bytes)
-        if kv.device.type == "cuda"
-        else HostUploader(copier, chunk_bytes)
-    )
+    if kv.device.type == "cuda":
+        return CudaUploader(copier, kv, chunk_bytes)
+    return HostUploader(copier, chunk_bytes)

@@ -49,10 +49,8 @@ class CudaExportable:
         """Raises SegmentError if GPU `ordinal` cannot export memory."""
         driver = cuda_driver.load()
         if not driver.shares_memory(ordinal):
-            raise SegmentError(
-                f"cuda:{ordinal} has no virtual memory management with POSIX fds, so nobody "
-                "else can read it"
-            )
+            lacks = "no virtual memory management with POSIX fds, so nobody else can read it"
+            raise SegmentError(f"cuda:{ordinal} has {lacks}")
         self._driver, self._live, self.problem = driver, dict[int, _MappedRegion](), ""
         self._callbacks = _ALLOCATE(self._allocate), _FREE(self._free)
         # Never freed: torch may call them until the process ends.
@@ -89,10 +87,8 @@ class CudaExportable:
             self._live[piece.allocation.address] = piece
             return piece.allocation.address
         except BaseException as error:  # noqa: BLE001 - it would go on into C
-            self.problem = (
-                f"{nbytes:,} B on cuda:{ordinal} for the KV cache: "
-                f"{str(error) or type(error).__name__}"
-            )
+            why = str(error) or type(error).__name__
+            self.problem = f"{nbytes:,} B on cuda:{ordinal} for the KV cache: {why}"
             log.warning("vcache: %s", self.problem)
             return 0
 
@@ -108,12 +104,8 @@ class CudaExportable:
                 self._driver.synchronize()
                 piece.undo.close()
         except BaseException as error:  # noqa: BLE001 - it would go on into C
-            log.warning(
-                "vcache: %s B of KV cache on cuda:%d stay until the process ends: %s",
-                f"{nbytes:,}",
-                ordinal,
-                error,
-            )
+            stay = f"{nbytes:,} B of KV cache on cuda:{ordinal} stay until the process ends"
+            log.warning("vcache: %s: %s", stay, error)
 
 
 @contextmanager

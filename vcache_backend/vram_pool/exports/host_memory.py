@@ -78,11 +78,8 @@ class _Zeros(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
-        if (
-            func is torch.zeros
-            and given.get("dtype") is torch.int8
-            and given.keys() <= {"dtype", "device"}
-        ):
+        plain = given.get("dtype") is torch.int8 and given.keys() <= {"dtype", "device"}
+        if func is torch.zeros and plain:
             shape = torch.Size(args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
             device = given.get("device")
             place = torch.get_default_device() if device is None else torch.device(device)
