@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
+from mooncake_store import Depot, missing
 from processes import SECONDS
 
-from benchmarks.mooncake_store import Depot, missing
 from vcache_backend.config import MooncakeConfig
 from vcache_backend.offload.client import OffloadProcess
 from vcache_backend.offload.verbs import STORED, StoreDown

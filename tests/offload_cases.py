@@ -14,9 +14,9 @@ import pytest
 import torch
 from engine_cases import Node, node, put
 from kv_cases import CHUNK, Cache, layout_of
+from mooncake_store import Depot
 from processes import QUICK, SECONDS, eventually
 
-from benchmarks.mooncake_store import Depot
 from vcache_backend.engine import VCacheEngine
 
 ROOMY = 4 << 20

@@ -59,8 +59,20 @@ def pool(stage_: Stage, memfd: int, **config: Any) -> Client:
 def offering(stage_: Stage, memfd: int) -> Client:
     """One that is quick to notice what becomes of its server, and then offers its segment again."""
     client = stage_.client(QUICK)
-    client.offer(info("s0", 4 * KIB), memfd)
+    offer(client, info("s0", 4 * KIB), memfd)
     return client
+
+
+def offer(client: Client, segment: m.SegmentInfo, fd: int) -> None:
+    """Add a segment now, and again to each later server that lists it as absent."""
+
+    def follow(infos: list[m.SegmentInfo]) -> None:
+        for listed in infos:
+            if listed.id == segment.id and listed.state == "absent":
+                client.add_segment(segment, fd, again=True)
+
+    client.add_segment(segment, fd)
+    client.on_segments = follow
 
 
 def reserving(stage_: Stage) -> Child:

@@ -401,7 +401,7 @@ def test_clients_leave_no_fd_behind(stage_: Stage, memfd: int) -> None:
 
     def cycle() -> None:
         with Client(stage_.path, QUICK, reconnect=False) as client:
-            client.offer(info("s0", 4 * KIB), memfd)
+            client.add_segment(info("s0", 4 * KIB), memfd)
             _, copy = client.open_segment(m.SegmentId("s0"))
             assert not os.get_inheritable(copy)
             os.close(copy)

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 from mooncake_cases import needs_mooncake, own_depot
+from mooncake_store import Depot
 from processes import SECONDS
 from test_doctor import by_check, only
 from typer.testing import CliRunner
 
-from benchmarks.mooncake_store import Depot
 from benchmarks.processes import free_ports
 from vcache_backend.cli import app
 from vcache_backend.config import Config, from_dict

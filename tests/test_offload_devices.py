@@ -9,10 +9,10 @@ import torch
 from engine_cases import Node, get
 from kv_cases import CHUNK, FLASH, MLA, PACKED_HND, Arrangement, Cache, places, prompt
 from mooncake_cases import depot, model, needs_mooncake
+from mooncake_store import Depot
 from offload_cases import LENGTH, engine, nodes, through
 from processes import SECONDS
 
-from benchmarks.mooncake_store import Depot
 from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import BlockPlaces

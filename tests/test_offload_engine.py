@@ -12,11 +12,11 @@ import pytest
 from engine_cases import Node, get, put
 from kv_cases import CHUNK, Cache, layout_of, prompt
 from mooncake_cases import Raw, depot, model, needs_mooncake, own_depot, raw
+from mooncake_store import Depot
 from offload_cases import LENGTH, ROOMY, TIER, engine, nodes, through
 from processes import SECONDS, eventually, leaving_nothing
 from test_cli import vcache
 
-from benchmarks.mooncake_store import Depot
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import ServerTimeout
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey, Present

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 from mooncake_cases import MIB, Raw, depot, needs_mooncake, new_names, own_depot, raw
+from mooncake_store import Depot
 from processes import SECONDS, Child, eventually
 
-from benchmarks.mooncake_store import Depot
 from vcache_backend.config import MooncakeConfig, OffloadConfig
 from vcache_backend.errors import ConfigError
 from vcache_backend.offload.client import OffloadProcess

@@ -148,7 +148,7 @@ def test_a_writer_lives_on_where_descriptors_are_too_few_to_look(stage_: Stage, 
     """
     server = stage_.server(reservation_seconds=0.3)
     writer = stage_.raw()
-    assert writer.ask("add_segment", "s0", "host", "host", 4 * KIB, fds=(memfd,))[0] == "added"
+    assert writer.ask("add_segment", "s0", "host", "host", 4 * KIB, fds=(memfd,))[0] == "count"
     assert writer.ask("reserve", [A, B, C, D], KIB)[1]
     used = server.descriptors()
     first, second = [number for number in range(max(used) + 3) if number not in used][:2]

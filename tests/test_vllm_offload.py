@@ -13,6 +13,7 @@ from importlib import import_module
 
 import pytest
 from mooncake_cases import MIB, Raw, needs_mooncake, own_depot
+from mooncake_store import Depot
 from processes import eventually
 from vllm_cases import (
     BLOCK,
@@ -32,7 +33,6 @@ from vllm_cases import (
 )
 from vllm_offload_cases import BUFFERS, CHUNK_BYTES, HITS, ROOM, Two, loaded
 
-from benchmarks.mooncake_store import Depot
 from vcache_backend.config import OffloadConfig
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, RANK_BYTES, ChunkKey, Location
 from vcache_backend.offload.objects import HEADER_BYTES, NAME_PREFIX

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from mooncake_cases import names_in
+from mooncake_store import Depot
 from processes import eventually
 from vllm_cases import CHUNK, QUICK, TOKEN_BYTES, Answer, Instance, Node, new_tokens
-
-from benchmarks.mooncake_store import Depot
 
 CHUNK_BYTES = CHUNK * TOKEN_BYTES
 ROOM = 16

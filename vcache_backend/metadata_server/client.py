@@ -7,7 +7,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -27,9 +26,9 @@ class Client(InstanceCalls):
     Any thread may call any method; requests take turns. Every call returns or raises within its
     deadline (`client.request_seconds`; control calls: `client.control_seconds`). ServerTimeout: the
     deadline passed. ServerUnavailable, at once: not connected (the breaker is open). Refused: the
-    server refused. After a failure a background thread reconnects, and registers the segments of
-    `offer` again. A lost connection ends its reservations at once, and its leases after their
-    grace. In a forked child every call raises ServerUnavailable."""
+    server refused. After a failure a background thread reconnects. A lost connection ends its
+    reservations at once, and its leases after their grace. In a forked child every call raises
+    ServerUnavailable."""
 
     def __init__(
         self,
@@ -46,14 +45,13 @@ class Client(InstanceCalls):
 
         layout, name: the instance's, for the hello."""
         self.on_segments: Callable[[list[m.SegmentInfo]], None] = lambda segments: None
+        """Called with the server's segments every `heartbeat_seconds`, and soon after each
+        reconnection."""
         self.on_return: list[Callable[[], None]] = []
-        """Called after each reconnection, once the segments are offered, to register what belongs
-        to the connection. Runs in the background thread; hooks may make calls, and their errors are
-        logged."""
+        """Called after each reconnection, to register what belongs to the connection. Runs in the
+        background thread; hooks may make calls, and their errors are logged."""
         self.on_beat: list[Callable[[], None]] = []
         """Called every `heartbeat_seconds`, like `on_return`."""
-        self._offers: dict[m.SegmentId, tuple[m.SegmentInfo, int]] = {}
-        self._avoided: set[m.SegmentId] = set()
         self._untold = [0] * 4
         """The counts of the next `ListSegments`."""
         self._telling = threading.Lock()
@@ -148,31 +146,11 @@ class Client(InstanceCalls):
         device."""
         return self._call(m.Lend(nbytes), m.Count).count
 
-    def add_segment(self, info: m.SegmentInfo, fd: int) -> None:
-        """Register a new segment by a copy of `fd`."""
-        self._add_segment(m.AddSegment(info.id, info.device, info.medium, info.nbytes), fd)
-
-    def _add_segment(self, request: m.AddSegment, fd: int) -> m.Added:
-        return self._call(request, m.Added, self._config.control_seconds, [fd])
-
-    def offer(self, info: m.SegmentInfo, fd: int) -> None:
-        """Call `add_segment` now, and after every reconnection until `withdraw`, or until a server
-        refuses the memory. The caller keeps `fd` open until then. If `offer` raises, the segment is
-        not registered again, though the server may have it."""
-        self.remember(info, fd)
-        try:
-            self.add_segment(info, fd)
-        except BaseException:
-            self.withdraw(info.id)
-            raise
-
-    def remember(self, info: m.SegmentInfo, fd: int) -> None:
-        """`offer` a segment that the server already has: from the next reconnection on."""
-        self._offers[info.id] = (info, fd)
-
-    def withdraw(self, id_: m.SegmentId) -> None:
-        """Do not register this segment again."""
-        self._offers.pop(id_, None)
+    def add_segment(self, info: m.SegmentInfo, fd: int, again: bool = False) -> int:
+        """Register a segment by a copy of `fd`. again: an earlier server had it, and this one lists
+        it as absent. Returns how many chunks are back."""
+        request = m.AddSegment(info.id, info.device, info.medium, info.nbytes, again)
+        return self._call(request, m.Count, self._config.control_seconds, [fd]).count
 
     def open_segment(self, id_: m.SegmentId) -> tuple[m.SegmentInfo, int]:
         """Open a segment. The caller closes its fd."""
@@ -181,8 +159,7 @@ class Client(InstanceCalls):
 
     def avoid(self, id_: m.SegmentId) -> None:
         """Say that this process cannot map the segment, so that the server gives it no slot there.
-        Repeated after each reconnection."""
-        self._avoided.add(id_)
+        Repeat after each reconnection."""
         self._call(m.Unusable(id_), m.Count)
 
     def drop_segment(self, id_: m.SegmentId) -> m.Dropped:
@@ -244,32 +221,11 @@ class Client(InstanceCalls):
             yield self._call(request(keys[start : start + most]), kind, seconds)
 
     def _come_back(self) -> None:
-        for info, fd in list(self._offers.values()):
-            try:
-                added = self._add_segment(
-                    m.AddSegment(info.id, info.device, info.medium, info.nbytes, again=True), fd
-                )
-            except VCacheError as error:
-                log.warning("segment %s could not be offered again: %s", info.id, error)
-                continue
-            if added.taken:
-                log.info("segment %s offered again: %d chunks are back", info.id, added.chunks)
-            else:
-                self.withdraw(info.id)
-                log.warning(
-                    "segment %s is not taken again: the server does not know what lies in it",
-                    info.id,
-                )
-        for id_ in list(self._avoided):
-            with suppress(VCacheError):
-                self.avoid(id_)
         _call_all(self.on_return, "after a reconnection")
 
     def _beat(self) -> None:
         _call_all(self.on_beat, "heartbeat")
-        infos = self.list_segments()
-        self._avoided.intersection_update({info.id for info in infos})
-        self.on_segments(infos)
+        self.on_segments(self.list_segments())
 
 
 def _call_all(hooks: list[Callable[[], None]], when: str) -> None:

@@ -4,34 +4,24 @@ from __future__ import annotations
 
 import os
 import threading
+from functools import cache
 from queue import SimpleQueue
 
 
-class Closer:
-    """A thread that closes fds for the server's loop.
+@cache
+def closing() -> SimpleQueue[int]:
+    """Fds that a thread closes for the server's loop; their numbers stay taken until then.
 
     Closing the last fd of a memory frees the memory, which takes a quarter of a second a GiB of
     host memory."""
+    fds = SimpleQueue[int]()
 
-    def __init__(self) -> None:
-        self._fds: SimpleQueue[int] = SimpleQueue()
-        self._started = threading.Lock()
-
-    def start(self) -> None:
-        """Start the thread, before the first `close`. Idempotent."""
-        if self._started.acquire(blocking=False):
-            threading.Thread(target=self._run, name="vcache-closer", daemon=True).start()
-
-    def close(self, fd: int) -> None:
-        """Close `fd` later. The caller no longer uses it; its number stays taken until then."""
-        self._fds.put(fd)
-
-    def _run(self) -> None:
+    def close_all() -> None:
         while True:
-            os.close(self._fds.get())
+            os.close(fds.get())
 
-
-closer = Closer()
+    threading.Thread(target=close_all, name="vcache-closer", daemon=True).start()
+    return fds
 
 
 class Descriptor:
@@ -41,7 +31,7 @@ class Descriptor:
     def __init__(self, fd: int) -> None:
         """Take over `fd`."""
         self.fd = fd
-        closer.start()
+        self._closing = closing()
 
     def __del__(self) -> None:
-        closer.close(self.fd)
+        self._closing.put(self.fd)

@@ -313,10 +313,11 @@ class Hello(Request, frozen=True, tag="hello"):
 
 
 class AddSegment(Request, frozen=True, tag="add_segment"):
-    """Register a segment by its fd → `Added`.
+    """Register a segment by its fd → `Count` of chunks that it brings back from an earlier life of
+    the server.
 
-    `again`: the segment was offered before on an earlier connection; the server takes it only if
-    it knows the segment's contents."""
+    `again`: an earlier server had the segment. Refused if this server does not know its contents:
+    an earlier writer may still write to it."""
 
     id: Annotated[SegmentId, msgspec.Meta(pattern=SEGMENT_ID)]
     device: Field
@@ -621,15 +622,6 @@ class Error(Reply, frozen=True, tag="error"):
 
     message: str
     fatal: bool = False
-
-
-class Added(Reply, frozen=True, tag="added"):
-    """`chunks`: how many chunks from an earlier life of the server the segment brings back.
-    `taken`: False if an offered-again segment is unusable, because the server does not know it and
-    an earlier writer may still write to it. Allocate a new segment then."""
-
-    chunks: int
-    taken: bool = True
 
 
 class Opened(Reply, frozen=True, tag="opened"):

@@ -60,6 +60,7 @@ class Pool:
         self._exhausted = self._closed = False
         self._lock = threading.RLock()
         client.on_segments = self._follow
+        client.on_return.append(self._avoid_again)
         try:
             self._follow(client.list_segments())
         except VCacheError as error:
@@ -100,9 +101,10 @@ class Pool:
         """Unmap everything. The server keeps the segments. Copies must be over. Idempotent."""
         self._client.on_segments = lambda infos: None
         with self._lock:
+            if not self._closed:
+                self._client.on_return.remove(self._avoid_again)
             self._closed = True
             for mapped in self._mapped.values():
-                self._client.withdraw(mapped.id)
                 mapped.close()
             self._mapped.clear()
 
@@ -114,13 +116,29 @@ class Pool:
             listed = {info.id for info in infos}
             gone = self._mapped.keys() - listed
             for id_ in gone:
-                self._client.withdraw(id_)
                 self._mapped.pop(id_).close()
                 log.info("segment %s is not in the pool any more; unmapped", id_)
             if gone and self._contributed != self._client.epoch:
                 self._waits = MAX_WAITS
             self._unreadable &= listed
+            for info in infos:
+                if info.state == "absent" and info.id in self._mapped:
+                    self._offer_again(self._mapped[info.id])
             self._agree(infos)
+
+    def _offer_again(self, mapped: MappedSegment) -> None:
+        """Hand a segment to a server that knows it from an earlier server's ledger."""
+        try:
+            chunks = self._client.add_segment(mapped.info, mapped.fd, again=True)
+            log.info("segment %s offered again: %d chunks are back", mapped.id, chunks)
+        except VCacheError as error:
+            log.warning("segment %s could not be offered again: %s", mapped.id, error)
+
+    def _avoid_again(self) -> None:
+        """Tell a server after a reconnection which segments cannot be mapped here."""
+        for id_ in list(self._unreadable):
+            with suppress(VCacheError):
+                self._client.avoid(id_)
 
     def _agree(self, infos: list[SegmentInfo]) -> None:
         """Map new segments, and lend what the device's share lacks."""
@@ -172,7 +190,7 @@ class Pool:
             self._no_more(error)
             return True
         try:
-            self._client.offer(mapped.info, mapped.fd)
+            self._client.add_segment(mapped.info, mapped.fd)
         except VCacheError as error:
             log.warning("segment %s on %s is given up: %s", mapped.id, self.device, error)
             mapped.close()
@@ -233,7 +251,4 @@ class Pool:
         except VCacheError as error:
             log.debug("segment %s: %s", info.id, error)
             return None
-        if not self._admit(mapped):
-            return None
-        self._client.remember(mapped.info, mapped.fd)
-        return mapped
+        return mapped if self._admit(mapped) else None

@@ -21,7 +21,13 @@ from vcache_backend.metadata_server.messages import (
     Heard,
     InstanceId,
 )
-from vcache_backend.resident.generations import Generations, GenerationView, UInt32s, first_odd
+from vcache_backend.resident.generations import (
+    Generations,
+    GenerationView,
+    UInt32s,
+    first_odd,
+    packed,
+)
 from vcache_backend.resident.tables import Tables
 
 from ..metadata import PublicationSpec
@@ -216,9 +222,9 @@ class Publications:
         if not blocks:
             return array(GENERATIONS)
         self._fill()
-        packed = self.generations.counters[_numbers(blocks)].tobytes()
-        void = first_odd(packed)
-        return array(GENERATIONS, packed)[: void if void >= 0 else None]
+        right = packed(self.generations.counters, _numbers(blocks))
+        void = first_odd(right)
+        return array(GENERATIONS, right)[: void if void >= 0 else None]
 
     def _fill(self) -> None:
         if self._filling:

@@ -7,7 +7,7 @@ that answer, or asks again if the answer is missing or too old."""
 from __future__ import annotations
 
 import logging
-from time import monotonic, perf_counter
+from time import monotonic
 from typing import Any
 
 from vcache_backend.errors import ServerTimeout, ServerUnavailable, VCacheError
@@ -152,11 +152,11 @@ class Lookups:
                     return None
                 if question is None:
                     return self._ask(client, tracked, first, whole)
-                lookup.since = 0.0
+                lookup.since, over = 0.0, False
             # After a late answer the next ones are probably late, too.
             if not question.sent.arrives(0.0 if self._late else _patience(client)) and not over:
                 return None
-            lookup.question, started = None, perf_counter() - question.seconds
+            lookup.question, started = None, monotonic() - question.seconds
             try:
                 reply = question.sent.answer(0.0)
             except ServerUnavailable:
@@ -173,20 +173,20 @@ class Lookups:
 
     def _send(self, client: Client, tracked: Tracked, first: int, stop: int) -> Question | None:
         """Send a question. None if it does not fit into one message. VCacheError."""
-        started, at = perf_counter(), monotonic()
+        at = monotonic()
         sent = client.send_find(self._request(tracked, first, stop), _patience(client))
         if sent is None:
             return None
         tracked.promise.made |= tracked.promise.early
-        question = Question(sent, first, stop, at, perf_counter() - started)
+        question = Question(sent, first, stop, at, monotonic() - at)
         tracked.lookup.question = question
         return question
 
     def _ask(self, client: Client, tracked: Tracked, first: int, whole: int) -> Answer:
         """Ask in several messages, and wait for the answers. VCacheError."""
-        started, at = perf_counter(), monotonic()
+        at = monotonic()
         reply = client.find(self._request(tracked, first, whole))
-        return self._answered(client, tracked, first, whole, reply, at, started)
+        return self._answered(client, tracked, first, whole, reply, at, at)
 
     def _failed(self, error: VCacheError) -> Answer:
         log.debug("look-up: %s", error)
@@ -227,7 +227,7 @@ class Lookups:
         hits = chunks
         if not self._parts and instance.offload is not None:
             hits = instance.offload.extend(client, keys, chunks)
-        seconds = perf_counter() - started
+        seconds = monotonic() - started
         answer = Answer(first, first + hits, first + chunks, at, seconds, residents)
         answer.coming, answer.comes_to = coming, comes_to
         tracked.lookup.answer = answer

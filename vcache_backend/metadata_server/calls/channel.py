@@ -361,7 +361,11 @@ class Channel(ABC):
             self._complain()
             self._stop.wait(pause)
             pause = min(2 * pause, self._config.longest_pause)
-            if not self._stop.is_set() and not self._try_connect():
+            if self._stop.is_set():
+                return
+            if self._try_connect():
+                self._wake.set()
+            else:
                 self._start_again()
 
     def _start_again(self) -> None:

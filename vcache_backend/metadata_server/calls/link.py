@@ -105,15 +105,16 @@ class ServerLink:
     def send(self, data: bytes, deadline: float, fds: Sequence[int] = ()) -> None:
         """Send one request; `read` returns the reply later. Reads earlier answers meanwhile, since
         a server with unread answers reads no requests."""
-        # A server that closed the connection may have sent the reason: read it.
-        with suppress(BrokenPipeError, ConnectionResetError):
-            while True:
-                try:
-                    socket.send_fds(self._socket, [data], fds) if fds else self._socket.send(data)
+        while True:
+            try:
+                socket.send_fds(self._socket, [data], fds) if fds else self._socket.send(data)
+                return
+            except (BrokenPipeError, ConnectionResetError):
+                # A server that closed the connection may have sent the reason: read it.
+                return
+            except BlockingIOError:
+                if self._wait(self._either, deadline) & select.POLLIN and not self._take_in():
                     return
-                except BlockingIOError:
-                    if self._wait(self._either, deadline) & select.POLLIN and not self._take_in():
-                        return
 
     def _take_in(self) -> bool:
         """Receive a reply that has arrived. False at the end of the connection."""
@@ -125,9 +126,10 @@ class ServerLink:
     def _receive(self, deadline: float) -> tuple[memoryview, list[int]]:
         """Receive once. An answer that has not arrived mostly comes before a sleeping thread would
         wake: so first look for it without sleeping."""
-        with suppress(BlockingIOError):
+        try:
             return self._receiver.receive(self._socket)
-        spin_until = min(time.perf_counter() + self._spin, deadline)
+        except BlockingIOError:
+            spin_until = min(time.perf_counter() + self._spin, deadline)
         while not self._incoming.poll(0) and time.perf_counter() < spin_until:
             os.sched_yield()
         while True:

@@ -226,4 +226,6 @@ class Clients:
         self._admission.listen_again()
         if connection.client is not None:
             self._watch.left(connection.client.process)
+            for reservation in connection.untold():
+                self._directory.abort(connection.client, reservation)
             self._service.disconnect(connection.client)

@@ -14,7 +14,7 @@ from vcache_backend.errors import ProtocolError
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import wire
 from vcache_backend.metadata_server.client_lines import Caller
-from vcache_backend.metadata_server.descriptors import Descriptor, closer
+from vcache_backend.metadata_server.descriptors import Descriptor, closing
 from vcache_backend.metadata_server.ledger import Ledger
 from vcache_backend.metadata_server.pool.placement import Peer
 
@@ -35,7 +35,8 @@ class Connection:
         self.accepted = time.monotonic()
         self.request: bytes | None = None
         self.fds: list[int] = []
-        self.unsent: deque[tuple[bytes, Sequence[Holder]]] = deque()
+        self.unsent: deque[tuple[bytes, Sequence[Holder], int]] = deque()
+        """Answers, the owners of their fds, and the reservations that they grant."""
         self.mask = select.EPOLLIN
         self.closing = self.closed = False
         self.queued = False
@@ -55,12 +56,17 @@ class Connection:
             data = wire.encode(reply)
         except ProtocolError as error:
             data = wire.encode(m.Error(str(error)))
-        self.unsent.append((data, held))
+        self.unsent.append((data, held, reply.reservation if isinstance(reply, m.Reserved) else 0))
+
+    def untold(self) -> list[int]:
+        """Reservations whose answers have not left. No client knows of them, so no client writes
+        their slots."""
+        return [reservation for _, _, reservation in self.unsent if reservation]
 
     def flush(self) -> None:
         """Send as much as the socket takes now. OSError if the client is gone."""
         while self.unsent:
-            data, held = self.unsent[0]
+            data, held, _ = self.unsent[0]
             try:
                 if held:
                     socket.send_fds(self.sock, [data], [each.fd for each in held])
@@ -74,17 +80,15 @@ class Connection:
                 # Others do not read what they have asked for, and Linux counts the fds on their
                 # way to them.
                 refusal = m.Error("too many fds are on their way to clients; ask again later")
-                self.unsent[0] = wire.encode(refusal), ()
+                self.unsent[0] = wire.encode(refusal), (), 0
                 continue
             self.unsent.popleft()
 
     def close_fds(self) -> None:
         """Close the unused fds of a request, in the background: each may be the last of much
         memory."""
-        if self.fds:
-            closer.start()
         while self.fds:
-            closer.close(self.fds.pop())
+            closing().put(self.fds.pop())
 
     def close(self) -> None:
         self.close_fds()

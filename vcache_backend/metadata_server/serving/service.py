@@ -201,7 +201,7 @@ class Service:
         """How many more fds the server may keep."""
         return self.max_segments - len(self.fds) - self.instances.descriptors
 
-    def _add_segment(self, client: Peer, request: m.AddSegment, fds: list[int]) -> m.Added:
+    def _add_segment(self, client: Peer, request: m.AddSegment, fds: list[int]) -> m.Count:
         if len(fds) != 1:
             raise Refuse(f"{len(fds)} fds came along; exactly 1 is needed")
         id_, device, medium, nbytes = request.id, request.device, request.medium, request.nbytes
@@ -210,9 +210,12 @@ class Service:
             was = f"{segment.nbytes:,} B of {segment.medium} on {segment.device}"
             raise Refuse(f"segment {id_} is {was}, not {nbytes:,} B of {medium} on {device}")
         if segment and segment.state != "absent":
-            return m.Added(0)
+            return m.Count(0)
         if request.again and not segment:
-            return self._decline(id_)
+            raise Refuse(
+                f"segment {id_} is in no ledger. A worker lends fresh memory; what `vcache "
+                "segment add` lent, add again"
+            )
         if segment and not request.again:
             raise Refuse(
                 f"segment {id_} is known from before a restart: offer it again, or make "
@@ -227,17 +230,7 @@ class Service:
             )
         self.fds[id_] = Descriptor(fds.pop())
         self.directory.end_claim(client)
-        return m.Added(self.directory.add_segment(m.SegmentInfo(id_, device, medium, nbytes)))
-
-    def _decline(self, id_: m.SegmentId) -> m.Added:
-        """Refuse memory from before a restart that is in no ledger: an earlier writer may still
-        write to it."""
-        log.warning(
-            "segment %s is not taken again: no ledger knows it. A worker lends fresh memory; "
-            "what `vcache segment add` lent, add again",
-            id_,
-        )
-        return m.Added(0, taken=False)
+        return m.Count(self.directory.add_segment(m.SegmentInfo(id_, device, medium, nbytes)))
 
     def _open_segment(self, id_: m.SegmentId) -> Answer:
         segment = self.directory.segments.get(id_)

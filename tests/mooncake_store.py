@@ -1,5 +1,5 @@
 """Starts a Mooncake store: a master and providers of host memory, in processes of their own on
-127.0.0.1. The tests use it, too.
+127.0.0.1.
 
 The programs come with Mooncake's package, and are started as users start them.
 """
@@ -20,9 +20,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks.processes import HOST, Program, free_ports, stopped, until
 from vcache_backend.config import ByteSize, MooncakeConfig, OffloadConfig
-
-from .processes import HOST, Program, free_ports, stopped, until
 
 READY_SECONDS = 60.0
 
