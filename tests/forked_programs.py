@@ -34,11 +34,11 @@ class Popen(subprocess.Popen[bytes]):
     def __init__(
         self, command: Sequence[str], *, env: Mapping[str, str] | None = None, **more: Any
     ) -> None:
-        command = [word for word in command if word != "-P"]
-        if command[:2] == [sys.executable, "-m"] and command[2] in FORKED:
+        words = [command] if isinstance(command, str) else [w for w in command if w != "-P"]
+        if words[:2] == [sys.executable, "-m"] and words[2] in FORKED:
             before: Callable[[], None] = more.pop("preexec_fn", lambda: None)
             environment = dict(os.environ if env is None else env)
-            more["preexec_fn"] = lambda: _live(before, command[2:], environment)
+            more["preexec_fn"] = lambda: _live(before, words[2:], environment)
             sys.stdout.flush()
             sys.stderr.flush()
         super().__init__(command, env=env, **more)

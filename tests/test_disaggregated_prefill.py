@@ -185,6 +185,7 @@ def test_the_example_takes_every_prompt_from_the_pool_with_the_right_tokens(
     assert site.chunks() >= CHUNKS
 
 
+@pooled
 @pytest.mark.parametrize("order", ["decode-first", "prefill-first"])
 def test_whoever_is_asked_first_the_decode_server_loads_and_answers_right(
     site: Site, order: str
@@ -217,6 +218,7 @@ def test_in_place_nothing_is_copied_in_between_and_the_decode_server_is_never_re
     assert (producer.resident >= CHUNKS, consumer.resident) == (True, 0)
 
 
+@pooled
 def test_a_prefill_server_that_hangs_costs_the_deadline_and_no_more(site: Site) -> None:
     prompt = new_tokens(WHOLE + TAIL)
     right, group = site.right(prompt), site.producer
@@ -229,6 +231,7 @@ def test_a_prefill_server_that_hangs_costs_the_deadline_and_no_more(site: Site) 
     assert answer == Answer(right, 0)
 
 
+@pooled
 def test_without_the_prefill_server_the_decode_server_computes_and_the_proxy_says_so(
     site: Site,
 ) -> None:

@@ -122,26 +122,6 @@ def test_the_pages_have_commands_at_all_and_there_is_no_rule_for_others() -> Non
     } <= dict(PAGED).keys()
 
 
-def test_a_command_that_no_rule_knows_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for wrong in (
-        "kubectl apply -f deploy/kubernetes.yaml",
-        "make nothing",
-        "apt-get remove it",
-        "vcache status --nothing",
-    ):
-        with pytest.raises(AssertionError):
-            check(
-                wrong,
-                Place(
-                    {"VCACHE_SOCKET": "none", "bin": str(Path(sys.executable).parent)},
-                    tmp_path,
-                    monkeypatch,
-                ),
-            )
-
-
 def test_the_commands_are_run_with_what_is_installed_and_not_with_the_checkout(
     plain_python: Path, tmp_path: Path
 ) -> None:

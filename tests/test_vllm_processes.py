@@ -45,7 +45,6 @@ from vllm_cases import (
 from benchmarks.processes import Program, free_ports
 from benchmarks.serving.router import UNDECODED
 from benchmarks.serving.servers import healthy
-from vcache_backend.errors import ConfigError
 
 WHY_NOT = missing(())
 NO_SERVER = missing(
@@ -511,46 +510,6 @@ def _ended(_: object, command: list[str], more: dict[str, str], log: Path) -> tu
     with log.open("wb") as out, Popen(command, env=os.environ | more, stdout=out, stderr=out) as it:
         status = it.wait(START_SECONDS)
     return status, log.read_text()
-
-
-def _configured(_: object, model: str, transfers: list[dict[str, Any]]) -> tuple[list[str], bool]:
-    """What somebody else's program gets of vLLM for each; and whether our plugin is there once if
-    it is loaded twice.
-    """
-    from vllm.config import KVTransferConfig
-    from vllm.engine.arg_utils import EngineArgs
-
-    from vcache_backend.integration import plugin
-
-    said = []
-    for transfer in transfers:
-        arguments = EngineArgs(
-            model=model, skip_tokenizer_init=True, kv_transfer_config=KVTransferConfig(**transfer)
-        )
-        try:
-            said.append(arguments.create_engine_config().kv_transfer_config.kv_connector)
-        except ConfigError as error:
-            said.append(str(error))
-    plugin.register()
-    return said, not hasattr(EngineArgs.create_engine_config.__wrapped__, "__wrapped__")
-
-
-def test_a_program_can_catch_the_mistake_and_right_settings_are_no_mistake(here: Node) -> None:
-    right, wrong = here.transfer(), here.transfer({"pool": {"device": "gpu9"}})
-    transfers = [
-        right,
-        wrong,
-        both(here, "none", ours_first=False),
-        beside(here, wrong, ours_first=False),
-    ]
-    with beside_vllm() as worker:
-        said, once = worker.ask(_configured, str(here.model), transfers)
-    assert [said[0], said[2], once] == ["VCacheConnector", "MultiConnector", True]
-    for at, where in ((1, ""), (3, "connectors[0]: ")):
-        assert said[at].startswith(
-            f"{where}kv_connector_extra_config: device must be auto, host, host:NAME"
-        )
-        assert "got 'gpu9'" in said[at]
 
 
 def _models(_: object, commands: list[list[str]]) -> list[str]:
