@@ -42,6 +42,7 @@ def test_arguments_that_cannot_be_meant_are_errors_that_say_which(pair: Pair) ->
             lambda e: (tokens, None, kv, slots.index_fill(0, torch.tensor([9]), slots[4])),
         ),
         (r"kvcaches .*NoneType", lambda e: (tokens, None, None, slots)),
+        (r"kvcaches .*Tensor", lambda e: (tokens, None, kv[0], slots)),
     ]
     for pattern, arguments in calls:
         for call in (pair.writer.store, pair.writer.retrieve):

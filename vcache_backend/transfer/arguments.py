@@ -7,7 +7,6 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -73,11 +72,12 @@ def as_kvcaches(kvcaches: object) -> list[torch.Tensor]:
     """
     if isinstance(kvcaches, Mapping):
         kvcaches = list(kvcaches.values())
-    given: list[Any] = list(kvcaches) if isinstance(kvcaches, Sequence) else [kvcaches]
-    if not all(isinstance(kv, torch.Tensor) and kv.layout == torch.strided for kv in given):
-        wanted = "one dense torch.Tensor a layer, in a list or by name"
-        raise ValueError(f"kvcaches is a {type(kvcaches).__name__}; expected {wanted}")
-    return given
+    if isinstance(kvcaches, Sequence):
+        given = list(kvcaches)
+        if all(isinstance(kv, torch.Tensor) and kv.layout == torch.strided for kv in given):
+            return given
+    wanted = "one dense torch.Tensor a layer, in a list or by name"
+    raise ValueError(f"kvcaches is a {type(kvcaches).__name__}; expected {wanted}")
 
 
 def as_salt(salt: object) -> bytes:
