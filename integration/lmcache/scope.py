@@ -80,7 +80,8 @@ def tagged(extra_args: Mapping[str, Any] | None, value: str) -> dict[str, Any]:
         if name.startswith(TAG_PREFIX) and not isinstance(setting, _PLAIN_TYPES):
             kind = type(setting).__name__
             raise ValueError(f"{name} in kv_transfer_params is a {kind}; a tag is text or a number")
-    return {**(extra_args or {}), _PARAMS: {**params, TAG: value}}
+    # LMCache's own keys depend on the order of tags: ours comes first.
+    return {**(extra_args or {}), _PARAMS: {TAG: value, **params} | {TAG: value}}
 
 
 def is_refused(extra_args: Mapping[str, Any] | None) -> bool:
