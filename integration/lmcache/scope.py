@@ -81,7 +81,7 @@ def tagged(extra_args: Mapping[str, Any] | None, value: str) -> dict[str, Any]:
             kind = type(setting).__name__
             raise ValueError(f"{name} in kv_transfer_params is a {kind}; a tag is text or a number")
     # LMCache's own keys depend on the order of tags: ours comes first.
-    return {**(extra_args or {}), _PARAMS: {TAG: value} | params | {TAG: value}}
+    return {**(extra_args or {}), _PARAMS: {TAG: value, **params} | {TAG: value}}
 
 
 def is_refused(extra_args: Mapping[str, Any] | None) -> bool:
