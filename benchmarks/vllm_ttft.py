@@ -65,10 +65,9 @@ def _equal(run: Run) -> list[Row]:
 def _few(
     kind: str,
     cpu: bool = True,
-    then: Callable[[Run], list[Row]] | None = None,
 ) -> Part:
     """A part that compares a few hits of instances of a kind, and checks that their output depends
-    on the prompt. then: measured instead of that check.
+    on the prompt.
 
     With an EAGLE head vLLM's hash of a block covers the token after it, too. So prompts go on
     behind their last chunk there, or nobody would have that chunk.
@@ -81,15 +80,18 @@ def _few(
         hits = source.hits(dict.fromkeys(scale.few, 3), 0 if goes_on else 4)
         rows = equality.agreeing(run.fleet, source, kind)
         rows += equality.equal(run.fleet, run.clock, hits, source, kind)
-        if then is not None:
-            return [*rows, *then(run)]
         return [*rows, *equality.sensitive(run.fleet, source, kind, 1)]
 
     return Part(_trio(kind), run, OURS, cpu)
 
 
-def _tp2_ttft(run: Run) -> list[Row]:
-    return latency.first_token(run.fleet, run.clock, run.source, run.rounds, kind="tp2")
+def _ttft(kind: str) -> Part:
+    """A part that measures TTFT of instances of a kind with several ranks."""
+
+    def run(run: Run) -> list[Row]:
+        return latency.first_token(run.fleet, run.clock, run.source, run.rounds, kind=kind)
+
+    return Part(_trio(kind), run, OURS, cpu=False)
 
 
 def _groups(kind: str, cpu: bool = True) -> Part:
@@ -129,7 +131,7 @@ PARTS: dict[str, Part] = {
     "ngram": _few("ngram"),
     "gemma3": _groups("gemma3"),
     "gptoss": _groups("gptoss"),
-    "tp2": _few("tp2", cpu=False, then=_tp2_ttft),
+    "tp2": _few("tp2", cpu=False),
     # vLLM 0.32's Mamba-2 kernels for CPUs end with an IndexError if there is a prefix cache.
     "state_mamba2": _groups("state_mamba2", cpu=False),
     "state_conv": _groups("state_conv"),
@@ -145,12 +147,16 @@ PARTS: dict[str, Part] = {
     "weights": Part(
         _trio(versions.KIND), lambda it: versions.measure(it.fleet, it.clock, it.source), OURS
     ),
+    "tp2_ttft": _ttft("tp2"),
+    "pp2": _few("pp2", cpu=False),
+    "pp2_ttft": _ttft("pp2"),
 }
 """In the order in which they run. A part's number is the seed of its prompts, so new parts go to
 the end. Some are not for sharing in place: `restart`, since an instance's KV goes with it, and
 models with several block tables."""
 APART = (
-    ("tp2",),
+    ("tp2", "tp2_ttft"),
+    ("pp2", "pp2_ttft"),
     ("fp8", "mla", "ngram"),
     ("sparse", "sparse_fp8", "head"),
     ("gemma3", "gptoss"),

@@ -52,12 +52,15 @@ if GPUS == 0:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 LONGEST = (
-    "integration_failures integrations vllm_processes vllm_offload vllm_modes vllm_waits vllm_groups "
-    "disaggregated_prefill vllm_connector vllm_sharing monitor examples demo "
-    "resident_stateful directory_stateful vllm_sleep offload_process deploy doctor_model "
-    "vllm_benchmark documents inplace_campaign start_server vllm_serving vllm_in_place"
+    "integration_failures monitor demo integrations vllm_sharing vllm_offload vllm_waits "
+    "vllm_weights vllm_groups examples vllm_processes vllm_modes disaggregated_prefill "
+    "offload_engine documents vllm_connector server_restarts lmcache_failures server_socket "
+    "resident_loads vllm_serving offload_process vllm_sleep resident_stateful directory_stateful "
+    "inplace_campaign lmcache_engine lmcache_backend doctor_model deploy start_server "
+    "vllm_benchmark neighbours vllm_in_place"
 )
-"""Files of tests by the seconds that they take, the longest first; all others are short."""
+"""Files of tests by the seconds that they take, the longest first; all others are short. Two of the
+first need no vLLM, which the nursery imports meanwhile."""
 _NO_GPU = re.compile(r"needs \d+ GPUs?, here are")
 
 

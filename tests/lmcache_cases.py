@@ -22,7 +22,8 @@ import yaml
 from engine_cases import Node
 from engine_cases import node as engine_node
 from kv_cases import CHUNK, PACKED, SMALL, Arrangement, Cache, Sizes
-from processes import PATIENT, Nursery, Worker, eventually, nursery
+from processes import PATIENT, Worker, eventually
+from vllm_cases import changed, home
 
 from benchmarks.vllm.settings import lmcache as lmcache_settings
 from vcache_backend.config import ClientConfig
@@ -115,21 +116,11 @@ class Retrieved(NamedTuple):
 
 
 @functools.cache
-def home() -> Nursery:
-    """The process that engines are forked from: it imports LMCache once."""
-    # sockets in pytest's own folders have names that are too long
+def _folder() -> str:
+    """Sockets in pytest's own folders have names that are too long."""
     folder = tempfile.mkdtemp(prefix="vcache-lm-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    away = {
-        "LMCACHE_TRACK_USAGE": "false",
-        "LMCACHE_DISABLE_BANNER": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PROMETHEUS_MULTIPROC_DIR": folder,
-        "VLLM_RPC_BASE_PATH": folder,
-        "OMP_NUM_THREADS": "1",
-    }
-    return nursery("lmcache_worker", **away)
+    return folder
 
 
 def _inside(setup: Setup) -> Inside:
@@ -144,7 +135,15 @@ class Engine(Worker):
     """
 
     def __init__(self, setup: Setup) -> None:
-        super().__init__(home(), _inside, setup, name="an engine", start_seconds=SLOW)
+        folders = dict.fromkeys(("VLLM_RPC_BASE_PATH", "PROMETHEUS_MULTIPROC_DIR"), _folder())
+        super().__init__(
+            home(),
+            _inside,
+            setup,
+            name="an engine",
+            environment=changed(folders),
+            start_seconds=SLOW,
+        )
         self.made()
 
     def do(self, function: Callable[..., Any] | str, *arguments: Any, **more: Any) -> Any:

@@ -19,9 +19,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from lmcache_cases import home, needs_lmcache
+from lmcache_cases import needs_lmcache
 from processes import Worker
 from torch import Tensor
+from vllm_cases import home
 from vllm_objects import BLOCK, BLOCKS, caches, vllm_config
 
 from vcache_backend.config import Config, from_dict

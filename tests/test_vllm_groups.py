@@ -9,7 +9,7 @@ import math
 import random
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +24,10 @@ from vllm_cases import (
     VIEWS,
     Node,
     Prompt,
+    here,
     meddled,
     needs_vllm,
     new_tokens,
-    node,
     stopped_at,
 )
 from vllm_models import TOKEN_BYTES, write_model, write_states
@@ -71,6 +71,8 @@ from vcache_backend.metadata_server.client import Client
 from vcache_backend.transfer.keys import state_keys
 from vcache_backend.vram_pool.copies.copier import HostCopier
 from vcache_backend.vram_pool.slots import SlotView
+
+__all__ = ["here"]
 
 HIT = 15 * CHUNK
 CASES = 400
@@ -623,12 +625,6 @@ def test_a_chunk_that_is_not_made_of_whole_blocks_of_every_group_is_refused_with
 
 
 # ---- real vLLM
-
-
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    with node(tmp_path_factory.mktemp("groups")) as made:
-        yield made
 
 
 class Pair:

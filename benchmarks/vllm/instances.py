@@ -18,9 +18,9 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     plain one. tiny: what to change of it on the CPU. block: tokens a KV block, 0: the scale's.
     states: vcache keeps states, and a chunk is one block, on the CPU of the scale's chunk.
     value_bytes: of a number in the KV cache. head: what is different in its EAGLE head; empty: it
-    has none. arguments: of vLLM's `LLM`. environment: for its processes. tensor_parallel: over how
-    many GPUs. settings: of vcache's configuration, `SECTION.KEY` by value. alone: the reference's
-    scheduler; with `in_chunks` others are compared with it."""
+    has none. arguments: of vLLM's `LLM`. environment: for its processes. ranks: over how many GPUs,
+    by `split`, an argument of `LLM`. settings: of vcache's configuration, `SECTION.KEY` by value.
+    alone: the reference's scheduler; with `in_chunks` others are compared with it."""
 
     model: dict[str, Any] = {}
     tiny: dict[str, Any] = {}
@@ -31,7 +31,8 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     head: dict[str, Any] = {}
     arguments: dict[str, Any] = {}
     environment: dict[str, str] = {}
-    tensor_parallel: int = 1
+    ranks: int = 1
+    split: str = "tensor_parallel_size"
     settings: dict[str, str] = {}
     alone: str = "in_chunks"
 
@@ -94,7 +95,8 @@ def _sparse(**arguments: Any) -> Kind:
 
 KINDS = {
     "": Kind(),
-    "tp2": Kind(tensor_parallel=2),
+    "tp2": Kind(ranks=2),
+    "pp2": Kind(ranks=2, split="pipeline_parallel_size"),
     "fp8": Kind(value_bytes=1, arguments={"kv_cache_dtype": "fp8"}),
     # 64 tokens a block is what the MLA kernels of Hopper take. All layers are dense: experts have
     # no part in the KV cache.
@@ -144,7 +146,7 @@ def _trio(kind: str) -> dict[str, Spec]:
     return {
         joined(kind, "alone"): Spec(gpu=0, alone=True, kind=kind, scheduler=alone),
         joined(kind, "a"): Spec(gpu=0, kind=kind),
-        joined(kind, "b"): Spec(gpu=KINDS[kind].tensor_parallel, kind=kind),
+        joined(kind, "b"): Spec(gpu=KINDS[kind].ranks, kind=kind),
     }
 
 

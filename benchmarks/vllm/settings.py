@@ -54,8 +54,8 @@ def arguments(scale: Scale, spec: Spec, model: Path, transfer: dict[str, Any]) -
     """Of vLLM's `LLM`, for an instance of a fleet. scale: as the instance's kind has it. transfer:
     `kv_transfer_config`; empty: it has none."""
     kind = KINDS[spec.kind]
-    given = llm(scale, model, 32) | {"tensor_parallel_size": kind.tensor_parallel}
-    given["kv_cache_memory_bytes"] //= kind.tensor_parallel
+    given = llm(scale, model, 32) | {kind.split: kind.ranks}
+    given["kv_cache_memory_bytes"] //= kind.ranks
     if not scale.cpu:
         given["compilation_config"] = COMPILED_BY_RULE if scale.compiled else DECODE_GRAPHS
     if spec.scheduler:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, islice, pairwise
 
 import msgspec
 
 from vcache_backend.metadata_server.messages import (
     KEY_BYTES,
+    NAMESPACE_BYTES,
     TOKEN_BITS,
     ChunkKey,
     Location,
@@ -118,6 +119,9 @@ class LedgerState(msgspec.Struct):
     chunks: dict[ChunkKey, Location] = {}
     held: dict[int, Held] = {}
     epochs: dict[bytes, int] = {}
+    spaces: dict[bytes, set[ChunkKey]] | None = None
+    """The keys of each namespace, some gone since. The first `Cleared` builds it, so that no later
+    one goes through all chunks."""
 
     def apply(self, record: Record) -> None:
         """Apply the next record. ValueError if it has more keys than locations, or fewer."""
@@ -142,18 +146,13 @@ class LedgerState(msgspec.Struct):
             case Published(reservation=reservation):
                 held = self.held.pop(reservation, None)
                 if held:
-                    pairs = zip(held.keys[::-1], held.locations[::-1], strict=True)
-                    self.chunks.update(pairs)
+                    self._publish(held.keys[::-1], held.locations[::-1])
             case Returned(reservation=reservation):
                 self.held.pop(reservation, None)
             case Live(keys=keys, locations=locations):
-                self.chunks.update(zip(keys, locations, strict=True))
+                self._publish(keys, locations)
             case Cleared(namespace=namespace):
-                self.chunks = {
-                    key: location
-                    for key, location in self.chunks.items()
-                    if not key.startswith(namespace)
-                }
+                self._clear(namespace)
             case Counted(generation=generation):
                 self.generation = max(self.generation, generation)
             case Gone(keys=keys):
@@ -161,6 +160,26 @@ class LedgerState(msgspec.Struct):
                     self.chunks.pop(key, None)
             case EpochTable(epochs=epochs):
                 self.epochs = epochs
+
+    def _publish(self, keys: list[ChunkKey], locations: list[Location]) -> None:
+        self.chunks.update(zip(keys, locations, strict=True))
+        if self.spaces is not None:
+            self._note(self.spaces, keys)
+
+    def _clear(self, namespace: bytes) -> None:
+        if not namespace:
+            self.chunks, self.spaces = {}, None
+            return
+        if self.spaces is None:
+            self.spaces = {}
+            self._note(self.spaces, self.chunks)
+        for key in self.spaces.pop(namespace, ()):
+            self.chunks.pop(key, None)
+
+    @staticmethod
+    def _note(spaces: dict[bytes, set[ChunkKey]], keys: Iterable[ChunkKey]) -> None:
+        for key in keys:
+            spaces.setdefault(key[:NAMESPACE_BYTES], set()).add(key)
 
     def hide_processes(self) -> None:
         """Make all pids anonymous, since they belong to another pid namespace: nothing here tells

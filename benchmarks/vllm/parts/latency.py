@@ -170,7 +170,7 @@ def _judged(
 ) -> list[Row]:
     """The rows with limits. The GPUs of an instance copy their parts at the same time."""
     begin = joined(fleet.rows, kind)
-    gpus, length = KINDS[kind].tensor_parallel, _lengths(fleet, kind)[name] - TAIL
+    gpus, length = KINDS[kind].ranks, _lengths(fleet, kind)[name] - TAIL
     most, sum_ = allowed(floor, fleet.of(kind).read_bytes(length) // gpus, speed)
     where = f"{gpus} peer GPUs" if gpus > 1 else peer()
     which = "ttft" if fleet.integration == "lmcache" else "async_ttft"

@@ -190,7 +190,7 @@ class Publications:
         stop = min(ready, len(state.generations) // each)
         if stop <= first:
             return []
-        if len(self._told) > self.blocks:
+        if len(self._told) * each > 4 * self.blocks:
             # Most of these chunks are gone. The others are published again at their next hit.
             self._told.clear()
         fresh: Sequence[int] = range(first, stop)

@@ -163,12 +163,7 @@ class Introduction:
         if self.announcer is not None:
             self.client.on_beat.append(self._check)
         if self.publications is not None:
-            self.tables = Tables(self.client)
-            self.publications.view = self.tables.view
-            self.publications.retract = partial(self.outbox.retract, self.publications.instance)
-            self.client.on_return.append(self._join)
-            self.client.on_beat.append(self._beat)
-            self._join()
+            self._share(self.client, self.outbox, self.publications)
         if trouble := self.client.trouble:
             log.warning("vcache: %s; until it answers nothing is cached", trouble)
         log.info(
@@ -178,6 +173,15 @@ class Introduction:
             self.ranks,
         )
         return True
+
+    def _share(self, client: Client, outbox: Outbox, publications: Publications) -> None:
+        """Begin to read other instances' KV caches, and to show this one's."""
+        self.tables = Tables(client)
+        publications.view = self.tables.view
+        publications.retract = partial(outbox.retract, publications.instance)
+        client.on_return.append(self._join)
+        client.on_beat.append(self._beat)
+        self._join()
 
     def _join(self) -> None:
         """Show the server our generations.

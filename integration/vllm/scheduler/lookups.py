@@ -27,7 +27,8 @@ LATE_SECONDS = 0.001
 """How long vLLM's scheduler waits for an answer in one step. A later answer is read in a later
 step."""
 AHEAD_SECONDS = 0.05
-"""How long an answer may be read after its question was sent. Chunks stored later are not in it."""
+"""How long an answer may be read after its question was sent, unless vLLM has asked for it since.
+Chunks stored later are not in it."""
 
 
 class Lookups:

@@ -80,11 +80,9 @@ class SchedulerSide:
             groups.Groups((), self._size) if refused else groups.read(kv_cache_config, self._size)
         )
         if config.connector.share == "in_place" and not refused:
-            refused = exportable.refusal(
-                vllm_config, kv_cache_config, model
-            ) or self._share_in_place(
-                config, kv_cache_config, vllm_config.scheduler_config.max_num_batched_tokens
-            )
+            step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+            refused = exportable.refusal(vllm_config, kv_cache_config, model)
+            refused = refused or self._share_in_place(config, kv_cache_config, step_tokens)
         name = served_at(data_parallel_rank(vllm_config))
         self.instance = Introduction(
             config, model, self._hash_block, refused, self.publications, name

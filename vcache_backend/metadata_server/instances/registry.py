@@ -242,18 +242,22 @@ class InstanceRegistry:
     def reads(self) -> list[m.ReadStats]:
         """The rows of all reports with the most bytes."""
         rows = (
+            (read, client, request.instance)
+            for client, request in self._reads.values()
+            for read in request.reads
+        )
+        most = nlargest(MAX_READS, rows, key=lambda row: (row[0].nbytes, row[0].refused))
+        return [
             m.ReadStats(
                 client.process.pid,
                 client.device,
                 read.instance.hex(),
                 read.nbytes,
                 read.refused,
-                request.instance.hex(),
+                own.hex(),
             )
-            for client, request in self._reads.values()
-            for read in request.reads
-        )
-        return nlargest(MAX_READS, rows, key=lambda row: (row.nbytes, row.refused))
+            for read, client, own in most
+        ]
 
     def stats(self) -> list[m.InstanceStats]:
         """The instances as `vcache status` lists them."""
