@@ -41,12 +41,12 @@ def test_what_one_worker_stores_the_other_retrieves_and_a_changed_byte_is_found(
 
 
 @pytest.mark.parametrize(
-    ("how", "started"), [(signal.SIGINT, 1), (signal.SIGKILL, 2)], ids=["ctrl-c", "sigkill"]
+    ("how", "started"), [(signal.SIGINT, 1), (signal.SIGKILL, 3)], ids=["ctrl-c", "sigkill"]
 )
 def test_a_demo_that_is_ended_leaves_no_process(
     how: signal.Signals, started: int, tmp_path: Path
 ) -> None:
-    """While its server starts; with the server and a worker."""
+    """While its server starts; with the server and both workers."""
     with start_demo(tmp_path) as child:
         eventually(lambda: len(children_of(child.pid)) == started, ENDED)
         children = children_of(child.pid)

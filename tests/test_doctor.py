@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -69,9 +70,10 @@ def test_a_machine_without_a_gpu_is_fine_and_told_that_it_will_use_host_memory(
 ) -> None:
     monkeypatch.setattr(gpu_checks, "has_nvidia", lambda: False)
     findings = by_check(diagnose(config))
-    assert len(findings) > 7
+    assert len(findings) > 8
     assert findings["gpus"] == Finding("gpus", "ok", "no NVIDIA GPU: segments will be host memory")
     assert findings["cuda-bindings"].status == "ok"
+    assert findings["memory"].status == "ok"
     assert [name for name, finding in findings.items() if finding.status == "fail"] == []
 
 
@@ -173,11 +175,22 @@ def test_an_old_kernel_and_a_forbidden_call_are_named(
 # ---- GPUs
 
 
-def test_gpus_and_their_links_are_reported(config: Config, gpus: FakeCuda) -> None:
+def test_gpus_their_links_and_the_budget_are_reported(config: Config, gpus: FakeCuda) -> None:
     findings = by_check(doctor.check_gpus(config))
     assert findings["gpu 1"].detail == f"Fake H200, {UUIDS[1]}, 5 MiB of 64 MiB free"
     assert findings["peer 0 reads 1"] == Finding("peer 0 reads 1", "ok", "NVLink")
     assert findings["driver"].detail.endswith("CUDA 13.0")
+    budget = only(doctor.check_memory(config))
+    assert budget.detail == (
+        "pool.segment_bytes 1 MiB, 5 MiB of 64 MiB free; start vLLM with "
+        "gpu_memory_utilization <= 0.93"
+    )
+    unset = only(doctor.check_memory(from_dict({})))
+    said = (
+        "pool.segment_bytes is not set: a worker lends nothing if it shares in place, 8 GiB "
+        "if it uses a pool"
+    )
+    assert unset == Finding("memory", "ok", said)
 
 
 def test_gpus_without_peer_access_fail_by_both_names(config: Config, gpus: FakeCuda) -> None:
@@ -185,6 +198,39 @@ def test_gpus_without_peer_access_fail_by_both_names(config: Config, gpus: FakeC
     findings = by_check(doctor.check_gpus(config))
     assert findings["peer 1 reads 0"].status == "fail"
     assert findings["peer 1 reads 0"].detail == f"no peer access from {UUIDS[1]} to {UUIDS[0]}"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "status", "said"),
+    [
+        ("6 MiB", "warn", "unless the pool's segment is there already"),
+        ("62 MiB", "fail", "set it to 30.4 MiB or less"),
+    ],
+)
+def test_a_budget_that_does_not_fit_says_what_to_set(
+    gpus: FakeCuda, wanted: str, status: str, said: str
+) -> None:
+    for device in ("auto", "cuda:1", UUIDS[0]):
+        finding = only(
+            doctor.check_memory(from_dict({"pool": {"device": device, "segment_bytes": wanted}}))
+        )
+        assert finding.status == status
+        assert said in finding.advice
+
+
+def test_a_pool_device_that_is_not_here_fails(gpus: FakeCuda) -> None:
+    gone = f"GPU-{uuid.UUID(int=9)}"
+    finding = only(doctor.check_memory(from_dict({"pool": {"device": gone}})))
+    assert (finding.status, finding.detail) == ("fail", f"pool.device: {gone} is not here")
+
+
+def test_host_memory_that_is_not_there_fails_with_a_figure_to_set() -> None:
+    finding = only(
+        doctor.check_memory(from_dict({"pool": {"device": "host", "segment_bytes": "64 TiB"}}))
+    )
+    assert finding.status == "fail"
+    assert "pool.segment_bytes 64 TiB" in finding.detail
+    assert "set pool.segment_bytes to" in finding.advice
 
 
 def test_gpus_that_cannot_be_used_fail_with_the_reason(

@@ -9,6 +9,7 @@ import functools
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -230,3 +231,22 @@ def test_the_server_loads_neither_torch_nor_cuda() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
     )
     assert (child.stdout, child.stderr) == ("[]\n", "")
+
+
+def test_no_module_is_named_after_nothing() -> None:
+    names = {"utils", "util", "common", "helpers", "helper", "misc"}
+    assert [
+        str(path.relative_to(ROOT)) for path in FILES if {path.stem, path.parent.name} & names
+    ] == []
+
+
+def test_no_two_classes_have_one_name() -> None:
+    product = [path for path in FILES if not path.is_relative_to(ROOT / "benchmarks")]
+    classes = [
+        node
+        for path in product
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.ClassDef)
+    ]
+    counted = Counter(node.name.lstrip("_") for node in classes)
+    assert [name for name, count in counted.items() if count > 1] == []

@@ -30,6 +30,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.processes import free_ports
+from vcache_backend.config import split_address
 from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.monitor import web
@@ -501,3 +502,20 @@ def test_requests_get_the_status_that_http_has_for_them(
             assert bool(body) == (not said.startswith(b"HEAD"))
 
     while_served(monkeypatch, tmp_path, 1000.0, what)
+
+
+@pytest.mark.parametrize(
+    ("address", "host", "port"),
+    [
+        (":9419", "127.0.0.1", 9419),
+        ("[::1]:0", "::1", 0),
+    ],
+)
+def test_an_address_is_split(address: str, host: str, port: int) -> None:
+    assert split_address(address, "metrics") == (host, port)
+
+
+@pytest.mark.parametrize("address", ["9419", "::1:9419", ":65536", "a b:1"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="metrics must be HOST:PORT"):
+        split_address(address, "metrics")

@@ -21,6 +21,7 @@ from vcache_backend.metadata_server.messages import (
     SegmentId,
     SegmentInfo,
     ServerStats,
+    StillMapped,
     TenantStats,
 )
 from vcache_backend.monitor import metrics
@@ -192,3 +193,36 @@ def test_the_summary_is_named_fields_and_rates() -> None:
         True,
         "no instance is connected",
     )
+
+
+def test_status_shows_whose_slots_wait_and_what_became_of_segments() -> None:
+    now = msgspec.structs.replace(STATS, quarantined_slots={4711: 1024})
+    assert ["4711", "1,024"] in [line.split() for line in text_of(status.render(now)).splitlines()]
+    assert "vcache segment add" in text_of(status.segments_table([]))
+    gone = text_of(
+        status.segments_table([SEGMENT, msgspec.structs.replace(SEGMENT, state="absent")]), 80
+    )
+    assert gone.count("absent") == 2
+    assert "vcache segment add" in " ".join(gone.split())
+
+
+def test_instances_that_share_in_place_fit_into_eighty_columns() -> None:
+    """And the JSON has all of each."""
+    lacking = InstanceStats("ef" * 16, UUID, 0, 0, 0, 272, 8, "its scheduler")
+    stats = msgspec.structs.replace(STATS, instances=[ONE, lacking])
+    alone = text_of(status.render(msgspec.structs.replace(stats, segments=[])))
+    assert "vcache segment add" not in alone, "nobody needs a pool"
+    lines = text_of(status.render(stats), 80).splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = [" ".join(line.split()) for line in lines]
+    assert "abababab 4194303 :8000 GPU-3c1f5a3e 0.4 s shares in place" in rows
+    assert "efefefef – – GPU-3c1f5a3e 0.0 s lacks its scheduler" in rows
+    for stopped, what in ((True, "stopped: continue it, or kill it"), (False, "is unmapping it")):
+        kept = msgspec.structs.replace(
+            STATS, still_mapped=[StillMapped("ef" * 16, UUID, 4711, stopped)]
+        )
+        (row,) = [line for line in text_of(status.render(kept)).splitlines() if "efefefef" in line]
+        assert " ".join(row.split()) == f"efefefef GPU-3c1f5a3e 4711 {what}"
+    assert len(row.rstrip()) <= 80
+    assert status.summary(stats)["instances"][0] == status.plain(ONE)
+    assert status.summary(stats)["instances"][0]["id"] == "ab" * 16

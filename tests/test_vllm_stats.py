@@ -8,6 +8,7 @@ from collections import Counter as Multiset
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
@@ -359,3 +360,38 @@ def test_chunks_that_never_become_complete_do_not_pile_up(monkeypatch: pytest.Mo
         ("BlockStored", two.last(3)),
         ("BlockStored", two.last(2)),
     ]
+
+
+def test_prometheus_shows_what_was_observed(
+    metrics: stats.VCachePromMetrics, registry: CollectorRegistry
+) -> None:
+    worker = worker_meter()
+    worker.count("failures", 1, "lease_lost")
+    worker.count("not_stored_chunks", 3, "full")
+    for meter in (worker, scheduler_meter(), worker_meter()):
+        metrics.observe(
+            msgspec.msgpack.decode(msgspec.msgpack.encode(taken(meter).data)), engine_idx=1
+        )
+    shown, engine = exposed(registry), 'engine="1",model_name="m"'
+    expected = {
+        f"vllm:vcache_lookup_asked_tokens_total{{{engine}}}": 1000,
+        f"vllm:vcache_lookup_hit_tokens_total{{{engine}}}": 768,
+        f'vllm:vcache_loaded_tokens_total{{{engine},tier="own"}}': 512,
+        f'vllm:vcache_loaded_tokens_total{{{engine},tier="peer"}}': 1024,
+        f'vllm:vcache_loaded_tokens_total{{{engine},tier="host"}}': 0,
+        f'vllm:vcache_loaded_bytes_total{{{engine},tier="peer"}}': 4_096_000,
+        f"vllm:vcache_stored_tokens_total{{{engine}}}": 2048,
+        f"vllm:vcache_stored_bytes_total{{{engine}}}": 8_000_000,
+        f'vllm:vcache_load_time_seconds_total{{{engine},part="data"}}': 0.008,
+        f'vllm:vcache_store_time_seconds_total{{{engine},part="metadata"}}': 0.004,
+        f'vllm:vcache_failures_total{{cause="lease_lost",{engine}}}': 1,
+        f"vllm:vcache_recomputed_tokens_total{{{engine}}}": 256,
+        f'vllm:vcache_not_stored_chunks_total{{cause="full",{engine}}}': 3,
+        f"vllm:vcache_load_seconds_count{{{engine}}}": 2,
+        f"vllm:vcache_load_seconds_sum{{{engine}}}": 0.01,
+        'vllm:vcache_load_seconds_bucket{engine="1",le="0.0025",model_name="m"}': 0,
+        'vllm:vcache_load_seconds_bucket{engine="1",le="0.01",model_name="m"}': 2,
+        f"vllm:vcache_lookup_seconds_count{{{engine}}}": 1,
+    }
+    assert {name: shown.get(name) for name in expected} == pytest.approx(expected)
+    assert shown['vllm:vcache_failures_total{cause="lease_lost",engine="0",model_name="m"}'] == 0

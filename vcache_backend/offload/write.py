@@ -13,8 +13,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import compress
-from operator import not_
 
 import torch
 
@@ -149,7 +147,8 @@ class Writer:
         try:
             epoch = self._client.present(keys).epoch
             stored = self._bound.store.there([objects.name(key, epoch) for key in keys])
-            later = keys = list(compress(keys, map(not_, stored)))
+            keys = [key for key, held in zip(keys, stored, strict=True) if not held]
+            later = keys
             if not keys:
                 return []
             leased = self._client.acquire(keys)

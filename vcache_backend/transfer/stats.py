@@ -205,7 +205,10 @@ class LoadStats:
             bytes_peer=(count - own) * each,
         )
         if log.isEnabledFor(logging.DEBUG):
-            said = "%s from the pool, %d of them on %s, %.2f ms with the server, copy %.2f ms"
+            said = (
+                "%s from the pool, %d of them on %s, asking the server %.2f ms, copy %.2f ms, "
+                "the lease held"
+            )
             ms = 1e3 * self.metadata_seconds, 1e3 * seconds
             log.debug(said, self._which(first, count), own, device, *ms)
 

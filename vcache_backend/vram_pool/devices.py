@@ -140,13 +140,6 @@ def host_available() -> int:
     return available if limit == "max" else max(0, min(available, int(limit) - int(used)))
 
 
-def available(device: Device) -> int:
-    """Free bytes: of the GPU with the device's ordinal, or of host memory if it has none."""
-    return (
-        host_available() if device.ordinal is None else cuda_driver.load().memory(device.ordinal)[0]
-    )
-
-
 def visible_ordinal(uuid: str) -> int | None:
     """The ordinal of a GPU in this process; None if this process does not see it. Raises
     SegmentError without a driver.

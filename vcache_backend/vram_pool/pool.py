@@ -112,27 +112,39 @@ class Pool:
 
     def _follow(self, infos: list[SegmentInfo]) -> None:
         """Make this view agree with the server's list."""
+        self._offer_again([info.id for info in infos if info.state == "absent"])
         with self._lock:
             listed = {info.id for info in infos}
             gone = self._mapped.keys() - listed
+            restarted = self._contributed != self._client.epoch
             for id_ in gone:
                 self._mapped.pop(id_).close()
-                log.info("segment %s is not in the pool any more; unmapped", id_)
-            if gone and self._contributed != self._client.epoch:
+                if restarted:
+                    again = "what `vcache segment add` lent, add again"
+                    log.warning("segment %s: a restarted server lacks it; unmapped; %s", id_, again)
+                else:
+                    log.info("segment %s is not in the pool any more; unmapped", id_)
+            if gone and restarted:
                 self._waits = MAX_WAITS
             self._unreadable &= listed
-            for info in infos:
-                if info.state == "absent" and info.id in self._mapped:
-                    self._offer_again(self._mapped[info.id])
             self._agree(infos)
 
-    def _offer_again(self, mapped: MappedSegment) -> None:
-        """Hand a segment to a server that knows it from an earlier server's ledger."""
-        try:
-            chunks = self._client.add_segment(mapped.info, mapped.fd, again=True)
-            log.info("segment %s offered again: %d chunks are back", mapped.id, chunks)
-        except VCacheError as error:
-            log.warning("segment %s could not be offered again: %s", mapped.id, error)
+    def _offer_again(self, absent: list[SegmentId]) -> None:
+        """Hand segments to a server that knows them from an earlier server's ledger. The call runs
+        outside the lock, for which loads and stores wait."""
+        for id_ in absent:
+            with self._lock:
+                mapped = self._mapped.get(id_)
+                fd = os.dup(mapped.fd) if mapped is not None else -1
+            if mapped is None:
+                continue
+            try:
+                chunks = self._client.add_segment(mapped.info, fd, again=True)
+                log.info("segment %s offered again: %d chunks are back", id_, chunks)
+            except VCacheError as error:
+                log.warning("segment %s could not be offered again: %s", id_, error)
+            finally:
+                os.close(fd)
 
     def _avoid_again(self) -> None:
         """Tell a server after a reconnection which segments cannot be mapped here."""

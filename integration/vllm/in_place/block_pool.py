@@ -181,7 +181,6 @@ class ResidentPool:
 
 
 @lru_cache(maxsize=128)
-@lru_cache(maxsize=128)
 def _reach(length: int) -> Callable[[Any], Any]:
     """Return a function of a block: the last of `length` blocks in vLLM's free queue that begin
     with it; None if they are fewer, or if the block is not in the queue.

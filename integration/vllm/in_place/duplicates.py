@@ -102,8 +102,8 @@ class Duplicates:
         self._ended += 1
         if used := row[: tracked.local // block_size : each]:
             self._used.update(dict.fromkeys(used, self._ended))
-            # Some of these may have been moved to the head.
-            self._ahead = 0
+            # Some of these may have been at the head.
+            self._ahead = max(0, self._ahead - len(used) * each)
         runs = within(tracked.copies, 0, len(right) // each)
         copied = sum(run.chunks for run in runs) * each * block_size
         if not copied or (tracked.request.num_tokens - tracked.local - copied) * SHORT > copied:

@@ -182,9 +182,13 @@ def describe_groups(
     if num_blocks and kv.num_blocks != num_blocks * split:
         raise _other_blocks(kv, num_blocks, sizes[0])
     # vLLM before 0.32 passes a state's tensors, later releases pass a state's pages.
-    pages = {name: [at] if isinstance(at, Tensor) else list(at) for name, at in kv_caches.items()}
     states = [
-        {name: pages[name] for name in group.layers if name in pages} for group in groups.states
+        {
+            name: [at] if isinstance(at := kv_caches[name], Tensor) else list(at)
+            for name in group.layers
+            if name in kv_caches
+        }
+        for group in groups.states
     ]
     kv = kv.with_states(states, split)
     kv.chunk_bytes(chunk_size)

@@ -55,6 +55,7 @@ class Lookups:
     def forget(self, tracked: Tracked) -> None:
         """Drop the request's question and answer."""
         tracked.lookup.question = tracked.lookup.answer = None
+        tracked.lookup.since = 0.0
 
     def rename(self, tracked: Tracked) -> None:
         """Drop the request's keys, too: they are made of the version of the weights."""
@@ -153,17 +154,17 @@ class Lookups:
                     return None
                 if question is None:
                     return self._ask(client, tracked, first, whole)
-                lookup.since, over = 0.0, False
+                over = False
             # After a late answer the next ones are probably late, too.
             if not question.sent.arrives(0.0 if self._late else _patience(client)) and not over:
                 return None
             lookup.question, started = None, monotonic() - question.seconds
             try:
-                reply = question.sent.answer(0.0)
+                reply = question.sent.answer(_patience(client) if over else 0.0)
             except ServerUnavailable:
-                if over or question.at >= now:
+                if over or lookup.since or question.at >= now:
                     raise
-                # The connection it was sent on is lost.
+                # It was sent ahead, on a connection that is lost.
                 continue
             if reply.cut:
                 return self._ask(client, tracked, first, whole)
@@ -181,6 +182,7 @@ class Lookups:
         tracked.promise.made |= tracked.promise.early
         question = Question(sent, first, stop, at, monotonic() - at)
         tracked.lookup.question = question
+        tracked.lookup.since = 0.0
         return question
 
     def _ask(self, client: Client, tracked: Tracked, first: int, whole: int) -> Answer:

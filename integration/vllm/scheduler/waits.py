@@ -135,8 +135,6 @@ class Waits:
 
     def _begins(self, tracked: Tracked, answer: Answer, chunks: int, now: float) -> bool:
         wait, coming = tracked.wait, answer.coming
-        if coming is not None and self._is_silent(tracked, coming, now):
-            return False
         if tracked.params.announced:
             wait.target, seconds = chunks, self._patience(tracked)
             if answer.hits >= chunks or not seconds:
@@ -153,6 +151,8 @@ class Waits:
             expected = max(0.0, theirs - done) + WAY_SECONDS
             if expected > seconds:
                 return False
+        if coming is not None and self._is_silent(tracked, coming, now):
+            return False
         wait.since = wait.asked = now
         wait.until, wait.began, wait.promised = now + seconds, answer.hits, coming is not None
         self._lead(tracked)
