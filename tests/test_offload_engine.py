@@ -51,6 +51,7 @@ def test_a_bad_object_is_a_miss_and_removed(
     through(one, cache, tokens)
     names = [objects.name(key) for key in two.keys(tokens)]
     raw.damage(names[2])
+    assert raw.there(names) == [True] * 5
     assert two.lookup(tokens) == LENGTH
     assert get(two, cache, tokens) == 2 * CHUNK
     assert two.get_stats()["failures"]["offload_bad"] == 1

@@ -105,7 +105,9 @@ def test_a_ledger_that_another_server_took_over_costs_the_contents_and_nothing_e
         raw.send(*hello, fds=(late.fds[0],))
         assert raw.receive()
         raw.send("add_segment", "s0", "host", "host", 4 * KIB, True, fds=(memfd,))
-        assert raw.receive()[0] == "error"
+        refused = raw.receive()
+        assert (refused[0], refused[2]) == ("error", False)
+        assert "is in no ledger" in refused[1]
         assert raw.ask("list_segments") == ["segments", []]
 
 

@@ -110,6 +110,8 @@ class Campaign:
                 shown = now
                 self._show(now - started)
         self._mishaps.end()
+        # It may have ended by itself after the last mishap.
+        self._node.look()
         return Result(
             self._seed,
             round(time.monotonic() - started, 1),
