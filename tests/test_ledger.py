@@ -109,6 +109,7 @@ def test_resets_go_through_the_other_namespaces_chunks_once_however_many_there_a
     assert isinstance(state.chunks, CountedChunks)
     assert state.chunks.read <= 2 * 2100
 
+
 def test_what_was_written_is_read_back(ledger: Ledger) -> None:
     assert read(ledger.fd) == r.LedgerState()
     ledger.write(HISTORY[:2], compacts_nothing)
