@@ -144,10 +144,8 @@ def in_place_case(owner: Device, reader: Device, nbytes: int) -> InPlaceCase:
     whole, order = mapped.tensor(0, nbytes), np.random.default_rng(0)
     whole.copy_(torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=device))
     rows = np.zeros((blocks, 3), dtype=np.int64)
-    rows[:, 1], rows[:, 2] = (
-        order.permutation(blocks) * page_bytes,
-        order.permutation(blocks + 7)[:blocks],
-    )
+    rows[:, 1] = order.permutation(blocks) * page_bytes
+    rows[:, 2] = order.permutation(blocks + 7)[:blocks]
     origins = (whole.data_ptr() + np.arange(layers, dtype=np.int64) * blocks * page_bytes)[None]
     flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
     made = InPlaceCase(reader, kv, mapped, rows, origins, flat)

@@ -65,10 +65,7 @@ def aside(here: Node) -> Instance:
     return here.alone("aside")
 
 
-WAYS = [
-    pytest.param("vllm", marks=needs_vllm),
-    pytest.param("lmcache", marks=lmcache_here),
-]
+WAYS = [pytest.param("vllm", marks=needs_vllm), pytest.param("lmcache", marks=lmcache_here)]
 
 
 @pytest.fixture(scope="module", params=WAYS)
@@ -249,11 +246,9 @@ def test_an_adapter_is_told_apart_by_what_lies_at_its_path(
     here: Node, fleet: Fleet, tmp_path: Path
 ) -> None:
     """Two of one name."""
-    one, two, adapters = (
-        str(write_lora(tmp_path / "1/sql", 1)),
-        str(write_lora(tmp_path / "2/sql", 2)),
-        fleet("adapters"),
-    )
+    one = str(write_lora(tmp_path / "1/sql", 1))
+    two = str(write_lora(tmp_path / "2/sql", 2))
+    adapters = fleet("adapters")
     tokens = new_tokens(4 * CHUNK + 1)
     answers = {lora: here.keep(adapters, tokens, lora=lora) for lora in (one, two, None)}
     assert len({tuple(answer.tokens) for answer in answers.values()}) == 3
@@ -271,12 +266,10 @@ def test_what_vllm_takes_for_another_adapters_kv_is_not_passed_on(
     """Its own prefix cache does not see that an adapter was trained again, nor its workers that
     another one has its number.
     """
-    one, two, adapters, reader = (
-        tmp_path / "one",
-        tmp_path / "two",
-        fleet("adapters"),
-        fleet("adapters-too"),
-    )
+    one = tmp_path / "one"
+    two = tmp_path / "two"
+    adapters = fleet("adapters")
+    reader = fleet("adapters-too")
     tokens = [*new_tokens(4 * CHUNK), 5]
     here.keep(adapters, tokens, lora=str(write_lora(one, 1)), lora_id=1)
     for folder, seed, number, cached in ((one, 2, 2, 4 * CHUNK), (two, 3, 1, 0)):

@@ -139,17 +139,13 @@ def test_nothing_that_lies_here_alone_leaves_before_a_copy_does(
     watched: Watched, seed: int
 ) -> None:
     """Whatever was handed out, hit, lost by its owner or reset before."""
-    dice, pool, copies, going = (
-        random.Random(seed),
-        watched.pool,
-        list[tuple[set[int], int]](),
-        set[int](),
-    )
+    dice = random.Random(seed)
+    pool = watched.pool
+    copies = list[tuple[set[int], int]]()
+    going = set[int]()
     for _ in range(200):
-        act, there = (
-            dice.choice("llccctor"),
-            {block for blocks, _ in copies for block in blocks} | going,
-        )
+        act = dice.choice("llccctor")
+        there = {block for blocks, _ in copies for block in blocks} | going
         held = {block.block_id for block in pool.blocks if block.block_hash is not None}
         if act in "lc":
             chunks = dice.sample(range(BLOCKS // EACH), dice.randint(1, 2))

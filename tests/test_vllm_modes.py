@@ -262,10 +262,8 @@ def test_weights_that_will_be_replaced_are_refused_until_they_have_a_name(
     caches_nothing(
         here, start(weight_transfer_config=change), "set connector.weights to the version"
     )
-    b, tokens = (
-        start({"connector": {"model": "policy"}}, weight_transfer_config=change),
-        new_tokens(LENGTH + 1),
-    )
+    b = start({"connector": {"model": "policy"}}, weight_transfer_config=change)
+    tokens = new_tokens(LENGTH + 1)
     b.ask("pause")
     here.keep(b, tokens)
     assert b.again(tokens).cached == LENGTH
@@ -276,11 +274,9 @@ def test_weights_that_will_be_replaced_are_refused_until_they_have_a_name(
 def test_a_model_with_states_is_served_in_place_as_without_us_and_the_doctor_knows(
     here: Node, start: Start
 ) -> None:
-    model, tokens, in_place = (
-        write_states(here.folder / "states"),
-        new_tokens(LENGTH + 1),
-        {"connector": {"share": "in_place"}},
-    )
+    model = write_states(here.folder / "states")
+    tokens = new_tokens(LENGTH + 1)
+    in_place = {"connector": {"share": "in_place"}}
     b = start(in_place, model=str(model))
     caches_nothing(here, b, "is shared through a pool only: set connector.share: pool")
     assert [b.one(tokens).cached, b.one(tokens).cached] == [0, LENGTH], "vLLM's own prefix cache"
