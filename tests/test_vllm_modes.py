@@ -169,7 +169,6 @@ def test_tokens_guessed_ahead_are_not_stored_unless_they_were_right(
     [
         ("draft_model", "", 8, "pool"),
         ("eagle", "fsfs", 6, "pool"),
-        ("eagle", "", 6, "pool"),
         ("eagle", "", 6, "in_place"),
         ("mtp", "", 5, "in_place"),
     ],
@@ -239,14 +238,6 @@ def test_an_image_is_a_part_of_the_prefix_by_what_it_shows(here: Node, start: St
         assert (found.cached, own.cached) == (LENGTH, LENGTH)
         assert found.said == own.said
     assert b.one(tokens, image=3).cached == 0
-
-
-def test_the_doctor_knows_beforehand_what_a_worker_says_of_a_chunk(here: Node, a: Instance) -> None:
-    # whole blocks of vLLM's default size
-    model = doctor_report(here.model, from_dict({"engine": {"chunk_size": 256}}))
-    assert a.untouched
-    assert (model.refused, model.chunk_bytes) == ("", 256 * TOKEN_BYTES)
-    assert f"{TOKEN_BYTES * CHUNK:,} B a chunk" in a.log
 
 
 # ---- refused

@@ -46,7 +46,6 @@ from benchmarks.processes import Program, free_ports
 from benchmarks.serving.router import UNDECODED
 from benchmarks.serving.servers import healthy
 
-WHY_NOT = missing(())
 NO_SERVER = missing(
     ("watchfiles", "prometheus-fastapi-instrumentator", "model-hosting-container-standards")
 )
