@@ -96,7 +96,7 @@ class SegmentDirectory:
             segment = self.segments.pop(id_)
             lost += len(self.contents.resting.drop(segment.returning))
             self.reservations.let_go(
-                [entry for entry in segment.occupants.values() if entry.reservation]
+                [entry for entry in segment.occupants if entry.reservation]
             )
             segment.let_go()
             self.records.append(records.SegmentGone(id_))
