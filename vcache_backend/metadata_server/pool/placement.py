@@ -130,7 +130,7 @@ class Peer(msgspec.Struct):
         return Caller(self.uid, self.process.pid)
 
 
-class Slots:
+class SlotTable:
     """Entries by an offset in a segment of `nbytes` bytes.
 
     Each part of the segment has a dict of its own, since CPython enlarges a dict in one go: 5 ms
@@ -183,8 +183,8 @@ class Segment:
         self.capacity = info.nbytes // ALIGNMENT * ALIGNMENT
         self.extents = Extents(info.nbytes)
         self.orders: dict[Tenant | None, Order] = {}
-        self.occupants = Slots(info.nbytes)
-        self.ending = Slots(info.nbytes)
+        self.occupants = SlotTable(info.nbytes)
+        self.ending = SlotTable(info.nbytes)
         self.staying: dict[int, Entry] = {}
         """Occupants of a draining segment, removed after their last use."""
         self.returning: list[Entry] = []
