@@ -24,6 +24,7 @@
 #   serving  two servers, vLLM alone and in place, prefix repetition: RUNS=0,1,2                    7 minutes
 #   routed   two servers, vLLM alone and in place, in turn and behind vllm-router, small: ARMS=..., WORKLOADS=...   8 minutes; nothing beside it
 #   workers  instances of two workers, tensor and pipeline parallel, in place and through a pool; CUDA_VISIBLE_DEVICES=0,1,2,3; nothing beside it   9 minutes
+#   three    an owner that three instances read from: gaps between its tokens, in place and through a pool; CUDA_VISIBLE_DEVICES=0,1,2,3   3 minutes
 #   ranks    one server of two data parallel ranks, alone and in place: WORKLOADS=...               8 minutes; nothing beside it
 #
 # `routed` keeps its rows for the next call on the same machine: two calls may measure one system each (ARMS=alone:turn,alone:cache_aware16,
@@ -143,6 +144,10 @@ workers() {
   ttft workers_in_place 280 tp2,tp2_ttft,pp2,pp2_ttft "${in_place[@]}" --scale beside --rounds 3
   ttft workers_pool 280 tp2,tp2_ttft,pp2,pp2_ttft --integration vllm --scale beside --rounds 3
 }
+three() {
+  ttft three_in_place 150 three "${in_place[@]}" --kv-gib 6
+  ttft three_pool 150 three "${pool[@]}" --kv-gib 6
+}
 sparse() {
   # DeepGEMM compiles its kernels when they are first used.
   local nvcc; nvcc=$(command -v nvcc || ls /usr/local/cuda/bin/nvcc 2> /dev/null)
@@ -185,7 +190,7 @@ ranks() { served ranks "${ARMS:-alone_dp:turn,inplace_dp:turn}" "${WORKLOADS:-ch
 
 for beside in "$@"; do
   for call in ${beside//+/ }; do
-    [[ " tests equal speed short models workers sparse which death promises weights copies lmcache decode serving routed ranks " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
+    [[ " tests equal speed short models workers three sparse which death promises weights copies lmcache decode serving routed ranks " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
     "$call" &
   done
   wait
