@@ -32,7 +32,7 @@
 #
 # Within 30 minutes of device time: `unpack` in four calls, the first with `later tests` behind it; `equal`; `speed`; `short death+models`.
 # SECONDS_IN_ALL (560): when everything must be over. GRAPHS=1: nothing is compiled, CUDA graphs of decode steps alone, should vLLM not
-# compile beside this torch. GPUS=0,1,2,3: `routed` and `ranks` on four GPUs, which CUDA_VISIBLE_DEVICES must name, too. With CUDA_VISIBLE_DEVICES=0 all instances share one GPU: equality counts, times do not. TINY=1 runs the script on the CPU, to check it.
+# compile beside this torch. GPUS=0,1,2,3: `routed` and `ranks` on four GPUs, which CUDA_VISIBLE_DEVICES must name, too; MORE: options for them. With CUDA_VISIBLE_DEVICES=0 all instances share one GPU: equality counts, times do not. TINY=1 runs the script on the CPU, to check it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 stay=${STAY:-/tmp/vcache-stay} site=${SITE:-/tmp/site}
@@ -179,7 +179,7 @@ served() {
   local name=$1 arms=$2 workloads=$3; shift 3
   mkdir -p "$stay"; [ ! -f "$stay/$name.json" ] || cp "$stay/$name.json" "$out/"
   [ -n "${TINY:-}" ] || set -- --memory 0.8 --prefixes 48 --fork-contexts 4 --contention-concurrency 24 --chat-conversations 80 --chat-turns 6 --chat-arrivals 8 --chat-thinking 2 "$@"
-  bench "$name" 500 vllm_serving --arms "$arms" --workloads "$workloads" --runs "${RUNS:-0}" --logs "$logs/$name" ${GPUS:+--gpus "$GPUS"} ${TINY:+--scale tiny} "$@"
+  bench "$name" 500 vllm_serving --arms "$arms" --workloads "$workloads" --runs "${RUNS:-0}" --logs "$logs/$name" ${GPUS:+--gpus "$GPUS"} ${TINY:+--scale tiny} "$@" ${MORE:-}
   [ ! -f "$out/$name.json" ] || cp "$out/$name.json" "$stay/"
   sed -n '/^    *req\/s/,$p' "$logs/$name.txt"
 }
