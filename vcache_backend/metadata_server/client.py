@@ -47,11 +47,6 @@ class Client(InstanceCalls):
         self.on_segments: Callable[[list[m.SegmentInfo]], None] = lambda segments: None
         """Called with the server's segments every `heartbeat_seconds`, and soon after each
         reconnection."""
-        self.on_return: list[Callable[[], None]] = []
-        """Called after each reconnection, to register what belongs to the connection. Runs in the
-        background thread; hooks may make calls, and their errors are logged."""
-        self.on_beat: list[Callable[[], None]] = []
-        """Called every `heartbeat_seconds`, like `on_return`."""
         self._untold = [0] * 4
         """The counts of the next `ListSegments`."""
         self._telling = threading.Lock()
@@ -62,6 +57,7 @@ class Client(InstanceCalls):
             m.Hello(m.PROTOCOL_VERSION, device, medium, layout or {}, token, name),
             reconnect,
         )
+        self.on_beat.append(self._list)
 
     # ---- chunks
 
@@ -220,17 +216,8 @@ class Client(InstanceCalls):
             )
             yield self._call(request(keys[start : start + most]), kind, seconds)
 
-    def _come_back(self) -> None:
-        _call_all(self.on_return, "after a reconnection")
-
-    def _beat(self) -> None:
-        _call_all(self.on_beat, "heartbeat")
-        self.on_segments(self.list_segments())
-
-
-def _call_all(hooks: list[Callable[[], None]], when: str) -> None:
-    for hook in list(hooks):
+    def _list(self) -> None:
         try:
-            hook()
-        except Exception as error:
-            log.warning("%s: %s", when, error, exc_info=not isinstance(error, VCacheError))
+            self.on_segments(self.list_segments())
+        except VCacheError as error:
+            log.debug("heartbeat: %s", error)

@@ -15,11 +15,7 @@ class Breaker:
     seconds."""
 
     def __init__(
-        self,
-        failures: int,
-        retry_seconds: float,
-        longest_pause: float,
-        now: Callable[[], float],
+        self, failures: int, retry_seconds: float, longest_pause: float, now: Callable[[], float]
     ) -> None:
         self._failures = failures
         self._retry = retry_seconds

@@ -28,11 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vcache_backend.errors import SegmentError, raising_as
-from vcache_backend.metadata_server.messages import (
-    GENERATION_BYTES,
-    INSTANCE_BYTES,
-    MAX_BLOCKS,
-)
+from vcache_backend.metadata_server.messages import GENERATION_BYTES, INSTANCE_BYTES, MAX_BLOCKS
 from vcache_backend.seals import FUTURE_WRITE, RESIZING, lacking
 
 MAGIC = b"vcache-g"

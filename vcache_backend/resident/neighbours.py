@@ -43,13 +43,7 @@ class Neighbour:
     `enter` and `leave`, and never write it. each: vLLM's blocks in a chunk. split: the tensors'
     blocks in a block of vLLM. Generations count vLLM's blocks."""
 
-    def __init__(
-        self,
-        instance: bytes,
-        shape: CacheShape,
-        view: GenerationView,
-        each: int,
-    ) -> None:
+    def __init__(self, instance: bytes, shape: CacheShape, view: GenerationView, each: int) -> None:
         self.instance, self.shape, self.view, self.each = instance, shape, view, each
         self.split = shape.num_blocks // view.blocks
         self.bases: Int64s = np.zeros(0, dtype=np.int64)

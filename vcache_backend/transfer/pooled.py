@@ -80,10 +80,7 @@ class Pooled:
     cause: why no chunk can come from the pool now; empty if the pool simply lacks the chunk."""
 
     def __init__(
-        self,
-        context: LoadContext,
-        lease: Lease | None,
-        numbers: Sequence[int] = (),
+        self, context: LoadContext, lease: Lease | None, numbers: Sequence[int] = ()
     ) -> None:
         """lease: on consecutive chunks, from the first chunk taken on. numbers: chunks to be leased
         together, once the first of them is taken."""

@@ -9,12 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vcache_backend.metadata_server.messages import (
-    GENERATION_BYTES,
-    NUMBER_BYTES,
-    Found,
-    Resident,
-)
+from vcache_backend.metadata_server.messages import GENERATION_BYTES, NUMBER_BYTES, Found, Resident
 from vcache_backend.resident.tables import Tables
 
 Replica = tuple[bytes, bytes, bytes]

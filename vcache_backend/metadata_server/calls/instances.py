@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from abc import ABC
 from collections.abc import Sequence
 
 import msgspec
@@ -16,7 +15,7 @@ _KEY_BYTES = m.KEY_BYTES + 2
 """Bytes of a key in a message that publishes chunks."""
 
 
-class InstanceCalls(Channel, ABC):
+class InstanceCalls(Channel):
     """The part of `Client` about instances. The client's contract holds here: deadlines, errors,
     threads.
 

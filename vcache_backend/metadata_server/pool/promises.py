@@ -80,11 +80,7 @@ class Promises:
     # ---- made
 
     def intend(
-        self,
-        client: Peer,
-        number: int,
-        lacking: Mapping[m.ChunkKey, int],
-        ranks: int,
+        self, client: Peer, number: int, lacking: Mapping[m.ChunkKey, int], ranks: int
     ) -> None:
         """Note that a request of the client will compute those chunks of `lacking` that nobody has
         promised. lacking: see `Directory.lacking`."""

@@ -96,12 +96,7 @@ class Reservations:
         ]
 
     def open(
-        self,
-        id_: int,
-        client: int,
-        process: ProcessId,
-        entries: list[Entry],
-        now: float,
+        self, id_: int, client: int, process: ProcessId, entries: list[Entry], now: float
     ) -> None:
         """Add a reservation: the client writes its slots, and may commit them within `seconds`."""
         self._pending.update((entry.key, id_) for entry in entries)
