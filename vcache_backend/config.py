@@ -306,8 +306,7 @@ def default_socket() -> Path:
 
 
 def hash_seed() -> str | None:
-    """`PYTHONHASHSEED`, with which vLLM's and LMCache's block hashes begin; None if it is not
-    set."""
+    """`PYTHONHASHSEED`, with which vLLM's and LMCache's block hashes begin; None if not set."""
     return os.environ.get("PYTHONHASHSEED")
 
 

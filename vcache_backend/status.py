@@ -36,8 +36,7 @@ _STYLES = {"ok": "green", "warn": "yellow", "error": "bold red", "fail": "bold r
 
 
 def plain(value: Any) -> Any:
-    """Convert `value` for JSON, with structs as dicts. (msgspec makes the wire's arrays of
-    them.)"""
+    """Convert `value` for JSON, with structs as dicts. (On the wire they are arrays.)"""
     if isinstance(value, msgspec.Struct):
         return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, dict):

@@ -130,8 +130,7 @@ def _constructor(construct: Callable[..., None]) -> Callable[..., None]:
 
 
 def _guarded(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `call` and return the result. On an error warn and return None, since vLLM
-    must start."""
+    """Call `call` and return the result. On an error warn and return None: vLLM must start."""
     try:
         return call(*args, **kwargs)
     except Exception as error:  # noqa: BLE001 - vLLM must start

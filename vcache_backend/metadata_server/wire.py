@@ -1,5 +1,4 @@
-"""Messages on a Unix socket of type SOCK_SEQPACKET. Each packet is one MessagePack array, with
-fds."""
+"""Messages on a Unix socket (SOCK_SEQPACKET). A packet is one MessagePack array, with fds."""
 
 from __future__ import annotations
 

@@ -71,8 +71,7 @@ class Web:
         self._made: dict[str, tuple[float, _Response]] = {}
         """By path, the last costly answer, and when it was made."""
         self.served: dict[asyncio.Task[Any], None] = {}
-        """The connections that wait for a request, or for their client to read the answer, oldest
-        first."""
+        """The connections that wait for a request, or for their client to read, oldest first."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server(
             (host, port), family=family, backlog=BACKLOG, dualstack_ipv6=":" in host
@@ -186,8 +185,7 @@ class Web:
         return json.dumps(told).encode()
 
     def _health(self, path: str) -> _Response:
-        """`/healthz`: `Samples.healthy`. `/readyz`: whether the server answered the last
-        question."""
+        """`/healthz`: `Samples.healthy`. `/readyz`: the server answered the last question."""
         samples = self._samples
         if samples.healthy if path == "/healthz" else not samples.problem:
             return _said(HTTPStatus.OK, "ok")

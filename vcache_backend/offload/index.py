@@ -1,5 +1,4 @@
-"""Looks chunks up in the store in one batch. Skips all look-ups if loading is slower than
-computing."""
+"""Looks chunks up in the store in one batch, unless loading is slower than computing."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ class Index:
             self.bandwidth = rate if self.bandwidth is None else 0.5 * self.bandwidth + 0.5 * rate
 
     def too_slow(self) -> bool:
-        """Whether computing is faster than loading. False now and then, to
-        measure again."""
+        """Whether computing is faster than loading. False now and then, to measure again."""
         if not self._least or self.bandwidth is None or self.bandwidth >= self._least:
             return False
         now = time.monotonic()

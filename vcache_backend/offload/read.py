@@ -162,8 +162,7 @@ class Fetch:
         self._reader.ring.give([chunk.buffer for chunk in chunks])
 
     def cancel(self) -> None:
-        """Drop all further chunks. Their buffers are returned when the chunks arrive.
-        Idempotent."""
+        """Drop all further chunks. Their buffers are returned when they arrive. Idempotent."""
         self._stop(0, self.cause)
 
     # ---- inside

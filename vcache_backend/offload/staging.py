@@ -22,8 +22,7 @@ ALIGNMENT = 4096
 
 
 class Buffer(NamedTuple):
-    """place: the buffer's bytes in the shared memory. memory: the same bytes, 1-D uint8, on the
-    host."""
+    """place: its bytes in the shared memory. memory: the same bytes, 1-D uint8, on the host."""
 
     place: Place
     memory: torch.Tensor

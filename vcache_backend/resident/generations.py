@@ -107,8 +107,7 @@ class Generations:
         self.counters[blocks] = VOID
 
     def filled(self, blocks: Blocks) -> None:
-        """Give void blocks the next even number, which stands for the contents being written into
-        them."""
+        """Give void blocks the next even number: it stands for what is being written into them."""
         # In most steps these are few blocks, for which numpy takes longer. With many, numpy lends
         # the interpreter to other threads.
         counters, number = self.counters.data, self.coming

@@ -77,8 +77,7 @@ def as_kvcaches(kvcaches: object) -> list[torch.Tensor]:
 
 
 def as_salt(salt: object) -> bytes:
-    """Convert the salt to bytes; empty for None, which means no salt, as in vLLM and LMCache.
-    ValueError."""
+    """Convert the salt to bytes; empty for None: no salt, as in vLLM and LMCache. ValueError."""
     if salt is None:
         return b""
     if not isinstance(salt, bytes | bytearray | memoryview):

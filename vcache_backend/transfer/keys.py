@@ -240,8 +240,7 @@ class TaggedHashKeys:
         )
 
     def keys(self, keys: Sequence[TaggedHash]) -> list[ChunkKey]:
-        """Make one key for each of `keys`. ValueError for keys of single layers, which are not
-        supported."""
+        """Make one key for each of `keys`. ValueError for keys of single layers."""
         if keys and getattr(keys[0], "layer_id", None) is not None:
             raise ValueError(
                 "a key of one layer: LMCache runs with use_layerwise, which vcache does not support"

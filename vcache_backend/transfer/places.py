@@ -104,8 +104,7 @@ class SlotPlaces:
         return BlockPlaces(self.kv, self._size, ids, block, left_alone, holes=not self._whole)
 
     def refuse_shared(self) -> None:
-        """Raise ValueError if two wanted tokens have the same slot: readers would mix
-        up their KV."""
+        """Raise ValueError if two wanted tokens have one slot: readers would mix up their KV."""
         with suppress(LayoutError):
             if self._blocks.distinct():
                 return

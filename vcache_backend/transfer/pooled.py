@@ -31,8 +31,7 @@ class _LeasedRun:
             session.leases.release(self.lease)
 
     def consecutive(self, chunk: int) -> tuple[int, int]:
-        """Find the lease's locations [start, end) of `chunk` and the consecutive chunks
-        after it."""
+        """Find the lease's locations [start, end) of `chunk` and the chunks that follow it."""
         start = end = self.numbers.index(chunk)
         if isinstance(self.numbers, range):
             return start, len(self.numbers)

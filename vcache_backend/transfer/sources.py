@@ -124,8 +124,7 @@ class Source(ABC):
         none are available."""
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most `seconds` for a fetch. Returns False at once if no chunk is
-        being fetched."""
+        """Wait at most `seconds` for a fetch. False at once if no chunk is being fetched."""
         return False
 
     @abstractmethod

@@ -113,8 +113,7 @@ class EngineStats:
             return {name.removeprefix(prefix): self._counts[name] for name in names}
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything as plain values. Times in microseconds, bandwidth in GB/s (1e9 bytes) of data
-        time."""
+        """Everything as plain values, in microseconds, and GB/s (1e9 bytes) of data time."""
         with self._lock:
             counts = self._counts
             owners = {owner.hex(): nbytes for owner, (nbytes, _) in self._owners.items()}
@@ -231,8 +230,7 @@ class LoadStats:
     def offloaded(
         self, first: int, keys: Sequence[bytes], tokens: int, waited: float, seconds: float
     ) -> None:
-        """Like `pooled`, for chunks of the offload tier. waited: seconds since the load had no
-        other work."""
+        """Like `pooled`, for the offload tier. waited: seconds since the load had no other work."""
         self.data_seconds += waited
         self.tokens["store"] += tokens
         stats = self._session.stats

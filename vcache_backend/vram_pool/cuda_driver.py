@@ -26,8 +26,7 @@ Link = Literal["nvlink", "pcie", "none"]
 
 
 class DriverError(SegmentError):
-    """A CUDA driver call failed. code: the driver's name of the error, such as
-    `CUDA_ERROR_OUT_OF_MEMORY`."""
+    """A CUDA driver call failed. code: such as `CUDA_ERROR_OUT_OF_MEMORY`."""
 
     def __init__(self, call: str, code: str, reason: str) -> None:
         super().__init__(f"{call}: {code} ({reason})")
@@ -149,8 +148,7 @@ class Driver:
     # ---- contexts
 
     def retain(self, ordinal: int) -> Any:
-        """The device's primary context, held until `release_context`. Made if nobody (torch) holds
-        it yet."""
+        """The device's primary context, made if nobody holds it, until `release_context`."""
         return self.call("cuDevicePrimaryCtxRetain", self._device(ordinal))
 
     def release_context(self, ordinal: int) -> None:
@@ -171,8 +169,7 @@ class Driver:
 
     @contextmanager
     def on(self, ordinal: int) -> Iterator[None]:
-        """Holds the device's primary context, and makes it this thread's current one, within the
-        block."""
+        """Makes the device's primary context this thread's current one within the block."""
         with ExitStack() as undo:
             context = self.retain(ordinal)
             undo.callback(self.release_context, ordinal)
@@ -200,8 +197,7 @@ class Driver:
     # ---- memory
 
     def granularity(self, ordinal: int) -> int:
-        """Sizes of allocations and mappings on this device are multiples of this (2 MiB on current
-        GPUs)."""
+        """Sizes of allocations and mappings are multiples of this (2 MiB on current GPUs)."""
         flag = self._cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         return int(self.call("cuMemGetAllocationGranularity", self._allocation(ordinal), flag))
 

@@ -300,8 +300,7 @@ class PagedKV:
         return self.block_bytes * self.blocks_in(chunk_size)
 
     def blocks_in(self, chunk_size: int) -> int:
-        """The number of blocks of a chunk, of all groups together. Raises LayoutError like
-        `chunk_bytes`."""
+        """The blocks of a chunk, of all groups together. LayoutError like `chunk_bytes`."""
         shares = self.shares or (Share(self.block_size),)
         for size, _ in shares:
             if chunk_size <= 0 or chunk_size % size:

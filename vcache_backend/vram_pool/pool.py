@@ -1,5 +1,4 @@
-"""This process's view of the pool: lends its segment, and maps every segment of the node for its
-device."""
+"""This process's view of the pool: lends its segment, and maps every segment of the node."""
 
 from __future__ import annotations
 
@@ -216,8 +215,7 @@ class Pool:
         log.error("nothing of %s is lent to the pool: %s; %s", self.device, error, others)
 
     def _admit(self, mapped: MappedSegment) -> bool:
-        """Use a mapped segment from now on; False, and it is closed, if the pool was closed
-        meanwhile."""
+        """Use a mapped segment from now on. False, and it is closed, if the pool is closed."""
         with self._lock:
             if not self._closed:
                 self._mapped[mapped.id] = mapped

@@ -221,8 +221,7 @@ class Channel:
                 raise
 
     def _read_unread(self, link: ServerLink, deadline: float, last: Sent[Any]) -> None:
-        """Read the answers to earlier requests, up to the answer to `last`. Called under the
-        lock."""
+        """Read answers to earlier requests, up to the answer to `last`. Called under the lock."""
         while not last.over:
             sent = self._unread[0]
             reply = link.read(deadline, sent.received)
@@ -300,8 +299,7 @@ class Channel:
         return True
 
     def _keep_ledger(self, fds: list[int]) -> None:
-        """Keep the ledger of the server that welcomed this client, in place of the previous
-        server's."""
+        """Keep the ledger of the server that welcomed this client, and close the previous one's."""
         wire.close_fds(([] if self._ledger is None else [self._ledger]) + fds[1:])
         self._ledger = fds[0] if fds else None
 

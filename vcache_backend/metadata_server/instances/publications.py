@@ -183,8 +183,7 @@ class InstancePublications:
         return True
 
     def _agree(self, old: PublishedChunk, new: PublishedChunk) -> bool:
-        """Note that a rank publishes the same chunk as `old`. False if `old` is newer and still
-        awaited."""
+        """A rank publishes the same chunk as `old`. False if `old` is newer and awaited."""
         if self.complete.get(old.key) is old:
             old.sequence = max(old.sequence, new.sequence)
             return True
@@ -208,8 +207,7 @@ class InstancePublications:
 
 
 def shape(join: m.Join) -> m.Join:
-    """Everything in a join but the instance's name. Publications stay as long as this stays the
-    same."""
+    """A join without the instance's name. Publications stay as long as this stays the same."""
     return msgspec.structs.replace(join, instance=m.InstanceId(b""))
 
 

@@ -89,8 +89,7 @@ def liveness(peers: Iterable[Peer]) -> dict[str, Any]:
 
 
 class InstanceRegistry:
-    """All instances. Called from the server's loop. Raises Refuse if a request cannot be
-    granted."""
+    """All instances. Called from the server's loop. Raises Refuse for what cannot be granted."""
 
     def __init__(
         self,
@@ -114,8 +113,7 @@ class InstanceRegistry:
         return sum(len(part.fds) for part in parts)
 
     def processes(self) -> set[ProcessId]:
-        """The processes whose end removes their parts, even if a child holds the connection
-        open."""
+        """Processes whose end removes their parts, even if a child holds the connection open."""
         instances = self._of.values()
         return {part.peer.process for instance in instances for part in instance.parts.values()}
 
@@ -165,8 +163,7 @@ class InstanceRegistry:
         return m.Count(self._residents.publish(rank, request))
 
     def retract(self, client: Peer, request: m.Retract) -> m.Count:
-        """Void the instance's publications with a lower sequence. Any part of the instance may
-        ask."""
+        """Void publications with a lower sequence. Any part of the instance may ask."""
         instance = self._of.get(request.instance)
         if instance is None:
             return m.Count(0)
@@ -178,8 +175,7 @@ class InstanceRegistry:
         return m.Count(self._residents.retract(request.instance, request.sequence))
 
     def listens(self, client: Peer, instance: m.InstanceId) -> bytes:
-        """Return the instance's namespace. Refuse a connection that is not the instance's
-        scheduler."""
+        """Return the instance's namespace. Refuse who is not the instance's scheduler."""
         join = self._of[instance].join if self.owns(client, instance, m.SCHEDULER) else None
         if join is None:
             raise Refuse("this connection has shown no generations of it")
@@ -199,8 +195,7 @@ class InstanceRegistry:
         return joined, [*parts[m.SCHEDULER].fds, *pidfds]
 
     def open_cache(self, client: Peer, id_: m.InstanceId, rank: int) -> Answer:
-        """Return a worker's KV cache. The connection is a reader until it closes or sends
-        `CloseInstance`."""
+        """Return a KV cache. Who asks reads it until it closes or sends `CloseInstance`."""
         instance = self._whole(id_)
         if rank not in instance.parts:
             raise Refuse(f"it has no rank {rank}")
@@ -224,8 +219,7 @@ class InstanceRegistry:
         self._leave(lambda peer: peer.id == client.id)
 
     def process_gone(self, process: ProcessId) -> None:
-        """Remove the parts of a process that has ended, even if a child holds its connection
-        open."""
+        """Remove the parts of a process that has ended, even if a child holds a connection."""
         self._leave(lambda peer: peer.process == process)
 
     def close(self) -> None:
@@ -295,8 +289,7 @@ class InstanceRegistry:
             )
 
     def _is_new(self, client: Peer, instance: m.InstanceId, rank: int, memory: object) -> bool:
-        """Whether the part is in another process or memory than the instance's publications are
-        about."""
+        """Whether the part's process or memory is another than that of its publications."""
         shown = self._of[instance].shown.get(rank) if instance in self._of else None
         return shown is not None and shown != (client.process, memory)
 

@@ -15,8 +15,7 @@ Steps = Iterator[None]
 
 
 class Backlog:
-    """Unfinished tasks. They take turns of `SHARE` steps, so no task waits for another to
-    finish."""
+    """Unfinished tasks. They take turns of `SHARE` steps, so none waits for another to finish."""
 
     def __init__(self) -> None:
         self._tasks: deque[Steps] = deque()

@@ -54,8 +54,7 @@ class Directory(SegmentDirectory):
     # ---- reading
 
     def lookup(self, keys: list[m.ChunkKey], ranks: int = 1) -> int:
-        """Count the leading chunks that all ranks have. At most `MAX_LOOKED_UP` keys times
-        ranks."""
+        """Count the leading chunks of all ranks. At most `MAX_LOOKED_UP` keys times ranks."""
         leading = self.contents.live.leading_of_all(keys, ranks)
         self.counters["lookup_chunks"] += len(keys)
         self.counters["lookup_hits"] += leading
@@ -101,8 +100,7 @@ class Directory(SegmentDirectory):
         return [entry.segment.id if (entry := table.get(key)) is not None else "" for key in keys]
 
     def acquire(self, client: Peer, keys: list[m.ChunkKey]) -> m.Leased:
-        """Lease the leading chunks. When the lease ends its chunks become recent, the first the
-        most."""
+        """Lease the leading chunks. At its end they become recent, the first the most."""
         entries = (
             list[Entry]()
             if self.leases.full(client.id, len(keys))
@@ -118,8 +116,7 @@ class Directory(SegmentDirectory):
         return m.Leased(lease, self._limits.lease_seconds, [entry.location for entry in entries])
 
     def renew(self, lease: int) -> bool:
-        """Extend a lease to its full time from now. Any client may ask. False if the lease has
-        ended."""
+        """Extend a lease to its full time. Any client may ask. False if it has ended."""
         return self.leases.renew(lease, self._now())
 
     def release(self, lease: int) -> bool:
@@ -193,8 +190,7 @@ class Directory(SegmentDirectory):
         return visible
 
     def abort(self, client: Peer, reservation: int) -> int:
-        """Free the slots of a reservation of this process, whose copies are all over. Returns how
-        many."""
+        """Free the slots of this process's reservation, whose copies are over. Returns how many."""
         open_ = self.reservations.get(reservation)
         if open_ is None or open_.process != client.process:
             return 0

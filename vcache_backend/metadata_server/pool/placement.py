@@ -1,5 +1,4 @@
-"""The node's segments, the occupants of their slots in order of use, and the choice of slots to
-evict."""
+"""The node's segments, their occupants in order of use, and the choice of slots to evict."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ MAX_WINDOW_ATTEMPTS = 64
 """How many chunks, least recently used first, to try as the start of a run to evict among chunks of
 other sizes."""
 MAX_SEARCH = 2048
-"""The most chunks that one request evicts, in a run or in all: a few milliseconds of the server's
-time."""
+"""The most chunks that one request evicts: a few milliseconds of the server's time."""
 SLOT_TABLES = 16
 """Dicts for the slots of one segment."""
 SAME_SEGMENT = 64
@@ -272,8 +270,7 @@ class Segment:
 
 
 class Placement:
-    """All segments. `generations` numbers every use of a slot, also across restarts of the
-    server."""
+    """All segments. `generations` numbers every use of a slot, also across restarts."""
 
     def __init__(self) -> None:
         self.segments: dict[SegmentId, Segment] = {}

@@ -46,8 +46,7 @@ class Reservations:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._open: dict[int, Reservation] = {}
-        """Reservations that can be committed, in order of deadlines, since all last equally
-        long."""
+        """Reservations that can be committed, in order of deadlines: all last equally long."""
         self._void: dict[int, Reservation] = {}
         self._of_client: dict[int, dict[int, None]] = {}
         self._of_writer: dict[ProcessId, dict[int, None]] = {}
@@ -127,8 +126,7 @@ class Reservations:
         return entry.reservation in self._void
 
     def let_go(self, entries: list[Entry]) -> None:
-        """Drop quarantined slots whose memory leaves the pool: no writer needs to answer for them
-        any more."""
+        """Drop quarantined slots whose memory leaves the pool: no writer matters any more."""
         gone: dict[int, list[Entry]] = {}
         for entry in entries:
             gone.setdefault(entry.reservation, []).append(entry)
@@ -207,6 +205,5 @@ class Claims:
         return nbytes
 
     def end(self, client: int) -> None:
-        """End the claim of a client that has added its segment, allocates nothing, or has
-        disconnected."""
+        """End the claim of a client that has added its segment, or has none to add."""
         self._of_client.pop(client, None)

@@ -38,8 +38,7 @@ class SegmentDirectory:
         self._reserves_from = 0.0
 
     def lend(self, client: Peer, nbytes: int) -> int:
-        """Grant the client the bytes that its device lacks of `nbytes`, less the claims of other
-        clients."""
+        """Grant what the client's device lacks of `nbytes`, less the claims of others."""
         pooled = sum(
             segment.nbytes for segment in self.segments.values() if segment.device == client.device
         )

@@ -85,8 +85,7 @@ class Connection:
             self.unsent.popleft()
 
     def close_fds(self) -> None:
-        """Close the unused fds of a request, in the background: each may be the last of much
-        memory."""
+        """Close a request's unused fds in the background: each may be the last of much memory."""
         while self.fds:
             closing().put(self.fds.pop())
 

@@ -1,5 +1,4 @@
-"""News for the operator: which connected instances do not share and why, and their reports.
-Pure."""
+"""News for the operator: which connected instances do not share and why, and reports. Pure."""
 
 from __future__ import annotations
 
@@ -199,8 +198,7 @@ class Reports:
         self._kept: dict[tuple[int, str], tuple[Caller, m.Reported]] = {}
 
     def add(self, client: Peer, level: m.Level, text: str) -> m.Reported | None:
-        """Keep a client's report as one printable line. None if the connection has sent the text
-        before."""
+        """Keep a report as one printable line. None if the connection has sent it before."""
         line = " ".join("".join(char if char.isprintable() else " " for char in text).split())
         earlier = self._kept.pop((client.id, line), None)
         reported = m.Reported(self._now(), level, client.process.pid, client.device, line)

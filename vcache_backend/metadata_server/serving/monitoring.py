@@ -1,5 +1,4 @@
-"""Runs the process that serves the statistics over HTTP (`server.metrics`), as long as the server
-runs."""
+"""Runs the process that serves the statistics over HTTP (`server.metrics`) beside the server."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Answers requests: from the directory, the segments' fds and the namespaces in use. No sockets, no
-loop."""
+"""Answers requests from the directory, the fds and the namespaces in use. No sockets, no loop."""
 
 from __future__ import annotations
 
