@@ -58,7 +58,6 @@ def _root(
 
 
 def main() -> None:
-    """The entry point `vcache`."""
     # The commands' own errors say what is wrong with the connection.
     logging.getLogger("vcache_backend.metadata_server.calls.channel").setLevel(logging.ERROR)
     with terminal.whatever_it_shows():

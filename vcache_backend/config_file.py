@@ -99,7 +99,6 @@ def _near(name: str, names: list[str], kind: type) -> str:
 
 
 def _paths(kind: Any, at: str = "") -> list[str]:
-    """The paths of all keys, such as `pool.device`."""
     return [
         path
         for name, one in _fields(kind).items()

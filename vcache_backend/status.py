@@ -129,7 +129,6 @@ def _named(instance: InstanceStats) -> str:
 
 
 def level(name: str) -> Text:
-    """A level or status in its colour."""
     return Text(name, _STYLES.get(name, ""))
 
 
@@ -191,7 +190,6 @@ def segments_table(segments: Sequence[SegmentInfo]) -> RenderableType:
 
 
 def instances_table(instances: Sequence[InstanceStats]) -> Table:
-    """Make one row for each instance."""
     rows = []
     for instance in instances:
         wrong = trouble(instance)
@@ -223,7 +221,6 @@ def _still_mapped(readers: Sequence[StillMapped]) -> Table:
 
 
 def _tenants(tenants: Sequence[TenantStats]) -> Table:
-    """Make one row for each tenant of `server.quotas`."""
     rows = [
         (each.name, ByteSize(each.used).about, ByteSize(each.limit).about, f"{each.evicted:,}")
         for each in tenants

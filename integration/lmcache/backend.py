@@ -88,7 +88,6 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
 
     @answers(set)
     def settle(self, block_size: int) -> set[int]:
-        """See `PoolWorker.settle`."""
         return self.worker.settle(block_size) if self.worker is not None else set()
 
     def shape(self, num_tokens: int) -> torch.Size:

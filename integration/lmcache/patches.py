@@ -74,7 +74,6 @@ def _must_have(owner: Any, names: str) -> None:
 
 
 def names_our_plugin(config: Any) -> bool:
-    """Whether an `LMCacheEngineConfig` names our storage plugin."""
     extra: Mapping[str, Any] = getattr(config, "extra_config", None) or {}
     names = getattr(config, "storage_plugins", None) or ()
     modules = [str(extra.get(f"storage_plugin.{name}.module_path")) for name in names]

@@ -38,7 +38,6 @@ class _Package(msgspec.Struct, frozen=True):
 
     @property
     def wanted(self) -> str:
-        """The supported versions, as pip takes them: `>=2.11,<2.15`."""
         return f">={'.'.join(map(str, self.low))},<{'.'.join(map(str, self.high))}"
 
 

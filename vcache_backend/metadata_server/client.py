@@ -153,7 +153,6 @@ class Client(InstanceCalls):
         self._call(m.Unusable(id_), m.Count)
 
     def drop_segment(self, id_: m.SegmentId) -> m.Dropped:
-        """Remove a segment from the pool, and forget its chunks."""
         return self._call(m.DropSegment(id_), m.Dropped, self._config.control_seconds)
 
     def list_segments(self) -> list[m.SegmentInfo]:

@@ -28,7 +28,6 @@ class Descriptor:
     """An open file, closed soon after its last user drops it: a table, or an unsent answer."""
 
     def __init__(self, fd: int) -> None:
-        """Take over `fd`."""
         self.fd = fd
         self._closing = closing()
 

@@ -90,7 +90,6 @@ class Endpoint:
         return "" if current == self._own else "another socket is there"
 
     def keep_fresh(self) -> None:
-        """Touch socket and lock every `FRESH_SECONDS`."""
         if time.monotonic() < self._fresh_until:
             return
         self._fresh_until = time.monotonic() + FRESH_SECONDS

@@ -64,7 +64,6 @@ def stopped(process: ProcessId) -> bool:
 
 
 def parent(process: ProcessId) -> int:
-    """The pid of the process's parent; 0 if unknown."""
     fields = _fields_of(process)
     return int(fields[1]) if fields else 0
 

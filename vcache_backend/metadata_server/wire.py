@@ -72,6 +72,5 @@ class Receiver:
 
 
 def close_fds(fds: list[int]) -> None:
-    """Close unwanted fds."""
     for fd in fds:
         os.close(fd)

@@ -116,7 +116,6 @@ class Web:
             writer.transport.abort()
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Read one request, and answer it."""
         http, method = h11.Connection(h11.SERVER), b""
         try:
             while (asked := http.next_event()) is h11.NEED_DATA:
@@ -171,7 +170,6 @@ class Web:
         return answer
 
     def _stats(self) -> bytes:
-        """The statistics as JSON, for the page."""
         samples, stats = self._samples, self._samples.stats
         told = {
             "host": socket.gethostname(),

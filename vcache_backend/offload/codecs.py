@@ -103,7 +103,6 @@ def make(name: str, dtype: str, head_dim: int) -> Codec | None:
 
 
 def _rounded_up(scale: torch.Tensor) -> torch.Tensor:
-    """Round up to bfloat16, the first half of a float32's bits."""
     return ((scale.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)
 
 

@@ -22,7 +22,6 @@ class Index:
     which loads nothing itself, sets it."""
 
     def __init__(self, config: OffloadConfig, store: Store, on_gpu: bool) -> None:
-        """on_gpu: whether the KV caches are on a GPU."""
         self._config, self._store, self._least = config, store, config.least_bandwidth(on_gpu)
         self.bandwidth: float | None = None
         self._next_try = 0.0

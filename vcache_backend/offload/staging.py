@@ -78,7 +78,6 @@ class Ring:
 
 
 def _cuda(name: str, *arguments: Any) -> None:
-    """Call the CUDA runtime. Raises RuntimeError if it fails."""
     code = int(getattr(torch.cuda.cudart(), name)(*arguments))
     if code:
         raise RuntimeError(f"{name} failed with CUDA error {code}")

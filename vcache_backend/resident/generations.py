@@ -201,7 +201,6 @@ class GenerationView:
         return False
 
     def _same(self, blocks: UInt32s, generations: UInt64s) -> int:
-        """Count the leading blocks that have not changed."""
         # Clip: a block outside of the cache is compared with the last one, and refused below.
         same = self.counters.take(blocks, mode="clip") == generations
         same &= generations & _ODD == 0

@@ -86,7 +86,6 @@ def as_salt(salt: object) -> bytes:
 
 
 def as_key(cache_key: object) -> ChunkKey:
-    """Check a chunk key. ValueError if it is not `KEY_BYTES` bytes."""
     if isinstance(cache_key, bytes) and len(cache_key) == KEY_BYTES:
         return ChunkKey(cache_key)
     size = f"{len(cache_key)} " if isinstance(cache_key, bytes) else "a "

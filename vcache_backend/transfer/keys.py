@@ -147,7 +147,6 @@ class TokenHasher:
         return root.digest()
 
     def _hashed(self, raw: bytes, first: int, digest: bytes) -> list[ChunkKey]:
-        """The keys of the chunks from number `first` on."""
         tokens, step, keys = memoryview(raw), self._step, []
         for start in range(first * step, len(raw), step):
             link = self._chunk.copy()

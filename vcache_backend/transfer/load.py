@@ -169,7 +169,6 @@ class Load:
 
     @property
     def launched(self) -> bool:
-        """Whether no further copy will start."""
         return self._over or self.reached >= self._end
 
     def hold(self, cause: str = ABSENT) -> None:
@@ -271,7 +270,6 @@ class Load:
             self.hold(next((source.cause for source in self._sources if source.cause), ABSENT))
 
     def _settle(self) -> None:
-        """Settle the parts whose copies are over, in order."""
         while self._parts and not self._failed:
             part = self._parts[0]
             if not part.copy.moving.done():

@@ -56,7 +56,6 @@ class Outbox:
         self._post(_Message(self._client.abort, reservation, again=True))
 
     def touch(self, keys: list[ChunkKey]) -> None:
-        """Mark chunks as recently used."""
         self._post(_Message(self._client.touch, keys))
 
     def retract(self, instance: InstanceId, sequence: int) -> None:

@@ -63,7 +63,6 @@ class BlockPlaces:
         return (chunk + 1) * self._each <= self._stop and not (own < 0).any()
 
     def distinct(self) -> bool:
-        """Whether all blocks from `skip` on have different places."""
         ids = self._ids[self._skip :]
         return len(set(ids.tolist())) == len(ids) and bool(np.minimum.reduce(ids, initial=0) >= 0)
 

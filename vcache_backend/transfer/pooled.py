@@ -117,7 +117,6 @@ class Pooled:
         )
 
     def _end_run(self) -> None:
-        """Start no further copy under the present lease."""
         run, self._run = self._run, None
         if run is not None:
             run.leave(self._context.session)

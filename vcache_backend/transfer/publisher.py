@@ -217,7 +217,6 @@ class Publisher(Outbox):
 
 
 def _single(publication: Publication) -> list[Publication]:
-    """Split a publication into one for each chunk."""
     keys, count = publication.keys, max(1, len(publication.keys))
     number, generation = len(publication.blocks) // count, len(publication.generations) // count
     return [

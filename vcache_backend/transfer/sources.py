@@ -110,7 +110,6 @@ class Source(ABC):
     may_have = False
 
     def expects(self, chunk: int) -> bool:
-        """Whether this source is fetching the chunk."""
         return False
 
     def prepare(self, chunk: int) -> bool:

@@ -51,7 +51,6 @@ class EngineStats:
         """How often a counter was increased."""
 
     def timed(self, name: str) -> AbstractContextManager[None]:
-        """Add the duration of the `with` block to `name`."""
         return _Timed(self, name)
 
     def add_time(self, name: str, seconds: float) -> None:
@@ -60,7 +59,6 @@ class EngineStats:
             self._times[name].add(seconds * 1e6)
 
     def count(self, **amounts: int) -> None:
-        """Add to counters."""
         with self._lock:
             self._counts.update(amounts)
             self.updates += 1
@@ -102,7 +100,6 @@ class EngineStats:
         return 0
 
     def not_stored(self) -> dict[str, int]:
-        """How many chunks were not stored so far, by cause."""
         with self._lock:
             return {name: self._counts[f"not_stored_{name}"] for name in NOT_STORED}
 

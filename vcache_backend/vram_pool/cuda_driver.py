@@ -105,7 +105,6 @@ class Driver:
         return f"GPU-{uuid.UUID(bytes=bytes(answer.bytes)[:16])}"
 
     def model(self, ordinal: int) -> str:
-        """The product's name."""
         name: bytes = self.call("cuDeviceGetName", 128, self._device(ordinal))
         return name.split(b"\0", 1)[0].decode(errors="replace").strip()
 
@@ -160,7 +159,6 @@ class Driver:
 
     @contextmanager
     def current(self, context: Any) -> Iterator[None]:
-        """Makes `context` this thread's current one within the block."""
         self.call("cuCtxPushCurrent", context)
         try:
             yield
@@ -231,7 +229,6 @@ class Driver:
         self.attempt("cuMemUnmap", address, nbytes)
 
     def allow(self, address: int, nbytes: int, ordinal: int) -> None:
-        """Let device `ordinal` read and write the mapped range."""
         access = self._cuda.CUmemAccessDesc()
         access.location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = ordinal

@@ -139,7 +139,6 @@ class PagedKV:
 
     @classmethod
     def _of_a_kind(cls, layers: Sequence[tuple[_Layer, _Arrangement]], block_size: int) -> PagedKV:
-        """Describe layers that are arranged alike."""
         tensor, first = layers[0][0].tensor, layers[0][1]
         pages = tuple(page for layer, found in layers for page in layer.pages(found))
         return cls(

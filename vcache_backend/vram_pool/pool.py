@@ -91,7 +91,6 @@ class Pool:
         return views
 
     def mapped(self) -> list[SegmentInfo]:
-        """The segments that are mapped here."""
         return [mapped.info for mapped in list(self._mapped.values())]
 
     def close(self) -> None:
@@ -108,7 +107,6 @@ class Pool:
     # ---- following the server
 
     def _follow(self, infos: list[SegmentInfo]) -> None:
-        """Make this view agree with the server's list."""
         self._offer_again([info.id for info in infos if info.state == "absent"])
         with self._lock:
             listed = {info.id for info in infos}
@@ -157,7 +155,6 @@ class Pool:
         self._contribute(infos)
 
     def _is_new(self, info: SegmentInfo) -> bool:
-        """Whether to map this segment."""
         if info.id in self._unreadable or info.id in self._mapped:
             return False
         return info.state == "live" and info.medium == self.device.medium
@@ -210,7 +207,6 @@ class Pool:
         return self._admit(mapped)
 
     def _no_more(self, error: SegmentError) -> None:
-        """Log that this worker cannot lend what it should."""
         others = "chunks go to other devices of it, if there are any"
         log.error("nothing of %s is lent to the pool: %s; %s", self.device, error, others)
 
@@ -224,7 +220,6 @@ class Pool:
         return False
 
     def _level(self) -> int:
-        """The log level for a segment that cannot be mapped."""
         return logging.WARNING
 
     def _map_unseen(self, id_: SegmentId) -> MappedSegment | None:

@@ -139,7 +139,6 @@ class Channel:
 
     @property
     def connected(self) -> bool:
-        """Whether the client is connected: the breaker is closed."""
         return self._link is not None and os.getpid() == self._pid
 
     @property
@@ -194,7 +193,6 @@ class Channel:
 
     @property
     def request_seconds(self) -> float:
-        """The deadline of a call."""
         return self._config.request_seconds
 
     def _send(self, request: m.Request, kind: type[R], seconds: float) -> Sent[R]:

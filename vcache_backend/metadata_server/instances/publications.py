@@ -199,7 +199,6 @@ class InstancePublications:
         return self.complete.get(chunk.key) is chunk or self.awaited.get(chunk.key) is chunk
 
     def _vacate(self, chunk: PublishedChunk) -> None:
-        """Release all blocks of this publication."""
         holders = self.holders
         for block in struct.unpack(f"<{self.each}I", chunk.blocks):
             if holders[block] is chunk:
@@ -248,7 +247,6 @@ class Recency:
         return len(noted)
 
     def take(self, most: int) -> list[m.ChunkKey]:
-        """Remove and return the first `most` keys."""
         taken = list(islice(self._keys, most))
         for key in taken:
             del self._keys[key]

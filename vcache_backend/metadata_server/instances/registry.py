@@ -108,7 +108,6 @@ class InstanceRegistry:
 
     @property
     def descriptors(self) -> int:
-        """The number of fds kept."""
         parts = (part for instance in self._of.values() for part in instance.parts.values())
         return sum(len(part.fds) for part in parts)
 
@@ -120,7 +119,6 @@ class InstanceRegistry:
     # ---- shown
 
     def join(self, client: Peer, request: m.Join, fds: list[int]) -> m.Count:
-        """Register a scheduler's generation table."""
         if len(fds) != 1:
             raise Refuse(f"{len(fds)} fds came along; exactly 1 is needed")
         self._check(client, request.instance, m.SCHEDULER, 1)
@@ -134,7 +132,6 @@ class InstanceRegistry:
         return m.Count(1)
 
     def show_cache(self, client: Peer, request: m.ShowCache, fds: list[int]) -> m.Count:
-        """Register a worker's KV cache."""
         instance, rank, cache = request.instance, request.rank, request.shape
         count = len(cache.regions)
         if len(fds) != count:
@@ -212,7 +209,6 @@ class InstanceRegistry:
     # ---- gone
 
     def disconnect(self, client: Peer) -> None:
-        """Remove what depends on a closed connection."""
         self._reads.pop(client.id, None)
         for reader in [reader for reader in self._readers if reader[1] == client.id]:
             del self._readers[reader]
@@ -223,7 +219,6 @@ class InstanceRegistry:
         self._leave(lambda peer: peer.process == process)
 
     def close(self) -> None:
-        """Close all fds."""
         self._of.clear()
 
     # ---- statistics
@@ -254,7 +249,6 @@ class InstanceRegistry:
         ]
 
     def stats(self) -> list[m.InstanceStats]:
-        """The instances as `vcache status` lists them."""
         return [each.stats(id_, self._residents.count(id_)) for id_, each in self._of.items()]
 
     def still_mapped(self) -> list[m.StillMapped]:

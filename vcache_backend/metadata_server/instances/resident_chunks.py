@@ -83,12 +83,10 @@ class ResidentDirectory:
             publications.whole = whole
 
     def empty(self, instance: m.InstanceId) -> None:
-        """Forget all publications of an instance."""
         if (publications := self._of.get(instance)) is not None:
             self._forget(publications, publications.clear())
 
     def close(self, instance: m.InstanceId) -> None:
-        """Remove an instance that is gone."""
         self.empty(instance)
         if (publications := self._of.pop(instance, None)) is not None:
             publications.closed = True

@@ -32,7 +32,6 @@ class Backlog:
         self._tasks.append(task)
 
     def run(self, steps: int) -> None:
-        """Do about `steps` steps of the unfinished tasks."""
         while steps > 0 and self._tasks:
             self._go_on(self._tasks.popleft(), SHARE)
             steps -= SHARE

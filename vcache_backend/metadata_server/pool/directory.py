@@ -91,7 +91,6 @@ class Directory(SegmentDirectory):
         return m.Promised(self.promises.begin(client, request, lacking), epoch)
 
     def contains(self, keys: list[m.ChunkKey]) -> list[bool]:
-        """Whether each key's chunk is in the pool."""
         return list(map(self.contents.live.among(keys).__contains__, keys))
 
     def segments_of(self, keys: list[m.ChunkKey]) -> list[str]:
@@ -267,7 +266,6 @@ class Directory(SegmentDirectory):
             self._close(segment)
 
     def go_on(self, steps: int) -> None:
-        """Do up to `steps` steps of the work that earlier turns left."""
         self.backlog.run(steps)
 
     # ---- ledger
@@ -323,7 +321,6 @@ class Directory(SegmentDirectory):
     # ---- inside
 
     def _stored(self, key: m.ChunkKey) -> bool:
-        """Whether the key has a chunk, live or resting."""
         return (self.contents.live.get(key) or self.contents.resting.get(key)) is not None
 
     def _refusal(self, client: Peer, nbytes: int) -> tuple[m.Refusal | None, str]:

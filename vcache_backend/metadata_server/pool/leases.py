@@ -82,7 +82,6 @@ class Leases:
         return True
 
     def expire(self, now: float) -> None:
-        """End leases whose time is over."""
         left = AT_ONCE
         for table in (self._leases, self._orphans):
             while table and left > 0:

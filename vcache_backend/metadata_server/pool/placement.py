@@ -62,7 +62,6 @@ class Entry(msgspec.Struct, gc=False, eq=False):
 
     @property
     def end(self) -> int:
-        """The offset at which the slot ends."""
         return self.location.offset + self.size
 
 
@@ -101,7 +100,6 @@ class Order:
 
 
 def remove(entry: Entry) -> None:
-    """Remove an entry from its order, if it is in one."""
     older, newer = entry.older, entry.newer
     if older is not None and newer is not None:
         older.newer, newer.older = newer, older
@@ -351,7 +349,6 @@ class Placement:
                 yield segment
 
     def capacity(self) -> int:
-        """The bytes of the pool."""
         return sum(segment.capacity for segment in self.in_state("live"))
 
     def occupied(self) -> int:
@@ -362,5 +359,4 @@ class Placement:
         )
 
     def in_state(self, state: SegmentState) -> list[Segment]:
-        """The segments in a state."""
         return [segment for segment in self.segments.values() if segment.state == state]

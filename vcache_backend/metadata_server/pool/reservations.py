@@ -63,14 +63,12 @@ class Reservations:
         return {key for key in self._pending.keys() & keys if self._pending[key] in self._open}
 
     def full(self, client: int) -> bool:
-        """Whether the client has reached its number of reservations."""
         return len(self._of_client.get(client, ())) >= MAX_RESERVATIONS_PER_CLIENT
 
     def get(self, id_: int) -> Reservation | None:
         return self._open.get(id_) or self._void.get(id_)
 
     def of_client(self, client: int) -> list[int]:
-        """The open reservations of a client."""
         return list(self._of_client.get(client, ()))
 
     def of_namespace(self, namespace: bytes) -> list[int]:
@@ -122,7 +120,6 @@ class Reservations:
             self._quarantine(id_, reservation)
 
     def quarantined(self, entry: Entry) -> bool:
-        """Whether this slot's reservation is void."""
         return entry.reservation in self._void
 
     def let_go(self, entries: list[Entry]) -> None:
@@ -155,7 +152,6 @@ class Reservations:
         return len(self._open), len(self._void)
 
     def _shut(self, id_: int) -> Reservation:
-        """Remove a reservation from the open ones."""
         reservation = self._open.pop(id_)
         assert reservation.client is not None
         of_client = self._of_client[reservation.client]
@@ -169,7 +165,6 @@ class Reservations:
         self._of_writer.setdefault(reservation.process, {})[id_] = None
 
     def _leave(self, id_: int) -> Reservation:
-        """Remove a reservation from the quarantined ones."""
         reservation = self._void.pop(id_)
         of_writer = self._of_writer[reservation.process]
         del of_writer[id_]

@@ -45,7 +45,6 @@ class SegmentDirectory:
         return self._claims.grant(client.id, client.device, nbytes - pooled, self._now())
 
     def end_claim(self, client: Peer) -> None:
-        """End the client's claim, whose segment now exists."""
         self._claims.end(client.id)
 
     def add_segment(self, info: m.SegmentInfo) -> int:
@@ -100,7 +99,6 @@ class SegmentDirectory:
         return lost
 
     def segment_infos(self) -> list[m.SegmentInfo]:
-        """Every segment, live, draining or absent, with its occupancy."""
         return [segment.info() for segment in self.segments.values()]
 
     # ---- inside

@@ -68,7 +68,6 @@ class Layouts:
         return [line for line in lines if line]
 
     def drop(self, client: int) -> None:
-        """Remove a client that is gone."""
         self._of.pop(client, None)
 
     def looked_up(self, client: int, asked: int, found: int) -> None:
@@ -117,7 +116,6 @@ class Layouts:
         ]
 
     def namespaces(self) -> dict[str, str]:
-        """The model of each namespace."""
         named = {each.namespace: each.layout["model"] for each in self._of.values() if each.layout}
         return {
             printable(name): printable(model)
@@ -135,7 +133,6 @@ class Layouts:
         return mismatches[:MAX_MISMATCHES]
 
     def _of_model(self, model: str) -> dict[str, list[_Connected]]:
-        """The instances of a model by namespace."""
         groups: dict[str, list[_Connected]] = {}
         for each in self._of.values():
             if each.layout and each.layout["model"] == model:

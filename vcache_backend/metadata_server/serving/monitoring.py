@@ -46,7 +46,6 @@ class MonitorProcess:
             log.error("server.metrics: their process cannot be started: %s", error)
 
     def close(self) -> None:
-        """End the process. Idempotent."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
