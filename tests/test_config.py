@@ -57,10 +57,7 @@ def _keys(values: dict[str, Any]) -> list[Any]:
             "client: {request_seconds: .nan}",
             "Expected `float` > 0.0 - at `$.client.request_seconds`, which is nan",
         ),
-        (
-            "server: {max_chunks: 4e6}",
-            "got `str` - at `$.server.max_chunks`, which is '4e6'",
-        ),
+        ("server: {max_chunks: 4e6}", "got `str` - at `$.server.max_chunks`, which is '4e6'"),
         (
             "connector: {store: answers}",
             "Invalid enum value 'answers' - at `$.connector.store`; expected all or prompt",

@@ -249,14 +249,12 @@ def test_a_state_is_taken_when_the_step_is_over_that_ends_there() -> None:
     may have it: blocks are few.
     """
     init_none_hash(sha256_cbor)
-    choice, config, earlier, later, seen, preempted = (
-        random.Random(9),
-        caches(state(), spec()),
-        0,
-        0,
-        0,
-        0,
-    )
+    choice = random.Random(9)
+    config = caches(state(), spec())
+    earlier = 0
+    later = 0
+    seen = 0
+    preempted = 0
     config.num_blocks = 30
     lengths = {"max_model_len": 1024, "max_in_flight_tokens": 1024}
     manager = KVCacheManager(
