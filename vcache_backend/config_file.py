@@ -43,8 +43,7 @@ def lines(text: bytes, source: str) -> dict[str, int]:
 
 
 def not_yaml(error: msgspec.DecodeError, text: bytes) -> str:
-    """Why `text` is not YAML, in one line that begins with the line of the mistake, if the reader
-    says it."""
+    """Why `text` is not YAML, in one line that begins with the mistake's line, if known."""
     told = error.__context__
     if isinstance(told, yaml.reader.ReaderError):
         at = len(text[: told.position].splitlines())
@@ -57,8 +56,7 @@ def not_yaml(error: msgspec.DecodeError, text: bytes) -> str:
 
 
 def line(where: dict[str, int], path: str) -> str:
-    """`line N: ` of the key at `path`, such as `.pool.device`; empty if the file does not have
-    it."""
+    """`line N: ` of the key at `path`, such as `.pool.device`; empty if it is not in the file."""
     return f"line {where[path]}: " if path in where else ""
 
 
@@ -101,7 +99,6 @@ def _near(name: str, names: list[str], kind: type) -> str:
 
 
 def _paths(kind: Any, at: str = "") -> list[str]:
-    """The paths of all keys, such as `pool.device`."""
     return [
         path
         for name, one in _fields(kind).items()
@@ -110,8 +107,7 @@ def _paths(kind: Any, at: str = "") -> list[str]:
 
 
 def _given(error: str, value: Any, steps: list[str]) -> str:
-    """`, which is VALUE` for the value at `steps`; empty if `error` shows it already, or if it is
-    long."""
+    """`, which is VALUE` for the value at `steps`; empty if `error` shows it, or it is long."""
     with suppress(LookupError, TypeError, ValueError):
         for step in steps:
             value = value[int(step)] if isinstance(value, list) else value[step]

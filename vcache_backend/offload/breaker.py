@@ -52,7 +52,6 @@ class Breaker:
                 self._open()
 
     def trial_due(self) -> bool:
-        """Whether the breaker is open and the store may be tried."""
         with self._lock:
             return self.is_open and self._now() >= self._due
 

@@ -83,7 +83,6 @@ class Neighbour:
         self.bases.flags.writeable = False
 
     def forbid(self) -> None:
-        """Forbid new copies out of this memory."""
         with self._lock:
             self._forbidden = True
 
@@ -185,7 +184,6 @@ class Neighbours:
         )
 
     def _forget(self, neighbour: Neighbour) -> None:
-        """Undo `_open`."""
         self._here.pop(neighbour.instance, None)
         neighbour.forbid()
         neighbour.unmap()

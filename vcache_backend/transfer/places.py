@@ -63,7 +63,6 @@ class BlockPlaces:
         return (chunk + 1) * self._each <= self._stop and not (own < 0).any()
 
     def distinct(self) -> bool:
-        """Whether all blocks from `skip` on have different places."""
         ids = self._ids[self._skip :]
         return len(set(ids.tolist())) == len(ids) and bool(np.minimum.reduce(ids, initial=0) >= 0)
 
@@ -104,8 +103,7 @@ class SlotPlaces:
         return BlockPlaces(self.kv, self._size, ids, block, left_alone, holes=not self._whole)
 
     def refuse_shared(self) -> None:
-        """Raise ValueError if two wanted tokens have the same slot: readers would mix
-        up their KV."""
+        """Raise ValueError if two wanted tokens have one slot: readers would mix up their KV."""
         with suppress(LayoutError):
             if self._blocks.distinct():
                 return

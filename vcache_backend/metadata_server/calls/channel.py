@@ -139,7 +139,6 @@ class Channel:
 
     @property
     def connected(self) -> bool:
-        """Whether the client is connected: the breaker is closed."""
         return self._link is not None and os.getpid() == self._pid
 
     @property
@@ -194,7 +193,6 @@ class Channel:
 
     @property
     def request_seconds(self) -> float:
-        """The deadline of a call."""
         return self._config.request_seconds
 
     def _send(self, request: m.Request, kind: type[R], seconds: float) -> Sent[R]:
@@ -221,8 +219,7 @@ class Channel:
                 raise
 
     def _read_unread(self, link: ServerLink, deadline: float, last: Sent[Any]) -> None:
-        """Read the answers to earlier requests, up to the answer to `last`. Called under the
-        lock."""
+        """Read answers to earlier requests, up to the answer to `last`. Called under the lock."""
         while not last.over:
             sent = self._unread[0]
             reply = link.read(deadline, sent.received)
@@ -300,8 +297,7 @@ class Channel:
         return True
 
     def _keep_ledger(self, fds: list[int]) -> None:
-        """Keep the ledger of the server that welcomed this client, in place of the previous
-        server's."""
+        """Keep the ledger of the server that welcomed this client, and close the previous one's."""
         wire.close_fds(([] if self._ledger is None else [self._ledger]) + fds[1:])
         self._ledger = fds[0] if fds else None
 

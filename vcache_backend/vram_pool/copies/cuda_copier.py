@@ -144,8 +144,7 @@ class CudaCopier:
         self._driver = cuda_driver.load()
         self._under_way: list[CudaCompletion] = []
         self._lock = threading.Lock()
-        """Guards `_under_way`: one thread may add a copy while another removes those that are
-        over."""
+        """Guards `_under_way`: one thread may add a copy while another removes some."""
 
     def prepare(self, kv: PagedKV) -> None:
         """Compile the kernels for `kv`: up to a second each, a few of them."""
@@ -281,8 +280,7 @@ class CudaCopier:
         return start, end
 
     def _table(self, rows: int, side: torch.cuda.Stream) -> kernels.Table:
-        """A table of at least `rows` rows that no copy uses: that of a copy that is over, or a new
-        one."""
+        """A table of at least `rows` rows that no copy uses: an earlier copy's, or a new one."""
         while self._tables:
             with suppress(IndexError):  # another thread took it
                 table = self._tables.pop()
