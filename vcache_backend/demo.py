@@ -41,8 +41,7 @@ BLOCKS = -(-TOKENS // BLOCK_SIZE)
 SHAPES = {"host": (4, 2, 64), "cuda": (16, 8, 64)}
 """Layers, KV heads, size of a head. On GPUs those of Llama-3.2-1B."""
 START_SECONDS = 300.0
-"""The most that the start of a child may take. It imports torch, perhaps on a cold disk and a busy
-core: a minute there is no failure."""
+"""The most that the start of a child may take: importing torch can take a minute."""
 SECONDS = 60.0
 """The most that an answer of a child that has started may take."""
 CLIENT = ClientConfig(connect_seconds=5.0, request_seconds=10.0, control_seconds=30.0)
@@ -135,8 +134,7 @@ def chunk_bytes(device: str) -> int:
 
 
 class Child(subprocess.Popen[bytes]):
-    """A process of the demo, which is killed when the block ends. It has a session of its own, so
-    that Ctrl-C reaches the parent only."""
+    """A process of the demo, killed when the block ends, out of reach of Ctrl-C."""
 
     def __init__(self, *arguments: str) -> None:
         self.words, pipe = " ".join(arguments), subprocess.PIPE

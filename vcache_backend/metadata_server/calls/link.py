@@ -21,8 +21,7 @@ class Unwelcome(ConnectionError):
 
 
 class ServerLink:
-    """One connected socket. Not thread-safe: the client's lock guards it. Deadlines are times of
-    `time.perf_counter`."""
+    """One connected socket. Not thread-safe. Deadlines are times of `time.perf_counter`."""
 
     def __init__(self, server_uid: int | None = None) -> None:
         self._trusted = {os.getuid(), 0} | ({server_uid} if server_uid is not None else set())
@@ -67,8 +66,7 @@ class ServerLink:
     def _introduce(
         self, hello: m.Hello, deadline: float, ledger: int | None, received: list[int]
     ) -> m.Reply:
-        """Say hello, with a pidfd of this process. The pidfd tells the server when this process
-        ends, even across pid namespaces."""
+        """Say hello, with a pidfd, which tells the server when this process ends."""
         pidfd = processes.own_pidfd()
         try:
             fds = [fd for fd in (pidfd, ledger) if fd is not None]
