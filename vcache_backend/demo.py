@@ -50,10 +50,6 @@ FOLDER = None if len(tempfile.gettempdir()) < 70 else "/tmp"
 NEXT = "Next: `vcache doctor`, then connect vLLM: docs/vllm/start.md or docs/lmcache.md"
 
 
-class DemoError(VCacheError):
-    """A process of the demo did not start, did not answer in time, or ended."""
-
-
 def run(as_json: bool = False) -> int:
     """Run the demo and print its result. Returns the exit code: 0 if every byte was right and the
     changed byte was found, else 1.
@@ -95,7 +91,7 @@ def play(devices: list[str]) -> dict[str, Any]:
     """Have each worker store half of the prompts, and the other worker retrieve them. Then change
     one byte in the pool: the check must find it. Returns the fields of `--json`.
 
-    Raises DemoError if a process fails."""
+    Raises VCacheError if a process fails."""
     answers = []
     with ExitStack() as undo:
         made = tempfile.TemporaryDirectory(prefix="vcache-demo-", dir=FOLDER)
@@ -142,19 +138,19 @@ class Child(subprocess.Popen[bytes]):
         super().__init__(command, stdin=pipe, stdout=pipe, bufsize=0, start_new_session=True)
 
     def ask(self, verb: str, prompt: int) -> Any:
-        """Have a worker do `verb`, a method of `Worker`. Returns its answer. Raises DemoError."""
+        """Have a worker do `verb`, a method of `Worker`. Returns its answer. Raises VCacheError."""
         assert self.stdin is not None
         with suppress(BrokenPipeError):  # it has ended; `answer` says so
             self.stdin.write(json.dumps([verb, prompt]).encode() + b"\n")
         return self.answer()
 
     def answer(self, seconds: float = SECONDS) -> Any:
-        """Wait for the next line that the process prints. Raises DemoError."""
+        """Wait for the next line that the process prints. Raises VCacheError."""
         assert self.stdout is not None
         if not select.select([self.stdout], [], [], seconds)[0]:
-            raise DemoError(f"no answer in {seconds:g} s: {self.words}")
+            raise VCacheError(f"no answer in {seconds:g} s: {self.words}")
         if not (line := self.stdout.readline()):
-            raise DemoError(
+            raise VCacheError(
                 f"ended with exit code {self.wait()}, for the reason above: {self.words}"
             )
         return json.loads(line)
