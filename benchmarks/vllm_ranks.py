@@ -99,7 +99,7 @@ class Pair:
                 answer: dict[str, Any] = json.load(reply)
         except urllib.error.HTTPError as error:
             said = error.read(2000).decode(errors="replace")
-            raise ChildFailed(f"rank {rank}: {error}: {said}; {self.servers.tail()}") from error
+            raise ChildFailed(f"rank {rank}: {error}: {said}") from error
         (choice,) = answer["choices"]
         details = answer["usage"]["prompt_tokens_details"] or {}
         steps = choice["logprobs"]["top_logprobs"]
@@ -242,6 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{pair.shape}: {pair.servers.counters()}; {clock.spent:.0f} s", flush=True)
             except Exception as error:  # noqa: BLE001 - the other shapes' rows count
                 _note(pair.shape, error, failed)
+                print(f"{pair.shape}: FAILED first: {pair.servers.causes()}", flush=True)
             pair.servers.close()
     signal.alarm(0)
     print(report.table())

@@ -182,9 +182,10 @@ class Servers:
         for port in self.ports:
             _get(port, "/collective_rpc", json.dumps({"method": method}).encode(), CALL_SECONDS)
 
-    def tail(self) -> str:
-        """The end of the last server's log."""
-        return self._servers[-1].tail()
+    def causes(self) -> str:
+        """The first errors in the servers' logs, which say why one has ended."""
+        lines = "\n".join(program.log.read_text(errors="replace") for program in self._servers)
+        return " | ".join(re.findall(r"ERROR .*\b\w+(?:Error|Exception)\b.*", lines)[:3])
 
     def said(self) -> str:
         """What vcache has last said in the servers' logs."""
