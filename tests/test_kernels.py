@@ -380,11 +380,14 @@ def choose(count: int, there: Owners, reader: PagedKV, seed: int) -> list[tuple[
 
 
 @pytest.mark.parametrize("count", [1, 5])
-@pytest.mark.parametrize(("page_bytes", "gaps"), [(8, 0), (512, 512), (1032, 24), (50, 2)])
+@pytest.mark.parametrize(
+    ("page_bytes", "gaps", "ctas"),
+    [(8, 0, 3), (512, 512, 3), (1032, 24, 9), (50, 2, 1), (513, 0, 1), (100, 3, 9)],
+)
 @TUNINGS
 @DEVICE
 def test_blocks_of_other_caches_come_to_the_places_that_rows_name(
-    count: int, page_bytes: int, gaps: int, tuning: Tuning, device: str
+    count: int, page_bytes: int, gaps: int, ctas: int, tuning: Tuning, device: str
 ) -> None:
     there = owners(count, page_bytes, 3, device, [gaps * (owner + 1) for owner in range(count)])
     reader = owners(1, page_bytes, 3, device, [16]).caches[0]
@@ -392,7 +395,7 @@ def test_blocks_of_other_caches_come_to_the_places_that_rows_name(
     expected = taken(reader, there, chosen)
     for page in reader.pages:
         page.fill_(POISON)
-    launch(reader, there.rows(chosen), there.origins, False, tuning)
+    launch(reader, there.rows(chosen), there.origins, False, replace(tuning, ctas=ctas))
     assert all(torch.equal(mine, right) for mine, right in zip(reader.pages, expected, strict=True))
 
 

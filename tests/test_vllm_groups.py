@@ -335,10 +335,7 @@ def test_a_state_is_as_many_chunks_as_its_blocks_take_and_is_wanted_where_the_hi
     ("kind", "change"),
     [
         ("ChunkedLocalAttentionSpec", "set VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE=0"),
-        ("CrossAttentionSpec", "an encoder's output"),
         ("RSWASpec", "the KV cache is RSWASpec"),
-        ("SinkFullAttentionSpec", "the KV cache is SinkFullAttentionSpec"),
-        ("HiddenStateCacheSpec", "the KV cache is HiddenStateCacheSpec"),
     ],
 )
 def test_layers_that_are_not_known_are_refused_in_one_line(kind: str, change: str) -> None:
@@ -547,12 +544,6 @@ def test_states_that_lie_elsewhere_than_tokens_are_refused() -> None:
                 LayoutError, match="the state of layer 0 does not lie in pages of 1024 B"
             ):
                 model_spec.describe_groups(found, held, 10, 64, EngineConfig())
-
-
-def test_a_model_that_keeps_nothing_is_refused_and_served() -> None:
-    assert not groups.several(caches())
-    with pytest.raises(LayoutError, match="keeps nothing of its tokens"):
-        groups.read(caches(), 64)
 
 
 def test_groups_that_are_not_vllms_prefix_cache_are_refused() -> None:
@@ -813,27 +804,12 @@ def test_a_state_that_goes_before_a_lease_is_on_it_is_computed(
 
 
 @needs_vllm
-def test_chunks_that_are_announced_are_waited_for(here: Node, pairs: Callable[..., Pair]) -> None:
-    pair, tokens = pairs(STATES, 0), new_tokens(HIT + 5)
-    asked = {"vcache": {"announced": True, "wait_seconds": 60, "store": False}}
-    pair.b.tell("run", [Prompt(tokens, params=asked)], False)
-    cold = pair.a.one(tokens)
-    (answer,) = pair.b.answer()
-    assert (cold.cached, answer.cached) == (0, HIT)
-    assert answer.agrees(cold)
-
-
-@needs_vllm
 def test_a_chat_in_turn_over_two_servers_hits_as_much_as_vllms_own_cache_of_one_server(
     here: Node, pairs: Callable[..., Pair]
 ) -> None:
     """A state is where a step ended at a block's end, here as there."""
     model = pairs(STATES, 0).model
-    few: dict[str, Any] = {
-        "model": model,
-        "block_size": CHUNK,
-        "max_num_batched_tokens": 8 * CHUNK,
-    }
+    few: dict[str, Any] = {"model": model, "block_size": CHUNK, "max_num_batched_tokens": 8 * CHUNK}
     alone = here.alone("chat-alone", **few)
     servers = [here.connect(f"chat-{number}", **few) for number in range(2)]
     choice, own, ours = random.Random(7), 0, 0

@@ -1,6 +1,5 @@
 """Helps with mistakes in configuration files: the line of each key, keys that are there twice, and
-what may have been meant.
-"""
+what may have been meant."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ _LONGEST = 80
 
 def lines(text: bytes, source: str) -> dict[str, int]:
     """The line of each key of a YAML text, by path, such as `.pool.device`. Raises ConfigError: a
-    key is there twice, or is no text.
-    """
+    key is there twice, or is no text."""
     found: dict[str, int] = {}
 
     def walk(node: yaml.Node | None, at: str) -> None:
@@ -46,8 +44,7 @@ def lines(text: bytes, source: str) -> dict[str, int]:
 
 def not_yaml(error: msgspec.DecodeError, text: bytes) -> str:
     """Why `text` is not YAML, in one line that begins with the line of the mistake, if the reader
-    says it.
-    """
+    says it."""
     told = error.__context__
     if isinstance(told, yaml.reader.ReaderError):
         at = len(text[: told.position].splitlines())
@@ -61,8 +58,7 @@ def not_yaml(error: msgspec.DecodeError, text: bytes) -> str:
 
 def line(where: dict[str, int], path: str) -> str:
     """`line N: ` of the key at `path`, such as `.pool.device`; empty if the file does not have
-    it.
-    """
+    it."""
     return f"line {where[path]}: " if path in where else ""
 
 
@@ -70,8 +66,7 @@ def explained(error: str, kind: type, where: dict[str, int], values: object = No
     """msgspec's `error`, with the line of the mistake before it, and the wrong value and a hint
     behind it.
 
-    kind: the struct that `values` should have become. where: the lines of keys.
-    """
+    kind: the struct that `values` should have become. where: the lines of keys."""
     place = re.search(r"at `\$([^`]*)", error)
     unknown = re.search(r"unknown field `(.+?)`", error)
     steps = re.findall(r"\w+", place[1]) if place else []
@@ -105,14 +100,12 @@ _NO_TEXT = {
     "float": "; write digits, 0.001 for 1e-3",
 }
 """Hints for text where another type is expected. YAML reads as text what is in quotes, and numbers
-such as 1e-3.
-"""
+such as 1e-3."""
 
 
 def _near(name: str, names: list[str], kind: type) -> str:
     """A hint at what may have been meant by the unknown key `name`. names: the keys of its section.
-    kind: the whole configuration.
-    """
+    kind: the whole configuration."""
     if close := get_close_matches(name, names, 1):
         return f"did you mean `{close[0]}`?"
     key = name.rpartition(".")[2]
@@ -133,8 +126,7 @@ def _paths(kind: Any, at: str = "") -> list[str]:
 
 def _given(error: str, value: Any, steps: list[str]) -> str:
     """`, which is VALUE` for the value at `steps`; empty if `error` shows it already, or if it is
-    long.
-    """
+    long."""
     with suppress(LookupError, TypeError, ValueError):
         value = _at(value, steps)
         shown = repr(value) if steps and isinstance(value, str | int | float) else ""

@@ -29,8 +29,7 @@ def add_segment(
     as_json: Json = False,
 ) -> None:
     """Lend memory of a device, of an idle GPU for example. The server keeps it when this command
-    ends.
-    """
+    ends."""
     from vcache_backend.status import plain
     from vcache_backend.vram_pool import devices, segment
 
@@ -76,8 +75,7 @@ def drop_segment(
     socket: Socket = None,
 ) -> None:
     """Take a segment back. Its chunks are forgotten; its memory is free once nobody reads or writes
-    it.
-    """
+    it."""
     from vcache_backend.metadata_server.messages import SegmentId
 
     with command.client(config_file, socket) as client:

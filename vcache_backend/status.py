@@ -37,8 +37,7 @@ _STYLES = {"ok": "green", "warn": "yellow", "error": "bold red", "fail": "bold r
 
 def plain(value: Any) -> Any:
     """Convert `value` for JSON, with structs as dicts. (msgspec makes the wire's arrays of
-    them.)
-    """
+    them.)"""
     if isinstance(value, msgspec.Struct):
         return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, dict):
@@ -137,8 +136,7 @@ def level(name: str) -> Text:
 
 def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
     """Make a table without rules. Cells are plain text, never markup. Marks before a column's name:
-    `>` right-justified, `~` may be wrapped.
-    """
+    `>` right-justified, `~` may be wrapped."""
     made = Table(title=title, title_justify="left", title_style="bold", header_style="dim")
     made.box, made.padding = None, (0, 2, 0, 0)
     for name in columns:

@@ -68,8 +68,7 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
 
     def bind(self, kvcaches: Any) -> PoolWorker | None:
         """Return the worker for these KV caches, made on the first call. None if the plugin stepped
-        aside.
-        """
+        aside."""
         if self.worker is not None:
             self.worker.kvcaches = kvcaches
         elif not self.reason:
@@ -84,8 +83,7 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         self, objs: Sequence[MemoryObj], starts: Sequence[int], more: dict[str, Any]
     ) -> None:
         """See `PoolWorker.note`. more: LMCache's keyword arguments, with `kvcaches` and
-        `slot_mapping`.
-        """
+        `slot_mapping`."""
         worker, mapping = self.bind(more["kvcaches"]), more["slot_mapping"]
         if worker is not None:
             worker.note(objs, starts, as_slots(mapping, len(mapping), 0))
@@ -121,8 +119,7 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
 
     def get_blocking(self, key: CacheEngineKey) -> None:
         """Return None: `Verbs.retrieve` loads hits straight into the paged KV cache, without memory
-        objects.
-        """
+        objects."""
 
     def batched_get_blocking(self, keys: list[CacheEngineKey]) -> list[None]:
         """Return None for each key; see `get_blocking`."""
@@ -139,8 +136,7 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         busy_loop: bool = True,
     ) -> MemoryObj | None:
         """Make a memory object for one whole chunk. None for less than a chunk: then LMCache stops
-        storing the request.
-        """
+        storing the request."""
         return next(iter(self.batched_allocate(shapes, dtypes, 1, fmt) or ()), None)
 
     @answers(None)
@@ -190,8 +186,7 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
     @answers(0)
     def clear(self) -> int:
         """Reset the namespace, for all instances that share it. Returns the number of tokens
-        removed.
-        """
+        removed."""
         return self.worker.clear() * int(self.config.chunk_size) if self.worker is not None else 0
 
     def get_allocator_backend(self) -> AllocatorBackendInterface:
@@ -205,8 +200,7 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
 
     def calculate_chunk_budget(self) -> int:
         """How many chunks may be loaded at once: practically any number, since our memory objects
-        hold no memory.
-        """
+        hold no memory."""
         return 1 << 20
 
     @answers(None)

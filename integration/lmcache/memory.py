@@ -20,8 +20,7 @@ def described(
     shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype], fmt: MemoryFormat | None
 ) -> MemoryObjMetadata:
     """Describe a chunk for LMCache. The bytes are opaque: shapes and dtypes only give
-    their number.
-    """
+    their number."""
     nbytes = sum(
         shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)
     )
@@ -33,8 +32,7 @@ def described(
 
 class NotedSlots(NamedTuple):
     """A chunk's place in KV caches: its tokens are at `slots[start:]`, of the slots of a request's
-    tokens (int64).
-    """
+    tokens (int64)."""
 
     kvcaches: KVCaches
     slots: Any

@@ -1,6 +1,5 @@
 """Checks the driver, the GPUs, how they reach each other, and whether this worker's segment fits on
-its device.
-"""
+its device."""
 
 from __future__ import annotations
 
@@ -124,8 +123,7 @@ def check_memory(config: Config) -> Iterator[Finding]:
 
 def _pool_gpu(spec: str) -> Gpu | None:
     """The GPU that `pool.device` names; None if it is not here. `auto` and `cuda` are taken for the
-    first one, without asking torch.
-    """
+    first one, without asking torch."""
     if not has_nvidia():
         return None
     try:

@@ -159,8 +159,7 @@ class _Area:
 
     def records(self, size: int) -> Iterator[tuple[int, Record]]:
         """The records in the first `size` bytes, each with the bytes of its frame. Raises
-        Damaged.
-        """
+        Damaged."""
         decoder = msgspec.msgpack.Decoder(Record)
         at = 0
         while at < size:

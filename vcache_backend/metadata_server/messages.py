@@ -52,8 +52,7 @@ little-endian."""
 
 ChunkKey = NewType("ChunkKey", bytes)
 """Namespace (8 bytes), prefix-chained token hash (16), rank (2, big-endian). See
-`vcache_backend.transfer.keys`.
-"""
+`vcache_backend.transfer.keys`."""
 SegmentId = NewType("SegmentId", str)
 InstanceId = NewType("InstanceId", bytes)
 """Identifies one start of one EngineCore: 16 random bytes."""

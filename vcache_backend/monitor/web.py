@@ -50,8 +50,7 @@ class _Response(NamedTuple):
 
 class Web:
     """Listens from construction on; raises OSError if it cannot. Answers while `serve` runs, in its
-    thread.
-    """
+    thread."""
 
     def __init__(
         self,
@@ -73,8 +72,7 @@ class Web:
         """By path, the last costly answer, and when it was made."""
         self.served: dict[asyncio.Task[Any], None] = {}
         """The connections that wait for a request, or for their client to read the answer, oldest
-        first.
-        """
+        first."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server(
             (host, port), family=family, backlog=BACKLOG, dualstack_ipv6=":" in host
@@ -189,8 +187,7 @@ class Web:
 
     def _health(self, path: str) -> _Response:
         """`/healthz`: `Samples.healthy`. `/readyz`: whether the server answered the last
-        question.
-        """
+        question."""
         samples = self._samples
         if samples.healthy if path == "/healthz" else not samples.problem:
             return _said(HTTPStatus.OK, "ok")
@@ -204,8 +201,7 @@ def _said(status: HTTPStatus, line: str) -> _Response:
 
 def _policy(page: bytes) -> str:
     """The Content-Security-Policy: only the page's own script and style, by their hashes, and
-    requests to this server.
-    """
+    requests to this server."""
     allowed = []
     for name in (b"script", b"style"):
         (inside,) = re.findall(b"<" + name + b">(.*?)</" + name + b">", page, re.DOTALL)

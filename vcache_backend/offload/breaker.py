@@ -1,6 +1,5 @@
 """Decides when to leave a failing store alone, and when to try it again. Pure: callers pass the
-clock, and it owns no thread.
-"""
+clock, and it owns no thread."""
 
 from __future__ import annotations
 

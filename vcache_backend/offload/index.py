@@ -1,6 +1,5 @@
 """Looks chunks up in the store in one batch. Skips all look-ups if loading is slower than
-computing.
-"""
+computing."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ class Index:
 
     def too_slow(self) -> bool:
         """Whether computing is faster than loading. False now and then, to
-        measure again.
-        """
+        measure again."""
         if not self._least or self.bandwidth is None or self.bandwidth >= self._least:
             return False
         now = time.monotonic()
@@ -59,8 +57,7 @@ class Index:
     def extend(self, client: Client, keys: Sequence[ChunkKey], ranks: int, found: int) -> int:
         """Count the leading chunks that all `ranks` ranks can load from pool and store. found: how
         many of them the pool has before the first it lacks. keys: rank 0's. VCacheError if the
-        server does not answer.
-        """
+        server does not answer."""
         rest = keys[found:]
         if not rest or not self.usable or self.too_slow():
             return found

@@ -1,6 +1,5 @@
 """Finds the places of a request's chunks in a KV cache, by slots or by blocks, and plans copies
-from and to them.
-"""
+from and to them."""
 
 from __future__ import annotations
 
@@ -21,15 +20,13 @@ Int64s = npt.NDArray[np.int64]
 
 class Places(Protocol):
     """The places of chunks, numbered from 0, in the KV cache `kv`. Plans raise LayoutError for
-    places outside the KV cache.
-    """
+    places outside the KV cache."""
 
     kv: PagedKV
 
     def load_plan(self, first: int, count: int) -> CopyPlan:
         """Plan the copy of the wanted blocks of `count` chunks, from number `first` on, out of
-        slots 0, 1, ...
-        """
+        slots 0, 1, ..."""
         ...
 
     def store_plan(self, chunks: Sequence[int]) -> CopyPlan:
@@ -43,8 +40,7 @@ class Places(Protocol):
 
 class BlockPlaces:
     """Places by block numbers. `blocks` lists the chunks' blocks, chunk by chunk, each of
-    `block_size` tokens.
-    """
+    `block_size` tokens."""
 
     def __init__(
         self,
@@ -59,8 +55,7 @@ class BlockPlaces:
     ) -> None:
         """block_size: a multiple of the tensors' block size. skip, stop: a load wants only
         `blocks[skip:stop]`. holes: negative blocks are not wanted; without `holes` they are an
-        error, unless several groups exist (`PagedKV.shares`).
-        """
+        error, unless several groups exist (`PagedKV.shares`)."""
         self.kv, self._size, self._holes = kv, chunk_size, holes
         self._each, parts = kv.blocks_in(chunk_size), block_size // kv.block_size
         ids = np.array(blocks, dtype=np.int64)
@@ -97,8 +92,7 @@ class BlockPlaces:
 
 class SlotPlaces:
     """Places by a slot mapping: the tokens of chunk i are in `slots[starts[i] : starts[i] +
-    chunk_size]`; -1: no place.
-    """
+    chunk_size]`; -1: no place."""
 
     def __init__(
         self,
@@ -112,8 +106,7 @@ class SlotPlaces:
     ) -> None:
         """skip: a load wants only the tokens of `slots[skip:]`. whole: round `skip` down to a
         block, and raise LayoutError if wanted tokens do not fill a block; without `whole` such
-        tokens are left out.
-        """
+        tokens are left out."""
         self.kv, self.slots = kv, slots
         self._skip = skip // kv.block_size * kv.block_size if whole else skip
         self._size, self._starts, self._whole = chunk_size, starts, whole
@@ -129,8 +122,7 @@ class SlotPlaces:
 
     def refuse_shared(self) -> None:
         """Raise ValueError if two wanted tokens have the same slot: readers would mix
-        up their KV.
-        """
+        up their KV."""
         with suppress(LayoutError):
             if self._blocks.distinct():
                 return
@@ -148,8 +140,7 @@ class SlotPlaces:
 
     def loaded(self, chunks: int) -> npt.NDArray[np.bool_]:
         """Shape of `slots`: the tokens that a load of the leading `chunks` chunks brings. Only for
-        chunks that are adjacent in `slots`.
-        """
+        chunks that are adjacent in `slots`."""
         mask = np.zeros(len(self.slots), dtype=np.bool_)
         if chunks:
             blocks = np.repeat(self._blocks.there(chunks), self.kv.block_size)

@@ -1,6 +1,5 @@
 """Counts an engine's hits and misses, bytes by source, metadata time and data time, and failures by
-cause; and of one load the tokens by place, and the time.
-"""
+cause; and of one load the tokens by place, and the time."""
 
 from __future__ import annotations
 
@@ -68,8 +67,7 @@ class EngineStats:
 
     def read_from(self, owner: bytes, nbytes: int, refused: int = 0) -> None:
         """Count bytes read in the KV cache of instance `owner`, and chunks `refused` because they
-        changed after their publication.
-        """
+        changed after their publication."""
         with self._lock:
             before = self._owners.pop(owner, (0, 0))
             self._owners[owner] = before[0] + nbytes, before[1] + refused
@@ -116,8 +114,7 @@ class EngineStats:
 
     def snapshot(self) -> dict[str, Any]:
         """Everything as plain values. Times in microseconds, bandwidth in GB/s (1e9 bytes) of data
-        time.
-        """
+        time."""
         with self._lock:
             counts = self._counts
             owners = {owner.hex(): nbytes for owner, (nbytes, _) in self._owners.items()}
@@ -152,8 +149,7 @@ class EngineStats:
 
 class _Timed:
     """A class, because it takes half the time of a generator-based context manager; each request
-    uses several.
-    """
+    uses several."""
 
     def __init__(self, stats: EngineStats, name: str) -> None:
         self._stats, self._name, self._started = stats, name, perf_counter()
@@ -226,8 +222,7 @@ class LoadStats:
 
     def refused(self, first: int, owner: bytes, count: int) -> None:
         """Count `count` chunks, from number `first` on, whose blocks `owner` reused before the copy
-        was over.
-        """
+        was over."""
         self._session.stats.count(chunks_refused=count)
         self._session.stats.read_from(owner, 0, count)
         said = "%s changed in instance %s while they were read"
@@ -237,8 +232,7 @@ class LoadStats:
         self, first: int, keys: Sequence[bytes], tokens: int, waited: float, seconds: float
     ) -> None:
         """Like `pooled`, for chunks of the offload tier. waited: seconds since the load had no
-        other work.
-        """
+        other work."""
         self.data_seconds += waited
         self.tokens["store"] += tokens
         stats = self._session.stats

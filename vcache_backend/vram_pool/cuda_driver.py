@@ -27,8 +27,7 @@ Link = Literal["nvlink", "pcie", "none"]
 
 class DriverError(SegmentError):
     """A CUDA driver call failed. code: the driver's name of the error, such as
-    `CUDA_ERROR_OUT_OF_MEMORY`.
-    """
+    `CUDA_ERROR_OUT_OF_MEMORY`."""
 
     def __init__(self, call: str, code: str, reason: str) -> None:
         super().__init__(f"{call}: {code} ({reason})")
@@ -62,8 +61,7 @@ class Driver:
     """The driver calls that segments and the doctor need. Devices are CUDA ordinals of this
     process, sizes are bytes.
 
-    bindings: the module `cuda.bindings.driver`, or in tests something with its functions.
-    """
+    bindings: the module `cuda.bindings.driver`, or in tests something with its functions."""
 
     def __init__(self, bindings: Any) -> None:
         self._cuda = bindings
@@ -103,8 +101,7 @@ class Driver:
 
     def uuid(self, ordinal: int) -> str:
         """The GPU's name in all processes: `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`, as
-        nvidia-smi prints it.
-        """
+        nvidia-smi prints it."""
         answer = self.call("cuDeviceGetUuid", self._device(ordinal))
         return f"GPU-{uuid.UUID(bytes=bytes(answer.bytes)[:16])}"
 
@@ -115,8 +112,7 @@ class Driver:
 
     def shares_memory(self, ordinal: int) -> bool:
         """Whether the GPU has virtual memory management with POSIX fds, without which it can hold
-        no segment.
-        """
+        no segment."""
         names = (
             "CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",
             "CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED",
@@ -133,8 +129,7 @@ class Driver:
 
     def link(self, reader: int, owner: int) -> Link:
         """How `reader` reaches `owner`'s memory. NVLink is recognised by native atomics, which PCIe
-        peers do not have.
-        """
+        peers do not have."""
         if not self.can_access_peer(reader, owner):
             return "none"
         attribute = self._cuda.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
@@ -155,8 +150,7 @@ class Driver:
 
     def retain(self, ordinal: int) -> Any:
         """The device's primary context, held until `release_context`. Made if nobody (torch) holds
-        it yet.
-        """
+        it yet."""
         return self.call("cuDevicePrimaryCtxRetain", self._device(ordinal))
 
     def release_context(self, ordinal: int) -> None:
@@ -178,8 +172,7 @@ class Driver:
     @contextmanager
     def on(self, ordinal: int) -> Iterator[None]:
         """Holds the device's primary context, and makes it this thread's current one, within the
-        block.
-        """
+        block."""
         with ExitStack() as undo:
             context = self.retain(ordinal)
             undo.callback(self.release_context, ordinal)
@@ -197,8 +190,7 @@ class Driver:
 
     def memory(self, ordinal: int) -> tuple[int, int]:
         """(free, total) bytes. If the process has no context there, one is made for the moment:
-        some 0.3 s and 0.5 GB.
-        """
+        some 0.3 s and 0.5 GB."""
         with self.on(ordinal):
             code, free, total = self._cuda.cuMemGetInfo()
         if code != self._cuda.CUresult.CUDA_SUCCESS:
@@ -209,8 +201,7 @@ class Driver:
 
     def granularity(self, ordinal: int) -> int:
         """Sizes of allocations and mappings on this device are multiples of this (2 MiB on current
-        GPUs).
-        """
+        GPUs)."""
         flag = self._cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         return int(self.call("cuMemGetAllocationGranularity", self._allocation(ordinal), flag))
 
@@ -253,14 +244,12 @@ class Driver:
 
     def register(self, address: int, nbytes: int) -> None:
         """Lock whole pages of host memory that are mapped here, and let all GPUs of this process
-        read and write them.
-        """
+        read and write them."""
         self.call("cuMemHostRegister", address, nbytes, _PORTABLE | _DEVICEMAP)
 
     def on_device(self, address: int) -> int:
         """The address at which the current context's GPU has the registered memory that is at
-        `address` here.
-        """
+        `address` here."""
         return int(self.call("cuMemHostGetDevicePointer", address, 0))
 
     def unregister(self, address: int) -> None:
@@ -268,14 +257,12 @@ class Driver:
 
     def event(self) -> Any:
         """A new event without timing. It is never destroyed, so it is for users that live as long
-        as the process.
-        """
+        as the process."""
         return self.call("cuEventCreate", self._cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 
     def follow(self, stream: int, event: Any, leader: int) -> None:
         """Have `stream` wait for the work that stream `leader` has now. Streams are handles;
-        `event` is recorded anew.
-        """
+        `event` is recorded anew."""
         self.call("cuEventRecord", event, leader)
         self.call("cuStreamWaitEvent", stream, event, 0)
 
@@ -304,8 +291,7 @@ class Driver:
 
     def _allocation(self, ordinal: int) -> Any:
         """The properties of every allocation: plain device memory (not managed, not multicast) that
-        can be exported as an fd.
-        """
+        can be exported as an fd."""
         wanted = self._cuda.CUmemAllocationProp()
         wanted.type = self._cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         wanted.location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE

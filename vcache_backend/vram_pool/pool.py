@@ -1,6 +1,5 @@
 """This process's view of the pool: lends its segment, and maps every segment of the node for its
-device.
-"""
+device."""
 
 from __future__ import annotations
 
@@ -70,8 +69,7 @@ class Pool:
         """Views of the leading locations that this process can read. Maps segments that it has not
         seen yet.
 
-        Each view keeps its mapping alive: keep them until the copy is over.
-        """
+        Each view keeps its mapping alive: keep them until the copy is over."""
         views: list[SlotView] = []
         wholes: dict[SegmentId, tuple[torch.Tensor, int, bool, int]] = {}
         for location in locations:
@@ -219,8 +217,7 @@ class Pool:
 
     def _admit(self, mapped: MappedSegment) -> bool:
         """Use a mapped segment from now on; False, and it is closed, if the pool was closed
-        meanwhile.
-        """
+        meanwhile."""
         with self._lock:
             if not self._closed:
                 self._mapped[mapped.id] = mapped
@@ -234,8 +231,7 @@ class Pool:
 
     def _map_unseen(self, id_: SegmentId) -> MappedSegment | None:
         """Map a segment that is not mapped yet, since it appeared after the last heartbeat; None if
-        that fails.
-        """
+        that fails."""
         with self._lock:
             if id_ in self._mapped or id_ in self._unreadable:
                 return self._mapped.get(id_)
@@ -243,8 +239,7 @@ class Pool:
 
     def _open(self, info: SegmentInfo) -> MappedSegment | None:
         """Ask the server for a segment, and map it. None if that fails, which is logged unless the
-        server is the cause.
-        """
+        server is the cause."""
         if info.id in self._unreadable:
             return None
         try:

@@ -22,8 +22,7 @@ class SlotView(NamedTuple):
     @property
     def tensor(self) -> Tensor:
         """The bytes as a contiguous 1-D uint8 tensor. Made on demand, since kernels need only the
-        address.
-        """
+        address."""
         return self.whole[self.offset : self.offset + self.nbytes]
 
     @classmethod

@@ -184,8 +184,7 @@ class InstancePublications:
 
     def _agree(self, old: PublishedChunk, new: PublishedChunk) -> bool:
         """Note that a rank publishes the same chunk as `old`. False if `old` is newer and still
-        awaited.
-        """
+        awaited."""
         if self.complete.get(old.key) is old:
             old.sequence = max(old.sequence, new.sequence)
             return True

@@ -104,7 +104,8 @@ class Contents:
                 length, size = location.length, padded(location.length)
             segment, offset = segments[location.segment], location.offset
             entry = Entry(key, location, segment, size, reservation, tenant=tenant)
-            segment.occupants[offset] = segment.ending[offset + size] = entry
+            segment.occupants.put(offset, entry)
+            segment.ending.put(offset + size, entry)
             segment.reserved += reservation != 0
             entries.append(entry)
         if tenant is not None:
@@ -229,9 +230,8 @@ class Contents:
 
     def empty(self, segment: Segment) -> Steps:
         """Forget the chunks of a segment, one for each step."""
-        while segment.occupants:
-            offset, entry = segment.occupants.popitem()
-            segment.staying[offset] = entry
+        while (entry := segment.occupants.take()) is not None:
+            segment.staying[entry.location.offset] = entry
             if not entry.reservation and not entry.doomed:
                 self.forget([entry])
             yield

@@ -95,9 +95,7 @@ class SegmentDirectory:
         for id_ in ids:
             segment = self.segments.pop(id_)
             lost += len(self.contents.resting.drop(segment.returning))
-            self.reservations.let_go(
-                [entry for entry in segment.occupants.values() if entry.reservation]
-            )
+            self.reservations.let_go([entry for entry in segment.occupants if entry.reservation])
             segment.let_go()
             self.records.append(records.SegmentGone(id_))
         return lost

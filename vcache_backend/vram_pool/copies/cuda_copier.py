@@ -101,8 +101,7 @@ class _Slots:
 
 class _Rows:
     """A copy into a KV cache from any addresses: see `Copier.pull`. Keeps `keep` alive. Raises
-    LayoutError.
-    """
+    LayoutError."""
 
     def __init__(
         self, kv: PagedKV, rows: Int64s, origins: Int64s, keep: object, local: bool
@@ -119,8 +118,7 @@ class _Rows:
 
     def fill(self, table: Int64s, parts: Sequence[kernels.TablePart]) -> list[int]:
         """Write the kernel's table for each kind of layers. Returns the alignments of the pages
-        that are read.
-        """
+        that are read."""
         return [
             kernels.fill_table(kind, rows, bases, table[first:end])
             for (kind, rows, bases), (_, first, end) in zip(
@@ -147,8 +145,7 @@ class CudaCopier:
         self._under_way: list[CudaCompletion] = []
         self._lock = threading.Lock()
         """Guards `_under_way`: one thread may add a copy while another removes those that are
-        over.
-        """
+        over."""
 
     def prepare(self, kv: PagedKV) -> None:
         """Compile the kernels for `kv`: up to a second each, a few of them."""
@@ -271,8 +268,7 @@ class CudaCopier:
 
     def _table(self, rows: int, side: torch.cuda.Stream) -> kernels.Table:
         """A table of at least `rows` rows that no copy uses: that of a copy that is over, or a new
-        one.
-        """
+        one."""
         while self._tables:
             with suppress(IndexError):  # another thread took it
                 table = self._tables.pop()
