@@ -79,14 +79,14 @@ class Pair:
         )
 
     def ask(self, rank: int, tokens: list[int], salt: str, count: int = TOKENS) -> Said:
-        """Have a rank answer. salt: requests with another one share nothing with this."""
+        """Have a rank answer. salt: requests with another one, or none, share nothing with it."""
         asked = {
             "model": MODEL,
             "prompt": tokens,
             "max_tokens": count,
             "temperature": 0,
             "ignore_eos": True,
-            "cache_salt": salt,
+            **({"cache_salt": salt} if salt else {}),
             "logprobs": LOGPROBS,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
@@ -113,6 +113,14 @@ class Pair:
         asked = complete(self.servers.ports[0], msgspec.json.encode(body), answer, rank)
         asyncio.run(asyncio.wait_for(asked, ANSWER_SECONDS))
         return answer
+
+    def reset(self) -> None:
+        """Empty all caches. Through a pool a reset is over after a rank's next step; and a rank
+        shares nothing before its first one, in which its worker describes itself.
+        """
+        self.servers.reset()
+        for rank in (*range(RANKS), *range(RANKS)):
+            self.ask(rank, self.prompts.new(self.scale.block), "", 1)
 
     def came(self, before: int, tokens: list[int]) -> None:
         """Wait until the chunks of a prompt that a rank has just computed can be read by the other.
@@ -143,15 +151,12 @@ def equal(pair: Pair, clock: Clock) -> list[Row]:
     A salt keeps what a rank computes for the reference from the other one."""
     scale, good = pair.scale, list[bool]()
     same, changed, repeated = list[bool](), list[bool](), list[bool]()
-    for rank in range(RANKS):
-        # A rank shares nothing before its first step, in which its worker describes itself.
-        pair.ask(rank, pair.prompts.new(scale.block), "warm", 1)
     counts = {scale.lengths[name]: RANKS if scale.cpu else many for name, many in COUNTS.items()}
     for number, hit in enumerate(hits := pair.prompts.hits(counts, 0)):
         if clock.left < LEAST_SECONDS:
             break
         reader, owner = number % RANKS, (number + 1) % RANKS
-        pair.servers.reset()
+        pair.reset()
         first = pair.ask(reader, hit.first, "own")
         own = pair.ask(reader, hit.then, "own")
         pair.computed(owner, hit.first, "shared")
@@ -186,7 +191,7 @@ def first_token(pair: Pair, clock: Clock, rounds: int) -> list[Row]:
     """TTFT of a hit of what the other rank has computed, against computing it."""
     computed, hits, own, whole = list[float](), list[float](), list[float](), list[bool]()
     prompts = [pair.prompts.whole(pair.scale.lengths[LONG]) for _ in range(rounds + WARM)]
-    pair.servers.reset()
+    pair.reset()
     for turn, hit in enumerate(prompts):
         if hits and clock.left < LEAST_SECONDS:
             break
