@@ -181,7 +181,7 @@ class Duplicates:
         says, which leaves first, and unused since the request ended."""
         here, there, each = self._generations.counters.data, view.counters.data, self._each
         begin, end = chunks.start * each, chunks.stop * each
-        last = slice(begin + each - 1, end, each)
+        last, run = slice(begin + each - 1, end, each), copies.run
         return [
             here[block] == generation
             and there[their] == their_generation
@@ -191,8 +191,8 @@ class Duplicates:
                 copies.blocks[last],
                 copies.generations[last],
                 # The look-up has checked that these are valid.
-                array(NUMBERS, copies.run.blocks)[last],
-                array(GENERATIONS, copies.run.generations)[last],
+                memoryview(run.blocks).cast(NUMBERS)[last].tolist(),
+                memoryview(run.generations).cast(GENERATIONS)[last].tolist(),
                 strict=True,
             )
         ]
