@@ -103,13 +103,13 @@ def _check(made: Case, caches: list[torch.Tensor]) -> None:
 
 
 class InPlaceCase(NamedTuple):
-    """A paged KV cache on `reader`, and blocks of another one, in memory that its owner exported.
-    rows, origins: see `Copier.pull`.
+    """A paged KV cache on `reader`, and blocks of other KV caches, in memory that their owners
+    exported. rows, origins: see `Copier.pull`.
     """
 
     reader: Device
     kv: PagedKV
-    mapped: MappedSegment
+    mapped: list[MappedSegment]
     rows: Int64s
     origins: Int64s
     flat: torch.Tensor
@@ -122,18 +122,21 @@ class InPlaceCase(NamedTuple):
         return copier.pull(self.kv, self.rows, self.origins, None, self.mapped)
 
     def engine(self) -> None:
-        """The copy engine: the same number of bytes out of the owner's memory, contiguous."""
-        self.flat.copy_(self.mapped.tensor(0, self.nbytes), non_blocking=True)
+        """The copy engine: as many bytes out of each owner's memory, contiguous."""
+        for part, mapped in zip(self.flat.chunk(len(self.mapped)), self.mapped, strict=True):
+            part.copy_(mapped.tensor(0, part.numel()), non_blocking=True)
 
 
-def in_place_case(owner: Device, reader: Device, nbytes: int) -> InPlaceCase:
-    """32 layers of (blocks, 2, 16, 8, 128) bf16, pages of 64 KiB, on both sides; blocks in random
-    order.
+def in_place_case(owners: list[Device], reader: Device, nbytes: int) -> InPlaceCase:
+    """32 layers of (blocks, 2, 16, 8, 128) bf16, pages of 64 KiB, on all sides; blocks in random
+    order, `nbytes` of them from each owner.
     """
     layers, page_bytes = 32, 2 * PAGE_BYTES
-    blocks = nbytes // (layers * page_bytes)
-    with segment.create(owner, nbytes) as owned:
-        mapped = segment.map_segment(owned.info, owned.fd, reader)
+    each = nbytes // (layers * page_bytes)
+    blocks, mapped = each * len(owners), []
+    for owner in owners:
+        with segment.create(owner, nbytes) as owned:
+            mapped.append(segment.map_segment(owned.info, owned.fd, reader))
     torch.cuda.set_device(reader.ordinal)
     device = f"cuda:{reader.ordinal}"
     caches = [
@@ -141,15 +144,17 @@ def in_place_case(owner: Device, reader: Device, nbytes: int) -> InPlaceCase:
         for _ in range(layers)
     ]
     kv = PagedKV.describe(caches, BLOCK_SIZE, axes="block part token head dim")
-    whole, order = mapped.tensor(0, nbytes), np.random.default_rng(0)
-    whole.copy_(torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=device))
+    order = np.random.default_rng(0)
+    for memory in mapped:
+        filling = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=device)
+        memory.tensor(0, nbytes).copy_(filling)
     rows = np.zeros((blocks, 3), dtype=np.int64)
-    rows[:, 1], rows[:, 2] = (
-        order.permutation(blocks) * page_bytes,
-        order.permutation(blocks + 7)[:blocks],
-    )
-    origins = (whole.data_ptr() + np.arange(layers, dtype=np.int64) * blocks * page_bytes)[None]
-    flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    rows[:, 0] = np.arange(blocks) // each
+    rows[:, 1] = np.concatenate([order.permutation(each) for _ in owners]) * page_bytes
+    rows[:, 2] = order.permutation(blocks + 7)[:blocks]
+    planes = np.arange(layers, dtype=np.int64) * each * page_bytes
+    origins = np.stack([memory.tensor(0, nbytes).data_ptr() + planes for memory in mapped])
+    flat = torch.empty(len(owners) * nbytes, dtype=torch.uint8, device=device)
     made = InPlaceCase(reader, kv, mapped, rows, origins, flat)
     _check_in_place(made)
     return made
@@ -161,13 +166,16 @@ def _check_in_place(made: InPlaceCase) -> None:
         page.zero_()
     if not made.move(CudaCopier(made.reader.ordinal or 0)).wait(10):
         raise RuntimeError("the copy did not end")
-    there = made.mapped.tensor(0, made.nbytes).view(len(made.kv.pages), -1, made.kv.page_bytes)
-    ids, places = (
-        torch.from_numpy(made.rows[:, column].copy()).to(made.flat.device) for column in (1, 2)
-    )
-    for page, source in zip(made.kv.pages, there, strict=True):
-        if not torch.equal(page[places], source[ids // made.kv.page_bytes]):
-            raise RuntimeError("the copy moved wrong bytes; nothing is measured")
+    nbytes, pages, page_bytes = made.nbytes // len(made.mapped), made.kv.pages, made.kv.page_bytes
+    for number, memory in enumerate(made.mapped):
+        there = memory.tensor(0, nbytes).view(len(pages), -1, page_bytes)
+        rows = made.rows[made.rows[:, 0] == number]
+        ids, places = (
+            torch.from_numpy(rows[:, column].copy()).to(made.flat.device) for column in (1, 2)
+        )
+        for page, source in zip(pages, there, strict=True):
+            if not torch.equal(page[places], source[ids // page_bytes]):
+                raise RuntimeError("the copy moved wrong bytes; nothing is measured")
 
 
 def event() -> Any:
@@ -242,11 +250,14 @@ def run() -> list[Row]:
             if mib == 256:
                 few = CudaCopier(0, max_ctas=32)
                 add("peer_retrieve_256MiB_32cta", made, f"with 32 CTAs {how}", 0.90, few)
-        other = in_place_case(second, first, 256 * MIB)
-        ours = partial(other.move, copier)
-        how = "out of a KV cache on the peer into scattered 64-KiB pages of 32 tensors"
-        name = "inplace_copy_256MiB"
-        rows.append(_measured(name, other.nbytes, other.engine, ours, how, 0.93))
+        others = [resolve(f"cuda:{number}") for number in range(1, torch.cuda.device_count())]
+        for owners in [others[:1], *([others[:3]] if others[2:] else [])]:
+            other = in_place_case(owners, first, 256 * MIB)
+            ours = partial(other.move, copier)
+            peers = f"KV caches on {len(owners)} peers" if owners[1:] else "a KV cache on the peer"
+            how = f"out of {peers} into scattered 64-KiB pages of 32 tensors"
+            name = "inplace_copy_" + (f"{len(owners)}_owners" if owners[1:] else "256MiB")
+            rows.append(_measured(name, other.nbytes, other.engine, ours, how, 0.93))
     add_store("local_store_256MiB", case(first, first, 256 * MIB), "into the own segment")
     locked = case(host, host, 256 * MIB)
     add("host_retrieve_256MiB", locked, "out of locked host memory", 0.85)

@@ -36,7 +36,7 @@ import msgspec
 
 from .options import end_in_time, names_of, parser
 from .processes import ChildFailed
-from .results import Clock, Report, none
+from .results import Clock, Report, Row, none
 from .serving.client import Balancer, Job, Run
 from .serving.router import POLICIES, Arm, Way, check_installed, way
 from .serving.servers import START_SECONDS, Servers
@@ -115,17 +115,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     for arm in arms:
                         clock.check(LEAST_SECONDS)
                         _measure(arm, servers, own, runs, clock, report, folder)
-                    report.add(compared(report.rows, name))
+                    report.add(_compared(report, name, options))
         except Exception as error:  # noqa: BLE001 - the other systems' rows count
             failed.append(system)
             print(f"{system}: FAILED: {type(error).__name__}: {error}", flush=True)
     signal.alarm(0)
     for name in options.workloads:
         if not options.arms:
-            report.add(compared(report.rows, name))
+            report.add(_compared(report, name, options))
         print(tables(report.rows, name))
     print(f"{clock.spent:.0f} s{'; failed: ' + ', '.join(failed) if failed else ''}", flush=True)
     return int(bool(failed) or report.missed)
+
+
+def _compared(report: Report, workload: str, options: argparse.Namespace) -> list[Row]:
+    """See `compared`. With four GPUs rows begin with x4_."""
+    rows = compared(report.rows, workload)
+    if len(options.gpus) != 4:
+        return rows
+    return [
+        msgspec.structs.replace(each, case=f"x4_{each.case.removeprefix('routed_')}")
+        for each in rows
+    ]
 
 
 def _loads(names: Sequence[str], sizes: Sizes, runs: Sequence[int]) -> dict[str, list[Load]]:

@@ -150,6 +150,11 @@ PARTS: dict[str, Part] = {
     "tp2_ttft": _ttft("tp2"),
     "pp2": _few("pp2", cpu=False),
     "pp2_ttft": _ttft("pp2"),
+    "three": Part(
+        ("a", "b", "c", "d"),
+        lambda it: latency.three_readers(it.fleet, it.clock, it.source),
+        OURS,
+    ),
 }
 """In the order in which they run. A part's number is the seed of its prompts, so new parts go to
 the end. Some are not for sharing in place: `restart`, since an instance's KV goes with it, and
@@ -163,6 +168,7 @@ APART = (
     groups.STATES,
     ("short",),
     ("weights",),
+    ("three",),
 )
 """Groups of parts whose instances start after all others have ended; those of one group start
 together, on the CPU one at a time.

@@ -34,8 +34,7 @@ By hand (each vLLM needs to see its own GPU only: memory of the other one is map
     python examples/prefill_proxy.py --prefill http://127.0.0.1:8100 \\
       --decode http://127.0.0.1:8200 --port 8000
     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
-      -d '{"model":"MODEL", "prompt":"...", "max_tokens":64, "stream":true}'
-"""
+      -d '{"model":"MODEL", "prompt":"...", "max_tokens":64, "stream":true}'"""
 
 from __future__ import annotations
 

@@ -76,8 +76,7 @@ class Proxy:
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """What the decode server says, as it says it. If the client goes away, both servers'
-        requests end.
-        """
+        requests end."""
         try:
             body: dict[str, Any] = {} | json.loads(await request.read())
         except (ValueError, TypeError):
@@ -146,8 +145,7 @@ class Proxy:
 
     def _with_announcement(self, body: dict[str, Any]) -> dict[str, Any]:
         """The request with `kv_transfer_params` that announce its KV. What the client itself says
-        there stands.
-        """
+        there stands."""
         given = body.get("kv_transfer_params") or {}
         return {
             **body,

@@ -1,6 +1,5 @@
 """What the examples share: processes that end with the program, vLLM servers on one metadata
-server, prompts, and requests.
-"""
+server, prompts, and requests."""
 
 from __future__ import annotations
 
@@ -65,8 +64,7 @@ class Failed(Exception):
 
 class Machine(NamedTuple):
     """Where it runs. chunk, lengths (of prompts): in tokens. pool: what a server lends to it. vllm:
-    options of `vllm serve`.
-    """
+    options of `vllm serve`."""
 
     chunk: int
     lengths: list[int]
@@ -109,8 +107,7 @@ CPU = Machine(
 
 class Process(Program):
     """A program that says how far it is, and why it failed. url: where it answers HTTP, if it
-    does.
-    """
+    does."""
 
     def __init__(
         self,
@@ -145,8 +142,7 @@ class Process(Program):
         self, ready: Callable[[], bool], seconds: float, others: Sequence[Process] = ()
     ) -> None:
         """Return once it is ready, and say now and then how far it is. Raises Failed: it or another
-        one ended, or it takes longer.
-        """
+        one ended, or it takes longer."""
         told = TELL_SECONDS
         while not ready():
             if time.monotonic() - self.started > told:
@@ -168,8 +164,7 @@ class Process(Program):
 
     def failure(self, *what: str) -> Failed:
         """What it did wrong, its exit code and its command if it has ended, and the lines of its
-        log that may say why.
-        """
+        log that may say why."""
         if not self.alive:
             what = (
                 *what,
@@ -213,8 +208,7 @@ def serves(socket: Path) -> bool:
 
 class Site(NamedTuple):
     """What serves: a client of the metadata server, and two vLLM servers. model: its name in
-    requests.
-    """
+    requests."""
 
     client: Client
     servers: list[Process]
@@ -232,8 +226,7 @@ def two_servers(
     """A metadata server on `folder`/vcache.sock, and a `vllm serve` on each of two GPUs, serving;
     ended with the context.
 
-    transfers: the `--kv-transfer-config` of each.
-    """
+    transfers: the `--kv-transfer-config` of each."""
     machine, model = options.machine, options.model or write_model(folder / "model", options.cpu)
     common = [
         *module("vllm.entrypoints.openai.api_server"),
@@ -270,8 +263,7 @@ def two_servers(
 
 def write_model(folder: Path, tiny: bool) -> str:
     """A Llama with generated weights: a tiny one, or one of 1.1 billion, which takes seconds and 2
-    GiB of disk.
-    """
+    GiB of disk."""
     from benchmarks.vllm.scale import FULL, TINY
     from benchmarks.vllm.weights import write_model
 
@@ -388,8 +380,7 @@ def mistakes(row: dict[str, Any]) -> Iterator[str]:
 
 def explain(site: Site, wrong: list[str]) -> int:
     """The exit code. If something is wrong, raises Failed with that, and with what the servers'
-    logs say.
-    """
+    logs say."""
     if wrong:
         raise Failed(
             "\n".join([*wrong, *(str(server.failure("may say why")) for server in site.servers)])
@@ -449,8 +440,7 @@ def main(
     needs: tuple[str, ...],
 ) -> int:
     """Parse, run, tidy up. The exit code: 1 with one message if it fails, 130 after Ctrl-C, 143
-    after SIGTERM.
-    """
+    after SIGTERM."""
     options, count = made.parse_args(), len(made.get_default("ports"))
     if absent := [name for name in needs if find_spec(name) is None]:
         get = (
@@ -494,8 +484,7 @@ def main(
 
 def ended(number: int, frame: object) -> NoReturn:
     """SIGTERM becomes an exception, so that the children end first. Again until they do: Python
-    drops one in its own callbacks.
-    """
+    drops one in its own callbacks."""
     signal.signal(signal.SIGALRM, lambda *_: sys.exit(128 + number))
     signal.setitimer(signal.ITIMER_REAL, 0.5, 0.5)
     sys.exit(128 + number)

@@ -51,8 +51,7 @@ def lmcache(machine: Machine, socket: Path) -> dict[str, Any]:
 
 def one_round(site: Site, prompts: list[list[int]], chunk: int) -> list[dict[str, Any]]:
     """Each prompt to A, to A again, and to B. Rows of the table; `tokens_equal`: to A's answer from
-    its own cache.
-    """
+    its own cache."""
     rows = []
     a, b = site.servers
     for prompt in prompts:

@@ -1,3 +1,2 @@
 """The integrations: LMCache's storage plugin and vLLM's connector. Installed as
-`vcache_backend.integration`.
-"""
+`vcache_backend.integration`."""

@@ -1,6 +1,5 @@
 """AMX, the matrix unit of newer x86 CPUs: a process must ask Linux for permission before it uses
-it.
-"""
+it."""
 
 from __future__ import annotations
 

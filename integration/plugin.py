@@ -52,8 +52,7 @@ def _checking(create: Callable[..., Any]) -> Callable[..., Any]:
 
 def mistake(transfer: Any) -> str:
     """The first mistake in our connectors' settings in vLLM's `kv_transfer_config`, in one line;
-    empty if there is none. Never raises.
-    """
+    empty if there is none. Never raises."""
     try:
         for where, extra in _connectors(transfer):
             if said := _refused(extra):
@@ -76,8 +75,7 @@ def _refused(extra: Mapping[str, Any]) -> str:
 
 def _connectors(transfer: Any, where: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Where each connector of ours stands, within MultiConnectors too, and its
-    `kv_connector_extra_config`.
-    """
+    `kv_connector_extra_config`."""
     read = (
         transfer.get if isinstance(transfer, Mapping) else functools.partial(_attribute, transfer)
     )
@@ -95,8 +93,7 @@ def _attribute(of: Any, name: str) -> Any:
 
 def _is_a_command() -> bool:
     """Whether this program is vLLM's own: `vllm …`, or a module of it by `python -m`. Other
-    programs may want to catch the error.
-    """
+    programs may want to catch the error."""
     module = getattr(sys.modules.get("__main__"), "__spec__", None)
     return Path("".join(sys.argv[:1])).name == "vllm" or (
         module is not None and module.name.startswith("vllm.")

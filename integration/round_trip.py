@@ -1,8 +1,7 @@
 """Sends bytes through a slot of the pool and back before an integration caches anything, and
 compares them.
 
-This finds a layout that was misread, a broken copier, and a GPU that cannot be reached.
-"""
+This finds a layout that was misread, a broken copier, and a GPU that cannot be reached."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Makes docs/vllm-throughput.svg from result files: `.venv/bin/python scripts/plots.py [FOLDER]`
-(docs).
-"""
+(docs)."""
 
 from __future__ import annotations
 

@@ -124,8 +124,9 @@ class Clients(RuleBasedStateMachine):
         model, segments = self.model, self.directory.segments
         for slot in [slot for slot in model.slots if slot.state in ("cleared", "live", "resting")]:
             segment = segments.get(slot.location.segment)
-            there = {**segment.occupants, **segment.staying} if segment is not None else {}
-            entry = there.get(slot.location.offset)
+            at, entry = slot.location.offset, None
+            if segment is not None:
+                entry = segment.occupants.get(at) or segment.staying.get(at)
             kept = entry is not None and entry.location.generation == slot.location.generation
             if slot.state == "cleared" and (not kept or entry.doomed):
                 model.freed(slot)

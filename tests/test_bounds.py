@@ -68,8 +68,7 @@ def join(
     ranks: int = 1,
     blocks: int = 10_000,
 ) -> None:
-    with suppress(Refuse):
-        directory.residents.open(m.Join(instance, NAMESPACE, blocks, ranks, each))
+    directory.residents.open(m.Join(instance, NAMESPACE, blocks, ranks, each))
 
 
 def publish(
@@ -79,12 +78,13 @@ def publish(
     chunks: int,
     start: int = 0,
     sequence: int = 1,
+    of: int = 10_000,
 ) -> int:
-    """A chunk is in blocks of its own, as far as there are enough."""
+    """A chunk is in blocks of its own, as far as the instance has enough of them."""
     taken, at_once = 0, 16
     for first in range(start, start + chunks, at_once):
         blocks = b"".join(
-            numbers(*(number % 10_000 for number in range(n * each, (n + 1) * each)))
+            numbers(*(number % of for number in range(n * each, (n + 1) * each)))
             for n in range(first, first + at_once)
         )
         generations = chunk_generations(300, at_once, each)
@@ -108,8 +108,13 @@ def test_what_all_publish_is_bounded_in_bytes(
     directory = Directory(ServerConfig(), FakeClock())
     with grows_by_less_than(2 * MIB):
         for number in range(3):
-            join(directory, instance_id(number), each, ranks)
-            publish(directory, instance_id(number), each, 3328)
+            join(directory, instance_id(number), each, ranks, 2048)
+        taken = [
+            publish(directory, instance_id(number), each, 2048, of=2048) for number in range(3)
+        ]
+        assert taken[0] == 2048 > taken[1] > taken[2] == 0
+        with pytest.raises(Refuse):
+            join(directory, instance_id(3), each, ranks, 2048)
 
 
 def publish_and_retract(directory: Directory) -> None:
@@ -132,7 +137,8 @@ def clear_nothing(directory: Directory) -> None:
 
 def join_anew(directory: Directory) -> None:
     for ranks in range(20):
-        join(directory, A, 128, 1 + ranks % 2, 10_000)
+        with suppress(Refuse):  # what it had before is in memory still
+            join(directory, A, 128, 1 + ranks % 2)
         publish(directory, A, 128, 64)
 
 

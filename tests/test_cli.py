@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import pytest
 from processes import ROOT, SECONDS, Child, Stage
 from typer.testing import CliRunner
 
-from vcache_backend import __version__, command, config
+from vcache_backend import command, config
 from vcache_backend.cli import app
 
 VCACHE = [sys.executable, "-m", "vcache_backend.cli"]
@@ -65,30 +64,9 @@ def test_every_command_explains_itself() -> None:
         assert "<bool>" not in said
 
 
-def test_help_is_quick_because_it_loads_nothing_heavy() -> None:
-    code = (
-        "import sys, vcache_backend.cli; print([n for n in ('torch', 'numpy', 'rich.table', "
-        "'triton') if n in sys.modules])"
-    )
-    child = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True
-    )
-    assert child.stdout == "[]\n"
-
-
-def test_version_names_the_package_and_the_protocol() -> None:
-    assert vcache("--version").stdout.startswith(f"vcache {__version__}, protocol ")
-
-
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ["nonsense"],
-        ["status", "--nonsense"],
-        ["segment", "add", "--device", "host", "--bytes", "0"],
-        ["segment", "add", "--device", "host", "--bytes", "9" * 400 + "GiB"],
-        ["config", "check"],
-    ],
+    [["nonsense"], ["segment", "add", "--device", "host", "--bytes", "0"], ["config", "check"]],
     ids=" ".join,
 )
 def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
@@ -101,10 +79,9 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
         (
             ["segment", "add", "--device", "host", "--bytes", "80"],
             "80 without a unit is 80 B: write the unit, such as 80GiB or 80B",
-        ),
-        (["mooncake", "--segment", "9" * 5000], "Expected at most 256 TiB"),
+        )
     ],
-    ids=["bytes", "digits"],
+    ids=["bytes"],
 )
 def test_a_size_of_a_command_that_lacks_its_unit_is_wrong_usage_that_says_what_to_write(
     arguments: list[str], said: str
@@ -112,11 +89,7 @@ def test_a_size_of_a_command_that_lacks_its_unit_is_wrong_usage_that_says_what_t
     assert said in " ".join(vcache(*arguments, expect=2).stderr.replace("│", " ").split())
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["status", "--json"], ["clear"], ["segment", "drop", "x"]],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("arguments", [["status", "--json"]], ids=" ".join)
 def test_without_a_server_there_is_one_line_and_exit_code_1(
     arguments: list[str], tmp_path: Path
 ) -> None:
@@ -129,12 +102,8 @@ def test_without_a_server_there_is_one_line_and_exit_code_1(
 
 @pytest.mark.parametrize(
     ("command", "place", "said"),
-    [
-        ("status", "plain", "is no socket"),
-        ("status", "x" * 108, "--socket: socket must be a path of at most 107 bytes"),
-        ("serve", "/", "--socket: socket must"),
-    ],
-    ids=["plain-file", "too-long", "no-name"],
+    [("status", "plain", "is no socket"), ("serve", "/", "--socket: socket must")],
+    ids=["plain-file", "no-name"],
 )
 def test_a_bad_socket_is_one_line_that_tells_nobody_to_start_a_server(
     command: str, place: str, said: str, tmp_path: Path
@@ -194,14 +163,6 @@ def test_a_socket_of_the_command_line_is_meant_from_the_folder_it_is_typed_in(
     monkeypatch.chdir(tmp_path)
     shown = json.loads(vcache("config", "show", "--json", "--socket", "here.sock").stdout)
     assert shown["server"]["socket"] == str(tmp_path / "here.sock")
-
-
-def test_the_readme_names_only_commands_and_targets_that_exist() -> None:
-    readme = (ROOT / "README.md").read_text()
-    commands = {command for named in COMMANDS for command in named[:1]}
-    assert set(re.findall(r"[`/]vcache ([a-z]+)", readme)) == commands
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert {"demo", "test"} <= set(re.findall(r"(?:`|\$ )make ([a-z]+)", readme)) <= targets
 
 
 # ---- with a server

@@ -7,10 +7,8 @@ from __future__ import annotations
 import os
 import platform
 import socket
-import subprocess
 import sys
 import threading
-import uuid
 from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -23,7 +21,6 @@ from vcache_backend import doctor
 from vcache_backend.config import Config, from_dict
 from vcache_backend.doctor import Finding, diagnose, offload, system
 from vcache_backend.doctor import gpus as gpu_checks
-from vcache_backend.errors import SegmentError
 from vcache_backend.metadata_server.messages import PROTOCOL_VERSION
 from vcache_backend.vram_pool import cuda_driver
 from vcache_backend.vram_pool.cuda_driver import Driver
@@ -90,34 +87,16 @@ def test_a_check_that_breaks_is_a_finding_and_the_others_go_on(
     assert "socket" in findings
 
 
-def test_the_doctor_imports_neither_torch_nor_what_it_looks_at() -> None:
-    script = (
-        "import sys; from vcache_backend import config, doctor; doctor.diagnose(config.load()); "
-        "print([name for name in ('torch', 'triton', 'vllm', 'lmcache') if name in sys.modules])"
-    )
-    answer = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True
-    )
-    assert answer.stdout == "[]\n"
-
-
 # ---- packages and system
 
 
 @pytest.mark.parametrize(
     ("name", "version", "status"),
     [
-        ("lmcache", "0.5.3", "ok"),
         ("lmcache", "0.5.12.post1", "ok"),
-        ("lmcache", "0.5.2", "warn"),
         ("lmcache", "0.6.0", "warn"),
-        ("vllm", "0.31.0", "ok"),
-        ("vllm", "0.33.9", "ok"),
-        ("vllm", "0.34.0", "warn"),
         ("vllm", "0.9.2", "warn"),
-        ("torch", "2.11.0+cu130", "ok"),
         ("torch", "1.13.1", "fail"),
-        ("torch", "2.15.0", "fail"),
     ],
 )
 def test_versions_are_compared_as_numbers(
@@ -142,10 +121,8 @@ def test_a_missing_package_is_a_failure_only_where_it_is_needed(
 
     monkeypatch.setattr(metadata, "version", missing)
     monkeypatch.setattr(gpu_checks, "has_nvidia", lambda: nvidia)
-    config, tier = (
-        from_dict({"offload": {"policy": policy}}),
-        {"mooncake-transfer-engine", "xxhash"},
-    )
+    config = from_dict({"offload": {"policy": policy}})
+    tier = {"mooncake-transfer-engine", "xxhash"}
     failing = {
         name: one
         for name, one in by_check(doctor.check_packages(config)).items()
@@ -193,13 +170,6 @@ def test_gpus_their_links_and_the_budget_are_reported(config: Config, gpus: Fake
     assert unset == Finding("memory", "ok", said)
 
 
-def test_gpus_without_peer_access_fail_by_both_names(config: Config, gpus: FakeCuda) -> None:
-    gpus.peers = False
-    findings = by_check(doctor.check_gpus(config))
-    assert findings["peer 1 reads 0"].status == "fail"
-    assert findings["peer 1 reads 0"].detail == f"no peer access from {UUIDS[1]} to {UUIDS[0]}"
-
-
 @pytest.mark.parametrize(
     ("wanted", "status", "said"),
     [
@@ -218,12 +188,6 @@ def test_a_budget_that_does_not_fit_says_what_to_set(
         assert said in finding.advice
 
 
-def test_a_pool_device_that_is_not_here_fails(gpus: FakeCuda) -> None:
-    gone = f"GPU-{uuid.UUID(int=9)}"
-    finding = only(doctor.check_memory(from_dict({"pool": {"device": gone}})))
-    assert (finding.status, finding.detail) == ("fail", f"pool.device: {gone} is not here")
-
-
 def test_host_memory_that_is_not_there_fails_with_a_figure_to_set() -> None:
     finding = only(
         doctor.check_memory(from_dict({"pool": {"device": "host", "segment_bytes": "64 TiB"}}))
@@ -231,19 +195,6 @@ def test_host_memory_that_is_not_there_fails_with_a_figure_to_set() -> None:
     assert finding.status == "fail"
     assert "pool.segment_bytes 64 TiB" in finding.detail
     assert "set pool.segment_bytes to" in finding.advice
-
-
-def test_gpus_that_cannot_be_used_fail_with_the_reason(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def load() -> Driver:
-        raise SegmentError("GPU segments need cuda-bindings: pip install it")
-
-    monkeypatch.setattr(cuda_driver, "load", load)
-    monkeypatch.setattr(gpu_checks, "has_nvidia", lambda: True)
-    finding = only(doctor.check_gpus(config))
-    assert finding.status == "fail"
-    assert "pip install" in finding.detail
 
 
 @pytest.mark.gpu
@@ -265,33 +216,6 @@ def test_a_folder_closed_to_others_is_fine_and_an_open_one_is_not(config: Config
         folder.chmod(mode)
         finding = only(doctor.check_socket(config))
         assert (finding.status, f"mode {mode:04o}" in finding.detail) == (status, True)
-
-
-def test_a_path_too_long_for_a_socket_fails_before_anyone_tries_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The default one; another is refused by the configuration."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", "/tmp/" + "x" * 200)
-    finding = only(doctor.check_socket(Config()))
-    assert (finding.status, "longer than the 107 bytes" in finding.detail) == ("fail", True)
-
-
-def test_a_socket_from_the_working_folder_is_shown_as_the_whole_path(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In another folder it is another file."""
-    folder = config.server.path.parent
-    folder.chmod(0o700)
-    monkeypatch.chdir(folder)
-    relative = from_dict({"server": {"socket": config.server.path.name}})
-    (found,) = doctor.check_socket(relative)
-    assert found.detail.startswith(f"{config.server.path} (folder of uid ")
-    with stage(folder) as here:
-        here.path = config.server.path
-        here.server()
-        assert only(doctor.check_server(relative)).detail.startswith(
-            f"{config.server.path} answers, "
-        )
 
 
 def test_a_server_that_answers_is_fine_and_instances_that_cannot_share_are_named(

@@ -117,10 +117,8 @@ def pages(kv: PagedKV) -> list[Tensor]:
 def run_kernel(
     kv: PagedKV, copy: CopyPlan, slots: list[Tensor], to_slot: bool, tuning: Tuning
 ) -> None:
-    addresses, count = (
-        np.array([slot.data_ptr() for slot in slots], dtype=np.int64),
-        len(copy.blocks),
-    )
+    addresses = np.array([slot.data_ptr() for slot in slots], dtype=np.int64)
+    count = len(copy.blocks)
     for number, kind in enumerate(kv.kinds):
         plan, begin = copy.of(kv, number)
         table = np.empty((kernels.table_rows(kind, count), 3), dtype=np.int64)
@@ -380,11 +378,14 @@ def choose(count: int, there: Owners, reader: PagedKV, seed: int) -> list[tuple[
 
 
 @pytest.mark.parametrize("count", [1, 5])
-@pytest.mark.parametrize(("page_bytes", "gaps"), [(8, 0), (512, 512), (1032, 24), (50, 2)])
+@pytest.mark.parametrize(
+    ("page_bytes", "gaps", "ctas"),
+    [(8, 0, 3), (512, 512, 3), (1032, 24, 9), (50, 2, 1), (513, 0, 1), (100, 3, 9)],
+)
 @TUNINGS
 @DEVICE
 def test_blocks_of_other_caches_come_to_the_places_that_rows_name(
-    count: int, page_bytes: int, gaps: int, tuning: Tuning, device: str
+    count: int, page_bytes: int, gaps: int, ctas: int, tuning: Tuning, device: str
 ) -> None:
     there = owners(count, page_bytes, 3, device, [gaps * (owner + 1) for owner in range(count)])
     reader = owners(1, page_bytes, 3, device, [16]).caches[0]
@@ -392,7 +393,7 @@ def test_blocks_of_other_caches_come_to_the_places_that_rows_name(
     expected = taken(reader, there, chosen)
     for page in reader.pages:
         page.fill_(POISON)
-    launch(reader, there.rows(chosen), there.origins, False, tuning)
+    launch(reader, there.rows(chosen), there.origins, False, replace(tuning, ctas=ctas))
     assert all(torch.equal(mine, right) for mine, right in zip(reader.pages, expected, strict=True))
 
 
@@ -442,11 +443,9 @@ def test_each_kind_of_layers_has_its_part_of_one_table_aligned_as_the_kernel_tak
 @settings(max_examples=60)
 @given(st.data())
 def test_the_reference_of_a_pull_is_what_indexing_gives(data: st.DataObject) -> None:
-    page_bytes, count, layers = (
-        data.draw(st.integers(1, 70)),
-        data.draw(st.integers(1, 4)),
-        data.draw(st.integers(1, 3)),
-    )
+    page_bytes = data.draw(st.integers(1, 70))
+    count = data.draw(st.integers(1, 4))
+    layers = data.draw(st.integers(1, 3))
     there = owners(
         count,
         page_bytes,

@@ -43,23 +43,7 @@ def test_the_bytes_that_are_hashed_stay_what_they_are() -> None:
     assert make(Key(5))[0].hex() == "0001020304050607fec3ebe9ca780f5cd6fcb2ecd1a642a10000"
 
 
-HASHES = [
-    0,
-    1,
-    -1,
-    127,
-    128,
-    -128,
-    -129,
-    255,
-    256,
-    2**63 - 1,
-    2**63,
-    -(2**63),
-    2**64 - 1,
-    -(2**64),
-    2**255,
-]
+HASHES = [0, 1, -1, 127, 128, -129, 255, 256, 2**63, -(2**63), 2**64 - 1, 2**255]
 
 
 def test_hashes_of_either_sign_and_any_size_are_different_chunks() -> None:

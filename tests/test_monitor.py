@@ -107,10 +107,8 @@ def used(alone: Stage) -> Client:
     """An instance with three chunks, which somebody has looked for and read, and a report. Whoever
     has.
     """
-    owner, reader = (
-        alone.client(),
-        alone.client(layout={"model": "llama", "namespace": "cafe", "chunk_size": "256"}),
-    )
+    owner = alone.client()
+    reader = alone.client(layout={"model": "llama", "namespace": "cafe", "chunk_size": "256"})
     join(owner, A)
     show(owner, A)
     publish(owner, A, keys(3))
@@ -188,11 +186,7 @@ class Prometheus(NamedTuple):
 def scraping(address: str, folder: Path, rules: str = "") -> Iterator[Prometheus]:
     """A Prometheus that has scraped this address and does so all the time."""
     (port,) = free_ports(1)
-    every = {
-        "scrape_interval": "500ms",
-        "scrape_timeout": "500ms",
-        "evaluation_interval": "200ms",
-    }
+    every = {"scrape_interval": "500ms", "scrape_timeout": "500ms", "evaluation_interval": "200ms"}
     config = {
         "global": every,
         "scrape_configs": [{"job_name": "vcache", "static_configs": [{"targets": [address]}]}],
@@ -217,7 +211,7 @@ def test_no_panel_of_the_dashboard_is_empty(tmp_path: Path) -> None:
     done yet every panel shows that.
     """
     queries = {
-        panel["title"]: [one["expr"].replace("$__rate_interval", "3s") for one in panel["targets"]]
+        panel["title"]: [one["expr"].replace("$__rate_interval", "10s") for one in panel["targets"]]
         for panel in PANELS
     }
     with node(tmp_path) as here:
@@ -262,17 +256,6 @@ def test_no_panel_of_the_dashboard_is_empty(tmp_path: Path) -> None:
     )
     assert (ran.returncode, ran.stdout + ran.stderr) == (0, ""), "of their names, types and texts"
     assert text.count("# HELP ") == text.count("# TYPE ") > 30
-
-
-@needs("promtool")
-def test_prometheus_own_check_has_nothing_against_the_alerts() -> None:
-    ran = subprocess.run(
-        ["promtool", "check", "rules", str(ALERTS)], capture_output=True, text=True, timeout=SECONDS
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    named = re.findall(r"alert: (\w+)", ALERTS.read_text())
-    page = (ROOT / "docs" / "operations.md").read_text()
-    assert [name for name in named if f"`{name}`" not in page] == []
 
 
 @needs("prometheus")
@@ -403,9 +386,7 @@ def test_a_page_of_somebody_else_whose_name_was_made_to_mean_this_address_reads_
 
 SLOW = {
     "sends nothing": b"",
-    "sends a part of a head": b"GET /metr",
     "reads no answer": b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n",
-    "stays after an answer": b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n",
 }
 
 
@@ -481,38 +462,6 @@ def test_slow_connections_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
             eventually(lambda: not served.served)
 
     while_served(monkeypatch, tmp_path, 1.0, what)
-
-
-@pytest.mark.parametrize(
-    ("said", "status"),
-    [
-        (b"GET /healthz HTTP/1.1\r\n\r\n", 400),
-        (b"GET /" + b"x" * 20_000, 431),
-        (b"POST / HTTP/1.1\r\nHost: localhost\r\n\r\n", 405),
-        (b"HEAD / HTTP/1.1\r\nHost: localhost\r\n\r\n", 200),
-    ],
-)
-def test_requests_get_the_status_that_http_has_for_them(
-    said: bytes, status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def what(served: web.Web) -> None:
-        with slow(served.address, said, ["127.0.0.1"]) as (one,), one.makefile("rb") as answer:
-            head, _, body = answer.read().partition(b"\r\n\r\n")
-            assert head.startswith(f"HTTP/1.1 {status} ".encode())
-            assert bool(body) == (not said.startswith(b"HEAD"))
-
-    while_served(monkeypatch, tmp_path, 1000.0, what)
-
-
-@pytest.mark.parametrize(
-    ("address", "host", "port"),
-    [
-        (":9419", "127.0.0.1", 9419),
-        ("[::1]:0", "::1", 0),
-    ],
-)
-def test_an_address_is_split(address: str, host: str, port: int) -> None:
-    assert split_address(address, "metrics") == (host, port)
 
 
 @pytest.mark.parametrize("address", ["9419", "::1:9419", ":65536", "a b:1"])

@@ -28,18 +28,7 @@ from instance_cases import (
     shape,
     show,
 )
-from processes import (
-    PATIENT,
-    SECONDS,
-    Child,
-    Raw,
-    Stage,
-    eventually,
-    hung,
-    info,
-    make_memfd,
-    running,
-)
+from processes import PATIENT, SECONDS, Child, Stage, eventually, hung, info, make_memfd, running
 
 from vcache_backend.errors import Refused, VCacheError
 from vcache_backend.metadata_server import messages as m
@@ -224,10 +213,7 @@ def test_nothing_is_found_before_all_of_an_instance_is_shown_in_whatever_order(
 
     def lacks(what: str) -> None:
         assert (found(reader, 2, 2), reader.stats().instances[0].missing) == (0, what)
-        for ask in (
-            lambda: reader.open_instance(A),
-            lambda: reader.open_cache(A, 0),
-        ):
+        for ask in (lambda: reader.open_instance(A), lambda: reader.open_cache(A, 0)):
             with pytest.raises(Refused, match=f"{what} is not here yet"):
                 ask()
 
@@ -618,35 +604,3 @@ def test_an_answer_that_no_message_could_hold_is_cut_and_asked_for_again(
 def packed(cache: m.CacheShape) -> list[Any]:
     fields: list[Any] = msgspec.to_builtins(cache)
     return fields
-
-
-def test_the_protocol_s_own_words(alone: Stage, server: Child) -> None:
-    """As somebody else would speak it: the names and the order of fields."""
-    raw, other, table, memory = alone.raw(), alone.raw(), make_table(64), make_memfd(4 * 64 * 64)
-    assert isinstance(raw, Raw)
-    raw.ask("join", A, NAMESPACE, 64, 1, EACH, fds=(table,))
-    assert raw.ask("show_cache", A, 0, packed(shape()), fds=(memory,)) == ["count", 1]
-    assert raw.ask("publish", A, 1, keys(1), chunk_blocks(0), chunk_generations(2)) == ["count", 1]
-    one = [0, chunk_blocks(0), chunk_generations(2)]
-    assert other.ask("find", keys(2), 1, B) == ["found", b"\0", [A], [[one]], 0, False, None]
-    assert other.ask("open_instance", A) == ["joined", 64, 1, EACH]
-    cache = other.ask("open_cache", A, 0)
-    assert cache is not None
-    assert cache[0] == "cache"
-    assert cache[1][:3] == ["host", "host", "tokens heads"]
-    _ledger, generations, scheduler, worker, region = other.fds
-    assert [is_pidfd(fd, os.getpid()) for fd in (scheduler, worker)] == [True, True]
-    assert [os.fstat(fd).st_ino for fd in (generations, region)] == [
-        os.fstat(fd).st_ino for fd in (table, memory)
-    ]
-    assert [other.ask("close_instance", A) for _ in range(2)] == [["count", 1], ["count", 0]]
-    for message in (
-        ["open_cache", A, 1],
-        ["open_instance", B],
-    ):
-        refused = other.ask(*message)
-        assert refused is not None
-        assert refused[0] == "error"
-    assert raw.ask("retract", A, 2) == ["count", 1]
-    for fd in (table, memory):
-        os.close(fd)

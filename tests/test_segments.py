@@ -134,7 +134,12 @@ def forged(kind: str) -> Iterator[int]:
     try:
         if kind != "device":
             os.ftruncate(fd, 4096 if kind == "small" else NBYTES)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, 0 if kind == "unsealed" else seals.RESIZING)
+            more = fcntl.F_SEAL_WRITE if kind == "frozen" else 0
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, 0 if kind == "unsealed" else seals.RESIZING | more)
+        if kind == "read-only":
+            readable = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+            os.close(fd)
+            fd = readable
         yield fd
     finally:
         os.close(fd)
@@ -147,6 +152,8 @@ def forged(kind: str) -> Iterator[int]:
         ("device", r"no memfd but crw"),
         ("small", r"holds 4,096 B but the segment is said to have 1,048,576 B"),
         ("unsealed", r"other seals .it has 0x0, needs 0x7"),
+        ("frozen", r"Operation not permitted"),
+        ("read-only", r"Permission denied"),
     ],
 )
 def test_a_forged_fd_is_refused_with_the_figures_and_leaves_nothing(

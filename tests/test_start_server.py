@@ -157,7 +157,7 @@ def answers(path: Path) -> bool:
 def test_of_many_that_start_at_once_one_starts_it_with_its_settings_and_it_outlives_them_all(
     path: Path,
 ) -> None:
-    starters = [starter(path, reservation_seconds=7) for _ in range(3)]
+    starters = [starter(path, reservation_seconds=7, lease_seconds=60) for _ in range(3)]
     try:
         ends = [one.wait() for one in starters]
     finally:
@@ -181,7 +181,9 @@ def test_of_many_that_start_at_once_one_starts_it_with_its_settings_and_it_outli
         memory = make_memfd(4096)
         raw.ask("add_segment", "s0", "host", "host", 4096, fds=(memory,))
         os.close(memory)
-        assert raw.ask("reserve", [bytes(26)], 1024)[2] == 7.0
+        _, reservation, seconds, *_ = raw.ask("reserve", [bytes(26)], 1024)
+        raw.ask("commit", reservation, [])
+        assert (seconds, raw.ask("acquire", [bytes(26)])[2]) == (7.0, 60.0)
 
 
 def test_one_that_is_there_is_left_alone_also_when_it_hangs(path: Path) -> None:

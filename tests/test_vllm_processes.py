@@ -46,7 +46,6 @@ from benchmarks.processes import Program, free_ports
 from benchmarks.serving.router import UNDECODED
 from benchmarks.serving.servers import healthy
 
-WHY_NOT = missing(())
 NO_SERVER = missing(
     ("watchfiles", "prometheus-fastapi-instrumentator", "model-hosting-container-standards")
 )
@@ -127,10 +126,8 @@ def test_each_rank_stores_and_loads_its_part(here: Node, which: str) -> None:
         # Which of the four it was, the journal does not say.
         assert without.cached in (0, CHUNK, 2 * CHUNK, 3 * CHUNK)
         if which == "ranks":
-            longer, before = (
-                tokens + new_tokens(3 * CHUNK),
-                ranks.one(new_tokens(BLOCK)) and here.chunks(),
-            )
+            longer = tokens + new_tokens(3 * CHUNK)
+            before = ranks.one(new_tokens(BLOCK)) and here.chunks()
             lost, right = lost_by_one(ranks, longer)
             assert lost.agrees(right)
             # Also what was lacking before.
@@ -229,45 +226,10 @@ def test_each_rank_reads_from_the_same_rank_of_another_instance(
 # ---- another connector
 
 
-def test_whichever_comes_first_both_connectors_work(here: Node) -> None:
-    tokens, warning = (
-        new_tokens(LENGTH + 1),
-        'put "kv_load_failure_policy":"recompute" beside "kv_connector":"MultiConnector"',
-    )
-    first = here.alone(
-        "second-of-two",
-        APART,
-        kv_transfer_config=both(here, "one", ours_first=False),
-        **WITHOUT_HYBRID,
-    )
-    policy = {"kv_load_failure_policy": "recompute"}
-    second = here.alone(
-        "first-of-two",
-        APART,
-        kv_transfer_config=both(here, "two", ours_first=True, **policy),
-        **WITHOUT_HYBRID,
-    )
-    computed = here.keep(first, tokens)
-    eventually(lambda: first.counter("vllm:vcache_stored_tokens") == LENGTH)
-    assert warning in first.log
-    assert any((here.folder / "one").iterdir())
-    found = second.one(tokens)
-    assert found.cached == LENGTH
-    assert found.agrees(computed)
-    eventually(
-        lambda: second.counter("vllm:prompt_tokens_cached_by_source", source="host") == LENGTH
-    )
-    assert warning not in second.log
-    first.close()
-    second.close()
-
-
 def test_what_another_connector_failed_to_load_reaches_nobody_through_the_pool(here: Node) -> None:
     """vLLM computes it again, behind a step that has computed with it."""
-    name, runner = (
-        {"ours_first": False, "kv_load_failure_policy": "recompute"},
-        APART | {"VLLM_USE_V2_MODEL_RUNNER": "0"},
-    )
+    name = {"ours_first": False, "kv_load_failure_policy": "recompute"}
+    runner = APART | {"VLLM_USE_V2_MODEL_RUNNER": "0"}
     given = both(here, "failing", "FailingConnector", **name)
     failing = here.alone(
         "failing", runner, kv_transfer_config=given, async_scheduling=False, **WITHOUT_HYBRID

@@ -68,25 +68,9 @@ def test_what_asks_for_a_pool_has_one_and_in_place_nothing_is_lent_unless_it_is_
     assert (found.connector.share, found.pool.lent) == (share, lends)
 
 
-def test_without_a_file_of_its_own_the_environments_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VCACHE_CONFIG", yaml(tmp_path, "connector: {store: prompt}"))
-    assert settings.read({}).connector.store == "prompt"
-    assert settings.read({"connector": {"store": "all"}}).connector.store == "all"
-
-
-def test_the_environments_socket_goes_over_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VCACHE_SOCKET", "/of/the/environment")
-    assert settings.read({"server": {"socket": "/in/place"}}).server.path == Path(
-        "/of/the/environment"
-    )
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"conector": {}}, "kv_connector_extra_config: Object contains unknown field `conector`"),
         (
             {"connector": {"min_hit": 1}},
             "kv_connector_extra_config: Object contains unknown field `min_hit` - at `$.connector`",
@@ -96,20 +80,11 @@ def test_the_environments_socket_goes_over_everything(monkeypatch: pytest.Monkey
             "kv_connector_extra_config: connector: Expected a section of settings, got 3",
         ),
         (
-            {"config": {"connector": {}}},
-            "kv_connector_extra_config: config: Expected the path of a YAML file, got {",
-        ),
-        ({"config": "/no/such/file"}, "/no/such/file: "),
-        (
             {"server": {"socket": "run/vcache.sock"}},
             (
                 "server.socket: run/vcache.sock depends on the folder that the program is started "
                 "in; write the whole path"
             ),
-        ),
-        (
-            {"server": {"socket": f"/{'x' * 107}"}},
-            "socket must be a path of at most 107 bytes, got '/xxx",
         ),
     ],
     ids=str,
@@ -118,15 +93,6 @@ def test_settings_that_do_not_exist_are_named(given: dict[str, Any], said: str) 
     with pytest.raises(ConfigError) as raised:
         settings.read(given)
     assert said in str(raised.value)
-
-
-def test_a_wrong_key_of_the_file_is_the_files(tmp_path: Path) -> None:
-    file = yaml(tmp_path, "connector: {min_hit: 1}")
-    with pytest.raises(
-        ConfigError,
-        match=r"vcache\.yaml: line 1: Object contains unknown field `min_hit` - at `\$\.connector`",
-    ):
-        settings.read({"config": file, "connector": {"min_hit_tokens": 1}})
 
 
 # ---- read by our plugin, before vLLM starts anything
@@ -154,27 +120,11 @@ def several(*connectors: Any) -> dict[str, Any]:
     ("given", "said"),
     [
         (OURS, ""),
-        (OURS | {"kv_connector_extra_config": None}, ""),
         (
             OURS | WRONG,
             (
                 "kv_connector_extra_config: Object contains unknown field `min_hit` - at "
                 "`$.connector`; did you mean"
-            ),
-        ),
-        (several(THEIRS, OURS), ""),
-        (
-            several(THEIRS, OURS | WRONG),
-            (
-                "connectors[1]: kv_connector_extra_config: Object contains unknown field `min_hit` "
-                "- at"
-            ),
-        ),
-        (
-            several(several(OURS | WRONG)),
-            (
-                "connectors[0]: connectors[0]: kv_connector_extra_config: Object contains unknown "
-                "field"
             ),
         ),
         (THEIRS, ""),
@@ -209,10 +159,7 @@ def test_wishes_are_read() -> None:
     ("given", "said"),
     [
         ({"anounced": True}, "Object contains unknown field `anounced`"),
-        ({"announced": 1}, "Expected `bool`, got `int` - at `$.announced`"),
         ({"wait_seconds": 601}, "Expected `float` <= 600.0 - at `$.wait_seconds`"),
-        ({"wait_seconds": float("nan")}, "- at `$.wait_seconds`"),
-        ([], "Expected `object`, got `array`"),
     ],
     ids=str,
 )

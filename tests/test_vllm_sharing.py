@@ -7,6 +7,7 @@ vLLM alone."""
 from __future__ import annotations
 
 import re
+import time
 from typing import Any
 
 import pytest
@@ -152,13 +153,21 @@ def test_blocks_that_their_owner_used_again_are_computed(
 def test_blocks_that_are_used_again_while_they_are_read_are_computed(
     here: Node, b: Instance, tiny: Instance, aside: Instance, where: str
 ) -> None:
-    """The reader is stopped until their owner has written all of them."""
+    """The reader's process is stopped until their owner has written all of them, and for longer
+    than a request to the server may take.
+    """
     tokens = new_tokens(5 * CHUNK + 1)
     keep(tiny, tokens)
+
+    def use_again() -> None:
+        with b.stopped():
+            tiny.one(new_tokens(6 * CHUNK))
+            time.sleep(0.4)
+
     lost, beside = b.counter("vllm:vcache_recomputed_tokens"), Prompt(new_tokens(40), max_tokens=14)
     changed = b.counter("vllm:vcache_failures", cause="changed")
     with stopped_at(b, where) as place:
-        answers = place.while_there(lambda: tiny.one(new_tokens(6 * CHUNK)), Prompt(tokens), beside)
+        answers = place.while_there(use_again, Prompt(tokens), beside)
     assert b.counter("vllm:vcache_recomputed_tokens") - lost == 5 * CHUNK
     assert b.counter("vllm:vcache_failures", cause="changed") == changed + 1
     assert answers[0].agrees(aside.one(tokens))
@@ -202,24 +211,29 @@ def survived(
     eventually(loaded)
 
 
-@pytest.mark.parametrize("who", ["owner", "server"])
-def test_a_death_around_a_load_ends_no_engine(
-    here: Node, a: Instance, b: Instance, aside: Instance, who: str
+@pytest.mark.parametrize("what", ["owner killed", "owner stopped", "server killed"])
+def test_a_death_or_a_pause_around_a_load_ends_no_engine(
+    here: Node, a: Instance, b: Instance, aside: Instance, what: str
 ) -> None:
     """Before the copy, or between the copy and the verdict."""
     tokens, beside = new_tokens(5 * CHUNK + 1), Prompt(new_tokens(40), max_tokens=14)
-    owner = here.connect("dies", IN_PLACE, **SMALL) if who == "owner" else a
+    owner = here.connect("dies", IN_PLACE, **SMALL) if what == "owner killed" else a
 
-    def die() -> None:
-        if who == "owner":
+    def happen() -> None:
+        if what == "owner killed":
             owner.kill()
+        elif what == "owner stopped":
+            owner.stop()
         else:
             here.kill()
             here.serve_again(stores=False)
 
     keep(owner, tokens)
-    with stopped_at(b, PULL if who == "owner" else VERDICT) as place:
-        answers = place.while_there(die, Prompt(tokens), beside)
+    with stopped_at(b, VERDICT if what == "server killed" else PULL) as place:
+        answers = place.while_there(happen, Prompt(tokens), beside)
+    owner.cont()
+    if what == "owner stopped":
+        assert answers[0].cached == 5 * CHUNK
     survived(a, b, aside, [Prompt(tokens), beside], answers)
 
 

@@ -8,7 +8,6 @@ from collections import Counter as Multiset
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
 pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
@@ -16,7 +15,6 @@ pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed"
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from vllm.distributed.kv_events import BlockStored
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -118,28 +116,6 @@ def test_an_unlisted_cause_is_counted_as_other() -> None:
     }
     assert {*CAUSES.values(), "store"} <= set(stats.FAILURES)
     assert set(DROPPED) <= set(stats.NOT_OFFLOADED)
-
-
-def test_vllms_log_line() -> None:
-    class Connector:
-        build_kv_connector_stats = staticmethod(stats.build_stats)
-
-    # Made without a configuration, it only lacks the class that it would have looked up.
-    logging = KVConnectorLogging(None)
-    logging.connector_cls = Connector
-    lines: list[str] = []
-    steps = [taken(worker_meter()).data, taken(scheduler_meter()).data, taken(worker_meter()).data]
-    before = pickle.dumps(steps)
-    for data in steps:
-        logging.observe(data)
-    logging.log(lambda template, *values: lines.append(template % values))
-    assert lines == [
-        "KV Transfer metrics: Hit tokens=768, Loads=2, Loaded MB=6.1, Median load ms=5.0, "
-        "Stored MB=8.0, Recomputed tokens=256, "
-        "Failures=0"
-    ]
-    # vLLM has one `data` for all its loggers.
-    assert pickle.dumps(steps) == before
 
 
 @pytest.fixture
@@ -360,38 +336,3 @@ def test_chunks_that_never_become_complete_do_not_pile_up(monkeypatch: pytest.Mo
         ("BlockStored", two.last(3)),
         ("BlockStored", two.last(2)),
     ]
-
-
-def test_prometheus_shows_what_was_observed(
-    metrics: stats.VCachePromMetrics, registry: CollectorRegistry
-) -> None:
-    worker = worker_meter()
-    worker.count("failures", 1, "lease_lost")
-    worker.count("not_stored_chunks", 3, "full")
-    for meter in (worker, scheduler_meter(), worker_meter()):
-        metrics.observe(
-            msgspec.msgpack.decode(msgspec.msgpack.encode(taken(meter).data)), engine_idx=1
-        )
-    shown, engine = exposed(registry), 'engine="1",model_name="m"'
-    expected = {
-        f"vllm:vcache_lookup_asked_tokens_total{{{engine}}}": 1000,
-        f"vllm:vcache_lookup_hit_tokens_total{{{engine}}}": 768,
-        f'vllm:vcache_loaded_tokens_total{{{engine},tier="own"}}': 512,
-        f'vllm:vcache_loaded_tokens_total{{{engine},tier="peer"}}': 1024,
-        f'vllm:vcache_loaded_tokens_total{{{engine},tier="host"}}': 0,
-        f'vllm:vcache_loaded_bytes_total{{{engine},tier="peer"}}': 4_096_000,
-        f"vllm:vcache_stored_tokens_total{{{engine}}}": 2048,
-        f"vllm:vcache_stored_bytes_total{{{engine}}}": 8_000_000,
-        f'vllm:vcache_load_time_seconds_total{{{engine},part="data"}}': 0.008,
-        f'vllm:vcache_store_time_seconds_total{{{engine},part="metadata"}}': 0.004,
-        f'vllm:vcache_failures_total{{cause="lease_lost",{engine}}}': 1,
-        f"vllm:vcache_recomputed_tokens_total{{{engine}}}": 256,
-        f'vllm:vcache_not_stored_chunks_total{{cause="full",{engine}}}': 3,
-        f"vllm:vcache_load_seconds_count{{{engine}}}": 2,
-        f"vllm:vcache_load_seconds_sum{{{engine}}}": 0.01,
-        'vllm:vcache_load_seconds_bucket{engine="1",le="0.0025",model_name="m"}': 0,
-        'vllm:vcache_load_seconds_bucket{engine="1",le="0.01",model_name="m"}': 2,
-        f"vllm:vcache_lookup_seconds_count{{{engine}}}": 1,
-    }
-    assert {name: shown.get(name) for name in expected} == pytest.approx(expected)
-    assert shown['vllm:vcache_failures_total{cause="lease_lost",engine="0",model_name="m"}'] == 0

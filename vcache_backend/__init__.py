@@ -1,6 +1,5 @@
 """vcache: the inference processes of a node read each other's transformer KV caches. `VCacheEngine`
-and `Layout` are its library.
-"""
+and `Layout` are its library."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     """Import `VCacheEngine` and `Layout` on first use: they need torch, which the server and the
-    commands do without.
-    """
+    commands do without."""
     if name == "VCacheEngine":
         from vcache_backend.engine import VCacheEngine
 

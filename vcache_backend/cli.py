@@ -58,7 +58,6 @@ def _root(
 
 
 def main() -> None:
-    """The entry point `vcache`."""
     # The commands' own errors say what is wrong with the connection.
     logging.getLogger("vcache_backend.metadata_server.calls.channel").setLevel(logging.ERROR)
     with terminal.whatever_it_shows():
@@ -70,9 +69,7 @@ def main() -> None:
 
 @app.command()
 def serve(config_file: ConfigFile = None, socket: Socket = None) -> None:
-    """Run the metadata server until SIGTERM or Ctrl-C. It holds the segments; it never touches a
-    GPU.
-    """
+    """Run the metadata server until SIGTERM or Ctrl-C. It holds the segments, and uses no GPU."""
     from vcache_backend import log_format
     from vcache_backend.metadata_server.server import serve as run
 
@@ -84,8 +81,7 @@ def serve(config_file: ConfigFile = None, socket: Socket = None) -> None:
 @app.command()
 def status(config_file: ConfigFile = None, socket: Socket = None, as_json: Json = False) -> None:
     """Say whether sharing works: who shares, what is wrong, the hit rate and the pool. JSON has
-    counters, latencies and who has read what, too.
-    """
+    counters, latencies and who has read what, too."""
     from vcache_backend.status import render, summary
 
     with command.client(config_file, socket) as client:
@@ -141,9 +137,7 @@ def config_init(
         typer.Argument(metavar="PATH", help="The new file; nothing is overwritten. -: show it."),
     ] = Path("vcache.yaml"),
 ) -> None:
-    """Write a commented configuration file: every key with its default and the reason to change
-    it.
-    """
+    """Write a commented configuration file: every key, its default and the reason to change it."""
     package = Path(__file__).resolve().parent
     folders = (package / "configs", package.parent / "configs")
     text = next(folder for folder in folders if folder.is_dir()).joinpath("vcache.yaml").read_text()
@@ -162,8 +156,7 @@ def config_check(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="The YAML file.")],
 ) -> None:
     """Check a file strictly: an unknown key or an impossible value is an error that names it, its
-    line, and what is possible there.
-    """
+    line, and what is possible there."""
     config.load(path)
     typer.echo(f"{path}: ok")
 
@@ -195,8 +188,7 @@ def doctor(
     ] = "",
 ) -> None:
     """Check GPUs, peer access, driver, packages and the socket: what is wrong, and what to do. Exit
-    code 1 on a failure.
-    """
+    code 1 on a failure."""
     from vcache_backend.doctor import diagnose
 
     if model and sys.stderr.isatty():
@@ -226,8 +218,7 @@ def _show_findings(findings: Sequence[Finding], as_json: bool) -> None:
 @app.command()
 def demo(as_json: Json = False) -> None:
     """Let a server and two workers share KV on this machine, and check every byte. Exit code 1 if
-    one is wrong.
-    """
+    one is wrong."""
     from vcache_backend.demo import run
 
     raise typer.Exit(run(as_json))

@@ -1,6 +1,5 @@
 """What the commands of `vcache` share: options, the configuration, the connection, and how errors
-are shown.
-"""
+are shown."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ ENGINE = ("torch", "numpy", "triton")
 
 class _Group(TyperGroup):
     """Commands that end with one line on stderr, and exit code 1, if a VCacheError is raised or a
-    module of `ENGINE` is missing.
-    """
+    module of `ENGINE` is missing."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
@@ -74,8 +72,7 @@ class _Group(TyperGroup):
 
 def group(text: str, root: bool = False) -> typer.Typer:
     """An empty group of commands. text: its help. root: it is `vcache` itself, with completion and
-    exit codes in its help.
-    """
+    exit codes in its help."""
     return typer.Typer(
         cls=_Group,
         help=text,
@@ -117,9 +114,7 @@ def client(path: Path | None, socket: Path | None) -> Client:
 
 
 def nbytes_of(text: str | config.ByteSize) -> config.ByteSize:
-    """The value of an option in bytes. Typer passes the option's default, too. Raises
-    BadParameter.
-    """
+    """An option's value in bytes. Typer passes the default, too. Raises BadParameter."""
     try:
         nbytes = config.ByteSize.parse(text)
     except ValueError as error:

@@ -41,8 +41,7 @@ _UNITS = (
 
 KV_AXES = ("part", "block", "token", "head", "dim")
 """Names of a KV tensor's axes: K or V; block; token in the block; KV head; elements of one head (of
-K and V if they are packed).
-"""
+K and V if they are packed)."""
 MOST_SECONDS = 1_000_000
 """The longest time that can be set: eleven days. poll() takes at most 24."""
 
@@ -98,8 +97,7 @@ class ByteSize(int):
 
 def split_address(address: str, name: str, absent: str = "127.0.0.1") -> tuple[str, int]:
     """Host and port of `address`; the host is `absent` if there is none. name: the setting, for
-    errors. Raises ValueError.
-    """
+    errors. Raises ValueError."""
     parts = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s:/\[\]]*)):([0-9]{1,5})", address)
     if parts is None:
         alone = absent and address.isdecimal()
@@ -129,8 +127,6 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class ServerConfig(_Section, frozen=True, kw_only=True):
-    """The metadata server."""
-
     socket: str = ""
     lease_seconds: Positive = 10.0
     reservation_seconds: Positive = 30.0
@@ -228,8 +224,6 @@ class ConnectorConfig(_Section, frozen=True, kw_only=True):
 
 
 class MooncakeConfig(_Section, frozen=True, kw_only=True):
-    """How to reach a Mooncake store."""
-
     master: str = "127.0.0.1:50051"
     protocol: Literal["tcp", "rdma"] = "tcp"
     devices: str = ""
@@ -245,8 +239,6 @@ class MooncakeConfig(_Section, frozen=True, kw_only=True):
 
 
 class OffloadConfig(_Section, frozen=True, kw_only=True):
-    """The offload tier."""
-
     policy: Literal["off", "write_through"] = "off"
     codec: Literal["raw", "fp8", "int8"] = "raw"
     promote: bool = True
@@ -283,8 +275,6 @@ class OffloadConfig(_Section, frozen=True, kw_only=True):
 
 
 class Config(_Section, frozen=True, kw_only=True):
-    """The whole configuration."""
-
     server: ServerConfig = ServerConfig()
     client: ClientConfig = ClientConfig()
     pool: PoolConfig = PoolConfig()
@@ -308,16 +298,13 @@ def default_socket() -> Path:
 
 
 def hash_seed() -> str | None:
-    """`PYTHONHASHSEED`, with which vLLM's and LMCache's block hashes begin; None if it is not
-    set.
-    """
+    """`PYTHONHASHSEED`, with which vLLM's and LMCache's block hashes begin; None if not set."""
     return os.environ.get("PYTHONHASHSEED")
 
 
 def expandable_segments() -> bool:
     """Whether `expandable_segments` is on for torch's CUDA allocator. As in torch, the first of its
-    two variables that is set counts.
-    """
+    two variables that is set counts."""
     given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     return bool(re.search(r"(^|,)\s*expandable_segments\s*:\s*(true|1)\s*(,|$)", given.lower()))
 
@@ -382,7 +369,6 @@ def from_dict(
 
 
 def _asks_for_pool(config: Config) -> bool:
-    """Whether a setting needs a pool."""
     lends = config.pool.segment_bytes or config.pool.device != "auto"
     offloads = config.offload.policy != "off"
     return bool(lends) or offloads
@@ -419,8 +405,7 @@ def load(path: str | Path | None = None) -> Config:
 
 def read(path: str | Path | None = None) -> tuple[dict[str, Any], str, dict[str, int]]:
     """Read the file that `load` reads, without checking keys and values. Returns its values, its
-    name, and the lines of its keys. Raises ConfigError.
-    """
+    name, and the lines of its keys. Raises ConfigError."""
     path = path or os.environ.get("VCACHE_CONFIG")
     if not path:
         return {}, "defaults", {}

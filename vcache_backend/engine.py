@@ -1,6 +1,5 @@
 """`VCacheEngine`: stores, looks up and retrieves the KV of token sequences, between paged KV caches
-and the pool.
-"""
+and the pool."""
 
 from __future__ import annotations
 
@@ -84,8 +83,7 @@ class VCacheEngine:
         """How many leading tokens every rank can retrieve now, from the pool or the offload tier: a
         multiple of the chunk size.
 
-        Takes no lease.
-        """
+        Takes no lease."""
         with self._stats.timed("lookup"):
             ids = as_tokens(tokens)
             keys = self._hasher.keys(ids, as_salt(salt))
@@ -166,8 +164,7 @@ class VCacheEngine:
 
     def contains(self, cache_key: bytes) -> int:
         """0: the chunk of this key is in the pool; 1: in the offload tier; -1: in neither, as far
-        as is known. Takes no lease.
-        """
+        as is known. Takes no lease."""
         key = as_key(cache_key)
         try:
             return self._session.contains(key)
@@ -220,9 +217,7 @@ class VCacheEngine:
         return self._session.flush(as_seconds(timeout), through)
 
     def close(self) -> None:
-        """Finish stores, unmap, disconnect. The segments and their chunks stay in the pool.
-        Idempotent.
-        """
+        """Finish stores, unmap, disconnect. Segments and chunks stay in the pool. Idempotent."""
         self._session.close()
 
     # ---- inside
@@ -244,8 +239,7 @@ class VCacheEngine:
         self, kv: PagedKV, slots: npt.NDArray[np.int64], first: int, chunks: int
     ) -> SlotPlaces:
         """The places of the chunks from the one with token `first` on, up to number `chunks`.
-        ValueError if two tokens have one slot.
-        """
+        ValueError if two tokens have one slot."""
         size = self._layout.chunk_size
         places = SlotPlaces(
             kv, size, slots, range(first // size * size, chunks * size, size), first

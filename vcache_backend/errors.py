@@ -1,7 +1,6 @@
 """The errors that vcache raises.
 
-In a call of the engine or of an integration they are counted, logged and answered with a miss.
-"""
+In a call of the engine or of an integration they are counted, logged and answered with a miss."""
 
 from __future__ import annotations
 
@@ -15,14 +14,12 @@ class VCacheError(Exception):
 
 class ConfigError(VCacheError):
     """A configuration file or an option cannot be read, or a value in it is unknown, of the wrong
-    type or impossible.
-    """
+    type or impossible."""
 
 
 class LayoutError(VCacheError):
     """KV tensors, or a copy of them, do not fit the layout: unknown or ambiguous axes, another
-    device, blocks that are not there.
-    """
+    device, blocks that are not there."""
 
 
 class SegmentError(VCacheError):

@@ -1,6 +1,5 @@
 """Percentiles of durations in constant memory. A bucket's bounds are a factor of 2^(1/8) apart, so
-percentiles are right within 5 %.
-"""
+percentiles are right within 5 %."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ class Histogram:
 
     def percentile(self, q: float) -> float:
         """The duration in µs that a share `q` (0 to 1) of the samples did not exceed; 0.0 without
-        samples.
-        """
+        samples."""
         wanted = q * self.count
         seen = 0
         for at, count in enumerate(self._buckets):

@@ -12,8 +12,7 @@ LOG_BYTES = 4 << 20
 
 class _RotatedLog(RotatingFileHandler):
     """A log of at most `LOG_BYTES`, and the one before it as `.1`. Whatever else goes to stderr,
-    such as a traceback, stands in it, too.
-    """
+    such as a traceback, stands in it, too."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, maxBytes=LOG_BYTES, backupCount=1)
@@ -29,9 +28,7 @@ class _RotatedLog(RotatingFileHandler):
 
 
 def begin(path: Path | None = None) -> None:
-    """Set up logging in this process, from INFO on. path: of a log of bounded size; None:
-    stderr.
-    """
+    """Set up logging in this process, from INFO on. path: a log of bounded size; None: stderr."""
     handlers = None if path is None else [_RotatedLog(path)]
     form = "%(asctime)s %(process)d %(levelname)-7s %(name)s: %(message)s"
     logging.basicConfig(level=logging.INFO, format=form, handlers=handlers)

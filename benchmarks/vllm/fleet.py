@@ -38,7 +38,7 @@ ANSWER_SECONDS = 120.0
 STATES_SECONDS = 0.1
 """Seconds between looks for more states; those of one prompt come as its steps end."""
 SAVED = (b"saved AOT compiled function", b"Directly load AOT compilation")
-"""What vLLM logs once there is compiled code that others can load."""
+"""What each worker of vLLM logs once there is compiled code of its rank that others can load."""
 
 
 class Fleet:
@@ -158,13 +158,14 @@ class Fleet:
         return write_model(self.cache / joined("model", kind, scale.name), scale)
 
     def _await_compiled(self, name: str) -> None:
-        """Wait until others can load what this instance compiles, or until it has started or
-        failed. `instance` reports a failure.
+        """Wait until others can load what each worker of this instance compiles, or until it has
+        started or failed. `instance` reports a failure.
         """
-        child = self._children[name]
+        child, workers = self._children[name], KINDS[INSTANCES[name].kind].ranks
 
         def compiled() -> bool:
-            return child.has_answered or any(said in child.log.read_bytes() for said in SAVED)
+            log = child.log.read_bytes()
+            return child.has_answered or sum(map(log.count, SAVED)) >= workers
 
         until(compiled, START_SECONDS, 0.2)
         took = time.monotonic() - self._waiting[name]

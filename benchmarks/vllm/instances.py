@@ -155,6 +155,10 @@ def joined(*parts: str) -> str:
     return "_".join(filter(None, parts))
 
 
-INSTANCES = {"timed": Spec(gpu=1, scheduler="probed")}
+INSTANCES = {
+    "timed": Spec(gpu=1, scheduler="probed"),
+    "c": Spec(gpu=2),
+    "d": Spec(gpu=3),
+}
 for _kind in KINDS:
     INSTANCES |= _trio(_kind)

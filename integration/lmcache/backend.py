@@ -67,9 +67,7 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
     # ---- for the GPU connector and `Verbs`
 
     def bind(self, kvcaches: Any) -> PoolWorker | None:
-        """Return the worker for these KV caches, made on the first call. None if the plugin stepped
-        aside.
-        """
+        """Return the worker for these KV caches. None if the plugin stepped aside."""
         if self.worker is not None:
             self.worker.kvcaches = kvcaches
         elif not self.reason:
@@ -83,16 +81,13 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
     def note_sources(
         self, objs: Sequence[MemoryObj], starts: Sequence[int], more: dict[str, Any]
     ) -> None:
-        """See `PoolWorker.note`. more: LMCache's keyword arguments, with `kvcaches` and
-        `slot_mapping`.
-        """
+        """See `PoolWorker.note`. more: LMCache's keyword arguments."""
         worker, mapping = self.bind(more["kvcaches"]), more["slot_mapping"]
         if worker is not None:
             worker.note(objs, starts, as_slots(mapping, len(mapping), 0))
 
     @answers(set)
     def settle(self, block_size: int) -> set[int]:
-        """See `PoolWorker.settle`."""
         return self.worker.settle(block_size) if self.worker is not None else set()
 
     def shape(self, num_tokens: int) -> torch.Size:
@@ -121,8 +116,7 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
 
     def get_blocking(self, key: CacheEngineKey) -> None:
         """Return None: `Verbs.retrieve` loads hits straight into the paged KV cache, without memory
-        objects.
-        """
+        objects."""
 
     def batched_get_blocking(self, keys: list[CacheEngineKey]) -> list[None]:
         """Return None for each key; see `get_blocking`."""
@@ -139,8 +133,7 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         busy_loop: bool = True,
     ) -> MemoryObj | None:
         """Make a memory object for one whole chunk. None for less than a chunk: then LMCache stops
-        storing the request.
-        """
+        storing the request."""
         return next(iter(self.batched_allocate(shapes, dtypes, 1, fmt) or ()), None)
 
     @answers(None)
@@ -189,9 +182,7 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
 
     @answers(0)
     def clear(self) -> int:
-        """Reset the namespace, for all instances that share it. Returns the number of tokens
-        removed.
-        """
+        """Reset the namespace, for all who share it. Returns the number of tokens removed."""
         return self.worker.clear() * int(self.config.chunk_size) if self.worker is not None else 0
 
     def get_allocator_backend(self) -> AllocatorBackendInterface:
@@ -205,8 +196,7 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
 
     def calculate_chunk_budget(self) -> int:
         """How many chunks may be loaded at once: practically any number, since our memory objects
-        hold no memory.
-        """
+        hold no memory."""
         return 1 << 20
 
     @answers(None)

@@ -21,8 +21,7 @@ CLASS_NAME = "VCacheBackend"
 
 def version() -> str | None:
     """Say why the plugin does not work with this version of LMCache, or None. `patches` checks
-    LMCache's internals.
-    """
+    LMCache's internals."""
     try:
         installed = metadata.version("lmcache")
     except metadata.PackageNotFoundError:
@@ -35,8 +34,7 @@ def version() -> str | None:
 
 def refusal(lm_config: Any, instance: Instance) -> str | None:
     """Name the first setting of LMCache or the instance that the plugin does not work with, and
-    what to change. None if all settings fit.
-    """
+    what to change. None if all settings fit."""
     reasons = *_unsupported(lm_config), *_instance_reasons(lm_config, instance)
     return next(filter(None, reasons), None)
 
@@ -138,7 +136,6 @@ def remarks(lm_config: Any, instance: Instance) -> Iterator[str]:
 
 
 def _our_names(lm_config: Any) -> list[str]:
-    """The names in `storage_plugins` that refer to our class."""
     extra = getattr(lm_config, "extra_config", None) or {}
     named = getattr(lm_config, "storage_plugins", None) or []
     classes = {name: extra.get(f"storage_plugin.{name}.class_name") for name in named}

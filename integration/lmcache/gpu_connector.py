@@ -28,8 +28,7 @@ class VCacheGPUConnector(GPUConnectorInterface):  # type: ignore[misc]
         self, memory_objs: Sequence[MemoryObj], starts: list[int], ends: list[int], **kwargs: Any
     ) -> None:
         """Note the chunks' slots in `kvcaches`, from `slot_mapping`. The copy follows when LMCache
-        puts the chunks with their keys.
-        """
+        puts the chunks with their keys."""
         self._there().note_sources(list(memory_objs), starts, kwargs)
 
     def batched_to_gpu(
@@ -40,8 +39,7 @@ class VCacheGPUConnector(GPUConnectorInterface):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         """Raise RuntimeError: `Verbs.retrieve` replaces the engine's method and needs no memory
-        objects, so nobody calls this.
-        """
+        objects, so nobody calls this."""
         raise RuntimeError(
             "LMCache loads memory objects where vcache loads chunks by itself; is this another "
             "version of LMCache?"

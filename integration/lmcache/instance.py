@@ -49,8 +49,7 @@ class Instance:
 
     def describe(self, kvcaches: KVCaches, config: Config) -> tuple[PagedKV, Config]:
         """Describe this worker's KV caches. Returns their geometry, and `config` with the matching
-        `engine.kv_axes`. LayoutError.
-        """
+        `engine.kv_axes`. LayoutError."""
         engine, tensors = config.engine, by_layer(kvcaches)
         if self.vllm_config is None:
             kv = PagedKV.describe(kvcaches, self.model.block_size, axes=engine.kv_axes or None)
@@ -95,8 +94,7 @@ def by_layer(kvcaches: KVCaches) -> dict[str, Any]:
 
 def discover(metadata: Any, settings: Settings) -> Instance:
     """Describe the instance that LMCache's `metadata` belongs to. ConfigError if the block size is
-    unknown, or contradicts `settings`.
-    """
+    unknown, or contradicts `settings`."""
     group = _transfer_group()
     adapter = _adapter(group)
     if adapter is not None:
@@ -124,8 +122,7 @@ def discover(metadata: Any, settings: Settings) -> Instance:
 
 def hash_probe(token_database: Any) -> str:
     """Hash a fixed chunk of tokens with LMCache, as text. Equal results mean equal algorithm, seed
-    and chunk size.
-    """
+    and chunk size."""
     tokens = list(range(1, token_database.chunk_size + 1))
     _, _, chunk_hash = next(iter(token_database.process_tokens(tokens, make_key=False)))
     return str(chunk_hash)
@@ -133,8 +130,7 @@ def hash_probe(token_database: Any) -> str:
 
 def _transfer_group() -> Any:
     """Return vLLM's KV connector in this worker, or None. The connector's module is loaded if vLLM
-    has made a connector.
-    """
+    has made a connector."""
     module = sys.modules.get("vllm.distributed.kv_transfer")
     has = module is not None and module.has_kv_transfer_group()
     return module.get_kv_transfer_group() if module is not None and has else None
@@ -142,8 +138,7 @@ def _transfer_group() -> Any:
 
 def _adapter(group: Any) -> Any:
     """Find LMCache's adapter (`LMCacheConnectorV1Impl`) in vLLM's connector, which may contain
-    several connectors (`MultiConnector`).
-    """
+    several connectors (`MultiConnector`)."""
     for connector in (group, *getattr(group, "_connectors", ())):
         adapter = getattr(connector, "_lmcache_engine", None)
         if hasattr(adapter, "_vllm_config"):

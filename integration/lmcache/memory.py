@@ -19,9 +19,7 @@ from vcache_backend.transfer.arguments import KVCaches
 def described(
     shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype], fmt: MemoryFormat | None
 ) -> MemoryObjMetadata:
-    """Describe a chunk for LMCache. The bytes are opaque: shapes and dtypes only give
-    their number.
-    """
+    """Describe a chunk for LMCache. Its bytes are opaque: shapes and dtypes only count them."""
     nbytes = sum(
         shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)
     )
@@ -33,8 +31,7 @@ def described(
 
 class NotedSlots(NamedTuple):
     """A chunk's place in KV caches: its tokens are at `slots[start:]`, of the slots of a request's
-    tokens (int64).
-    """
+    tokens (int64)."""
 
     kvcaches: KVCaches
     slots: Any

@@ -74,7 +74,6 @@ def _must_have(owner: Any, names: str) -> None:
 
 
 def names_our_plugin(config: Any) -> bool:
-    """Whether an `LMCacheEngineConfig` names our storage plugin."""
     extra: Mapping[str, Any] = getattr(config, "extra_config", None) or {}
     names = getattr(config, "storage_plugins", None) or ()
     modules = [str(extra.get(f"storage_plugin.{name}.module_path")) for name in names]
@@ -98,8 +97,7 @@ def register() -> None:
 
 class _OnImport(MetaPathFinder):
     """Finds LMCache's connector module in the ordinary way, and calls `register` after the module
-    is executed.
-    """
+    is executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -131,9 +129,7 @@ def _constructor(construct: Callable[..., None]) -> Callable[..., None]:
 
 
 def _guarded(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `call` and return the result. On an error warn and return None, since vLLM
-    must start.
-    """
+    """Call `call` and return the result. On an error warn and return None: vLLM must start."""
     try:
         return call(*args, **kwargs)
     except Exception as error:  # noqa: BLE001 - vLLM must start
@@ -154,8 +150,7 @@ def _uses_native(vllm_config: Any, *_: Any, **__: Any) -> bool:
 
 def _supply_connector() -> None:
     """Make `CreateGPUConnector` return our connector on a CPU, for which LMCache has none. vLLM's
-    adapter imports the function on each call.
-    """
+    adapter imports the function on each call."""
     source: Any = importlib.import_module("lmcache.v1.gpu_connector")
     vllm = importlib.import_module("lmcache.utils").EngineType.VLLM
 
@@ -192,8 +187,7 @@ def _patch_scheduler(connector: Any) -> None:
 
 def take_allocator_role() -> None:
     """Make LMCache's storage managers allocate from our backend if they have one. The class is
-    patched, because a manager decides in its constructor.
-    """
+    patched, because a manager decides in its constructor."""
     manager = importlib.import_module("lmcache.v1.storage_backend.storage_manager").StorageManager
 
     def make(theirs: Callable[..., Any]) -> Callable[..., Any]:
@@ -278,8 +272,7 @@ def _report_blocks(
     adapter: Any, backend: VCacheBackend, theirs: Callable[[], set[int]]
 ) -> Callable[[], set[int]]:
     """Wrap `get_block_ids_with_load_errors`, which vLLM calls at a step's end: wait for the step's
-    loads, and add the blocks of failed loads.
-    """
+    loads, and add the blocks of failed loads."""
 
     def get_block_ids_with_load_errors() -> set[int]:
         return theirs() | backend.settle(adapter._block_size)

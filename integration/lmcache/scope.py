@@ -30,8 +30,7 @@ PLAIN = "-"
 
 REFUSED = "vcache.uncached"
 """Set beside `SKIP_SAVE`: never look the request up, however often vLLM schedules it. Users may set
-it, too.
-"""
+it, too."""
 
 _PARAMS = "kv_transfer_params"
 log = logging.getLogger(__name__)
@@ -90,9 +89,7 @@ def is_refused(extra_args: Mapping[str, Any] | None) -> bool:
 
 
 def uncached(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Copy `extra_args` without tags, and with the order to LMCache to store nothing of the
-    request.
-    """
+    """Copy `extra_args` without tags, and with the order to store nothing of the request."""
     try:
         params = _params(extra_args)
     except ValueError:
@@ -141,8 +138,7 @@ def _replace(request: Any, rewrite: Callable[[Mapping[str, Any] | None], dict[st
 
 class Scheduler:
     """Wraps two calls of LMCache's adapter in vLLM's scheduler, to give every request its scope.
-    Runs in the scheduler's thread.
-    """
+    Runs in the scheduler's thread."""
 
     def __init__(self, adapter: Any) -> None:
         self._adapter = adapter
@@ -153,8 +149,7 @@ class Scheduler:
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> int | None:
         """Tag the request, then call the adapter. 0, without a look-up, if the request must not be
-        cached or must compute every token (for prompt log probabilities).
-        """
+        cached or must compute every token (for prompt log probabilities)."""
         try:
             cacheable = give_scope(request, self._adapters)
         except Exception as error:  # noqa: BLE001 - vLLM's scheduler would die of it
@@ -173,9 +168,7 @@ class Scheduler:
         return 0
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """Call the adapter, but save nothing of requests without our tag. Pooling requests cannot
-        have it.
-        """
+        """Call the adapter, but save nothing of requests without our tag, such as pooling."""
         meta = self._build(scheduler_output)
         for request in meta.requests:
             if request.save_spec is not None and TAG not in (request.request_configs or {}):

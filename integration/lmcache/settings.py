@@ -34,8 +34,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Own(msgspec.Struct):
-    """The keys that are not part of vcache's own configuration."""
-
     config: str = ""
     block_size: Annotated[int, msgspec.Meta(ge=0)] = 0
     model: str = ""
@@ -83,8 +81,7 @@ def read(extra_config: Mapping[str, Any], chunk_size: int) -> Settings:
 
 def _put(values: dict[str, Any], key: str, value: object) -> None:
     """Set the value that `key` names, such as `pool.device`. ConfigError if a part of the name is
-    no section.
-    """
+    no section."""
     *path, name = key.split(".")
     section: Any = values
     for part in path:

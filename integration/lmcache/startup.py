@@ -1,6 +1,4 @@
-"""Starts the plugin: reads the settings, checks the instance, and reports why if it must not
-work.
-"""
+"""Starts the plugin: reads the settings, checks the instance, and reports why it must not work."""
 
 from __future__ import annotations
 
@@ -39,9 +37,7 @@ _NO_TIER = (
 
 
 class Starter:
-    """Makes a `PoolWorker` from LMCache's configuration, or says why not. Runs in the worker's main
-    thread.
-    """
+    """Makes a `PoolWorker` from LMCache's configuration, or says why not. In the main thread."""
 
     def __init__(self, config: Any, metadata: Any, backend: VCacheBackend) -> None:
         self._config, self._metadata, self._backend = config, metadata, backend
@@ -79,8 +75,7 @@ class Starter:
         """Connect under these KV caches' namespace, lend memory, and check that bytes come back
         from the pool unchanged.
 
-        Raises StepAside or VCacheError.
-        """
+        Raises StepAside or VCacheError."""
         if self._instance is None or self._settings is None:
             raise StepAside("the plugin did not start")
         instance, size = self._instance, self._config.chunk_size
@@ -121,8 +116,7 @@ class Starter:
 
     def say_stepped_aside(self, reason: str, error: Exception | None) -> None:
         """Report why the plugin stepped aside: in the log, to the server, and to LMCache's engine.
-        Never raises.
-        """
+        Never raises."""
         log.error(
             "vcache stepped aside: %s. vLLM serves, nothing is cached", reason, exc_info=error
         )

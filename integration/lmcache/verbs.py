@@ -31,8 +31,7 @@ log = logging.getLogger(__name__)
 
 MOST = 1024
 """The most hits that are kept. Requests that are never scheduled leave theirs behind, so the oldest
-are dropped.
-"""
+are dropped."""
 
 
 class Hits:
@@ -45,8 +44,7 @@ class Hits:
 
     def keep(self, request: str, hit: Hit) -> None:
         """Keep `hit` until `take`, in place of the request's earlier hit. A hit without chunks is
-        ended at once.
-        """
+        ended at once."""
         with self._lock:
             over = [self._kept.pop(request, None)]
             if hit.names:
@@ -64,15 +62,13 @@ class Hits:
             return self._kept.pop(request, None) if request is not None else None
 
     def end(self, hit: Hit | None) -> None:
-        """Release the hit's lease."""
         if hit is not None and hit.lease is not None:
             self._release(hit.lease)
 
 
 class Verbs:
     """Our methods of one engine. None raises: a failure is a miss. `lookup` runs in any
-    thread, `retrieve` in the worker's main thread. `theirs`: the engine's own method.
-    """
+    thread, `retrieve` in the worker's main thread. `theirs`: the engine's own method."""
 
     def __init__(self, engine: Any, backend: VCacheBackend) -> None:
         self._engine, self._backend = engine, backend
@@ -93,8 +89,7 @@ class Verbs:
         request_configs: dict[str, Any] | None = None,
     ) -> int:
         """Return how many leading tokens can be loaded. With `pin` the hit is kept for `lookup_id`.
-        Without `pin` LMCache's own method answers.
-        """
+        Without `pin` LMCache's own method answers."""
         worker, engine = self._backend.worker, self._engine
         if not pin or lookup_id is None or worker is None or not engine.is_healthy():
             what = {"tokens": tokens, "hashes": hashes, "offsets": offsets}
@@ -137,8 +132,7 @@ class Verbs:
         search_range: list[str] | None = None,
     ) -> int:
         """Look up the leading chunks, keep the hit for the request, and return how many can be
-        loaded. find: asks the server.
-        """
+        loaded. find: asks the server."""
         manager, names = self._engine.storage_manager, worker.names(hashes, tags_of(configs))
         tiers = manager.get_active_storage_backends(
             search_range=search_range or self._engine.retrieve_locations

@@ -1,6 +1,5 @@
 """Makes a worker's chunk keys, and leases, loads and stores its chunks. May raise; the callers
-shield LMCache.
-"""
+shield LMCache."""
 
 from __future__ import annotations
 
@@ -63,8 +62,7 @@ class PoolWorker:
 
     def __init__(self, session: Session, kvcaches: KVCaches, ranks: int, needs_scope: bool) -> None:
         """ranks: how many ranks hold a shard of every chunk. needs_scope: do not cache requests
-        without our tag (see `scope`).
-        """
+        without our tag (see `scope`)."""
         self.session, self.kvcaches, self.settles = session, kvcaches, False
         self._names = TaggedHashKeys(session.namespace, session.rank)
         self._ranks, self._needs_scope, self._unscoped = ranks, needs_scope, False
@@ -94,8 +92,7 @@ class PoolWorker:
 
     def _count(self, asked: int, found: int) -> None:
         """Report a look-up to the server, in chunks. Every rank makes the look-up; the first rank
-        reports it.
-        """
+        reports it."""
         size = self.session.chunk_size
         if self.session.rank == 0:
             self.session.client.count(asked * size, found * size)
@@ -137,8 +134,7 @@ class PoolWorker:
 
     def settle(self, block_size: int) -> set[int]:
         """Wait for the launched loads. Returns the KV blocks, of `block_size` tokens each, that
-        they did not fill.
-        """
+        they did not fill."""
         loads, self._launched = self._launched, []
         bad: set[int] = set()
         for load, slots, starts, skip in loads:
@@ -151,8 +147,7 @@ class PoolWorker:
 
     def note(self, objs: Sequence[MemoryObj], starts: Sequence[int], slots: Slots) -> None:
         """Note the places of a store's chunks, for the next `put`. starts: the first token of each
-        chunk. slots: the slots of the request's tokens.
-        """
+        chunk. slots: the slots of the request's tokens."""
         for obj, start in zip(objs, starts, strict=True):
             if isinstance(obj, StoredObj):
                 obj.source = NotedSlots(self.kvcaches, slots, start)
@@ -176,9 +171,7 @@ class PoolWorker:
             store(self.session, places, [name for name, _ in part], range(len(part)))
 
     def remove(self, keys: Sequence[CacheEngineKey], force: bool) -> int:
-        """Remove chunks of this rank. Returns how many were in the pool. force: also remove leased
-        chunks.
-        """
+        """Remove chunks of this rank. Returns how many. force: also leased ones."""
         return self.session.client.remove(self._names.keys(keys), force)
 
     def clear(self) -> int:
@@ -188,15 +181,12 @@ class PoolWorker:
     # ---- inside
 
     def _named(self, keys: Sequence[CacheEngineKey]) -> list[ChunkKey]:
-        """Make the keys of one call's chunks, all of one request. Empty if they lack our tag and
-        need it.
-        """
+        """Make the keys of a call's chunks, all of one request. Empty without a tag it needs."""
         return self._names.keys(keys) if keys and self._mine(keys[0].tags) else []
 
     def _mine(self, tags: Tags) -> bool:
         """Whether chunks with these tags may be cached: they contain our tag, or do not need it.
-        Reports the first refusal.
-        """
+        Reports the first refusal."""
         if not self._needs_scope or scoped(tags):
             return True
         if not self._unscoped:

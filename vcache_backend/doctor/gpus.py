@@ -1,6 +1,5 @@
 """Checks the driver, the GPUs, how they reach each other, and whether this worker's segment fits on
-its device.
-"""
+its device."""
 
 from __future__ import annotations
 
@@ -116,16 +115,13 @@ def check_memory(config: Config) -> Iterator[Finding]:
         yield ok("memory", detail)
     else:
         yield fail(
-            "memory",
-            detail,
-            f"set pool.segment_bytes to {ByteSize(available // 2).about} or less",
+            "memory", detail, f"set pool.segment_bytes to {ByteSize(available // 2).about} or less"
         )
 
 
 def _pool_gpu(spec: str) -> Gpu | None:
     """The GPU that `pool.device` names; None if it is not here. `auto` and `cuda` are taken for the
-    first one, without asking torch.
-    """
+    first one, without asking torch."""
     if not has_nvidia():
         return None
     try:

@@ -29,9 +29,7 @@ _QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
     "PYTHONHASHSEED": "0",
 }
-"""For the child. That `PYTHONHASHSEED` is not set is a finding of its own, and says nothing about a
-model.
-"""
+"""For the child. That `PYTHONHASHSEED` is not set is a finding of its own."""
 _KINDS = {
     "full": "of full attention",
     "window": "with a window of {:,} tokens",
@@ -41,14 +39,12 @@ _KINDS = {
 
 class UnknownModel(Exception):
     """vLLM could not be asked, or does not know the model. The message says why and, after `; `,
-    what would help.
-    """
+    what would help."""
 
 
 class Layers(msgspec.Struct, frozen=True):
     """`count` layers of one kind: `full`, `window`, `state`, or vLLM's name for another one.
-    window: its tokens.
-    """
+    window: its tokens."""
 
     kind: str
     window: int
@@ -80,9 +76,7 @@ class ModelReport(msgspec.Struct, frozen=True):
 
 
 def ask(name: str, config: Config) -> ModelReport:
-    """Ask vLLM about a model, which takes some 20 s. name: as `vllm serve` takes it. Raises
-    UnknownModel.
-    """
+    """Ask vLLM about a model (name: as `vllm serve` takes it), in some 20 s. UnknownModel."""
     if find_spec("vllm") is None:
         said = "vLLM is not installed here, and only vLLM knows its models"
         raise UnknownModel(f"{said}; run this in vLLM's environment")
@@ -116,8 +110,7 @@ def ask(name: str, config: Config) -> ModelReport:
 
 def check_model(name: str, config: Config) -> Iterator[Finding]:
     """Say whether a model is cached, how large its chunks are, and what a pool holds of it. name:
-    as `vllm serve` takes it.
-    """
+    as `vllm serve` takes it."""
     shown = printable(name)
     try:
         model = ask(name, config)

@@ -1,6 +1,4 @@
-"""Checks the metadata server: its socket, whether it answers, and what it knows of the
-instances.
-"""
+"""Checks the metadata server: its socket, whether it answers, what it knows of the instances."""
 
 from __future__ import annotations
 
@@ -25,8 +23,7 @@ REPORT_SECONDS = 3600.0
 
 def check_socket(config: Config) -> Iterator[Finding]:
     """Check that the socket's folder exists, belongs to this user or another trusted one, and is
-    closed to others.
-    """
+    closed to others."""
     path = config.server.path
     if len(os.fsencode(path)) > MAX_SOCKET_PATH:
         detail = f"{path} is longer than the {MAX_SOCKET_PATH} bytes a socket's path may have"
@@ -104,7 +101,6 @@ def _reported(report: Reported, here: bool) -> Finding:
 
 def _there_since(pid: int, when: float) -> bool:
     """Whether process `pid` runs and began before `when`, in seconds since the epoch; else the pid
-    was given to another process.
-    """
+    was given to another process."""
     began = started(pid) / os.sysconf("SC_CLK_TCK")
     return 0 < began <= time.clock_gettime(time.CLOCK_BOOTTIME) - (time.time() - when) + 1

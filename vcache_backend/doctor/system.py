@@ -21,9 +21,7 @@ Version = tuple[int, ...]
 
 
 def numbers(text: str) -> Version:
-    """The leading numbers of a version: (2, 13, 0) of "2.13.0+cpu", (6, 18, 44) of
-    "6.18.44-generic".
-    """
+    """The leading numbers of a version: (2, 13, 0) of "2.13.0+cpu"."""
     leading = re.match(r"\d+(\.\d+)*", text)
     return tuple(int(part) for part in leading[0].split(".")) if leading else ()
 
@@ -40,7 +38,6 @@ class _Package(msgspec.Struct, frozen=True):
 
     @property
     def wanted(self) -> str:
-        """The supported versions, as pip takes them: `>=2.11,<2.15`."""
         return f">={'.'.join(map(str, self.low))},<{'.'.join(map(str, self.high))}"
 
 
@@ -65,8 +62,7 @@ PACKAGES = (
 
 def check_kernel(config: Config) -> Iterator[Finding]:
     """Check Linux's version, and two system calls: segments need memfd_create, and noticing dead
-    clients pidfd_open.
-    """
+    clients pidfd_open."""
     release = platform.release()
     if sys.platform != "linux" or numbers(release) < (5, 4):
         yield fail("kernel", f"{platform.system()} {release}", "vcache needs Linux 5.4 or later")
@@ -93,9 +89,7 @@ def _pidfd() -> int:
 
 
 def check_packages(config: Config) -> Iterator[Finding]:
-    """Compare the installed versions, read from metadata without an import, with the supported
-    ones.
-    """
+    """Compare installed versions, read from metadata without an import, with supported ones."""
     here = {
         "engine": True,
         "gpu": gpus.has_nvidia(),
@@ -123,8 +117,7 @@ def check_packages(config: Config) -> Iterator[Finding]:
 
 def installed(*names: str) -> tuple[str, str]:
     """The first of these distributions that is installed, and its version; if none is, the first
-    name and "".
-    """
+    name and ""."""
     for name in names:
         with suppress(metadata.PackageNotFoundError):
             return name, metadata.version(name)

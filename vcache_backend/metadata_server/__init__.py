@@ -1,3 +1,2 @@
 """The metadata server: directory, allocator, leases, fds, ledger. No torch, no CUDA; no data
-passes through it.
-"""
+passes through it."""

@@ -1,6 +1,5 @@
 """`python -m vcache_backend.metadata_server [--config FILE] [--socket PATH]`: the server without
-the CLI's dependencies.
-"""
+the CLI's dependencies."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ PATH_SECONDS = 0.01
 """How often a busy server checks that the socket's path still leads to it."""
 EVENTS_A_TURN = 64
 """The most connections to read from in one turn, one request each."""
-BACKLOG_STEPS = 512
+BACKLOG_STEPS = 256
 """About how many steps of the backlog each turn does."""
 
 

@@ -28,8 +28,7 @@ log = logging.getLogger("vcache_backend.monitor")
 
 def main() -> int:
     """Serve until Ctrl-C, or with `--until-eof` until standard input ends. Returns the exit code: 1
-    if it cannot listen.
-    """
+    if it cannot listen."""
     parser = argparse.ArgumentParser(prog="python -m vcache_backend.monitor", description=__doc__)
     parser.add_argument("--socket", required=True, type=Path, help="the metadata server's socket")
     parser.add_argument("--listen", required=True, help="HOST:PORT")

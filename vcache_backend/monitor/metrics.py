@@ -60,14 +60,11 @@ Row = tuple[Sequence[str], float]
 
 
 class ServerMetrics(Collector):
-    """Makes all metrics at each scrape."""
-
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
         self._models: dict[str, str] = {}
         """The model of each namespace with hits. It stays when the last instance goes: a changed
-        label would begin another series.
-        """
+        label would begin another series."""
 
     def collect(self) -> Iterator[Metric]:
         """All metrics; only `vcache_server_up` if the server did not answer the last question."""
@@ -203,8 +200,7 @@ def _counters(name: str, what: str, labels: Sequence[str], rows: Iterable[Row]) 
 
 def _filled(family: GaugeMetricFamily | CounterMetricFamily, rows: Iterable[Row]) -> Metric:
     """Fill a metric. Rows with equal labels are added up: processes whose pids are not visible
-    cannot be told apart.
-    """
+    cannot be told apart."""
     totals = defaultdict[tuple[str, ...], float](float)
     for values, value in rows:
         totals[tuple(values)] += value

@@ -1,6 +1,5 @@
 """Decides when to leave a failing store alone, and when to try it again. Pure: callers pass the
-clock, and it owns no thread.
-"""
+clock, and it owns no thread."""
 
 from __future__ import annotations
 
@@ -16,11 +15,7 @@ class Breaker:
     seconds."""
 
     def __init__(
-        self,
-        failures: int,
-        retry_seconds: float,
-        longest_pause: float,
-        now: Callable[[], float],
+        self, failures: int, retry_seconds: float, longest_pause: float, now: Callable[[], float]
     ) -> None:
         self._failures = failures
         self._retry = retry_seconds
@@ -57,7 +52,6 @@ class Breaker:
                 self._open()
 
     def trial_due(self) -> bool:
-        """Whether the breaker is open and the store may be tried."""
         with self._lock:
             return self.is_open and self._now() >= self._due
 

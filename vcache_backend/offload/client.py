@@ -1,6 +1,5 @@
 """Starts the offload process (process.py), sends it calls with a deadline, and kills it if it
-hangs. The verbs are in verbs.py.
-"""
+hangs. The verbs are in verbs.py."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ class OffloadProcess:
     def __init__(self, config: MooncakeConfig, memory: int = -1) -> None:
         """Start the process, which loads the library. memory: a memfd with all buffers that calls
         name; it needs its size only for those calls. ConfigError if the library does not load,
-        StoreDown.
-        """
+        StoreDown."""
         self._connection, theirs = Pipe()
         with theirs:
             fds = [theirs.fileno(), *([memory] if memory >= 0 else [])]
@@ -100,8 +98,7 @@ class OffloadProcess:
 
     def call(self, verb: str, *arguments: Any, seconds: float) -> Any:
         """Send a call and wait for its answer. After `seconds` the process is killed, and its other
-        calls fail. Raises StoreDown.
-        """
+        calls fail. Raises StoreDown."""
         return self._wait(self.ask(verb, *arguments), verb, seconds)
 
     def kill(self) -> None:
@@ -168,9 +165,7 @@ class OffloadProcess:
 
 
 def remove_under(config: MooncakeConfig, start: str) -> int:
-    """Remove all objects with names that begin with `start`. Returns their number. ConfigError,
-    StoreDown.
-    """
+    """Remove all objects whose names begin with `start`. Returns how many. VCacheError."""
     process = OffloadProcess(config)
     try:
         process.call("open", seconds=OPEN_SECONDS)

@@ -20,16 +20,13 @@ from vcache_backend.errors import VCacheError
 
 RAW_ID: Final = 1
 KINDS: Final = {"int8": (4, torch.int8, 127.0), "fp8": (5, torch.float8_e4m3fn, 448.0)}
-"""By name: id, type and largest number of a byte. Stored objects contain the ids: never change an
-id.
-"""
+"""By name: id, type and largest number of a byte. Stored objects contain the ids."""
 DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SCALE_BYTES: Final = 2
 LEAST_SCALE: Final = torch.finfo(torch.bfloat16).tiny
 PIECE_NUMBERS: Final = 1 << 20
 """How many numbers a CPU processes at once, so that they stay in its cache. A GPU processes
-GPU_PIECES times as many, which bounds its memory.
-"""
+GPU_PIECES times as many, which bounds its memory."""
 GPU_PIECES: Final = 8
 
 
@@ -40,13 +37,10 @@ class CodecError(VCacheError):
 class Codec:
     """Encodes and decodes chunks as int8 or fp8. Any number of threads. Tensors are contiguous,
     1-D, uint8, and all on the same device. Work is queued on the current stream; `encode` waits for
-    it.
-    """
+    it."""
 
     def __init__(self, name: str, dtype: str, head_dim: int) -> None:
-        """dtype: torch's name of the numbers' type. CodecError unless it is a 16- or
-        32-bit type.
-        """
+        """dtype: torch's name of the numbers' type. CodecError unless it has 16 or 32 bits."""
         if dtype not in DTYPES:
             raise CodecError(
                 f"codec {name} is for {', '.join(DTYPES)}; this KV is {dtype}, use raw"
@@ -57,9 +51,7 @@ class Codec:
         self.id, self._code, self._largest = KINDS[name]
 
     def payload_bytes(self, chunk_bytes: int) -> int:
-        """The payload size of a chunk of `chunk_bytes` bytes. CodecError if no chunk
-        has that size.
-        """
+        """The payload size of a chunk of `chunk_bytes` bytes. CodecError if none has that size."""
         vector = self._dtype.itemsize * self._head_dim
         if chunk_bytes <= 0 or chunk_bytes % vector:
             size = f"{self._head_dim} x {self._dtype.itemsize} B"
@@ -70,8 +62,7 @@ class Codec:
 
     def encode(self, chunk: torch.Tensor, payload: torch.Tensor) -> None:
         """Encode `chunk` into `payload`. CodecError for KV with inf or NaN; `payload` is then
-        undefined.
-        """
+        undefined."""
         finite = torch.ones((), dtype=torch.bool, device=chunk.device)
         for numbers, scales, codes in self._pieces(chunk, payload):
             largest = numbers.abs().amax(1).float()
@@ -112,13 +103,11 @@ def make(name: str, dtype: str, head_dim: int) -> Codec | None:
 
 
 def _rounded_up(scale: torch.Tensor) -> torch.Tensor:
-    """Round up to bfloat16, the first half of a float32's bits."""
     return ((scale.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def _from_fp8(codes: torch.Tensor) -> torch.Tensor:
     """Convert through float16's bits, with an exponent bias larger by 8. Torch's conversion takes
-    10 times as long on a CPU. The two codes of NaN, which are never written, become 480.
-    """
+    10 times as long on a CPU. The two codes of NaN, which are never written, become 480."""
     bits = codes.view(torch.int8).to(torch.int16)
     return (((bits & 0x7F) << 7) | (bits & -0x8000)).view(torch.float16).float().mul_(256.0)

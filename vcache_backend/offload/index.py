@@ -1,6 +1,4 @@
-"""Looks chunks up in the store in one batch. Skips all look-ups if loading is slower than
-computing.
-"""
+"""Looks chunks up in the store in one batch, unless loading is slower than computing."""
 
 from __future__ import annotations
 
@@ -24,7 +22,6 @@ class Index:
     which loads nothing itself, sets it."""
 
     def __init__(self, config: OffloadConfig, store: Store, on_gpu: bool) -> None:
-        """on_gpu: whether the KV caches are on a GPU."""
         self._config, self._store, self._least = config, store, config.least_bandwidth(on_gpu)
         self.bandwidth: float | None = None
         self._next_try = 0.0
@@ -41,9 +38,7 @@ class Index:
             self.bandwidth = rate if self.bandwidth is None else 0.5 * self.bandwidth + 0.5 * rate
 
     def too_slow(self) -> bool:
-        """Whether computing is faster than loading. False now and then, to
-        measure again.
-        """
+        """Whether computing is faster than loading. False now and then, to measure again."""
         if not self._least or self.bandwidth is None or self.bandwidth >= self._least:
             return False
         now = time.monotonic()
@@ -59,8 +54,7 @@ class Index:
     def extend(self, client: Client, keys: Sequence[ChunkKey], ranks: int, found: int) -> int:
         """Count the leading chunks that all `ranks` ranks can load from pool and store. found: how
         many of them the pool has before the first it lacks. keys: rank 0's. VCacheError if the
-        server does not answer.
-        """
+        server does not answer."""
         rest = keys[found:]
         if not rest or not self.usable or self.too_slow():
             return found

@@ -50,8 +50,7 @@ def name(key: ChunkKey, epoch: int = 0) -> str:
 
 def digest(data: Buffer | bytes) -> int:
     """xxh3-64, computed without the GIL: 41 GB/s on the development machine for 32 MiB in the
-    cache. ConfigError if xxhash is missing.
-    """
+    cache. ConfigError if xxhash is missing."""
     try:
         from xxhash import xxh3_64_intdigest
     except ImportError as cause:
@@ -74,8 +73,7 @@ def copy_and_hash(target: Buffer, source: Buffer) -> int:
 @dataclass(frozen=True)
 class Format:
     """The format of one namespace's objects. payload_bytes: the size of an encoded chunk of
-    `chunk_bytes` bytes.
-    """
+    `chunk_bytes` bytes."""
 
     fingerprint: bytes
     codec_id: int
@@ -90,16 +88,14 @@ class Format:
         self, buffer: Buffer, key: ChunkKey, epoch: int, payload_digest: int | None = None
     ) -> None:
         """Write the header of the payload at `buffer[HEADER_BYTES:]`. payload_digest: the payload's
-        digest, if known; else the payload is read again.
-        """
+        digest, if known; else the payload is read again."""
         if payload_digest is None:
             payload_digest = digest(buffer[HEADER_BYTES : self.object_bytes])
         buffer[:HEADER_BYTES] = np.frombuffer(self._header(key, epoch, payload_digest), np.uint8)
 
     def check(self, buffer: Buffer, got_bytes: int, key: ChunkKey, epoch: int) -> None:
         """Raise BadObject unless the first `got_bytes` bytes are exactly this object. Reads the
-        payload once, and nothing beyond `got_bytes`.
-        """
+        payload once, and nothing beyond `got_bytes`."""
         if got_bytes != self.object_bytes:
             raise BadObject(f"object of {key.hex()} has {got_bytes:,} B, not {self.object_bytes:,}")
         header = buffer[:HEADER_BYTES].tobytes()

@@ -33,8 +33,7 @@ PARENT_SECONDS = 1.0
 """How often the process checks that its parent is alive."""
 NICENESS = 10
 """The niceness of threads that wait for a transfer. On two cores 512 MiB came 15 % faster. With 19
-a load waited 0.3 s beside others that computed.
-"""
+a load waited 0.3 s beside others that computed."""
 
 
 class OffloadService:
@@ -50,7 +49,6 @@ class OffloadService:
         self._answer(0, "load", lambda: self._load(load), [])
 
     def serve(self) -> None:
-        """Serve until the parent is gone."""
         while self._store is not None:
             number, verb, arguments = msgspec.msgpack.decode(self._connection.recv_bytes())
             call = getattr(self._store, verb)
@@ -78,16 +76,14 @@ class OffloadService:
 
 def _step_back() -> None:
     """Lower this thread's priority. The library moves bytes in its own threads, and the calling
-    thread spins until they are done (0.3.13). With few cores it would take their time.
-    """
+    thread spins until they are done (0.3.13). With few cores it would take their time."""
     # Linux changes the niceness of this thread only.
     os.nice(NICENESS)
 
 
 def _end_with(parent: int) -> None:
     """End this process once the parent has ended. Runs in a thread. A process that the parent
-    forked may keep the socket open.
-    """
+    forked may keep the socket open."""
     while os.getppid() == parent:
         time.sleep(PARENT_SECONDS)
     os._exit(0)

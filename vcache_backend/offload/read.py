@@ -29,13 +29,11 @@ log = logging.getLogger(__name__)
 
 BATCH_BYTES = 128 << 20
 """Bytes of one store call: enough that fixed costs do not count, few enough that arrived chunks can
-be copied beside the next call.
-"""
+be copied beside the next call."""
 BATCH_MOST = 16
 BUFFER_SECONDS = 10.0
 """How long a thread waits for buffers. Buffers come back when their chunks are copied: in vLLM once
-a step.
-"""
+a step."""
 READERS = 2
 """How many threads call the store to read."""
 CHECKERS = 4
@@ -59,8 +57,7 @@ class Bound:
 
 class Staged(NamedTuple):
     """A chunk that has arrived. epoch: the epoch in which it was stored. payload: 1-D uint8 on the
-    host, as the codec wrote it; valid until `give_back`.
-    """
+    host, as the codec wrote it; valid until `give_back`."""
 
     epoch: int
     payload: torch.Tensor
@@ -92,7 +89,6 @@ class Reader:
         self.checks = Workers("vcache-offload-check", checkers)
 
     def fetch(self, keys: Sequence[ChunkKey], epoch: int) -> Fetch:
-        """Begin to read chunks stored in `epoch`."""
         return Fetch(self, keys, epoch)
 
     def try_again(self, name: str) -> None:
@@ -106,7 +102,6 @@ class Reader:
             self.ring.give(buffers)
 
     def close(self, seconds: float) -> None:
-        """End the threads, after the store is closed."""
         self.calls.close(seconds)
         self.checks.close(seconds)
 
@@ -165,9 +160,7 @@ class Fetch:
         self._reader.ring.give([chunk.buffer for chunk in chunks])
 
     def cancel(self) -> None:
-        """Drop all further chunks. Their buffers are returned when the chunks arrive.
-        Idempotent.
-        """
+        """Drop all further chunks. Their buffers are returned when they arrive. Idempotent."""
         self._stop(0, self.cause)
 
     # ---- inside
@@ -205,8 +198,7 @@ class Fetch:
 
     def _read(self, part: range) -> None:
         """Read some chunks in one call. Runs in a reader thread. Checker threads check the result,
-        so that the next call begins at once.
-        """
+        so that the next call begins at once."""
         reader, keys = self._reader, self.keys[part.start : part.stop]
         if part.start >= self._end:
             return
@@ -257,7 +249,6 @@ class Fetch:
 
 
 def batch_chunks(chunk_bytes: int) -> int:
-    """How many chunks one call reads at most."""
     return max(1, min(BATCH_BYTES // chunk_bytes, BATCH_MOST))
 
 

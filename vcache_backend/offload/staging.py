@@ -22,9 +22,7 @@ ALIGNMENT = 4096
 
 
 class Buffer(NamedTuple):
-    """place: the buffer's bytes in the shared memory. memory: the same bytes, 1-D uint8, on the
-    host.
-    """
+    """place: its bytes in the shared memory. memory: the same bytes, 1-D uint8, on the host."""
 
     place: Place
     memory: torch.Tensor
@@ -35,8 +33,7 @@ class Staging:
 
     def __init__(self, fd: int, nbytes: int, count: int, pinned: bool) -> None:
         """pinned: lock the pages, for copies from and to a GPU. RuntimeError or OSError if memory
-        is lacking.
-        """
+        is lacking."""
         stride = -(-nbytes // ALIGNMENT) * ALIGNMENT
         os.ftruncate(fd, stride * count)
         self._whole = torch.frombuffer(mmap.mmap(fd, stride * count), dtype=torch.uint8)
@@ -81,7 +78,6 @@ class Ring:
 
 
 def _cuda(name: str, *arguments: Any) -> None:
-    """Call the CUDA runtime. Raises RuntimeError if it fails."""
     code = int(getattr(torch.cuda.cudart(), name)(*arguments))
     if code:
         raise RuntimeError(f"{name} failed with CUDA error {code}")

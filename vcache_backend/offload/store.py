@@ -1,6 +1,5 @@
 """The store behind a breaker. A background thread starts, watches and replaces the store's process.
-Calls have deadlines.
-"""
+Calls have deadlines."""
 
 from __future__ import annotations
 
@@ -94,8 +93,7 @@ class Store:
     def get(self, names: Sequence[str], places: Sequence[Place]) -> list[int]:
         """Read objects into their places, which may be larger, within `call_seconds`. Returns the
         bytes of each object: 0 if it is absent, -1 if unknown. After the return nothing writes into
-        the memory.
-        """
+        the memory."""
         return self._call("get", names, places) or [-1] * len(names)
 
     def put(self, names: Sequence[str], places: Sequence[Place]) -> list[str]:
@@ -115,8 +113,7 @@ class Store:
 
     def failed(self, what: str, why: str, again: Callable[[], None] | None = None) -> None:
         """Count a failed or late call. again: repeats the call, or raises StoreDown; it must
-        succeed before the store is used again.
-        """
+        succeed before the store is used again."""
         self._stats.failed(f"offload_{what}")
         if again is not None:
             self._suspect = again
@@ -126,7 +123,6 @@ class Store:
         self._wake.set()
 
     def snapshot(self) -> dict[str, Any]:
-        """Report the store's state, for people."""
         process = self._process
         pid = process.pid if process is not None and process.alive else None
         return {"process": pid, "processes_started": self._started, "last_error": self._said}
@@ -182,8 +178,7 @@ class Store:
 
     def _try(self) -> bool:
         """Start a missing process, and open the store. Returns whether the store answers, and the
-        last failed call now succeeds.
-        """
+        last failed call now succeeds."""
         try:
             if self._process is None or not self._process.alive:
                 self._process = OffloadProcess(self._config.mooncake, self.memory)

@@ -28,21 +28,18 @@ MOST_BUFFERS = 256
 """The most buffers for reads, and for writes; more would not be faster."""
 START_SECONDS = 3.0
 """How long vLLM's start may wait for the offload process, which takes half a second to start:
-vLLM's first request may need it.
-"""
+vLLM's first request may need it."""
 CLOSE_SECONDS = 3.0
 Views = Callable[[Sequence[Location]], list[SlotView]]
 
 
 class OffloadTier(Index):
     """The offload tier in one process. `bind` and `fetch` run in the worker's thread, the rest in
-    any. Only look-ups, for `lookup_seconds`, wait for the store. No failure of the store raises.
-    """
+    any. Only look-ups, for `lookup_seconds`, wait for the store. No failure of the store raises."""
 
     def __init__(self, config: OffloadConfig, stats: EngineStats, on_gpu: bool) -> None:
         """Open the tier for look-ups. Waits at most START_SECONDS for the store; the background
-        thread keeps trying. on_gpu: the KV caches are on a GPU.
-        """
+        thread keeps trying. on_gpu: the KV caches are on a GPU."""
         super().__init__(config, Store(config, stats), on_gpu)
         self._settings, self._stats = config, stats
         self._bound: Bound | None = None
@@ -112,7 +109,6 @@ class OffloadTier(Index):
         return self._writer is None or self._writer.flush(seconds)
 
     def snapshot(self) -> dict[str, Any]:
-        """Report counters and the store's state, as plain values."""
         counted, breaker = self._stats.counted("offload_"), self._store.breaker
         return {
             "usable": self.usable,

@@ -31,8 +31,7 @@ from vcache_backend.errors import ConfigError, VCacheError
 STORED, FULL, FAILED = "stored", "full", "failed"
 """Outcomes of a put. FULL: a later try may succeed. FAILED: the bytes did not arrive, or nobody
 knows; no reader finds half of an object. STORED is no proof: after a put was cut short, the store
-answers STORED for its object for half a minute.
-"""
+answers STORED for its object for half a minute."""
 NO_ROOM, TRANSFER_FAILED, RPC_FAILED, RPC_TIMED_OUT = -200, -800, -900, -901
 Place = tuple[int, int]
 """The first byte in the shared memory, and the number of bytes."""
@@ -40,8 +39,7 @@ Place = tuple[int, int]
 
 class StoreDown(VCacheError):
     """The store, or the connection to it, failed; nothing is known about the objects. Counts
-    against the breaker.
-    """
+    against the breaker."""
 
 
 class StoreLost(StoreDown):
@@ -57,8 +55,7 @@ class Mooncake:
 
     def __init__(self, config: MooncakeConfig, memory: int) -> None:
         """Load the library. memory: a memfd that objects are written from and read into; it may get
-        its size later. ConfigError says what to install.
-        """
+        its size later. ConfigError says what to install."""
         self._config, self._fd = config, memory
         mooncake_environment(config)
         self._library = _load_library()
@@ -71,8 +68,7 @@ class Mooncake:
 
     def open(self) -> dict[str, str]:
         """Connect. Returns the settings in force, for people; empty if already connected. Takes 30
-        ms, or `rpc_seconds` if no master answers.
-        """
+        ms, or `rpc_seconds` if no master answers."""
         if self._is_open:
             return {}
         config = self._config
@@ -102,8 +98,7 @@ class Mooncake:
 
     def exist(self, names: Sequence[str]) -> list[bool]:
         """Whether each object exists. Takes no lease if the library can avoid it (0.3.14), since a
-        lease keeps an object from eviction for 10 s.
-        """
+        lease keeps an object from eviction for 10 s."""
         raw = self._opened()
         probe = getattr(raw, "batch_probe_key", raw.batch_is_exist)
         return [code == 1 for code in _checked("look-up", probe(self._full(names)))]
@@ -117,8 +112,7 @@ class Mooncake:
 
     def get(self, names: Sequence[str], places: Sequence[Place]) -> list[int]:
         """Read objects in one batched call. Returns the bytes of each: 0 if it is absent or could
-        not be read. A place may be larger than its object.
-        """
+        not be read. A place may be larger than its object."""
         raw, sizes = self._opened(), [nbytes for _, nbytes in places]
         codes = raw.batch_get_into(self._full(names), self._addresses(places), sizes)
         return [max(0, code) for code in _checked("get", codes)]
@@ -129,8 +123,7 @@ class Mooncake:
 
     def remove_under(self, start: str) -> int:
         """Remove all objects with names that begin with `start`, of all writers, even during a
-        read. Returns their number.
-        """
+        read. Returns their number."""
         pattern = "^" + re.escape(self._prefix + start)
         (code,) = _checked("remove", [self._opened().remove_by_regex(pattern, True)])
         if code < 0:
@@ -147,8 +140,7 @@ class Mooncake:
 
     def _addresses(self, places: Sequence[Place]) -> list[int]:
         """The addresses of places in this process. Maps the memory once it has a size. StoreDown
-        for a place outside it.
-        """
+        for a place outside it."""
         with self._lock:
             size = os.fstat(self._fd).st_size if self._fd >= 0 else 0
             if self._memory is None and size:
@@ -194,8 +186,7 @@ def _load_library() -> Any:
 
 def _check_master(master: str, seconds: float) -> None:
     """Check that a Mooncake master listens at HOST:PORT. Send 64 zero bytes: a live master refuses
-    them and hangs up. StoreDown without a master.
-    """
+    them and hangs up. StoreDown without a master."""
     host, _, port = master.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), seconds) as probe:

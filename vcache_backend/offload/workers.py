@@ -13,8 +13,7 @@ log = logging.getLogger(__name__)
 
 class Workers:
     """`count` threads that make calls in order. They are daemons, unlike an executor's threads, so
-    the process can end while a call hangs.
-    """
+    the process can end while a call hangs."""
 
     def __init__(self, name: str, count: int) -> None:
         self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()

@@ -1,6 +1,5 @@
 """Writes chunks to the store in background threads: from pool slot to staging buffer to object. No
-request waits for a write.
-"""
+request waits for a write."""
 
 # torch.cuda's streams and events have no types.
 # mypy: allow-untyped-calls
@@ -31,9 +30,7 @@ from vcache_backend.vram_pool.slots import SlotView
 log = logging.getLogger(__name__)
 
 FIRST_PART = 4
-"""While no chunk is being written, a batch is so many times smaller, so that writing
-begins early.
-"""
+"""While no chunk is written, a batch is so many times smaller: writing begins early."""
 POLL_SECONDS = 0.05
 """How often an unreachable store or server is checked again."""
 WRITERS = 2
@@ -43,8 +40,7 @@ MOST_WAITING = 4096
 ATTEMPTS = 6
 RETRY_SECONDS = 0.05
 """Chunks that were not stored are tried again after about so long, doubling: a full store evicts in
-the background, and a dead provider or process is replaced.
-"""
+the background, and a dead provider or process is replaced."""
 DROPPED = ("backlog", "down", "gone", "full", "failed", "codec")
 """The reasons why a chunk was not written."""
 Sealed = list[tuple[str, Place]]
@@ -53,8 +49,7 @@ Sealed = list[tuple[str, Place]]
 
 class Writer:
     """Writes offered chunks. Each thread takes some chunks, copies them out of the pool, and puts
-    them into the store. One thread copies at a time while another puts.
-    """
+    them into the store. One thread copies at a time while another puts."""
 
     def __init__(
         self,
@@ -127,8 +122,7 @@ class Writer:
 
     def _take(self, most: int) -> list[ChunkKey]:
         """Take some queued chunks once the store is usable and no other thread copies. Empty after
-        `close`.
-        """
+        `close`."""
         with self._changed:
             while not self._stop.is_set():
                 if self._waiting and not self._copying and self._bound.store.usable:
@@ -141,8 +135,7 @@ class Writer:
 
     def _copy_out(self, keys: list[ChunkKey], buffers: Sequence[Buffer]) -> Sealed:
         """Copy chunks that the store lacks from the pool into buffers. If the pool has lost a
-        chunk, the chunks after it are queued again.
-        """
+        chunk, the chunks after it are queued again."""
         later = keys
         try:
             epoch = self._client.present(keys).epoch
@@ -189,8 +182,7 @@ class Writer:
 
     def _copy(self, chunk: torch.Tensor, payload: torch.Tensor) -> int | None:
         """Encode a chunk on its device, and wait until it is in host memory. Returns its digest if
-        the copy has computed it.
-        """
+        the copy has computed it."""
         codec = self._bound.codec
         if chunk.device.type != "cuda":
             if codec is None:

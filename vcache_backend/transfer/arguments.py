@@ -1,6 +1,5 @@
 """Checks and converts the arguments of the engine's calls. A ValueError says which argument is
-wrong and why.
-"""
+wrong and why."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ KVCaches = Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 
 def first_wanted(mask: object, size: int) -> int:
     """Find the first token that the mask wants; `size` if it wants none. None wants all. ValueError
-    if False comes after True.
-    """
+    if False comes after True."""
     if mask is None:
         return 0
     expected = f"expected ({size},) torch.bool, one for each token"
@@ -43,8 +41,7 @@ def first_wanted(mask: object, size: int) -> int:
 
 def as_slots(slot_mapping: SlotMapping, size: int, offset: int) -> npt.NDArray[np.int64]:
     """Convert a slot mapping to shape (size,), int64, with -1 before `offset`. slot_mapping: the
-    slots of tokens [offset, size). ValueError.
-    """
+    slots of tokens [offset, size). ValueError."""
     try:
         offset = operator.index(offset)
         if isinstance(slot_mapping, torch.Tensor):
@@ -68,8 +65,7 @@ def as_slots(slot_mapping: SlotMapping, size: int, offset: int) -> npt.NDArray[n
 
 def as_kvcaches(kvcaches: object) -> list[torch.Tensor]:
     """List the KV caches, one tensor a layer, in the order given. ValueError for anything but dense
-    tensors.
-    """
+    tensors."""
     if isinstance(kvcaches, Mapping):
         kvcaches = list(kvcaches.values())
     if isinstance(kvcaches, Sequence):
@@ -81,9 +77,7 @@ def as_kvcaches(kvcaches: object) -> list[torch.Tensor]:
 
 
 def as_salt(salt: object) -> bytes:
-    """Convert the salt to bytes; empty for None, which means no salt, as in vLLM and LMCache.
-    ValueError.
-    """
+    """Convert the salt to bytes; empty for None: no salt, as in vLLM and LMCache. ValueError."""
     if salt is None:
         return b""
     if not isinstance(salt, bytes | bytearray | memoryview):
@@ -92,7 +86,6 @@ def as_salt(salt: object) -> bytes:
 
 
 def as_key(cache_key: object) -> ChunkKey:
-    """Check a chunk key. ValueError if it is not `KEY_BYTES` bytes."""
     if isinstance(cache_key, bytes) and len(cache_key) == KEY_BYTES:
         return ChunkKey(cache_key)
     size = f"{len(cache_key)} " if isinstance(cache_key, bytes) else "a "
@@ -102,8 +95,7 @@ def as_key(cache_key: object) -> ChunkKey:
 
 def as_seconds(timeout: object) -> float:
     """Convert a timeout to seconds, limited to what a lock can wait. ValueError for NaN and for
-    values that are no number.
-    """
+    values that are no number."""
     if not isinstance(timeout, int | float) or timeout != timeout:
         raise ValueError(f"timeout is {timeout!r}; expected seconds")
     return min(max(timeout, 0.0), threading.TIMEOUT_MAX / 2)

@@ -52,8 +52,7 @@ def as_tokens(tokens: Sequence[int] | Any) -> Tokens:
     """Tokens as a 1-D uint32 array, from a sequence, numpy array or tensor (on a GPU: copied to the
     host).
 
-    ValueError unless `tokens` has one dimension and holds integers from 0 to 2^32 - 1.
-    """
+    ValueError unless `tokens` has one dimension and holds integers from 0 to 2^32 - 1."""
     if isinstance(tokens, list) and tokens:
         with suppress(TypeError, OverflowError):
             # Takes half of numpy's time, which looks for a type first.
@@ -71,8 +70,7 @@ def as_tokens(tokens: Sequence[int] | Any) -> Tokens:
 
 def as_integers(tokens: Sequence[int] | Any) -> npt.NDArray[np.integer[Any]]:
     """Convert `tokens` to a 1-D array of their own integer type. Values are not checked. ValueError
-    unless they are integers in one dimension.
-    """
+    unless they are integers in one dimension."""
     source: Any = tokens
     try:
         # `Tensor.numpy` takes a third of the time of `np.asarray` of a tensor.
@@ -116,8 +114,7 @@ class TokenHasher:
 
     def keys(self, tokens: Sequence[int] | Any, salt: bytes = b"") -> list[ChunkKey]:
         """Make one key for each whole chunk of `tokens` (see `as_tokens`). A tail shorter than a
-        chunk has no key.
-        """
+        chunk has no key."""
         ids, size = as_tokens(tokens), self.chunk_size
         # Copy, since the caller may write into the array.
         raw = ids[: len(ids) // size * size].astype("<u4", copy=False).tobytes()
@@ -150,7 +147,6 @@ class TokenHasher:
         return root.digest()
 
     def _hashed(self, raw: bytes, first: int, digest: bytes) -> list[ChunkKey]:
-        """The keys of the chunks from number `first` on."""
         tokens, step, keys = memoryview(raw), self._step, []
         for start in range(first * step, len(raw), step):
             link = self._chunk.copy()
@@ -166,8 +162,7 @@ class TokenHasher:
 
 class BlockHashKeys:
     """Makes keys of rank 0 from vLLM's block hashes, for one namespace. hashes_per_chunk: how many
-    hashes a chunk spans. Any thread.
-    """
+    hashes a chunk spans. Any thread."""
 
     def __init__(self, namespace: Namespace, hashes_per_chunk: int) -> None:
         self._prefix, self._each = namespace.prefix, hashes_per_chunk
@@ -197,8 +192,7 @@ class BlockHashKeys:
 
 def state_keys(keys: Sequence[ChunkKey], parts: int) -> list[ChunkKey]:
     """Make the keys of the states after these chunks' last tokens, `parts` for each chunk, chunk by
-    chunk. keys: of rank 0.
-    """
+    chunk. keys: of rank 0."""
     made = list[ChunkKey]()
     for key in keys:
         for part in range(parts):
@@ -228,8 +222,7 @@ Tags = tuple[tuple[str, Any], ...] | None
 
 class TaggedHash(Protocol):
     """The fields of LMCache's `CacheEngineKey` that are hashed here. The namespace covers its other
-    fields.
-    """
+    fields."""
 
     chunk_hash: int
     tags: Tags
@@ -246,9 +239,7 @@ class TaggedHashKeys:
         )
 
     def keys(self, keys: Sequence[TaggedHash]) -> list[ChunkKey]:
-        """Make one key for each of `keys`. ValueError for keys of single layers, which are not
-        supported.
-        """
+        """Make one key for each of `keys`. ValueError for keys of single layers."""
         if keys and getattr(keys[0], "layer_id", None) is not None:
             raise ValueError(
                 "a key of one layer: LMCache runs with use_layerwise, which vcache does not support"

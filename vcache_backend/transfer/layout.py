@@ -1,6 +1,5 @@
 """The properties on which two instances must agree to share chunks (`Layout`), and their digest,
-the namespace.
-"""
+the namespace."""
 
 from __future__ import annotations
 
@@ -94,8 +93,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 class Namespace(NamedTuple):
     """The digest of a layout. fingerprint: 32 bytes, the key of the token hash. prefix: the first 8
-    bytes, with which every chunk key begins.
-    """
+    bytes, with which every chunk key begins."""
 
     fingerprint: bytes
 
@@ -109,8 +107,7 @@ class Namespace(NamedTuple):
 
 def with_codec(layout: Layout, offload: OffloadConfig) -> Layout:
     """Add the offload tier's codec to the layout if the codec is lossy. So instances with different
-    codecs do not share chunks.
-    """
+    codecs do not share chunks."""
     codec = {"offload_codec": offload.codec} if offload.loses else {}
     extra = {name: value for name, value in layout.extra.items() if name != "offload_codec"}
     return msgspec.structs.replace(layout, extra=extra | codec)

@@ -50,15 +50,13 @@ class LeaseClient:
 
     def good_for_a_copy(self, lease: Lease) -> bool:
         """Whether the lease has more than half of its time left, and the connection that granted it
-        still exists.
-        """
+        still exists."""
         same = self.client.connected and lease.connection == self.client.connections_lost
         return same and lease.seconds_left > lease.seconds / 2
 
     def renew(self, lease: Lease) -> bool:
         """Extend a lease to its full time from now on. Waits for the answer. False if the lease had
-        ended, or the server did not answer.
-        """
+        ended, or the server did not answer."""
         asked = time.monotonic()
         try:
             held = self.client.renew(lease.id)
@@ -89,5 +87,4 @@ class LeaseClient:
             return False
 
     def release(self, lease: Lease) -> None:
-        """End a lease in the background, without a verdict."""
         self._outbox.release(lease.id)

@@ -1,6 +1,5 @@
 """Loads chunks: copies them into a KV cache, run by run as they arrive, from this node's memory or
-the offload tier.
-"""
+the offload tier."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ ABSENT = "absent"
 CANCELLED = "cancelled"
 NO_FAILURE = ("", ABSENT, "store_absent", CANCELLED, "changed")
 """Causes that do not count as failures. `changed` (an owner reused a block during the read) has a
-counter of its own.
-"""
+counter of its own."""
 POLL_SECONDS = 0.0002
 """How often to look whether another instance's KV cache has been mapped."""
 COPY_SECONDS = 10.0
@@ -117,8 +115,7 @@ class Load:
 
     def run(self, patience: float) -> int:
         """Wait until the load is over. Abandons it after `patience` seconds without another chunk.
-        Returns how many chunks are in place.
-        """
+        Returns how many chunks are in place."""
         if not self._wait_until(self.advance, patience):
             self.abandon()
         return self.loaded
@@ -126,8 +123,7 @@ class Load:
     def launch(self, patience: float) -> int:
         """Launch the load's copies, for `finish` to wait for. Gives up waiting for a chunk after
         `patience` seconds without another one. Returns how many leading chunks are in place or
-        being copied; no other copy starts later.
-        """
+        being copied; no other copy starts later."""
         self._wait_until(lambda: self.advance() or self.launched, patience)
         self.hold()
         return self.reached
@@ -173,7 +169,6 @@ class Load:
 
     @property
     def launched(self) -> bool:
-        """Whether no further copy will start."""
         return self._over or self.reached >= self._end
 
     def hold(self, cause: str = ABSENT) -> None:
@@ -182,9 +177,7 @@ class Load:
             self._end, self.cause = self.reached, self.cause or cause
 
     def cancel(self) -> None:
-        """Cancel the load, whose chunks are not needed any more. It is over when the running copies
-        are.
-        """
+        """Cancel a load that is not needed any more. It is over when its running copies are."""
         self._cancelled = True
         self.hold(CANCELLED)
         for source in self._sources:
@@ -192,8 +185,7 @@ class Load:
 
     def abandon(self) -> None:
         """End the load as failed at once, although copies may still write into its places. A thread
-        waits for these copies.
-        """
+        waits for these copies."""
         if not self._over:
             self._fail("copy")
             self._finish()
@@ -207,9 +199,7 @@ class Load:
         return min(self._context.epochs)
 
     def to_promote(self) -> list[int]:
-        """After the load: numbers of the offload tier's chunks that should be stored in the pool
-        again.
-        """
+        """After the load: the offload tier's chunks that should be stored in the pool again."""
         context, offload = self._context, self._offload
         if offload is None or not offload.tier.promotes:
             return []
@@ -275,14 +265,11 @@ class Load:
         return False
 
     def _give_up(self) -> None:
-        """Hold the load after no copy could be launched, unless a source is fetching the next
-        chunk.
-        """
+        """Hold the load after no copy was launched, unless a source fetches the next chunk."""
         if not any(source.expects(self.reached) for source in self._sources):
             self.hold(next((source.cause for source in self._sources if source.cause), ABSENT))
 
     def _settle(self) -> None:
-        """Settle the parts whose copies are over, in order."""
         while self._parts and not self._failed:
             part = self._parts[0]
             if not part.copy.moving.done():
@@ -303,8 +290,7 @@ class Load:
 
     def _linger(self) -> None:
         """Release the parts of an abandoned load as soon as their copies are over, so that owners
-        can free their memory. A separate thread, since no later step may come.
-        """
+        can free their memory. A separate thread, since no later step may come."""
         while self._parts:
             time.sleep(LINGER_SECONDS)
             self._drain()

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 @dataclass
 class MemoryPart(Part):
     """Chunks in memory of this node. views: their slots, if they lie in slots. local: they are on
-    the device of the KV cache.
-    """
+    the device of the KV cache."""
 
     views: Sequence[SlotView]
     local: bool
@@ -35,21 +34,18 @@ class MemoryPart(Part):
     @abstractmethod
     def origin(self) -> tuple[object, Int64s]:
         """Return an object that identifies the chunks' memory, and the bases of its planes, see
-        `Copier.pull`. Parts with the same object share bases.
-        """
+        `Copier.pull`. Parts with the same object share bases."""
 
     @abstractmethod
     def offsets(self, chunks: Int64s, inside: Int64s, number: int) -> Int64s:
         """Offsets of blocks in bytes, for kind `number` of the KV cache's layers. chunks: the
         blocks' chunks, counted from `first`. inside: the blocks' offsets in the kind's part of a
-        chunk.
-        """
+        chunk."""
 
 
 def read(context: LoadContext, parts: list[MemoryPart]) -> None:
     """Launch one copy of these consecutive parts. After a VCacheError no part of the copy runs;
-    after another exception some may.
-    """
+    after another exception some may."""
     first, count = parts[0].first, sum(part.count for part in parts)
     try:
         plan, started = context.plan(first, count), perf_counter()
@@ -77,7 +73,6 @@ def _launched(context: LoadContext, plan: CopyPlan, parts: list[MemoryPart]) -> 
 
 
 def _rows(kv: PagedKV, plan: CopyPlan, parts: list[MemoryPart]) -> tuple[Int64s, Int64s]:
-    """Make the rows and bases for `Copier.pull`."""
     plans = [plan.of(kv, number)[0] for number in range(len(kv.kinds))]
     rows = np.empty((len(plan.blocks), 2 + len(plans)), dtype=np.int64)
     rows[:, 2] = plan.blocks[:, 2]
@@ -99,8 +94,6 @@ def _rows(kv: PagedKV, plan: CopyPlan, parts: list[MemoryPart]) -> tuple[Int64s,
 
 
 class MemorySource(Source):
-    """Reads chunks in other instances' KV caches and in the pool."""
-
     def __init__(
         self, context: LoadContext, pool: Pooled, residents: ResidentChunks | None
     ) -> None:
@@ -119,8 +112,7 @@ class MemorySource(Source):
 
     def launch(self, chunk: int) -> Sequence[Part]:
         """Ask the server for a lease for the first part only, so that the copy need not wait for
-        later parts.
-        """
+        later parts."""
         parts: list[MemoryPart] = []
         at, residents = chunk, self._residents
         try:

@@ -1,6 +1,4 @@
-"""Sends the server messages that nobody waits for: ended leases, returned reservations, touched
-chunks.
-"""
+"""Sends messages that nobody waits for: ended leases, returned reservations, touched chunks."""
 
 from __future__ import annotations
 
@@ -18,8 +16,7 @@ log = logging.getLogger(__name__)
 
 MOST_MESSAGES = 4096
 """How many messages to keep until the server is back. Leases and reservations of dropped messages
-expire by themselves.
-"""
+expire by themselves."""
 MANY_MESSAGES = 32
 """With so many messages the thread starts at once."""
 RETRY_SECONDS = 1.0
@@ -37,8 +34,7 @@ class _Message(NamedTuple):
 
 class Outbox:
     """A thread that sends messages to the server while a connection exists. All methods may be
-    called from any thread; only `flush` and `close` wait.
-    """
+    called from any thread; only `flush` and `close` wait."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -60,7 +56,6 @@ class Outbox:
         self._post(_Message(self._client.abort, reservation, again=True))
 
     def touch(self, keys: list[ChunkKey]) -> None:
-        """Mark chunks as recently used."""
         self._post(_Message(self._client.touch, keys))
 
     def retract(self, instance: InstanceId, sequence: int) -> None:
@@ -72,8 +67,7 @@ class Outbox:
     def hint(self, instance: bytes, keys: list[ChunkKey]) -> None:
         """Tell the owner `instance` that a load reads the last of these chunks, and perhaps earlier
         ones. Goes out with the next message, or within a second, because waking the thread would
-        delay the caller.
-        """
+        delay the caller."""
         with self._changed:
             self._messages.append(
                 _Message(lambda prefix: self._client.hint(instance, prefix), keys)
@@ -81,8 +75,7 @@ class Outbox:
 
     def flush(self, timeout: float) -> bool:
         """Wait until all work is done or given up; False after `timeout` seconds. Messages that
-        wait for a connection do not count.
-        """
+        wait for a connection do not count."""
         with self._changed:
             if self._stopping:
                 return not self._has_work()
@@ -92,8 +85,7 @@ class Outbox:
 
     def close(self, timeout: float = 5.0) -> None:
         """Send the queued messages, for at most `timeout` seconds, and end the thread after its
-        current call. Idempotent.
-        """
+        current call. Idempotent."""
         self.flush(timeout)
         with self._changed:
             self._stopping = True
@@ -131,9 +123,7 @@ class Outbox:
         return self._urgent or len(self._messages) >= MANY_MESSAGES
 
     def _work(self) -> None:
-        """Send the messages queued so far. Later messages wait, since more important work may be
-        due.
-        """
+        """Send the messages queued so far. Later ones wait: more important work may be due."""
         for _ in range(len(self._messages)):
             if self._stopping or not self._client.connected:
                 return

@@ -19,8 +19,7 @@ from vcache_backend.vram_pool.paged import Int64s
 
 class _LeasedRun:
     """The chunks with these numbers, under one lease. users: how many parts are being copied, and 1
-    while more may be launched.
-    """
+    while more may be launched."""
 
     def __init__(self, lease: Lease, numbers: Sequence[int]) -> None:
         self.lease, self.numbers, self.users = lease, numbers, 1
@@ -32,9 +31,7 @@ class _LeasedRun:
             session.leases.release(self.lease)
 
     def consecutive(self, chunk: int) -> tuple[int, int]:
-        """Find the lease's locations [start, end) of `chunk` and the consecutive chunks
-        after it.
-        """
+        """Find the lease's locations [start, end) of `chunk` and the chunks that follow it."""
         start = end = self.numbers.index(chunk)
         if isinstance(self.numbers, range):
             return start, len(self.numbers)
@@ -82,14 +79,10 @@ class Pooled:
     cause: why no chunk can come from the pool now; empty if the pool simply lacks the chunk."""
 
     def __init__(
-        self,
-        context: LoadContext,
-        lease: Lease | None,
-        numbers: Sequence[int] = (),
+        self, context: LoadContext, lease: Lease | None, numbers: Sequence[int] = ()
     ) -> None:
         """lease: on consecutive chunks, from the first chunk taken on. numbers: chunks to be leased
-        together, once the first of them is taken.
-        """
+        together, once the first of them is taken."""
         self._context, self._given, self._numbers = context, lease, numbers
         self._run: _LeasedRun | None = None
         self.cause = ""
@@ -100,8 +93,7 @@ class Pooled:
 
     def take(self, chunk: int, ask: bool) -> MemoryPart | None:
         """Take the chunks from this number on that one lease covers and this process can read. ask:
-        without a lease on them, ask the server and wait.
-        """
+        without a lease on them, ask the server and wait."""
         context, session = self._context, self._context.session
         if self._run is None or chunk not in self._run.numbers:
             if not ask and (self._given is None or self._run is not None):
@@ -125,7 +117,6 @@ class Pooled:
         )
 
     def _end_run(self) -> None:
-        """Start no further copy under the present lease."""
         run, self._run = self._run, None
         if run is not None:
             run.leave(self._context.session)

@@ -1,6 +1,5 @@
 """The background thread of a worker that shares in place: publishes the chunks in its KV cache, and
-publishes them again to a new server.
-"""
+publishes them again to a new server."""
 
 from __future__ import annotations
 
@@ -31,23 +30,19 @@ _POLL_SECONDS = 0.002
 """Each look at a step under way takes the interpreter from the thread that launches the next."""
 MOST_WAITING = 1024
 """The most publications that wait for the end of their step. Further publications are dropped;
-other instances miss their chunks.
-"""
+other instances miss their chunks."""
 TOGETHER = 16
 """How many chunks are saved together. If a block of one chunk is handed out before the copy, none
-of them is saved.
-"""
+of them is saved."""
 SLOWEST_SECONDS = 60.0
 """The longest pause between two attempts to publish everything again. The server refuses until the
 scheduler has shown it the generations. The first pause is `outbox.RETRY_SECONDS`; each further
-pause is twice as long.
-"""
+pause is twice as long."""
 
 
 class Publication(NamedTuple):
     """Chunks of one rank, with their blocks and generations. The fields are those of `Publish`,
-    packed as there.
-    """
+    packed as there."""
 
     keys: list[ChunkKey]
     blocks: bytes
@@ -79,8 +74,7 @@ class Publisher(Outbox):
         self._tables = Tables(client)
         self._servers = self._knows = 0
         """The number of the present server, counted from 0, and the number of the server that knows
-        all kept chunks; -1: no server does.
-        """
+        all kept chunks; -1: no server does."""
         self._again_at, self._pause = 0.0, outbox.RETRY_SECONDS
         super().__init__(client)
         client.on_return.append(self._returned)
@@ -112,8 +106,7 @@ class Publisher(Outbox):
 
     def holds(self, publication: Publication) -> bool:
         """Whether all blocks of these chunks still have the published generations. Any thread; asks
-        the server the first time.
-        """
+        the server the first time."""
         view = self._tables.view(self._instance)
         return view is not None and self._unchanged(publication, view) == len(publication.keys)
 
@@ -133,8 +126,7 @@ class Publisher(Outbox):
 
     def _returned(self) -> None:
         """Publish everything again: the client has reached a server, maybe a new one. Runs in the
-        client's thread.
-        """
+        client's thread."""
         with self._changed:
             self._servers = self._servers + 1
             self._again_at = 0.0
@@ -146,8 +138,7 @@ class Publisher(Outbox):
 
     def _hurries(self) -> bool:
         """Whether a publication is urgent: an instance that is asked after this one has answered
-        looks for its chunks at once.
-        """
+        looks for its chunks at once."""
         return any(waiting.soon for waiting in self._queue) or super()._hurries()
 
     def _work(self) -> None:
@@ -175,9 +166,7 @@ class Publisher(Outbox):
         self._pause = min(2 * self._pause, SLOWEST_SECONDS)
 
     def _over(self, written: Mark) -> bool:
-        """Whether the step is over. If the step failed, remove the publication at the head of the
-        queue.
-        """
+        """Whether the step is over. After a failed step remove the head of the queue."""
         until = time.monotonic() + _SLICE_SECONDS
         try:
             while not written.reached():
@@ -197,8 +186,7 @@ class Publisher(Outbox):
 
     def _tell(self, publication: Publication) -> int | None:
         """Publish chunks. Returns how many the server took, 0 if it refused them; None if it is
-        unavailable.
-        """
+        unavailable."""
         try:
             keys, blocks, generations, sequence, epoch = publication
             taken = self._client.publish(self._instance, sequence, keys, blocks, generations, epoch)
@@ -211,8 +199,7 @@ class Publisher(Outbox):
 
     def _tell_again(self) -> None:
         """Publish all kept chunks that are unchanged, in their old order. The server then knows
-        them if it took any, or none are kept.
-        """
+        them if it took any, or none are kept."""
         server = self._servers
         view = self._tables.view(self._instance)
         if view is None or not self._client.connected:
@@ -230,7 +217,6 @@ class Publisher(Outbox):
 
 
 def _single(publication: Publication) -> list[Publication]:
-    """Split a publication into one for each chunk."""
     keys, count = publication.keys, max(1, len(publication.keys))
     number, generation = len(publication.blocks) // count, len(publication.generations) // count
     return [

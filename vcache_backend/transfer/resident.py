@@ -1,6 +1,4 @@
-"""Reads a load's chunks in other instances' KV caches, and verifies them by their blocks'
-generations.
-"""
+"""Reads chunks in other instances' KV caches, and verifies them by their blocks' generations."""
 
 from __future__ import annotations
 
@@ -25,8 +23,7 @@ _NUMBER, _GENERATION = np.dtype("<u4"), np.dtype("<u8")
 
 class ResidentChunk(NamedTuple):
     """One chunk in the KV cache of `instance`. blocks: the owner's block numbers, in order.
-    generations: the blocks' generations at publication.
-    """
+    generations: the blocks' generations at publication."""
 
     instance: bytes
     blocks: UInt32s
@@ -34,17 +31,13 @@ class ResidentChunk(NamedTuple):
 
     @classmethod
     def unpacked(cls, instance: bytes, blocks: bytes, generations: bytes) -> Self:
-        """Unpack little-endian numbers, as in the protocol. ValueError if the bytes are no whole
-        numbers.
-        """
+        """Unpack little-endian numbers, as in the protocol. ValueError for broken numbers."""
         numbers = np.frombuffer(blocks, dtype=_NUMBER)
         return cls(instance, numbers, np.frombuffer(generations, dtype=_GENERATION))
 
     @classmethod
     def many(cls, instance: bytes, count: int, blocks: bytes, generations: bytes) -> list[Self]:
-        """Unpack `count` equally long chunks of one instance that are packed together. Raises
-        ValueError.
-        """
+        """Unpack `count` equally long chunks of one instance, packed together. ValueError."""
         rows = np.frombuffer(blocks, dtype=_NUMBER).reshape(count, -1)
         counters = np.frombuffer(generations, dtype=_GENERATION).reshape(count, -1)
         return list(map(cls, repeat(instance), rows, counters))
@@ -107,8 +100,7 @@ class ResidentChunks:
 
     def take(self, chunk: int) -> MemoryPart | None:
         """Take chunks from this number on that one neighbour has unchanged. Forgets chunks that the
-        neighbour has lost; other sources may have them.
-        """
+        neighbour has lost; other sources may have them."""
         first = self._chunks.get(chunk)
         if first is None:
             return None

@@ -1,6 +1,5 @@
 """One worker's access to the pool: connection, segments, copier, commit thread, offload tier and
-statistics.
-"""
+statistics."""
 
 from __future__ import annotations
 
@@ -72,9 +71,7 @@ class Session:
         self._config = config
         self.stats = EngineStats()
         self.device = devices.resolve(config.pool.device, kv_device)
-        """The pool's device: the place of this worker's lent memory, and the GPU that reads the
-        pool.
-        """
+        """The place of this worker's lent memory, and the GPU that reads the pool."""
         fields = {} if anonymous else layout.fields() | {"namespace": str(self.namespace)}
         place = self.device.name, self.device.medium
         self.client = Client(config.server.path, config.client, *place, fields, name=name)
@@ -82,8 +79,7 @@ class Session:
         self.copier = copier or make_copier(self.device, config)
         self.tier = make_tier(config.offload, self.stats, self.device.ordinal is not None)
         """The offload tier, or None. `bind` sets it to None if memory for it is lacking; the pool
-        works without it.
-        """
+        works without it."""
         self.on_stored: list[Callable[[list[ChunkKey]], None]] = [self._offer]
         """Called in the commit thread with this worker's chunks that others can now see."""
         self.committer = Committer(self.client, self.stats, self.on_stored)
@@ -120,8 +116,7 @@ class Session:
 
     def _same(self, kvcaches: object) -> bool:
         """Whether these are the bound tensors, at the same addresses. Runs on every call; takes
-        some 0.1 us a tensor.
-        """
+        some 0.1 us a tensor."""
         bound = self._tensors
         if not isinstance(kvcaches, list | tuple) or len(kvcaches) != len(bound):
             return False
@@ -141,8 +136,7 @@ class Session:
 
     def lookup(self, keys: Sequence[ChunkKey], ranks: int = 1) -> int:
         """Count the leading chunks that all `ranks` ranks have, in the pool or the offload tier.
-        keys: all of one rank. Takes no lease.
-        """
+        keys: all of one rank. Takes no lease."""
         if not keys:
             return 0
         keys = of_rank(keys, 0)
@@ -151,8 +145,7 @@ class Session:
 
     def contains(self, key: ChunkKey) -> int:
         """Look one chunk up. 0: in the pool; 1: in the offload tier; -1: not found.
-        Takes no lease.
-        """
+        Takes no lease."""
         answer = self.client.present([key])
         if answer.present[0]:
             return 0
@@ -163,17 +156,13 @@ class Session:
         return {info.id: devices.where(self.device, info.device) for info in self.pool.mapped()}
 
     def views(self, locations: Sequence[Location]) -> list[SlotView]:
-        """Map the leading locations that this process can read. Keep the views until the copy is
-        complete.
-        """
+        """Map the leading locations that this process can read. Keep the views during the copy."""
         return self.pool.slots(locations)
 
     # ---- the offload tier
 
     def _bind_tier(self, kv: PagedKV) -> None:
-        """Prepare the offload tier for these KV caches. If memory for it is lacking, go on without
-        it.
-        """
+        """Prepare the offload tier for these KV caches. Without memory for it go on without it."""
         if self.tier is None:
             return
         nbytes = kv.chunk_bytes(self.chunk_size)
@@ -193,8 +182,7 @@ class Session:
 
     def fetch(self, keys: Sequence[ChunkKey]) -> Fetch | None:
         """Begin to read the leading chunks that the pool lacks from the offload tier. None if it
-        has none. Cancel a fetch that is not used up.
-        """
+        has none. Cancel a fetch that is not used up."""
         if self.tier is None or not keys or not self.tier.usable:
             return None
         answer = self.client.present(list(keys))
@@ -205,8 +193,7 @@ class Session:
 
     def flush(self, timeout: float = 5.0, through: bool = False) -> bool:
         """Wait until the stores so far are visible or given up; `through`: and offloaded or
-        dropped. False after `timeout` seconds.
-        """
+        dropped. False after `timeout` seconds."""
         until = time.monotonic() + timeout
         flushed = self.committer.flush(timeout)
         if not through or self.tier is None:
@@ -214,9 +201,7 @@ class Session:
         return self.tier.flush(max(until - time.monotonic(), 0.0)) and flushed
 
     def close(self) -> None:
-        """Finish stores, unmap, disconnect. The segments and their chunks stay in the pool.
-        Idempotent.
-        """
+        """Finish stores, unmap, disconnect. Segments and chunks stay in the pool. Idempotent."""
         self.committer.close()
         if self.tier is not None:
             self.tier.close()
@@ -233,8 +218,7 @@ def make_pool(
     over_budget: Callable[[int, int], str | None],
 ) -> pool.Pool:
     """Make the pool of a device. over_budget: see `Pool`. Not asked for host memory beside a GPU,
-    which takes no memory of the GPU.
-    """
+    which takes no memory of the GPU."""
     if device.medium == "host" and device.ordinal is not None:
         return PinnedPool(client, device, segment_bytes)
     return pool.Pool(client, device, segment_bytes, over_budget)
@@ -242,8 +226,7 @@ def make_pool(
 
 def make_tier(config: OffloadConfig, stats: EngineStats, on_gpu: bool) -> OffloadTier | None:
     """Make the offload tier. None if it is off, or cannot be opened, which is logged. on_gpu: the
-    KV caches are on GPUs.
-    """
+    KV caches are on GPUs."""
     if config.policy == "off":
         return None
     # Imports optional libraries.
@@ -257,9 +240,7 @@ def make_tier(config: OffloadConfig, stats: EngineStats, on_gpu: bool) -> Offloa
 
 
 def make_copier(device: devices.Device, config: Config) -> Copier:
-    """Make the copier of a device: `HostCopier` for host memory that no GPU reads, kernels for a
-    GPU.
-    """
+    """Make a device's copier: `HostCopier` for host memory that no GPU reads, else kernels."""
     if device.ordinal is None:
         return HostCopier()
     # Needs Triton, which a machine without a GPU may not have.

@@ -1,6 +1,5 @@
 """The sources of a load's chunks, behind one interface: this node's memory (memory.py), and the
-offload tier.
-"""
+offload tier."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ class Settled(NamedTuple):
 @dataclass
 class RunningCopy:
     """A running copy into the KV cache: `count` chunks of a load from number `first` on. launched:
-    by perf_counter.
-    """
+    by perf_counter."""
 
     first: int
     count: int
@@ -112,25 +110,20 @@ class Source(ABC):
     may_have = False
 
     def expects(self, chunk: int) -> bool:
-        """Whether this source is fetching the chunk."""
         return False
 
     def prepare(self, chunk: int) -> bool:
         """Begin to fetch chunks from this number on, if the source needs that. Returns whether
-        chunks are being fetched.
-        """
+        chunks are being fetched."""
         return False
 
     @abstractmethod
     def launch(self, chunk: int) -> Sequence[Part]:
         """Start the copy of available chunks, from this number on. Returns them, in order; empty if
-        none are available.
-        """
+        none are available."""
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most `seconds` for a fetch. Returns False at once if no chunk is
-        being fetched.
-        """
+        """Wait at most `seconds` for a fetch. False at once if no chunk is being fetched."""
         return False
 
     @abstractmethod
@@ -198,8 +191,7 @@ def upload(
     give_back: Callable[[], None],
 ) -> list[Part]:
     """Launch the copy of the offload tier's chunks from host memory, from number `first` on.
-    give_back: releases the memory; called once nothing reads it any more.
-    """
+    give_back: releases the memory; called once nothing reads it any more."""
     count, epochs = len(chunks), {chunk.epoch for chunk in chunks}
     part = _OffloadedPart(context, first, count, epochs, give_back)
     try:
@@ -215,8 +207,7 @@ def upload(
 
 class OffloadSource(Source):
     """Reads chunks from the offload tier, run by run, each ahead of its use. After a run that ended
-    early it reads no more, since another run may fail, too.
-    """
+    early it reads no more, since another run may fail, too."""
 
     def __init__(self, context: LoadContext, tier: OffloadTier) -> None:
         self._context, self.tier, self.may_have = context, tier, True

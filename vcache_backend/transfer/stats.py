@@ -1,6 +1,5 @@
 """Counts an engine's hits and misses, bytes by source, metadata time and data time, and failures by
-cause; and of one load the tokens by place, and the time.
-"""
+cause; and of one load the tokens by place, and the time."""
 
 from __future__ import annotations
 
@@ -52,7 +51,6 @@ class EngineStats:
         """How often a counter was increased."""
 
     def timed(self, name: str) -> AbstractContextManager[None]:
-        """Add the duration of the `with` block to `name`."""
         return _Timed(self, name)
 
     def add_time(self, name: str, seconds: float) -> None:
@@ -61,15 +59,13 @@ class EngineStats:
             self._times[name].add(seconds * 1e6)
 
     def count(self, **amounts: int) -> None:
-        """Add to counters."""
         with self._lock:
             self._counts.update(amounts)
             self.updates += 1
 
     def read_from(self, owner: bytes, nbytes: int, refused: int = 0) -> None:
         """Count bytes read in the KV cache of instance `owner`, and chunks `refused` because they
-        changed after their publication.
-        """
+        changed after their publication."""
         with self._lock:
             before = self._owners.pop(owner, (0, 0))
             self._owners[owner] = before[0] + nbytes, before[1] + refused
@@ -104,7 +100,6 @@ class EngineStats:
         return 0
 
     def not_stored(self) -> dict[str, int]:
-        """How many chunks were not stored so far, by cause."""
         with self._lock:
             return {name: self._counts[f"not_stored_{name}"] for name in NOT_STORED}
 
@@ -115,9 +110,7 @@ class EngineStats:
             return {name.removeprefix(prefix): self._counts[name] for name in names}
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything as plain values. Times in microseconds, bandwidth in GB/s (1e9 bytes) of data
-        time.
-        """
+        """Everything as plain values, in microseconds, and GB/s (1e9 bytes) of data time."""
         with self._lock:
             counts = self._counts
             owners = {owner.hex(): nbytes for owner, (nbytes, _) in self._owners.items()}
@@ -152,8 +145,7 @@ class EngineStats:
 
 class _Timed:
     """A class, because it takes half the time of a generator-based context manager; each request
-    uses several.
-    """
+    uses several."""
 
     def __init__(self, stats: EngineStats, name: str) -> None:
         self._stats, self._name, self._started = stats, name, perf_counter()
@@ -226,8 +218,7 @@ class LoadStats:
 
     def refused(self, first: int, owner: bytes, count: int) -> None:
         """Count `count` chunks, from number `first` on, whose blocks `owner` reused before the copy
-        was over.
-        """
+        was over."""
         self._session.stats.count(chunks_refused=count)
         self._session.stats.read_from(owner, 0, count)
         said = "%s changed in instance %s while they were read"
@@ -236,9 +227,7 @@ class LoadStats:
     def offloaded(
         self, first: int, keys: Sequence[bytes], tokens: int, waited: float, seconds: float
     ) -> None:
-        """Like `pooled`, for chunks of the offload tier. waited: seconds since the load had no
-        other work.
-        """
+        """Like `pooled`, for the offload tier. waited: seconds since the load had no other work."""
         self.data_seconds += waited
         self.tokens["store"] += tokens
         stats = self._session.stats

@@ -46,8 +46,7 @@ class PendingStore(NamedTuple):
 
 class Committer(Outbox):
     """Commits the stores of one session in the order of submission, each after its copy. Other
-    messages to the server do not wait for stores.
-    """
+    messages to the server do not wait for stores."""
 
     def __init__(
         self,
@@ -56,14 +55,12 @@ class Committer(Outbox):
         listeners: Sequence[Callable[[list[ChunkKey]], None]] = (),
     ) -> None:
         """listeners: called in the commit thread with chunks that others can now see. The sequence
-        may change later.
-        """
+        may change later."""
         self._stats, self._listeners = stats, listeners
         self._queue: deque[PendingStore] = deque()
         super().__init__(client)
 
     def has_room(self) -> bool:
-        """Whether another store may be submitted."""
         return len(self._queue) < MOST_INFLIGHT
 
     def submit(self, store: PendingStore) -> None:
@@ -124,8 +121,7 @@ class Committer(Outbox):
 
 LAUNCH_WITHIN = 0.5
 """The fraction of a reservation's time within which its copy must start, so as to end in time. A
-copy takes milliseconds.
-"""
+copy takes milliseconds."""
 _REFUSALS = {Refusal.EXISTS: "exists", Refusal.BUSY: "busy", Refusal.FULL: "full"}
 
 

@@ -1,3 +1,2 @@
 """The data side: segments, the geometry of paged KV caches, copies between both, and this process's
-view of the pool.
-"""
+view of the pool."""

@@ -26,9 +26,7 @@ Link = Literal["nvlink", "pcie", "none"]
 
 
 class DriverError(SegmentError):
-    """A CUDA driver call failed. code: the driver's name of the error, such as
-    `CUDA_ERROR_OUT_OF_MEMORY`.
-    """
+    """A CUDA driver call failed. code: such as `CUDA_ERROR_OUT_OF_MEMORY`."""
 
     def __init__(self, call: str, code: str, reason: str) -> None:
         super().__init__(f"{call}: {code} ({reason})")
@@ -62,8 +60,7 @@ class Driver:
     """The driver calls that segments and the doctor need. Devices are CUDA ordinals of this
     process, sizes are bytes.
 
-    bindings: the module `cuda.bindings.driver`, or in tests something with its functions.
-    """
+    bindings: the module `cuda.bindings.driver`, or in tests something with its functions."""
 
     def __init__(self, bindings: Any) -> None:
         self._cuda = bindings
@@ -103,20 +100,17 @@ class Driver:
 
     def uuid(self, ordinal: int) -> str:
         """The GPU's name in all processes: `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`, as
-        nvidia-smi prints it.
-        """
+        nvidia-smi prints it."""
         answer = self.call("cuDeviceGetUuid", self._device(ordinal))
         return f"GPU-{uuid.UUID(bytes=bytes(answer.bytes)[:16])}"
 
     def model(self, ordinal: int) -> str:
-        """The product's name."""
         name: bytes = self.call("cuDeviceGetName", 128, self._device(ordinal))
         return name.split(b"\0", 1)[0].decode(errors="replace").strip()
 
     def shares_memory(self, ordinal: int) -> bool:
         """Whether the GPU has virtual memory management with POSIX fds, without which it can hold
-        no segment.
-        """
+        no segment."""
         names = (
             "CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",
             "CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED",
@@ -133,8 +127,7 @@ class Driver:
 
     def link(self, reader: int, owner: int) -> Link:
         """How `reader` reaches `owner`'s memory. NVLink is recognised by native atomics, which PCIe
-        peers do not have.
-        """
+        peers do not have."""
         if not self.can_access_peer(reader, owner):
             return "none"
         attribute = self._cuda.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
@@ -154,9 +147,7 @@ class Driver:
     # ---- contexts
 
     def retain(self, ordinal: int) -> Any:
-        """The device's primary context, held until `release_context`. Made if nobody (torch) holds
-        it yet.
-        """
+        """The device's primary context, made if nobody holds it, until `release_context`."""
         return self.call("cuDevicePrimaryCtxRetain", self._device(ordinal))
 
     def release_context(self, ordinal: int) -> None:
@@ -168,7 +159,6 @@ class Driver:
 
     @contextmanager
     def current(self, context: Any) -> Iterator[None]:
-        """Makes `context` this thread's current one within the block."""
         self.call("cuCtxPushCurrent", context)
         try:
             yield
@@ -177,9 +167,7 @@ class Driver:
 
     @contextmanager
     def on(self, ordinal: int) -> Iterator[None]:
-        """Holds the device's primary context, and makes it this thread's current one, within the
-        block.
-        """
+        """Makes the device's primary context this thread's current one within the block."""
         with ExitStack() as undo:
             context = self.retain(ordinal)
             undo.callback(self.release_context, ordinal)
@@ -197,8 +185,7 @@ class Driver:
 
     def memory(self, ordinal: int) -> tuple[int, int]:
         """(free, total) bytes. If the process has no context there, one is made for the moment:
-        some 0.3 s and 0.5 GB.
-        """
+        some 0.3 s and 0.5 GB."""
         with self.on(ordinal):
             code, free, total = self._cuda.cuMemGetInfo()
         if code != self._cuda.CUresult.CUDA_SUCCESS:
@@ -208,9 +195,7 @@ class Driver:
     # ---- memory
 
     def granularity(self, ordinal: int) -> int:
-        """Sizes of allocations and mappings on this device are multiples of this (2 MiB on current
-        GPUs).
-        """
+        """Sizes of allocations and mappings are multiples of this (2 MiB on current GPUs)."""
         flag = self._cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         return int(self.call("cuMemGetAllocationGranularity", self._allocation(ordinal), flag))
 
@@ -244,7 +229,6 @@ class Driver:
         self.attempt("cuMemUnmap", address, nbytes)
 
     def allow(self, address: int, nbytes: int, ordinal: int) -> None:
-        """Let device `ordinal` read and write the mapped range."""
         access = self._cuda.CUmemAccessDesc()
         access.location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = ordinal
@@ -253,14 +237,12 @@ class Driver:
 
     def register(self, address: int, nbytes: int) -> None:
         """Lock whole pages of host memory that are mapped here, and let all GPUs of this process
-        read and write them.
-        """
+        read and write them."""
         self.call("cuMemHostRegister", address, nbytes, _PORTABLE | _DEVICEMAP)
 
     def on_device(self, address: int) -> int:
         """The address at which the current context's GPU has the registered memory that is at
-        `address` here.
-        """
+        `address` here."""
         return int(self.call("cuMemHostGetDevicePointer", address, 0))
 
     def unregister(self, address: int) -> None:
@@ -268,14 +250,12 @@ class Driver:
 
     def event(self) -> Any:
         """A new event without timing. It is never destroyed, so it is for users that live as long
-        as the process.
-        """
+        as the process."""
         return self.call("cuEventCreate", self._cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 
     def follow(self, stream: int, event: Any, leader: int) -> None:
         """Have `stream` wait for the work that stream `leader` has now. Streams are handles;
-        `event` is recorded anew.
-        """
+        `event` is recorded anew."""
         self.call("cuEventRecord", event, leader)
         self.call("cuStreamWaitEvent", stream, event, 0)
 
@@ -304,8 +284,7 @@ class Driver:
 
     def _allocation(self, ordinal: int) -> Any:
         """The properties of every allocation: plain device memory (not managed, not multicast) that
-        can be exported as an fd.
-        """
+        can be exported as an fd."""
         wanted = self._cuda.CUmemAllocationProp()
         wanted.type = self._cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         wanted.location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE

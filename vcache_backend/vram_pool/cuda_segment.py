@@ -80,8 +80,7 @@ def map_fd(fd: int, nbytes: int, owner: str, reader: Device) -> torch.Tensor:
 
 def check(fd: int, nbytes: int, granule: int) -> None:
     """Refuse, before the driver sees it, an fd that cannot be an exported allocation of `nbytes`.
-    SegmentError; OSError for a bad fd.
-    """
+    SegmentError; OSError for a bad fd."""
     kind = _NO_DRIVER_FDS.get(stat.S_IFMT(os.fstat(fd).st_mode))
     if kind is not None:
         raise SegmentError(f"fd {fd} is {kind}, not exported GPU memory")
@@ -124,8 +123,7 @@ class _Whole:
 
 def view(whole: _Whole, ordinal: int) -> torch.Tensor:
     """`whole` as a tensor on GPU `ordinal`, the reader's, though the memory may be another GPU's.
-    Raises SegmentError.
-    """
+    Raises SegmentError."""
     with raising_as(
         {RuntimeError: SegmentError, AssertionError: SegmentError}, f"torch {torch.__version__}"
     ):

@@ -40,8 +40,7 @@ def where(reader: Device, owner: str) -> Where:
     """Where memory of the device named `owner` lies for `reader`: on its own GPU, on a peer's, or
     in host memory.
 
-    Without a GPU, host memory of another name counts as a peer's.
-    """
+    Without a GPU, host memory of another name counts as a peer's."""
     if reader.medium == "host" and (reader.ordinal is not None or owner == reader.name):
         return "host"
     return "own" if owner == reader.name else "peer"
@@ -51,8 +50,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU that this process sees. Sizes in bytes.
 
     links: by UUID of each other visible GPU: how kernels on this one reach its memory.
-    shares_memory: whether it can hold segments (virtual memory management with POSIX fds).
-    """
+    shares_memory: whether it can hold segments (virtual memory management with POSIX fds)."""
 
     ordinal: int
     uuid: str
@@ -128,8 +126,7 @@ def gpus() -> list[Gpu]:
 
 def host_available() -> int:
     """Bytes of host memory that this process can still take: what the machine has, or its cgroup if
-    that has less.
-    """
+    that has less."""
     line = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
     available = int(line[1]) * 1024 if line else 0
     try:
@@ -142,16 +139,13 @@ def host_available() -> int:
 
 def visible_ordinal(uuid: str) -> int | None:
     """The ordinal of a GPU in this process; None if this process does not see it. Raises
-    SegmentError without a driver.
-    """
+    SegmentError without a driver."""
     driver = cuda_driver.load()
     return next((i for i in range(driver.count()) if driver.uuid(i).lower() == uuid.lower()), None)
 
 
 def current_gpu() -> int | None:
-    """The ordinal of the GPU on which torch makes `cuda` tensors in this thread; None if torch has
-    no GPU.
-    """
+    """The GPU on which torch makes `cuda` tensors in this thread; None without a GPU."""
     import torch  # seconds to import, and `vcache doctor` works without it
 
     return torch.cuda.current_device() if torch.cuda.is_available() else None

@@ -1,6 +1,5 @@
 """Segments in host memory: sealed memfds. They take the place of GPU segments on machines without a
-GPU, as in CI.
-"""
+GPU, as in CI."""
 
 from __future__ import annotations
 

@@ -8,15 +8,13 @@ from vcache_backend.config import ByteSize
 
 MAX_SHARE = 0.95
 """The part of a GPU that pool and vLLM's gpu_memory_utilization may take together. The rest is for
-contexts, graphs and workspaces.
-"""
+contexts, graphs and workspaces."""
 _ROUNDING = 1e-9
 
 
 def most_utilization(total: int, segment: int) -> float:
     """The largest gpu_memory_utilization beside a segment of `segment` bytes, rounded down to two
-    digits; 0.0: nothing is left.
-    """
+    digits; 0.0: nothing is left."""
     share = MAX_SHARE - segment / total
     return max(0.0, math.floor(share * 100 + _ROUNDING) / 100)
 

@@ -47,8 +47,7 @@ MAX_WORD = 16
 
 def alignment(*values: int) -> int:
     """The largest power of two, up to 16, that divides all of `values`: how many bytes one access
-    may move.
-    """
+    may move."""
     bits = MAX_WORD
     for value in values:
         bits |= value
@@ -140,7 +139,6 @@ class PagedKV:
 
     @classmethod
     def _of_a_kind(cls, layers: Sequence[tuple[_Layer, _Arrangement]], block_size: int) -> PagedKV:
-        """Describe layers that are arranged alike."""
         tensor, first = layers[0][0].tensor, layers[0][1]
         pages = tuple(page for layer, found in layers for page in layer.pages(found))
         return cls(
@@ -163,8 +161,7 @@ class PagedKV:
         """Recognise several groups of layers. This worker may have no layers of a group. If their
         pages have several sizes, a block of all layers is one page.
 
-        Raises LayoutError like `describe`, and if the groups do not lie in the same memory.
-        """
+        Raises LayoutError like `describe`, and if the groups do not lie in the same memory."""
         held = [layers for layers, _ in groups if layers]
         sizes = {_span(tensor[0]) for layers in held for tensor in layers.values()}
         if len(held) > 1 and len(sizes) > 1:
@@ -279,8 +276,7 @@ class PagedKV:
     @cached_property
     def kinds(self) -> tuple[PagedKV, ...]:
         """The layers kind by kind. Layers of one kind have pages of one size, and are copied in one
-        launch.
-        """
+        launch."""
         if not self.others:
             return (self,)
         size, shares = self.block_size, self.shares
@@ -299,14 +295,11 @@ class PagedKV:
 
     def chunk_bytes(self, chunk_size: int) -> int:
         """Bytes of a chunk of `chunk_size` tokens. Raises LayoutError if that is no multiple of the
-        block size.
-        """
+        block size."""
         return self.block_bytes * self.blocks_in(chunk_size)
 
     def blocks_in(self, chunk_size: int) -> int:
-        """The number of blocks of a chunk, of all groups together. Raises LayoutError like
-        `chunk_bytes`.
-        """
+        """The blocks of a chunk, of all groups together. LayoutError like `chunk_bytes`."""
         shares = self.shares or (Share(self.block_size),)
         for size, _ in shares:
             if chunk_size <= 0 or chunk_size % size:
@@ -444,8 +437,7 @@ class _Layer:
 
     def _dense(self, axes: Sequence[int]) -> list[int] | None:
         """`axes`, outermost in memory first and without those of size 1; None if they leave gaps in
-        memory.
-        """
+        memory."""
         shape, stride = self.tensor.shape, self.tensor.stride()
         order = sorted((axis for axis in axes if shape[axis] > 1), key=lambda axis: stride[axis])
         expected = 1

@@ -20,8 +20,7 @@ log = logging.getLogger(__name__)
 
 PIECE_BYTES = 4 << 30
 """The size of the segments in which memory is lent, so that the first can be used some seconds
-after the start.
-"""
+after the start."""
 
 CLOSE_SECONDS = 5.0
 """How long `close` waits for what the driver is doing."""
@@ -41,9 +40,7 @@ class PinnedPool(Pool):
 
     @contextmanager
     def trial(self, nbytes: int) -> Iterator[SlotView]:
-        """Memory like the pool's, to try copies with before the pool is there. Raises
-        SegmentError.
-        """
+        """Memory like the pool's, to try copies before the pool is there. SegmentError."""
         with (
             segments.create(self.device, nbytes) as owned,
             segments.map_segment(owned.info, owned.fd, self.device) as mapped,
@@ -53,8 +50,7 @@ class PinnedPool(Pool):
 
     def close(self) -> None:
         """See `Pool`. Also waits for what the driver is doing, some seconds at most, since the
-        process must not end in the middle of it.
-        """
+        process must not end in the middle of it."""
         super().close()
         if self._thread is not None:
             self._thread.join(CLOSE_SECONDS)
@@ -73,8 +69,7 @@ class PinnedPool(Pool):
 
     def _prepare(self) -> None:
         """The body of the thread. It ends when there is nothing to do; a later heartbeat starts
-        another one.
-        """
+        another one."""
         try:
             cuda_driver.load().beside_captures()
             pinned_segment.move_near(self.device.ordinal or 0)
@@ -105,12 +100,10 @@ class PinnedPool(Pool):
 
     def _level(self) -> int:
         """WARNING for the first segment only: there are many, and what is wrong with one is wrong
-        with all.
-        """
+        with all."""
         return logging.DEBUG if self._unreadable else logging.WARNING
 
     def _map_unseen(self, id_: SegmentId) -> MappedSegment | None:
         """None if it is not mapped yet: the thread maps it after the next heartbeat, and nobody
-        waits for that.
-        """
+        waits for that."""
         return self._mapped.get(id_)

@@ -27,13 +27,10 @@ from vcache_backend.vram_pool.cuda_driver import Driver, DriverError
 SPARE_BYTES = 1 << 30
 """The bytes of host memory that a new segment leaves to others."""
 GROW_SECONDS = 20.0
-"""How long to wait for more host memory: a virtual machine may be given memory only as it uses
-it.
-"""
+"""How long to wait for more host memory: a virtual machine may get it only as it uses it."""
 _STEP_BYTES = 256 << 20
 """Bytes that are allocated and locked at a time. Locking them takes some 50 ms, in which the driver
-lets nobody launch work.
-"""
+lets nobody launch work."""
 _MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -114,8 +111,7 @@ def _register(driver: Driver, ordinal: int, address: int, nbytes: int) -> None:
 
 def move_near(ordinal: int) -> None:
     """Run this thread on the CPUs near the GPU from now on, if its process may: pages that it
-    allocates then lie on that NUMA node.
-    """
+    allocates then lie on that NUMA node."""
     with suppress(OSError, ValueError, SegmentError):
         cpus = (
             Path("/sys/bus/pci/devices") / cuda_driver.load().bus(ordinal) / "local_cpulist"

@@ -1,6 +1,4 @@
-"""This process's view of the pool: lends its segment, and maps every segment of the node for its
-device.
-"""
+"""This process's view of the pool: lends its segment, and maps every segment of the node."""
 
 from __future__ import annotations
 
@@ -70,8 +68,7 @@ class Pool:
         """Views of the leading locations that this process can read. Maps segments that it has not
         seen yet.
 
-        Each view keeps its mapping alive: keep them until the copy is over.
-        """
+        Each view keeps its mapping alive: keep them until the copy is over."""
         views: list[SlotView] = []
         wholes: dict[SegmentId, tuple[torch.Tensor, int, bool, int]] = {}
         for location in locations:
@@ -94,7 +91,6 @@ class Pool:
         return views
 
     def mapped(self) -> list[SegmentInfo]:
-        """The segments that are mapped here."""
         return [mapped.info for mapped in list(self._mapped.values())]
 
     def close(self) -> None:
@@ -111,7 +107,6 @@ class Pool:
     # ---- following the server
 
     def _follow(self, infos: list[SegmentInfo]) -> None:
-        """Make this view agree with the server's list."""
         self._offer_again([info.id for info in infos if info.state == "absent"])
         with self._lock:
             listed = {info.id for info in infos}
@@ -160,7 +155,6 @@ class Pool:
         self._contribute(infos)
 
     def _is_new(self, info: SegmentInfo) -> bool:
-        """Whether to map this segment."""
         if info.id in self._unreadable or info.id in self._mapped:
             return False
         return info.state == "live" and info.medium == self.device.medium
@@ -213,14 +207,11 @@ class Pool:
         return self._admit(mapped)
 
     def _no_more(self, error: SegmentError) -> None:
-        """Log that this worker cannot lend what it should."""
         others = "chunks go to other devices of it, if there are any"
         log.error("nothing of %s is lent to the pool: %s; %s", self.device, error, others)
 
     def _admit(self, mapped: MappedSegment) -> bool:
-        """Use a mapped segment from now on; False, and it is closed, if the pool was closed
-        meanwhile.
-        """
+        """Use a mapped segment from now on. False, and it is closed, if the pool is closed."""
         with self._lock:
             if not self._closed:
                 self._mapped[mapped.id] = mapped
@@ -229,13 +220,11 @@ class Pool:
         return False
 
     def _level(self) -> int:
-        """The log level for a segment that cannot be mapped."""
         return logging.WARNING
 
     def _map_unseen(self, id_: SegmentId) -> MappedSegment | None:
         """Map a segment that is not mapped yet, since it appeared after the last heartbeat; None if
-        that fails.
-        """
+        that fails."""
         with self._lock:
             if id_ in self._mapped or id_ in self._unreadable:
                 return self._mapped.get(id_)
@@ -243,8 +232,7 @@ class Pool:
 
     def _open(self, info: SegmentInfo) -> MappedSegment | None:
         """Ask the server for a segment, and map it. None if that fails, which is logged unless the
-        server is the cause.
-        """
+        server is the cause."""
         if info.id in self._unreadable:
             return None
         try:

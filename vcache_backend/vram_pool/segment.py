@@ -5,8 +5,7 @@ and no address. A `MappedSegment` is an allocation, own or foreign, at an addres
 for one reader device.
 
 >>> with create(Device("host", "host"), 1 << 20) as owned:
-...     mapped = map_segment(owned.info, owned.fd, Device("host", "host"))
-"""
+...     mapped = map_segment(owned.info, owned.fd, Device("host", "host"))"""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ from vcache_backend.vram_pool.devices import Device
 
 class _WithDescriptor:
     """A segment's fd, and what else `undo` gives back, once. Close it from one thread at a time;
-    the destructor closes it, too.
-    """
+    the destructor closes it, too."""
 
     def __init__(self, info: SegmentInfo, fd: int, undo: ExitStack) -> None:
         self.info, self.id, self.device, self.nbytes = info, info.id, info.device, info.nbytes
@@ -42,8 +40,7 @@ class _WithDescriptor:
     @property
     def fd(self) -> int:
         """The fd, to be sent with SCM_RIGHTS; it stays this object's. Raises SegmentError once
-        closed: the number may be another file's.
-        """
+        closed: the number may be another file's."""
         if self._closed:
             raise SegmentError(f"segment {self.id} is closed")
         return self._fd
@@ -89,9 +86,7 @@ class MappedSegment(_WithDescriptor):
         self._whole: torch.Tensor | None = whole
 
     def tensor(self, offset: int, length: int) -> torch.Tensor:
-        """A view of these bytes as a 1-D uint8 tensor on the reader's device. Raises
-        SegmentError.
-        """
+        """A view of these bytes as 1-D uint8 on the reader's device. Raises SegmentError."""
         if offset < 0 or length < 1 or offset + length > self.nbytes:
             lacks = f"bytes [{offset:,}, {offset + length:,}) are not in segment {self.id}"
             raise SegmentError(f"{lacks} of {self.nbytes:,} B")
@@ -100,8 +95,7 @@ class MappedSegment(_WithDescriptor):
     @property
     def whole(self) -> torch.Tensor:
         """All bytes, and perhaps some more at the end, as a 1-D uint8 tensor. Raises SegmentError
-        once closed.
-        """
+        once closed."""
         if self._whole is None:
             raise SegmentError(f"segment {self.id} is closed")
         return self._whole

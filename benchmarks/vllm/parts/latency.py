@@ -280,7 +280,16 @@ def decoding(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
         _judged_gaps(reader, gaps[EVERY], calm, said, TPOT[fleet.rows]),
         _judged_gaps(f"{name}_10_loads_a_second", gaps[OFTEN], calm, often, None),
     ]
-    return [*rows, _owner(fleet, clock, prompts, loads)] if fleet.in_place else rows
+    return [*rows, _owner(fleet, clock, prompts, loads, ["b"])] if fleet.in_place else rows
+
+
+def three_readers(fleet: Fleet, clock: Clock, prompts: Prompts) -> list[Row]:
+    """Gaps between the tokens of A's running requests while B, C and D read out of A's GPU at the
+    same moment, each once a second.
+    """
+    fleet.settle()
+    loads = _held_by_a(fleet, clock, prompts, fleet.scale.lengths[LOAD])
+    return [_owner(fleet, clock, prompts, loads, ["b", "c", "d"])]
 
 
 def _asked(fleet: Fleet, prompts: Prompts) -> dict[str, Any]:
@@ -313,28 +322,36 @@ def _held_by_a(fleet: Fleet, clock: Clock, prompts: Prompts, length: int) -> lis
     return loads
 
 
-def _owner(fleet: Fleet, clock: Clock, prompts: Prompts, loads: Sequence[list[int]]) -> Row:
-    """Gaps between the tokens of A's running requests while B reads `loads` out of A's KV cache,
-    one a second, and while nobody does.
+def _owner(
+    fleet: Fleet, clock: Clock, prompts: Prompts, loads: Sequence[list[int]], names: Sequence[str]
+) -> Row:
+    """Gaps between the tokens of A's running requests while each of the instances `names` reads
+    `loads` from A's GPU, one a second and all at once, and while nobody does.
     """
-    scale, a, b = fleet.scale, fleet.instance("a"), fleet.instance("b")
+    scale, a = fleet.scale, fleet.instance("a")
+    readers = [fleet.instance(name) for name in names]
     windows = [{"seconds": scale.decode_seconds, "every": 0.0}]
     gaps: dict[bool, list[float]] = {False: [], True: []}
     cached: list[int] = []
+    turns = 0
     for turn in range(8):
         reads = turn % 4 in (1, 2)
         clock.check(20)
         a.send("decode", windows=windows, loads=[], **_asked(fleet, prompts))
         until = time.monotonic() + scale.decode_seconds
         while reads and (due := time.monotonic()) < until:
-            cached.append(_ttft(b, loads[len(cached) % len(loads)])[1])
+            for reader in readers:
+                reader.send("generate", tokens=loads[turns % len(loads)], count=1)
+            cached += [reader.answer(SECONDS)["cached"] for reader in readers]
+            turns += 1
             time.sleep(max(0.0, min(due + EVERY, until) - time.monotonic()))
         (window,) = a.answer(60 + 20 * scale.decode_seconds)
         gaps[reads] += [MS * gap for gap in window["gaps"]]
     full = sum(count == scale.hit(len(loads[0])) for count in cached)
+    others = "another instance reads" if len(names) == 1 else f"{len(names)} instances read"
     what = (
-        f"{_who(fleet)} while another instance reads this one's KV cache once a second: "
+        f"{_who(fleet)} while {others} from this one's GPU once a second: "
         f"{len(cached)} reads of {len(loads[0])} tokens ({full} full hits)"
     )
-    name = f"{fleet.rows}_tpot_p99_owner"
-    return _judged_gaps(name, gaps[True], gaps[False], what, TPOT["inplace"])
+    name = f"{fleet.rows}_tpot_p99_owner" + (f"_{len(names)}_readers" if names[1:] else "")
+    return _judged_gaps(name, gaps[True], gaps[False], what, TPOT[fleet.rows])

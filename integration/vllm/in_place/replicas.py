@@ -7,12 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from vcache_backend.metadata_server.messages import (
-    GENERATION_BYTES,
-    NUMBER_BYTES,
-    Found,
-    Resident,
-)
+from vcache_backend.metadata_server.messages import GENERATION_BYTES, NUMBER_BYTES, Found, Resident
 from vcache_backend.resident.tables import Tables
 
 Replica = tuple[bytes, bytes, bytes]

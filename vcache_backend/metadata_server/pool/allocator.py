@@ -22,8 +22,7 @@ def padded(nbytes: int) -> int:
 
 class Extents:
     """The holes of one segment of `nbytes` bytes. A call costs a binary search among the distinct
-    hole sizes.
-    """
+    hole sizes."""
 
     def __init__(self, nbytes: int, taken: Iterable[tuple[int, int]] = ()) -> None:
         """taken: (start, size) of each slot in use, from a ledger. ValueError if slots overlap or
@@ -47,13 +46,11 @@ class Extents:
 
     @property
     def largest(self) -> int:
-        """The size of the largest hole in bytes."""
         return self._sizes[-1] if self._sizes else 0
 
     def take(self, size: int) -> int | None:
         """Take a slot of `size` bytes (a multiple of ALIGNMENT) from the tightest hole. Returns its
-        offset; None if no hole fits.
-        """
+        offset; None if no hole fits."""
         at = bisect_left(self._sizes, size)
         if at == len(self._sizes):
             return None

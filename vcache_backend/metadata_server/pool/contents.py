@@ -26,8 +26,7 @@ from vcache_backend.metadata_server.records import Cleared, Gone, LedgerState, L
 
 
 class Contents:
-    """Chunks and slots. `records`: changes that the ledger must hold before any reply reports
-    them."""
+    """Chunks and slots. `records`: changes that the ledger must hold before any reply."""
 
     def __init__(self) -> None:
         self.live, self.resting = Chunks(), Chunks()
@@ -104,7 +103,8 @@ class Contents:
                 length, size = location.length, padded(location.length)
             segment, offset = segments[location.segment], location.offset
             entry = Entry(key, location, segment, size, reservation, tenant=tenant)
-            segment.occupants[offset] = segment.ending[offset + size] = entry
+            segment.occupants.put(offset, entry)
+            segment.ending.put(offset + size, entry)
             segment.reserved += reservation != 0
             entries.append(entry)
         if tenant is not None:
@@ -180,8 +180,7 @@ class Contents:
     # ---- chunks are read
 
     def hold(self, entries: Iterable[Entry]) -> None:
-        """Add a reader to each of these chunks, which keeps them from eviction. Each must occur
-        only once."""
+        """Add a reader to each of these different chunks, which keeps them from eviction."""
         for entry in entries:
             if not entry.leases:
                 segment = entry.segment
@@ -229,9 +228,8 @@ class Contents:
 
     def empty(self, segment: Segment) -> Steps:
         """Forget the chunks of a segment, one for each step."""
-        while segment.occupants:
-            offset, entry = segment.occupants.popitem()
-            segment.staying[offset] = entry
+        while (entry := segment.occupants.take()) is not None:
+            segment.staying[entry.location.offset] = entry
             if not entry.reservation and not entry.doomed:
                 self.forget([entry])
             yield

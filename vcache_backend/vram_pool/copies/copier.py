@@ -1,6 +1,5 @@
 """The interface of copiers, which run plans, and the copier for host memory. The one for GPUs is in
-cuda_copier.py.
-"""
+cuda_copier.py."""
 
 # torch.cuda's streams and events have no types.
 # mypy: allow-untyped-calls
@@ -34,27 +33,21 @@ class Completion(Protocol):
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until all bytes are in place; False once `timeout_s` seconds have passed. Raises
-        VCacheError like `done`.
-        """
+        VCacheError like `done`."""
         ...
 
     @property
     def seconds(self) -> float | None:
         """Seconds that the bytes took, without tables and queues; None while the copy runs or if it
-        is not known.
-        """
+        is not known."""
         ...
 
 
 class Mark(Protocol):
-    """A point in the work of a stream: after all that was queued when the mark was made. Any
-    thread.
-    """
+    """A point in a stream's work: after all that was queued before the mark. Any thread."""
 
     def reached(self) -> bool:
-        """Whether all work before it is done. Never waits. Raises VCacheError if the device
-        failed.
-        """
+        """Whether all work before it is done. Never waits. VCacheError if the device failed."""
         ...
 
 
@@ -74,24 +67,21 @@ class Copier(Protocol):
 
     def prepare(self, kv: PagedKV) -> None:
         """Make ready for copies of `kv`, so that no request waits for that. Optional; before the
-        first copy.
-        """
+        first copy."""
         ...
 
     def gather(
         self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None
     ) -> Completion:
         """Copy KV blocks into slots: what work queued before this call has written. Work queued
-        after it may overwrite the blocks.
-        """
+        after it may overwrite the blocks."""
         ...
 
     def scatter(
         self, kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView], after: Mark | None = None
     ) -> Completion:
         """Copy slots into KV blocks. Work queued before this call reads the old bytes, work queued
-        after it the new ones.
-        """
+        after it the new ones."""
         ...
 
     def pull(
@@ -122,8 +112,7 @@ class Copier(Protocol):
 
     def fence(self, copy: Completion) -> None:
         """Have the current stream wait for `copy`, one of this copier's, before later work. The
-        host never waits.
-        """
+        host never waits."""
         ...
 
     def close(self) -> None:
@@ -150,8 +139,7 @@ class Finished:
 
 class HostCopier:
     """Copies with `reference`, in the caller's thread: for KV caches in host memory, and for host
-    segments.
-    """
+    segments."""
 
     def prepare(self, kv: PagedKV) -> None:
         """Nothing is compiled."""

@@ -66,8 +66,7 @@ PEER = Tuning(ctas=64)
 the links at every size: measured on two H200s over NVLink, see docs/benchmarks.md."""
 LOCAL = Tuning(ctas=264, block_bytes=32 << 10, num_warps=16, stages=1)
 """For origins on the KV cache's GPU. Only many programs reach its memory's bandwidth; see
-docs/benchmarks.md.
-"""
+docs/benchmarks.md."""
 
 HOST = Tuning(ctas=16)
 """For slots in host memory. 16 programs, with 48 KiB in flight in each, keep a PCIe link busy, and
@@ -77,16 +76,14 @@ vLLM's own kernel for this takes 12."""
 
 def tuning_for(*, local: bool, host: bool = False, max_ctas: int = 0) -> Tuning:
     """The tuning of a copy. local: all of it is on the KV cache's GPU. host: some is in host
-    memory. max_ctas: limits `ctas`, unless 0.
-    """
+    memory. max_ctas: limits `ctas`, unless 0."""
     chosen = LOCAL if local else HOST if host else PEER
     return replace(chosen, ctas=min(chosen.ctas, max_ctas)) if max_ctas else chosen
 
 
 class Table:
     """Memory for the table of one copy at a time: `array` on the host, pinned, and `there` on the
-    device. ready: an event for that copy.
-    """
+    device. ready: an event for that copy."""
 
     def __init__(self, rows: int, device: torch.device, driver: Driver) -> None:
         self.rows = rows
@@ -98,13 +95,11 @@ class Table:
 
     def upload(self, rows: int, driver: Driver, stream: int) -> None:
         """Queue the copy of the first `rows` rows to the device. They must not change until
-        `stream` has done it.
-        """
+        `stream` has done it."""
         driver.copy_async(*self._addresses, rows * 24, stream)
 
 
 def table_rows(kv: PagedKV, blocks: int, origins: int = 1) -> int:
-    """Rows of the table for a copy of `blocks` blocks."""
     planes = len(kv.planes)
     return planes + blocks + (-(-origins * planes // 3) if origins > 1 else 0)
 
@@ -130,8 +125,7 @@ def table_parts(kv: PagedKV, blocks: int, origins: int = 1) -> list[TablePart]:
 
 def fill_slots(kv: PagedKV, plan: CopyPlan, addresses: Int64s, table: Int64s) -> int:
     """Like `fill_table`, for a copy to or from slots, in half the time. addresses: (slots,) int64,
-    of the plan's slots.
-    """
+    of the plan's slots."""
     planes = len(kv.planes)
     table[:planes, :2] = kv.planes
     table[:planes, 2] = plane_offsets(
@@ -145,8 +139,7 @@ def fill_slots(kv: PagedKV, plan: CopyPlan, addresses: Int64s, table: Int64s) ->
 
 def fill_table(kv: PagedKV, rows: Int64s, origins: Int64s, table: Int64s) -> int:
     """Write the kernel's table for the copy of `rows`: see `Copier.pull`. Returns the alignment of
-    the origins' pages, up to 16 bytes.
-    """
+    the origins' pages, up to 16 bytes."""
     planes, end = len(kv.planes), len(kv.planes) + len(rows)
     table[:planes, :2] = kv.planes
     table[:planes, 2] = origins[0]
@@ -200,8 +193,7 @@ class _Kernel(NamedTuple):
     """The kernel for one KV cache and tuning. shape: its compile-time arguments. constants: the
     same in the launcher's order.
 
-    compiled: None under Triton's interpreter.
-    """
+    compiled: None under Triton's interpreter."""
 
     shape: dict[str, Any]
     compiled: Any
@@ -219,8 +211,7 @@ def _compiled(
     device: torch.device,
 ) -> _Kernel:
     """The kernel, compiled. Cached, since `copy_kernel[grid]` would bind and specialise its
-    arguments, and look it up, at each launch.
-    """
+    arguments, and look it up, at each launch."""
     shape = _shape(page_bytes, tuning, aligned) | {
         "PLANES": planes,
         "TO_ORIGIN": to_origin,
@@ -235,8 +226,7 @@ def _compiled(
 
 def _shape(page_bytes: int, tuning: Tuning, aligned: int) -> dict[str, Any]:
     """The kernel's compile-time sizes. Words are the widest, up to 8 bytes, that divide all sizes
-    and addresses.
-    """
+    and addresses."""
     word = min(8, aligned)
     block_bytes = _piece(page_bytes, tuning.block_bytes)
     return {
@@ -283,8 +273,7 @@ def _locate(
     MANY: tl.constexpr,
 ):
     """Source address, destination address and number within its page of piece `unit` of the copy;
-    of piece `last` for larger numbers.
-    """
+    of piece `last` for larger numbers."""
     unit = tl.minimum(unit, last)
     piece = unit % PIECES
     rest = unit // PIECES

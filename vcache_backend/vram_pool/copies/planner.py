@@ -1,6 +1,4 @@
-"""Turns places in a paged KV cache into a list of block copies. Pure numpy: nothing is copied
-here.
-"""
+"""Turns places in a paged KV cache into a list of block copies. Pure numpy: nothing is copied."""
 
 from __future__ import annotations
 
@@ -36,8 +34,7 @@ class CopyPlan:
 
     def complete(self, slots: int) -> Bools:
         """Shape (slots,): which slots have all their blocks in the plan. A store must skip every
-        chunk that does not.
-        """
+        chunk that does not."""
         whole: Bools = np.bincount(self.blocks[:, 0], minlength=slots) == self.each
         return whole
 
@@ -119,8 +116,7 @@ def plan_blocks(
 
 def _consecutive(kv: PagedKV, chunk_size: int, count: int) -> Int64s:
     """The rows of a plan for the first `count` blocks of consecutive chunks, without the ids.
-    Cached and read-only.
-    """
+    Cached and read-only."""
     return _common(
         kv.blocks_in(chunk_size), kv.parts * kv.page_bytes, max(1024, 1 << count.bit_length())
     )[:count]
@@ -172,8 +168,7 @@ def of_kinds(
 @lru_cache
 def plane_offsets(planes: int, parts: int, blocks: int, page_bytes: int) -> Int64s:
     """Shape (1, planes): the offset of each plane's first page in a chunk of `blocks` blocks.
-    Cached and read-only.
-    """
+    Cached and read-only."""
     layer, part = np.divmod(np.arange(planes, dtype=np.int64), parts)
     offsets: Int64s = ((layer * blocks * parts + part) * page_bytes)[None]
     offsets.flags.writeable = False

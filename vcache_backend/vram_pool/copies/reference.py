@@ -64,8 +64,7 @@ def _pull(kv: PagedKV, rows: Int64s, origins: Int64s) -> None:
 
 def _rows_at(address: int, count: int, step: int, nbytes: int) -> npt.NDArray[np.void]:
     """`count` rows of `nbytes` bytes at raw addresses, `step` bytes apart; they may overlap. Only
-    rows that are read are touched.
-    """
+    rows that are read are touched."""
     memory = {
         "data": (address, True),
         "shape": (count,),
@@ -99,8 +98,7 @@ def _block_pairs(
     kv: PagedKV, plan: CopyPlan, slots: Sequence[Tensor]
 ) -> Iterator[tuple[Tensor, Tensor, Int64s, Int64s]]:
     """For each slot and plane: pages (num_blocks, words), the slot's (blocks, words), block ids,
-    and places in the slot.
-    """
+    and places in the slot."""
     for number, kind in enumerate(kv.kinds):
         part, begin = plan.of(kv, number)
         for index, rows in _by_slot(part.blocks):

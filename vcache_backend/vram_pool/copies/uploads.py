@@ -1,6 +1,4 @@
-"""Copies chunks from host memory that is no segment into a KV cache: those that the offload tier
-brought.
-"""
+"""Copies the offload tier's chunks from host memory, which is no segment, into a KV cache."""
 
 # torch.cuda's streams and events have no types.
 # mypy: allow-untyped-calls
@@ -23,8 +21,7 @@ if TYPE_CHECKING:
 
 BOUNCE_BYTES = 256 << 20
 """The most device memory for chunks on their way into the KV cache: as much as crosses the link to
-the host in 5 ms.
-"""
+the host in 5 ms."""
 BOUNCE_MOST = 64
 """The most chunks of one call."""
 
@@ -49,8 +46,7 @@ class HostUploader:
     """Copies chunks into a KV cache that lies in host memory, too. In the worker's thread that
     launches kernels.
 
-    most: the most chunks of one call.
-    """
+    most: the most chunks of one call."""
 
     def __init__(self, copier: Copier, chunk_bytes: int) -> None:
         self._copier, self._chunk_bytes = copier, chunk_bytes
@@ -60,8 +56,7 @@ class HostUploader:
         self, kv: PagedKV, plan: CopyPlan, chunks: Sequence[HostChunk], after: Mark | None = None
     ) -> Completion:
         """Like `Copier.scatter`, with `chunks` instead of slots. The caller leaves them as they are
-        until the copy is over.
-        """
+        until the copy is over."""
         return self._copier.scatter(
             kv, plan, [SlotView.over(self._decoded(chunk), local=True) for chunk in chunks], after
         )
@@ -78,8 +73,7 @@ class CudaUploader:
     """Like `HostUploader`, for a KV cache on a GPU: the copy engine fills a bounce buffer there,
     then the copier scatters it.
 
-    The copy engine's part runs on a stream of its own.
-    """
+    The copy engine's part runs on a stream of its own."""
 
     def __init__(self, copier: Copier, kv: PagedKV, chunk_bytes: int) -> None:
         """Raises torch.OutOfMemoryError if there is no memory for the bounce buffer."""

@@ -42,8 +42,7 @@ class _MappedRegion(NamedTuple):
 
 class CudaExportable:
     """An `exportable.Exportable` in GPU memory. It must live as long as the process, since torch
-    may free its memory at any time.
-    """
+    may free its memory at any time."""
 
     def __init__(self, ordinal: int) -> None:
         """Raises SegmentError if GPU `ordinal` cannot export memory."""
@@ -59,8 +58,7 @@ class CudaExportable:
     @contextmanager
     def context(self) -> Iterator[None]:
         """A context in which this thread's allocations on the current device are exportable.
-        SegmentError if torch takes no allocator.
-        """
+        SegmentError if torch takes no allocator."""
         # While a pool is in use and memory runs out, torch fails instead of giving back what it has
         # cached.
         torch.cuda.empty_cache()
@@ -74,13 +72,11 @@ class CudaExportable:
         # torch empties its cache.
 
     def allocations(self) -> list[Region]:
-        """The allocations that torch has not freed."""
         return [piece.allocation for piece in list(self._live.values())]
 
     def _allocate(self, nbytes: int, ordinal: int, stream: int | None) -> int:
         """Called by torch: the address of at least `nbytes` bytes; 0 if that fails, and torch then
-        raises that there is no memory.
-        """
+        raises that there is no memory."""
         try:
             with _no_garbage(), self._driver.on(ordinal):
                 piece = _make(self._driver, ordinal, nbytes)
@@ -94,8 +90,7 @@ class CudaExportable:
 
     def _free(self, address: int, nbytes: int, ordinal: int, stream: int | None) -> None:
         """Called by torch: free an allocation. Work that still uses it may be queued, so this waits
-        for the device.
-        """
+        for the device."""
         try:
             piece = self._live.pop(address)
             os.close(piece.allocation.fd)
@@ -133,8 +128,7 @@ def _torch_allocator(allocate: int | None, free: int | None) -> Any:
 
 def _make(driver: Driver, ordinal: int, nbytes: int) -> _MappedRegion:
     """Allocate and map `nbytes`, rounded up, on the GPU whose context is current. Raises
-    DriverError, and leaves nothing behind then.
-    """
+    DriverError, and leaves nothing behind then."""
     granule = driver.granularity(ordinal)
     rounded = -(-nbytes // granule) * granule
     with ExitStack() as undo:

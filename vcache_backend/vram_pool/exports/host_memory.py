@@ -40,8 +40,7 @@ class HostExportable:
     @contextmanager
     def context(self) -> Iterator[None]:
         """A context in which this thread's `torch.zeros` of int8 on the CPU are exportable;
-        ordinary memory if that fails.
-        """
+        ordinary memory if that fails."""
         mode = _Zeros(self._zeros)
         overrides._push_mode(mode)
         try:
@@ -50,7 +49,6 @@ class HostExportable:
             _leave(mode)
 
     def allocations(self) -> list[Region]:
-        """The allocations whose tensors are alive."""
         return list(self._live.values())
 
     def _zeros(self, nbytes: int) -> torch.Tensor | None:
@@ -69,8 +67,7 @@ class HostExportable:
 
 class _Zeros(TorchFunctionMode):
     """Replaces `torch.zeros` of int8 in host memory by `make(bytes)`; where that returns None torch
-    makes the tensor.
-    """
+    makes the tensor."""
 
     def __init__(self, make: Callable[[int], torch.Tensor | None]) -> None:
         super().__init__()
@@ -92,8 +89,7 @@ class _Zeros(TorchFunctionMode):
 
 def _leave(mode: _Zeros) -> None:
     """Disable `mode`, and take it from this thread's stack wherever it is (torch itself takes only
-    the last one).
-    """
+    the last one)."""
     mode.make, above = None, []
     while torch._C._len_torch_function_stack():
         last = overrides._pop_mode()
@@ -106,8 +102,7 @@ def _leave(mode: _Zeros) -> None:
 
 def _sealed(nbytes: int) -> tuple[int, mmap.mmap]:
     """A memfd of whole zeroed pages, all of them allocated, and its mapping, the only one that can
-    be written. Raises OSError.
-    """
+    be written. Raises OSError."""
     size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     with ExitStack() as undo:
         fd = os.memfd_create("vcache-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -126,8 +121,7 @@ def _sealed(nbytes: int) -> tuple[int, mmap.mmap]:
 
 def _take(memory: mmap.mmap) -> None:
     """Allocate every page now, near this thread, as zeroing would. If there are too few, it fails
-    here and not in a later write.
-    """
+    here and not in a later write."""
     try:
         memory.madvise(_MADV_POPULATE_WRITE)
     except OSError as error:
@@ -138,7 +132,6 @@ def _take(memory: mmap.mmap) -> None:
 
 
 def _gone(live: dict[int, Region], allocation: Region) -> None:
-    """Forget an allocation whose last tensor is gone."""
     live.pop(allocation.address, None)
     with suppress(OSError):
         os.close(allocation.fd)

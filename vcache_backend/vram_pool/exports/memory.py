@@ -14,8 +14,7 @@ class Region(NamedTuple):
     """One exported allocation of this process: `nbytes` bytes at `address`. A reader maps all of it
     by `fd`.
 
-    The fd is open for as long as the memory lives; the caller must not close it.
-    """
+    The fd is open for as long as the memory lives; the caller must not close it."""
 
     fd: int
     nbytes: int
@@ -29,8 +28,7 @@ class Exportable(Protocol):
         """A context in which this thread's allocations are exportable if they could be a KV cache.
         For lack of memory torch raises.
 
-        May be left from another thread, and before contexts that were entered later.
-        """
+        May be left from another thread, and before contexts that were entered later."""
 
     def allocations(self) -> list[Region]:
         """The allocations that are alive."""
