@@ -15,7 +15,7 @@ from vcache_backend.resident.generations import Generations, GenerationView
 
 from ..metadata import LoadSpec
 from ..scheduler.tracked import Tracked
-from .block_pool import GENERATIONS, NUMBERS, KVBlocks
+from .block_pool import KVBlocks
 from .replicas import Run, within
 
 log = logging.getLogger("vllm.vcache")
@@ -195,8 +195,8 @@ class Duplicates:
                 copies.blocks[last],
                 copies.generations[last],
                 # The look-up has checked that these are valid.
-                memoryview(run.blocks).cast(NUMBERS)[last].tolist(),
-                memoryview(run.generations).cast(GENERATIONS)[last].tolist(),
+                memoryview(run.blocks).cast("I")[last].tolist(),
+                memoryview(run.generations).cast("Q")[last].tolist(),
                 strict=True,
             )
         ]
