@@ -22,6 +22,7 @@ OLDEST = (0, 31)
 WHAT = {
     "hits equal to the bit": r"vllm_equal",
     "tensor parallel 2": r"vllm_(tp2_equal|equal_tp2)",
+    "pipeline parallel 2": r"vllm_equal_pp2",
     "fp8 KV": r"vllm_equal_fp8",
     "MLA": r"vllm_equal_mla",
     "pages of several sizes in one table": r"vllm_equal_(head|sparse|sparse_fp8)",
@@ -39,6 +40,7 @@ WHAT = {
     "in place: KV caches used again while they are read": r"inplace_wrong_(vllm|gpu)",
     "in place: tensor parallel 2": r"inplace_equal_tp2",
     "expert and data parallel ranks": r"ep_dp_(hit_equal|ranks_agree|hits)_\w+",
+    "in place: pipeline parallel 2": r"inplace_equal_pp2",
     "through LMCache": r"lmcache_equal",
     "the connector's own tests": r"connector_tests_(?!groups)\w+",
     "the connector's own tests of several block tables": r"connector_tests_groups",

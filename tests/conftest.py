@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,9 @@ LONGEST = (
 """Files of tests by the seconds that they take, the longest first; all others are short. Two of the
 first need no vLLM, which the nursery imports meanwhile."""
 _NO_GPU = re.compile(r"needs \d+ GPUs?, here are")
+_IMPORTS_VLLM = re.compile(r'^ *pytest\.importorskip\("vllm\.', re.M)
+PROCESS = os.environ.get("PYTEST_XDIST_WORKER", "")
+"""The name of this process, if pytest has several."""
 
 
 @pytest.fixture(scope="session")
@@ -102,6 +106,37 @@ def memfd() -> Iterator[int]:
     fd = make_memfd(4096)
     yield fd
     os.close(fd)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["dist"] = node.config.option.dist
+
+
+def pytest_ignore_collect(collection_path: Path, config: Any) -> bool | None:
+    """To import vLLM takes some 12 s of a core, so that the first of pytest's processes has all
+    files that do.
+    """
+    dist = getattr(config, "workerinput", {}).get("dist")
+    if dist != "loadfile" or PROCESS == "gw0" or not collection_path.match("test_*.py"):
+        return None
+    return _IMPORTS_VLLM.search(collection_path.read_text()) is not None or None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from schedule import Schedule
+
+    return Schedule(config, log) if config.option.dist == "loadfile" else None
+
+
+def pytest_collection_finish() -> None:
+    """The second process is the first that has nothing to do: it has the nursery of all tests with
+    vLLM import that meanwhile.
+    """
+    cases = sys.modules.get("vllm_cases")
+    if PROCESS == "gw1" and cases is not None and not cases.missing(()):
+        threading.Thread(target=cases.home, daemon=True).start()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

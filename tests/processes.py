@@ -50,10 +50,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def installed(folder: Path) -> Path:
     """The `python` of a new environment in `folder`, in which this checkout is installed as a user
     does it, not editable. All other packages are those of this Python."""
-    source, packages = (
-        folder / "src",
-        sysconfig.get_path("purelib", vars={"base": str(folder / "venv")}),
-    )
+    source = folder / "src"
+    packages = sysconfig.get_path("purelib", vars={"base": str(folder / "venv")})
     for path in (
         ROOT / name
         for name in (
@@ -486,12 +484,10 @@ class Worker(Process):
         start_seconds: float = 2 * SECONDS,
         apart: Apart | None = None,
     ) -> None:
-        self._home, self._log, self._patience, self._start_seconds = (
-            home,
-            log,
-            patience,
-            start_seconds,
-        )
+        self._home = home
+        self._log = log
+        self._patience = patience
+        self._start_seconds = start_seconds
         self.folder = folder
         self._made = False
         self._pipe, theirs = multiprocessing.Pipe()

@@ -94,11 +94,9 @@ class Reader:
         device: str = "host",
         **engine: Any,
     ) -> None:
-        self.cache, self.copier, self.size = (
-            Cache(device=device),
-            StoppingCopier(),
-            SMALL.block_size * split,
-        )
+        self.cache = Cache(device=device)
+        self.copier = StoppingCopier()
+        self.size = SMALL.block_size * split
         copier = self.copier if device.startswith("host") else None
         self.session = Session(
             here.config(device, segment_bytes, **engine), layout_of(self.cache), copier=copier

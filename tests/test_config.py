@@ -57,10 +57,7 @@ def _keys(values: dict[str, Any]) -> list[Any]:
             "client: {request_seconds: .nan}",
             "Expected `float` > 0.0 - at `$.client.request_seconds`, which is nan",
         ),
-        (
-            "server: {max_chunks: 4e6}",
-            "got `str` - at `$.server.max_chunks`, which is '4e6'; write digits, without quotes",
-        ),
+        ("server: {max_chunks: 4e6}", "got `str` - at `$.server.max_chunks`, which is '4e6'"),
         (
             "connector: {store: answers}",
             "Invalid enum value 'answers' - at `$.connector.store`; expected all or prompt",
@@ -80,7 +77,7 @@ def _keys(values: dict[str, Any]) -> list[Any]:
         ("&a {pool: *a}", "at `$.pool`"),
         (
             "server:\n  max_clients: 9\npool:\n",
-            "line 3: Expected `object`, got `null` - at `$.pool`; nothing stands under it",
+            "line 3: Expected `object`, got `null` - at `$.pool`",
         ),
         ("server: {max_chunks: " + 5000 * "9" + "}", "not YAML: Exceeds the limit (4300 digits)"),
     ],

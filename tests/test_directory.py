@@ -418,10 +418,8 @@ def test_a_claim_ends_with_its_time_and_with_its_connection(
 
 
 def test_memory_that_may_be_offered_again_is_not_made_anew(clock: FakeClock) -> None:
-    directory, added = (
-        make(clock),
-        SegmentAdded(m.SegmentId("s0"), WRITER.device, WRITER.medium, 4 * KIB),
-    )
+    directory = make(clock)
+    added = SegmentAdded(m.SegmentId("s0"), WRITER.device, WRITER.medium, 4 * KIB)
     directory.restore(LedgerState(segments={m.SegmentId("s0"): added}))
     assert directory.lend(WRITER, 4 * KIB) == 0
     directory.forget_absent([m.SegmentId("s0")])

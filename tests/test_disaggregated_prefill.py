@@ -25,10 +25,8 @@ from vllm_cases import forking, new_tokens, node
 from benchmarks.processes import free_ports
 from vcache_backend.metadata_server.client import Client
 
-EXAMPLE, PROXY = (
-    ROOT / "examples" / "disaggregated_prefill.py",
-    ROOT / "examples" / "prefill_proxy.py",
-)
+EXAMPLE = ROOT / "examples" / "disaggregated_prefill.py"
+PROXY = ROOT / "examples" / "prefill_proxy.py"
 WANTED = (
     "vllm",
     "safetensors",
@@ -178,9 +176,7 @@ pooled = pytest.mark.parametrize("site", ["pool"], indirect=True)
 
 
 @pooled
-def test_the_example_takes_every_prompt_from_the_pool_with_the_right_tokens(
-    site: Site,
-) -> None:
+def test_the_example_takes_every_prompt_from_the_pool_with_the_right_tokens(site: Site) -> None:
     """The tokens: the fixture would fail, since the example says of each whether they are right."""
     assert site.chunks() >= CHUNKS
 
@@ -201,10 +197,8 @@ def test_in_place_nothing_is_copied_in_between_and_the_decode_server_is_never_re
     site: Site,
 ) -> None:
     prompt, loaded = new_tokens(WHOLE + TAIL), 'vllm:vcache_loaded_tokens_total{tier="resident"'
-    before, lost = (
-        counted(site.decode, loaded),
-        counted(site.decode, "vllm:vcache_recomputed_tokens_total"),
-    )
+    before = counted(site.decode, loaded)
+    lost = counted(site.decode, "vllm:vcache_recomputed_tokens_total")
     with site.another_proxy("--wait-seconds", "30") as (url, _):
         assert site.ask(url, prompt) == Answer(site.right(prompt), WHOLE)
     eventually(lambda: counted(site.decode, loaded) == before + WHOLE)

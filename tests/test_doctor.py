@@ -121,10 +121,8 @@ def test_a_missing_package_is_a_failure_only_where_it_is_needed(
 
     monkeypatch.setattr(metadata, "version", missing)
     monkeypatch.setattr(gpu_checks, "has_nvidia", lambda: nvidia)
-    config, tier = (
-        from_dict({"offload": {"policy": policy}}),
-        {"mooncake-transfer-engine", "xxhash"},
-    )
+    config = from_dict({"offload": {"policy": policy}})
+    tier = {"mooncake-transfer-engine", "xxhash"}
     failing = {
         name: one
         for name, one in by_check(doctor.check_packages(config)).items()

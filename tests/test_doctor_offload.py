@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import signal
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from typer.testing import CliRunner
 from benchmarks.processes import free_ports
 from vcache_backend.cli import app
 from vcache_backend.config import Config, from_dict
-from vcache_backend.doctor import Finding, check_offload, check_packages
+from vcache_backend.doctor import Finding, check_offload
 from vcache_backend.doctor import offload as store_checks
 
 __all__ = ["own_depot"]
@@ -51,18 +50,6 @@ def test_a_tier_that_is_off_is_one_line_and_asks_nobody(monkeypatch: pytest.Monk
 # ---- packages
 
 
-def test_another_build_of_mooncake_is_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "mooncake-transfer-engine"
-
-    def version(asked: str) -> str:
-        if asked == f"{name}-cuda13":
-            return "0.3.14"
-        raise metadata.PackageNotFoundError(asked)
-
-    monkeypatch.setattr(metadata, "version", version)
-    assert Finding(name, "ok", f"0.3.14 ({name}-cuda13)") in check_packages(config())
-
-
 # ---- a real store
 
 
@@ -89,13 +76,6 @@ def test_a_master_that_is_not_there_fails_the_command_and_says_how_to_start_one(
     assert (found[MASTER]["status"], PROVIDER in found) == ("fail", False)
     assert "Connection refused" in found[MASTER]["detail"]
     assert "vcache mooncake" in found[MASTER]["advice"]
-
-
-@needs_mooncake
-def test_the_port_of_the_masters_metrics_is_not_taken_for_the_master(own_depot: Depot) -> None:
-    found = findings(config(f"127.0.0.1:{own_depot.master.metrics_port}"))
-    assert (found[MASTER].status, PROVIDER in found) == ("fail", False)
-    assert "and not its metrics_port" in found[MASTER].advice
 
 
 @needs_mooncake

@@ -46,10 +46,8 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 
 def test_the_program_of_the_api_page_prints_what_the_page_says(tmp_path: Path) -> None:
-    (program,), (printed,) = (
-        blocks(ROOT / "docs" / "api.md", "python"),
-        blocks(ROOT / "docs" / "api.md", "text"),
-    )
+    (program,) = blocks(ROOT / "docs" / "api.md", "python")
+    (printed,) = blocks(ROOT / "docs" / "api.md", "text")
     (tmp_path / "program.py").write_text(program)
     (tmp_path / "vcache.yaml").write_text("pool: {device: host, segment_bytes: 32 MiB}\n")
     with stage(tmp_path / "server") as node:
@@ -116,10 +114,9 @@ def test_the_pages_have_commands_at_all_and_there_is_no_rule_for_others() -> Non
     assert not [
         rule for rule in RULES if not any(re.match(rule, f"{command} ") for command in plain)
     ]
-    assert {
-        "vcache segment drop ID",
-        "python examples/two_vllm_instances.py --cpu",
-    } <= dict(PAGED).keys()
+    assert {"vcache segment drop ID", "python examples/two_vllm_instances.py --cpu"} <= dict(
+        PAGED
+    ).keys()
 
 
 def test_the_commands_are_run_with_what_is_installed_and_not_with_the_checkout(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import ROOMY, Node, UnfinishedCopier, counts, get, here, put, said
+from engine_cases import ROOMY, Node, counts, get, here, put, said
 from kv_cases import CHUNK, FLASH, SMALL, Cache, layout_of, places, prompt
 from processes import SECONDS, eventually, hung
 
@@ -106,23 +106,6 @@ def test_a_writer_held_up_behind_its_reservation_copies_nothing_and_gives_its_sl
     assert writer.get_stats()["not_stored"]["late"] == 1
     assert get(other, mine, prompt(CHUNK)) == CHUNK
     assert client.list_segments()[0].used == mine.chunk_bytes
-
-
-def test_a_lease_ends_though_a_store_goes_on(here: Node) -> None:
-    here.serve(lease_seconds=60)
-    mine, copier, client = Cache(), UnfinishedCopier(), here.client()
-    other = here.engine("host:a", ROOMY, layout_of(mine))
-    put(other, mine, prompt(CHUNK))
-    engine = here.engine("host:b", 0, layout_of(mine), copier=copier)
-    lease = engine._session.leases.acquire(engine.keys(prompt(CHUNK)))
-    assert lease is not None
-    engine.store(prompt(CHUNK, 2), None, mine.tensors, places(SMALL, CHUNK))
-    engine._session.leases.release(lease)
-    eventually(lambda: client.stats().leases == 0)
-    assert engine.lookup(prompt(CHUNK, 2)) == 0
-    copier.finished.set()
-    assert engine.flush(SECONDS)
-    assert engine.lookup(prompt(CHUNK, 2)) == CHUNK
 
 
 class FullDisk(HostCopier):

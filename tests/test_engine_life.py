@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import threading
 from pathlib import Path
 
-import pytest
 from engine_cases import ROOMY, Node, Pair, folder, get, node, pair, put, shared
 from kv_cases import CHUNK, Cache, layout_of, places, prompt
 from processes import SECONDS, eventually
@@ -106,16 +104,3 @@ def test_close_finishes_the_stores_under_way(shared: Node) -> None:
     pair.writer.store(tokens, None, pair.mine.tensors, slots)
     pair.writer.close()
     assert get(pair.reader, pair.theirs, tokens) == 4 * CHUNK
-
-
-def test_what_a_closed_engine_is_asked_is_a_miss(
-    pair: Pair, caplog: pytest.LogCaptureFixture
-) -> None:
-    put(pair.writer, pair.mine, prompt(CHUNK))
-    pair.writer.close()
-    assert pair.writer.lookup(prompt(CHUNK)) == 0
-    assert get(pair.writer, pair.mine, prompt(CHUNK)) == 0
-    pair.writer.store(prompt(CHUNK), None, pair.mine.tensors, places(pair.mine.sizes, CHUNK))
-    assert pair.writer.contains(pair.writer.keys(prompt(CHUNK))[0]) == -1
-    assert pair.writer.get_stats()["server"] is None
-    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

@@ -113,11 +113,9 @@ def test_every_gpu_reads_and_writes_locked_host_memory_where_it_lies() -> None:
 @pytest.mark.gpu
 def test_memory_is_locked_while_another_thread_captures_a_graph() -> None:
     """As the pool does while vLLM captures its own."""
-    numbers, graph, locked = (
-        torch.zeros(8, device="cuda:0"),
-        torch.cuda.CUDAGraph(),
-        list[MappedSegment](),
-    )
+    numbers = torch.zeros(8, device="cuda:0")
+    graph = torch.cuda.CUDAGraph()
+    locked = list[MappedSegment]()
     numbers.add_(0)
     torch.cuda.synchronize()
     with create(Device("host", "host"), SIZE) as owned:

@@ -248,6 +248,7 @@ def test_a_lease_of_a_server_before_does_not_count(
     case.hits_again(reader)
 
 
+@ours
 def test_a_hung_server_holds_up_one_request_only(here: Node, reader: Instance, case: Case) -> None:
     with hasty(reader, 0.2), here.server.stopped():
         case.right(reader.run(case.prompt, case.beside, together=True))
@@ -274,6 +275,7 @@ def test_a_server_that_hangs_under_a_request(here: Node, reader: Instance, case:
 # ---- segments
 
 
+@ours
 def test_a_segment_dropped_while_it_is_mapped_is_no_worse_than_a_miss(
     here: Node, reader: Instance, case: Case
 ) -> None:
@@ -338,6 +340,7 @@ def test_the_lease_of_a_slow_copy_is_renewed(here: Node, reader: Instance, case:
     case.unpolluted(reader)
 
 
+@ours
 def test_what_is_read_after_the_lease_has_ended_is_computed(
     here: Node, reader: Instance, case: Case
 ) -> None:

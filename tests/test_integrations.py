@@ -65,10 +65,7 @@ def aside(here: Node) -> Instance:
     return here.alone("aside")
 
 
-WAYS = [
-    pytest.param("vllm", marks=needs_vllm),
-    pytest.param("lmcache", marks=lmcache_here),
-]
+WAYS = [pytest.param("vllm", marks=needs_vllm), pytest.param("lmcache", marks=lmcache_here)]
 
 
 @pytest.fixture(scope="module", params=WAYS)
@@ -128,35 +125,6 @@ def test_of_a_prompt_that_is_all_there_the_last_of_it_is_computed(
     assert fleet.integration == "lmcache" or from_pool.said == own.said
 
 
-def test_a_shared_beginning_is_a_hit_and_the_rest_is_computed(
-    here: Node, a: Instance, reader: Instance, aside: Instance
-) -> None:
-    tokens = new_tokens(5 * CHUNK + 1)
-    branch = tokens[:HITS] + new_tokens(2 * CHUNK + 5)
-    here.keep(a, tokens)
-    aside.one(tokens)
-    own, from_pool = aside.one(branch), reader.one(branch)
-    assert (own.cached, from_pool.cached) == (HITS, HITS)
-    assert from_pool.said == own.said
-
-
-def test_the_pool_continues_vllms_own_cache(
-    here: Node, a: Instance, reader: Instance, aside: Instance
-) -> None:
-    """The reader has a chunk and a half in blocks of its own, which are not written again, and
-    takes the rest from the pool.
-    """
-    tokens = new_tokens(5 * CHUNK + 1)
-    here.keep(reader, tokens[: CHUNK + BLOCK + 1])
-    before = here.chunks()
-    assert a.one(tokens).cached == CHUNK
-    here.kept(a, before + 4)
-    aside.one(tokens)
-    own, from_both = aside.one(tokens), reader.one(tokens)
-    assert (own.cached, from_both.cached) == (5 * CHUNK, 5 * CHUNK)
-    assert from_both.said == own.said
-
-
 def test_a_prompt_computed_in_several_steps_is_stored_whole(
     here: Node, a: Instance, reader: Instance
 ) -> None:
@@ -195,15 +163,6 @@ def test_requests_of_one_batch_share_a_prefix(
     assert all(map(Answer.agrees, together, alone))
 
 
-def test_hits_and_misses_of_one_batch(here: Node, a: Instance, reader: Instance) -> None:
-    prompts = [Prompt(new_tokens(count * CHUNK + 3), max_tokens=20) for count in (1, 3, 5)]
-    computed = [here.keep(a, prompt.tokens, max_tokens=20) for prompt in prompts]
-    other = Prompt(new_tokens(4 * CHUNK), max_tokens=20)
-    answers = reader.run(other, *prompts, together=True)
-    assert [answer.cached for answer in answers] == [0, CHUNK, 3 * CHUNK, 5 * CHUNK]
-    assert all(map(Answer.agrees, answers[1:], computed))
-
-
 def test_wrong_bytes_in_the_pool_are_wrong_tokens(
     here: Node, a: Instance, reader: Instance
 ) -> None:
@@ -215,18 +174,6 @@ def test_wrong_bytes_in_the_pool_are_wrong_tokens(
     assert wrong.cached == HITS
     assert wrong.differs(computed)
     assert reader.again(tokens).agrees(computed)
-
-
-def test_a_prompt_that_is_rated_is_computed(
-    here: Node, a: Instance, reader: Instance, aside: Instance
-) -> None:
-    """Its own log probabilities are wanted for every token, so none may come from the pool."""
-    tokens = new_tokens(HITS + 5)
-    here.keep(a, tokens)
-    alone, rated = aside.one(tokens, rate=True), reader.one(tokens, rate=True)
-    assert (rated.cached, len(rated.logprobs)) == (0, len(tokens) - 1 + len(rated.tokens))
-    assert rated.said == alone.said
-    assert reader.again(tokens).cached == HITS
 
 
 # ---- who shares with whom
@@ -249,11 +196,9 @@ def test_an_adapter_is_told_apart_by_what_lies_at_its_path(
     here: Node, fleet: Fleet, tmp_path: Path
 ) -> None:
     """Two of one name."""
-    one, two, adapters = (
-        str(write_lora(tmp_path / "1/sql", 1)),
-        str(write_lora(tmp_path / "2/sql", 2)),
-        fleet("adapters"),
-    )
+    one = str(write_lora(tmp_path / "1/sql", 1))
+    two = str(write_lora(tmp_path / "2/sql", 2))
+    adapters = fleet("adapters")
     tokens = new_tokens(4 * CHUNK + 1)
     answers = {lora: here.keep(adapters, tokens, lora=lora) for lora in (one, two, None)}
     assert len({tuple(answer.tokens) for answer in answers.values()}) == 3
@@ -271,12 +216,10 @@ def test_what_vllm_takes_for_another_adapters_kv_is_not_passed_on(
     """Its own prefix cache does not see that an adapter was trained again, nor its workers that
     another one has its number.
     """
-    one, two, adapters, reader = (
-        tmp_path / "one",
-        tmp_path / "two",
-        fleet("adapters"),
-        fleet("adapters-too"),
-    )
+    one = tmp_path / "one"
+    two = tmp_path / "two"
+    adapters = fleet("adapters")
+    reader = fleet("adapters-too")
     tokens = [*new_tokens(4 * CHUNK), 5]
     here.keep(adapters, tokens, lora=str(write_lora(one, 1)), lora_id=1)
     for folder, seed, number, cached in ((one, 2, 2, 4 * CHUNK), (two, 3, 1, 0)):

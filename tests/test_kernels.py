@@ -117,10 +117,8 @@ def pages(kv: PagedKV) -> list[Tensor]:
 def run_kernel(
     kv: PagedKV, copy: CopyPlan, slots: list[Tensor], to_slot: bool, tuning: Tuning
 ) -> None:
-    addresses, count = (
-        np.array([slot.data_ptr() for slot in slots], dtype=np.int64),
-        len(copy.blocks),
-    )
+    addresses = np.array([slot.data_ptr() for slot in slots], dtype=np.int64)
+    count = len(copy.blocks)
     for number, kind in enumerate(kv.kinds):
         plan, begin = copy.of(kv, number)
         table = np.empty((kernels.table_rows(kind, count), 3), dtype=np.int64)
@@ -445,11 +443,9 @@ def test_each_kind_of_layers_has_its_part_of_one_table_aligned_as_the_kernel_tak
 @settings(max_examples=60)
 @given(st.data())
 def test_the_reference_of_a_pull_is_what_indexing_gives(data: st.DataObject) -> None:
-    page_bytes, count, layers = (
-        data.draw(st.integers(1, 70)),
-        data.draw(st.integers(1, 4)),
-        data.draw(st.integers(1, 3)),
-    )
+    page_bytes = data.draw(st.integers(1, 70))
+    count = data.draw(st.integers(1, 4))
+    layers = data.draw(st.integers(1, 3))
     there = owners(
         count,
         page_bytes,

@@ -4,7 +4,6 @@ asked for what is no request's.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -88,11 +87,9 @@ def in_hot_cache(inside: Inside) -> int:
 def fill_host_tier(inside: Inside, prompt: list[int]) -> int:
     """Put chunks there under the prompt's keys, as a disk or a server behind it would that others
     fill, too. Their bytes are arranged as stock LMCache arranges them."""
-    tier, shapes, dtypes = (
-        inside.manager.local_cpu_backend,
-        inside.metadata.get_shapes(CHUNK),
-        inside.metadata.get_dtypes(),
-    )
+    tier = inside.manager.local_cpu_backend
+    shapes = inside.metadata.get_shapes(CHUNK)
+    dtypes = inside.metadata.get_dtypes()
     for key in inside.keys(prompt):
         tier.submit_put_task(key, tier.allocate(shapes, dtypes))
     return in_hot_cache(inside)
@@ -122,32 +119,6 @@ def test_the_plugin_allocates_beside_a_host_tier_too(served: Pool) -> None:
     engine.store(chunks(3))
     assert engine.do(in_hot_cache) == 0
     assert said(engine.retrieve(chunks(3))) == all_of(3 * CHUNK)
-
-
-def stock_allocator(inside: Inside, yaml: Path) -> list[str]:
-    """The allocator of another engine in this process, which has no plugin of ours."""
-    from lmcache.v1.cache_engine import LMCacheEngineBuilder
-    from lmcache.v1.config import LMCacheEngineConfig
-    from lmcache_worker import metadata
-
-    engine = LMCacheEngineBuilder.get_or_create(
-        "stock",
-        LMCacheEngineConfig.from_file(str(yaml)),
-        metadata(inside.setup),
-        None,
-        print,
-        print,
-    )
-    engine.post_init()
-    return [
-        type(engine.storage_manager.allocator_backend).__name__,
-        *engine.storage_manager.storage_backends,
-    ]
-
-
-def test_an_engine_without_the_plugin_is_left_alone(served: Pool) -> None:
-    stock = served.yaml(0, storage_plugins=[], **HOST_TIER)
-    assert served.engine().do(stock_allocator, stock) == ["LocalCPUBackend", "LocalCPUBackend"]
 
 
 def put_two_requests_at_once(inside: Inside, prompts: list[list[int]]) -> bool:

@@ -107,10 +107,8 @@ def used(alone: Stage) -> Client:
     """An instance with three chunks, which somebody has looked for and read, and a report. Whoever
     has.
     """
-    owner, reader = (
-        alone.client(),
-        alone.client(layout={"model": "llama", "namespace": "cafe", "chunk_size": "256"}),
-    )
+    owner = alone.client()
+    reader = alone.client(layout={"model": "llama", "namespace": "cafe", "chunk_size": "256"})
     join(owner, A)
     show(owner, A)
     publish(owner, A, keys(3))

@@ -11,12 +11,9 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
 from engine_cases import said
-from fake_cuda import GPU0, GPU1, NOTHING, FakeCuda
 from kv_cases import SMALL
 from neighbour_cases import (
     EACH,
@@ -34,17 +31,13 @@ from neighbour_cases import (
     still,
     threads,
 )
-from processes import QUICK, SECONDS, Stage, asked, eventually, make_memfd, script
-from test_cuda_segments import cpu_view
+from processes import QUICK, SECONDS, Stage, asked, eventually, make_memfd
 
 from vcache_backend.errors import SegmentError
 from vcache_backend.metadata_server.client import Client
 from vcache_backend.resident.generations import Generations, GenerationView
 from vcache_backend.resident.neighbours import Neighbour, Neighbours
 from vcache_backend.resident.own_cache import cache_shape
-from vcache_backend.resident.unmapper import Unmapper
-from vcache_backend.vram_pool import cuda_driver, cuda_segment
-from vcache_backend.vram_pool.cuda_driver import Driver
 
 ONE, TWO = instance(1), instance(2)
 
@@ -88,15 +81,6 @@ def test_a_reader_reads_what_the_owner_wrote_where_it_lies(stage: Stage, reader:
         assert not still(neighbour.view, [5, 7], generations)
         neighbour.leave()
         assert (neighbour.each, neighbour.split, neighbour.shape.device) == (EACH, 1, "host")
-
-
-def test_a_neighbour_is_mapped_once_and_only_to_be_read(stage: Stage, reader: Reader) -> None:
-    with owner(stage, regions=2):
-        neighbour = reader.there()
-        assert kv_mapped() == 2
-        asked_before = asked(reader.client, "OpenCache")
-        assert reader.neighbours.get(ONE) is neighbour
-        assert (kv_mapped(), asked(reader.client, "OpenCache")) == (2, asked_before)
 
 
 def test_each_rank_reads_from_the_same_rank(stage: Stage) -> None:
@@ -314,10 +298,8 @@ def test_a_cache_of_another_layout_is_refused_with_one_line_and_not_asked_for_ag
 def test_an_fd_of_something_else_is_never_mapped(tmp_path: Path) -> None:
     """Whatever the server lets pass."""
     cache, table = SharedCache(), Generations(ONE, SMALL.blocks)
-    shape, view = (
-        cache_shape(cache.kv, cache.regions, HOST),
-        GenerationView.open(table.fd, ONE, SMALL.blocks),
-    )
+    shape = cache_shape(cache.kv, cache.regions, HOST)
+    view = GenerationView.open(table.fd, ONE, SMALL.blocks)
     nbytes = cache.regions[0].nbytes
     reading, writing = os.pipe()
     short, unsealed = make_memfd(nbytes - 1), make_memfd(nbytes, seals=False)
@@ -338,57 +320,6 @@ def test_an_fd_of_something_else_is_never_mapped(tmp_path: Path) -> None:
 
 
 # ---- a GPU's, as the driver sees it
-
-
-def test_a_gpus_mapping_goes_in_the_thread_once_the_device_has_no_work(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """To unmap waits for the device, and who launches copies must not wait for that."""
-    done: list[tuple[str, str]] = []
-
-    class Driven(FakeCuda):
-        def __getattribute__(self, name: str) -> Any:
-            if name in ("cuMemMap", "cuCtxSynchronize", "cuMemUnmap"):
-                done.append((name, threading.current_thread().name))
-            return super().__getattribute__(name)
-
-    fake = Driven()
-    driver = Driver(fake)
-    monkeypatch.setattr(cuda_driver, "load", lambda: driver)
-    monkeypatch.setattr(cuda_segment, "view", cpu_view)
-    here = threading.current_thread().name
-    cache, table = SharedCache(), Generations(ONE, SMALL.blocks)
-    fd, nbytes = cuda_segment.allocate(GPU1, cache.regions[0].nbytes)
-    shape = msgspec.structs.replace(
-        cache_shape(cache.kv, cache.regions, HOST),
-        device=GPU1.name,
-        medium="cuda",
-        regions=[nbytes],
-    )
-    ended: list[Neighbour] = []
-    unmapper = Unmapper(ended.append)
-    neighbour = Neighbour(ONE, shape, GenerationView.open(table.fd, ONE, SMALL.blocks), EACH)
-    neighbour.map([fd], GPU0)
-    os.close(fd)
-    assert (
-        neighbour.bases - neighbour.bases[0] == cache.kv.planes[:, 0] - cache.kv.planes[0, 0]
-    ).all()
-    assert neighbour.enter()
-    with script("input()") as owner_:
-        assert unmapper.admit(neighbour, [os.pidfd_open(owner_.pid)])
-        owner_.kill()
-    eventually(lambda: ended == [neighbour])
-    assert done == [("cuMemMap", here)]
-    neighbour.leave()
-    eventually(lambda: fake.holds() == NOTHING)
-    assert done == [
-        ("cuMemMap", here),
-        ("cuCtxSynchronize", "vcache-neighbours"),
-        ("cuMemUnmap", "vcache-neighbours"),
-    ]
-    unmapper.close(SECONDS)
-    cache.close()
-    table.close()
 
 
 # ---- closing

@@ -83,10 +83,8 @@ def test_whole_blocks_are_filled_behind_a_mark(
     assert store(one._session, at, keys, range(len(keys)), beside=True) is not None
     assert one.flush(SECONDS, through=True)
     cache.poison()
-    session, ids = (
-        two._session,
-        (here[:: cache.sizes.block_size] // cache.sizes.block_size).tolist(),
-    )
+    session = two._session
+    ids = (here[:: cache.sizes.block_size] // cache.sizes.block_size).tolist()
     kv = session.bind(cache.tensors)
     load = Load(
         session, BlockPlaces(kv, CHUNK, ids, kv.block_size), keys, mark=session.copier.mark()

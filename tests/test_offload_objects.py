@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +12,6 @@ pytest.importorskip("xxhash")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vcache_backend.errors import ConfigError
 from vcache_backend.metadata_server.messages import KEY_BYTES, ChunkKey
 from vcache_backend.offload import objects
 from vcache_backend.offload.objects import HEADER_BYTES, BadObject, Buffer, Format
@@ -108,38 +105,3 @@ def test_a_whole_object_of_something_else_is_refused() -> None:
     refused(buffer, epoch=7)
     refused(sealed(epoch=7))
     FORM.check(sealed(epoch=7), SIZE, KEY, 7)
-
-
-def test_other_threads_run_while_an_object_is_hashed() -> None:
-    """Nobody is made to give up the GIL here, so that another thread runs only if the hash lets go
-    of it.
-    """
-    data, gate, ran = np.zeros(64 << 20, np.uint8), threading.Lock(), []
-    gate.acquire()
-
-    def wait_and_run() -> None:
-        gate.acquire()
-        ran.append(True)
-
-    interval = sys.getswitchinterval()
-    thread = threading.Thread(target=wait_and_run)
-    thread.start()
-    sys.setswitchinterval(30)
-    try:
-        gate.release()
-        for _ in range(200):
-            objects.digest(data)
-            if ran:
-                break
-        assert ran
-    finally:
-        sys.setswitchinterval(interval)
-        thread.join(10)
-
-
-def test_without_xxhash_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "xxhash", None)
-    with pytest.raises(
-        ConfigError, match=r"needs xxhash: pip install 'vcache-backend\[mooncake\]'"
-    ):
-        objects.digest(b"")

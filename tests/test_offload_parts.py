@@ -112,16 +112,12 @@ def test_a_load_waits_for_its_next_chunk_as_long_as_it_may_and_no_longer(
     store: Store, called: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store is at fault only where its own call took that long."""
-    config, clock, go_on, begun = (
-        OffloadConfig(get_seconds=2.0),
-        FakeClock(),
-        threading.Event(),
-        threading.Event(),
-    )
-    ring, form = (
-        Ring(Staging(store.memory, 256, 4, pinned=False).buffers),
-        Format(bytes(32), 1, 128, 128),
-    )
+    config = OffloadConfig(get_seconds=2.0)
+    clock = FakeClock()
+    go_on = threading.Event()
+    begun = threading.Event()
+    ring = Ring(Staging(store.memory, 256, 4, pinned=False).buffers)
+    form = Format(bytes(32), 1, 128, 128)
     index = Index(config, store, on_gpu=False)
     stats = EngineStats()
     reader = Reader(Bound(store, index, stats, form, None), ring, config, now=clock)

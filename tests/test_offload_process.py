@@ -8,10 +8,8 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import sys
 import threading
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +18,10 @@ from mooncake_cases import MIB, Raw, depot, needs_mooncake, new_names, own_depot
 from mooncake_store import Depot
 from processes import SECONDS, Child, eventually
 
-from vcache_backend.config import MooncakeConfig, OffloadConfig
-from vcache_backend.errors import ConfigError
-from vcache_backend.offload.client import OffloadProcess
+from vcache_backend.config import OffloadConfig
 from vcache_backend.offload.staging import Buffer, Staging
 from vcache_backend.offload.store import Store
-from vcache_backend.offload.verbs import FAILED, FULL, STORED, Place, StoreDown, StoreLost
+from vcache_backend.offload.verbs import FAILED, FULL, STORED, Place, StoreDown
 from vcache_backend.transfer.stats import EngineStats
 
 __all__ = ["depot", "own_depot", "raw"]
@@ -132,45 +128,6 @@ def test_calls_before_open_answer_and_do_not_crash(depot: Depot) -> None:
         assert raw.there(["vcache1/x"]) == [False]
 
 
-@pytest.mark.parametrize(
-    ("files", "says"),
-    [
-        ({}, "pip install vcache-backend"),
-        ({"store.py": "raise ImportError('libibverbs.so.1')"}, "apt install libibverbs1"),
-    ],
-    ids=["not installed", "broken"],
-)
-def test_a_library_that_does_not_load_is_said_once_with_what_to_install(
-    files: dict[str, str],
-    says: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    (tmp_path / "mooncake").mkdir()
-    missing = "raise ModuleNotFoundError('no', name='mooncake')" if not files else ""
-    for name, text in ({"__init__.py": missing} | files).items():
-        (tmp_path / "mooncake" / name).write_text(text)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(ConfigError, match=says):
-        OffloadProcess(MooncakeConfig())
-    store = Store(OffloadConfig(policy="write_through", **QUICK), EngineStats())
-    store._keeper.join(SECONDS)
-    assert [message.startswith("no offload tier: ") for message in caplog.messages] == [True]
-    store.close()
-
-
-def test_a_crash_of_the_library_quotes_its_last_words(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "mooncake.py").write_text("import os\nprint('out of luck', flush=True)\nos.abort()")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(
-        StoreDown, match=rf"the offload process ended \(-{signal.SIGABRT:d}\): out of luck"
-    ):
-        OffloadProcess(MooncakeConfig())
-
-
 # ---- the master fails
 
 
@@ -264,16 +221,12 @@ def test_a_call_that_hangs_ends_with_its_process(own_depot: Depot) -> None:
     store.close()
 
 
-def test_look_ups_and_removals_do_not_wait_for_transfers(
-    own_depot: Depot,
-) -> None:
+def test_look_ups_and_removals_do_not_wait_for_transfers(own_depot: Depot) -> None:
     """Also more transfers than there are threads for them in the tier. The library gives them up
     after eleven seconds.
     """
-    (store, buffers), names = (
-        opened(own_depot.offload(mooncake={"rpc_seconds": 10}, **QUICK)),
-        new_names(2),
-    )
+    (store, buffers) = opened(own_depot.offload(mooncake={"rpc_seconds": 10}, **QUICK))
+    names = new_names(2)
     assert store.put(names, places(*buffers[:2])) == [STORED] * 2
     own_depot.providers[0].stop()
     reading = [
@@ -354,19 +307,3 @@ def test_a_forked_child_gets_nothing_and_leaves_it_alone(depot: Depot) -> None:
     assert os.waitpid(child, 0)[1] == 0
     assert store.lookup(names) == 1
     store.close()
-
-
-def test_what_hangs_up_and_is_no_master_costs_the_process(depot: Depot) -> None:
-    """The library's own set-up takes seconds, and its clean-up more."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def hang_up() -> None:
-            with suppress(OSError):
-                while True:
-                    server.accept()[0].close()
-
-        threading.Thread(target=hang_up, daemon=True).start()
-        raw = Raw(depot.config(master=f"127.0.0.1:{server.getsockname()[1]}", rpc_seconds=0.5))
-        with pytest.raises(StoreLost, match="setup failed"):
-            raw.call("open")
-        eventually(lambda: gone(raw.process.pid))

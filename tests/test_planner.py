@@ -145,11 +145,9 @@ def test_a_block_is_moved_if_and_only_if_it_is_wanted_whole_and_lies_in_one_bloc
     must have a place.
     """
     mapping, starts, skip = request_
-    at, rows, covered = (
-        SlotPlaces(KV, CHUNK, mapping, starts, skip, whole=whole),
-        [],
-        np.zeros(len(mapping), dtype=np.bool_),
-    )
+    at = SlotPlaces(KV, CHUNK, mapping, starts, skip, whole=whole)
+    rows = []
+    covered = np.zeros(len(mapping), dtype=np.bool_)
     skip, lacks = skip // BLOCK * BLOCK if whole else skip, False
     for slot, start in enumerate(starts):
         for virtual in range(CHUNK // BLOCK):

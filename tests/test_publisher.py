@@ -47,11 +47,9 @@ class Owner:
     """
 
     def __init__(self, here: Node) -> None:
-        self.scheduler, self.client, cache = (
-            Client(here.path, QUICK),
-            Client(here.path, QUICK),
-            SharedCache(),
-        )
+        self.scheduler = Client(here.path, QUICK)
+        self.client = Client(here.path, QUICK)
+        cache = SharedCache()
         self.table = Generations(NAME, cache.sizes.blocks)
         self.stats = EngineStats()
         self.shown = OwnCache(
@@ -160,12 +158,10 @@ def test_a_publisher_that_is_closed_tells_no_more_than_what_it_is_telling(
 ) -> None:
     """Of a server that answers late, its queue would take minutes, and vLLM waits for its end."""
     owner.join()
-    step, asked, answers, told = (
-        Step(over=False),
-        threading.Event(),
-        threading.Event(),
-        list[list[ChunkKey]](),
-    )
+    step = Step(over=False)
+    asked = threading.Event()
+    answers = threading.Event()
+    told = list[list[ChunkKey]]()
     publish = owner.client.publish
 
     def slowly(name: Any, sequence: int, keys: list[ChunkKey], *rest: Any) -> int:

@@ -22,10 +22,7 @@ from vcache_backend.metadata_server import wire
 from vcache_backend.metadata_server.pool.directory import Directory
 from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.records import ProcessId
-from vcache_backend.metadata_server.serving.layouts import (
-    MAX_REPORTS,
-    Reports,
-)
+from vcache_backend.metadata_server.serving.layouts import MAX_REPORTS, Reports
 from vcache_backend.metadata_server.serving.service import MAX_SEGMENTS, Service
 from vcache_backend.metadata_server.succession import Predecessors
 
@@ -66,14 +63,6 @@ def test_what_a_connection_says_again_is_one_report_with_a_new_time() -> None:
         (2, SEED),
     ]
     assert kept.add(peer(2), "warn", SEED) is not None
-
-
-def test_a_report_is_one_line_that_a_terminal_cannot_be_fooled_with() -> None:
-    reported = Reports(lambda: 0.0).add(
-        peer(), "error", "one\n2026-01-01 INFO forged\x1b[2J\u202e\ttwo\0 "
-    )
-    assert reported is not None
-    assert reported.text == "one 2026-01-01 INFO forged [2J two"
 
 
 # ---- the server and its clients

@@ -71,30 +71,14 @@ def test_blocks_of_vllm_may_be_several_of_the_tensors_and_not_equally_many_here_
 def test_new_owners_are_mapped_while_the_load_waits_or_the_chunk_comes_from_elsewhere(
     here: Node,
 ) -> None:
-    one, two, reader, tokens = (
-        owner(here, 1),
-        owner(here, 2),
-        Reader(here, segment_bytes=ROOM),
-        prompt(5 * CHUNK),
-    )
+    one = owner(here, 1)
+    two = owner(here, 2)
+    reader = Reader(here, segment_bytes=ROOM)
+    tokens = prompt(5 * CHUNK)
     first, second = one.compute(tokens, list(range(10))), two.compute(tokens, list(range(10)))
     reader.put(tokens, [2])
     there = {0: first[0], 1: second[1], 2: second[2]._replace(instance=instance(9)), 3: first[3]}
     assert reader.loaded(tokens, there, known=False) == (4, loads.ABSENT)
-
-
-def test_a_copy_is_local_if_all_that_it_reads_lies_on_the_readers_device(here: Node) -> None:
-    """It may then have all of the GPU's thread blocks."""
-    one, two, tokens = (
-        owner(here, 1, device="host:a"),
-        owner(here, 2, device="host:b"),
-        prompt(2 * CHUNK),
-    )
-    first, second = one.compute(tokens, list(range(4))), two.compute(tokens, list(range(4)))
-    reader = Reader(here, device="host:b")
-    for there in (first, second, {0: first[0], 1: second[1]}):
-        assert reader.loaded(tokens, there) == (2, "")
-    assert reader.copier.local == [False, True, False]
 
 
 def test_only_the_blocks_that_are_wanted_are_read(here: Node) -> None:
@@ -126,16 +110,6 @@ def test_what_is_not_resident_comes_from_the_pool_beside_the_rest(here: Node) ->
     assert (reader.copier.pulls, reader.copier.scatters) == ([12], [])
     assert asked(reader.session.client, "Acquire") == asked_before + 1
     assert reader.stats["chunks"] == 3
-
-
-def test_leading_resident_chunks_do_not_wait_for_the_answer_about_the_pool(here: Node) -> None:
-    _, reader, tokens, there = beside(here, 6, segment_bytes=ROOM)
-    reader.put(tokens, [2, 5])
-    assert reader.loaded(tokens, {number: there[number] for number in (0, 1, 3, 4)}) == (6, "")
-    assert reader.cache.holds_only(tokens, reader.slots(len(tokens)))
-    assert reader.copier.pulls == [4, 8]
-    assert len(reader.session.client.stats().segments) == 1
-    eventually(lambda: not reader.session.client.stats().leases)
 
 
 def test_a_lost_lease_ends_the_load_at_the_first_pooled_chunk(
@@ -196,10 +170,8 @@ class Churn:
         path = folder / "published"
         path.write_bytes(bytes(8 * 129))
         self.published, self._random = shared_numbers(path), np.random.default_rng(2)
-        self.owner, self._reader = (
-            owner_process(here, sizes=SMALL._replace(blocks=128)),
-            Reader(here),
-        )
+        self.owner = owner_process(here, sizes=SMALL._replace(blocks=128))
+        self._reader = Reader(here)
         self._reader.knows(1)
         # A copy of a thousand chunks takes as long.
         self._reader.copier.half_way = lambda: time.sleep(0.005)
@@ -266,9 +238,7 @@ def test_an_owner_that_changed_the_generation_only_after_the_write_would_be_foun
     churn.stop()
 
 
-def test_a_block_that_is_used_again_between_copy_and_verdict_does_not_count(
-    here: Node,
-) -> None:
+def test_a_block_that_is_used_again_between_copy_and_verdict_does_not_count(here: Node) -> None:
     one, reader, tokens, there = beside(here, 4)
     reader.copier.finished.clear()
     load = reader.load(tokens, there)
@@ -327,11 +297,9 @@ def apart(
     """An owner in a process of its own, a reader that knows it, tokens, and where the owner has
     computed their chunks.
     """
-    one, reader, tokens = (
-        owner_process(here, 1, theirs),
-        Reader(here, device=ours),
-        prompt(chunks * CHUNK),
-    )
+    one = owner_process(here, 1, theirs)
+    reader = Reader(here, device=ours)
+    tokens = prompt(chunks * CHUNK)
     there: dict[int, ResidentChunk] = one.ask("compute", tokens, list(range(2 * chunks)))
     reader.knows(1)
     return one, reader, tokens, there

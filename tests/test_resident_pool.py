@@ -139,17 +139,13 @@ def test_nothing_that_lies_here_alone_leaves_before_a_copy_does(
     watched: Watched, seed: int
 ) -> None:
     """Whatever was handed out, hit, lost by its owner or reset before."""
-    dice, pool, copies, going = (
-        random.Random(seed),
-        watched.pool,
-        list[tuple[set[int], int]](),
-        set[int](),
-    )
+    dice = random.Random(seed)
+    pool = watched.pool
+    copies = list[tuple[set[int], int]]()
+    going = set[int]()
     for _ in range(200):
-        act, there = (
-            dice.choice("llccctor"),
-            {block for blocks, _ in copies for block in blocks} | going,
-        )
+        act = dice.choice("llccctor")
+        there = {block for blocks, _ in copies for block in blocks} | going
         held = {block.block_id for block in pool.blocks if block.block_hash is not None}
         if act in "lc":
             chunks = dice.sample(range(BLOCKS // EACH), dice.randint(1, 2))
@@ -202,7 +198,7 @@ def test_copies_of_before_resets_are_forgotten(watched: Watched) -> None:
         watched.duplicates.finished(tracked, 4)
         watched.pool.free_blocks(reversed(blocks))
         assert watched.pool.reset_prefix_cache()
-    assert watched.duplicates.count <= 2 + BLOCKS
+    assert watched.duplicates.count <= BLOCKS // EACH
 
 
 def test_a_dead_owner_s_copies_are_passed_over_a_few_at_a_time(
@@ -217,15 +213,6 @@ def test_a_dead_owner_s_copies_are_passed_over_a_few_at_a_time(
     for left in (3, 1, 0):
         watched.take(1)
         assert watched.duplicates.count == left
-
-
-def test_blocks_that_vllm_takes_from_elsewhere_are_void_too(watched: Watched) -> None:
-    """A release whose free queue is not what it was."""
-    get = watched.watch._get
-    watched.watch._get = lambda count: get(count + 2)[2:]
-    blocks, changed = watched.take(2)
-    assert {block.block_id for block in blocks} <= {*changed}
-    assert not watched.watch.broken
 
 
 def test_a_block_that_is_freed_and_hit_again_keeps_its_generation(watched: Watched) -> None:

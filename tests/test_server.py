@@ -266,14 +266,6 @@ def test_a_look_up_of_too_many_keys_and_ranks_is_refused_with_its_size(worker: R
     assert worker.ask("lookup", [A] * 2048, 8) == ["count", 0]
 
 
-def test_only_a_whole_namespace_is_cleared(worker: Raw) -> None:
-    put(worker, A)
-    reply = worker.ask("clear", b"namespa")
-    assert (reply[0], reply[2]) == ("error", False)
-    assert "is 7 bytes; a namespace is 8 bytes" in reply[1]
-    assert worker.ask("lookup", [A], 1) == ["count", 1]
-
-
 # ---- the process
 
 

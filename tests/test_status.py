@@ -4,7 +4,6 @@ read.
 
 from __future__ import annotations
 
-import json
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,6 @@ from vcache_backend.metadata_server.messages import (
     InstanceStats,
     Latency,
     Mismatch,
-    Reported,
     SegmentId,
     SegmentInfo,
     ServerStats,
@@ -136,74 +134,6 @@ def test_the_first_line_says_who_shares_and_whether_it_works() -> None:
         False,
         "the instance of pid 4194303 shares through the pool, to which nobody lends memory",
     )
-
-
-def test_eighty_columns_cut_no_cell_and_show_what_is_wrong_first() -> None:
-    told = "its first words, and how it went on, and what to do about all that"
-    segment = msgspec.structs.replace(
-        SEGMENT, device=UUID, nbytes=1023 << 20, used=1007 << 20, chunks=131_072
-    )
-    reports = [
-        Reported(1e9 + number, "error", 4_194_303, UUID, f"report {number}: {told}")
-        for number in range(12)
-    ]
-    stats = msgspec.structs.replace(STATS, segments=[segment, SEGMENT], reports=reports)
-    lines = text_of(status.render(stats), 80).splitlines()
-    assert max(map(len, lines)) <= 80
-    assert "…" not in "".join(lines)
-    shown = " ".join(line.strip() for line in lines)
-    row = ["0123456789ab", "GPU-3c1f5a3e", "98%", "1007", "MiB", "1023", "MiB", "131,072", "live"]
-    assert row in [line.split() for line in lines]
-    assert shown.index("Reports") < shown.index("Segments")
-    assert [f"report {number}:" in shown for number in (11, 7, 6)] == [True, True, False]
-
-
-def test_who_does_not_share_is_shown_with_both_values_and_what_to_do() -> None:
-    """A name that reads like markup is a name."""
-    values = [("17", ["pid 1 on host"]), ("[/b]", ["pid 2 on host", "pid 3 on host"])]
-    mismatch = Mismatch(
-        "llama", "extra.hash_probe", values, "start all with the same PYTHONHASHSEED"
-    )
-    stats = msgspec.structs.replace(STATS, mismatches=[mismatch])
-    text = text_of(status.render(stats), 200)
-    for part in (
-        "Not shared",
-        "extra.hash_probe",
-        "17",
-        "[/b]",
-        "pid 2 on host, pid 3 on host",
-        "same PYTHONHASHSEED",
-    ):
-        assert part in text
-    assert status.summary(stats)["mismatches"][0]["advice"] == mismatch.advice
-    assert "Not shared" not in text_of(status.render(STATS))
-
-
-def test_the_summary_is_named_fields_and_rates() -> None:
-    summary = json.loads(json.dumps(status.summary(STATS)))
-    assert summary["segments"][0]["device"] == "GPU-3c1f"
-    assert summary["latency"]["lookup"] == {
-        "count": 40,
-        "p50_us": 12.5,
-        "p99_us": 80.25,
-        "total_us": 0.0,
-    }
-    assert (summary["hit_rate"], summary["ok"], summary["verdict"]) == (
-        0.75,
-        True,
-        "no instance is connected",
-    )
-
-
-def test_status_shows_whose_slots_wait_and_what_became_of_segments() -> None:
-    now = msgspec.structs.replace(STATS, quarantined_slots={4711: 1024})
-    assert ["4711", "1,024"] in [line.split() for line in text_of(status.render(now)).splitlines()]
-    assert "vcache segment add" in text_of(status.segments_table([]))
-    gone = text_of(
-        status.segments_table([SEGMENT, msgspec.structs.replace(SEGMENT, state="absent")]), 80
-    )
-    assert gone.count("absent") == 2
-    assert "vcache segment add" in " ".join(gone.split())
 
 
 def test_instances_that_share_in_place_fit_into_eighty_columns() -> None:

@@ -267,19 +267,3 @@ def test_a_tenant_makes_room_in_its_own_share(here: Node, a: Instance, b: Instan
 
 
 # ---- where hits lay
-
-
-def test_vllm_counts_hits_by_whose_segment_they_lay_in(here: Node, a: Instance) -> None:
-    """Host memory of another name stands for a peer's."""
-    far = here.connect("far", {"pool": {"device": "host:far"}})
-    tokens, sources = new_tokens(5 * CHUNK + 1), ("p2p", "host", "device", "external_unspecified")
-    here.keep(a, tokens[: 3 * CHUNK + 1])
-    before = here.chunks()
-    assert far.one(tokens).cached == 3 * CHUNK
-    here.stored(before + 2)
-    assert far.again(tokens).cached == 5 * CHUNK
-    counted = [
-        far.counter("vllm:prompt_tokens_cached_by_source", source=source) for source in sources
-    ]
-    assert counted == [6 * CHUNK, 2 * CHUNK, 0, 0]
-    far.close()

@@ -14,17 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_cases import Node
-from in_place_cases import (
-    BLOCK,
-    CHUNK,
-    EACH,
-    Engine,
-    engine,
-    here,
-    lying,
-    make,
-    new_tokens,
-)
+from in_place_cases import BLOCK, CHUNK, EACH, Engine, engine, here, lying, make, new_tokens
 from vllm_cases import needs_vllm
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed")
@@ -122,10 +112,8 @@ def test_what_another_connectors_load_did_not_fill_is_not_found_by_the_next_requ
     ours.update_state_after_alloc = lambda request, blocks, external: allocated(request, blocks, 0)
 
     def aborted(output: Any, ran: Any) -> Any:
-        meta, invalid = (
-            output.kv_connector_metadata,
-            set(output.scheduled_new_reqs[0].block_ids[0][: 2 * EACH]),
-        )
+        meta = output.kv_connector_metadata
+        invalid = set(output.scheduled_new_reqs[0].block_ids[0][: 2 * EACH])
         assert meta.echo
         scheduler.finish_requests(lost.request_id, RequestStatus.FINISHED_ABORTED)
         report = WorkerReport(echoes={meta.echo})
@@ -338,10 +326,8 @@ def test_what_is_published_holds_what_it_should_whatever_happens(here: Node, pol
     choice, seen = random.Random(5), Counter[str]()
     with ExitStack() as undo:
         both = [Written(here, undo, policy) for _ in range(2)]
-        heads, loads = (
-            [new_tokens(choice.randrange(2, 6) * CHUNK) for _ in range(3)],
-            dict[int, list[LoadSpec]]({0: [], 1: []}),
-        )
+        heads = [new_tokens(choice.randrange(2, 6) * CHUNK) for _ in range(3)]
+        loads = dict[int, list[LoadSpec]]({0: [], 1: []})
         for turn in range(500):
             if turn % 50 == 0:
                 heads = [*heads[1:], new_tokens(choice.randrange(2, 6) * CHUNK)]

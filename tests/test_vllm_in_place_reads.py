@@ -146,12 +146,10 @@ def test_what_lies_in_two_kv_caches_leaves_the_readers_before_what_lies_in_its_o
     """Else both have the same, and half as much. Until then there are blocks that hold nothing, and
     it stays.
     """
-    owner, reader, own, both = (
-        shared(),
-        shared(),
-        new_tokens(2 * CHUNK + 1),
-        new_tokens(4 * CHUNK + 1),
-    )
+    owner = shared()
+    reader = shared()
+    own = new_tokens(2 * CHUNK + 1)
+    both = new_tokens(4 * CHUNK + 1)
     computed(owner, both)
     computed(reader, own)
     read(reader, both, answer=CHUNK if then == "it went on" else 1)
@@ -264,7 +262,7 @@ def test_a_block_that_its_owner_uses_again_is_not_asked_for(shared: Callable[[],
     source = computed(owner, tokens)
     computed(other, tokens[: 2 * CHUNK + 1])
     published = [one for meta in owner.metas for one in owner.published(source, meta)]
-    owner.half.publications.generations.void(published[1].blocks[:1] + published[2].blocks[1:])
+    owner.half.publications.generations.void(published[1].blocks[1:] + published[2].blocks[1:])
     names = owner.half.publications.instance, other.half.publications.instance
     reader.add(tokens)
     assert owners(reader.step()) in [[name, names[1]] for name in names]

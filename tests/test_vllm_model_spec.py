@@ -46,28 +46,6 @@ SHARD = shard()
 # ---- what is read
 
 
-def test_chunks_of_before_models_of_several_block_tables_are_found_still() -> None:
-    """One table, of layers that look at all tokens: their namespace is what it was, to the byte."""
-    assert (
-        namespace(msgspec.structs.replace(MODEL, extra={"engine": "vllm 0.32"}), [SHARD])
-        == "c24ed23743b7be13"
-    )
-
-
-def test_a_worker_describes_its_shard() -> None:
-    assert (SHARD.layers, SHARD.parts, SHARD.block_size, SHARD.page_bytes) == (
-        3,
-        1,
-        BLOCK,
-        BLOCK * 2 * 16 * 2,
-    )
-    assert (SHARD.chunk_bytes, SHARD.attention, SHARD.problem) == (
-        3 * CHUNK * 2 * 16 * 2,
-        "FLASH_ATTN",
-        "",
-    )
-
-
 def test_blocks_that_the_kernel_cuts_are_described_as_the_tensors_have_them() -> None:
     cut = shard(kv_caches=caches(2 * BLOCKS, BLOCK // 2))
     assert (cut.block_size, cut.chunk_bytes) == (BLOCK // 2, SHARD.chunk_bytes)
@@ -202,10 +180,7 @@ class Quantization:
     "changes",
     [
         {"model_config__hf_config": HFConfig(_commit_hash="abc123", hidden_size=512)},
-        {"model_config__disable_sliding_window": True},
         {"model_config__quantization_config": Quantization()},
-        {"cache_config__kv_cache_dtype_skip_layers": ["0"]},
-        {"load_config__load_format": "dummy"},
         {
             "load_config": SimpleNamespace(
                 load_format="tensorizer", model_loader_extra_config={"tensorizer_uri": "s3://tuned"}
@@ -218,7 +193,6 @@ class Quantization:
         },
         {"speculative_config": SimpleNamespace(method="eagle", draft_model_config=None)},
         {"lora_config": SimpleNamespace(target_modules=["o_proj"])},
-        {"lora_config": SimpleNamespace(lora_dtype=torch.float32)},
     ],
     ids=lambda changes: next(iter(changes)),
 )
@@ -277,17 +251,13 @@ def test_the_longest_request_matters_where_vllm_computes_all_of_them_otherwise_f
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"context_parallel": 2}, "set both context parallel sizes to 1"),
         ({"dynamic_kv_scales": True}, "start vLLM without --calculate-kv-scales"),
-        ({"unnamed_inputs": True}, "start vLLM without --mm-processor-cache-gb 0"),
         ({"new_weights": True}, "set connector.weights to the version"),
         ({"kv_cache_dtype": "int8_per_token_head"}, "set --kv-cache-dtype fp8 or auto"),
-        ({"prompt_embeds": True}, "start vLLM without --enable-prompt-embeds"),
         (
             {"block_size": 6},
             "chunk_size 16 is no multiple of the KV block size 6: set engine.chunk_size: 18",
         ),
-        ({"block_size": 32}, "set engine.chunk_size: 32"),
     ],
 )
 def test_an_instance_that_cannot_share_is_refused_with_what_to_change(

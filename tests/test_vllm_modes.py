@@ -169,7 +169,6 @@ def test_tokens_guessed_ahead_are_not_stored_unless_they_were_right(
     [
         ("draft_model", "", 8, "pool"),
         ("eagle", "fsfs", 6, "pool"),
-        ("eagle", "", 6, "pool"),
         ("eagle", "", 6, "in_place"),
         ("mtp", "", 5, "in_place"),
     ],
@@ -241,14 +240,6 @@ def test_an_image_is_a_part_of_the_prefix_by_what_it_shows(here: Node, start: St
     assert b.one(tokens, image=3).cached == 0
 
 
-def test_the_doctor_knows_beforehand_what_a_worker_says_of_a_chunk(here: Node, a: Instance) -> None:
-    # whole blocks of vLLM's default size
-    model = doctor_report(here.model, from_dict({"engine": {"chunk_size": 256}}))
-    assert a.untouched
-    assert (model.refused, model.chunk_bytes) == ("", 256 * TOKEN_BYTES)
-    assert f"{TOKEN_BYTES * CHUNK:,} B a chunk" in a.log
-
-
 # ---- refused
 
 
@@ -262,10 +253,8 @@ def test_weights_that_will_be_replaced_are_refused_until_they_have_a_name(
     caches_nothing(
         here, start(weight_transfer_config=change), "set connector.weights to the version"
     )
-    b, tokens = (
-        start({"connector": {"model": "policy"}}, weight_transfer_config=change),
-        new_tokens(LENGTH + 1),
-    )
+    b = start({"connector": {"model": "policy"}}, weight_transfer_config=change)
+    tokens = new_tokens(LENGTH + 1)
     b.ask("pause")
     here.keep(b, tokens)
     assert b.again(tokens).cached == LENGTH
@@ -276,11 +265,9 @@ def test_weights_that_will_be_replaced_are_refused_until_they_have_a_name(
 def test_a_model_with_states_is_served_in_place_as_without_us_and_the_doctor_knows(
     here: Node, start: Start
 ) -> None:
-    model, tokens, in_place = (
-        write_states(here.folder / "states"),
-        new_tokens(LENGTH + 1),
-        {"connector": {"share": "in_place"}},
-    )
+    model = write_states(here.folder / "states")
+    tokens = new_tokens(LENGTH + 1)
+    in_place = {"connector": {"share": "in_place"}}
     b = start(in_place, model=str(model))
     caches_nothing(here, b, "is shared through a pool only: set connector.share: pool")
     assert [b.one(tokens).cached, b.one(tokens).cached] == [0, LENGTH], "vLLM's own prefix cache"

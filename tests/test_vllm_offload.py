@@ -109,11 +109,9 @@ def test_another_nodes_prefix_is_as_good_as_vllms_own(
 ) -> None:
     """And after that it is in the pool of this node."""
     two.empty()
-    tokens, had, source = (
-        new_tokens(HITS + tail),
-        loaded(b, "store"),
-        "vllm:prompt_tokens_cached_by_source",
-    )
+    tokens = new_tokens(HITS + tail)
+    had = loaded(b, "store")
+    source = "vllm:prompt_tokens_cached_by_source"
     before = [b.counter(source, source=name) for name in ("external_unspecified", "host")]
     two.keep(a, tokens)
     own, wanted = a.one(tokens), HITS if tail else HITS - BLOCK
@@ -212,11 +210,9 @@ def test_who_shares_in_place_offloads_what_it_saves_and_reads_what_others_have(
     two: Two, a: Instance
 ) -> None:
     in_place = {**two.settings(ROOM), "connector": {"share": "in_place", "min_hit_tokens": CHUNK}}
-    router, tokens, leaving_no_trace = (
-        Router(two.second.folder, "c"),
-        new_tokens(HITS + 17),
-        {"vcache": {"store": False}},
-    )
+    router = Router(two.second.folder, "c")
+    tokens = new_tokens(HITS + 17)
+    leaving_no_trace = {"vcache": {"store": False}}
     c = two.second.connect("c", in_place, **router.settings)
     assert c.one(tokens).cached == 0
     assert c.ask("told")
@@ -402,8 +398,6 @@ def test_an_aborted_request_leaves_nothing_behind(two: Two, a: Instance, b: Inst
 
 PLACES = [
     FETCH,
-    UPLOAD,
-    "vcache_backend.transfer.sources:OffloadSource.launch",
     f"{OURS}.worker.stores:Stores.promote",
     f"{OURS}.scheduler.offload:OffloadLookup.extend",
 ]
@@ -421,15 +415,6 @@ def test_an_exception_of_ours_is_a_miss(two: Two, a: Instance, b: Instance, plac
 
 
 # ---- what is not taken from below
-
-
-def test_a_request_that_loads_nothing_takes_nothing_from_below(
-    two: Two, a: Instance, b: Instance
-) -> None:
-    tokens, computed = two.kept(a)
-    answer = b.one(tokens, params={"vcache": {"load": False}})
-    assert answer.cached == 0
-    assert answer.agrees(computed)
 
 
 def test_after_a_reset_nothing_of_before_is_taken_from_below(

@@ -49,7 +49,6 @@ from benchmarks.processes import Program, free_ports
 from benchmarks.serving.router import UNDECODED
 from benchmarks.serving.servers import healthy
 
-WHY_NOT = missing(())
 NO_SERVER = missing(
     ("watchfiles", "prometheus-fastapi-instrumentator", "model-hosting-container-standards")
 )
@@ -130,10 +129,8 @@ def test_each_rank_stores_and_loads_its_part(here: Node, which: str) -> None:
         # Which of the four it was, the journal does not say.
         assert without.cached in (0, CHUNK, 2 * CHUNK, 3 * CHUNK)
         if which == "ranks":
-            longer, before = (
-                tokens + new_tokens(3 * CHUNK),
-                ranks.one(new_tokens(BLOCK)) and here.chunks(),
-            )
+            longer = tokens + new_tokens(3 * CHUNK)
+            before = ranks.one(new_tokens(BLOCK)) and here.chunks()
             lost, right = lost_by_one(ranks, longer)
             assert lost.agrees(right)
             # Also what was lacking before.
@@ -232,48 +229,21 @@ def test_each_rank_reads_from_the_same_rank_of_another_instance(
 # ---- another connector
 
 
-def test_whichever_comes_first_both_connectors_work(here: Node) -> None:
-    tokens, warning = (
-        new_tokens(LENGTH + 1),
-        'put "kv_load_failure_policy":"recompute" beside "kv_connector":"MultiConnector"',
-    )
-    first = here.alone(
-        "second-of-two",
-        APART,
-        kv_transfer_config=both(here, "one", ours_first=False),
-        **WITHOUT_HYBRID,
-    )
-    policy = {"kv_load_failure_policy": "recompute"}
-    second = here.alone(
-        "first-of-two",
-        APART,
-        kv_transfer_config=both(here, "two", ours_first=True, **policy),
-        **WITHOUT_HYBRID,
-    )
-    computed = here.keep(first, tokens)
-    eventually(lambda: first.counter("vllm:vcache_stored_tokens") == LENGTH)
-    assert warning in first.log
-    assert any((here.folder / "one").iterdir())
-    found = second.one(tokens)
-    assert found.cached == LENGTH
-    assert found.agrees(computed)
-    eventually(
-        lambda: second.counter("vllm:prompt_tokens_cached_by_source", source="host") == LENGTH
-    )
-    assert warning not in second.log
-    first.close()
-    second.close()
-
-
 def test_what_another_connector_failed_to_load_reaches_nobody_through_the_pool(here: Node) -> None:
     """vLLM computes it again, behind a step that has computed with it."""
-    name, runner = (
-        {"ours_first": False, "kv_load_failure_policy": "recompute"},
-        APART | {"VLLM_USE_V2_MODEL_RUNNER": "0"},
-    )
-    given = both(here, "failing", "FailingConnector", **name)
+    runner = APART | {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    other = {
+        "kv_connector": "FailingConnector",
+        "kv_connector_module_path": "vllm_variants",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(here.folder / "failing")},
+    }
     failing = here.alone(
-        "failing", runner, kv_transfer_config=given, async_scheduling=False, **WITHOUT_HYBRID
+        "failing",
+        runner,
+        kv_transfer_config=beside(here, other, False, kv_load_failure_policy="recompute"),
+        async_scheduling=False,
+        disable_hybrid_kv_cache_manager=True,
     )
     reader, tokens = here.connect("reader", environment=runner), new_tokens(LENGTH + 17)
     computed = here.keep(failing, tokens)
@@ -317,24 +287,6 @@ OFFLOADING = {
         "spec_module_path": "vllm_variants",
     },
 }
-WITHOUT_HYBRID = {"disable_hybrid_kv_cache_manager": True}
-
-
-def both(
-    here: Node, storage: str, kind: str = "BesideConnector", *, ours_first: bool, **more: Any
-) -> dict[str, Any]:
-    """storage: a name; the other connector has nothing under a new one."""
-    other = {
-        "kv_connector": kind,
-        "kv_connector_module_path": "vllm_variants",
-        "kv_role": "kv_both",
-    }
-    return beside(
-        here,
-        other | {"kv_connector_extra_config": {"shared_storage_path": str(here.folder / storage)}},
-        ours_first,
-        **more,
-    )
 
 
 def beside(here: Node, other: dict[str, Any], ours_first: bool, **more: Any) -> dict[str, Any]:
@@ -362,47 +314,19 @@ def serving(
     processes of their own. more: arguments. events: the port of each for its KV events, if any.
     """
     ports = free_ports(len(transfers))
-    common = [
-        *(
-            "--model",
-            str(here.model),
-            "--served-model-name",
-            "tiny",
-            "--host",
-            "127.0.0.1",
-            "--dtype",
-            "bfloat16",
-        ),
-        *(
-            "--block-size",
-            str(BLOCK),
-            "--kv-cache-memory-bytes",
-            str(4096 * TOKEN_BYTES),
-            "--max-model-len",
-            "1024",
-        ),
-        *(
-            "--max-num-seqs",
-            "4",
-            "--skip-tokenizer-init",
-            "--enforce-eager",
-            "--enable-prompt-tokens-details",
-        ),
-    ]
+    common = shlex.split(
+        f"--model {here.model} --served-model-name tiny --host 127.0.0.1 --dtype bfloat16 "
+        f"--block-size {BLOCK} --kv-cache-memory-bytes {4096 * TOKEN_BYTES} --max-model-len 1024 "
+        "--max-num-seqs 4 --skip-tokenizer-init --enforce-eager --enable-prompt-tokens-details"
+    )
     # The mode of developers has the address that resets the cache.
     given = APART | {"VLLM_SERVER_DEV_MODE": "1"} | environment
     with ExitStack() as undo:
         servers = {}
         for number, (port, transfer) in enumerate(zip(ports, transfers, strict=True)):
             told = {"enable_kv_cache_events": True, "publisher": "zmq"}
-            arguments = [
-                *common,
-                *more,
-                "--port",
-                str(port),
-                "--kv-transfer-config",
-                json.dumps(transfer),
-            ]
+            arguments = [*common, *more, "--port", f"{port}"]
+            arguments += ["--kv-transfer-config", json.dumps(transfer)]
             if events:
                 told |= {"endpoint": f"tcp://*:{events[number]}"}
                 arguments += ["--kv-events-config", json.dumps(told)]
@@ -428,17 +352,9 @@ def complete(
     """The tokens of the answer, and how many of the prompt were not computed. rank: who is to
     answer, with data parallelism.
     """
-    asked = {
-        "model": "tiny",
-        "prompt": tokens,
-        "max_tokens": 6,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-    body = json.dumps(
-        asked | {"detokenize": False, "kv_transfer_params": {"vcache": wishes}}
-    ).encode()
+    asked = {"model": "tiny", "prompt": tokens, "kv_transfer_params": {"vcache": wishes}}
+    asked |= {"max_tokens": 6, "temperature": 0, "ignore_eos": True, "detokenize": False}
+    body = json.dumps(asked | {"return_token_ids": True}).encode()
     headers = {"Content-Type": "application/json", "X-data-parallel-rank": str(rank)}
     request = Request(f"{address}/v1/completions", body, headers)
     with urlopen(request, timeout=ANSWER_SECONDS) as answer:

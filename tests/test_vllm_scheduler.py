@@ -24,26 +24,17 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    MambaSpec,
-)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from vcache_backend.config import ConnectorConfig
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.integration.vllm.in_place import hints
-from vcache_backend.integration.vllm.metadata import (
-    Shard,
-    StepMetadata,
-    WorkerReport,
-)
-from vcache_backend.integration.vllm.model import compat, versions
+from vcache_backend.integration.vllm.metadata import Shard, StepMetadata, WorkerReport
+from vcache_backend.integration.vllm.model import versions
 from vcache_backend.integration.vllm.model.spec import ShardSpec
-from vcache_backend.integration.vllm.scheduler import introduction, lookups, pace, tracked
+from vcache_backend.integration.vllm.scheduler import lookups, pace, tracked
 from vcache_backend.integration.vllm.scheduler.side import SchedulerSide
 from vcache_backend.integration.vllm.telemetry.stats import Meter
 from vcache_backend.metadata_server.client import Client
@@ -75,12 +66,7 @@ class Side:
     """A scheduler's half whose workers have said what they hold."""
 
     def __init__(
-        self,
-        here: Node,
-        undo: ExitStack,
-        ranks: int = 1,
-        state: bool = False,
-        **connector: Any,
+        self, here: Node, undo: ExitStack, ranks: int = 1, state: bool = False, **connector: Any
     ) -> None:
         """ranks: tensor parallel ones. state: whether the first of two block tables has states."""
         self.meter, self.client = Meter(), undo.enter_context(here.client())
@@ -92,10 +78,8 @@ class Side:
             "parallel_config__pipeline_parallel_size": 1,
         }
         vllm = vllm_config(**one, kv_events_config=None, use_v2_model_runner=True)
-        vllm.cache_config.prefix_caching_hash_algo, vllm.cache_config.prefix_match_unit = (
-            "sha256",
-            None,
-        )
+        vllm.cache_config.prefix_caching_hash_algo = "sha256"
+        vllm.cache_config.prefix_match_unit = None
         vllm.cache_config.enable_prefix_caching, vllm.parallel_config.data_parallel_size = True, 1
         vllm.scheduler_config = SimpleNamespace(async_scheduling=True, max_num_batched_tokens=64)
         vllm.observability_config = SimpleNamespace(otlp_traces_endpoint="http://127.0.0.1:4317")
@@ -278,6 +262,21 @@ def test_a_late_answer_stalls_no_step_and_is_used_when_it_arrives(
     eventually(lambda: side.matched(request) == (CHUNKS * CHUNK, True))
 
 
+def test_an_answer_that_vllm_comes_back_for_too_late_is_asked_for_again(
+    here: Node, side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookups, "LATE_SECONDS", 0.001)
+    request = new_request()
+    with here.server.stopped():
+        assert side.matched(request) == (None, False)
+    question = side.half._track(request).lookup.question
+    assert question is not None
+    assert question.sent.arrives(SECONDS)
+    side.put(request)
+    monkeypatch.setattr(tracked, "FRESH_SECONDS", 0.0)
+    assert side.matched(request) == (CHUNKS * CHUNK, True)
+
+
 def test_a_request_waits_one_deadline_for_a_server_that_does_not_answer(
     here: Node, side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,10 +331,7 @@ def test_a_version_has_keys_of_its_own_and_a_reset_leaves_it_without_the_server(
 
 
 def test_a_store_counts_for_the_tenant_of_its_request(side: Side) -> None:
-    for request, tenant in (
-        (new_request(), b""),
-        (new_request(tenant="acme"), tenant_id("acme")),
-    ):
+    for request, tenant in ((new_request(), b""), (new_request(tenant="acme"), tenant_id("acme"))):
         assert side.matched(request) == (0, False)
         (store,) = side.step((request, PROMPT)).stores
         assert store.tenant == tenant
@@ -438,38 +434,6 @@ def test_states_are_stored_once_the_loads_they_were_computed_behind_have_held(
     assert [(len(store.keys), len(store.prefix)) for store in fourth.stores] == [(4, 0), (1, 4)]
 
 
-@pytest.fixture
-def spans(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
-    """Those that have ended."""
-    pytest.importorskip("opentelemetry.sdk.trace", reason="no SDK of OpenTelemetry is installed")
-    from opentelemetry import trace
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
-    exporter, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
-    return exporter.get_finished_spans
-
-
-def test_spans_of_instances_that_vllm_gave_one_seed_have_names_of_their_own(
-    make: Callable[..., Side], spans: Callable[[], Any]
-) -> None:
-    """OpenTelemetry draws them from Python's generator, which vLLM seeds alike in every
-    instance.
-    """
-    state = random.getstate()
-    for _ in range(2):
-        side, request = make(), new_request()
-        random.seed(0)
-        assert side.matched(request)[0] == 0
-    random.setstate(state)
-    one, other = (span.context for span in spans())
-    assert one.span_id != other.span_id
-    assert one.trace_id != other.trace_id
-
-
 def test_what_a_request_computes_is_promised_until_it_is_stored_or_given_up(side: Side) -> None:
     """By its look-up, and confirmed by its first step; not what it has."""
 
@@ -498,26 +462,6 @@ def test_what_a_request_computes_is_promised_until_it_is_stored_or_given_up(side
     assert side.matched(private) == (0, False)
     side.step((private, CHUNK))
     assert coming(private) is None
-
-
-def test_workers_that_never_describe_their_kv_caches_are_named(
-    make: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(introduction, "INTRODUCTION_SECONDS", -1.0)
-    side = make(ranks=3)
-    late = introduction.Introduction(
-        side.config, compat.read_model(side.vllm, side.caches, ConnectorConfig()), BLOCK, None
-    )
-    shard = Shard(
-        ShardSpec(pp_rank=0, tp_rank=1, dtype="bfloat16", kv_layout="x", layers=1, block_size=BLOCK)
-    )
-    late.note({(0, 1): shard}, {})
-    assert not late.waits()
-    assert late.refused.startswith("1 of 3 workers have described their KV caches")
-    assert late.refused.endswith(
-        "see the log of the others: pipeline rank 0, tensor rank 0; pipeline rank 0, tensor rank 2"
-    )
-    late.close()
 
 
 def test_a_load_of_which_an_exception_comes_late_is_told_once(

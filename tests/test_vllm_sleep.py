@@ -12,17 +12,7 @@ from typing import Any
 
 import cpu_sleep
 import pytest
-from vllm_cases import (
-    CHUNK,
-    SCATTER,
-    Instance,
-    Node,
-    Prompt,
-    here,
-    meddled,
-    needs_vllm,
-    new_tokens,
-)
+from vllm_cases import CHUNK, SCATTER, Instance, Node, Prompt, here, meddled, needs_vllm, new_tokens
 
 __all__ = ["here"]
 pytestmark = needs_vllm
@@ -119,15 +109,6 @@ def test_a_sleep_empties_the_pool_and_what_is_stored_after_it_is_hit(
     again = a.one(tokens)
     assert (again.cached, again.agrees(computed)) == (0, True)
     assert a.again(tokens).agrees(computed)
-
-
-def test_others_read_and_store_while_it_sleeps(here: Node, a: Instance, b: Instance) -> None:
-    tokens = new_tokens(3 * CHUNK + 1)
-    a.ask(sleep)
-    computed = here.keep(b, tokens)
-    again = b.again(tokens)
-    assert (again.cached, again.agrees(computed)) == (3 * CHUNK, True)
-    a.ask(wake)
 
 
 def test_a_load_under_way_fails_and_is_computed_where_vllm_did_not_wait_for_it(

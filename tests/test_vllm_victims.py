@@ -85,17 +85,13 @@ def test_a_chunk_is_saved_before_the_first_of_its_blocks_is_handed_out(
 ) -> None:
     """Two plans before, or its copy would not be over; one, where requests hit much of what would
     be handed out first. They come and go, and answer; each step is small beside the cache."""
-    engine, choice = (
-        make(blocks=65, arguments={"max_num_batched_tokens": 64}, lends=1 << 20),
-        random.Random(5),
-    )
+    engine = make(blocks=65, arguments={"max_num_batched_tokens": 64}, lends=1 << 20)
+    choice = random.Random(5)
     known = [new_tokens(chunks * CHUNK + 7) for chunks in (1, 2, 3, 4) * 3]
-    counters, there, told, left = (
-        engine.half.publications.generations.counters,
-        dict[int, Any](),
-        dict[int, int](),
-        list[int](),
-    )
+    counters = engine.half.publications.generations.counters
+    there = dict[int, Any]()
+    told = dict[int, int]()
+    left = list[int]()
     for number in range(400):
         if number % 3 == 0 and len(engine.scheduler.requests) < 3:
             engine.add(
@@ -180,10 +176,8 @@ class Sharing:
         assert self.in_place.publisher.flush(SECONDS)
 
     def save(self, *chunks: int) -> None:
-        keys, lies = (
-            [self.keys[chunk] for chunk in chunks],
-            zip(*map(self._lies, chunks), strict=True),
-        )
+        keys = [self.keys[chunk] for chunk in chunks]
+        lies = zip(*map(self._lies, chunks), strict=True)
         self.in_place.save(
             PublicationSpec("", keys, *map(b"".join, lies), 0, self.epoch), self.stores
         )

@@ -11,16 +11,7 @@ from typing import Any
 import pytest
 from processes import eventually
 from test_vllm_sharing import IN_PLACE, PULL
-from vllm_cases import (
-    CHUNK,
-    SCATTER,
-    Answer,
-    Instance,
-    Node,
-    meddled,
-    needs_vllm,
-    new_tokens,
-)
+from vllm_cases import CHUNK, SCATTER, Answer, Instance, Node, meddled, needs_vllm, new_tokens
 from vllm_cases import quick as here
 
 __all__ = ["here"]
@@ -119,10 +110,8 @@ def test_requests_with_one_prefix_read_it_once(
     prompts = {name: tokens[: 10 * CHUNK] + new_tokens(5) for name in ("x", "y", "z")}
     a.add("first", tokens)
     computes(here, a, 1)
-    before, kept = (
-        b.counter("vllm:vcache_loaded_tokens"),
-        b.counter("vllm:vcache_waits", end="kept"),
-    )
+    before = b.counter("vllm:vcache_loaded_tokens")
+    kept = b.counter("vllm:vcache_waits", end="kept")
     for name in ("x", "y"):
         b.add(name, prompts[name])
     assert b.step(3) == {}

@@ -224,15 +224,11 @@ class Serving:
         """Where this instance shares in place: a block of a prompt's `chunk`, counted from the last
         one that it has published, that this group has of it, gets the other signs. Whether it still
         holds what was published."""
-        worker, scheduler = (
-            get_kv_transfer_group()._worker,
-            self.llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler,
-        )
+        worker = get_kv_transfer_group()._worker
+        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler
         kv, told = worker._worker.kv, list(worker.in_place.publisher._kept.values())[chunk]
-        blocks, generations = (
-            np.frombuffer(told.blocks, dtype="<u4"),
-            np.frombuffer(told.generations, dtype="<u8"),
-        )
+        blocks = np.frombuffer(told.blocks, dtype="<u4")
+        generations = np.frombuffer(told.generations, dtype="<u8")
         number = int(np.cumsum([0, *(share.of(CHUNK) for share in kv.shares)])[group]) + at
         for page in kv.pages:
             page[int(blocks[number]), 1::2] ^= 0x80

@@ -202,10 +202,8 @@ def write_states(folder: Path) -> Path:
     from safetensors.torch import load_file, save_file
 
     width = _KV_HEADS * _HEAD
-    config, random_ = (
-        json.loads((write_model(folder, heads=_KV_HEADS) / "config.json").read_text()),
-        torch.Generator().manual_seed(3),
-    )
+    config = json.loads((write_model(folder, heads=_KV_HEADS) / "config.json").read_text())
+    random_ = torch.Generator().manual_seed(3)
     kinds = {
         "layer_types": ["conv", "full_attention"] * 2,
         "conv_L_cache": 3,

@@ -58,7 +58,6 @@ def _root(
 
 
 def main() -> None:
-    """The entry point `vcache`."""
     # The commands' own errors say what is wrong with the connection.
     logging.getLogger("vcache_backend.metadata_server.calls.channel").setLevel(logging.ERROR)
     with terminal.whatever_it_shows():
@@ -70,8 +69,7 @@ def main() -> None:
 
 @app.command()
 def serve(config_file: ConfigFile = None, socket: Socket = None) -> None:
-    """Run the metadata server until SIGTERM or Ctrl-C. It holds the segments; it never touches a
-    GPU."""
+    """Run the metadata server until SIGTERM or Ctrl-C. It holds the segments, and uses no GPU."""
     from vcache_backend import log_format
     from vcache_backend.metadata_server.server import serve as run
 
@@ -139,8 +137,7 @@ def config_init(
         typer.Argument(metavar="PATH", help="The new file; nothing is overwritten. -: show it."),
     ] = Path("vcache.yaml"),
 ) -> None:
-    """Write a commented configuration file: every key with its default and the reason to change
-    it."""
+    """Write a commented configuration file: every key, its default and the reason to change it."""
     package = Path(__file__).resolve().parent
     folders = (package / "configs", package.parent / "configs")
     text = next(folder for folder in folders if folder.is_dir()).joinpath("vcache.yaml").read_text()

@@ -114,8 +114,7 @@ def client(path: Path | None, socket: Path | None) -> Client:
 
 
 def nbytes_of(text: str | config.ByteSize) -> config.ByteSize:
-    """The value of an option in bytes. Typer passes the option's default, too. Raises
-    BadParameter."""
+    """An option's value in bytes. Typer passes the default, too. Raises BadParameter."""
     try:
         nbytes = config.ByteSize.parse(text)
     except ValueError as error:

@@ -127,8 +127,6 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class ServerConfig(_Section, frozen=True, kw_only=True):
-    """The metadata server."""
-
     socket: str = ""
     lease_seconds: Positive = 10.0
     reservation_seconds: Positive = 30.0
@@ -226,8 +224,6 @@ class ConnectorConfig(_Section, frozen=True, kw_only=True):
 
 
 class MooncakeConfig(_Section, frozen=True, kw_only=True):
-    """How to reach a Mooncake store."""
-
     master: str = "127.0.0.1:50051"
     protocol: Literal["tcp", "rdma"] = "tcp"
     devices: str = ""
@@ -243,8 +239,6 @@ class MooncakeConfig(_Section, frozen=True, kw_only=True):
 
 
 class OffloadConfig(_Section, frozen=True, kw_only=True):
-    """The offload tier."""
-
     policy: Literal["off", "write_through"] = "off"
     codec: Literal["raw", "fp8", "int8"] = "raw"
     promote: bool = True
@@ -281,8 +275,6 @@ class OffloadConfig(_Section, frozen=True, kw_only=True):
 
 
 class Config(_Section, frozen=True, kw_only=True):
-    """The whole configuration."""
-
     server: ServerConfig = ServerConfig()
     client: ClientConfig = ClientConfig()
     pool: PoolConfig = PoolConfig()
@@ -306,8 +298,7 @@ def default_socket() -> Path:
 
 
 def hash_seed() -> str | None:
-    """`PYTHONHASHSEED`, with which vLLM's and LMCache's block hashes begin; None if it is not
-    set."""
+    """`PYTHONHASHSEED`, with which vLLM's and LMCache's block hashes begin; None if not set."""
     return os.environ.get("PYTHONHASHSEED")
 
 
@@ -378,7 +369,6 @@ def from_dict(
 
 
 def _asks_for_pool(config: Config) -> bool:
-    """Whether a setting needs a pool."""
     lends = config.pool.segment_bytes or config.pool.device != "auto"
     offloads = config.offload.policy != "off"
     return bool(lends) or offloads

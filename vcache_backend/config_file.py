@@ -43,8 +43,7 @@ def lines(text: bytes, source: str) -> dict[str, int]:
 
 
 def not_yaml(error: msgspec.DecodeError, text: bytes) -> str:
-    """Why `text` is not YAML, in one line that begins with the line of the mistake, if the reader
-    says it."""
+    """Why `text` is not YAML, in one line that begins with the mistake's line, if known."""
     told = error.__context__
     if isinstance(told, yaml.reader.ReaderError):
         at = len(text[: told.position].splitlines())
@@ -57,12 +56,11 @@ def not_yaml(error: msgspec.DecodeError, text: bytes) -> str:
 
 
 def line(where: dict[str, int], path: str) -> str:
-    """`line N: ` of the key at `path`, such as `.pool.device`; empty if the file does not have
-    it."""
+    """`line N: ` of the key at `path`, such as `.pool.device`; empty if it is not in the file."""
     return f"line {where[path]}: " if path in where else ""
 
 
-def explained(error: str, kind: type, where: dict[str, int], values: object = None) -> str:
+def explained(error: str, kind: type, where: dict[str, int], values: object) -> str:
     """msgspec's `error`, with the line of the mistake before it, and the wrong value and a hint
     behind it.
 
@@ -80,27 +78,12 @@ def explained(error: str, kind: type, where: dict[str, int], values: object = No
         path += f".{unknown[1]}"
     elif get_origin(expected) is Literal:
         hint = f"; expected {' or '.join(map(str, get_args(expected)))}"
-    elif "got `null`" in error and names:
-        hint = "; nothing stands under it: remove it"
-    elif "`, got `str`" in error:
-        hint = next((text for type_, text in _NO_TEXT.items() if f"`{type_}" in error), "")
-    elif path == ".server.metrics" and "`, got `int`" in error:
-        hint = f'; write ":{_at(values, steps)}" for this machine alone, or "HOST:PORT"'
     elif named := [word for word in re.findall(r"\w+", error) if word in names]:
         # The error of a section's own check names one or two of its keys: the line is that of the
         # first which the file has.
         path += "." + next((name for name in named if f"{path}.{name}" in where), named[0])
     begin = line(where, path) or line(where, path.rpartition(".")[0])
     return f"{begin}{error}{_given(error, values, steps)}{hint}"
-
-
-_NO_TEXT = {
-    "bool": "; write true or false",
-    "int": "; write digits, without quotes",
-    "float": "; write digits, 0.001 for 1e-3",
-}
-"""Hints for text where another type is expected. YAML reads as text what is in quotes, and numbers
-such as 1e-3."""
 
 
 def _near(name: str, names: list[str], kind: type) -> str:
@@ -116,7 +99,6 @@ def _near(name: str, names: list[str], kind: type) -> str:
 
 
 def _paths(kind: Any, at: str = "") -> list[str]:
-    """The paths of all keys, such as `pool.device`."""
     return [
         path
         for name, one in _fields(kind).items()
@@ -125,22 +107,14 @@ def _paths(kind: Any, at: str = "") -> list[str]:
 
 
 def _given(error: str, value: Any, steps: list[str]) -> str:
-    """`, which is VALUE` for the value at `steps`; empty if `error` shows it already, or if it is
-    long."""
+    """`, which is VALUE` for the value at `steps`; empty if `error` shows it, or it is long."""
     with suppress(LookupError, TypeError, ValueError):
-        value = _at(value, steps)
+        for step in steps:
+            value = value[int(step)] if isinstance(value, list) else value[step]
         shown = repr(value) if steps and isinstance(value, str | int | float) else ""
         if shown and shown not in error and len(shown) <= _LONGEST:
             return f", which is {shown}"
     return ""
-
-
-def _at(value: Any, steps: list[str]) -> Any:
-    """Return the value at `steps` of `value`. LookupError, TypeError or ValueError if it is not
-    there."""
-    for step in steps:
-        value = value[int(step)] if isinstance(value, list) else value[step]
-    return value
 
 
 def _fields(kind: Any) -> dict[str, Any]:

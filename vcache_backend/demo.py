@@ -239,7 +239,6 @@ class Worker:
 
 
 def say(answer: object) -> None:
-    """Print a line for the parent."""
     os.write(1, json.dumps(answer).encode() + b"\n")
 
 

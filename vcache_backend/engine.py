@@ -217,8 +217,7 @@ class VCacheEngine:
         return self._session.flush(as_seconds(timeout), through)
 
     def close(self) -> None:
-        """Finish stores, unmap, disconnect. The segments and their chunks stay in the pool.
-        Idempotent."""
+        """Finish stores, unmap, disconnect. Segments and chunks stay in the pool. Idempotent."""
         self._session.close()
 
     # ---- inside

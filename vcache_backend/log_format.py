@@ -28,8 +28,7 @@ class _RotatedLog(RotatingFileHandler):
 
 
 def begin(path: Path | None = None) -> None:
-    """Set up logging in this process, from INFO on. path: of a log of bounded size; None:
-    stderr."""
+    """Set up logging in this process, from INFO on. path: a log of bounded size; None: stderr."""
     handlers = None if path is None else [_RotatedLog(path)]
     form = "%(asctime)s %(process)d %(levelname)-7s %(name)s: %(message)s"
     logging.basicConfig(level=logging.INFO, format=form, handlers=handlers)

@@ -7,11 +7,9 @@ import os
 import stat
 
 FUTURE_WRITE = 0x10
-"""`F_SEAL_FUTURE_WRITE`: only mappings made before can write. Linux 5.1; Python's fcntl has it from
-3.13."""
+"""`F_SEAL_FUTURE_WRITE`: only earlier mappings can write. In Python's fcntl from 3.13 on."""
 RESIZING = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""The seals of all shared memory: reading behind the end of a file that has shrunk raises
-SIGBUS."""
+"""The seals of all shared memory: reading past the end of a shrunk file raises SIGBUS."""
 
 
 def lacking(fd: int, needed: int = RESIZING) -> str:

@@ -28,8 +28,7 @@ def add_segment(
     socket: Socket = None,
     as_json: Json = False,
 ) -> None:
-    """Lend memory of a device, of an idle GPU for example. The server keeps it when this command
-    ends."""
+    """Lend memory of a device, such as an idle GPU. The server keeps it when this command ends."""
     from vcache_backend.status import plain
     from vcache_backend.vram_pool import devices, segment
 
@@ -74,8 +73,7 @@ def drop_segment(
     config_file: ConfigFile = None,
     socket: Socket = None,
 ) -> None:
-    """Take a segment back. Its chunks are forgotten; its memory is free once nobody reads or writes
-    it."""
+    """Take a segment back. Its chunks are forgotten; its memory is free after its last user."""
     from vcache_backend.metadata_server.messages import SegmentId
 
     with command.client(config_file, socket) as client:

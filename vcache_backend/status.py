@@ -36,8 +36,7 @@ _STYLES = {"ok": "green", "warn": "yellow", "error": "bold red", "fail": "bold r
 
 
 def plain(value: Any) -> Any:
-    """Convert `value` for JSON, with structs as dicts. (msgspec makes the wire's arrays of
-    them.)"""
+    """Convert `value` for JSON, with structs as dicts. (On the wire they are arrays.)"""
     if isinstance(value, msgspec.Struct):
         return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, dict):
@@ -130,7 +129,6 @@ def _named(instance: InstanceStats) -> str:
 
 
 def level(name: str) -> Text:
-    """A level or status in its colour."""
     return Text(name, _STYLES.get(name, ""))
 
 
@@ -192,7 +190,6 @@ def segments_table(segments: Sequence[SegmentInfo]) -> RenderableType:
 
 
 def instances_table(instances: Sequence[InstanceStats]) -> Table:
-    """Make one row for each instance."""
     rows = []
     for instance in instances:
         wrong = trouble(instance)
@@ -224,7 +221,6 @@ def _still_mapped(readers: Sequence[StillMapped]) -> Table:
 
 
 def _tenants(tenants: Sequence[TenantStats]) -> Table:
-    """Make one row for each tenant of `server.quotas`."""
     rows = [
         (each.name, ByteSize(each.used).about, ByteSize(each.limit).about, f"{each.evicted:,}")
         for each in tenants

@@ -35,7 +35,6 @@ def whatever_it_shows() -> Iterator[None]:
 
 
 def show(what: RenderableType) -> None:
-    """Print a table or the like."""
     from rich.console import Console
 
     # Piped, a table keeps its columns rather than being folded at 80.
@@ -44,5 +43,4 @@ def show(what: RenderableType) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print `value` as JSON."""
     typer.echo(json.dumps(value, indent=2))

@@ -23,10 +23,8 @@ class FreeQueue:
     def __init__(self) -> None:
         self.num_free_blocks = 0
         self.fake_free_list_head, self._tail = Block(-1), Block(-1)
-        self.fake_free_list_head.next_free_block, self._tail.prev_free_block = (
-            self._tail,
-            self.fake_free_list_head,
-        )
+        self.fake_free_list_head.next_free_block = self._tail
+        self._tail.prev_free_block = self.fake_free_list_head
 
     def append(self, block: Block) -> None:
         last = self._tail.prev_free_block
@@ -50,10 +48,8 @@ class BlockPool:
 
     def __init__(self, blocks: int) -> None:
         self.num_gpu_blocks = blocks
-        self.blocks, self.free_block_queue = (
-            [Block(number) for number in range(blocks)],
-            FreeQueue(),
-        )
+        self.blocks = [Block(number) for number in range(blocks)]
+        self.free_block_queue = FreeQueue()
         self.free_blocks(range(blocks))
 
     def get_new_blocks(self, num_blocks: int) -> list[Block]:

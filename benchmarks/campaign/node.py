@@ -55,10 +55,6 @@ class Node:
         assert self._server is not None
         return self._server.pid
 
-    @property
-    def running(self) -> bool:
-        return self._server is not None
-
     def start(self, descriptors: int = 0) -> bool:
         """Start a new server; False if it ended, or did not answer within START_SECONDS.
         descriptors: the most that it may have; 0: as many as this process."""
@@ -95,10 +91,6 @@ class Node:
             with contextlib.suppress(ChildFailed):
                 server.until(lambda: not server.alive, START_SECONDS)
         self.kill()
-
-    def signal(self, number: int) -> None:
-        assert self._server is not None
-        self._server.signal(number)
 
     def look(self) -> None:
         """If the server has ended by itself, count that, and start another one."""

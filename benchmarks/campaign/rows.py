@@ -59,11 +59,10 @@ def rows(result: Result, loads: int, name: str, level: Level) -> list[Row]:
         made.append(least("states", "times", min(states), 1, what))
         what = f"the rarest end of a wait: {dict(waits)}"
         made.append(least("waits", "times", min(waits[end] for end in WAITS), 1, what))
-    if level.answers:
-        fewest = min(result.mishaps[what] for what in level.mishaps)
-        made.append(
-            least("mishaps", "times", fewest, 1, f"the rarest of these: {dict(result.mishaps)}")
-        )
+    fewest = min(result.mishaps[what] for what in level.mishaps)
+    made.append(
+        least("mishaps", "times", fewest, 1, f"the rarest of these: {dict(result.mishaps)}")
+    )
     return made
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import tempfile
 import time
@@ -123,7 +124,9 @@ class Campaign:
         )
 
     def _hear(self) -> None:
-        """Collect the reports that have come, and replace the processes that have ended."""
+        """Collect the reports that have come, and replace the processes that have ended. A process
+        whose end was no SIGKILL ended by itself, also if a mishap was about to kill it.
+        """
         for number, told in hear(self._here, self._level.silence):
             if told is not None:
                 self.outcomes.add(told.outcomes)
@@ -136,7 +139,7 @@ class Campaign:
             if instance.status >= DIED:
                 state = self._level.states[instance.status - DIED]
                 self._mishaps.counts[f"died: {state}"] += 1
-            elif instance.pid not in self._mishaps.killed:
+            elif instance.status != -signal.SIGKILL or instance.pid not in self._mishaps.killed:
                 self._has_ended(instance)
             self._here[number] = self._start(instance.settings.role, number)
 

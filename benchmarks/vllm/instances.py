@@ -175,10 +175,6 @@ def joined(*parts: str) -> str:
     return "_".join(filter(None, parts))
 
 
-INSTANCES = {
-    "timed": Spec(gpu=1, scheduler="probed"),
-    "c": Spec(gpu=2),
-    "d": Spec(gpu=3),
-}
+INSTANCES = {"timed": Spec(gpu=1, scheduler="probed"), "c": Spec(gpu=2), "d": Spec(gpu=3)}
 for _kind in KINDS:
     INSTANCES |= _trio(_kind)

@@ -67,8 +67,7 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
     # ---- for the GPU connector and `Verbs`
 
     def bind(self, kvcaches: Any) -> PoolWorker | None:
-        """Return the worker for these KV caches, made on the first call. None if the plugin stepped
-        aside."""
+        """Return the worker for these KV caches. None if the plugin stepped aside."""
         if self.worker is not None:
             self.worker.kvcaches = kvcaches
         elif not self.reason:
@@ -82,15 +81,13 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
     def note_sources(
         self, objs: Sequence[MemoryObj], starts: Sequence[int], more: dict[str, Any]
     ) -> None:
-        """See `PoolWorker.note`. more: LMCache's keyword arguments, with `kvcaches` and
-        `slot_mapping`."""
+        """See `PoolWorker.note`. more: LMCache's keyword arguments."""
         worker, mapping = self.bind(more["kvcaches"]), more["slot_mapping"]
         if worker is not None:
             worker.note(objs, starts, as_slots(mapping, len(mapping), 0))
 
     @answers(set)
     def settle(self, block_size: int) -> set[int]:
-        """See `PoolWorker.settle`."""
         return self.worker.settle(block_size) if self.worker is not None else set()
 
     def shape(self, num_tokens: int) -> torch.Size:
@@ -185,8 +182,7 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
 
     @answers(0)
     def clear(self) -> int:
-        """Reset the namespace, for all instances that share it. Returns the number of tokens
-        removed."""
+        """Reset the namespace, for all who share it. Returns the number of tokens removed."""
         return self.worker.clear() * int(self.config.chunk_size) if self.worker is not None else 0
 
     def get_allocator_backend(self) -> AllocatorBackendInterface:

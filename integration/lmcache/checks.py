@@ -136,7 +136,6 @@ def remarks(lm_config: Any, instance: Instance) -> Iterator[str]:
 
 
 def _our_names(lm_config: Any) -> list[str]:
-    """The names in `storage_plugins` that refer to our class."""
     extra = getattr(lm_config, "extra_config", None) or {}
     named = getattr(lm_config, "storage_plugins", None) or []
     classes = {name: extra.get(f"storage_plugin.{name}.class_name") for name in named}

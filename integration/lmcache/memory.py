@@ -19,8 +19,7 @@ from vcache_backend.transfer.arguments import KVCaches
 def described(
     shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype], fmt: MemoryFormat | None
 ) -> MemoryObjMetadata:
-    """Describe a chunk for LMCache. The bytes are opaque: shapes and dtypes only give
-    their number."""
+    """Describe a chunk for LMCache. Its bytes are opaque: shapes and dtypes only count them."""
     nbytes = sum(
         shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)
     )

@@ -74,7 +74,6 @@ def _must_have(owner: Any, names: str) -> None:
 
 
 def names_our_plugin(config: Any) -> bool:
-    """Whether an `LMCacheEngineConfig` names our storage plugin."""
     extra: Mapping[str, Any] = getattr(config, "extra_config", None) or {}
     names = getattr(config, "storage_plugins", None) or ()
     modules = [str(extra.get(f"storage_plugin.{name}.module_path")) for name in names]
@@ -130,8 +129,7 @@ def _constructor(construct: Callable[..., None]) -> Callable[..., None]:
 
 
 def _guarded(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `call` and return the result. On an error warn and return None, since vLLM
-    must start."""
+    """Call `call` and return the result. On an error warn and return None: vLLM must start."""
     try:
         return call(*args, **kwargs)
     except Exception as error:  # noqa: BLE001 - vLLM must start

@@ -89,8 +89,7 @@ def is_refused(extra_args: Mapping[str, Any] | None) -> bool:
 
 
 def uncached(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Copy `extra_args` without tags, and with the order to LMCache to store nothing of the
-    request."""
+    """Copy `extra_args` without tags, and with the order to store nothing of the request."""
     try:
         params = _params(extra_args)
     except ValueError:
@@ -169,8 +168,7 @@ class Scheduler:
         return 0
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """Call the adapter, but save nothing of requests without our tag. Pooling requests cannot
-        have it."""
+        """Call the adapter, but save nothing of requests without our tag, such as pooling."""
         meta = self._build(scheduler_output)
         for request in meta.requests:
             if request.save_spec is not None and TAG not in (request.request_configs or {}):

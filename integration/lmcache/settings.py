@@ -34,8 +34,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Own(msgspec.Struct):
-    """The keys that are not part of vcache's own configuration."""
-
     config: str = ""
     block_size: Annotated[int, msgspec.Meta(ge=0)] = 0
     model: str = ""

@@ -1,5 +1,4 @@
-"""Starts the plugin: reads the settings, checks the instance, and reports why if it must not
-work."""
+"""Starts the plugin: reads the settings, checks the instance, and reports why it must not work."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ _NO_TIER = (
 
 
 class Starter:
-    """Makes a `PoolWorker` from LMCache's configuration, or says why not. Runs in the worker's main
-    thread."""
+    """Makes a `PoolWorker` from LMCache's configuration, or says why not. In the main thread."""
 
     def __init__(self, config: Any, metadata: Any, backend: VCacheBackend) -> None:
         self._config, self._metadata, self._backend = config, metadata, backend

@@ -62,7 +62,6 @@ class Hits:
             return self._kept.pop(request, None) if request is not None else None
 
     def end(self, hit: Hit | None) -> None:
-        """Release the hit's lease."""
         if hit is not None and hit.lease is not None:
             self._release(hit.lease)
 

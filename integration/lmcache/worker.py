@@ -171,8 +171,7 @@ class PoolWorker:
             store(self.session, places, [name for name, _ in part], range(len(part)))
 
     def remove(self, keys: Sequence[CacheEngineKey], force: bool) -> int:
-        """Remove chunks of this rank. Returns how many were in the pool. force: also remove leased
-        chunks."""
+        """Remove chunks of this rank. Returns how many. force: also leased ones."""
         return self.session.client.remove(self._names.keys(keys), force)
 
     def clear(self) -> int:
@@ -182,8 +181,7 @@ class PoolWorker:
     # ---- inside
 
     def _named(self, keys: Sequence[CacheEngineKey]) -> list[ChunkKey]:
-        """Make the keys of one call's chunks, all of one request. Empty if they lack our tag and
-        need it."""
+        """Make the keys of a call's chunks, all of one request. Empty without a tag it needs."""
         return self._names.keys(keys) if keys and self._mine(keys[0].tags) else []
 
     def _mine(self, tags: Tags) -> bool:

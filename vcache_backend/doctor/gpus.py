@@ -115,9 +115,7 @@ def check_memory(config: Config) -> Iterator[Finding]:
         yield ok("memory", detail)
     else:
         yield fail(
-            "memory",
-            detail,
-            f"set pool.segment_bytes to {ByteSize(available // 2).about} or less",
+            "memory", detail, f"set pool.segment_bytes to {ByteSize(available // 2).about} or less"
         )
 
 

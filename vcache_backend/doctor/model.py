@@ -29,8 +29,7 @@ _QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
     "PYTHONHASHSEED": "0",
 }
-"""For the child. That `PYTHONHASHSEED` is not set is a finding of its own, and says nothing about a
-model."""
+"""For the child. That `PYTHONHASHSEED` is not set is a finding of its own."""
 _KINDS = {
     "full": "of full attention",
     "window": "with a window of {:,} tokens",
@@ -77,8 +76,7 @@ class ModelReport(msgspec.Struct, frozen=True):
 
 
 def ask(name: str, config: Config) -> ModelReport:
-    """Ask vLLM about a model, which takes some 20 s. name: as `vllm serve` takes it. Raises
-    UnknownModel."""
+    """Ask vLLM about a model (name: as `vllm serve` takes it), in some 20 s. UnknownModel."""
     if find_spec("vllm") is None:
         said = "vLLM is not installed here, and only vLLM knows its models"
         raise UnknownModel(f"{said}; run this in vLLM's environment")

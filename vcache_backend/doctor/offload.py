@@ -36,8 +36,7 @@ def check_offload(config: Config) -> Iterator[Finding]:
 
 
 def check_store(config: Config) -> Iterator[Finding]:
-    """Put one small object into the store, read it and remove it. Nothing if the library is not
-    installed."""
+    """Put one small object into the store, read it and remove it, if the library is installed."""
     if not installed(MOONCAKE.name, *MOONCAKE.builds)[1]:
         return  # check_packages says so
     fd = os.memfd_create("vcache-doctor", os.MFD_CLOEXEC)

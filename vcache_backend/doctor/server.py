@@ -1,5 +1,4 @@
-"""Checks the metadata server: its socket, whether it answers, and what it knows of the
-instances."""
+"""Checks the metadata server: its socket, whether it answers, what it knows of the instances."""
 
 from __future__ import annotations
 

@@ -21,8 +21,7 @@ Version = tuple[int, ...]
 
 
 def numbers(text: str) -> Version:
-    """The leading numbers of a version: (2, 13, 0) of "2.13.0+cpu", (6, 18, 44) of
-    "6.18.44-generic"."""
+    """The leading numbers of a version: (2, 13, 0) of "2.13.0+cpu"."""
     leading = re.match(r"\d+(\.\d+)*", text)
     return tuple(int(part) for part in leading[0].split(".")) if leading else ()
 
@@ -39,7 +38,6 @@ class _Package(msgspec.Struct, frozen=True):
 
     @property
     def wanted(self) -> str:
-        """The supported versions, as pip takes them: `>=2.11,<2.15`."""
         return f">={'.'.join(map(str, self.low))},<{'.'.join(map(str, self.high))}"
 
 
@@ -91,8 +89,7 @@ def _pidfd() -> int:
 
 
 def check_packages(config: Config) -> Iterator[Finding]:
-    """Compare the installed versions, read from metadata without an import, with the supported
-    ones."""
+    """Compare installed versions, read from metadata without an import, with supported ones."""
     here = {
         "engine": True,
         "gpu": gpus.has_nvidia(),

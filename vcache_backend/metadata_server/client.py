@@ -45,13 +45,7 @@ class Client(InstanceCalls):
 
         layout, name: the instance's, for the hello."""
         self.on_segments: Callable[[list[m.SegmentInfo]], None] = lambda segments: None
-        """Called with the server's segments every `heartbeat_seconds`, and soon after each
-        reconnection."""
-        self.on_return: list[Callable[[], None]] = []
-        """Called after each reconnection, to register what belongs to the connection. Runs in the
-        background thread; hooks may make calls, and their errors are logged."""
-        self.on_beat: list[Callable[[], None]] = []
-        """Called every `heartbeat_seconds`, like `on_return`."""
+        """Called with the server's segments every `heartbeat_seconds`."""
         self._untold = [0] * 4
         """The counts of the next `ListSegments`."""
         self._telling = threading.Lock()
@@ -62,6 +56,7 @@ class Client(InstanceCalls):
             m.Hello(m.PROTOCOL_VERSION, device, medium, layout or {}, token, name),
             reconnect,
         )
+        self.on_beat.append(self._list)
 
     # ---- chunks
 
@@ -80,16 +75,14 @@ class Client(InstanceCalls):
         return self.present(keys).present
 
     def present(self, keys: list[m.ChunkKey]) -> m.Present:
-        """Like `contains`, with the epoch in which to ask the offload tier for the missing
-        chunks."""
+        """Like `contains`, with the epoch in which to ask the offload tier for the others."""
         replies = list(self._in_parts(keys, m.Contains, m.Present))
         return msgspec.structs.replace(
             replies[0], present=[held for reply in replies for held in reply.present]
         )
 
     def segments_of(self, keys: list[m.ChunkKey]) -> list[str]:
-        """The segment of each key's chunk; "" if the chunk is not in the pool. [] from an older
-        server."""
+        """The segment of each key's chunk; "" if it is not in the pool. [] from an older server."""
         return [
             id_
             for reply in self._in_parts(keys, lambda part: m.Contains(part, True), m.Present)
@@ -118,8 +111,7 @@ class Client(InstanceCalls):
         )
 
     def commit(self, reservation: int, prefix: list[m.ChunkKey] | None = None) -> int:
-        """Publish a reservation. Only the last `MAX_KEYS` of `prefix` become more recent than its
-        chunks."""
+        """Publish a reservation. The last `MAX_KEYS` of `prefix` become more recent than it."""
         return self._call(m.Commit(reservation, (prefix or [])[-m.MAX_KEYS :]), m.Count).count
 
     def abort(self, reservation: int) -> int:
@@ -135,15 +127,13 @@ class Client(InstanceCalls):
         )
 
     def clear(self, namespace: bytes = b"", reset: bool = False) -> int:
-        """Forget the chunks of a namespace. Returns how many. reset: also void its offloaded
-        chunks."""
+        """Forget a namespace's chunks. Returns how many. reset: also void its offloaded ones."""
         return self._call(m.Clear(namespace, reset), m.Count, self._config.control_seconds).count
 
     # ---- segments and the server
 
     def lend(self, nbytes: int) -> int:
-        """Ask how many bytes this client should allocate now if the pool is to have `nbytes` on its
-        device."""
+        """Ask how many bytes to allocate now if the pool is to have `nbytes` on this device."""
         return self._call(m.Lend(nbytes), m.Count).count
 
     def add_segment(self, info: m.SegmentInfo, fd: int, again: bool = False) -> int:
@@ -163,7 +153,6 @@ class Client(InstanceCalls):
         self._call(m.Unusable(id_), m.Count)
 
     def drop_segment(self, id_: m.SegmentId) -> m.Dropped:
-        """Remove a segment from the pool, and forget its chunks."""
         return self._call(m.DropSegment(id_), m.Dropped, self._config.control_seconds)
 
     def list_segments(self) -> list[m.SegmentInfo]:
@@ -220,17 +209,8 @@ class Client(InstanceCalls):
             )
             yield self._call(request(keys[start : start + most]), kind, seconds)
 
-    def _come_back(self) -> None:
-        _call_all(self.on_return, "after a reconnection")
-
-    def _beat(self) -> None:
-        _call_all(self.on_beat, "heartbeat")
-        self.on_segments(self.list_segments())
-
-
-def _call_all(hooks: list[Callable[[], None]], when: str) -> None:
-    for hook in list(hooks):
+    def _list(self) -> None:
         try:
-            hook()
-        except Exception as error:
-            log.warning("%s: %s", when, error, exc_info=not isinstance(error, VCacheError))
+            self.on_segments(self.list_segments())
+        except VCacheError as error:
+            log.debug("heartbeat: %s", error)

@@ -45,8 +45,7 @@ def caused_by(caller: Caller) -> Iterator[None]:
 
 
 class _Bucket(msgspec.Struct):
-    """The number of lines `left` at the time `at`, and the number left out since the last written
-    line."""
+    """`left`: lines left at the time `at`. `left_out`: since the last written line."""
 
     left: float
     at: float

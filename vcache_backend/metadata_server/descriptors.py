@@ -25,11 +25,9 @@ def closing() -> SimpleQueue[int]:
 
 
 class Descriptor:
-    """An open file. It is closed soon after its last user drops it: a table, or an answer yet to be
-    sent."""
+    """An open file, closed soon after its last user drops it: a table, or an unsent answer."""
 
     def __init__(self, fd: int) -> None:
-        """Take over `fd`."""
         self.fd = fd
         self._closing = closing()
 

@@ -16,8 +16,7 @@ from vcache_backend.errors import ConfigError
 from vcache_backend.metadata_server import processes
 
 FRESH_SECONDS = 3600.0
-"""How often to touch the files, since cleaners of /tmp remove files that nobody touches for
-days."""
+"""How often to touch the files, since cleaners of /tmp remove files that nobody touches."""
 
 
 def beside(path: Path, suffix: str) -> Path:
@@ -91,7 +90,6 @@ class Endpoint:
         return "" if current == self._own else "another socket is there"
 
     def keep_fresh(self) -> None:
-        """Touch socket and lock every `FRESH_SECONDS`."""
         if time.monotonic() < self._fresh_until:
             return
         self._fresh_until = time.monotonic() + FRESH_SECONDS

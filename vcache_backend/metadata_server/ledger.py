@@ -158,8 +158,7 @@ class _Area:
             view = view[written:]
 
     def records(self, size: int) -> Iterator[tuple[int, Record]]:
-        """The records in the first `size` bytes, each with the bytes of its frame. Raises
-        Damaged."""
+        """The records in the first `size` bytes, each with its frame's bytes. Raises Damaged."""
         decoder = msgspec.msgpack.Decoder(Record)
         at = 0
         while at < size:

@@ -47,8 +47,7 @@ MAX_RANKS = 64
 """The most workers of an instance."""
 NUMBER_BYTES = 4
 GENERATION_BYTES = 8
-"""Bytes of a block's number and of its generation in messages that pack many of them,
-little-endian."""
+"""Bytes of a block's number and generation, packed little-endian in some messages."""
 
 ChunkKey = NewType("ChunkKey", bytes)
 """Namespace (8 bytes), prefix-chained token hash (16), rank (2, big-endian). See
@@ -114,8 +113,7 @@ def of_ranks(keys: Sequence[ChunkKey], ranks: int) -> list[ChunkKey]:
 
 
 class Refusal(IntEnum):
-    """Why a key got no slot. EXISTS and BUSY are no failures: the chunk is stored, or being
-    stored."""
+    """Why a key got no slot. EXISTS and BUSY are no failures: it is stored, or being stored."""
 
     EXISTS = 0
     BUSY = 1
@@ -135,8 +133,7 @@ class Location(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
-    """A segment as the server knows it. `device`: a GPU UUID, `host` or `host:NAME`. Sizes in
-    bytes."""
+    """A segment. `device`: a GPU UUID, `host` or `host:NAME`. Sizes in bytes."""
 
     id: SegmentId
     device: str
@@ -387,15 +384,13 @@ class Commit(Request, frozen=True, tag="commit"):
 
 
 class Abort(Request, frozen=True, tag="abort"):
-    """Free the slots of a reservation of which no copy runs or will run → `Count` of slots
-    freed."""
+    """Free the slots of a reservation of which no copy runs or will run → `Count` of slots."""
 
     reservation: int
 
 
 class Lookup(Request, frozen=True, tag="lookup"):
-    """How many leading chunks do all `ranks` ranks have (keys of rank 0)? Takes no lease →
-    `Count`."""
+    """How many leading chunks do all `ranks` ranks have (keys of rank 0)? No lease → `Count`."""
 
     keys: Keys
     ranks: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1

@@ -53,8 +53,7 @@ def _fields(pid: int) -> list[bytes]:
 
 
 def started(pid: int) -> int:
-    """When process `pid` began, in ticks since boot; 0 if it is gone or hidden. OSError if
-    unreadable now."""
+    """When `pid` began, in ticks since boot; 0 if gone or hidden. OSError if unreadable now."""
     fields = _fields(pid)
     return int(fields[19]) if fields else 0
 
@@ -65,7 +64,6 @@ def stopped(process: ProcessId) -> bool:
 
 
 def parent(process: ProcessId) -> int:
-    """The pid of the process's parent; 0 if unknown."""
     fields = _fields_of(process)
     return int(fields[1]) if fields else 0
 
@@ -114,8 +112,7 @@ def open_pidfd(process: ProcessId) -> int | None:
 
 
 def is_pidfd(fd: int, pid: int) -> bool:
-    """Whether `fd` is a pidfd of process `pid`, as far as known (pid 0: not visible; -1: ended by
-    now)."""
+    """Whether `fd` is a pidfd of process `pid`, or may be (pid 0: not visible; -1: ended)."""
     for line in Path(f"/proc/self/fdinfo/{fd}").read_bytes().splitlines():
         if line.startswith(b"Pid:"):
             return pid == 0 or int(line.split()[1]) in (pid, -1)
@@ -133,8 +130,7 @@ def namespaces() -> bytes:
 
 
 def own_pidfd() -> int | None:
-    """A pidfd of this process, for a server in another pid namespace; None if the system has
-    none."""
+    """A pidfd of this process, for a server in another pid namespace; None without pidfds."""
     try:
         return os.pidfd_open(os.getpid())
     except OSError:

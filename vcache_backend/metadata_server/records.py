@@ -90,8 +90,7 @@ class Counted(msgspec.Struct, frozen=True, array_like=True, tag="N"):
 
 
 class EpochTable(msgspec.Struct, frozen=True, array_like=True, tag="E"):
-    """The epochs of all namespaces, see `epochs.Epochs`. b"" stands for every namespace that is not
-    listed."""
+    """All namespaces' epochs, see `epochs.Epochs`. b"" stands for those not listed."""
 
     epochs: dict[bytes, int]
 

@@ -30,8 +30,7 @@ SECONDS = 30.0
 """How long a new server may take to answer: its interpreter starts slowly on a busy machine."""
 _PAUSE_SECONDS = 0.05
 _EXITED_SECONDS = 1.0
-"""After our server has ended, how long to wait for another server that was started at the same
-moment."""
+"""After our server has ended, how long to wait for one that was started at the same moment."""
 _ASKING_SECONDS = 1.0
 _DETACH = (
     "import subprocess as s, sys; print(s.Popen(sys.argv[1:], stdin=0, stdout=2, "

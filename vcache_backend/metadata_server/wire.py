@@ -1,5 +1,4 @@
-"""Messages on a Unix socket of type SOCK_SEQPACKET. Each packet is one MessagePack array, with
-fds."""
+"""Messages on a Unix socket (SOCK_SEQPACKET). A packet is one MessagePack array, with fds."""
 
 from __future__ import annotations
 
@@ -73,6 +72,5 @@ class Receiver:
 
 
 def close_fds(fds: list[int]) -> None:
-    """Close unwanted fds."""
     for fd in fds:
         os.close(fd)

@@ -60,8 +60,6 @@ Row = tuple[Sequence[str], float]
 
 
 class ServerMetrics(Collector):
-    """Makes all metrics at each scrape."""
-
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
         self._models: dict[str, str] = {}

@@ -62,7 +62,6 @@ class Samples:
         return list(self._points)
 
     def close(self) -> None:
-        """Stop asking, and wait for the thread."""
         self._over.set()
         self._thread.join(self._every + 2 * ANSWER_SECONDS)
 

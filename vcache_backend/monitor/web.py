@@ -71,8 +71,7 @@ class Web:
         self._made: dict[str, tuple[float, _Response]] = {}
         """By path, the last costly answer, and when it was made."""
         self.served: dict[asyncio.Task[Any], None] = {}
-        """The connections that wait for a request, or for their client to read the answer, oldest
-        first."""
+        """The connections that wait for a request, or for their client to read, oldest first."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server(
             (host, port), family=family, backlog=BACKLOG, dualstack_ipv6=":" in host
@@ -117,7 +116,6 @@ class Web:
             writer.transport.abort()
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Read one request, and answer it."""
         http, method = h11.Connection(h11.SERVER), b""
         try:
             while (asked := http.next_event()) is h11.NEED_DATA:
@@ -172,7 +170,6 @@ class Web:
         return answer
 
     def _stats(self) -> bytes:
-        """The statistics as JSON, for the page."""
         samples, stats = self._samples, self._samples.stats
         told = {
             "host": socket.gethostname(),
@@ -186,8 +183,7 @@ class Web:
         return json.dumps(told).encode()
 
     def _health(self, path: str) -> _Response:
-        """`/healthz`: `Samples.healthy`. `/readyz`: whether the server answered the last
-        question."""
+        """`/healthz`: `Samples.healthy`. `/readyz`: the server answered the last question."""
         samples = self._samples
         if samples.healthy if path == "/healthz" else not samples.problem:
             return _said(HTTPStatus.OK, "ok")

@@ -15,11 +15,7 @@ class Breaker:
     seconds."""
 
     def __init__(
-        self,
-        failures: int,
-        retry_seconds: float,
-        longest_pause: float,
-        now: Callable[[], float],
+        self, failures: int, retry_seconds: float, longest_pause: float, now: Callable[[], float]
     ) -> None:
         self._failures = failures
         self._retry = retry_seconds
@@ -56,7 +52,6 @@ class Breaker:
                 self._open()
 
     def trial_due(self) -> bool:
-        """Whether the breaker is open and the store may be tried."""
         with self._lock:
             return self.is_open and self._now() >= self._due
 

@@ -165,8 +165,7 @@ class OffloadProcess:
 
 
 def remove_under(config: MooncakeConfig, start: str) -> int:
-    """Remove all objects with names that begin with `start`. Returns their number. ConfigError,
-    StoreDown."""
+    """Remove all objects whose names begin with `start`. Returns how many. VCacheError."""
     process = OffloadProcess(config)
     try:
         process.call("open", seconds=OPEN_SECONDS)

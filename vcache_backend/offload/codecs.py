@@ -20,8 +20,7 @@ from vcache_backend.errors import VCacheError
 
 RAW_ID: Final = 1
 KINDS: Final = {"int8": (4, torch.int8, 127.0), "fp8": (5, torch.float8_e4m3fn, 448.0)}
-"""By name: id, type and largest number of a byte. Stored objects contain the ids: never change an
-id."""
+"""By name: id, type and largest number of a byte. Stored objects contain the ids."""
 DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SCALE_BYTES: Final = 2
 LEAST_SCALE: Final = torch.finfo(torch.bfloat16).tiny
@@ -41,8 +40,7 @@ class Codec:
     it."""
 
     def __init__(self, name: str, dtype: str, head_dim: int) -> None:
-        """dtype: torch's name of the numbers' type. CodecError unless it is a 16- or
-        32-bit type."""
+        """dtype: torch's name of the numbers' type. CodecError unless it has 16 or 32 bits."""
         if dtype not in DTYPES:
             raise CodecError(
                 f"codec {name} is for {', '.join(DTYPES)}; this KV is {dtype}, use raw"
@@ -53,8 +51,7 @@ class Codec:
         self.id, self._code, self._largest = KINDS[name]
 
     def payload_bytes(self, chunk_bytes: int) -> int:
-        """The payload size of a chunk of `chunk_bytes` bytes. CodecError if no chunk
-        has that size."""
+        """The payload size of a chunk of `chunk_bytes` bytes. CodecError if none has that size."""
         vector = self._dtype.itemsize * self._head_dim
         if chunk_bytes <= 0 or chunk_bytes % vector:
             size = f"{self._head_dim} x {self._dtype.itemsize} B"
@@ -106,7 +103,6 @@ def make(name: str, dtype: str, head_dim: int) -> Codec | None:
 
 
 def _rounded_up(scale: torch.Tensor) -> torch.Tensor:
-    """Round up to bfloat16, the first half of a float32's bits."""
     return ((scale.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)
 
 

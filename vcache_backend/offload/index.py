@@ -1,5 +1,4 @@
-"""Looks chunks up in the store in one batch. Skips all look-ups if loading is slower than
-computing."""
+"""Looks chunks up in the store in one batch, unless loading is slower than computing."""
 
 from __future__ import annotations
 
@@ -23,7 +22,6 @@ class Index:
     which loads nothing itself, sets it."""
 
     def __init__(self, config: OffloadConfig, store: Store, on_gpu: bool) -> None:
-        """on_gpu: whether the KV caches are on a GPU."""
         self._config, self._store, self._least = config, store, config.least_bandwidth(on_gpu)
         self.bandwidth: float | None = None
         self._next_try = 0.0
@@ -40,8 +38,7 @@ class Index:
             self.bandwidth = rate if self.bandwidth is None else 0.5 * self.bandwidth + 0.5 * rate
 
     def too_slow(self) -> bool:
-        """Whether computing is faster than loading. False now and then, to
-        measure again."""
+        """Whether computing is faster than loading. False now and then, to measure again."""
         if not self._least or self.bandwidth is None or self.bandwidth >= self._least:
             return False
         now = time.monotonic()

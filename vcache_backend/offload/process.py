@@ -49,7 +49,6 @@ class OffloadService:
         self._answer(0, "load", lambda: self._load(load), [])
 
     def serve(self) -> None:
-        """Serve until the parent is gone."""
         while self._store is not None:
             number, verb, arguments = msgspec.msgpack.decode(self._connection.recv_bytes())
             call = getattr(self._store, verb)

@@ -89,7 +89,6 @@ class Reader:
         self.checks = Workers("vcache-offload-check", checkers)
 
     def fetch(self, keys: Sequence[ChunkKey], epoch: int) -> Fetch:
-        """Begin to read chunks stored in `epoch`."""
         return Fetch(self, keys, epoch)
 
     def try_again(self, name: str) -> None:
@@ -103,7 +102,6 @@ class Reader:
             self.ring.give(buffers)
 
     def close(self, seconds: float) -> None:
-        """End the threads, after the store is closed."""
         self.calls.close(seconds)
         self.checks.close(seconds)
 
@@ -162,8 +160,7 @@ class Fetch:
         self._reader.ring.give([chunk.buffer for chunk in chunks])
 
     def cancel(self) -> None:
-        """Drop all further chunks. Their buffers are returned when the chunks arrive.
-        Idempotent."""
+        """Drop all further chunks. Their buffers are returned when they arrive. Idempotent."""
         self._stop(0, self.cause)
 
     # ---- inside
@@ -252,7 +249,6 @@ class Fetch:
 
 
 def batch_chunks(chunk_bytes: int) -> int:
-    """How many chunks one call reads at most."""
     return max(1, min(BATCH_BYTES // chunk_bytes, BATCH_MOST))
 
 

@@ -22,8 +22,7 @@ ALIGNMENT = 4096
 
 
 class Buffer(NamedTuple):
-    """place: the buffer's bytes in the shared memory. memory: the same bytes, 1-D uint8, on the
-    host."""
+    """place: its bytes in the shared memory. memory: the same bytes, 1-D uint8, on the host."""
 
     place: Place
     memory: torch.Tensor
@@ -79,7 +78,6 @@ class Ring:
 
 
 def _cuda(name: str, *arguments: Any) -> None:
-    """Call the CUDA runtime. Raises RuntimeError if it fails."""
     code = int(getattr(torch.cuda.cudart(), name)(*arguments))
     if code:
         raise RuntimeError(f"{name} failed with CUDA error {code}")

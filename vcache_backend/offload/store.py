@@ -123,7 +123,6 @@ class Store:
         self._wake.set()
 
     def snapshot(self) -> dict[str, Any]:
-        """Report the store's state, for people."""
         process = self._process
         pid = process.pid if process is not None and process.alive else None
         return {"process": pid, "processes_started": self._started, "last_error": self._said}

@@ -109,7 +109,6 @@ class OffloadTier(Index):
         return self._writer is None or self._writer.flush(seconds)
 
     def snapshot(self) -> dict[str, Any]:
-        """Report counters and the store's state, as plain values."""
         counted, breaker = self._stats.counted("offload_"), self._store.breaker
         return {
             "usable": self.usable,

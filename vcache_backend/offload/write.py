@@ -30,8 +30,7 @@ from vcache_backend.vram_pool.slots import SlotView
 log = logging.getLogger(__name__)
 
 FIRST_PART = 4
-"""While no chunk is being written, a batch is so many times smaller, so that writing
-begins early."""
+"""While no chunk is written, a batch is so many times smaller: writing begins early."""
 POLL_SECONDS = 0.05
 """How often an unreachable store or server is checked again."""
 WRITERS = 2

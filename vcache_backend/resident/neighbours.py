@@ -43,13 +43,7 @@ class Neighbour:
     `enter` and `leave`, and never write it. each: vLLM's blocks in a chunk. split: the tensors'
     blocks in a block of vLLM. Generations count vLLM's blocks."""
 
-    def __init__(
-        self,
-        instance: bytes,
-        shape: CacheShape,
-        view: GenerationView,
-        each: int,
-    ) -> None:
+    def __init__(self, instance: bytes, shape: CacheShape, view: GenerationView, each: int) -> None:
         self.instance, self.shape, self.view, self.each = instance, shape, view, each
         self.split = shape.num_blocks // view.blocks
         self.bases: Int64s = np.zeros(0, dtype=np.int64)
@@ -89,7 +83,6 @@ class Neighbour:
         self.bases.flags.writeable = False
 
     def forbid(self) -> None:
-        """Forbid new copies out of this memory."""
         with self._lock:
             self._forbidden = True
 
@@ -191,7 +184,6 @@ class Neighbours:
         )
 
     def _forget(self, neighbour: Neighbour) -> None:
-        """Undo `_open`."""
         self._here.pop(neighbour.instance, None)
         neighbour.forbid()
         neighbour.unmap()

@@ -1,5 +1,4 @@
-"""Describes a worker's KV cache, and hands its exported memory to the server for other
-instances."""
+"""Describes a worker's KV cache, and hands its exported memory to the server for others."""
 
 from __future__ import annotations
 

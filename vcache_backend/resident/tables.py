@@ -1,5 +1,4 @@
-"""Opens each generation table of another instance once, and remembers instances that cannot be
-read."""
+"""Opens each generation table of another instance once, and remembers which cannot be read."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ from vcache_backend.resident.generations import GenerationView
 log = logging.getLogger(__name__)
 
 ENDS_SECONDS = 0.05
-"""How often to look for schedulers that have ended: a system call, and one step looks at many
-tables."""
+"""How often to look for schedulers that have ended: a system call for many tables."""
 RETRY_SECONDS, LONGEST_SECONDS = 1.0, 300.0
 """How long after its first failure an instance is tried again, and the longest pause. After a
 failure of this process or a timeout each pause is twice as long as the one before."""
@@ -41,8 +39,7 @@ class Refusals:
         return time.monotonic() < until
 
     def add(self, instance: bytes, seconds: float = float("inf")) -> None:
-        """Refuse `instance` for `seconds`; by default for good, since names of instances are never
-        reused."""
+        """Refuse `instance` for `seconds`; for good by default: names are never reused."""
         with self._lock:
             self._until.pop(instance, None)
             self._until[instance] = time.monotonic() + seconds, seconds

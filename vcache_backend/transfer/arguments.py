@@ -77,8 +77,7 @@ def as_kvcaches(kvcaches: object) -> list[torch.Tensor]:
 
 
 def as_salt(salt: object) -> bytes:
-    """Convert the salt to bytes; empty for None, which means no salt, as in vLLM and LMCache.
-    ValueError."""
+    """Convert the salt to bytes; empty for None: no salt, as in vLLM and LMCache. ValueError."""
     if salt is None:
         return b""
     if not isinstance(salt, bytes | bytearray | memoryview):
@@ -87,7 +86,6 @@ def as_salt(salt: object) -> bytes:
 
 
 def as_key(cache_key: object) -> ChunkKey:
-    """Check a chunk key. ValueError if it is not `KEY_BYTES` bytes."""
     if isinstance(cache_key, bytes) and len(cache_key) == KEY_BYTES:
         return ChunkKey(cache_key)
     size = f"{len(cache_key)} " if isinstance(cache_key, bytes) else "a "

@@ -147,7 +147,6 @@ class TokenHasher:
         return root.digest()
 
     def _hashed(self, raw: bytes, first: int, digest: bytes) -> list[ChunkKey]:
-        """The keys of the chunks from number `first` on."""
         tokens, step, keys = memoryview(raw), self._step, []
         for start in range(first * step, len(raw), step):
             link = self._chunk.copy()
@@ -240,8 +239,7 @@ class TaggedHashKeys:
         )
 
     def keys(self, keys: Sequence[TaggedHash]) -> list[ChunkKey]:
-        """Make one key for each of `keys`. ValueError for keys of single layers, which are not
-        supported."""
+        """Make one key for each of `keys`. ValueError for keys of single layers."""
         if keys and getattr(keys[0], "layer_id", None) is not None:
             raise ValueError(
                 "a key of one layer: LMCache runs with use_layerwise, which vcache does not support"

@@ -87,5 +87,4 @@ class LeaseClient:
             return False
 
     def release(self, lease: Lease) -> None:
-        """End a lease in the background, without a verdict."""
         self._outbox.release(lease.id)

@@ -169,7 +169,6 @@ class Load:
 
     @property
     def launched(self) -> bool:
-        """Whether no further copy will start."""
         return self._over or self.reached >= self._end
 
     def hold(self, cause: str = ABSENT) -> None:
@@ -178,8 +177,7 @@ class Load:
             self._end, self.cause = self.reached, self.cause or cause
 
     def cancel(self) -> None:
-        """Cancel the load, whose chunks are not needed any more. It is over when the running copies
-        are."""
+        """Cancel a load that is not needed any more. It is over when its running copies are."""
         self._cancelled = True
         self.hold(CANCELLED)
         for source in self._sources:
@@ -201,8 +199,7 @@ class Load:
         return min(self._context.epochs)
 
     def to_promote(self) -> list[int]:
-        """After the load: numbers of the offload tier's chunks that should be stored in the pool
-        again."""
+        """After the load: the offload tier's chunks that should be stored in the pool again."""
         context, offload = self._context, self._offload
         if offload is None or not offload.tier.promotes:
             return []
@@ -268,13 +265,11 @@ class Load:
         return False
 
     def _give_up(self) -> None:
-        """Hold the load after no copy could be launched, unless a source is fetching the next
-        chunk."""
+        """Hold the load after no copy was launched, unless a source fetches the next chunk."""
         if not any(source.expects(self.reached) for source in self._sources):
             self.hold(next((source.cause for source in self._sources if source.cause), ABSENT))
 
     def _settle(self) -> None:
-        """Settle the parts whose copies are over, in order."""
         while self._parts and not self._failed:
             part = self._parts[0]
             if not part.copy.moving.done():

@@ -73,7 +73,6 @@ def _launched(context: LoadContext, plan: CopyPlan, parts: list[MemoryPart]) -> 
 
 
 def _rows(kv: PagedKV, plan: CopyPlan, parts: list[MemoryPart]) -> tuple[Int64s, Int64s]:
-    """Make the rows and bases for `Copier.pull`."""
     plans = [plan.of(kv, number)[0] for number in range(len(kv.kinds))]
     rows = np.empty((len(plan.blocks), 2 + len(plans)), dtype=np.int64)
     rows[:, 2] = plan.blocks[:, 2]
@@ -95,8 +94,6 @@ def _rows(kv: PagedKV, plan: CopyPlan, parts: list[MemoryPart]) -> tuple[Int64s,
 
 
 class MemorySource(Source):
-    """Reads chunks in other instances' KV caches and in the pool."""
-
     def __init__(
         self, context: LoadContext, pool: Pooled, residents: ResidentChunks | None
     ) -> None:

@@ -1,5 +1,4 @@
-"""Sends the server messages that nobody waits for: ended leases, returned reservations, touched
-chunks."""
+"""Sends messages that nobody waits for: ended leases, returned reservations, touched chunks."""
 
 from __future__ import annotations
 
@@ -57,7 +56,6 @@ class Outbox:
         self._post(_Message(self._client.abort, reservation, again=True))
 
     def touch(self, keys: list[ChunkKey]) -> None:
-        """Mark chunks as recently used."""
         self._post(_Message(self._client.touch, keys))
 
     def retract(self, instance: InstanceId, sequence: int) -> None:
@@ -125,8 +123,7 @@ class Outbox:
         return self._urgent or len(self._messages) >= MANY_MESSAGES
 
     def _work(self) -> None:
-        """Send the messages queued so far. Later messages wait, since more important work may be
-        due."""
+        """Send the messages queued so far. Later ones wait: more important work may be due."""
         for _ in range(len(self._messages)):
             if self._stopping or not self._client.connected:
                 return

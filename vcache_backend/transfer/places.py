@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,29 +17,9 @@ from vcache_backend.vram_pool.paged import PagedKV
 Int64s = npt.NDArray[np.int64]
 
 
-class Places(Protocol):
-    """The places of chunks, numbered from 0, in the KV cache `kv`. Plans raise LayoutError for
-    places outside the KV cache."""
-
-    kv: PagedKV
-
-    def load_plan(self, first: int, count: int) -> CopyPlan:
-        """Plan the copy of the wanted blocks of `count` chunks, from number `first` on, out of
-        slots 0, 1, ..."""
-        ...
-
-    def store_plan(self, chunks: Sequence[int]) -> CopyPlan:
-        """Plan the copy of these chunks into slots 0, 1, ..."""
-        ...
-
-    def holds(self, chunk: int) -> bool:
-        """Whether the whole chunk has a place, so that it can be stored."""
-        ...
-
-
 class BlockPlaces:
-    """Places by block numbers. `blocks` lists the chunks' blocks, chunk by chunk, each of
-    `block_size` tokens."""
+    """Places by block numbers: `blocks` lists the chunks' blocks, chunk by chunk, each of
+    `block_size` tokens. Plans raise LayoutError for places outside the KV cache."""
 
     def __init__(
         self,
@@ -66,21 +45,24 @@ class BlockPlaces:
         self._skip, self._stop = skip * parts, (len(blocks) if stop is None else stop) * parts
 
     def load_plan(self, first: int, count: int) -> CopyPlan:
+        """Plan the copy of the wanted blocks of `count` chunks, from number `first` on, out of
+        slots 0, 1, ..."""
         start = first * self._each
         ids = self._ids[start : min(start + count * self._each, self._stop)]
         skip = min(max(self._skip - start, 0), len(ids))
         return plan_blocks(self.kv, self._size, ids, skip, holes=self._holes)
 
     def store_plan(self, chunks: Sequence[int]) -> CopyPlan:
+        """Plan the copy of these chunks into slots 0, 1, ..."""
         rows = self._ids[: len(self._ids) // self._each * self._each].reshape(-1, self._each)
         return plan_blocks(self.kv, self._size, rows[list(chunks)].reshape(-1), holes=self._holes)
 
     def holds(self, chunk: int) -> bool:
+        """Whether the whole chunk has a place, so that it can be stored."""
         own = self._ids[chunk * self._each : (chunk + 1) * self._each]
         return (chunk + 1) * self._each <= self._stop and not (own < 0).any()
 
     def distinct(self) -> bool:
-        """Whether all blocks from `skip` on have different places."""
         ids = self._ids[self._skip :]
         return len(set(ids.tolist())) == len(ids) and bool(np.minimum.reduce(ids, initial=0) >= 0)
 
@@ -121,8 +103,7 @@ class SlotPlaces:
         return BlockPlaces(self.kv, self._size, ids, block, left_alone, holes=not self._whole)
 
     def refuse_shared(self) -> None:
-        """Raise ValueError if two wanted tokens have the same slot: readers would mix
-        up their KV."""
+        """Raise ValueError if two wanted tokens have one slot: readers would mix up their KV."""
         with suppress(LayoutError):
             if self._blocks.distinct():
                 return
@@ -152,3 +133,7 @@ class SlotPlaces:
 
     def holds(self, chunk: int) -> bool:
         return self._blocks.holds(chunk)
+
+
+Places = BlockPlaces | SlotPlaces
+"""The places of chunks, numbered from 0, in the KV cache `kv`."""

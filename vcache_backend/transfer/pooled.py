@@ -31,8 +31,7 @@ class _LeasedRun:
             session.leases.release(self.lease)
 
     def consecutive(self, chunk: int) -> tuple[int, int]:
-        """Find the lease's locations [start, end) of `chunk` and the consecutive chunks
-        after it."""
+        """Find the lease's locations [start, end) of `chunk` and the chunks that follow it."""
         start = end = self.numbers.index(chunk)
         if isinstance(self.numbers, range):
             return start, len(self.numbers)
@@ -80,10 +79,7 @@ class Pooled:
     cause: why no chunk can come from the pool now; empty if the pool simply lacks the chunk."""
 
     def __init__(
-        self,
-        context: LoadContext,
-        lease: Lease | None,
-        numbers: Sequence[int] = (),
+        self, context: LoadContext, lease: Lease | None, numbers: Sequence[int] = ()
     ) -> None:
         """lease: on consecutive chunks, from the first chunk taken on. numbers: chunks to be leased
         together, once the first of them is taken."""
@@ -121,7 +117,6 @@ class Pooled:
         )
 
     def _end_run(self) -> None:
-        """Start no further copy under the present lease."""
         run, self._run = self._run, None
         if run is not None:
             run.leave(self._context.session)

@@ -166,8 +166,7 @@ class Publisher(Outbox):
         self._pause = min(2 * self._pause, SLOWEST_SECONDS)
 
     def _over(self, written: Mark) -> bool:
-        """Whether the step is over. If the step failed, remove the publication at the head of the
-        queue."""
+        """Whether the step is over. After a failed step remove the head of the queue."""
         until = time.monotonic() + _SLICE_SECONDS
         try:
             while not written.reached():
@@ -218,7 +217,6 @@ class Publisher(Outbox):
 
 
 def _single(publication: Publication) -> list[Publication]:
-    """Split a publication into one for each chunk."""
     keys, count = publication.keys, max(1, len(publication.keys))
     number, generation = len(publication.blocks) // count, len(publication.generations) // count
     return [

@@ -1,5 +1,4 @@
-"""Reads a load's chunks in other instances' KV caches, and verifies them by their blocks'
-generations."""
+"""Reads chunks in other instances' KV caches, and verifies them by their blocks' generations."""
 
 from __future__ import annotations
 
@@ -32,15 +31,13 @@ class ResidentChunk(NamedTuple):
 
     @classmethod
     def unpacked(cls, instance: bytes, blocks: bytes, generations: bytes) -> Self:
-        """Unpack little-endian numbers, as in the protocol. ValueError if the bytes are no whole
-        numbers."""
+        """Unpack little-endian numbers, as in the protocol. ValueError for broken numbers."""
         numbers = np.frombuffer(blocks, dtype=_NUMBER)
         return cls(instance, numbers, np.frombuffer(generations, dtype=_GENERATION))
 
     @classmethod
     def many(cls, instance: bytes, count: int, blocks: bytes, generations: bytes) -> list[Self]:
-        """Unpack `count` equally long chunks of one instance that are packed together. Raises
-        ValueError."""
+        """Unpack `count` equally long chunks of one instance, packed together. ValueError."""
         rows = np.frombuffer(blocks, dtype=_NUMBER).reshape(count, -1)
         counters = np.frombuffer(generations, dtype=_GENERATION).reshape(count, -1)
         return list(map(cls, repeat(instance), rows, counters))

@@ -71,8 +71,7 @@ class Session:
         self._config = config
         self.stats = EngineStats()
         self.device = devices.resolve(config.pool.device, kv_device)
-        """The pool's device: the place of this worker's lent memory, and the GPU that reads the
-        pool."""
+        """The place of this worker's lent memory, and the GPU that reads the pool."""
         fields = {} if anonymous else layout.fields() | {"namespace": str(self.namespace)}
         place = self.device.name, self.device.medium
         self.client = Client(config.server.path, config.client, *place, fields, name=name)
@@ -157,15 +156,13 @@ class Session:
         return {info.id: devices.where(self.device, info.device) for info in self.pool.mapped()}
 
     def views(self, locations: Sequence[Location]) -> list[SlotView]:
-        """Map the leading locations that this process can read. Keep the views until the copy is
-        complete."""
+        """Map the leading locations that this process can read. Keep the views during the copy."""
         return self.pool.slots(locations)
 
     # ---- the offload tier
 
     def _bind_tier(self, kv: PagedKV) -> None:
-        """Prepare the offload tier for these KV caches. If memory for it is lacking, go on without
-        it."""
+        """Prepare the offload tier for these KV caches. Without memory for it go on without it."""
         if self.tier is None:
             return
         nbytes = kv.chunk_bytes(self.chunk_size)
@@ -204,8 +201,7 @@ class Session:
         return self.tier.flush(max(until - time.monotonic(), 0.0)) and flushed
 
     def close(self) -> None:
-        """Finish stores, unmap, disconnect. The segments and their chunks stay in the pool.
-        Idempotent."""
+        """Finish stores, unmap, disconnect. Segments and chunks stay in the pool. Idempotent."""
         self.committer.close()
         if self.tier is not None:
             self.tier.close()
@@ -244,8 +240,7 @@ def make_tier(config: OffloadConfig, stats: EngineStats, on_gpu: bool) -> Offloa
 
 
 def make_copier(device: devices.Device, config: Config) -> Copier:
-    """Make the copier of a device: `HostCopier` for host memory that no GPU reads, kernels for a
-    GPU."""
+    """Make a device's copier: `HostCopier` for host memory that no GPU reads, else kernels."""
     if device.ordinal is None:
         return HostCopier()
     # Needs Triton, which a machine without a GPU may not have.

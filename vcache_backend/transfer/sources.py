@@ -110,7 +110,6 @@ class Source(ABC):
     may_have = False
 
     def expects(self, chunk: int) -> bool:
-        """Whether this source is fetching the chunk."""
         return False
 
     def prepare(self, chunk: int) -> bool:
@@ -124,8 +123,7 @@ class Source(ABC):
         none are available."""
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most `seconds` for a fetch. Returns False at once if no chunk is
-        being fetched."""
+        """Wait at most `seconds` for a fetch. False at once if no chunk is being fetched."""
         return False
 
     @abstractmethod

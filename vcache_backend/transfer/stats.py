@@ -51,7 +51,6 @@ class EngineStats:
         """How often a counter was increased."""
 
     def timed(self, name: str) -> AbstractContextManager[None]:
-        """Add the duration of the `with` block to `name`."""
         return _Timed(self, name)
 
     def add_time(self, name: str, seconds: float) -> None:
@@ -60,7 +59,6 @@ class EngineStats:
             self._times[name].add(seconds * 1e6)
 
     def count(self, **amounts: int) -> None:
-        """Add to counters."""
         with self._lock:
             self._counts.update(amounts)
             self.updates += 1
@@ -102,7 +100,6 @@ class EngineStats:
         return 0
 
     def not_stored(self) -> dict[str, int]:
-        """How many chunks were not stored so far, by cause."""
         with self._lock:
             return {name: self._counts[f"not_stored_{name}"] for name in NOT_STORED}
 
@@ -113,8 +110,7 @@ class EngineStats:
             return {name.removeprefix(prefix): self._counts[name] for name in names}
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything as plain values. Times in microseconds, bandwidth in GB/s (1e9 bytes) of data
-        time."""
+        """Everything as plain values, in microseconds, and GB/s (1e9 bytes) of data time."""
         with self._lock:
             counts = self._counts
             owners = {owner.hex(): nbytes for owner, (nbytes, _) in self._owners.items()}
@@ -231,8 +227,7 @@ class LoadStats:
     def offloaded(
         self, first: int, keys: Sequence[bytes], tokens: int, waited: float, seconds: float
     ) -> None:
-        """Like `pooled`, for chunks of the offload tier. waited: seconds since the load had no
-        other work."""
+        """Like `pooled`, for the offload tier. waited: seconds since the load had no other work."""
         self.data_seconds += waited
         self.tokens["store"] += tokens
         stats = self._session.stats

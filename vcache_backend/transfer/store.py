@@ -61,7 +61,6 @@ class Committer(Outbox):
         super().__init__(client)
 
     def has_room(self) -> bool:
-        """Whether another store may be submitted."""
         return len(self._queue) < MOST_INFLIGHT
 
     def submit(self, store: PendingStore) -> None:

@@ -26,8 +26,7 @@ Link = Literal["nvlink", "pcie", "none"]
 
 
 class DriverError(SegmentError):
-    """A CUDA driver call failed. code: the driver's name of the error, such as
-    `CUDA_ERROR_OUT_OF_MEMORY`."""
+    """A CUDA driver call failed. code: such as `CUDA_ERROR_OUT_OF_MEMORY`."""
 
     def __init__(self, call: str, code: str, reason: str) -> None:
         super().__init__(f"{call}: {code} ({reason})")
@@ -106,7 +105,6 @@ class Driver:
         return f"GPU-{uuid.UUID(bytes=bytes(answer.bytes)[:16])}"
 
     def model(self, ordinal: int) -> str:
-        """The product's name."""
         name: bytes = self.call("cuDeviceGetName", 128, self._device(ordinal))
         return name.split(b"\0", 1)[0].decode(errors="replace").strip()
 
@@ -149,8 +147,7 @@ class Driver:
     # ---- contexts
 
     def retain(self, ordinal: int) -> Any:
-        """The device's primary context, held until `release_context`. Made if nobody (torch) holds
-        it yet."""
+        """The device's primary context, made if nobody holds it, until `release_context`."""
         return self.call("cuDevicePrimaryCtxRetain", self._device(ordinal))
 
     def release_context(self, ordinal: int) -> None:
@@ -162,7 +159,6 @@ class Driver:
 
     @contextmanager
     def current(self, context: Any) -> Iterator[None]:
-        """Makes `context` this thread's current one within the block."""
         self.call("cuCtxPushCurrent", context)
         try:
             yield
@@ -171,8 +167,7 @@ class Driver:
 
     @contextmanager
     def on(self, ordinal: int) -> Iterator[None]:
-        """Holds the device's primary context, and makes it this thread's current one, within the
-        block."""
+        """Makes the device's primary context this thread's current one within the block."""
         with ExitStack() as undo:
             context = self.retain(ordinal)
             undo.callback(self.release_context, ordinal)
@@ -200,8 +195,7 @@ class Driver:
     # ---- memory
 
     def granularity(self, ordinal: int) -> int:
-        """Sizes of allocations and mappings on this device are multiples of this (2 MiB on current
-        GPUs)."""
+        """Sizes of allocations and mappings are multiples of this (2 MiB on current GPUs)."""
         flag = self._cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         return int(self.call("cuMemGetAllocationGranularity", self._allocation(ordinal), flag))
 
@@ -235,7 +229,6 @@ class Driver:
         self.attempt("cuMemUnmap", address, nbytes)
 
     def allow(self, address: int, nbytes: int, ordinal: int) -> None:
-        """Let device `ordinal` read and write the mapped range."""
         access = self._cuda.CUmemAccessDesc()
         access.location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = ordinal

@@ -145,8 +145,7 @@ def visible_ordinal(uuid: str) -> int | None:
 
 
 def current_gpu() -> int | None:
-    """The ordinal of the GPU on which torch makes `cuda` tensors in this thread; None if torch has
-    no GPU."""
+    """The GPU on which torch makes `cuda` tensors in this thread; None without a GPU."""
     import torch  # seconds to import, and `vcache doctor` works without it
 
     return torch.cuda.current_device() if torch.cuda.is_available() else None

@@ -139,7 +139,6 @@ class PagedKV:
 
     @classmethod
     def _of_a_kind(cls, layers: Sequence[tuple[_Layer, _Arrangement]], block_size: int) -> PagedKV:
-        """Describe layers that are arranged alike."""
         tensor, first = layers[0][0].tensor, layers[0][1]
         pages = tuple(page for layer, found in layers for page in layer.pages(found))
         return cls(
@@ -300,8 +299,7 @@ class PagedKV:
         return self.block_bytes * self.blocks_in(chunk_size)
 
     def blocks_in(self, chunk_size: int) -> int:
-        """The number of blocks of a chunk, of all groups together. Raises LayoutError like
-        `chunk_bytes`."""
+        """The blocks of a chunk, of all groups together. LayoutError like `chunk_bytes`."""
         shares = self.shares or (Share(self.block_size),)
         for size, _ in shares:
             if chunk_size <= 0 or chunk_size % size:

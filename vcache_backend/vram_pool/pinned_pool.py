@@ -40,8 +40,7 @@ class PinnedPool(Pool):
 
     @contextmanager
     def trial(self, nbytes: int) -> Iterator[SlotView]:
-        """Memory like the pool's, to try copies with before the pool is there. Raises
-        SegmentError."""
+        """Memory like the pool's, to try copies before the pool is there. SegmentError."""
         with (
             segments.create(self.device, nbytes) as owned,
             segments.map_segment(owned.info, owned.fd, self.device) as mapped,

@@ -27,8 +27,7 @@ from vcache_backend.vram_pool.cuda_driver import Driver, DriverError
 SPARE_BYTES = 1 << 30
 """The bytes of host memory that a new segment leaves to others."""
 GROW_SECONDS = 20.0
-"""How long to wait for more host memory: a virtual machine may be given memory only as it uses
-it."""
+"""How long to wait for more host memory: a virtual machine may get it only as it uses it."""
 _STEP_BYTES = 256 << 20
 """Bytes that are allocated and locked at a time. Locking them takes some 50 ms, in which the driver
 lets nobody launch work."""

@@ -1,5 +1,4 @@
-"""This process's view of the pool: lends its segment, and maps every segment of the node for its
-device."""
+"""This process's view of the pool: lends its segment, and maps every segment of the node."""
 
 from __future__ import annotations
 
@@ -92,7 +91,6 @@ class Pool:
         return views
 
     def mapped(self) -> list[SegmentInfo]:
-        """The segments that are mapped here."""
         return [mapped.info for mapped in list(self._mapped.values())]
 
     def close(self) -> None:
@@ -109,7 +107,6 @@ class Pool:
     # ---- following the server
 
     def _follow(self, infos: list[SegmentInfo]) -> None:
-        """Make this view agree with the server's list."""
         self._offer_again([info.id for info in infos if info.state == "absent"])
         with self._lock:
             listed = {info.id for info in infos}
@@ -158,7 +155,6 @@ class Pool:
         self._contribute(infos)
 
     def _is_new(self, info: SegmentInfo) -> bool:
-        """Whether to map this segment."""
         if info.id in self._unreadable or info.id in self._mapped:
             return False
         return info.state == "live" and info.medium == self.device.medium
@@ -211,13 +207,11 @@ class Pool:
         return self._admit(mapped)
 
     def _no_more(self, error: SegmentError) -> None:
-        """Log that this worker cannot lend what it should."""
         others = "chunks go to other devices of it, if there are any"
         log.error("nothing of %s is lent to the pool: %s; %s", self.device, error, others)
 
     def _admit(self, mapped: MappedSegment) -> bool:
-        """Use a mapped segment from now on; False, and it is closed, if the pool was closed
-        meanwhile."""
+        """Use a mapped segment from now on. False, and it is closed, if the pool is closed."""
         with self._lock:
             if not self._closed:
                 self._mapped[mapped.id] = mapped
@@ -226,7 +220,6 @@ class Pool:
         return False
 
     def _level(self) -> int:
-        """The log level for a segment that cannot be mapped."""
         return logging.WARNING
 
     def _map_unseen(self, id_: SegmentId) -> MappedSegment | None:

@@ -86,8 +86,7 @@ class MappedSegment(_WithDescriptor):
         self._whole: torch.Tensor | None = whole
 
     def tensor(self, offset: int, length: int) -> torch.Tensor:
-        """A view of these bytes as a 1-D uint8 tensor on the reader's device. Raises
-        SegmentError."""
+        """A view of these bytes as 1-D uint8 on the reader's device. Raises SegmentError."""
         if offset < 0 or length < 1 or offset + length > self.nbytes:
             lacks = f"bytes [{offset:,}, {offset + length:,}) are not in segment {self.id}"
             raise SegmentError(f"{lacks} of {self.nbytes:,} B")

@@ -15,7 +15,7 @@ from vcache_backend.resident.generations import Generations, GenerationView
 
 from ..metadata import LoadSpec
 from ..scheduler.tracked import Tracked
-from .block_pool import GENERATIONS, NUMBERS, KVBlocks
+from .block_pool import KVBlocks
 from .replicas import Run, within
 
 log = logging.getLogger("vllm.vcache")
@@ -65,8 +65,12 @@ class Duplicates:
         generations; None if it is gone.
         """
         self._pool, self._generations, self._each, self._view = pool, generations, each, view
-        self._copies: deque[Copies] = deque(maxlen=max(1, generations.blocks // each))
-        """The oldest first. No more can be intact."""
+        self._copies = deque[Copies]()
+        """The oldest first."""
+        self.count = 0
+        """How many chunks they have, which may be given away."""
+        self._most = generations.blocks // each
+        """No more can be intact."""
         self._ended = 0
         """How many requests have ended."""
         self._used: dict[int, int] = {}
@@ -77,11 +81,6 @@ class Duplicates:
         moved there. vLLM puts further empty blocks before them, and caches a block only after it
         was handed out.
         """
-
-    @property
-    def count(self) -> int:
-        """How many chunks may be given away."""
-        return sum(copies.chunks for copies in self._copies)
 
     def note(self, tracked: Tracked, load: LoadSpec, first: int) -> None:
         """Note which chunks `load` reads in other KV caches. first: the number of the load's first
@@ -112,6 +111,9 @@ class Duplicates:
         for run in reversed(runs):
             own = slice(run.first * each, (run.first + run.chunks) * each)
             self._copies.append(Copies(row[own], right[own], run, run.chunks, self._ended))
+            self.count += run.chunks
+        while self.count > self._most:
+            self.count -= self._copies.popleft().chunks
 
     def give_way(self, count: int) -> None:
         """Put duplicates at the head of the free queue if vLLM, about to hand out `count` blocks,
@@ -130,6 +132,7 @@ class Duplicates:
             self._give_way(needed)
         except Exception:  # vLLM goes on with the present order
             self._copies.clear()
+            self.count = 0
             log.exception("vcache: blocks that other instances have, too, are not evicted first")
 
     # ---- inside
@@ -142,6 +145,7 @@ class Duplicates:
             left = max(copies.chunks - min(looks, wanted), 0)
             if left:
                 self._copies.appendleft(copies._replace(chunks=left))
+            self.count -= copies.chunks - left
             moved = self._moved(copies, range(left, copies.chunks))
             wanted -= moved
             looks -= copies.chunks - left - moved
@@ -181,7 +185,7 @@ class Duplicates:
         says, which leaves first, and unused since the request ended."""
         here, there, each = self._generations.counters.data, view.counters.data, self._each
         begin, end = chunks.start * each, chunks.stop * each
-        last = slice(begin + each - 1, end, each)
+        last, run = slice(begin + each - 1, end, each), copies.run
         return [
             here[block] == generation
             and there[their] == their_generation
@@ -191,8 +195,8 @@ class Duplicates:
                 copies.blocks[last],
                 copies.generations[last],
                 # The look-up has checked that these are valid.
-                array(NUMBERS, copies.run.blocks)[last],
-                array(GENERATIONS, copies.run.generations)[last],
+                memoryview(run.blocks).cast("I")[last].tolist(),
+                memoryview(run.generations).cast("Q")[last].tolist(),
                 strict=True,
             )
         ]

@@ -19,11 +19,7 @@ class LoadSpecs:
     """
 
     def __init__(
-        self,
-        config: Config,
-        stores: bool,
-        groups: Groups,
-        instance: Introduction,
+        self, config: Config, stores: bool, groups: Groups, instance: Introduction
     ) -> None:
         """stores: the instance's role allows stores."""
         self._size = config.engine.chunk_size

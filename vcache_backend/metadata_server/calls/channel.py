@@ -7,7 +7,6 @@ import logging
 import os
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -16,7 +15,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 
-from vcache_backend.config import ClientConfig, whole
+from vcache_backend.config import MAX_SOCKET_PATH, ClientConfig, whole
 from vcache_backend.errors import (
     ProtocolError,
     Refused,
@@ -79,7 +78,7 @@ class Sent(Generic[R]):
         raise ServerUnavailable(self.lost or self._channel.trouble)
 
 
-class Channel(ABC):
+class Channel:
     """The current connection to the server. Any thread may call any method; requests take turns."""
 
     def __init__(self, path: Path, config: ClientConfig, hello: m.Hello, reconnect: bool) -> None:
@@ -96,6 +95,11 @@ class Channel(ABC):
         self.on_killed: Callable[[], None] = lambda: None
         """Called in the background thread to start another server, after a killed server has stayed
         away. A server that was stopped removed its socket, and is not replaced."""
+        self.on_return: list[Callable[[], None]] = []
+        """Called after each reconnection, to register what belongs to the connection. Runs in the
+        background thread; hooks may make calls, and their errors are logged."""
+        self.on_beat: list[Callable[[], None]] = []
+        """Called every `heartbeat_seconds`, like `on_return`."""
         self._killed = False
         self._killed_at: float | None = None
         self._start_after = 0.0
@@ -108,16 +112,6 @@ class Channel(ABC):
         if reconnect:
             self._keeper = threading.Thread(target=self._keep, name="vcache-client", daemon=True)
             self._keeper.start()
-
-    @abstractmethod
-    def _come_back(self) -> None:
-        """Tell the server what it must know after each connection, also the first. Runs in the
-        background thread or in the constructor."""
-
-    @abstractmethod
-    def _beat(self) -> None:
-        """Called every `heartbeat_seconds`, and after a lost connection. Runs in the background
-        thread; a VCacheError is logged."""
 
     def __enter__(self) -> Self:
         return self
@@ -145,7 +139,6 @@ class Channel(ABC):
 
     @property
     def connected(self) -> bool:
-        """Whether the client is connected: the breaker is closed."""
         return self._link is not None and os.getpid() == self._pid
 
     @property
@@ -200,7 +193,6 @@ class Channel(ABC):
 
     @property
     def request_seconds(self) -> float:
-        """The deadline of a call."""
         return self._config.request_seconds
 
     def _send(self, request: m.Request, kind: type[R], seconds: float) -> Sent[R]:
@@ -227,8 +219,7 @@ class Channel(ABC):
                 raise
 
     def _read_unread(self, link: ServerLink, deadline: float, last: Sent[Any]) -> None:
-        """Read the answers to earlier requests, up to the answer to `last`. Called under the
-        lock."""
+        """Read answers to earlier requests, up to the answer to `last`. Called under the lock."""
         while not last.over:
             sent = self._unread[0]
             reply = link.read(deadline, sent.received)
@@ -306,14 +297,16 @@ class Channel(ABC):
         return True
 
     def _keep_ledger(self, fds: list[int]) -> None:
-        """Keep the ledger of the server that welcomed this client, in place of the previous
-        server's."""
+        """Keep the ledger of the server that welcomed this client, and close the previous one's."""
         wire.close_fds(([] if self._ledger is None else [self._ledger]) + fds[1:])
         self._ledger = fds[0] if fds else None
 
     def _no_connection(self, error: Exception) -> str:
         """Why the client is not connected and what to do about it, as far as is known."""
         at = whole(self._path)
+        if len(os.fsencode(self._path)) > MAX_SOCKET_PATH:
+            most = f"more than the {MAX_SOCKET_PATH} bytes that a socket's path may have"
+            return f"{at} has {most}; set a shorter server.socket"
         match error:
             case ConnectionRefusedError() if not self._path.is_socket():
                 return f"{at} is no socket; set server.socket to that of a metadata server"
@@ -331,7 +324,7 @@ class Channel(ABC):
             log.warning("vcache: %s", line)
         restarted = self.epoch not in (0, welcome.epoch)
         self.epoch = welcome.epoch
-        self._come_back()
+        _call_all(self.on_return, "after a reconnection")
         if restarted or self._complained:
             log.warning("vcache: connected to the metadata server at %s again", self._path)
         self._complained = ""
@@ -356,7 +349,8 @@ class Channel(ABC):
                 pause = self._config.retry_seconds
                 self._wake.wait(self._config.heartbeat_seconds)
                 self._wake.clear()
-                self._heartbeat()
+                if self.connected and not self._stop.is_set():
+                    _call_all(self.on_beat, "heartbeat")
                 continue
             self._complain()
             self._stop.wait(pause)
@@ -380,16 +374,16 @@ class Channel(ABC):
             self._killed_at = None
             self._start_after = time.monotonic() + AGAIN_SECONDS
 
-    def _heartbeat(self) -> None:
-        if self._link is None or self._stop.is_set():
-            return
-        try:
-            self._beat()
-        except VCacheError as error:
-            log.debug("heartbeat: %s", error)
-
     def _complain(self) -> None:
         """Log once that the server is lost."""
         if not self._complained and not self._stop.is_set():
             self._complained = self._down
             log.warning("vcache: %s; KV is computed, not shared, until it is back", self._down)
+
+
+def _call_all(hooks: list[Callable[[], None]], when: str) -> None:
+    for hook in list(hooks):
+        try:
+            hook()
+        except Exception as error:
+            log.warning("%s: %s", when, error, exc_info=not isinstance(error, VCacheError))

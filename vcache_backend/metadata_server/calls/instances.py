@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from abc import ABC
 from collections.abc import Sequence
 
 import msgspec
@@ -16,7 +15,7 @@ _KEY_BYTES = m.KEY_BYTES + 2
 """Bytes of a key in a message that publishes chunks."""
 
 
-class InstanceCalls(Channel, ABC):
+class InstanceCalls(Channel):
     """The part of `Client` about instances. The client's contract holds here: deadlines, errors,
     threads.
 
@@ -27,8 +26,7 @@ class InstanceCalls(Channel, ABC):
     def join(
         self, instance: bytes, namespace: bytes, blocks: int, ranks: int, each: int, fd: int
     ) -> None:
-        """Register an instance's generation table, `fd`, as its scheduler. Repeat after each
-        reconnection."""
+        """Register a generation table as its scheduler. Repeat after each reconnection."""
         request = m.Join(m.InstanceId(instance), namespace, blocks, ranks, each)
         self._call(request, m.Count, self._config.control_seconds, [fd])
 
@@ -116,8 +114,7 @@ class InstanceCalls(Channel, ABC):
         chunk_seconds: float = 0.0,
         step_seconds: float = 0.0,
     ) -> m.Promised:
-        """Say that a request has begun to compute these chunks; none: it computes no more. See
-        `Promise`."""
+        """Say that a request has begun to compute these chunks; none: no more. See `Promise`."""
         some = keys[: min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks)]
         request = m.Promise(
             number, some, ranks, m.InstanceId(instance), epoch, chunk_seconds, step_seconds
@@ -130,8 +127,7 @@ class InstanceCalls(Channel, ABC):
         self._call(m.ShowReads(reads, m.InstanceId(instance)), m.Count)
 
     def open_instance(self, instance: bytes) -> tuple[m.Joined, list[int]]:
-        """Open an instance. Its fds: the generation table, and pidfds of the scheduler and of each
-        rank."""
+        """Open an instance. Fds: its generation table, pidfds of the scheduler and each rank."""
         request = m.OpenInstance(m.InstanceId(instance))
         return self._open(request, m.Joined, lambda joined: 2 + joined.ranks)
 

@@ -183,8 +183,7 @@ class InstancePublications:
         return True
 
     def _agree(self, old: PublishedChunk, new: PublishedChunk) -> bool:
-        """Note that a rank publishes the same chunk as `old`. False if `old` is newer and still
-        awaited."""
+        """A rank publishes the same chunk as `old`. False if `old` is newer and awaited."""
         if self.complete.get(old.key) is old:
             old.sequence = max(old.sequence, new.sequence)
             return True
@@ -200,7 +199,6 @@ class InstancePublications:
         return self.complete.get(chunk.key) is chunk or self.awaited.get(chunk.key) is chunk
 
     def _vacate(self, chunk: PublishedChunk) -> None:
-        """Release all blocks of this publication."""
         holders = self.holders
         for block in struct.unpack(f"<{self.each}I", chunk.blocks):
             if holders[block] is chunk:
@@ -208,8 +206,7 @@ class InstancePublications:
 
 
 def shape(join: m.Join) -> m.Join:
-    """Everything in a join but the instance's name. Publications stay as long as this stays the
-    same."""
+    """A join without the instance's name. Publications stay as long as this stays the same."""
     return msgspec.structs.replace(join, instance=m.InstanceId(b""))
 
 
@@ -250,7 +247,6 @@ class Recency:
         return len(noted)
 
     def take(self, most: int) -> list[m.ChunkKey]:
-        """Remove and return the first `most` keys."""
         taken = list(islice(self._keys, most))
         for key in taken:
             del self._keys[key]

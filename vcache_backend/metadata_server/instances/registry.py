@@ -89,8 +89,7 @@ def liveness(peers: Iterable[Peer]) -> dict[str, Any]:
 
 
 class InstanceRegistry:
-    """All instances. Called from the server's loop. Raises Refuse if a request cannot be
-    granted."""
+    """All instances. Called from the server's loop. Raises Refuse for what cannot be granted."""
 
     def __init__(
         self,
@@ -109,20 +108,17 @@ class InstanceRegistry:
 
     @property
     def descriptors(self) -> int:
-        """The number of fds kept."""
         parts = (part for instance in self._of.values() for part in instance.parts.values())
         return sum(len(part.fds) for part in parts)
 
     def processes(self) -> set[ProcessId]:
-        """The processes whose end removes their parts, even if a child holds the connection
-        open."""
+        """Processes whose end removes their parts, even if a child holds the connection open."""
         instances = self._of.values()
         return {part.peer.process for instance in instances for part in instance.parts.values()}
 
     # ---- shown
 
     def join(self, client: Peer, request: m.Join, fds: list[int]) -> m.Count:
-        """Register a scheduler's generation table."""
         if len(fds) != 1:
             raise Refuse(f"{len(fds)} fds came along; exactly 1 is needed")
         self._check(client, request.instance, m.SCHEDULER, 1)
@@ -136,7 +132,6 @@ class InstanceRegistry:
         return m.Count(1)
 
     def show_cache(self, client: Peer, request: m.ShowCache, fds: list[int]) -> m.Count:
-        """Register a worker's KV cache."""
         instance, rank, cache = request.instance, request.rank, request.shape
         count = len(cache.regions)
         if len(fds) != count:
@@ -165,8 +160,7 @@ class InstanceRegistry:
         return m.Count(self._residents.publish(rank, request))
 
     def retract(self, client: Peer, request: m.Retract) -> m.Count:
-        """Void the instance's publications with a lower sequence. Any part of the instance may
-        ask."""
+        """Void publications with a lower sequence. Any part of the instance may ask."""
         instance = self._of.get(request.instance)
         if instance is None:
             return m.Count(0)
@@ -178,8 +172,7 @@ class InstanceRegistry:
         return m.Count(self._residents.retract(request.instance, request.sequence))
 
     def listens(self, client: Peer, instance: m.InstanceId) -> bytes:
-        """Return the instance's namespace. Refuse a connection that is not the instance's
-        scheduler."""
+        """Return the instance's namespace. Refuse who is not the instance's scheduler."""
         join = self._of[instance].join if self.owns(client, instance, m.SCHEDULER) else None
         if join is None:
             raise Refuse("this connection has shown no generations of it")
@@ -199,8 +192,7 @@ class InstanceRegistry:
         return joined, [*parts[m.SCHEDULER].fds, *pidfds]
 
     def open_cache(self, client: Peer, id_: m.InstanceId, rank: int) -> Answer:
-        """Return a worker's KV cache. The connection is a reader until it closes or sends
-        `CloseInstance`."""
+        """Return a KV cache. Who asks reads it until it closes or sends `CloseInstance`."""
         instance = self._whole(id_)
         if rank not in instance.parts:
             raise Refuse(f"it has no rank {rank}")
@@ -217,19 +209,16 @@ class InstanceRegistry:
     # ---- gone
 
     def disconnect(self, client: Peer) -> None:
-        """Remove what depends on a closed connection."""
         self._reads.pop(client.id, None)
         for reader in [reader for reader in self._readers if reader[1] == client.id]:
             del self._readers[reader]
         self._leave(lambda peer: peer.id == client.id)
 
     def process_gone(self, process: ProcessId) -> None:
-        """Remove the parts of a process that has ended, even if a child holds its connection
-        open."""
+        """Remove the parts of a process that has ended, even if a child holds a connection."""
         self._leave(lambda peer: peer.process == process)
 
     def close(self) -> None:
-        """Close all fds."""
         self._of.clear()
 
     # ---- statistics
@@ -260,7 +249,6 @@ class InstanceRegistry:
         ]
 
     def stats(self) -> list[m.InstanceStats]:
-        """The instances as `vcache status` lists them."""
         return [each.stats(id_, self._residents.count(id_)) for id_, each in self._of.items()]
 
     def still_mapped(self) -> list[m.StillMapped]:
@@ -295,8 +283,7 @@ class InstanceRegistry:
             )
 
     def _is_new(self, client: Peer, instance: m.InstanceId, rank: int, memory: object) -> bool:
-        """Whether the part is in another process or memory than the instance's publications are
-        about."""
+        """Whether the part's process or memory is another than that of its publications."""
         shown = self._of[instance].shown.get(rank) if instance in self._of else None
         return shown is not None and shown != (client.process, memory)
 

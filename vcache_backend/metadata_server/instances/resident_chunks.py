@@ -40,8 +40,7 @@ Column = list[PublishedChunk | None]
 
 
 class ResidentDirectory:
-    """The published chunks of all instances. `max_chunks`: the most chunks of all instances
-    together."""
+    """The published chunks of all instances. `max_chunks`: the most of them together."""
 
     def __init__(
         self,
@@ -58,8 +57,7 @@ class ResidentDirectory:
         """About how many bytes all publications take."""
 
     def count(self, instance: m.InstanceId) -> int:
-        """The number of chunks that look-ups can return from an instance, once all of its parts are
-        shown."""
+        """How many chunks look-ups can return from an instance, once it is whole."""
         publications = self._of.get(instance)
         return 0 if publications is None else len(publications.complete)
 
@@ -85,12 +83,10 @@ class ResidentDirectory:
             publications.whole = whole
 
     def empty(self, instance: m.InstanceId) -> None:
-        """Forget all publications of an instance."""
         if (publications := self._of.get(instance)) is not None:
             self._forget(publications, publications.clear())
 
     def close(self, instance: m.InstanceId) -> None:
-        """Remove an instance that is gone."""
         self.empty(instance)
         if (publications := self._of.pop(instance, None)) is not None:
             publications.closed = True
@@ -121,8 +117,7 @@ class ResidentDirectory:
         return sum(map(len, tables))
 
     def clear(self, namespace: bytes) -> int:
-        """Forget the publications of a namespace, or of all namespaces with b"". Returns how
-        many."""
+        """Forget the publications of a namespace, or all with b"". Returns how many."""
         dropped = 0
         for publications in self._of.values():
             if not namespace or publications.namespace == namespace:

@@ -46,7 +46,6 @@ class Extents:
 
     @property
     def largest(self) -> int:
-        """The size of the largest hole in bytes."""
         return self._sizes[-1] if self._sizes else 0
 
     def take(self, size: int) -> int | None:

@@ -15,8 +15,7 @@ Steps = Iterator[None]
 
 
 class Backlog:
-    """Unfinished tasks. They take turns of `SHARE` steps, so no task waits for another to
-    finish."""
+    """Unfinished tasks. They take turns of `SHARE` steps, so none waits for another to finish."""
 
     def __init__(self) -> None:
         self._tasks: deque[Steps] = deque()
@@ -33,7 +32,6 @@ class Backlog:
         self._tasks.append(task)
 
     def run(self, steps: int) -> None:
-        """Do about `steps` steps of the unfinished tasks."""
         while steps > 0 and self._tasks:
             self._go_on(self._tasks.popleft(), SHARE)
             steps -= SHARE

@@ -14,8 +14,7 @@ _EMPTY: Space = {}
 
 
 class Chunks:
-    """Entries of chunks by key. An entry that is removed from this table may still occupy a
-    slot."""
+    """Entries of chunks by key. An entry removed from this table may still occupy a slot."""
 
     def __init__(self) -> None:
         self._spaces: dict[bytes, Space] = {}
@@ -82,8 +81,7 @@ class Chunks:
         return gone
 
     def clear(self, namespace: bytes) -> list[Space]:
-        """Remove a namespace, or all namespaces with b"". Returns their tables, now the
-        caller's."""
+        """Remove a namespace, or all of them with b"". Returns their tables, now the caller's."""
         taken = [space] if (space := self._spaces.pop(namespace, None)) else []
         if not namespace:
             taken, self._spaces = list(self._spaces.values()), {}

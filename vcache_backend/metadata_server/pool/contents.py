@@ -26,8 +26,7 @@ from vcache_backend.metadata_server.records import Cleared, Gone, LedgerState, L
 
 
 class Contents:
-    """Chunks and slots. `records`: changes that the ledger must hold before any reply reports
-    them."""
+    """Chunks and slots. `records`: changes that the ledger must hold before any reply."""
 
     def __init__(self) -> None:
         self.live, self.resting = Chunks(), Chunks()
@@ -181,8 +180,7 @@ class Contents:
     # ---- chunks are read
 
     def hold(self, entries: Iterable[Entry]) -> None:
-        """Add a reader to each of these chunks, which keeps them from eviction. Each must occur
-        only once."""
+        """Add a reader to each of these different chunks, which keeps them from eviction."""
         for entry in entries:
             if not entry.leases:
                 segment = entry.segment

@@ -54,8 +54,7 @@ class Directory(SegmentDirectory):
     # ---- reading
 
     def lookup(self, keys: list[m.ChunkKey], ranks: int = 1) -> int:
-        """Count the leading chunks that all ranks have. At most `MAX_LOOKED_UP` keys times
-        ranks."""
+        """Count the leading chunks of all ranks. At most `MAX_LOOKED_UP` keys times ranks."""
         leading = self.contents.live.leading_of_all(keys, ranks)
         self.counters["lookup_chunks"] += len(keys)
         self.counters["lookup_hits"] += leading
@@ -92,7 +91,6 @@ class Directory(SegmentDirectory):
         return m.Promised(self.promises.begin(client, request, lacking), epoch)
 
     def contains(self, keys: list[m.ChunkKey]) -> list[bool]:
-        """Whether each key's chunk is in the pool."""
         return list(map(self.contents.live.among(keys).__contains__, keys))
 
     def segments_of(self, keys: list[m.ChunkKey]) -> list[str]:
@@ -101,8 +99,7 @@ class Directory(SegmentDirectory):
         return [entry.segment.id if (entry := table.get(key)) is not None else "" for key in keys]
 
     def acquire(self, client: Peer, keys: list[m.ChunkKey]) -> m.Leased:
-        """Lease the leading chunks. When the lease ends its chunks become recent, the first the
-        most."""
+        """Lease the leading chunks. At its end they become recent, the first the most."""
         entries = (
             list[Entry]()
             if self.leases.full(client.id, len(keys))
@@ -118,8 +115,7 @@ class Directory(SegmentDirectory):
         return m.Leased(lease, self._limits.lease_seconds, [entry.location for entry in entries])
 
     def renew(self, lease: int) -> bool:
-        """Extend a lease to its full time from now. Any client may ask. False if the lease has
-        ended."""
+        """Extend a lease to its full time. Any client may ask. False if it has ended."""
         return self.leases.renew(lease, self._now())
 
     def release(self, lease: int) -> bool:
@@ -193,8 +189,7 @@ class Directory(SegmentDirectory):
         return visible
 
     def abort(self, client: Peer, reservation: int) -> int:
-        """Free the slots of a reservation of this process, whose copies are all over. Returns how
-        many."""
+        """Free the slots of this process's reservation, whose copies are over. Returns how many."""
         open_ = self.reservations.get(reservation)
         if open_ is None or open_.process != client.process:
             return 0
@@ -271,7 +266,6 @@ class Directory(SegmentDirectory):
             self._close(segment)
 
     def go_on(self, steps: int) -> None:
-        """Do up to `steps` steps of the work that earlier turns left."""
         self.backlog.run(steps)
 
     # ---- ledger
@@ -327,7 +321,6 @@ class Directory(SegmentDirectory):
     # ---- inside
 
     def _stored(self, key: m.ChunkKey) -> bool:
-        """Whether the key has a chunk, live or resting."""
         return (self.contents.live.get(key) or self.contents.resting.get(key)) is not None
 
     def _refusal(self, client: Peer, nbytes: int) -> tuple[m.Refusal | None, str]:

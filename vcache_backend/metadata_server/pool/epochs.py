@@ -46,7 +46,6 @@ class Epochs:
         return {b"": self._others} | self._of
 
     def restore(self, epochs: dict[bytes, int]) -> None:
-        """Restore the epochs that `all` returned."""
         self._of = dict(epochs)
         self._others = self._of.pop(b"", 0)
 

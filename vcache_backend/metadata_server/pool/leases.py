@@ -54,8 +54,7 @@ class Leases:
         )
 
     def grant(self, lease: int, client: int, entries: list[Entry], now: float) -> None:
-        """Add a lease of `entries`. Each entry occurs once, and the caller has counted the
-        reader."""
+        """Add a lease of `entries`, each once. The caller has counted the reader."""
         self._leases[lease] = Grant(client, now + self.seconds, entries)
         self._of_client.setdefault(client, {})[lease] = None
         self._leased_by[client] += len(entries)
@@ -83,7 +82,6 @@ class Leases:
         return True
 
     def expire(self, now: float) -> None:
-        """End leases whose time is over."""
         left = AT_ONCE
         for table in (self._leases, self._orphans):
             while table and left > 0:

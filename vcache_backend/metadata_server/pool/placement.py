@@ -1,5 +1,4 @@
-"""The node's segments, the occupants of their slots in order of use, and the choice of slots to
-evict."""
+"""The node's segments, their occupants in order of use, and the choice of slots to evict."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ MAX_WINDOW_ATTEMPTS = 64
 """How many chunks, least recently used first, to try as the start of a run to evict among chunks of
 other sizes."""
 MAX_SEARCH = 2048
-"""The most chunks that one request evicts, in a run or in all: a few milliseconds of the server's
-time."""
+"""The most chunks that one request evicts: a few milliseconds of the server's time."""
 SLOT_TABLES = 16
 """Dicts for the slots of one segment."""
 SAME_SEGMENT = 64
@@ -64,7 +62,6 @@ class Entry(msgspec.Struct, gc=False, eq=False):
 
     @property
     def end(self) -> int:
-        """The offset at which the slot ends."""
         return self.location.offset + self.size
 
 
@@ -103,7 +100,6 @@ class Order:
 
 
 def remove(entry: Entry) -> None:
-    """Remove an entry from its order, if it is in one."""
     older, newer = entry.older, entry.newer
     if older is not None and newer is not None:
         older.newer, newer.older = newer, older
@@ -272,8 +268,7 @@ class Segment:
 
 
 class Placement:
-    """All segments. `generations` numbers every use of a slot, also across restarts of the
-    server."""
+    """All segments. `generations` numbers every use of a slot, also across restarts."""
 
     def __init__(self) -> None:
         self.segments: dict[SegmentId, Segment] = {}
@@ -354,7 +349,6 @@ class Placement:
                 yield segment
 
     def capacity(self) -> int:
-        """The bytes of the pool."""
         return sum(segment.capacity for segment in self.in_state("live"))
 
     def occupied(self) -> int:
@@ -365,5 +359,4 @@ class Placement:
         )
 
     def in_state(self, state: SegmentState) -> list[Segment]:
-        """The segments in a state."""
         return [segment for segment in self.segments.values() if segment.state == state]

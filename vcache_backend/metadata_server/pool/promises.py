@@ -80,11 +80,7 @@ class Promises:
     # ---- made
 
     def intend(
-        self,
-        client: Peer,
-        number: int,
-        lacking: Mapping[m.ChunkKey, int],
-        ranks: int,
+        self, client: Peer, number: int, lacking: Mapping[m.ChunkKey, int], ranks: int
     ) -> None:
         """Note that a request of the client will compute those chunks of `lacking` that nobody has
         promised. lacking: see `Directory.lacking`."""
@@ -143,7 +139,6 @@ class Promises:
                 self._remove(promised, [key])
 
     def drop_client(self, client: Peer) -> None:
-        """Drop the promises of a closed connection."""
         self._paces.pop(client.id, None)
         self._drop(list(self._of.get(client.id, {}).values()))
 
@@ -152,7 +147,6 @@ class Promises:
         self._drop([old for old in self._quiet if next(iter(old.left)).startswith(namespace)])
 
     def tick(self) -> None:
-        """Drop promises that have been quiet for too long."""
         oldest = list(islice(self._quiet, MAX_OVERDUE))
         self._drop([old for old in oldest if old.at + QUIET_SECONDS < self._now()])
 
@@ -227,5 +221,4 @@ class Promises:
 
 
 def _first(key: m.ChunkKey) -> m.ChunkKey:
-    """The key of the same chunk for rank 0."""
     return m.ChunkKey(key[: -m.RANK_BYTES] + _FIRST_RANK)

@@ -46,8 +46,7 @@ class Reservations:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._open: dict[int, Reservation] = {}
-        """Reservations that can be committed, in order of deadlines, since all last equally
-        long."""
+        """Reservations that can be committed, in order of deadlines: all last equally long."""
         self._void: dict[int, Reservation] = {}
         self._of_client: dict[int, dict[int, None]] = {}
         self._of_writer: dict[ProcessId, dict[int, None]] = {}
@@ -64,14 +63,12 @@ class Reservations:
         return {key for key in self._pending.keys() & keys if self._pending[key] in self._open}
 
     def full(self, client: int) -> bool:
-        """Whether the client has reached its number of reservations."""
         return len(self._of_client.get(client, ())) >= MAX_RESERVATIONS_PER_CLIENT
 
     def get(self, id_: int) -> Reservation | None:
         return self._open.get(id_) or self._void.get(id_)
 
     def of_client(self, client: int) -> list[int]:
-        """The open reservations of a client."""
         return list(self._of_client.get(client, ()))
 
     def of_namespace(self, namespace: bytes) -> list[int]:
@@ -96,12 +93,7 @@ class Reservations:
         ]
 
     def open(
-        self,
-        id_: int,
-        client: int,
-        process: ProcessId,
-        entries: list[Entry],
-        now: float,
+        self, id_: int, client: int, process: ProcessId, entries: list[Entry], now: float
     ) -> None:
         """Add a reservation: the client writes its slots, and may commit them within `seconds`."""
         self._pending.update((entry.key, id_) for entry in entries)
@@ -128,12 +120,10 @@ class Reservations:
             self._quarantine(id_, reservation)
 
     def quarantined(self, entry: Entry) -> bool:
-        """Whether this slot's reservation is void."""
         return entry.reservation in self._void
 
     def let_go(self, entries: list[Entry]) -> None:
-        """Drop quarantined slots whose memory leaves the pool: no writer needs to answer for them
-        any more."""
+        """Drop quarantined slots whose memory leaves the pool: no writer matters any more."""
         gone: dict[int, list[Entry]] = {}
         for entry in entries:
             gone.setdefault(entry.reservation, []).append(entry)
@@ -162,7 +152,6 @@ class Reservations:
         return len(self._open), len(self._void)
 
     def _shut(self, id_: int) -> Reservation:
-        """Remove a reservation from the open ones."""
         reservation = self._open.pop(id_)
         assert reservation.client is not None
         of_client = self._of_client[reservation.client]
@@ -176,7 +165,6 @@ class Reservations:
         self._of_writer.setdefault(reservation.process, {})[id_] = None
 
     def _leave(self, id_: int) -> Reservation:
-        """Remove a reservation from the quarantined ones."""
         reservation = self._void.pop(id_)
         of_writer = self._of_writer[reservation.process]
         del of_writer[id_]
@@ -212,6 +200,5 @@ class Claims:
         return nbytes
 
     def end(self, client: int) -> None:
-        """End the claim of a client that has added its segment, allocates nothing, or has
-        disconnected."""
+        """End the claim of a client that has added its segment, or has none to add."""
         self._of_client.pop(client, None)

@@ -38,15 +38,13 @@ class SegmentDirectory:
         self._reserves_from = 0.0
 
     def lend(self, client: Peer, nbytes: int) -> int:
-        """Grant the client the bytes that its device lacks of `nbytes`, less the claims of other
-        clients."""
+        """Grant what the client's device lacks of `nbytes`, less the claims of others."""
         pooled = sum(
             segment.nbytes for segment in self.segments.values() if segment.device == client.device
         )
         return self._claims.grant(client.id, client.device, nbytes - pooled, self._now())
 
     def end_claim(self, client: Peer) -> None:
-        """End the client's claim, whose segment now exists."""
         self._claims.end(client.id)
 
     def add_segment(self, info: m.SegmentInfo) -> int:
@@ -101,7 +99,6 @@ class SegmentDirectory:
         return lost
 
     def segment_infos(self) -> list[m.SegmentInfo]:
-        """Every segment, live, draining or absent, with its occupancy."""
         return [segment.info() for segment in self.segments.values()]
 
     # ---- inside

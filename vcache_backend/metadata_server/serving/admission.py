@@ -21,8 +21,7 @@ SPARE_DESCRIPTORS = 64
 all, are reserved for fds of requests. Connections, their pidfds and segments get a third each of
 the rest."""
 OF_PROCESS = 8
-"""A process may have this part of all connections, and four in any case. A worker of vLLM has at
-most 3."""
+"""The part of all connections that one process may have; four in any case."""
 
 
 class Admission:

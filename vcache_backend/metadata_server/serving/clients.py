@@ -60,7 +60,6 @@ class Clients:
         return bool(len(self._turns))
 
     def on_ready(self, fd: int, mask: int) -> None:
-        """Handle an event of a connection or of the listening socket."""
         connection = self._connections.get(fd)
         if connection is not None:
             self._concerned[connection] = None
@@ -99,7 +98,6 @@ class Clients:
                 self._epoll.modify(connection.sock, connection.mask)
 
     def tick(self) -> None:
-        """Close connections that have not said hello in time."""
         self._admission.listen_again()
         now = time.monotonic()
         for connection in list(self._connections.values()):

@@ -85,8 +85,7 @@ class Connection:
             self.unsent.popleft()
 
     def close_fds(self) -> None:
-        """Close the unused fds of a request, in the background: each may be the last of much
-        memory."""
+        """Close a request's unused fds in the background: each may be the last of much memory."""
         while self.fds:
             closing().put(self.fds.pop())
 
@@ -117,7 +116,6 @@ class Turns:
         heapq.heappush(self._heap, (connection.charged, connection.number, connection))
 
     def next(self) -> Connection | None:
-        """Remove and return the connection to answer next."""
         while self._heap:
             self._now, _, connection = heapq.heappop(self._heap)
             connection.queued = False
@@ -135,16 +133,13 @@ class Longest:
         self._began = self._began_cpu = 0.0
 
     def begin(self) -> None:
-        """Begin a turn."""
         self._began, self._began_cpu = time.perf_counter(), time.thread_time()
 
     def end(self) -> None:
-        """End the turn."""
         self._wall = max(self._wall, time.perf_counter() - self._began)
         self._cpu = max(self._cpu, time.thread_time() - self._began_cpu)
 
     def told(self) -> dict[str, int]:
-        """The longest turn as counters."""
         return {
             "longest_turn_us": round(self._wall * 1e6),
             "longest_turn_cpu_us": round(self._cpu * 1e6),

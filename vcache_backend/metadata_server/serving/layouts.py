@@ -1,5 +1,4 @@
-"""News for the operator: which connected instances do not share and why, and their reports.
-Pure."""
+"""News for the operator: which connected instances do not share and why, and reports. Pure."""
 
 from __future__ import annotations
 
@@ -69,7 +68,6 @@ class Layouts:
         return [line for line in lines if line]
 
     def drop(self, client: int) -> None:
-        """Remove a client that is gone."""
         self._of.pop(client, None)
 
     def looked_up(self, client: int, asked: int, found: int) -> None:
@@ -118,7 +116,6 @@ class Layouts:
         ]
 
     def namespaces(self) -> dict[str, str]:
-        """The model of each namespace."""
         named = {each.namespace: each.layout["model"] for each in self._of.values() if each.layout}
         return {
             printable(name): printable(model)
@@ -136,7 +133,6 @@ class Layouts:
         return mismatches[:MAX_MISMATCHES]
 
     def _of_model(self, model: str) -> dict[str, list[_Connected]]:
-        """The instances of a model by namespace."""
         groups: dict[str, list[_Connected]] = {}
         for each in self._of.values():
             if each.layout and each.layout["model"] == model:
@@ -199,8 +195,7 @@ class Reports:
         self._kept: dict[tuple[int, str], tuple[Caller, m.Reported]] = {}
 
     def add(self, client: Peer, level: m.Level, text: str) -> m.Reported | None:
-        """Keep a client's report as one printable line. None if the connection has sent the text
-        before."""
+        """Keep a report as one printable line. None if the connection has sent it before."""
         line = " ".join("".join(char if char.isprintable() else " " for char in text).split())
         earlier = self._kept.pop((client.id, line), None)
         reported = m.Reported(self._now(), level, client.process.pid, client.device, line)

@@ -1,5 +1,4 @@
-"""Runs the process that serves the statistics over HTTP (`server.metrics`), as long as the server
-runs."""
+"""Runs the process that serves the statistics over HTTP (`server.metrics`) beside the server."""
 
 from __future__ import annotations
 
@@ -47,7 +46,6 @@ class MonitorProcess:
             log.error("server.metrics: their process cannot be started: %s", error)
 
     def close(self) -> None:
-        """End the process. Idempotent."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()

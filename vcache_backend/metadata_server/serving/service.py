@@ -1,5 +1,4 @@
-"""Answers requests: from the directory, the segments' fds and the namespaces in use. No sockets, no
-loop."""
+"""Answers requests from the directory, the fds and the namespaces in use. No sockets, no loop."""
 
 from __future__ import annotations
 
@@ -187,13 +186,11 @@ class Service:
         self.instances.close()
 
     def disconnect(self, client: Peer) -> None:
-        """End everything that depends on a closed connection."""
         self.directory.disconnect(client)
         self.layouts.drop(client.id)
         self.instances.disconnect(client)
 
     def process_gone(self, process: ProcessId) -> None:
-        """End everything that depends on a process that has ended."""
         self.directory.process_gone(process)
         self.instances.process_gone(process)
 

@@ -44,12 +44,10 @@ class Completion(Protocol):
 
 
 class Mark(Protocol):
-    """A point in the work of a stream: after all that was queued when the mark was made. Any
-    thread."""
+    """A point in a stream's work: after all that was queued before the mark. Any thread."""
 
     def reached(self) -> bool:
-        """Whether all work before it is done. Never waits. Raises VCacheError if the device
-        failed."""
+        """Whether all work before it is done. Never waits. VCacheError if the device failed."""
         ...
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from typing import NamedTuple
 
@@ -144,8 +144,7 @@ class CudaCopier:
         self._driver = cuda_driver.load()
         self._under_way: list[CudaCompletion] = []
         self._lock = threading.Lock()
-        """Guards `_under_way`: one thread may add a copy while another removes those that are
-        over."""
+        """Guards `_under_way`: one thread may add a copy while another removes some."""
 
     def prepare(self, kv: PagedKV) -> None:
         """Compile the kernels for `kv`: up to a second each, a few of them."""
@@ -210,12 +209,8 @@ class CudaCopier:
             )
         if not job.blocks:
             return Finished(0.0)
-        tuning = kernels.tuning_for(
-            local=job.local, host=job.host, max_ctas=0 if job.local else self.max_ctas
-        )
         parts = kernels.table_parts(kv, job.blocks, job.origins)
         size = parts[-1].end
-        start = torch.cuda.Event(enable_timing=True)
         # Launches go to the thread's current device. Work is queued by stream handle: torch's
         # stream contexts and copies would cost the host as much as the rest of a retrieve.
         with (
@@ -225,30 +220,11 @@ class CudaCopier:
         ):
             table = self._table(size, side)
             alignments = job.fill(table.array[:size], parts)
-            current = torch.cuda.current_stream()
             try:
                 # Before the wait, so that the table travels while earlier work still computes.
                 table.upload(size, self._driver, side.cuda_stream)
-                if isinstance(after, CudaMark):
-                    side.wait_event(after.event)
-                else:
-                    self._driver.follow(side.cuda_stream, table.ready, current.cuda_stream)
-                start.record(side)
-                for part, aligned in zip(parts, alignments, strict=True):
-                    kernels.launch(
-                        part.kv,
-                        job.blocks,
-                        table.there[part.first :],
-                        to_origin=to_origin,
-                        many=job.origins > 1,
-                        tuning=tuning,
-                        aligned=aligned,
-                        stream=side.cuda_stream,
-                    )
-                end = torch.cuda.Event(enable_timing=True)
-                end.record(side)
-                if after is None:
-                    current.wait_event(end)
+                pairs = zip(parts, alignments, strict=True)
+                start, end = self._launch(side, job, table, pairs, after, to_origin)
             except BaseException:
                 # The current stream may not be waiting for the kernel, and the caller does not know
                 # of it: nothing may be left running.
@@ -266,9 +242,45 @@ class CudaCopier:
                 self._under_way = [earlier for earlier in self._under_way if not earlier.done()]
         return completion
 
+    def _launch(
+        self,
+        side: torch.cuda.Stream,
+        job: _Slots | _Rows,
+        table: kernels.Table,
+        parts: Iterable[tuple[kernels.TablePart, int]],
+        after: Mark | None,
+        to_origin: bool,
+    ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        """Queue the kernels on `side`, one for each part with its alignment. Returns the events
+        before and behind them."""
+        current, start = torch.cuda.current_stream(), torch.cuda.Event(enable_timing=True)
+        if isinstance(after, CudaMark):
+            side.wait_event(after.event)
+        else:
+            self._driver.follow(side.cuda_stream, table.ready, current.cuda_stream)
+        start.record(side)
+        tuning = kernels.tuning_for(
+            local=job.local, host=job.host, max_ctas=0 if job.local else self.max_ctas
+        )
+        for part, aligned in parts:
+            kernels.launch(
+                part.kv,
+                job.blocks,
+                table.there[part.first :],
+                to_origin=to_origin,
+                many=job.origins > 1,
+                tuning=tuning,
+                aligned=aligned,
+                stream=side.cuda_stream,
+            )
+        end = torch.cuda.Event(enable_timing=True)
+        end.record(side)
+        if after is None:
+            current.wait_event(end)
+        return start, end
+
     def _table(self, rows: int, side: torch.cuda.Stream) -> kernels.Table:
-        """A table of at least `rows` rows that no copy uses: that of a copy that is over, or a new
-        one."""
+        """A table of at least `rows` rows that no copy uses: an earlier copy's, or a new one."""
         while self._tables:
             with suppress(IndexError):  # another thread took it
                 table = self._tables.pop()

@@ -100,7 +100,6 @@ class Table:
 
 
 def table_rows(kv: PagedKV, blocks: int, origins: int = 1) -> int:
-    """Rows of the table for a copy of `blocks` blocks."""
     planes = len(kv.planes)
     return planes + blocks + (-(-origins * planes // 3) if origins > 1 else 0)
 

@@ -1,5 +1,4 @@
-"""Turns places in a paged KV cache into a list of block copies. Pure numpy: nothing is copied
-here."""
+"""Turns places in a paged KV cache into a list of block copies. Pure numpy: nothing is copied."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Copies chunks from host memory that is no segment into a KV cache: those that the offload tier
-brought."""
+"""Copies the offload tier's chunks from host memory, which is no segment, into a KV cache."""
 
 # torch.cuda's streams and events have no types.
 # mypy: allow-untyped-calls

@@ -72,7 +72,6 @@ class CudaExportable:
         # torch empties its cache.
 
     def allocations(self) -> list[Region]:
-        """The allocations that torch has not freed."""
         return [piece.allocation for piece in list(self._live.values())]
 
     def _allocate(self, nbytes: int, ordinal: int, stream: int | None) -> int:

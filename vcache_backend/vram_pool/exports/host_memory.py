@@ -49,7 +49,6 @@ class HostExportable:
             _leave(mode)
 
     def allocations(self) -> list[Region]:
-        """The allocations whose tensors are alive."""
         return list(self._live.values())
 
     def _zeros(self, nbytes: int) -> torch.Tensor | None:
@@ -133,7 +132,6 @@ def _take(memory: mmap.mmap) -> None:
 
 
 def _gone(live: dict[int, Region], allocation: Region) -> None:
-    """Forget an allocation whose last tensor is gone."""
     live.pop(allocation.address, None)
     with suppress(OSError):
         os.close(allocation.fd)
