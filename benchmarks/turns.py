@@ -229,8 +229,5 @@ def _hello(client: Client, path: Path, end: float, number: int) -> None:
 
 ATTACKS: dict[str, Callable[[Client, Path, float, int], None]] = {
     attack.__name__: attack
-    for attack in (
-        *(_look_up, _flood, _hold, _store, _squat, _clear),
-        *(_hello, _reside, _promise),
-    )
+    for attack in (*(_look_up, _flood, _hold, _store, _squat, _clear), *(_hello, _reside, _promise))
 }

@@ -62,10 +62,7 @@ def _equal(run: Run) -> list[Row]:
     return equality.equal(run.fleet, run.clock, hits, run.source)
 
 
-def _few(
-    kind: str,
-    cpu: bool = True,
-) -> Part:
+def _few(kind: str, cpu: bool = True) -> Part:
     """A part that compares a few hits of instances of a kind, and checks that their output depends
     on the prompt.
 
@@ -137,9 +134,7 @@ PARTS: dict[str, Part] = {
     "state_conv": _groups("state_conv"),
     "state_gdn": _groups("state_gdn"),
     "short": Part(
-        ("busy_alone", "busy_a"),
-        lambda it: latency.short_tax(it.fleet, it.clock, it.source),
-        OURS,
+        ("busy_alone", "busy_a"), lambda it: latency.short_tax(it.fleet, it.clock, it.source), OURS
     ),
     "sparse": _few("sparse", cpu=False),
     "sparse_fp8": _few("sparse_fp8", cpu=False),
@@ -151,9 +146,7 @@ PARTS: dict[str, Part] = {
     "pp2": _few("pp2", cpu=False),
     "pp2_ttft": _ttft("pp2"),
     "three": Part(
-        ("a", "b", "c", "d"),
-        lambda it: latency.three_readers(it.fleet, it.clock, it.source),
-        OURS,
+        ("a", "b", "c", "d"), lambda it: latency.three_readers(it.fleet, it.clock, it.source), OURS
     ),
 }
 """In the order in which they run. A part's number is the seed of its prompts, so new parts go to

@@ -108,11 +108,17 @@ def memfd() -> Iterator[int]:
     os.close(fd)
 
 
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["dist"] = node.config.option.dist
+
+
+def pytest_ignore_collect(collection_path: Path, config: Any) -> bool | None:
     """To import vLLM takes some 12 s of a core, so that the first of pytest's processes has all
     files that do.
     """
-    if PROCESS in ("", "gw0") or not collection_path.match("test_*.py"):
+    dist = getattr(config, "workerinput", {}).get("dist")
+    if dist != "loadfile" or PROCESS == "gw0" or not collection_path.match("test_*.py"):
         return None
     return _IMPORTS_VLLM.search(collection_path.read_text()) is not None or None
 

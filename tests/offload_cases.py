@@ -21,11 +21,7 @@ from vcache_backend.engine import VCacheEngine
 
 ROOMY = 4 << 20
 LENGTH = 5 * CHUNK
-TIER = {
-    "retry_seconds": 0.05,
-    "lookup_seconds": 10.0,
-    "get_seconds": 10.0,
-}
+TIER = {"retry_seconds": 0.05, "lookup_seconds": 10.0, "get_seconds": 10.0}
 """What breaks is tried again soon; but only tests of deadlines set some that a slow machine may
 miss.
 """

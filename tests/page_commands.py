@@ -136,11 +136,7 @@ def _vcache(words: list[str], place: Place) -> None:
             client.add_segment(info("a-segment", 4096), memory := make_memfd(4096))
         os.close(memory)
         arguments[arguments.index("ID")] = "a-segment"
-    elif arguments in (
-        ["segment", "add"],
-        ["segment", "drop"],
-        ["doctor", "--model"],
-    ):
+    elif arguments in (["segment", "add"], ["segment", "drop"], ["doctor", "--model"]):
         arguments = [*arguments[:2], "--help"]  # named without what it is about
     if arguments[:2] == ["config", "init"]:
         arguments = arguments[:2]

@@ -62,11 +62,7 @@ def grows_by_less_than(nbytes: int) -> Iterator[None]:
 
 
 def join(
-    directory: Directory,
-    instance: m.InstanceId,
-    each: int,
-    ranks: int = 1,
-    blocks: int = 10_000,
+    directory: Directory, instance: m.InstanceId, each: int, ranks: int = 1, blocks: int = 10_000
 ) -> None:
     directory.residents.open(m.Join(instance, NAMESPACE, blocks, ranks, each))
 
@@ -94,10 +90,7 @@ def publish(
     return taken
 
 
-SHAPES = {
-    "a block a chunk": (1, 1),
-    "chunks that wait for another rank": (1, 2),
-}
+SHAPES = {"a block a chunk": (1, 1), "chunks that wait for another rank": (1, 2)}
 
 
 @pytest.mark.parametrize(("each", "ranks"), SHAPES.values(), ids=SHAPES)

@@ -98,9 +98,7 @@ def test_a_reader_gives_a_restarted_server_the_segment_of_a_dead_worker(here: No
     assert get(reader, theirs, prompt(2 * CHUNK)) == 2 * CHUNK
 
 
-def test_a_writer_that_wakes_after_a_cold_restart_writes_over_nobody(
-    here: Node,
-) -> None:
+def test_a_writer_that_wakes_after_a_cold_restart_writes_over_nobody(here: Node) -> None:
     """The worker lends fresh memory; the writer, still in its copy, has the old to itself."""
     server = here.serve()
     mine, theirs = Cache(), Cache()

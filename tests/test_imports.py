@@ -233,13 +233,6 @@ def test_the_server_loads_neither_torch_nor_cuda() -> None:
     assert (child.stdout, child.stderr) == ("[]\n", "")
 
 
-def test_no_module_is_named_after_nothing() -> None:
-    names = {"utils", "util", "common", "helpers", "helper", "misc"}
-    assert [
-        str(path.relative_to(ROOT)) for path in FILES if {path.stem, path.parent.name} & names
-    ] == []
-
-
 def test_no_two_classes_have_one_name() -> None:
     product = [path for path in FILES if not path.is_relative_to(ROOT / "benchmarks")]
     classes = [

@@ -13,10 +13,7 @@ from hypothesis import strategies as st
 
 from integration.memory_budget import beside_vllm
 from vcache_backend.config import ByteSize
-from vcache_backend.vram_pool.memory_budget import (
-    MAX_SHARE,
-    shortfall,
-)
+from vcache_backend.vram_pool.memory_budget import MAX_SHARE, shortfall
 
 GIB = 1 << 30
 TOTAL = 80 * GIB
@@ -52,11 +49,7 @@ def test_a_segment_that_is_there_already_needs_no_free_memory_but_counts() -> No
     assert shortfall(TOTAL, 0, 8 * GIB, 0, 0.9) is not None
 
 
-@given(
-    st.integers(GIB, 300 * GIB),
-    st.floats(0.01, 1.0, exclude_max=True),
-    st.floats(0.01, 1.0),
-)
+@given(st.integers(GIB, 300 * GIB), st.floats(0.01, 1.0, exclude_max=True), st.floats(0.01, 1.0))
 def test_doing_what_a_message_says_helps(total: int, share: float, utilization: float) -> None:
     segment = int(total * share)
     said = shortfall(total, total, segment, segment, utilization)

@@ -239,10 +239,7 @@ def test_segments_are_made_and_closed_from_many_threads() -> None:
 # ---- devices on a machine without a GPU
 
 
-@pytest.mark.parametrize(
-    "spec",
-    ["", "host:a/b", "cuda:-1", "GPU-123"],
-)
+@pytest.mark.parametrize("spec", ["", "host:a/b", "cuda:-1", "GPU-123"])
 def test_an_unknown_device_is_a_configuration_error_that_lists_the_forms(spec: str) -> None:
     with pytest.raises(
         ConfigError,

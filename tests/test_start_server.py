@@ -98,18 +98,13 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def mourner(path: Path) -> Client:
     """A client that has a server started again, as the integrations make it."""
-    made = Client(
-        path,
-        msgspec.structs.replace(PATIENT, heartbeat_seconds=0.1, retry_seconds=0.02),
-    )
+    made = Client(path, msgspec.structs.replace(PATIENT, heartbeat_seconds=0.1, retry_seconds=0.02))
     made.on_killed = partial(try_ensure, config(path))
     return made
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_killed_server_is_started_again_once_and_a_stopped_one_is_not(
-    path: Path,
-) -> None:
+def test_a_killed_server_is_started_again_once_and_a_stopped_one_is_not(path: Path) -> None:
     ensure(config(path))
     with mourner(path) as one, mourner(path) as other:
         (first,) = servers(path)

@@ -8,14 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
-from neighbour_cases import (
-    EACH,
-    HOST,
-    SharedCache,
-    enters,
-    instance,
-    kv_mapped,
-)
+from neighbour_cases import EACH, HOST, SharedCache, enters, instance, kv_mapped
 from processes import SECONDS, eventually, script
 
 from vcache_backend.metadata_server.messages import CacheShape

@@ -189,11 +189,7 @@ def test_what_a_peer_reads_again_and_again_stays_while_its_owner_computes_other_
 
 
 def survived(
-    owner: Instance,
-    reader: Instance,
-    aside: Instance,
-    prompts: list[Prompt],
-    answers: list[Answer],
+    owner: Instance, reader: Instance, aside: Instance, prompts: list[Prompt], answers: list[Answer]
 ) -> None:
     """The answers are right, so is what the reader's own prefix cache has now, and sooner or later
     the reader loads again what the owner has."""

@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-
-@dataclass
-class Address(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """Where a worker listens."""
-
-    port: int = 5600
+from benchmarks.vllm.extension import Extension
 
 
-class BesideConnector(ExampleConnector):  # type: ignore[misc]
-    """To run beside ours under MultiConnector: vLLM's own example, and a handshake as NIXL's. Its
-    scheduler takes its own workers' addresses and nothing else."""
-
-    def get_handshake_metadata(self) -> Address:
-        return Address()
-
-    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        assert metadata, "no worker has said where it listens"
-        assert all(isinstance(address, Address) for address in metadata.values()), metadata
-
-
-class FailingConnector(BesideConnector):
-    """One whose loads, in the step that needs them, all fail; it says so behind that."""
+class FailingConnector(ExampleConnector):  # type: ignore[misc]
+    """vLLM's own example, to run beside ours under MultiConnector, whose loads, in the step that
+    needs them, all fail; it says so behind that."""
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
         loads = [
@@ -56,6 +38,21 @@ class Stage(CPUWorker):  # type: ignore[misc]
         given = runner.max_num_tokens, runner.model_config.dtype, runner.device
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(*given)
         return super().compile_or_warm_up_model()
+
+
+class Ranks(Extension):
+    """Of expert parallel ranks of a server, which is asked by HTTP: `vllm_inside.Serving.meddle`."""
+
+    def meddle(self, place: str, action: str, value: str) -> None:
+        from vllm_inside import Serving
+
+        self.meddling = Serving.__new__(Serving)
+        self.meddling.touch_nothing()
+        self.meddling.meddle(place, action, float(value), 1)
+
+    def leave_alone(self) -> dict[str, int]:
+        calls: dict[str, int] = self.meddling.leave_alone()
+        return calls
 
 
 class HostOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]

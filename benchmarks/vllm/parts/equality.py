@@ -93,11 +93,7 @@ class Pair:
 
 
 def equal(
-    fleet: Fleet,
-    clock: Clock,
-    hits: Sequence[Hit],
-    prompts: Prompts,
-    kind: str = "",
+    fleet: Fleet, clock: Clock, hits: Sequence[Hit], prompts: Prompts, kind: str = ""
 ) -> list[Row]:
     """The row over all `hits`, or over those before the time was up. kind: of the instances."""
     pair = Pair(fleet, kind)
