@@ -87,9 +87,7 @@ def asked(client: Client, *requests: str) -> int:
     there, and leases on them.
     """
     latency = client.stats().latency
-    return sum(
-        latency[name].count for name in requests or ("Lookup", "Find", "Acquire") if name in latency
-    )
+    return sum(latency[name].count for name in requests or ("Find", "Acquire") if name in latency)
 
 
 def eventually(what: Callable[[], Any], seconds: float = SECONDS, every: float = 0.01) -> Any:

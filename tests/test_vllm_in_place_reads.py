@@ -262,7 +262,7 @@ def test_a_block_that_its_owner_uses_again_is_not_asked_for(shared: Callable[[],
     source = computed(owner, tokens)
     computed(other, tokens[: 2 * CHUNK + 1])
     published = [one for meta in owner.metas for one in owner.published(source, meta)]
-    owner.half.publications.generations.void(published[1].blocks[:1] + published[2].blocks[1:])
+    owner.half.publications.generations.void(published[1].blocks[1:] + published[2].blocks[1:])
     names = owner.half.publications.instance, other.half.publications.instance
     reader.add(tokens)
     assert owners(reader.step()) in [[name, names[1]] for name in names]

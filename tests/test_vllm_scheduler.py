@@ -262,6 +262,21 @@ def test_a_late_answer_stalls_no_step_and_is_used_when_it_arrives(
     eventually(lambda: side.matched(request) == (CHUNKS * CHUNK, True))
 
 
+def test_an_answer_that_vllm_comes_back_for_too_late_is_asked_for_again(
+    here: Node, side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookups, "LATE_SECONDS", 0.001)
+    request = new_request()
+    with here.server.stopped():
+        assert side.matched(request) == (None, False)
+    question = side.half._track(request).lookup.question
+    assert question is not None
+    assert question.sent.arrives(SECONDS)
+    side.put(request)
+    monkeypatch.setattr(tracked, "FRESH_SECONDS", 0.0)
+    assert side.matched(request) == (CHUNKS * CHUNK, True)
+
+
 def test_a_request_waits_one_deadline_for_a_server_that_does_not_answer(
     here: Node, side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,7 +44,7 @@ class Reader(Instance):
         keys, outcomes = self.some_prompt(), self.told.outcomes
         found = self._look_up(keys)
         self.step("looked up")
-        count, runs = choose(found, self.tables, EACH)
+        count, runs = choose(found, self.tables, EACH, 0)
         if not count:
             outcomes.misses += 1
             return

@@ -192,6 +192,18 @@ class GenerationView:
         # it hands out a block.
         return 0 if self.dead else right // each
 
+    def leading_ends(self, blocks: bytes, generations: bytes, each: int) -> int:
+        """Like `leading`, of packed numbers, but looks only at each chunk's last block."""
+        # Without numpy, which takes longer for so few.
+        ends = memoryview(blocks).cast("I")[each - 1 :: each].tolist()
+        expected = memoryview(generations).cast("Q")[each - 1 :: each].tolist()
+        counters, right = self.counters.data, 0
+        for block, number in zip(ends, expected, strict=True):
+            if block >= self.blocks or counters[block] != number or number & 1:
+                break
+            right += 1
+        return 0 if self.dead else right
+
     def _unchanged(self, blocks: UInt32s, generations: UInt64s) -> bool:
         """Whether no block has changed, as is mostly so. Comparing bytes takes the scheduler's
         thread a third of the time of `_same`."""

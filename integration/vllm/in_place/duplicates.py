@@ -15,7 +15,7 @@ from vcache_backend.resident.generations import Generations, GenerationView
 
 from ..metadata import LoadSpec
 from ..scheduler.tracked import Tracked
-from .block_pool import GENERATIONS, NUMBERS, KVBlocks
+from .block_pool import KVBlocks
 from .replicas import Run, within
 
 log = logging.getLogger("vllm.vcache")
@@ -185,7 +185,7 @@ class Duplicates:
         says, which leaves first, and unused since the request ended."""
         here, there, each = self._generations.counters.data, view.counters.data, self._each
         begin, end = chunks.start * each, chunks.stop * each
-        last = slice(begin + each - 1, end, each)
+        last, run = slice(begin + each - 1, end, each), copies.run
         return [
             here[block] == generation
             and there[their] == their_generation
@@ -195,8 +195,8 @@ class Duplicates:
                 copies.blocks[last],
                 copies.generations[last],
                 # The look-up has checked that these are valid.
-                array(NUMBERS, copies.run.blocks)[last],
-                array(GENERATIONS, copies.run.generations)[last],
+                memoryview(run.blocks).cast("I")[last].tolist(),
+                memoryview(run.generations).cast("Q")[last].tolist(),
                 strict=True,
             )
         ]

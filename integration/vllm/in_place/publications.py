@@ -17,7 +17,6 @@ from vcache_backend.metadata_server.messages import (
     MAX_PUBLISHED,
     NUMBER_BYTES,
     ChunkKey,
-    Found,
     Heard,
     InstanceId,
 )
@@ -28,14 +27,12 @@ from vcache_backend.resident.generations import (
     first_odd,
     packed,
 )
-from vcache_backend.resident.tables import Tables
 
 from ..metadata import PublicationSpec
 from ..scheduler.tracked import NEVER, Tracked
 from .block_pool import GENERATIONS, NUMBERS, KVBlocks, ResidentPool
 from .duplicates import Duplicates
 from .hints import Hints
-from .replicas import Run, choose
 
 
 class Publications:
@@ -118,10 +115,6 @@ class Publications:
         self._void_all()
         self.epoch = heard
         return True
-
-    def choose(self, found: Found, tables: Tables) -> tuple[int, list[Run]]:
-        """See `replicas.choose`."""
-        return choose(found, tables, self.each)
 
     def loads(self, tracked: Tracked, first: int) -> None:
         """Note that a load will fill the request's blocks from number `first` on. The request has

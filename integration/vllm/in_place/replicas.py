@@ -7,8 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import numpy as np
-
 from vcache_backend.metadata_server.messages import GENERATION_BYTES, NUMBER_BYTES, Found, Resident
 from vcache_backend.resident.tables import Tables
 
@@ -57,29 +55,25 @@ def by_chunk(runs: Iterable[Run]) -> dict[int, Replica]:
     }
 
 
-def choose(found: Found, tables: Tables, each: int) -> tuple[int, list[Run]]:
+def choose(found: Found, tables: Tables, each: int, first: int) -> tuple[int, list[Run]]:
     """Choose what to load: the number of leading chunks, and the runs to read in place. each:
-    blocks of a chunk.
+    blocks of a chunk. first: the number of the answer's first chunk.
 
-    Takes a chunk's first replica, in the server's order, that is unchanged since its publication.
-    Only without one it takes the pool's copy."""
+    Takes a chunk's first replica, in the server's order, that seems unchanged since its
+    publication. Only without one it takes the pool's copy."""
     runs = list[Run]()
     chunk = 0
     while chunk < len(found.residents):
-        run = _right(found, tables, each, chunk, _alike(found, chunk))
+        candidates = [_alike(found, chunk), *([other] for other in found.residents[chunk][1:])]
+        made = (_right(found, tables, each, first + chunk, those) for those in candidates)
+        run = next(filter(None, made), None)
         if run is not None:
             runs.append(run)
             chunk += run.chunks
-            continue
-        others = ([one] for one in found.residents[chunk][1:])
-        other = next(
-            (run for one in others if (run := _right(found, tables, each, chunk, one))), None
-        )
-        if other is not None:
-            runs.append(other)
-        elif not found.pooled[chunk]:
+        elif found.pooled[chunk]:
+            chunk += 1
+        else:
             break
-        chunk += 1
     return chunk, runs
 
 
@@ -101,7 +95,8 @@ def _right(
     """Make a run of the leading replicas that are unchanged since their publication. None if the
     first has changed.
 
-    first: the number of the first chunk. All replicas must lie in one instance."""
+    Looks only at a chunk's last block, which vLLM frees before the others: the load looks at all of
+    them. first: the number of the first chunk. All replicas must lie in one instance."""
     if not replicas:
         return None
     instance = found.instances[replicas[0].instance]
@@ -112,9 +107,7 @@ def _right(
         return None
     blocks = b"".join([replica.blocks for replica in replicas])
     generations = b"".join([replica.generations for replica in replicas])
-    count = view.leading(
-        np.frombuffer(blocks, dtype="<u4"), np.frombuffer(generations, dtype="<u8"), each
-    )
+    count = view.leading_ends(blocks, generations, each)
     if not count:
         return None
     return Run(first, count, instance, blocks[: count * number], generations[: count * counter])

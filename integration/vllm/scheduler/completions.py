@@ -96,6 +96,7 @@ class Completions:
         """
         if anew:
             tracked.store.rows = [array(NUMBERS, row) for row in rows]
+            tracked.due = 0
         else:
             for own, row in zip(tracked.store.rows, rows, strict=True):
                 own.extend(row)
@@ -103,6 +104,7 @@ class Completions:
     def stored(self, tracked: Tracked, chunks: int) -> None:
         """Note that the request's first `chunks` chunks are stored or on their way."""
         tracked.store.stored = chunks
+        tracked.due = 0
         stores = self._stores_allowed and tracked.params.store and not self._instance.refused
         if stores and self._prompts_only:
             stores = tracked.request.num_prompt_tokens >= (chunks + 1) * self._size
@@ -129,14 +131,16 @@ class Completions:
     ) -> None:
         """Plan the step of the requests that ran before. Once a step for each: keep it short."""
         scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
-        resumed, in_place = cached.resumed_req_ids, self._publications is not None
-        block, states = self._block, self._groups.states
+        resumed = cached.resumed_req_ids
         for request_id, computed, added in zip(
             cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
         ):
-            tracked = requests.get(request_id)
+            tracked, reached = requests.get(request_id), computed + scheduled[request_id]
             if added is not None:
                 meta.fresh += added
+            # Most steps of a running request complete neither a block nor a chunk.
+            elif tracked is not None and reached < tracked.due and request_id not in resumed:
+                continue
             if tracked is None:
                 continue
             if request_id in resumed:
@@ -146,14 +150,7 @@ class Completions:
             elif added is not None:
                 self.own(tracked, added, anew=False)
                 self._leftovers.more(tracked, added)
-            reached = computed + scheduled[request_id]
-            # Most steps of a running request complete neither a block nor a chunk.
-            if (
-                reached >= tracked.store.complete_at
-                or (in_place and reached >= (tracked.resident.filled + 1) * block)
-                or states
-            ):
-                self._computes(tracked, computed, reached, meta)
+            self._computes(tracked, computed, reached, meta)
 
     def _begin(self, tracked: Tracked, computed: int) -> None:
         if self._publications is not None:
@@ -164,23 +161,28 @@ class Completions:
 
     def _computes(self, tracked: Tracked, computed: int, reached: int, meta: StepMetadata) -> None:
         """Handle one request's part of the step: it computes the tokens [computed, reached)."""
-        if (
-            self._publications is not None
-            and reached >= (tracked.resident.filled + 1) * self._block
-        ):
+        if reached < tracked.due:
+            return
+        store, block = tracked.store, self._block
+        if self._publications is not None and reached >= (tracked.resident.filled + 1) * block:
             # As vLLM counts them: speculative tokens do not count.
-            full = min(reached, tracked.request.num_tokens) // self._block
-            filled = min(full, len(tracked.store.rows[0]))
+            full = min(reached, tracked.request.num_tokens) // block
+            filled = min(full, len(store.rows[0]))
             if filled > tracked.resident.filled:
                 self._publications.fill(tracked, filled)
         # Some block tables may be filled while others are not: check all of them.
         sure = not tracked.leftover.outdated and (
-            not self._unsure or all(map(self._unsure.isdisjoint, tracked.store.rows))
+            not self._unsure or all(map(self._unsure.isdisjoint, store.rows))
         )
-        if reached >= tracked.store.complete_at and sure:
+        if reached >= store.complete_at and sure:
             self._complete(tracked, computed, reached, meta)
-        if self._groups.states and sure:
-            self._keep_states(tracked, reached, meta)
+        if self._groups.states:
+            if sure:
+                self._keep_states(tracked, reached, meta)
+        elif self._publications is None:
+            tracked.due = store.complete_at
+        else:
+            tracked.due = min(store.complete_at, (tracked.resident.filled + 1) * block)
 
     def _keep_states(self, tracked: Tracked, reached: int, meta: StepMetadata) -> None:
         """Store the layers' states at the ends of chunks that the step reaches, except the loaded

@@ -24,8 +24,11 @@ class ForeignLoads:
         self._number = 0
         self._filling: dict[int, set[int]] = {}
         """By step number: the blocks of requests that another connector may load in that step."""
-        self.blocks: AbstractSet[int] = frozenset()
+
+    @property
+    def blocks(self) -> AbstractSet[int]:
         """The blocks of all steps with foreign loads that are not over yet."""
+        return frozenset().union(*self._filling.values())
 
     def begin(self, begun: Iterable[Beginning], requests: Mapping[str, Tracked]) -> int:
         """Return a number for the step if another connector may load in it, else 0. begun: see
@@ -43,7 +46,6 @@ class ForeignLoads:
             return 0
         self._number += 1
         self._filling[self._number] = blocks
-        self.blocks |= blocks
         return self._number
 
     def over(self, numbers: Iterable[int], invalid: AbstractSet[int]) -> set[int]:
@@ -56,7 +58,6 @@ class ForeignLoads:
             blocks = self._filling.pop(number, set())
             if not blocks.isdisjoint(invalid):
                 failed |= blocks
-            self.blocks = frozenset().union(*self._filling.values())
         return failed
 
 

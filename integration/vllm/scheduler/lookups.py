@@ -15,7 +15,7 @@ from vcache_backend.metadata_server.client import Client
 from vcache_backend.metadata_server.messages import ChunkKey, Find, Found, InstanceId, of_ranks
 from vcache_backend.transfer.keys import adapter_digest, state_keys
 
-from ..in_place.replicas import Run
+from ..in_place.replicas import Run, choose
 from ..telemetry.stats import Meter
 from .adapters import Adapters
 from .introduction import Introduction
@@ -32,9 +32,12 @@ Chunks stored later are not in it."""
 
 
 class Lookups:
-    """Looks chunks up. Runs in the scheduler's thread. Each method waits at most `LATE_SECONDS` and
-    for one offload look-up; `find` waits for one server call if the keys or the answer exceed one
-    message, or if the model keeps states.
+    """Looks chunks up. Runs in the scheduler's thread.
+
+    `send` and `find` wait `LATE_SECONDS` at most for the question to be sent, and `find` as long
+    again for the answer. `find` waits for whole server calls if the keys or the answer exceed one
+    message, if the model keeps states, if the answer came while vLLM did not ask for it, and to
+    open another instance's table for the first time; and for one look-up in the offload tier.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class Lookups:
         """
         lookup, client, now = tracked.lookup, self._instance.client, monotonic()
         if lookup.question is not None and not lookup.since:
-            # A late answer is used whenever it arrives.
+            # A late answer may be older, since vLLM has asked for it.
             lookup.question = lookup.question if now < lookup.question.at + AHEAD_SECONDS else None
         answer: Answer | None = NO_ANSWER
         if client is not None:
@@ -110,29 +113,27 @@ class Lookups:
             lookup.since = lookup.since or now
             return None
         lookup.since = 0.0
-        self._count(tracked, answer, first, whole)
+        if not answer.counted:
+            self._count(client, tracked, answer, first, whole)
         return answer
 
     # ---- inside
 
-    def _count(self, tracked: Tracked, answer: Answer, first: int, whole: int) -> None:
+    def _count(
+        self, client: Client | None, tracked: Tracked, answer: Answer, first: int, whole: int
+    ) -> None:
         """Count one look-up. Count each token once, though vLLM asks again while the request waits
         for blocks.
         """
-        if not answer.counted:
-            answer.counted = True
-            hits = max(min(answer.hits, whole) - first, 0)
-            lookup = tracked.lookup
-            more = max(whole - first - lookup.asked, 0)
-            more_found = max(hits - lookup.found, 0)
-            lookup.asked += more
-            lookup.found += more_found
-            self._meter.looked_up(more * self._size, more_found * self._size, answer.seconds)
-            if self._instance.client is not None:
-                self._instance.client.count(more * self._size, more_found * self._size)
-            log.debug(
-                "look-up %s: %d of %d chunks", tracked.request.request_id, hits, whole - first
-            )
+        answer.counted = True
+        lookup, hits = tracked.lookup, max(min(answer.hits, whole) - first, 0)
+        asked = max(whole - first - lookup.asked, 0) * self._size
+        found = max(hits - lookup.found, 0) * self._size
+        lookup.asked = max(lookup.asked, whole - first)
+        lookup.found = max(lookup.found, hits)
+        self._meter.looked_up(asked, found, answer.seconds)
+        if client is not None:
+            client.count(asked, found)
 
     def _answer(
         self, client: Client, tracked: Tracked, first: int, whole: int, over: bool
@@ -170,8 +171,12 @@ class Lookups:
                 return self._ask(client, tracked, first, whole)
             asked = question.first, question.stop, reply, question.at, started
             answer = self._answered(client, tracked, *asked)
-            if answer.covers(first):
+            if answer.counts(first):
                 return answer
+            if answer.covers(first):
+                # vLLM has not come back for this answer in time. It waits now, or it might come
+                # back late again.
+                return self._ask(client, tracked, first, whole)
 
     def _send(self, client: Client, tracked: Tracked, first: int, stop: int) -> Question | None:
         """Send a question. None if it does not fit into one message. VCacheError."""
@@ -186,7 +191,7 @@ class Lookups:
         return question
 
     def _ask(self, client: Client, tracked: Tracked, first: int, whole: int) -> Answer:
-        """Ask in several messages, and wait for the answers. VCacheError."""
+        """Ask, and wait for the answers. VCacheError."""
         at = monotonic()
         reply = client.find(self._request(tracked, first, whole))
         return self._answered(client, tracked, first, whole, reply, at, at)
@@ -216,10 +221,13 @@ class Lookups:
         the offload tier's hits.
         """
         instance, residents, self.epoch = self._instance, list[Run](), reply.epoch
-        keys = tracked.lookup.keys[first:stop]
+        publications, tables, keys = instance.publications, instance.tables, tracked.lookup.keys
+        keys = keys[first:stop]
         there = chunks = len(reply.pooled)
-        if instance.publications is not None:
-            chunks, residents = self._chosen(reply, first)
+        if publications is not None and tables is not None:
+            # The epoch only grows, and an older answer may be read late.
+            publications.heard = max(publications.heard, reply.epoch)
+            chunks, residents = choose(reply, tables, publications.each, first)
         # Behind a chunk that has just been lost nothing can be loaded.
         coming = reply.coming if chunks == there else None
         comes_to = first + there + coming.chunks if coming is not None else 0
@@ -251,18 +259,6 @@ class Lookups:
             (end // each for end in range(len(stored), 0, -each) if all(stored[end - each : end])),
             0,
         )
-
-    def _chosen(self, reply: Found, first: int) -> tuple[int, list[Run]]:
-        """Choose what to load: the number of leading chunks, and those to read in place. first: the
-        number of the first chunk in the reply.
-        """
-        publications, tables = self._instance.publications, self._instance.tables
-        if publications is None or tables is None:
-            return 0, []
-        # The epoch only grows, and an older answer may be read late.
-        publications.heard = max(publications.heard, reply.epoch)
-        count, chosen = publications.choose(reply, tables)
-        return count, [run._replace(first=first + run.first) for run in chosen]
 
 
 def _patience(client: Client) -> float:

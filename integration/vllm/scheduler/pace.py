@@ -4,6 +4,7 @@ short hit is loaded or computed."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from time import monotonic
 
 from .tracked import Tracked
@@ -51,12 +52,13 @@ class Pace:
         if self._measured is None and chunks >= LEAST_MEASURED:
             self._measured, self._chunks, self._since = tracked, chunks, monotonic()
 
-    def planned(self, scheduled: Mapping[str, int]) -> None:
-        """Note that a step is planned. scheduled: the tokens of its requests."""
+    def planned(self, scheduled: Mapping[str, int], goes_on: bool) -> None:
+        """Note that a step is planned. scheduled: the tokens of its requests. goes_on: some of them
+        ran before."""
         if self._measured is not None:
             self.look()
         now = monotonic()
-        if self._busy and max(self._scheduled.values()) <= MOST_DECODED:
+        if goes_on and max(self._scheduled.values(), default=inf) <= MOST_DECODED:
             new = min(now - self._planned_at, LONGEST_STEP_SECONDS)
             old = self._step_seconds or new
             self._step_seconds = old + STEP_WEIGHT * (new - old)
@@ -87,9 +89,6 @@ class Pace:
         On an idle instance the steps of a load run no model and are short, so every hit is loaded,
         and so it is before both times are measured."""
         seconds = chunks * self.chunk_seconds
-        return 0.0 < seconds < self._load_steps * self._step_seconds and self._busy
-
-    @property
-    def _busy(self) -> bool:
-        """Whether a request of the last step is still running."""
-        return not self._live.keys().isdisjoint(self._scheduled)
+        sooner = 0.0 < seconds < self._load_steps * self._step_seconds
+        # Does a request of the last step still run?
+        return sooner and not self._live.keys().isdisjoint(self._scheduled)

@@ -241,7 +241,8 @@ class SchedulerSide:
             if request_id in self._requests:
                 self._waits.over(self._requests[request_id])
                 self._promises.begun(self._requests[request_id], computed)
-        self._pace.planned(output.num_scheduled_tokens)
+        goes_on = bool(output.scheduled_cached_reqs.req_ids)
+        self._pace.planned(output.num_scheduled_tokens, goes_on)
         if self.publications is not None:
             self.publications.planned()
         if self.victims is not None:

@@ -172,9 +172,9 @@ class Tracked(msgspec.Struct):
 
     tenant: for whom its chunks count in the pool, see `quotas.tenant_id`; empty: for nobody. loads:
     the request may load chunks. local: tokens in vLLM's own cache when vLLM last asked for
-    hits. supplied: `local` and the tokens that we load. loading: a load is under way. copies: the
-    chunks that the load reads in other KV caches; only
-    `Duplicates` writes them."""
+    hits. supplied: `local` and the tokens that we load. loading: a load is under way. due: a step
+    that reaches fewer tokens completes nothing; only `Completions` writes it. copies: the chunks
+    that the load reads in other KV caches; only `Duplicates` writes them."""
 
     request: Any
     params: RequestParams
@@ -183,6 +183,7 @@ class Tracked(msgspec.Struct):
     local: int = 0
     supplied: int = 0
     loading: bool = False
+    due: float = 0.0
     lookup: LookupState = msgspec.field(default_factory=LookupState)
     store: StoreState = msgspec.field(default_factory=StoreState)
     resident: ResidentState = msgspec.field(default_factory=ResidentState)
