@@ -43,9 +43,7 @@ def folder_fault(path: Path, trusted: Collection[int]) -> str:
     if status.st_mode & 0o022:
         shared = status.st_mode & stat.S_ISVTX  # such as /tmp, shared on purpose
         mend = other if shared else f"`chmod go-w {folder}`, or {other}, or remove {folder}"
-        return (
-            f"{folder} (mode {stat.S_IMODE(status.st_mode):04o}) can be written by others; {mend}"
-        )
+        return f"{folder} (mode {stat.S_IMODE(status.st_mode):04o}) others can write; {mend}"
     return ""
 
 

@@ -128,9 +128,7 @@ class Server:
         self._looked = now
         if reason := self._endpoint.lost():
             what = f"{self._config.path} does not lead to this server any more ({reason})"
-            raise ConfigError(
-                f"server.socket: {what}; it stops, since two servers must not use the same segments"
-            )
+            raise ConfigError(f"server.socket: {what}; it stops: two must not use one segment")
 
     def _tick(self) -> None:
         self._endpoint.keep_fresh()

@@ -32,7 +32,7 @@ def encode(message: Request | Reply) -> bytes:
     if len(data) > MAX_MESSAGE_BYTES:
         kind = type(message).__name__
         raise ProtocolError(
-            f"{kind} of {len(data):,} B exceeds the limit of {MAX_MESSAGE_BYTES:,} B a message"
+            f"{kind} of {len(data):,} B exceeds the limit of {MAX_MESSAGE_BYTES:,} B"
         )
     return data
 

@@ -102,7 +102,7 @@ def _register(driver: Driver, ordinal: int, address: int, nbytes: int) -> None:
         if (there := driver.on_device(address)) != address:
             where = f"{there:#x} for {address:#x}"
             raise SegmentError(
-                f"GPU {ordinal} has host memory at other addresses ({where}); set pool.device: auto"
+                f"GPU {ordinal} has host memory elsewhere ({where}); set pool.device: auto"
             )
         undo.pop_all()
 

@@ -150,8 +150,6 @@ def map_segment(info: SegmentInfo, fd: int, reader: Device) -> MappedSegment:
 
 def _check_claim(id: SegmentId, nbytes: int) -> None:
     if not re.search(SEGMENT_ID, id):
-        raise SegmentError(
-            f"segment id {id!r} is not up to 64 letters, digits, '_', '.', ':' and '-'"
-        )
+        raise SegmentError(f"segment id {id!r} is not 1 to 64 letters, digits, '_', '.', ':', '-'")
     if not 1 <= nbytes <= MAX_SEGMENT_BYTES:
         raise SegmentError(f"segment {id} of {nbytes:,} B: expected 1 to {MAX_SEGMENT_BYTES:,}")

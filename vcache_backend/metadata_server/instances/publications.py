@@ -139,7 +139,7 @@ class InstancePublications:
         suffix = rank.to_bytes(m.RANK_BYTES, "big")
         if not all(key.startswith(namespace) and key.endswith(suffix) for key in request.keys):
             raise Refuse(
-                f"publish: keys of other namespaces or ranks than {namespace.hex()} and {rank}"
+                f"publish: keys of other namespaces or ranks than {namespace.hex()}, {rank}"
             )
         if rank >= self.ranks:
             raise Refuse(f"publish: rank {rank} of an instance that joined with {self.ranks}")

@@ -197,7 +197,7 @@ def check(kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> None:
     """Raise LayoutError unless every byte of the plan lies inside of its slot."""
     if plan.block_size != kv.block_size:
         raise LayoutError(
-            f"the plan is for blocks of {plan.block_size} tokens, the KV cache has {kv.block_size}"
+            f"the plan has blocks of {plan.block_size} tokens, the cache {kv.block_size}"
         )
     need = kv.chunk_bytes(plan.chunk_size)
     last = int(np.maximum.reduce(plan.blocks[:, 0], initial=-1))

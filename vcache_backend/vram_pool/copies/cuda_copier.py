@@ -180,9 +180,7 @@ class CudaCopier:
         if isinstance(copy, CudaCompletion):
             torch.cuda.current_stream(self.device).wait_event(copy.end)
         elif not isinstance(copy, Finished):
-            raise TypeError(
-                f"a {type(copy).__name__} is no copy of this copier: nothing would wait for it"
-            )
+            raise TypeError(f"a {type(copy).__name__} is no copy of this copier: nothing waits")
 
     def close(self) -> None:
         for stream in (self._gathers, self._scatters):
@@ -199,7 +197,7 @@ class CudaCopier:
         kv = job.kv
         if kv.device != self.device:
             raise LayoutError(
-                f"the KV cache is on {kv.device} but this copier drives {self.device}"
+                f"the KV cache is on {kv.device}, but this copier is of {self.device}"
             )
         if not job.blocks:
             return Finished(0.0)
