@@ -26,6 +26,10 @@
 #   workers  instances of two workers, tensor and pipeline parallel, in place and through a pool; CUDA_VISIBLE_DEVICES=0,1,2,3; nothing beside it   9 minutes
 #   three    an owner that three instances read from: gaps between its tokens, in place and through a pool; CUDA_VISIBLE_DEVICES=0,1,2,3   3 minutes
 #   ranks    one server of two data parallel ranks, alone and in place: WORKLOADS=...               8 minutes; nothing beside it
+#   ep       two expert and data parallel ranks of one server: hits of the other rank equal to the own ones, and their TTFT, of a
+#            DeepSeek V3 shape in place and of gpt-oss-20b's through a pool (needs moe.tar.xz)      5 minutes; nothing beside it
+#   ep_chat  the same ranks of the DeepSeek V3 shape, alone and in place, on chat                   5 minutes; nothing beside it
+#   states   hit rate of chat of Granite 4, LFM 2 and Qwen3-Next, two servers and a pool against one vLLM with all requests   4 minutes
 #
 # `routed` keeps its rows for the next call on the same machine: two calls may measure one system each (ARMS=alone:turn,alone:cache_aware16,
 # then ARMS=inplace:turn,inplace:cache_aware16), and the second one compares. The router's wheel is unpacked like the other parts.
@@ -88,6 +92,7 @@ if not tiny and "vllm" in names:
     names += ["vllm._C_stable_libtorch", "vllm.vllm_flash_attn._vllm_fa3_C"]
 names += ["lmcache"] if "equal" in calls or "lmcache" in calls else []
 names += ["vllm.third_party.deep_gemm"] if "sparse" in calls and not tiny else []
+names += ["vllm._moe_C_stable_libtorch", "vllm._flashmla_C"] if "ep" in calls and not tiny else []
 names += ["vllm_router.launch_router", "vllm_router_rs"] if "routed" in calls else []
 problems = []
 for name in names:
@@ -187,10 +192,25 @@ routed() {
   served routed "${ARMS:-alone:turn,alone:cache_aware16,inplace:turn,inplace:cache_aware16}" "${WORKLOADS:-fork,hot,contention,chat}"
 }
 ranks() { served ranks "${ARMS:-alone_dp:turn,inplace_dp:turn}" "${WORKLOADS:-chat,prefix,hot}"; }
+ep() { bench ep 285 vllm_ranks --logs "$logs/ep" ${SHAPES:+--shapes "$SHAPES"} ${TINY:+--scale tiny --rounds 2}; }
+# chats NAME SECONDS SHAPE ARMS [OPTION...]: the workload chat, small, of another model than Llama.
+chats() {
+  local name=$1 seconds=$2 shape=$3 arms=$4; shift 4
+  [ -n "${TINY:-}" ] || set -- --chat-conversations 48 --chat-turns 6 --chat-arrivals 6 --chat-thinking 2 "$@"
+  bench "$name" "$seconds" vllm_serving --shape "$shape" --arms "$arms" --workloads chat --logs "$logs/$name" ${TINY:+--scale tiny} "$@"
+  sed -n '/^    *req\/s/,$p' "$logs/$name.txt"
+}
+ep_chat() { chats ep_chat 285 v3 "${ARMS:-alone_dp:turn,inplace_dp:turn}"; }
+states() {
+  # Four times the KV cache that holds as many tokens of full attention: states lie beside them.
+  local kinds="mamba2 conv gdn"; [ -z "${TINY:-}" ] || kinds=conv  # vLLM has no kernels of the others for CPUs
+  for kind in $kinds; do chats "states_$kind" 240 "state_$kind" single:turn,vcache:turn --memory 4 & done
+  wait
+}
 
 for beside in "$@"; do
   for call in ${beside//+/ }; do
-    [[ " tests equal speed short models workers three sparse which death promises weights copies lmcache decode serving routed ranks " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
+    [[ " tests equal speed short models workers three sparse which death promises weights copies lmcache decode serving routed ranks ep ep_chat states " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
     "$call" &
   done
   wait

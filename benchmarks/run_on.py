@@ -39,6 +39,7 @@ WHAT = {
     "in place: pages of several sizes in one table": r"inplace_equal_(head|sparse|sparse_fp8)",
     "in place: KV caches used again while they are read": r"inplace_wrong_(vllm|gpu)",
     "in place: tensor parallel 2": r"inplace_equal_tp2",
+    "expert and data parallel ranks": r"ep_dp_(hit_equal|ranks_agree|hits)_\w+",
     "in place: pipeline parallel 2": r"inplace_equal_pp2",
     "through LMCache": r"lmcache_equal",
     "the connector's own tests": r"connector_tests_(?!groups)\w+",

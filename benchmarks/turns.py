@@ -112,7 +112,7 @@ def _flood(client: Client, path: Path, end: float, number: int) -> None:
     frames = [
         m.Stats(),
         m.ListSegments(),
-        m.Lookup([key(n) for n in range(500)]),
+        m.Find([key(n) for n in range(500)], pool_only=True),
         m.Contains([key(n) for n in range(2000)]),
     ]
     packets = [wire.encode(message) for message in frames] * 50

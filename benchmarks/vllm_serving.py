@@ -15,6 +15,9 @@ Workloads are in `serving.workloads` and `serving.trace`. Every arm gets the sam
 empty caches and a new router. The servers of a system are warmed up with prompts nobody asks again,
 and end after the last workload. Each of `--runs` has other prompts; rows are their medians.
 
+`--shape` names another kind of model (`vllm.instances`), which rows name behind their workload. The
+system `single` is one server that gets all requests: what `states_*` rows compare the pool with.
+
 Rows are written after every workload of every arm. `routed_*` and `dp_*` rows compare; they need
 both arms in the file. `--scale tiny` runs the same on the CPU, for
 the sake of the script."""
@@ -33,6 +36,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from .options import end_in_time, names_of, parser
 from .processes import ChildFailed
@@ -44,6 +48,7 @@ from .serving.summary import Counted, Figures, case, compared, rows_of, tables
 from .serving.systems import MODEL, SIZES, SYSTEMS, Sizes, memory
 from .serving.trace import conversations
 from .serving.workloads import (
+    FIRST,
     Ceilings,
     Phase,
     Plan,
@@ -57,6 +62,7 @@ from .serving.workloads import (
     prefix_repetition,
     warm_up,
 )
+from .vllm.instances import KINDS, joined
 from .vllm.weights import write_model
 
 WORKLOADS = {
@@ -100,7 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = options.logs or Path(tempfile.mkdtemp(prefix="vcache-serving-logs-"))
     folder.mkdir(parents=True, exist_ok=True)
     print(f"logs in {folder}", flush=True)
-    model = write_model(options.cache / f"model_{sizes.scale.name}", sizes.scale)
+    named = joined("model", options.shape, sizes.scale.name)
+    model = write_model(options.cache / named, sizes.scale)
     more = dict(options.set)
     for system in dict.fromkeys(arm.system for arm in options.arms):
         arms = [arm for arm in options.arms if arm.system == system]
@@ -109,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             clock.check(LEAST_SECONDS)
             with Servers(system, own, options.gpus, model, folder, options.cache, more) as servers:
                 # While the servers start.
-                loads = loads or _loads(options.workloads, sizes, options.runs)
+                loads = loads or _loads(options.workloads, options.shape, sizes, options.runs)
                 _start(servers, own, clock)
                 for name, runs in loads.items():
                     for arm in arms:
@@ -120,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             failed.append(system)
             print(f"{system}: FAILED: {type(error).__name__}: {error}", flush=True)
     signal.alarm(0)
-    for name in options.workloads:
+    for name in (joined(name, options.shape) for name in options.workloads):
         if not options.arms:
             report.add(_compared(report, name, options))
         print(tables(report.rows, name))
@@ -139,14 +146,18 @@ def _compared(report: Report, workload: str, options: argparse.Namespace) -> lis
     ]
 
 
-def _loads(names: Sequence[str], sizes: Sizes, runs: Sequence[int]) -> dict[str, list[Load]]:
-    loads = {name: [_load(name, sizes, run) for run in runs] for name in names}
+def _loads(
+    names: Sequence[str], shape: str, sizes: Sizes, runs: Sequence[int]
+) -> dict[str, list[Load]]:
+    loads = {
+        joined(name, shape): [_load(name, shape, sizes, run) for run in runs] for name in names
+    }
     gc.collect()
     gc.freeze()
     return loads
 
 
-def _load(name: str, sizes: Sizes, run: int) -> Load:
+def _load(name: str, shape: str, sizes: Sizes, run: int) -> Load:
     """run: each has a seed of its own."""
     plan = msgspec.structs.replace(sizes.plan, seed=sizes.plan.seed + run)
     phases, what = WORKLOADS[name](plan)
@@ -154,7 +165,9 @@ def _load(name: str, sizes: Sizes, run: int) -> Load:
         [Job(_body(each), each.at, each.conversation) for each in phase.requests]
         for phase in phases
     ]
-    return Load(name, phases, jobs, what, ceilings(phases, plan.block, sizes.instances))
+    return Load(
+        joined(name, shape), phases, jobs, what, ceilings(phases, plan.block, sizes.instances)
+    )
 
 
 def _body(request: Request) -> bytes:
@@ -198,6 +211,7 @@ def _measure(
     name, found, undecoded = runs[0].name, list[Figures](), 0
     for load in runs:
         servers.reset()
+        _step(servers.ports)
         time.sleep(SETTLES)
         with way(arm, servers, sizes.scale.block, folder) as to:
             before = servers.counters()["preemptions"]
@@ -251,9 +265,16 @@ def _warm(ports: Sequence[int], plan: Plan) -> list[str]:
     return errors
 
 
+def _step(ports: Sequence[int]) -> None:
+    """Have each server take some steps: through a pool a reset is over after the next one."""
+    job = Job(_body(Request(tokens=np.full(8, FIRST, np.uint32), output=1)))
+    asyncio.run(Run([job] * 2 * len(ports), Balancer(ports)).go(1, WARM_SECONDS))
+
+
 def _sizes(options: argparse.Namespace) -> Sizes:
     """The scale's, with what was asked for otherwise."""
     sizes = SIZES[options.scale]
+    sizes = sizes.of(KINDS[options.shape]) if options.shape else sizes
     given = {name: value for name in PLANNED if (value := getattr(options, name)) is not None}
     plan = msgspec.structs.replace(sizes.plan, **given)
     sizes = msgspec.structs.replace(
@@ -287,6 +308,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help=f"of {', '.join(WORKLOADS)}",
     )
     made.add_argument("--scale", choices=SIZES, default="full")
+    made.add_argument("--shape", choices=KINDS, default="", help="the model, if not Llama's")
     made.add_argument(
         "--gpus",
         type=_numbers,

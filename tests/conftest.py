@@ -130,10 +130,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Schedule(config, log) if config.option.dist == "loadfile" else None
 
 
-def pytest_collection_finish() -> None:
-    """The second process is the first that has nothing to do: it has the nursery of all tests with
-    vLLM import that meanwhile.
+def pytest_collection_finish(session: Any) -> None:
+    """What vLLM finds out about a model, in seconds, it keeps for all instances of these tests, and
+    for no others. The second process is the first that has nothing to do: it has the nursery of all
+    tests with vLLM import that meanwhile.
     """
+    root = session.config._tmp_path_factory.getbasetemp()
+    # With pytest-xdist, of all its processes.
+    os.environ["VLLM_CACHE_ROOT"] = str((root.parent if PROCESS else root) / "vllm_cache")
     cases = sys.modules.get("vllm_cases")
     if PROCESS == "gw1" and cases is not None and not cases.missing(()):
         threading.Thread(target=cases.home, daemon=True).start()
@@ -229,17 +233,6 @@ def _why(report: Any) -> str:
     if len(lines) > 16:
         lines[6:-8] = ["…"]
     return "\n".join(line[:300] for line in lines)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _vllm_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What vLLM finds out about a model, in seconds, it keeps for all instances of these tests, and
-    for no others.
-    """
-    root = tmp_path_factory.getbasetemp()
-    # With pytest-xdist, of all its processes.
-    shared = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
-    os.environ["VLLM_CACHE_ROOT"] = str(shared / "vllm_cache")
 
 
 @pytest.fixture(scope="session", autouse=True)

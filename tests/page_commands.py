@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import msgspec
 import pytest
-from processes import PATIENT, ROOT, SECONDS, Child, info, make_memfd, without_paths
+from processes import PATIENT, ROOT, Child, info, make_memfd, ran, without_paths
 
 from vcache_backend.config import Config
 from vcache_backend.metadata_server.client import Client
@@ -103,17 +103,9 @@ def check(command: str, place: Place) -> None:
 def _said(*command: str | Path) -> str:
     # These tests may be run by `make`, which hands its own variables on.
     environment = {name: value for name, value in without_paths().items() if "MAKE" not in name}
-    ran = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS * 3,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout + ran.stderr
+    done = ran(*command, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
 
 
 @functools.cache
@@ -142,25 +134,17 @@ def _vcache(words: list[str], place: Place) -> None:
         arguments = arguments[:2]
     if arguments[0] in ("demo", "mooncake", "plan") or "--model" in arguments:
         arguments.append("--help")  # test_demo, test_examples and test_doctor_model run them
-    ran = _run(place, arguments)
+    done = _run(place, arguments)
     fails = {"doctor": "fail", "clear": "no offload tier"}.get(arguments[0], "?")
-    assert ran.returncode == 0 or (ran.returncode == 1 and fails in ran.stdout + ran.stderr), ran
+    failed = done.returncode == 1 and fails in done.stdout + done.stderr
+    assert done.returncode == 0 or failed, done
 
 
 def _run(place: Place, arguments: list[str]) -> subprocess.CompletedProcess[str]:
     """What `vcache` does, as it is installed."""
     environment = without_paths() | {"VCACHE_SOCKET": place.given["VCACHE_SOCKET"]}
     where = place.folder if "init" in arguments else ROOT
-    command = [f"{place.given['bin']}/vcache", *arguments]
-    return subprocess.run(
-        command,
-        cwd=where,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS * 3,
-        check=False,
-    )
+    return ran(f"{place.given['bin']}/vcache", *arguments, cwd=where, env=environment)
 
 
 def _serve(words: list[str], place: Place) -> None:

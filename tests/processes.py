@@ -52,45 +52,27 @@ def installed(folder: Path) -> Path:
     does it, not editable. All other packages are those of this Python."""
     source = folder / "src"
     packages = sysconfig.get_path("purelib", vars={"base": str(folder / "venv")})
-    for path in (
-        ROOT / name
-        for name in (
-            "vcache_backend",
-            "integration",
-            "configs",
-            "pyproject.toml",
-            "README.md",
-            "LICENSE",
-        )
-    ):
-        into = source / path.name
+    folders = ["vcache_backend", "integration", "configs"]
+    for name in (*folders, "pyproject.toml", "README.md", "LICENSE"):
+        path, into = ROOT / name, source / name
         if path.is_dir():
             shutil.copytree(path, into, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(path, into)
     python = folder / "venv" / "bin" / "python"
-    subprocess.run(
-        [sys.executable, "-m", "venv", "--without-pip", folder / "venv"],
-        check=True,
-        timeout=SECONDS,
-    )
+    ran(sys.executable, "-m", "venv", "--without-pip", folder / "venv", check=True)
     # A .pth file in a folder that a .pth file names is not read: neither is that of the editable
     # installation.
     Path(packages, "others.pth").write_text(sysconfig.get_path("purelib"))
-    install = [
-        python,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-        "--ignore-installed",
-        source,
-    ]
-    subprocess.run(install, check=True, timeout=SECONDS * 3, env=without_paths())
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--ignore-installed"]
+    ran(python, "-m", "pip", "install", "-q", *options, source, check=True, env=without_paths())
     return python
+
+
+def ran(*command: str | Path, **more: Any) -> subprocess.CompletedProcess[str]:
+    """A program that has ended, and what it said. more: as for `subprocess.run`."""
+    given = {"cwd": ROOT, "capture_output": "stdout" not in more, "check": False} | more
+    return subprocess.run(command, **{"timeout": 3 * SECONDS, "text": True} | given)
 
 
 def without_paths() -> dict[str, str]:
@@ -105,9 +87,7 @@ def asked(client: Client, *requests: str) -> int:
     there, and leases on them.
     """
     latency = client.stats().latency
-    return sum(
-        latency[name].count for name in requests or ("Lookup", "Find", "Acquire") if name in latency
-    )
+    return sum(latency[name].count for name in requests or ("Find", "Acquire") if name in latency)
 
 
 def eventually(what: Callable[[], Any], seconds: float = SECONDS, every: float = 0.01) -> Any:
@@ -263,12 +243,7 @@ class Child(Process):
         self.process = subprocess.Popen(
             arguments,
             cwd=ROOT,
-            env={
-                **os.environ,
-                "PYTHONPATH": _python_path(),
-                "PYTHONUNBUFFERED": "1",
-                **environment,
-            },
+            env=os.environ | {"PYTHONPATH": _python_path(), "PYTHONUNBUFFERED": "1"} | environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -422,12 +397,18 @@ def _connected(address: str) -> socket.socket | None:
     return made
 
 
-@functools.cache
+_nurseries: dict[tuple[str, ...], Nursery] = {}
+_starting: dict[tuple[str, ...], threading.Lock] = {}
+
+
 def nursery(*modules: str, **environment: str | None) -> Nursery:
     """The one that has imported these, for all tests of this run. Its environment is that of its
     first use, with changes.
     """
-    return Nursery(modules, environment)
+    with _starting.setdefault(modules, threading.Lock()):
+        if modules not in _nurseries:
+            _nurseries[modules] = Nursery(modules, environment)
+        return _nurseries[modules]
 
 
 def with_torch() -> Nursery:
@@ -580,14 +561,8 @@ def start_server(
     """A real metadata server, serving. `config` is its `server` section; `within`: see
     `IN_A_CONTAINER`.
     """
-    arguments = [
-        *within,
-        sys.executable,
-        "-m",
-        "vcache_backend.metadata_server",
-        "--socket",
-        str(path),
-    ]
+    program = [sys.executable, "-m", "vcache_backend.metadata_server"]
+    arguments = [*within, *program, "--socket", str(path)]
     if config:
         file = path.with_suffix(".yaml")
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import ROOT, SECONDS, Child, Stage
+from processes import ROOT, SECONDS, Child, Stage, ran
 from typer.testing import CliRunner
 
 from vcache_backend import command, config
@@ -30,20 +30,10 @@ BASE = (
 """Python as it is where only the base was installed: what the extras bring cannot be imported."""
 COMMANDS = [
     [],
-    ["serve"],
-    ["status"],
-    ["clear"],
-    ["segment"],
-    ["segment", "add"],
-    ["segment", "list"],
-    ["segment", "drop"],
-    ["config"],
-    ["config", "check"],
-    ["config", "init"],
-    ["config", "show"],
-    ["doctor"],
-    ["demo"],
-    ["mooncake"],
+    *([name] for name in ("serve", "status", "clear", "segment", "config")),
+    *([name] for name in ("doctor", "demo", "mooncake")),
+    *(["segment", name] for name in ("add", "list", "drop")),
+    *(["config", name] for name in ("check", "init", "show")),
 ]
 
 
@@ -227,14 +217,8 @@ def test_a_segment_is_lent_listed_shown_and_taken_back(server: Path) -> None:
 
 def test_the_base_install_does_all_but_move_kv_and_names_the_extra_for_that(server: Path) -> None:
     """The server of these tests is one, too."""
-    plain = [
-        ["--version"],
-        ["status"],
-        ["segment", "list"],
-        ["clear"],
-        ["config", "show"],
-        ["doctor", "--json"],
-    ]
+    plain = [["--version"], ["status"], ["segment", "list"], ["clear"]]
+    plain += [["config", "show"], ["doctor", "--json"]]
     moving = [["segment", "add", "--device", "host", "--bytes", "1MiB"], ["demo"]]
     program = (
         f"{BASE}; import json; from typer.testing import CliRunner; results = "
@@ -242,14 +226,7 @@ def test_the_base_install_does_all_but_move_kv_and_names_the_extra_for_that(serv
         "print(json.dumps([[one.exit_code, one.stdout, one.stderr] for one in results]))"
     )
     environment = {**os.environ, "VCACHE_SOCKET": str(server)}
-    ran = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    results = json.loads(ran.stdout)
+    results = json.loads(ran(sys.executable, "-c", program, env=environment).stdout)
     assert [code for code, *_ in results[:5]] == [0] * 5, results
     assert {"torch", "server"} <= {finding["check"] for finding in json.loads(results[5][1])}
     for code, said, complaint in results[len(plain) :]:
@@ -260,7 +237,5 @@ def test_the_base_install_does_all_but_move_kv_and_names_the_extra_for_that(serv
 def test_where_output_cannot_be_written_there_is_one_line_and_no_traceback(server: Path) -> None:
     with open("/dev/full", "w") as full:
         command = [*VCACHE, "status", "--socket", str(server)]
-        ran = subprocess.run(
-            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=SECONDS
-        )
-    assert (ran.returncode, ran.stderr) == (1, "vcache: [Errno 28] No space left on device\n")
+        done = ran(*command, stdout=full, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (1, "vcache: [Errno 28] No space left on device\n")

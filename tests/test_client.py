@@ -210,14 +210,14 @@ def test_an_answer_that_comes_too_late_is_never_taken_for_another_s(
 
     server = scripted(answer)
     client = stage_.client(msgspec.structs.replace(PATIENT, request_seconds=0.25))
-    with pytest.raises(ServerTimeout, match=r"did not answer Lookup\(1 keys\) in 0\.25 s"):
-        client.lookup([A])
+    with pytest.raises(ServerTimeout, match=r"did not answer Touch\(1 keys\) in 0\.25 s"):
+        client.touch([A])
     given_up.set()
     server.said_all_to_the_first()
 
     def count() -> int:
         with suppress(VCacheError):
-            return client.lookup([B])
+            return client.touch([B])
         return 0
 
     assert eventually(count) == 2
@@ -298,10 +298,10 @@ def test_a_wrong_answer_is_an_error_of_ours_and_ends_the_connection(
     scripted(lambda request: reply)
     client = stage_.client(QUICK, reconnect=False)
     if reply == ["count", 3] * 5:  # later versions may say more
-        assert client.lookup([A]) == 3
+        assert client.touch([A]) == 3
         return
     with pytest.raises(VCacheError):
-        client.lookup([A])
+        client.touch([A])
     assert not client.connected
 
 
@@ -320,9 +320,9 @@ def test_an_interrupted_call_leaves_no_answer_behind_for_the_next(
 
     monkeypatch.setattr(wire.Receiver, "receive", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        client.lookup([A])
+        client.touch([A])
     eventually(lambda: client.connected)
-    assert client.lookup([B]) == 2
+    assert client.touch([B]) == 2
 
 
 def test_a_connection_that_a_call_ends_is_no_later_one(
@@ -374,7 +374,7 @@ def test_a_call_under_way_ends_when_its_client_is_closed(
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    eventually(lambda: any(request[0] == "lookup" for request in server.seen))
+    eventually(lambda: any(request[0] == "find" for request in server.seen))
     client.close()
     thread.join(SECONDS)
     assert [type(error) for error in errors] == [ServerUnavailable]

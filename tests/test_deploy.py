@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tomllib
 from importlib.metadata import Distribution, distribution, distributions
@@ -18,7 +17,7 @@ import msgspec
 import pytest
 import yaml
 from packaging.requirements import Requirement
-from processes import IN_A_CONTAINER, PATIENT, ROOT, SECONDS, Child, Stage, containers
+from processes import IN_A_CONTAINER, PATIENT, ROOT, Child, Stage, containers, ran
 
 from vcache_backend import config
 from vcache_backend.config import ClientConfig, split_address
@@ -40,10 +39,9 @@ def test_systemd_understands_the_unit(tmp_path: Path) -> None:
     ).replace("/etc/vcache.yaml", "x")
     for unit, well in ((here, True), (here.replace("PrivateTmp=", "PrivateTemp="), False)):
         (tmp_path / "vcache.service").write_text(unit)
-        command = ["systemd-analyze", "verify", "--man=no", str(tmp_path / "vcache.service")]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        complaints = [line for line in ran.stderr.splitlines() if "vcache.service" in line]
-        assert (not complaints) == well, ran.stderr
+        done = ran("systemd-analyze", "verify", "--man=no", tmp_path / "vcache.service")
+        complaints = [line for line in done.stderr.splitlines() if "vcache.service" in line]
+        assert (not complaints) == well, done.stderr
     assert re.search("^Restart=always$", text, re.M)
     # else it ends after five failures in a row
     assert re.search("^StartLimitIntervalSec=0$", text, re.M)
@@ -146,19 +144,8 @@ def test_the_server_s_image_needs_only_its_wheel_a_read_only_root_and_no_rights(
                 )
             else:
                 shutil.copy(ROOT / name, folder / "src" / name)
-        wheel = [
-            "-m",
-            "pip",
-            "wheel",
-            "-q",
-            "--no-deps",
-            "--no-build-isolation",
-            "--no-index",
-            "-w",
-            folder,
-            folder / "src",
-        ]
-        subprocess.run([sys.executable, *wheel], check=True, timeout=60)
+        wheel = ["-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", folder]
+        ran(sys.executable, "-m", "pip", "wheel", *wheel, folder / "src", check=True)
         with ZipFile(next(folder.glob("*.whl"))) as made:
             made.extractall(folder / "packages")
         bring(
@@ -200,13 +187,7 @@ def test_the_server_is_restarted_if_it_does_not_answer_and_for_nothing_else(alon
     command = [str(Path(sys.executable).with_name(program)), *arguments]
 
     def well() -> bool:
-        ran = subprocess.run(
-            command,
-            env={**os.environ, "VCACHE_SOCKET": str(alone.path)},
-            capture_output=True,
-            timeout=SECONDS,
-        )
-        return ran.returncode == 0
+        return ran(*command, env=os.environ | {"VCACHE_SOCKET": str(alone.path)}).returncode == 0
 
     assert not well()
     server = alone.server()

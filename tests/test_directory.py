@@ -291,7 +291,11 @@ def test_what_takes_long_is_begun_at_once_and_done_in_later_turns(
         assert work_of(lambda: directory.backlog.run(backlog.AT_ONCE)) <= A_TURN
         turns += 1
     assert turns >= 8
-    assert (len(directory), directory.lookup(keys), there(directory, *keys)) == (0, 0, [])
+    assert (len(directory), directory.find(m.Find(keys)).pooled, there(directory, *keys)) == (
+        0,
+        b"",
+        [],
+    )
     assert sum(info.used for info in directory.segment_infos()) == 0
     assert directory.reservations.counts() == (0, 0)
 
@@ -301,7 +305,11 @@ def test_what_is_cleared_is_not_found_while_its_slots_come_back(clock: FakeClock
     directory = make(clock)
     keys = filled(directory, MANY)
     assert directory.clear(b"namespac") == MANY
-    assert (len(directory), directory.lookup(keys), there(directory, *keys)) == (0, 0, [])
+    assert (len(directory), directory.find(m.Find(keys)).pooled, there(directory, *keys)) == (
+        0,
+        b"",
+        [],
+    )
     assert directory.acquire(READER, keys[:5]) == m.Leased(0, 0.0, [])
     again = put(directory, *keys[:10])
     while directory.backlog:

@@ -6,14 +6,13 @@ import json
 import os
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from page_commands import COMMANDS, RULES, Place, blocks, check, commands
-from processes import ROOT, SECONDS, stage, without_paths
+from processes import ROOT, ran, stage, without_paths
 
 from benchmarks import run_on
 
@@ -52,22 +51,11 @@ def test_the_program_of_the_api_page_prints_what_the_page_says(tmp_path: Path) -
     (tmp_path / "vcache.yaml").write_text("pool: {device: host, segment_bytes: 32 MiB}\n")
     with stage(tmp_path / "server") as node:
         node.server()
-        environment = {
-            **os.environ,
-            "VCACHE_CONFIG": str(tmp_path / "vcache.yaml"),
-            "VCACHE_SOCKET": str(node.path),
-        }
-        ran = subprocess.run(
-            [sys.executable, "program.py"],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS * 3,
-        )
+        changes = {"VCACHE_CONFIG": f"{tmp_path}/vcache.yaml", "VCACHE_SOCKET": str(node.path)}
+        done = ran(sys.executable, "program.py", cwd=tmp_path, env=os.environ | changes)
         # The page says that what the first engine lent stays.
         assert len(node.client().list_segments()) == 1
-    assert (ran.returncode, ran.stdout) == (0, printed), ran.stderr
+    assert (done.returncode, done.stdout) == (0, printed), done.stderr
     assert len([line for line in program.splitlines() if line.strip()]) <= 20
 
 
@@ -126,15 +114,8 @@ def test_the_commands_are_run_with_what_is_installed_and_not_with_the_checkout(
         "from importlib.util import find_spec; "
         "print(find_spec('vcache_backend.integration').origin)"
     )
-    ran = subprocess.run(
-        [plain_python, "-c", said],
-        cwd=tmp_path,
-        env=without_paths(),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert Path(ran.stdout).is_relative_to(plain_python.parent.parent)
+    done = ran(plain_python, "-c", said, cwd=tmp_path, env=without_paths())
+    assert Path(done.stdout).is_relative_to(plain_python.parent.parent)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,7 +19,7 @@ from typing import Any
 import pytest
 import yaml
 from mooncake_cases import needs_mooncake
-from processes import ROOT, SECONDS, Child, eventually
+from processes import ROOT, Child, eventually, ran
 from vllm_cases import beside_vllm, forking, missing
 
 from benchmarks.processes import free_ports
@@ -130,16 +129,7 @@ def test_the_example_shows_that_the_second_instance_reads_what_the_first_compute
     tmp_path: Path,
 ) -> None:
     ports = ",".join(map(str, free_ports(2)))
-    given = [
-        "--cpu",
-        "--json",
-        "--lengths",
-        "513",
-        "--ports",
-        ports,
-        "--logs",
-        str(tmp_path / "run"),
-    ]
+    given = f"--cpu --json --lengths 513 --ports {ports} --logs {tmp_path}/run".split()
     with forking(str(EXAMPLE), given, tmp_path / "log", {}) as worker:
         assert worker.answer(EXAMPLE_SECONDS) == 0, worker.log
         said = worker.log
@@ -169,17 +159,11 @@ def test_a_killed_example_ends_what_it_started(tmp_path: Path) -> None:
     ],
 )
 def test_a_python_without_any_package_is_told_what_to_install(program: list[str]) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-S", "-E", *program],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
+    done = ran(sys.executable, "-S", "-E", *program)
     assert (
-        ran.returncode,
-        ran.stderr.count("\n"),
-        "pip install '/path/to/vcache[" in ran.stderr,
+        done.returncode,
+        done.stderr.count("\n"),
+        "pip install '/path/to/vcache[" in done.stderr,
     ) == (1, 1, True), ran.stderr
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from processes import IMPORT_SECONDS, ROOT, SECONDS
+from processes import IMPORT_SECONDS, SECONDS, ran
 
 from vcache_backend.integration.vllm.in_place.exporter import Exporter, begin
 from vcache_backend.vram_pool import devices
@@ -54,23 +53,10 @@ def holder(tensor: torch.Tensor, found: Sequence[Region]) -> Region | None:
 
 def read_elsewhere(one: Region, tensor: torch.Tensor, gpu: str) -> None:
     """Another process maps the allocation on `gpu`, and finds what `fill` has written."""
-    where = [
-        one.fd,
-        one.nbytes,
-        tensor.data_ptr() - one.address,
-        tensor.nbytes,
-        devices.resolve("cuda:0").name,
-        gpu,
-    ]
-    child = subprocess.run(
-        [sys.executable, "-c", READER, *map(str, where)],
-        cwd=ROOT,
-        pass_fds=[one.fd],
-        capture_output=True,
-        text=True,
-        timeout=IMPORT_SECONDS,
-        check=False,
-    )
+    where = [one.fd, one.nbytes, tensor.data_ptr() - one.address, tensor.nbytes]
+    where += [devices.resolve("cuda:0").name, gpu]
+    program = [sys.executable, "-c", READER, *map(str, where)]
+    child = ran(*program, pass_fds=[one.fd], timeout=IMPORT_SECONDS)
     assert child.stdout == "the same\n", child.stderr
 
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import pytest
 from engine_cases import Cache, layout_of, node
 from instance_cases import instance_id, join, keys, publish, show
-from processes import ROOT, SECONDS, Child, Stage, eventually
+from processes import ROOT, SECONDS, Child, Stage, eventually, ran
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -246,15 +246,10 @@ def test_no_panel_of_the_dashboard_is_empty(tmp_path: Path) -> None:
                 f'vcache_instance_resident_chunks{{instance_id="{A.hex()}"}}'
             ) == [3]
         text = get(address)[1]
-    ran = subprocess.run(
-        ["promtool", "check", "metrics"],
-        input=text,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
+    done = ran("promtool", "check", "metrics", input=text)
+    assert (done.returncode, done.stdout + done.stderr) == (0, ""), (
+        "of their names, types and texts"
     )
-    assert (ran.returncode, ran.stdout + ran.stderr) == (0, ""), "of their names, types and texts"
     assert text.count("# HELP ") == text.count("# TYPE ") > 30
 
 
@@ -289,9 +284,8 @@ def shown(page: str, folder: Path) -> str:
     """
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
     options += ["--no-first-run", "--disable-background-networking", f"--user-data-dir={folder}"]
-    command = ["chromium", *options, "--virtual-time-budget=5000", "--dump-dom", page]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
-    return ran.stdout or pytest.skip("needs a Chromium that runs here, and this one does not")
+    done = ran("chromium", *options, "--virtual-time-budget=5000", "--dump-dom", page)
+    return done.stdout or pytest.skip("needs a Chromium that runs here, and this one does not")
 
 
 @needs("chromium")
@@ -361,26 +355,12 @@ def test_a_page_of_somebody_else_whose_name_was_made_to_mean_this_address_reads_
     """
     address = address_of(alone.server(metrics="localhost:0", metrics_hosts=["gpu-7.example."]))
     port = address.rpartition(":")[2]
-    own = [
-        "",
-        "localhost",
-        f"LocalHost.:{port}",
-        address,
-        "[::1]:9419",
-        "10.0.0.7",
-        "gpu-7.example",
-        f"GPU-7.example:{port}",
-    ]
+    own = ["", "localhost", f"LocalHost.:{port}", address, "[::1]:9419", "10.0.0.7"]
+    own += ["gpu-7.example", f"GPU-7.example:{port}"]
     assert {host: asked_as(address, host) for host in own} == dict.fromkeys(own, 200)
-    others = [
-        "evil.example",
-        f"evil.example:{port}",
-        "localhost.evil.example",
-        "127.0.0.1.evil.example",
-        "localhost@evil.example",
-        "[",
-        "a b",
-    ]
+    others = ["evil.example", f"evil.example:{port}", "[", "a b"]
+    others += [f"{name}.evil.example" for name in ("localhost", "127.0.0.1")]
+    others += ["localhost@evil.example"]
     assert {host: asked_as(address, host) for host in others} == dict.fromkeys(others, 421)
 
 

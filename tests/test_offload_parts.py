@@ -17,7 +17,7 @@ from vcache_backend.metadata_server.messages import ChunkKey
 from vcache_backend.offload.breaker import Breaker
 from vcache_backend.offload.index import Index
 from vcache_backend.offload.objects import Format
-from vcache_backend.offload.read import READERS, Bound, Reader
+from vcache_backend.offload.read import READERS, Bound, Fetch, Reader
 from vcache_backend.offload.staging import Buffer, Ring, Staging
 from vcache_backend.offload.store import Store
 from vcache_backend.offload.workers import Workers
@@ -133,7 +133,7 @@ def test_a_load_waits_for_its_next_chunk_as_long_as_it_may_and_no_longer(
         else:
             for _ in range(READERS):
                 reader.calls.submit(hang)
-        fetch = reader.fetch([key(1)], 0)
+        fetch = Fetch(reader, [key(1)], 0)
         assert begun.wait(SECONDS)
         clock.now += 1.9
         assert not fetch.over

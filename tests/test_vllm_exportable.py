@@ -65,7 +65,8 @@ def refusals(serving: Any) -> dict[str, tuple[str | None, str]]:
 
     return {
         "as it is": of(),
-        "two workers": of(model=msgspec.structs.replace(model, tp_size=2)),
+        "tensor parallel": of(model=msgspec.structs.replace(model, tp_size=2)),
+        "pipeline parallel": of(model=msgspec.structs.replace(model, pp_size=2)),
         "uncached": of(vllm_config.cache_config, enable_prefix_caching=False),
         "groups": of(groups=[group, grouped(windowed)]),
         "windows": of(groups=[grouped(windowed)]),
@@ -94,7 +95,8 @@ def alone(here: Node) -> Instance:
 def test_what_cannot_be_shared_is_refused_in_one_line_with_what_to_change(alone: Instance) -> None:
     found: dict[str, tuple[str | None, str]] = alone.ask(refusals)
     assert found.pop("as it is") == (None, "in_place")
-    assert found.pop("two workers") == (None, "pool")
+    assert found.pop("tensor parallel") == (None, "in_place")
+    assert found.pop("pipeline parallel") == (None, "pool")
     only = "is shared through a pool only: set connector.share: pool"
     for which in ("groups", "windows"):
         said, share = found.pop(which)

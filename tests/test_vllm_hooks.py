@@ -6,12 +6,12 @@ What a hit is worth with them, `test_integrations` shows with the real ones.
 from __future__ import annotations
 
 import importlib.metadata
-import subprocess
 import sys
 import types
 from typing import Any
 
 import pytest
+from processes import ran
 from vllm_cases import missing, needs_vllm
 
 from vcache_backend.integration import plugin
@@ -104,7 +104,5 @@ def test_the_hook_is_cheap() -> None:
         "import sys; from vcache_backend.integration.plugin import register; register(); "
         f"register(); print([n for n in {heavy!r} if n in sys.modules])"
     )
-    child = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
-    )
+    child = ran(sys.executable, "-c", code)
     assert (child.stdout, child.stderr) == ("[]\n", "")

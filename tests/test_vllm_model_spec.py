@@ -101,15 +101,9 @@ CHANGED: dict[str, Any] = {
     "hash_algorithm": "xxhash",
     "extra": {"weights": "dummy"},
 }
-UNCHANGED: dict[str, Any] = {
-    "prompt_embeds": True,
-    "dynamic_kv_scales": True,
-    "sleep_mode": True,
-    "unnamed_inputs": True,
-    "new_weights": True,
-    "named": True,
-    "gpu_memory_utilization": 0.5,
-}
+FLAGS = ("prompt_embeds", "dynamic_kv_scales", "sleep_mode", "unnamed_inputs")
+UNCHANGED: dict[str, Any] = dict.fromkeys((*FLAGS, "new_weights", "named"), True)
+UNCHANGED["gpu_memory_utilization"] = 0.5
 
 
 def test_every_field_of_a_model_is_known_to_matter_or_not() -> None:

@@ -10,6 +10,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from socket import socket
@@ -20,6 +21,7 @@ import pytest
 from page_commands import COMMANDS, commands
 from processes import ROOT, containers, eventually
 from test_start_server import end_servers
+from test_vllm_sharing import PULL
 from vllm_cases import (
     ANSWER_SECONDS,
     BLOCK,
@@ -41,6 +43,7 @@ from vllm_cases import (
     node,
     serve,
 )
+from vllm_models import write_experts
 
 from benchmarks.processes import Program, free_ports
 from benchmarks.serving.router import UNDECODED
@@ -63,7 +66,7 @@ STAGES = {
     "distributed_executor_backend": "mp",
     "worker_cls": "vllm_variants.Stage",
 }
-LENGTH = 4 * CHUNK
+LENGTH, LONG = 4 * CHUNK, 24 * CHUNK
 PAGES = [ROOT / "README.md", ROOT / "docs" / "vllm" / "start.md"]
 
 
@@ -496,33 +499,96 @@ def routed(log: Path, arguments: Sequence[str]) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
 
 
-@pytest.mark.skipif(bool(NO_SERVER), reason=NO_SERVER or "its parts are here")
-def test_the_documents_one_command_shares_what_its_data_parallel_ranks_compute(
-    tmp_path: Path,
-) -> None:
-    """Each is an instance of its own. Nobody has started a server, nobody has named a way to share,
-    and nothing is lent.
+# ---- data parallel ranks
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, str]]:
+    """A server of two ranks, each with half of the experts, by the documents' one command. Nobody
+    has started a metadata server, nobody has named a way to share, and nothing is lent.
     """
     (written,) = {
         shown for page in PAGES for shown in re.findall(r"export VCACHE='(.*)'", page.read_text())
     }
-    here, config, tokens = Node(tmp_path), tmp_path / "vcache.yaml", new_tokens(LENGTH + 1)
+    here = Node(tmp_path_factory.mktemp("ranks"))
+    write_experts(here.model)
+    config = here.folder / "vcache.yaml"
     sections = here.transfer({"connector": {"share": "in_place"}})["kv_connector_extra_config"]
     del sections["connector"]["share"]
     config.write_text(json.dumps(sections))
+    more = ["--data-parallel-size", "2", "--enable-expert-parallel"]
+    more += ["--worker-extension-cls", "vllm_variants.Ranks"]
+    more += ["--max-model-len", str(LONG + BLOCK), "--max-num-batched-tokens", str(CHUNK)]
+    # Room for all that the tests compute.
+    more += ["--kv-cache-memory-bytes", str(16 * LONG * TOKEN_BYTES)]
     try:
-        with serving(
-            here, json.loads(written), more=("--data-parallel-size", "2"), VCACHE_CONFIG=str(config)
-        ) as (address,):
-            assert complete(address, tokens)[1] == 0
-            own = complete(address, tokens)
-            complete(address, new_tokens(BLOCK), rank=1)
-            eventually(
-                lambda: sorted(one.resident for one in here.stats().instances if one.id) == [0, 4]
-            )
-            hit = complete(address, tokens, rank=1)
-            assert (hit[1], own[1]) == (LENGTH, LENGTH)
-            assert hit == own
-        assert here.chunks() == 0, "the server is still there"
+        with serving(here, json.loads(written), more=more, VCACHE_CONFIG=str(config)) as (address,):
+            for rank in range(2):
+                complete(address, new_tokens(LENGTH), rank=rank)
+            yield here, address
     finally:
         end_servers(here.socket)
+
+
+def meddle(address: str, method: str, *given: str) -> None:
+    """In each rank's worker, see `vllm_variants.Ranks`."""
+    body = json.dumps({"method": method, "args": given}).encode()
+    headers = {"Content-Type": "application/json"}
+    request = Request(f"{address}/collective_rpc", body, headers)
+    urlopen(request, timeout=ANSWER_SECONDS).close()
+
+
+@pytest.mark.skipif(bool(NO_SERVER), reason=NO_SERVER or "its parts are here")
+def test_the_documents_one_command_shares_what_its_data_parallel_ranks_compute(
+    ranks: tuple[Node, str],
+) -> None:
+    """In place, since they have a block table each. Nothing is copied into a pool."""
+    (here, address), tokens = ranks, new_tokens(LENGTH + 1)
+    before = sum(one.resident for one in here.stats().instances)
+    assert complete(address, tokens)[1] == 0
+    own = complete(address, tokens)
+    eventually(lambda: sum(one.resident for one in here.stats().instances) == before + 4)
+    hit = complete(address, tokens, rank=1)
+    assert (hit[1], own[1]) == (LENGTH, LENGTH)
+    assert hit == own
+    assert here.chunks() == 0, "the server is still there"
+
+
+@pytest.mark.skipif(bool(NO_SERVER), reason=NO_SERVER or "its parts are here")
+def test_a_data_parallel_rank_waits_for_what_another_one_computes(ranks: tuple[Node, str]) -> None:
+    """Of two that are asked the same at once, one computes it and the other has it all. Nobody
+    knows how this machine's time is shared out: one of a few pairs must be so.
+    """
+    _, address = ranks
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(5):
+            tokens = new_tokens(LONG + 1)
+            before = counted(address, "vllm:vcache_awaited_tokens_total{")
+            pair = list(pool.map(lambda rank, asked=tokens: complete(address, asked, rank), (0, 1)))
+            assert pair[0][0] == pair[1][0]
+            awaited = counted(address, "vllm:vcache_awaited_tokens_total{") - before
+            if sorted(cached for _, cached in pair) == [0, LONG] and awaited > LONG // 2:
+                return
+    pytest.fail("both have computed every prompt, or have not waited")
+
+
+@pytest.mark.skipif(bool(NO_SERVER), reason=NO_SERVER or "its parts are here")
+def test_a_load_of_one_expert_parallel_rank_holds_up_no_step_of_another(
+    ranks: tuple[Node, str],
+) -> None:
+    """All take part in every step: a rank that has nothing but a load goes on with the others. After
+    a load this slow nobody waits for another one: the test comes last.
+    """
+    (here, address), tokens = ranks, new_tokens(LENGTH + 1)
+    before = sum(one.resident for one in here.stats().instances)
+    complete(address, tokens)
+    own = complete(address, tokens)
+    eventually(lambda: sum(one.resident for one in here.stats().instances) == before + 4)
+    with ThreadPoolExecutor(1) as pool:
+        meddle(address, "meddle", PULL, "slow", str(ANSWER_SECONDS))
+        loads = pool.submit(complete, address, tokens, 1)
+        for _ in range(3):
+            assert complete(address, new_tokens(LENGTH + 1))[1] == 0
+        assert not loads.done()
+        meddle(address, "leave_alone")
+        assert loads.result() == own

@@ -31,7 +31,6 @@ REQUESTS: list[m.AnyRequest] = [
     m.Reserve([A], 1024),
     m.Commit(7, [A]),
     m.Abort(7),
-    m.Lookup([A], 2),
     m.Acquire([A]),
     m.Renew(7),
     m.Release(7),
@@ -105,19 +104,7 @@ hostile = st.one_of(
     st.builds(
         lambda name, values: packed(name, *values),
         st.sampled_from(
-            [
-                "hello",
-                "lookup",
-                "reserve",
-                "commit",
-                "touch",
-                "add_segment",
-                "clear",
-                "renew",
-                "nothing",
-                "",
-                5,
-            ]
+            ["hello", "find", "reserve", "commit", "touch", "add_segment", "clear", "nothing", 5]
         ),
         st.lists(
             st.integers(-5, 1 << 64)
@@ -144,9 +131,9 @@ def test_a_message_above_the_limit_is_not_sent_and_the_largest_request_and_lease
     None
 ):
     with pytest.raises(
-        ProtocolError, match=r"Lookup of 200,\d\d\d B exceeds the limit of 200,000 B"
+        ProtocolError, match=r"Acquire of 200,\d\d\d B exceeds the limit of 200,000 B"
     ):
-        wire.encode(m.Lookup([A] * (m.MAX_MESSAGE_BYTES // 28 + 1)))
+        wire.encode(m.Acquire([A] * (m.MAX_MESSAGE_BYTES // 28 + 1)))
     far = m.Location(m.SegmentId("s" * 64), m.MAX_SEGMENT_BYTES, m.MAX_SEGMENT_BYTES, 1 << 40)
     for largest in (m.Reserve([A] * m.MAX_KEYS, 1), m.Leased(1, 10.0, [far] * m.MAX_KEYS)):
         assert wire.encode(largest)
@@ -156,9 +143,9 @@ def test_a_message_above_the_limit_is_not_sent_and_the_largest_request_and_lease
     "message",
     [
         ["no_such_request"],
-        ["lookup"],
-        ["lookup", [b"short"]],
-        ["lookup", [A] * (m.MAX_KEYS + 1)],
+        ["find"],
+        ["find", [b"short"]],
+        ["find", [A] * (m.MAX_KEYS + 1)],
         ["reserve", [A], 1 << 60],
         ["clear", b"far more than eight bytes"],
         ["add_segment", "s", "host", "tape", 4096],
@@ -199,7 +186,7 @@ def raw(stage_: Stage, server: Child) -> Iterator[Raw]:
 
 
 def undisturbed(bystander: Raw) -> bool:
-    return bystander.ask("lookup", [A], 1) == ["count", 0]
+    return bystander.ask("touch", [A]) == ["count", 0]
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
@@ -259,16 +246,16 @@ def test_nothing_is_served_before_the_right_hello(
 def test_fds_nobody_asked_for_are_closed(stage_: Stage, server: Child, memfd: int) -> None:
     with Raw(stage_.path) as guest:
         for _ in range(20):
-            guest.send("lookup", [A], 1, fds=(memfd, memfd))
+            guest.send("touch", [A], fds=(memfd, memfd))
             assert guest.receive() == ["count", 0]
         reply = guest.ask("add_segment", "two", "host", "host", 4096, fds=(memfd, memfd))
         assert "2 fds came along" in reply[1]
-        guest.send("lookup", "no keys", fds=(memfd, memfd))
+        guest.send("touch", "no keys", fds=(memfd, memfd))
         assert guest.receive()[0] == "error"
-        assert guest.ask("lookup", [A], 1) == ["count", 0]
+        assert guest.ask("touch", [A]) == ["count", 0]
         eventually(lambda: not [name for name in server.fds() if "vcache-test" in name])
         for _ in range(20):
-            guest.send("lookup", [A], 1, fds=(memfd,) * m.MAX_FDS)
+            guest.send("touch", [A], fds=(memfd,) * m.MAX_FDS)
             assert guest.receive() == ["count", 0]
         guest.send_bytes(b"no message", (memfd,))
     eventually(lambda: not [name for name in server.fds() if "vcache-test" in name])
@@ -277,10 +264,10 @@ def test_fds_nobody_asked_for_are_closed(stage_: Stage, server: Child, memfd: in
 def test_requests_sent_in_one_breath_are_answered_in_order(raw: Raw) -> None:
     """Also when some are refused."""
     for message in (
-        ["lookup", [A], 1],
+        ["touch", [A]],
         ["contains", [A]],
         ["segments_of_nobody"],
-        ["lookup", [A] * (m.MAX_KEYS + 1), 1],
+        ["touch", [A] * (m.MAX_KEYS + 1)],
     ):
         raw.send(*message)
     raw.send("reserve", [A], 0)

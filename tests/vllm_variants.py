@@ -10,6 +10,8 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from benchmarks.vllm.extension import Extension
+
 
 class FailingConnector(ExampleConnector):  # type: ignore[misc]
     """vLLM's own example, to run beside ours under MultiConnector, whose loads, in the step that
@@ -36,6 +38,21 @@ class Stage(CPUWorker):  # type: ignore[misc]
         given = runner.max_num_tokens, runner.model_config.dtype, runner.device
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(*given)
         return super().compile_or_warm_up_model()
+
+
+class Ranks(Extension):
+    """Of expert parallel ranks of a server, which is asked by HTTP: `vllm_inside.Serving.meddle`."""
+
+    def meddle(self, place: str, action: str, value: str) -> None:
+        from vllm_inside import Serving
+
+        self.meddling = Serving.__new__(Serving)
+        self.meddling.touch_nothing()
+        self.meddling.meddle(place, action, float(value), 1)
+
+    def leave_alone(self) -> dict[str, int]:
+        calls: dict[str, int] = self.meddling.leave_alone()
+        return calls
 
 
 class HostOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]

@@ -1,5 +1,4 @@
-"""What the commands of `vcache` share: options, the configuration, the connection, and how errors
-are shown."""
+"""What the commands share: options, configuration, connection, and how errors are shown."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ class _Group(TyperGroup):
 
 
 def group(text: str, root: bool = False) -> typer.Typer:
-    """An empty group of commands. text: its help. root: it is `vcache` itself, with completion and
-    exit codes in its help."""
+    """An empty group of commands. text: its help. root: with completion and exit codes."""
     return typer.Typer(
         cls=_Group,
         help=text,

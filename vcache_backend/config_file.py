@@ -1,5 +1,4 @@
-"""Helps with mistakes in configuration files: the line of each key, keys that are there twice, and
-what may have been meant."""
+"""Explains mistakes in configuration files: their lines, repeated keys, what was meant."""
 
 from __future__ import annotations
 

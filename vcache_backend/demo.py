@@ -41,18 +41,13 @@ BLOCKS = -(-TOKENS // BLOCK_SIZE)
 SHAPES = {"host": (4, 2, 64), "cuda": (16, 8, 64)}
 """Layers, KV heads, size of a head. On GPUs those of Llama-3.2-1B."""
 START_SECONDS = 300.0
-"""The most that the start of a child may take. It imports torch, perhaps on a cold disk and a busy
-core: a minute there is no failure."""
+"""The most that the start of a child may take: importing torch can take a minute."""
 SECONDS = 60.0
 """The most that an answer of a child that has started may take."""
 CLIENT = ClientConfig(connect_seconds=5.0, request_seconds=10.0, control_seconds=30.0)
 FOLDER = None if len(tempfile.gettempdir()) < 70 else "/tmp"
 """Where the socket's folder is made. A socket's path has at most 107 bytes."""
 NEXT = "Next: `vcache doctor`, then connect vLLM: docs/vllm/start.md or docs/lmcache.md"
-
-
-class DemoError(VCacheError):
-    """A process of the demo did not start, did not answer in time, or ended."""
 
 
 def run(as_json: bool = False) -> int:
@@ -96,7 +91,7 @@ def play(devices: list[str]) -> dict[str, Any]:
     """Have each worker store half of the prompts, and the other worker retrieve them. Then change
     one byte in the pool: the check must find it. Returns the fields of `--json`.
 
-    Raises DemoError if a process fails."""
+    Raises VCacheError if a process fails."""
     answers = []
     with ExitStack() as undo:
         made = tempfile.TemporaryDirectory(prefix="vcache-demo-", dir=FOLDER)
@@ -135,8 +130,7 @@ def chunk_bytes(device: str) -> int:
 
 
 class Child(subprocess.Popen[bytes]):
-    """A process of the demo, which is killed when the block ends. It has a session of its own, so
-    that Ctrl-C reaches the parent only."""
+    """A process of the demo, killed when the block ends, out of reach of Ctrl-C."""
 
     def __init__(self, *arguments: str) -> None:
         self.words, pipe = " ".join(arguments), subprocess.PIPE
@@ -144,19 +138,19 @@ class Child(subprocess.Popen[bytes]):
         super().__init__(command, stdin=pipe, stdout=pipe, bufsize=0, start_new_session=True)
 
     def ask(self, verb: str, prompt: int) -> Any:
-        """Have a worker do `verb`, a method of `Worker`. Returns its answer. Raises DemoError."""
+        """Have a worker do `verb`, a method of `Worker`. Returns its answer. Raises VCacheError."""
         assert self.stdin is not None
         with suppress(BrokenPipeError):  # it has ended; `answer` says so
             self.stdin.write(json.dumps([verb, prompt]).encode() + b"\n")
         return self.answer()
 
     def answer(self, seconds: float = SECONDS) -> Any:
-        """Wait for the next line that the process prints. Raises DemoError."""
+        """Wait for the next line that the process prints. Raises VCacheError."""
         assert self.stdout is not None
         if not select.select([self.stdout], [], [], seconds)[0]:
-            raise DemoError(f"no answer in {seconds:g} s: {self.words}")
+            raise VCacheError(f"no answer in {seconds:g} s: {self.words}")
         if not (line := self.stdout.readline()):
-            raise DemoError(
+            raise VCacheError(
                 f"ended with exit code {self.wait()}, for the reason above: {self.words}"
             )
         return json.loads(line)

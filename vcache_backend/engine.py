@@ -1,5 +1,4 @@
-"""`VCacheEngine`: stores, looks up and retrieves the KV of token sequences, between paged KV caches
-and the pool."""
+"""`VCacheEngine`: stores, looks up and retrieves token sequences' KV in the pool."""
 
 from __future__ import annotations
 

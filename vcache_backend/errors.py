@@ -13,13 +13,11 @@ class VCacheError(Exception):
 
 
 class ConfigError(VCacheError):
-    """A configuration file or an option cannot be read, or a value in it is unknown, of the wrong
-    type or impossible."""
+    """A configuration or an option cannot be read, is unknown, or has an impossible value."""
 
 
 class LayoutError(VCacheError):
-    """KV tensors, or a copy of them, do not fit the layout: unknown or ambiguous axes, another
-    device, blocks that are not there."""
+    """KV tensors or a copy do not fit the layout: axes, device, or blocks that are not there."""
 
 
 class SegmentError(VCacheError):

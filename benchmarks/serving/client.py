@@ -114,8 +114,8 @@ class Run:
             answer.error = f"{type(error).__name__}: {error}"
 
 
-async def complete(port: int, body: bytes, answer: Answer) -> None:
-    """Send one request and note its times.
+async def complete(port: int, body: bytes, answer: Answer, rank: int | None = None) -> None:
+    """Send one request and note its times. rank: the data parallel rank that is to answer.
 
     Raises OSError, ValueError or EOFError if the answer is not a completion's stream.
     """
@@ -126,6 +126,7 @@ async def complete(port: int, body: bytes, answer: Answer) -> None:
             f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: "
             "application/json\r\nConnection: close\r\n"
         )
+        head += f"X-data-parallel-rank: {rank}\r\n" if rank is not None else ""
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         status = await reader.readline()
         headers = b""

@@ -4,6 +4,8 @@ end with it.
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import re
 import signal
@@ -38,6 +40,7 @@ from .systems import SYSTEMS, Sizes, mp_arguments, serve_arguments
 START_SECONDS = 300.0
 END_SECONDS = 20.0
 RESET_SECONDS = 10.0
+CALL_SECONDS = 60.0
 COUNTERS = {
     "queries": r"vllm:prefix_cache_queries_total",
     "own": r"vllm:prefix_cache_hits_total",
@@ -50,6 +53,8 @@ COUNTERS = {
 """Of vLLM's Prometheus endpoint, in tokens but for the last: patterns, of which all series are
 added up. Where there is none, it is 0.
 """
+_STARTED = itertools.count()
+"""Servers of this process, whose ports lie apart from those of other processes."""
 _STEPPED = (
     ["--scheduler-cls", "benchmarks.vllm.steps.stepped"] if "VCACHE_STEPS" in os.environ else []
 )
@@ -78,7 +83,7 @@ class Servers:
         self._undo = ExitStack()
         self._beside: list[Program] = []
         self._servers: list[Program] = []
-        count = 1 if SYSTEMS[name].ranks else len(gpus)
+        count = 1 if SYSTEMS[name].ranks or SYSTEMS[name].single else len(gpus)
         self.ports = free_ports(count)
         self.events = free_ports(count)
         self._started = time.monotonic()
@@ -166,6 +171,22 @@ class Servers:
         each = [counters(port) for port in self.ports]
         return {key: sum(values[key] for values in each) for key in COUNTERS}
 
+    def shared(self) -> int:
+        """Chunks that others can read: in the pool, and in instances' KV caches."""
+        with Client(self._own / "vcache.sock", PATIENT, reconnect=False) as client:
+            stats = client.stats()
+            return int(stats.chunks + sum(each.resident for each in stats.instances))
+
+    def call(self, method: str) -> None:
+        """Have each worker of each rank run this method of its `--worker-extension-cls`."""
+        for port in self.ports:
+            _get(port, "/collective_rpc", json.dumps({"method": method}).encode(), CALL_SECONDS)
+
+    def causes(self) -> str:
+        """The first errors in the servers' logs, which say why one has ended."""
+        lines = "\n".join(program.log.read_text(errors="replace") for program in self._servers)
+        return " | ".join(re.findall(r"ERROR .*\b\w+(?:Error|Exception)\b.*", lines)[:3])
+
     def said(self) -> str:
         """What vcache has last said in the servers' logs."""
         lines = [
@@ -206,7 +227,8 @@ class Servers:
             "VLLM_SERVER_DEV_MODE": "1",  # for `reset`
             "VLLM_CACHE_ROOT": str(self._cache),
             # The ports that vLLM's processes take among themselves are looked for from here on.
-            "VLLM_PORT": str(42000 + 400 * (int(gpu) if gpu.isdigit() else 0) + 100 * index),
+            "VLLM_PORT": str(34_000 + 800 * (os.getpid() % 32) + 100 * (next(_STARTED) % 8)),
+            **self._sizes.kind.environment,
         }
         if self._sizes.scale.cpu:
             return given | CPU_ENVIRONMENT
@@ -253,8 +275,8 @@ def _reset(port: int, path: str) -> bool:
     return bool(msgspec.json.decode(_get(port, path, b""))["success"])
 
 
-def _get(port: int, path: str, data: bytes | None = None) -> bytes:
+def _get(port: int, path: str, data: bytes | None = None, seconds: float = 10.0) -> bytes:
     """data: POST it."""
-    with urllib.request.urlopen(f"http://{HOST}:{port}{path}", data, timeout=10) as reply:
+    with urllib.request.urlopen(f"http://{HOST}:{port}{path}", data, timeout=seconds) as reply:
         body: bytes = reply.read()
     return body

@@ -23,6 +23,8 @@ AHEAD = {"throughput": 1.15, "ttft_p99": 2.0}
 """By how much."""
 SHARED = ("prefix", "trace", "hot", "chat")
 """Workloads whose hit rate has to be that of one shared cache, or nearly."""
+STATES = 0.95
+"""The least hit rate in `states_*` rows."""
 RANKS = {"throughput": 1.3, "ttft_p50": 2.0}
 """The least ratios of `dp_*` rows."""
 FATES = {
@@ -178,6 +180,8 @@ def compared(rows: Mapping[str, Row], workload: str) -> list[Row]:
             name = f"routed_{workload}_turn_hit_rate"
             value, ceiling = hit.value, hit.reference
             made.append(row(name, hit.unit, value, ceiling, what=hit.what, at_least=0.99))
+    if {"single_turn", "vcache_turn"} <= set(arms):
+        made.append(_shared(rows, workload))
     if {"alone_dp_turn", "inplace_dp_turn"} <= set(arms):
         ours, plain = ["inplace_dp_turn"], ["alone_dp_turn"]
         made += [
@@ -185,6 +189,17 @@ def compared(rows: Mapping[str, Row], workload: str) -> list[Row]:
             for figure, least in RANKS.items()
         ]
     return made
+
+
+def _shared(rows: Mapping[str, Row], workload: str) -> Row:
+    """The hit rate of our servers in turn against that of one vLLM that gets all requests, of a
+    model with states.
+    """
+    ours, single = (rows[case(arm, workload, "hit_rate")] for arm in ("vcache_turn", "single_turn"))
+    name, _, shape = workload.partition("_state_")
+    what = f"{ours.what}; reference: {single.what}"
+    of = f"states_{name}_hit_rate" + (f"_{shape}" if shape else "")
+    return row(of, ours.unit, ours.value, single.value, what=what, at_least=STATES)
 
 
 def _ahead(prefix: str, made: Sequence[Row]) -> Row:

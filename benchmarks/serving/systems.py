@@ -13,6 +13,7 @@ import msgspec
 
 from ..processes import HOST
 from ..vllm import scale as scales
+from ..vllm.instances import KINDS, Kind
 from ..vllm.scale import GIB, MIB, Scale
 from ..vllm.settings import BOTH, llm, our_connector
 from .workloads import Plan
@@ -21,13 +22,15 @@ MODEL = "model"
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """scale: the model, and what an instance may take on. kv_bytes: vLLM's KV cache of an instance
-    beside a pool; pool_bytes: what it lends to the pool. Without a pool an instance has the sum of
-    both. host_gib: host memory of all instances together, where a system uses any. seqs: requests
-    that an instance runs at a time. instances: servers, or data parallel ranks of one. one_gpu:
-    all instances share one. kv_events: servers publish them, for a router."""
+    """scale: the model, and what an instance may take on. kind: what vLLM is started with for that
+    model. kv_bytes: vLLM's KV cache of an instance beside a pool; pool_bytes: what it lends to the
+    pool. Without a pool an instance has the sum of both. host_gib: host memory of all instances
+    together, where a system uses any. seqs: requests that an instance runs at a time. instances:
+    servers, or data parallel ranks of one. one_gpu: all instances share one. kv_events: servers
+    publish them, for a router."""
 
     scale: Scale
+    kind: Kind = KINDS[""]
     kv_bytes: int
     pool_bytes: int
     host_gib: float
@@ -36,6 +39,18 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     instances: int = 2
     one_gpu: bool = False
     kv_events: bool = False
+
+    def of(self, kind: Kind) -> Sizes:
+        """The same for another kind of model, with room for as many tokens."""
+        scale = kind.of(self.scale)
+        kv_bytes, pool_bytes = (
+            held // self.scale.token_bytes * scale.token_bytes
+            for held in (self.kv_bytes, self.pool_bytes)
+        )
+        plan = msgspec.structs.replace(self.plan, vocabulary=scale.vocabulary, block=scale.block)
+        return msgspec.structs.replace(
+            self, scale=scale, kind=kind, kv_bytes=kv_bytes, pool_bytes=pool_bytes, plan=plan
+        )
 
     @property
     def all_kv_bytes(self) -> int:
@@ -97,7 +112,7 @@ SIZES = {"full": FULL, "tiny": TINY}
 class System(msgspec.Struct, frozen=True, kw_only=True):
     """label: for people. ours: with our connector. lends: VRAM of each GPU goes to the pool.
     in_place: vLLM's own KV cache is the pool. host: it takes host memory. ranks: one server with
-    data parallel ranks, among which vLLM balances itself."""
+    data parallel ranks, among which vLLM balances itself. single: one server gets all requests."""
 
     label: str
     ours: bool = False
@@ -105,6 +120,7 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
     in_place: bool = False
     host: bool = False
     ranks: bool = False
+    single: bool = False
 
     @property
     def connector(self) -> bool:
@@ -114,6 +130,7 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
 
 SYSTEMS = {
     "alone": System(label="vLLM alone"),
+    "single": System(label="vLLM alone, one server", single=True),
     "mp": System(label="LMCache MP server, host memory", host=True),
     "vcache": System(label="vcache, a pool", ours=True, lends=True),
     "inplace": System(label="vcache in place", ours=True, in_place=True),
@@ -121,6 +138,7 @@ SYSTEMS = {
         label="vcache in place, victims in host memory", ours=True, in_place=True, host=True
     ),
     "alone_dp": System(label="vLLM alone, data parallel", ranks=True),
+    "vcache_dp": System(label="vcache, a pool, data parallel", ours=True, lends=True, ranks=True),
     "inplace_dp": System(
         label="vcache in place, data parallel", ours=True, in_place=True, ranks=True
     ),
@@ -152,18 +170,22 @@ def serve_arguments(
         "enable_prompt_tokens_details": True,
         "disable_uvicorn_access_log": True,
     }
+    given |= sizes.kind.arguments
     if system.ranks:
         given["data_parallel_size"] = sizes.instances
     if sizes.kv_events:
-        given["kv_events_config"] = json.dumps(
-            {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": side["events"]}
-        )
+        given["kv_events_config"] = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": side["events"],
+        }
     if (config := transfer(name, sizes, side)) is not None:
-        given["kv_transfer_config"] = json.dumps(config)
+        given["kv_transfer_config"] = config
     arguments: list[str] = []
     for key, value in given.items():
         flag = f"--{key.replace('_', '-')}"
-        arguments += [flag] if value is True else [flag, str(value)]
+        said = json.dumps(value) if isinstance(value, dict) else str(value)
+        arguments += [flag] if value is True else [flag, said]
     return arguments
 
 
@@ -180,7 +202,7 @@ def transfer(name: str, sizes: Sizes, side: Mapping[str, Any]) -> dict[str, Any]
     # as two servers on one GPU do.
     together = system.lends and sizes.one_gpu
     more: dict[str, str] = {"connector.share": "in_place"} if system.in_place else {}
-    if sizes.scale.cpu or system.host:
+    if system.host or (system.lends and sizes.scale.cpu):
         more["pool.device"] = f"host:{0 if together else side['index']}"
     servers = sizes.instances
     lends = sizes.pool_bytes * (servers if together else 1) if system.lends else 0

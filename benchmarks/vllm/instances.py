@@ -15,15 +15,17 @@ EAGER: dict[str, Any] = {"enforce_eager": True}
 
 class Kind(msgspec.Struct, frozen=True, kw_only=True):
     """What differs from the plain instance. model: its config, or with `over` what to change of the
-    plain one. tiny: what to change of it on the CPU. block: tokens a KV block, 0: the scale's.
-    states: vcache keeps states, and a chunk is one block, on the CPU of the scale's chunk.
-    value_bytes: of a number in the KV cache. head: what is different in its EAGLE head; empty: it
-    has none. arguments: of vLLM's `LLM`. environment: for its processes. ranks: over how many GPUs,
-    by `split`, an argument of `LLM`. settings: of vcache's configuration, `SECTION.KEY` by value.
-    alone: the reference's scheduler; with `in_chunks` others are compared with it."""
+    plain one. tiny: what to change of it on the CPU, or with `other` the model that takes its place
+    there. block: tokens a KV block, 0: the scale's. states: vcache keeps states, and a chunk is one
+    block, on the CPU of the scale's chunk. value_bytes: of a number in the KV cache. head: what is
+    different in its EAGLE head; empty: none. arguments: of vLLM's `LLM`. environment: for its
+    processes. ranks: over how many GPUs, by `split`, an argument of `LLM`. settings: of vcache's
+    configuration, `SECTION.KEY` by value. alone: the reference's scheduler; with `in_chunks` others
+    are compared with it."""
 
     model: dict[str, Any] = {}
     tiny: dict[str, Any] = {}
+    other: bool = False
     over: bool = False
     block: int = 0
     states: bool = False
@@ -46,7 +48,8 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
         into the plain one's.
         """
         model = {**(scale.model if self.over else {}), **self.model} if self.model else scale.model
-        model |= self.tiny if scale.cpu else {}
+        if scale.cpu:
+            model = self.tiny if self.other else model | self.tiny
         own = msgspec.structs.replace(scale, model=model, block=self.block or scale.block)
         if self.states:
             size = scale.chunk if scale.cpu else self.block
@@ -93,6 +96,13 @@ def _sparse(**arguments: Any) -> Kind:
     return Kind(model=model, block=64, arguments=fixed | arguments)
 
 
+def _experts(model: dict[str, Any], tiny: str, **more: Any) -> Kind:
+    """A kind whose experts are spread over the data parallel ranks of one server."""
+    extension = f"{__package__}.extension.Extension"
+    arguments = EAGER | {"enable_expert_parallel": True, "worker_extension_cls": extension}
+    return Kind(model=model, tiny=SHAPES[tiny], arguments=arguments, **more)
+
+
 KINDS = {
     "": Kind(),
     "tp2": Kind(ranks=2),
@@ -107,6 +117,17 @@ KINDS = {
     "gptoss": _shaped("gpt_oss", "tiny_gpt_oss", alone=""),
     "state_mamba2": _stateful("granite", 768),
     "state_conv": _stateful("lfm2", 256),
+    "v3": _experts(SHAPES["deepseek_v3"], "tiny_mixtral", block=64, other=True),
+    # All layers and experts of gpt-oss-20b, at two bytes a weight.
+    "oss20b": _experts(
+        SHAPES["gpt_oss"]
+        | {
+            "num_hidden_layers": 24,
+            "num_local_experts": 32,
+            "layer_types": SHAPES["gpt_oss"]["layer_types"] * 3,
+        },
+        "tiny_gpt_oss",
+    ),
     # By itself vLLM takes FlashInfer on Hopper, be it there or not.
     "state_gdn": _stateful("qwen3_next", 768, gdn_prefill_backend="triton"),
     # So few words that what comes out has been there before, and drafts are made and sometimes

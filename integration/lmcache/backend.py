@@ -115,8 +115,7 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         """Do nothing: the server marks chunks as used when it leases them."""
 
     def get_blocking(self, key: CacheEngineKey) -> None:
-        """Return None: `Verbs.retrieve` loads hits straight into the paged KV cache, without memory
-        objects."""
+        """Return None: `Verbs.retrieve` loads hits straight into the paged KV cache."""
 
     def batched_get_blocking(self, keys: list[CacheEngineKey]) -> list[None]:
         """Return None for each key; see `get_blocking`."""
@@ -195,8 +194,7 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         return NoAllocator()
 
     def calculate_chunk_budget(self) -> int:
-        """How many chunks may be loaded at once: practically any number, since our memory objects
-        hold no memory."""
+        """How many chunks may be loaded at once: any number, our objects hold no memory."""
         return 1 << 20
 
     @answers(None)

@@ -20,8 +20,7 @@ CLASS_NAME = "VCacheBackend"
 
 
 def version() -> str | None:
-    """Say why the plugin does not work with this version of LMCache, or None. `patches` checks
-    LMCache's internals."""
+    """Say why the plugin does not work with this version of LMCache, or None."""
     try:
         installed = metadata.version("lmcache")
     except metadata.PackageNotFoundError:

@@ -121,16 +121,14 @@ def discover(metadata: Any, settings: Settings) -> Instance:
 
 
 def hash_probe(token_database: Any) -> str:
-    """Hash a fixed chunk of tokens with LMCache, as text. Equal results mean equal algorithm, seed
-    and chunk size."""
+    """Hash a fixed chunk with LMCache: tells its algorithm, seed and chunk size apart."""
     tokens = list(range(1, token_database.chunk_size + 1))
     _, _, chunk_hash = next(iter(token_database.process_tokens(tokens, make_key=False)))
     return str(chunk_hash)
 
 
 def _transfer_group() -> Any:
-    """Return vLLM's KV connector in this worker, or None. The connector's module is loaded if vLLM
-    has made a connector."""
+    """vLLM's KV connector in this worker; None unless vLLM has made one."""
     module = sys.modules.get("vllm.distributed.kv_transfer")
     has = module is not None and module.has_kv_transfer_group()
     return module.get_kv_transfer_group() if module is not None and has else None

@@ -30,8 +30,7 @@ def described(
 
 
 class NotedSlots(NamedTuple):
-    """A chunk's place in KV caches: its tokens are at `slots[start:]`, of the slots of a request's
-    tokens (int64)."""
+    """A chunk's place in KV caches: its tokens are at `slots[start:]` (int64)."""
 
     kvcaches: KVCaches
     slots: Any

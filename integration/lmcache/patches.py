@@ -96,8 +96,7 @@ def register() -> None:
 
 
 class _OnImport(MetaPathFinder):
-    """Finds LMCache's connector module in the ordinary way, and calls `register` after the module
-    is executed."""
+    """Finds LMCache's connector module as always, and calls `register` once it is executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

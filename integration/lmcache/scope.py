@@ -29,8 +29,7 @@ PLAIN = "-"
 """The scope of a request with neither salt nor adapter."""
 
 REFUSED = "vcache.uncached"
-"""Set beside `SKIP_SAVE`: never look the request up, however often vLLM schedules it. Users may set
-it, too."""
+"""Set beside `SKIP_SAVE`: never look the request up. Users may set it, too."""
 
 _PARAMS = "kv_transfer_params"
 log = logging.getLogger(__name__)

@@ -80,8 +80,7 @@ def read(extra_config: Mapping[str, Any], chunk_size: int) -> Settings:
 
 
 def _put(values: dict[str, Any], key: str, value: object) -> None:
-    """Set the value that `key` names, such as `pool.device`. ConfigError if a part of the name is
-    no section."""
+    """Set the value that `key` names, such as `pool.device`. ConfigError without such a section."""
     *path, name = key.split(".")
     section: Any = values
     for part in path:

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST = 1024
-"""The most hits that are kept. Requests that are never scheduled leave theirs behind, so the oldest
-are dropped."""
+"""The most hits that are kept. Requests that never run leave theirs: the oldest go."""
 
 
 class Hits:
@@ -43,8 +42,7 @@ class Hits:
         self._lock = threading.Lock()
 
     def keep(self, request: str, hit: Hit) -> None:
-        """Keep `hit` until `take`, in place of the request's earlier hit. A hit without chunks is
-        ended at once."""
+        """Keep `hit` until `take`, in place of the request's earlier one. End an empty hit."""
         with self._lock:
             over = [self._kept.pop(request, None)]
             if hit.names:

@@ -1,5 +1,4 @@
-"""Makes a worker's chunk keys, and leases, loads and stores its chunks. May raise; the callers
-shield LMCache."""
+"""Makes a worker's chunk keys, leases, loads and stores its chunks. May raise."""
 
 from __future__ import annotations
 
@@ -91,8 +90,7 @@ class PoolWorker:
         return hit
 
     def _count(self, asked: int, found: int) -> None:
-        """Report a look-up to the server, in chunks. Every rank makes the look-up; the first rank
-        reports it."""
+        """Report a look-up to the server, in chunks. Every rank looks up; the first reports."""
         size = self.session.chunk_size
         if self.session.rank == 0:
             self.session.client.count(asked * size, found * size)
@@ -133,8 +131,7 @@ class PoolWorker:
         )
 
     def settle(self, block_size: int) -> set[int]:
-        """Wait for the launched loads. Returns the KV blocks, of `block_size` tokens each, that
-        they did not fill."""
+        """Wait for the launched loads. Returns the KV blocks, of `block_size`, left unfilled."""
         loads, self._launched = self._launched, []
         bad: set[int] = set()
         for load, slots, starts, skip in loads:

@@ -1,5 +1,4 @@
-"""Checks the driver, the GPUs, how they reach each other, and whether this worker's segment fits on
-its device."""
+"""Checks the driver, the GPUs, how they reach each other, and whether a segment fits."""
 
 from __future__ import annotations
 
@@ -120,8 +119,7 @@ def check_memory(config: Config) -> Iterator[Finding]:
 
 
 def _pool_gpu(spec: str) -> Gpu | None:
-    """The GPU that `pool.device` names; None if it is not here. `auto` and `cuda` are taken for the
-    first one, without asking torch."""
+    """The GPU that `pool.device` names; None if not here. `auto` and `cuda`: the first."""
     if not has_nvidia():
         return None
     try:

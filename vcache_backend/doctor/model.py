@@ -38,13 +38,11 @@ _KINDS = {
 
 
 class UnknownModel(Exception):
-    """vLLM could not be asked, or does not know the model. The message says why and, after `; `,
-    what would help."""
+    """vLLM does not know the model or cannot be asked: why and, after `; `, what would help."""
 
 
 class Layers(msgspec.Struct, frozen=True):
-    """`count` layers of one kind: `full`, `window`, `state`, or vLLM's name for another one.
-    window: its tokens."""
+    """`count` layers of a kind: `full`, `window` of so many tokens, `state`, or vLLM's name."""
 
     kind: str
     window: int
@@ -109,8 +107,7 @@ def ask(name: str, config: Config) -> ModelReport:
 
 
 def check_model(name: str, config: Config) -> Iterator[Finding]:
-    """Say whether a model is cached, how large its chunks are, and what a pool holds of it. name:
-    as `vllm serve` takes it."""
+    """Say whether a model is cached, the size of its chunks, and what a pool holds of it."""
     shown = printable(name)
     try:
         model = ask(name, config)

@@ -22,8 +22,7 @@ REPORT_SECONDS = 3600.0
 
 
 def check_socket(config: Config) -> Iterator[Finding]:
-    """Check that the socket's folder exists, belongs to this user or another trusted one, and is
-    closed to others."""
+    """Check that the socket's folder exists, is a trusted user's, and is closed to others."""
     path = config.server.path
     if len(os.fsencode(path)) > MAX_SOCKET_PATH:
         detail = f"{path} is longer than the {MAX_SOCKET_PATH} bytes a socket's path may have"

@@ -61,8 +61,7 @@ PACKAGES = (
 
 
 def check_kernel(config: Config) -> Iterator[Finding]:
-    """Check Linux's version, and two system calls: segments need memfd_create, and noticing dead
-    clients pidfd_open."""
+    """Check Linux's version, memfd_create for segments, and pidfd_open to notice dead clients."""
     release = platform.release()
     if sys.platform != "linux" or numbers(release) < (5, 4):
         yield fail("kernel", f"{platform.system()} {release}", "vcache needs Linux 5.4 or later")
@@ -116,8 +115,7 @@ def check_packages(config: Config) -> Iterator[Finding]:
 
 
 def installed(*names: str) -> tuple[str, str]:
-    """The first of these distributions that is installed, and its version; if none is, the first
-    name and ""."""
+    """The first installed of these distributions, and its version; else the first name and ""."""
     for name in names:
         with suppress(metadata.PackageNotFoundError):
             return name, metadata.version(name)

@@ -1,2 +1,1 @@
-"""The metadata server: directory, allocator, leases, fds, ledger. No torch, no CUDA; no data
-passes through it."""
+"""The metadata server: directory, allocator, leases, fds, ledger. No torch, no CUDA, no KV."""

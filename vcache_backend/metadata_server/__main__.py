@@ -1,5 +1,4 @@
-"""`python -m vcache_backend.metadata_server [--config FILE] [--socket PATH]`: the server without
-the CLI's dependencies."""
+"""`python -m vcache_backend.metadata_server [--config FILE] [--socket PATH]`, without the CLI."""
 
 from __future__ import annotations
 

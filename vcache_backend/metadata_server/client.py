@@ -61,15 +61,8 @@ class Client(InstanceCalls):
     # ---- chunks
 
     def lookup(self, keys: list[m.ChunkKey], ranks: int = 1) -> int:
-        """Count the leading chunks that all ranks have. Sends several requests for more than
-        `MAX_LOOKED_UP` keys times ranks."""
-        most = max(1, min(m.MAX_KEYS, m.MAX_LOOKED_UP // ranks))
-        leading = 0
-        for reply in self._in_parts(keys, lambda part: m.Lookup(part, ranks), m.Count, most):
-            leading += reply.count
-            if reply.count < most:
-                break
-        return leading
+        """Count the leading chunks that the pool has for all ranks."""
+        return len(self.find(m.Find(keys, ranks, pool_only=True)).pooled)
 
     def contains(self, keys: list[m.ChunkKey]) -> list[bool]:
         return self.present(keys).present
@@ -100,8 +93,7 @@ class Client(InstanceCalls):
         return self._call(m.Release(lease), m.Verdict).held
 
     def reserve(self, keys: list[m.ChunkKey], nbytes: int, tenant: bytes = b"") -> m.Reserved:
-        """Reserve a slot for each key. Each key gets a slot or a refusal: FULL after the first
-        `MAX_SLOTS` slots."""
+        """Reserve a slot for each key, or a refusal: FULL after the first `MAX_SLOTS` slots."""
         reserved = self._call(m.Reserve(keys[: m.MAX_KEYS], nbytes, tenant), m.Reserved)
         rest = len(keys) - m.MAX_KEYS
         if rest <= 0:
@@ -148,8 +140,7 @@ class Client(InstanceCalls):
         return opened.segment, fds[0]
 
     def avoid(self, id_: m.SegmentId) -> None:
-        """Say that this process cannot map the segment, so that the server gives it no slot there.
-        Repeat after each reconnection."""
+        """Have the server give this process no slot there. Repeat after each reconnection."""
         self._call(m.Unusable(id_), m.Count)
 
     def drop_segment(self, id_: m.SegmentId) -> m.Dropped:
@@ -196,18 +187,16 @@ class Client(InstanceCalls):
         keys: list[m.ChunkKey],
         request: Callable[[list[m.ChunkKey]], m.Request],
         kind: type[R],
-        most: int = m.MAX_KEYS,
         last_first: bool = False,
     ) -> Iterator[R]:
-        """Send the keys in requests of at most `most` keys, and yield the replies. One deadline
-        holds for all."""
+        """Send the keys in several requests by one deadline, and yield the replies."""
         deadline = time.perf_counter() + self._config.request_seconds
-        starts = range(0, max(len(keys), 1), most)
+        starts = range(0, max(len(keys), 1), m.MAX_KEYS)
         for start in reversed(starts) if last_first else starts:
             seconds = (
                 deadline - time.perf_counter() if len(starts) > 1 else self._config.request_seconds
             )
-            yield self._call(request(keys[start : start + most]), kind, seconds)
+            yield self._call(request(keys[start : start + m.MAX_KEYS]), kind, seconds)
 
     def _list(self) -> None:
         try:

@@ -1,5 +1,4 @@
-"""The server's socket: its folder, the files beside it, access rights, and whether the path still
-leads to it."""
+"""The server's socket: its folder, files beside it, rights, and whether its path is still ours."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ FRESH_SECONDS = 3600.0
 
 
 def beside(path: Path, suffix: str) -> Path:
-    """The path of a socket's lock or log: the socket's whole name and `suffix`, so that no two
-    sockets share a file."""
+    """The path of a socket's lock or log: no two sockets share a file."""
     return path.with_name(path.name + suffix)
 
 

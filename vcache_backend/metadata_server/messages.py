@@ -14,7 +14,7 @@ from typing import Annotated, Literal, NewType
 
 import msgspec
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 MAX_MESSAGE_BYTES = 200_000
 """Linux sends a packet of this size with a socket's ordinary buffer. A client that sends a larger
 packet is disconnected."""
@@ -387,13 +387,6 @@ class Abort(Request, frozen=True, tag="abort"):
     """Free the slots of a reservation of which no copy runs or will run → `Count` of slots."""
 
     reservation: int
-
-
-class Lookup(Request, frozen=True, tag="lookup"):
-    """How many leading chunks do all `ranks` ranks have (keys of rank 0)? No lease → `Count`."""
-
-    keys: Keys
-    ranks: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
 
 
 class Acquire(Request, frozen=True, tag="acquire"):
@@ -791,19 +784,7 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
     tenants: list[TenantStats] = []
 
 
-OfChunks = (
-    Reserve
-    | Commit
-    | Abort
-    | Lookup
-    | Acquire
-    | Renew
-    | Release
-    | Contains
-    | Touch
-    | Remove
-    | Clear
-)
+OfChunks = Reserve | Commit | Abort | Acquire | Renew | Release | Contains | Touch | Remove | Clear
 OfResidents = Find | Publish | Promise | Retract | Hint | Listen | ShowReads | CloseInstance
 _OfSegments = AddSegment | Lend | OpenSegment | Unusable | DropSegment | ListSegments
 _OfInstances = Join | ShowCache | OpenInstance | OpenCache

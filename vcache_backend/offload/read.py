@@ -88,9 +88,6 @@ class Reader:
         checkers = max(1, min(CHECKERS, len(os.sched_getaffinity(0)) // 4))
         self.checks = Workers("vcache-offload-check", checkers)
 
-    def fetch(self, keys: Sequence[ChunkKey], epoch: int) -> Fetch:
-        return Fetch(self, keys, epoch)
-
     def try_again(self, name: str) -> None:
         """Read a late object again. Its absence counts as an answer. Raises StoreDown."""
         buffers = self.ring.take(1, 0.1)

@@ -95,7 +95,7 @@ class OffloadTier(Index):
         """Begin to read chunks stored in `epoch`; None if the store is not usable."""
         if self._reader is None or not keys or not self.usable:
             return None
-        return self._reader.fetch(keys, epoch)
+        return Fetch(self._reader, keys, epoch)
 
     def offer(self, keys: Sequence[ChunkKey]) -> None:
         """Write chunks that are now in the pool, in the background. Never blocks."""

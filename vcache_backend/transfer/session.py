@@ -80,8 +80,10 @@ class Session:
         self.tier = make_tier(config.offload, self.stats, self.device.ordinal is not None)
         """The offload tier, or None. `bind` sets it to None if memory for it is lacking; the pool
         works without it."""
-        self.on_stored: list[Callable[[list[ChunkKey]], None]] = [self._offer]
+        self.on_stored: list[Callable[[list[ChunkKey]], None]] = []
         """Called in the commit thread with this worker's chunks that others can now see."""
+        if self.tier is not None:
+            self.on_stored.append(self.tier.offer)
         self.committer = Committer(self.client, self.stats, self.on_stored)
         self.leases = LeaseClient(self.client, self.committer, self.stats)
         self.miss = self.stats.miss
@@ -175,10 +177,6 @@ class Session:
                 self.client.report("error", f"no offload tier: {error}")
             self.tier.close()
             self.tier = self.uploader = None
-
-    def _offer(self, keys: list[ChunkKey]) -> None:
-        if self.tier is not None:
-            self.tier.offer(keys)
 
     def fetch(self, keys: Sequence[ChunkKey]) -> Fetch | None:
         """Begin to read the leading chunks that the pool lacks from the offload tier. None if it

@@ -148,10 +148,10 @@ def decide(settings: Config, vllm_config: Any, kv_cache_config: Any, model: Mode
     if settings.connector.share != "auto":
         return settings
     why = _SEVERAL if several(kv_cache_config) else next(_refusals(vllm_config, model), None)
-    if why is None and model.tp_size * model.pp_size > 1:
+    if why is None and model.pp_size > 1:
         why = (
-            "the instance has several workers, for which sharing in place has to be asked "
-            "for: it has not been run across GPUs"
+            "the instance has pipeline parallel workers, for which sharing in place has to be "
+            "asked for: their hits have not been compared across GPUs"
         )
     if why:
         log.info("vcache: KV goes through a pool (connector.share: auto): %s", why)

@@ -1,5 +1,4 @@
-"""A connection to the metadata server that reconnects by itself: calls with deadlines, a circuit
-breaker, a background thread."""
+"""A connection that reconnects by itself: deadlines, a breaker, a background thread."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ from vcache_backend.metadata_server.calls.link import ServerLink
 log = logging.getLogger(__name__)
 
 KILLED_SECONDS = 3.0
-"""How long a killed server must stay away before this client starts another. Supervisors have this
-long to do so first."""
+"""How long a killed server must stay away before this client starts another."""
 AGAIN_SECONDS = 60.0
 """The shortest time between two such starts, if the servers do not last."""
 
@@ -59,16 +57,14 @@ class Sent(Generic[R]):
         return self.reply is not None or bool(self.lost)
 
     def arrives(self, seconds: float) -> bool:
-        """Wait for the answer, but only for `seconds`. Returns `over`. The connection stays if the
-        answer is late."""
+        """Wait for the answer, but only for `seconds`. The connection stays if it is late."""
         if not self.over:
             with suppress(ServerUnavailable):
                 self._channel._collect(self, seconds, drops=False)
         return self.over
 
     def answer(self, seconds: float | None = None) -> R:
-        """Wait for the answer as a call does, with the same errors, until the deadline of a call or
-        for `seconds`."""
+        """Wait for the answer as a call does, until its deadline or for `seconds`."""
         if not self.over:
             self._channel._collect(self, seconds)
         if isinstance(self.reply, self.kind):
@@ -82,8 +78,7 @@ class Channel:
     """The current connection to the server. Any thread may call any method; requests take turns."""
 
     def __init__(self, path: Path, config: ClientConfig, hello: m.Hello, reconnect: bool) -> None:
-        """Try to connect once, within `connect_seconds`. An absent server raises nothing; call
-        `require` to make it an error."""
+        """Try to connect once. An absent server raises nothing; call `require` for an error."""
         self._path, self._config, self._hello = path, config, hello
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -120,8 +115,7 @@ class Channel:
         self.close()
 
     def close(self) -> None:
-        """Close the connection and end the background thread. Running calls end as
-        ServerUnavailable. Idempotent."""
+        """Close the connection and end the thread. Calls end as ServerUnavailable. Idempotent."""
         self._stop.set()
         self._wake.set()
         link, forked = self._link, os.getpid() != self._pid
@@ -161,8 +155,7 @@ class Channel:
         fds: Sequence[int] = (),
         received: list[int] | None = None,
     ) -> R:
-        """Send a request with `fds`, and wait up to `seconds` for the answer. Fds of the answer are
-        put into `received`."""
+        """Send a request with `fds`, and wait for the answer, whose fds go into `received`."""
         data, sent = wire.encode(request), Sent(self, request, kind, received)
 
         def exchange(link: ServerLink, deadline: float) -> None:
@@ -273,13 +266,12 @@ class Channel:
     def _late(self, request: m.Request, seconds: float, why: str) -> str:
         keys = getattr(request, "keys", None)
         what = type(request).__name__ + (f"({len(keys)} keys)" if keys is not None else "")
-        return f"metadata server at {self._path} did not answer {what} in {seconds:g} s ({why})"
+        return f"metadata server at {self._path} did not answer {what} in {seconds:.3g} s ({why})"
 
     # ---- connection
 
     def _try_connect(self) -> bool:
-        """Connect and say hello, within `connect_seconds`. Other threads see the connection only
-        after the server's welcome."""
+        """Connect and say hello. Other threads see the connection only after the welcome."""
         deadline = time.perf_counter() + self._config.connect_seconds
         link = ServerLink(self._config.server_uid)
         received: list[int] = []
@@ -330,8 +322,7 @@ class Channel:
         self._complained = ""
 
     def _drop(self, link: ServerLink, reason: str) -> None:
-        """Open the breaker: close the socket, keep the reason, wake the background thread. Called
-        under the lock."""
+        """Open the breaker: close the socket, keep the reason, wake the thread. Under the lock."""
         link.close()
         if self._link is link:
             self._link, self._down = None, reason
@@ -341,8 +332,7 @@ class Channel:
             self._wake.set()
 
     def _keep(self) -> None:
-        """Run the background thread: heartbeats while connected, else attempts to connect with
-        growing pauses."""
+        """The thread: heartbeats while connected, else attempts with growing pauses."""
         pause = self._config.retry_seconds
         while not self._stop.is_set():
             if self._link is not None:

@@ -33,8 +33,7 @@ class InstanceCalls(Channel):
     def show_cache(
         self, instance: bytes, rank: int, shape: m.CacheShape, fds: Sequence[int]
     ) -> None:
-        """Register a worker's KV cache. fds: one for each of `shape.regions`. Repeat after each
-        reconnection."""
+        """Register a worker's KV cache, an fd a region. Repeat after each reconnection."""
         request = m.ShowCache(m.InstanceId(instance), rank, shape)
         self._call(request, m.Count, self._config.control_seconds, fds)
 
@@ -47,8 +46,7 @@ class InstanceCalls(Channel):
         generations: bytes,
         epoch: int = 0,
     ) -> int:
-        """Publish chunks of one rank, for others to read in place. Returns how many were taken.
-        Sends several requests for many chunks."""
+        """Publish chunks of one rank, in several requests if many. Returns how many were taken."""
         each = len(blocks) // m.NUMBER_BYTES // max(1, len(keys))
         chunk_bytes = _KEY_BYTES + each * (m.NUMBER_BYTES + m.GENERATION_BYTES)
         most = max(1, min(m.MAX_PUBLISHED, _PUBLISHED_BYTES // chunk_bytes))
@@ -67,8 +65,7 @@ class InstanceCalls(Channel):
         return taken
 
     def retract(self, instance: bytes, sequence: int) -> int:
-        """Void the instance's publications with a lower sequence, also those that arrive later.
-        Returns how many chunks were voided."""
+        """Void earlier publications, also those that arrive later. Returns how many chunks."""
         return self._call(m.Retract(m.InstanceId(instance), sequence), m.Count).count
 
     def listen(self, instance: bytes) -> m.Heard:
@@ -99,8 +96,7 @@ class InstanceCalls(Channel):
                 return msgspec.structs.replace(answer, cut=False) if answer.cut else answer
 
     def send_find(self, request: m.Find, seconds: float) -> Sent[m.Found] | None:
-        """Send a look-up within `seconds`, without waiting for the answer, which may be `cut`. None
-        if the keys exceed one request."""
+        """Send a look-up, whose answer may be `cut`. None if the keys exceed one request."""
         fits = len(request.keys) <= _most_found(request)
         return self._send(request, m.Found, seconds) if fits else None
 

@@ -16,13 +16,8 @@ from vcache_backend.metadata_server import processes, wire
 from vcache_backend.metadata_server.endpoint import folder_fault
 
 
-class Unwelcome(ConnectionError):
-    """The server belongs to another user, or refuses this client. The text says who and why."""
-
-
 class ServerLink:
-    """One connected socket. Not thread-safe: the client's lock guards it. Deadlines are times of
-    `time.perf_counter`."""
+    """One connected socket. Not thread-safe. Deadlines are times of `time.perf_counter`."""
 
     def __init__(self, server_uid: int | None = None) -> None:
         self._trusted = {os.getuid(), 0} | ({server_uid} if server_uid is not None else set())
@@ -39,25 +34,27 @@ class ServerLink:
     def open(
         self, path: Path, hello: m.Hello, deadline: float, ledger: int | None, received: list[int]
     ) -> m.Welcome:
-        """Connect, say hello and wait for the welcome. Raises Unwelcome if another user serves at
-        the path, or could, or if the server refuses; OSError.
+        """Connect, say hello and wait for the welcome. OSError, also if another user serves at the
+        path, or could, or if the server refuses.
 
         Sends nothing before it knows the server's user. ledger: the previous server's, sent with
         the hello. The new server's ledger is put into `received`."""
         if fault := folder_fault(path, self._trusted):
-            raise Unwelcome(f"{fault}, or name its user in client.server_uid if that is meant")
+            raise ConnectionError(
+                f"{fault}, or name its user in client.server_uid if that is meant"
+            )
         self._socket.settimeout(max(deadline - time.perf_counter(), 1e-4))
         self._socket.connect(str(path))
         self._socket.setblocking(False)
         _, uid = processes.peer(self._socket)
         if uid not in self._trusted:
-            raise Unwelcome(
+            raise ConnectionError(
                 f"a process of uid {uid} serves there, this one has uid {os.getuid()}; set "
                 f"client.server_uid: {uid} to trust it"
             )
         reply = self._introduce(hello, deadline, ledger, received)
         if not isinstance(reply, m.Welcome):
-            raise Unwelcome(
+            raise ConnectionError(
                 reply.message
                 if isinstance(reply, m.Error)
                 else f"it answered a hello with {type(reply).__name__}"
@@ -67,8 +64,7 @@ class ServerLink:
     def _introduce(
         self, hello: m.Hello, deadline: float, ledger: int | None, received: list[int]
     ) -> m.Reply:
-        """Say hello, with a pidfd of this process. The pidfd tells the server when this process
-        ends, even across pid namespaces."""
+        """Say hello, with a pidfd, which tells the server when this process ends."""
         pidfd = processes.own_pidfd()
         try:
             fds = [fd for fd in (pidfd, ledger) if fd is not None]

@@ -174,11 +174,11 @@ class ResidentDirectory:
     def find(self, request: m.Find, pooled: Chunks) -> m.Found:
         """Find the leading chunks that are in the pool for all ranks, or resident in an instance
         other than the asker."""
-        others = self._others(request)
+        others = [] if request.pool_only else self._others(request)
         keys = request.keys[: MAX_CELLS // max(1, len(others))]
         columns = {
             instance: column
-            for instance, published in ([] if request.pool_only else others)
+            for instance, published in others
             if (column := _column(published, keys))
         }
         if columns:

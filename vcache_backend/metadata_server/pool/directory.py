@@ -53,13 +53,6 @@ class Directory(SegmentDirectory):
 
     # ---- reading
 
-    def lookup(self, keys: list[m.ChunkKey], ranks: int = 1) -> int:
-        """Count the leading chunks of all ranks. At most `MAX_LOOKED_UP` keys times ranks."""
-        leading = self.contents.live.leading_of_all(keys, ranks)
-        self.counters["lookup_chunks"] += len(keys)
-        self.counters["lookup_hits"] += leading
-        return leading
-
     def find(self, request: m.Find) -> m.Found:
         """Find the leading chunks that are in the pool for all ranks, or resident in another
         instance's KV cache."""

@@ -27,7 +27,7 @@ HELLO_SECONDS = 5.0
 """A connection without a hello is closed after this time."""
 TURN_SECONDS = 0.004
 """After this time in one turn, further requests wait for the next turn."""
-FOLLOWED = (m.Lookup, m.Find, m.Acquire, m.Reserve)
+FOLLOWED = (m.Find, m.Acquire, m.Reserve)
 """Requests that a client soon follows with another, so that the loop should spin."""
 
 

@@ -86,9 +86,6 @@ class Service:
     def _of_chunks(self, client: Peer, request: m.OfChunks) -> m.Reply:
         directory = self.directory
         match request:
-            case m.Lookup(keys, ranks):
-                _check_ranks(keys, ranks)
-                return m.Count(directory.lookup(keys, ranks))
             case m.Acquire(keys):
                 return _in_epoch(directory.acquire(client, keys), directory.epochs.of(keys))
             case m.Release(lease):
