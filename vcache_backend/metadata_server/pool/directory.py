@@ -388,15 +388,8 @@ def _answers(
         elif key in stored:
             slots.append(int(m.Refusal.EXISTS))
         else:
-            slots.append(
-                int(
-                    m.Refusal.BUSY
-                    if key in busy
-                    else m.Refusal.FULL
-                    if refusal is None
-                    else refusal
-                )
-            )
+            full = m.Refusal.FULL if refusal is None else refusal
+            slots.append(int(m.Refusal.BUSY if key in busy else full))
     return slots
 
 

@@ -169,12 +169,8 @@ class Segment:
     until its last reader and writer are gone."""
 
     def __init__(self, info: SegmentInfo) -> None:
-        self.id, self.device, self.medium, self.nbytes = (
-            info.id,
-            info.device,
-            info.medium,
-            info.nbytes,
-        )
+        self.id, self.nbytes = info.id, info.nbytes
+        self.device, self.medium = info.device, info.medium
         self.state: SegmentState = info.state
         self.capacity = info.nbytes // ALIGNMENT * ALIGNMENT
         self.extents = Extents(info.nbytes)

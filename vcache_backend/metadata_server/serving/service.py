@@ -26,11 +26,6 @@ log = logging.getLogger(__name__)
 
 MAX_SEGMENTS = 400
 """The most segments: one message lists them all."""
-_LOG_LEVELS: dict[m.Level, int] = {
-    "info": logging.INFO,
-    "warn": logging.WARNING,
-    "error": logging.ERROR,
-}
 
 
 class Service:
@@ -276,13 +271,8 @@ class Service:
     def _report(self, client: Peer, level: m.Level, text: str) -> m.Count:
         reported = self.reports.add(client, level, text)
         if reported is not None:
-            log.log(
-                _LOG_LEVELS[level],
-                "pid %d on %s reports: %s",
-                reported.pid,
-                reported.device,
-                reported.text,
-            )
+            said = reported.pid, reported.device, reported.text
+            log.log(getattr(logging, level.upper()), "pid %d on %s reports: %s", *said)
         return m.Count(int(reported is not None))
 
 

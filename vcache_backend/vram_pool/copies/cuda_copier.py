@@ -107,13 +107,8 @@ class _Rows:
         self, kv: PagedKV, rows: Int64s, origins: Int64s, keep: object, local: bool
     ) -> None:
         check_rows(kv, rows, origins)
-        self.kv, self.blocks, self.origins, self.local, self.host = (
-            kv,
-            len(rows),
-            len(origins),
-            local,
-            False,
-        )
+        self.kv, self.blocks, self.origins = kv, len(rows), len(origins)
+        self.local, self.host = local, False
         self._rows, self._bases, self._keep = rows, origins, keep
 
     def fill(self, table: Int64s, parts: Sequence[kernels.TablePart]) -> list[int]:
