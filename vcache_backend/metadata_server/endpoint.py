@@ -24,8 +24,7 @@ def beside(path: Path, suffix: str) -> Path:
 
 
 def folder_fault(path: Path, trusted: Collection[int]) -> str:
-    """Explain why uids outside of `trusted` could put a file at `path`, and what to do; empty if
-    they cannot.
+    """Explain why others than `trusted` could put a file at `path`, and what to do; or empty.
 
     OSError if the folder does not exist."""
     folder = path.parent
@@ -51,8 +50,7 @@ def folder_fault(path: Path, trusted: Collection[int]) -> str:
 
 
 class Endpoint:
-    """A listening socket with its lock, which keeps a second server away. ConfigError if it cannot
-    be made.
+    """A listening socket with its lock, which keeps other servers away. ConfigError if that fails.
 
     Only this user can reach the socket, or with `open_to_others` everybody: then `Admission` checks
     who connects."""

@@ -1,5 +1,4 @@
-"""The server process: one thread with an epoll loop over its socket, connections and watched
-processes.
+"""The server process: one thread with an epoll loop over its socket and connections.
 
 Each turn of the loop reads and answers requests, then writes the ledger, then sends the answers. So
 the ledger holds every promise before its answer leaves."""
@@ -168,8 +167,7 @@ class Server:
 
 
 def serve(config: ServerConfig) -> None:
-    """Run the server in this process until SIGTERM or SIGINT. ConfigError if the socket cannot be
-    used.
+    """Run the server here until SIGTERM or SIGINT. ConfigError if the socket cannot be used.
 
     The garbage collector is off: the directory breaks its cycles itself, and a collection over
     millions of chunks would stop the loop for a noticeable time."""

@@ -36,8 +36,7 @@ class CodecError(VCacheError):
 
 class Codec:
     """Encodes and decodes chunks as int8 or fp8. Any number of threads. Tensors are contiguous,
-    1-D, uint8, and all on the same device. Work is queued on the current stream; `encode` waits for
-    it."""
+    1-D, uint8, and all on the same device. Work runs on the current stream; `encode` waits."""
 
     def __init__(self, name: str, dtype: str, head_dim: int) -> None:
         """dtype: torch's name of the numbers' type. CodecError unless it has 16 or 32 bits."""

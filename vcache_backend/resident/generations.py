@@ -102,8 +102,7 @@ class Generations:
         _HEADER.pack_into(self._memory, 0, MAGIC, VERSION, 0, instance, blocks)
 
     def void(self, blocks: Blocks) -> None:
-        """Mark blocks as not to be read until `filled`. The caller may write the blocks from now
-        on.
+        """Mark blocks as not to be read until `filled`. The caller may write them from now on.
 
         Raises IndexError, and changes nothing, if a block is outside of the cache."""
         self.counters[blocks] = VOID
@@ -159,8 +158,7 @@ class GenerationView:
         """Map the table behind `fd`, which stays the caller's. Raises SegmentError unless it is the
         sealed table of `instance` with `blocks` blocks.
 
-        Checks size and seals before mapping, since a mapping that shrinks would kill this
-        process."""
+        Checks size and seals first: a mapping that shrinks would kill this process."""
         _check_machine()
         with raising_as({OSError: SegmentError}, "generation table"):
             _check(fd, blocks)
@@ -189,8 +187,7 @@ class GenerationView:
         """Count the leading chunks of `each` blocks whose blocks all still have the number in
         `generations`, which has one entry for each block.
 
-        Void blocks and blocks outside of the cache have no such number, nor has any block of a dead
-        table."""
+        Void blocks, blocks outside of the cache and those of a dead table have no such number."""
         whole = min(len(blocks), len(generations)) // each * each
         numbers, expected = blocks[:whole], generations[:whole]
         right = whole if self._unchanged(numbers, expected) else self._same(numbers, expected)

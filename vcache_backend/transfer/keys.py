@@ -49,8 +49,7 @@ Tokens = npt.NDArray[np.uint32]
 
 
 def as_tokens(tokens: Sequence[int] | Any) -> Tokens:
-    """Tokens as a 1-D uint32 array, from a sequence, numpy array or tensor (on a GPU: copied to the
-    host).
+    """Tokens as a 1-D uint32 array on the host, from a sequence, numpy array or tensor.
 
     ValueError unless `tokens` has one dimension and holds integers from 0 to 2^32 - 1."""
     if isinstance(tokens, list) and tokens:

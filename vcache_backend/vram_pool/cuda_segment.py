@@ -94,8 +94,7 @@ class _Whole:
     """An imported allocation, mapped at one address of this process until the last reference to
     this object goes.
 
-    torch holds a reference for each storage made from it, so no tensor ever points at unmapped
-    memory."""
+    torch holds a reference for each storage, so no tensor ever points at unmapped memory."""
 
     def __init__(self, driver: Driver, ordinal: int, fd: int, nbytes: int) -> None:
         with ExitStack() as undo:

@@ -63,9 +63,8 @@ class Directory(SegmentDirectory):
         return answer
 
     def lacking(self, request: m.Find | m.Promise, keys: list[m.ChunkKey]) -> dict[m.ChunkKey, int]:
-        """Those of `keys` (of rank 0) that the request's instance has not published, and that are
-        not in the pool for all of the request's ranks. Each with a bit for every rank whose part is
-        in the pool."""
+        """Those of `keys` (of rank 0) that the request's instance has not published, and that the
+        pool lacks for some of its ranks. Each with a bit for every rank that the pool has."""
         own, whole = self.residents.of(request.instance), (1 << request.ranks) - 1
         stored = dict.fromkeys((key for key in keys if key not in own), 0)
         if not len(self.contents.live):
@@ -184,8 +183,7 @@ class Directory(SegmentDirectory):
         return self._give_back(reservation)
 
     def remove(self, keys: list[m.ChunkKey], force: bool = True) -> int:
-        """Forget chunks. Returns how many. The slot of a leased chunk is freed when its last lease
-        ends.
+        """Forget chunks. Returns how many. A leased chunk's slot is freed when its last lease ends.
 
         Without `force`, leased and resting chunks stay."""
         entries = self.contents.live_entries(keys)
@@ -286,8 +284,7 @@ class Directory(SegmentDirectory):
     def still(self, record: records.Record) -> Iterator[records.Record]:
         """Yield the parts of an earlier record that still hold, for a compacted ledger.
 
-        The new ledger also gets every change since the turn in which its first record was
-        written."""
+        The new ledger also gets every change since the turn of its first record."""
         match record:
             case records.Counted():  # begins the ledger of this or of an earlier server
                 yield records.Counted(next(self.contents.placement.generations))

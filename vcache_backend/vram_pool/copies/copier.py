@@ -52,8 +52,7 @@ class Mark(Protocol):
 
 
 class Copier(Protocol):
-    """Moves bytes into and out of one KV cache. Used by one worker; may be called from several of
-    its threads.
+    """Moves bytes into and out of one KV cache. Used by one worker, in any of its threads.
 
     slots: the request's, in the order of the plan's slot indices. `gather` and `scatter` raise
     LayoutError, and move nothing, if a slot is missing or smaller than a chunk, or the plan or the

@@ -44,8 +44,7 @@ class CudaMark(NamedTuple):
 class CudaCompletion:
     """A copy on a stream of `device`, over once `end` is reached. Any thread.
 
-    held: what the copy uses, kept until then. give_back: called once, by whoever first finds the
-    copy over."""
+    held: what the copy uses, kept until then. give_back: called once, when it is over."""
 
     def __init__(
         self,
