@@ -102,7 +102,8 @@ class SchedulerSide:
         self.lookups = Lookups(instance, self._size, meter, self._groups.parts)
         self._specs = LoadSpecs(config, stores, self._groups, instance)
         scheduling, self._numbers = vllm_config.scheduler_config, count(1)
-        self._pace = Pace(self._requests, bool(scheduling.async_scheduling))
+        several = instance.workers > 1
+        self._pace = Pace(self._requests, bool(scheduling.async_scheduling), several)
         step_tokens = scheduling.max_num_batched_tokens
         self._promises = OwnPromises(
             config, instance, self.lookups, self._pace, self._hashes, step_tokens
