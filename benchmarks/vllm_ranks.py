@@ -45,7 +45,6 @@ from .vllm.weights import write_model
 SHAPES = {"v3": "inplace_dp", "oss20b": "vcache_dp"}
 """The system each is shared by."""
 RANKS = 2
-EXTENSION = "benchmarks.vllm.extension.Extension"
 COUNTS = {"1k": 6, "4k": 4, "16k": 2}
 """How many hits of each length are compared."""
 CONTROLS = 4
@@ -282,10 +281,7 @@ def _sizes(shape: str, options: argparse.Namespace) -> Sizes:
     if options.scale == "full":
         # 80,000 tokens of KV cache, and for gpt-oss 8 GiB of each GPU in the pool.
         sizes = msgspec.structs.replace(sizes, kv_bytes=10 << 30, pool_bytes=22 << 30)
-    sizes = sizes.of(KINDS[shape])
-    arguments = sizes.kind.arguments | {"worker_extension_cls": EXTENSION}
-    kind = msgspec.structs.replace(sizes.kind, arguments=arguments)
-    return msgspec.structs.replace(sizes, kind=kind, instances=RANKS)
+    return msgspec.structs.replace(sizes.of(KINDS[shape]), instances=RANKS)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

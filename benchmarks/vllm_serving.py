@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from .options import end_in_time, names_of, parser
 from .processes import ChildFailed
@@ -47,6 +48,7 @@ from .serving.summary import Counted, Figures, case, compared, rows_of, tables
 from .serving.systems import MODEL, SIZES, SYSTEMS, Sizes, memory
 from .serving.trace import conversations
 from .serving.workloads import (
+    FIRST,
     Ceilings,
     Phase,
     Plan,
@@ -209,6 +211,7 @@ def _measure(
     name, found, undecoded = runs[0].name, list[Figures](), 0
     for load in runs:
         servers.reset()
+        _step(servers.ports)
         time.sleep(SETTLES)
         with way(arm, servers, sizes.scale.block, folder) as to:
             before = servers.counters()["preemptions"]
@@ -260,6 +263,12 @@ def _warm(ports: Sequence[int], plan: Plan) -> list[str]:
         errors += [answer.error for answer in run.answers if answer.error]
         time.sleep(SETTLES)
     return errors
+
+
+def _step(ports: Sequence[int]) -> None:
+    """Have each server take some steps: through a pool a reset is over after the next one."""
+    job = Job(_body(Request(tokens=np.full(8, FIRST, np.uint32), output=1)))
+    asyncio.run(Run([job] * 2 * len(ports), Balancer(ports)).go(1, WARM_SECONDS))
 
 
 def _sizes(options: argparse.Namespace) -> Sizes:

@@ -98,7 +98,8 @@ def _sparse(**arguments: Any) -> Kind:
 
 def _experts(model: dict[str, Any], tiny: str, **more: Any) -> Kind:
     """A kind whose experts are spread over the data parallel ranks of one server."""
-    arguments = EAGER | {"enable_expert_parallel": True}
+    extension = f"{__package__}.extension.Extension"
+    arguments = EAGER | {"enable_expert_parallel": True, "worker_extension_cls": extension}
     return Kind(model=model, tiny=SHAPES[tiny], arguments=arguments, **more)
 
 
