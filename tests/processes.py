@@ -6,6 +6,7 @@ named."""
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import fcntl
 import functools
@@ -338,6 +339,7 @@ class Nursery:
             if _bound(listener, address):
                 _start_nursery(listener, tests, modules, environment)
         self._socket = eventually(lambda: _connected(address))
+        atexit.register(self._socket.close)
         self._socket.settimeout(IMPORT_SECONDS)
         _, (self._log,), _, _ = socket.recv_fds(self._socket, 64, 1)
 
@@ -397,7 +399,6 @@ def _connected(address: str) -> socket.socket | None:
     return made
 
 
-_nurseries: dict[tuple[str, ...], Nursery] = {}
 _starting: dict[tuple[str, ...], threading.Lock] = {}
 
 
@@ -406,9 +407,12 @@ def nursery(*modules: str, **environment: str | None) -> Nursery:
     first use, with changes.
     """
     with _starting.setdefault(modules, threading.Lock()):
-        if modules not in _nurseries:
-            _nurseries[modules] = Nursery(modules, environment)
-        return _nurseries[modules]
+        return _nursery(*modules, **environment)
+
+
+@functools.cache
+def _nursery(*modules: str, **environment: str | None) -> Nursery:
+    return Nursery(modules, environment)
 
 
 def with_torch() -> Nursery:

@@ -185,7 +185,7 @@ def test_a_segment_is_lent_listed_shown_and_taken_back(server: Path) -> None:
     at = ("--socket", str(server))
     assert json.loads(vcache("segment", "list", "--json", *at).stdout) == []
     assert (
-        "of host memory are available"
+        "of host memory are free"
         in vcache("segment", "add", "--device", "host", "--bytes", "8TiB", *at, expect=1).stderr
     )
     assert (

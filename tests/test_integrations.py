@@ -313,6 +313,6 @@ def test_without_a_hash_seed_it_steps_aside_and_says_so_once(here: Node, a: Inst
     assert a.one(tokens).said == alone.said
     # LMCache says the reason, too.
     (line,) = [
-        line for line in unseeded.log.splitlines() if "vLLM serves, nothing is cached" in line
+        line for line in unseeded.log.splitlines() if "vLLM serves; nothing is cached" in line
     ]
     assert "stepped aside: PYTHONHASHSEED is not set" in line

@@ -116,7 +116,6 @@ def used(alone: Stage) -> Client:
     owner.find(m.Find(keys(5)))  # as vLLM's workers, it has told no layout
     reader.show_reads([m.Reads(A, 1010 << 20, 2)])
     reader.report("error", MARKUP)
-    reader.list_segments()
     return reader
 
 
@@ -128,6 +127,7 @@ def looked_for(reader: Client) -> None:
     reader.acquire(keys(1))
     reader.count(6 * 256, 3 * 256)
     reader.count(awaited=512, waited_ms=250)
+    reader.list_segments()  # which tells the counts
 
 
 def test_prometheus_has_what_the_server_knows(alone: Stage) -> None:
@@ -339,7 +339,7 @@ def test_a_monitor_that_was_killed_is_started_again(alone: Stage) -> None:
     # A service manager sends SIGHUP to all of a service: that ends neither process.
     for number in ("-HUP", "-9"):
         subprocess.run(["kill", number, child], check=True)
-    server.expect("their process ended with status -9 and is started again")
+    server.expect("its process ended with status -9; it is started again")
     assert get(address_of(server), "/nothing")[0] == 404
     server.signal(signal.SIGHUP)
     assert alone.client().connected

@@ -116,7 +116,7 @@ def test_a_gpu_that_has_the_memory_elsewhere_does_not_read_it(cuda: FakeCuda) ->
     cuda.moved = 4096
     with (
         create(HOST, MIB) as owned,
-        pytest.raises(SegmentError, match="GPU 0 has host memory at other addresses"),
+        pytest.raises(SegmentError, match="GPU 0 has host memory elsewhere"),
     ):
         map_segment(owned.info, owned.fd, HOST)
 

@@ -35,8 +35,9 @@ PULL = "vcache_backend.vram_pool.copies.copier:HostCopier.pull"
 VERDICT = "vcache_backend.transfer.resident:_ResidentPart.settle"
 FIND_OVER = "vcache_backend.integration.vllm.scheduler.side:SchedulerSide.allocated"
 MAPPING = "vcache_backend.metadata_server.calls.instances:InstanceCalls.open_cache"
+STEP_OVER = "vllm.v1.core.sched.scheduler:Scheduler.update_from_output"
 """Places: a copy begins; it is over, and was it right; a hit was found, its load is not described
-yet; a worker asks for another one's KV cache."""
+yet; a worker asks for another one's KV cache; a step is over, and the scheduler learns so."""
 IN_PLACE = {"connector": {"share": "in_place", "min_hit_tokens": CHUNK}}
 SMALL = {"kv_cache_memory_bytes": 15 * BLOCK * TOKEN_BYTES, "max_model_len": 448}
 """KV blocks for 448 tokens."""
@@ -147,6 +148,27 @@ def test_blocks_that_their_owner_used_again_are_computed(
     assert b.counter("vllm:vcache_failures", cause="changed") == changed + 1
     assert answers[0].cached == 0
     assert answers[0].said == aside.one(tokens).said
+
+
+def test_a_load_that_ends_beside_a_step_lets_its_request_run_in_the_next_one(
+    here: Node, a: Instance, b: Instance
+) -> None:
+    """The worker's report of that step was made before, and its next one would come a step later."""
+    before, tokens = new_tokens(CHUNK + 1), new_tokens(3 * CHUNK + 1)
+    keep(a, before)
+    assert b.one(before).cached == CHUNK, "A's KV cache is mapped"
+    keep(a, tokens)
+    b.add("beside", new_tokens(40), max_tokens=8)
+    b.step(2)
+    b.add("load", tokens, max_tokens=1)
+    with stopped_at(b, STEP_OVER) as place, meddled(b, PULL, "slow", 0.2):
+        b.tell("step", 1)
+        eventually(lambda: place.reached)
+        time.sleep(0.3)
+        place.go()
+        assert b.answer() == {}
+    assert b.step(1)["load"].cached == 3 * CHUNK
+    assert b.finish("beside").keys() == {"beside"}
 
 
 @pytest.mark.parametrize("where", [PULL, VERDICT], ids=["before the copy", "before the verdict"])

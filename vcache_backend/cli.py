@@ -110,9 +110,7 @@ def clear(
     """Forget every chunk. Segments stay."""
     offload = config.load(config_file).offload
     if offloaded and offload.policy == "off":
-        raise ConfigError(
-            "no offload tier: offload.policy is off; name the file that sets it with --config"
-        )
+        raise ConfigError("offload.policy is off; name the file that sets it with --config")
     with command.client(config_file, socket) as client:
         typer.echo(f"{client.clear(reset=offloaded):,} chunks forgotten")
     if offloaded:
@@ -122,9 +120,7 @@ def clear(
         removed = remove_under(offload.mooncake, objects.NAME_PREFIX)
         typer.echo(f"{removed:,} objects removed from the offload tier")
     elif offload.policy != "off":
-        typer.echo(
-            "chunks in the offload tier stay and are found again; --offload removes them, too"
-        )
+        typer.echo("chunks in the offload tier stay and are found again; --offload removes them")
 
 
 # ---- configuration

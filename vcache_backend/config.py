@@ -1,5 +1,4 @@
-"""The configuration: frozen values, read once at the start. No other module reads settings from the
-environment.
+"""The configuration: frozen values, read once. No other module reads settings from the environment.
 
 `load(path)` reads a YAML file strictly: an unknown key is an error. Without a path it reads the
 file that `VCACHE_CONFIG` names, or takes the defaults. `VCACHE_SOCKET` overrides `server.socket`.

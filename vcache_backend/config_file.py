@@ -60,8 +60,7 @@ def line(where: dict[str, int], path: str) -> str:
 
 
 def explained(error: str, kind: type, where: dict[str, int], values: object) -> str:
-    """msgspec's `error`, with the line of the mistake before it, and the wrong value and a hint
-    behind it.
+    """msgspec's `error`, with the mistake's line before it, the value and a hint behind it.
 
     kind: the struct that `values` should have become. where: the lines of keys."""
     place = re.search(r"at `\$([^`]*)", error)

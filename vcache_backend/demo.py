@@ -150,9 +150,7 @@ class Child(subprocess.Popen[bytes]):
         if not select.select([self.stdout], [], [], seconds)[0]:
             raise VCacheError(f"no answer in {seconds:g} s: {self.words}")
         if not (line := self.stdout.readline()):
-            raise VCacheError(
-                f"ended with exit code {self.wait()}, for the reason above: {self.words}"
-            )
+            raise VCacheError(f"ended with {self.wait()}, for the reason above: {self.words}")
         return json.loads(line)
 
     def __exit__(self, *_: object) -> None:

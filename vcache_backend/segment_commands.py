@@ -40,7 +40,7 @@ def add_segment(
     # writes there later.
     if place.medium == "host" and nbytes > (available := config.ByteSize(devices.host_available())):
         raise SegmentError(
-            f"--bytes {nbytes}: {available.about} of host memory are available; lend less"
+            f"--bytes {nbytes}: {available.about} of host memory are free; lend less"
         )
     with command.client(config_file, socket) as client, segment.create(place, int(nbytes)) as owned:
         client.add_segment(owned.info, owned.fd)

@@ -167,9 +167,7 @@ def render(stats: ServerStats) -> RenderableType:
 def segments_table(segments: Sequence[SegmentInfo]) -> RenderableType:
     """Make one row for each segment, or a sentence if there is none."""
     if not segments:
-        return Text(
-            "no segments: start a worker, or lend memory with `vcache segment add`", style="yellow"
-        )
+        return Text("no segments: start a worker, or use `vcache segment add`", style="yellow")
     rows = [
         (
             info.id,

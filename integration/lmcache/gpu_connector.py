@@ -56,7 +56,5 @@ class VCacheGPUConnector(GPUConnectorInterface):  # type: ignore[misc]
 
     def _there(self) -> VCacheBackend:
         if self.backend is None:
-            raise RuntimeError(
-                "no vcache backend: LMCache did not build the storage plugin; its log says why"
-            )
+            raise RuntimeError("LMCache did not build the storage plugin vcache; its log says why")
         return self.backend

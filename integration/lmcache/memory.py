@@ -40,8 +40,7 @@ class NotedSlots(NamedTuple):
 class StoredObj(TensorMemoryObj):  # type: ignore[misc]
     """A memory object without memory, for one whole chunk.
 
-    source: the place of the chunk's tokens, from which `put` stores them. The GPU connector sets
-    it."""
+    source: the place of the chunk's tokens, for `put`. The GPU connector sets it."""
 
     source: NotedSlots | None = None
 

@@ -210,8 +210,7 @@ def engine_of(metadata: Any) -> Any:
 
 
 def install(engine: Any, backend: VCacheBackend, adapter: Any) -> None:
-    """Put `backend` into its engine, and into LMCache's adapter in vLLM, in place of an earlier
-    backend of ours.
+    """Put `backend` into its engine and LMCache's adapter, in place of an earlier one of ours.
 
     LMCache's `recreate_backend`, for whatever tier, makes a new backend of ours. LMCache would go
     on allocating from the earlier backend, and would close it only if the call was for our tier. So

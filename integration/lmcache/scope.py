@@ -37,8 +37,7 @@ _PLAIN_TYPES = (str, int, float, bool, type(None))
 
 
 def scope(salt: str | None, adapter: tuple[str, ...] | None) -> str:
-    """Make a request's scope: `-`, or the hex BLAKE2b-128 of its salt and its adapter (name, path,
-    content).
+    """Make a request's scope: `-`, or the hex BLAKE2b-128 of its salt and its adapter.
 
     LMCache joins tags into strings with `@` and `%`, which hex digits never contain."""
     if salt is None and adapter is None:

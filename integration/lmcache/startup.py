@@ -118,7 +118,7 @@ class Starter:
         """Report why the plugin stepped aside: in the log, to the server, and to LMCache's engine.
         Never raises."""
         log.error(
-            "vcache stepped aside: %s. vLLM serves, nothing is cached", reason, exc_info=error
+            "vcache stepped aside: %s. vLLM serves; nothing is cached", reason, exc_info=error
         )
         try:
             engine = self._engine or patches.engine_of(self._metadata)

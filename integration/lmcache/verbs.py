@@ -1,5 +1,4 @@
-"""Replaces the calls of LMCache's engine for a request: look-up, retrieve, and the end of a
-look-up.
+"""Replaces calls of LMCache's engine: look-up, retrieve, and the end of a look-up.
 
 LMCache computes a request's keys three times, makes an object for each chunk, and searches every
 tier for each: 2 ms for 32k tokens before the copy begins. Here a look-up's hit is kept under the

@@ -52,8 +52,7 @@ class _Launched(NamedTuple):
 
 
 class PoolWorker:
-    """Loads and stores one rank's chunks. Look-ups in any thread; the rest in the worker's main
-    thread.
+    """Loads and stores one rank's chunks. Look-ups in any thread, else the main thread.
 
     kvcaches: the tensors that loads fill and that `note` refers to. settles: `load` only launches
     copies, and the caller asks `settle` in the same step which blocks failed. In either case work
@@ -150,8 +149,7 @@ class PoolWorker:
                 obj.source = NotedSlots(self.kvcaches, slots, start)
 
     def put(self, keys: Sequence[CacheEngineKey], objs: Sequence[MemoryObj]) -> None:
-        """Store noted chunks: the chunks of one `note` in one launch. Chunks that the pool has are
-        not copied.
+        """Store noted chunks, those of one `note` in one launch. Skips what the pool has.
 
         Memory objects of other allocators are skipped: their bytes may differ from vLLM's blocks,
         and no reader could notice."""

@@ -7,8 +7,10 @@ A failure is logged and counts as a miss. Only the constructor raises, for bad s
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -34,6 +36,9 @@ from .worker.side import WorkerSide
 
 log = logging.getLogger("vllm.vcache")
 
+_workers: WeakValueDictionary[str, VCacheConnector] = WeakValueDictionary()
+"""The worker's half of each instance with one worker, by vLLM's name of the engine."""
+
 
 class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """One half of vcache in vLLM: the scheduler's or a worker's, by `role`. See scheduler/side.py
@@ -55,6 +60,9 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: WorkerSide | None = None
         self._half: SchedulerSide | WorkerSide
         """Either half, also after it was refused, for `shutdown`."""
+        self._engine = str(transfer.engine_id)
+        self._thread = 0
+        """The thread in which vLLM runs the worker."""
         if role == KVConnectorRole.SCHEDULER:
             if config.connector.weights:
                 versions.watch()
@@ -77,6 +85,8 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._half = self._worker = WorkerSide(
                 vllm_config, kv_cache_config, config, *ranks, self._meter
             )
+            if vllm_config.parallel_config.world_size == 1:
+                _workers[self._engine] = self
 
     def note_failure(self, name: str, error: Exception) -> None:
         """Log a failure with its traceback, once for each call and type of exception."""
@@ -136,17 +146,6 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         scheduler.allocated(request, blocks, external)
         return True
 
-    @answers(None)
-    def get_external_cache_hit_sources(
-        self, request: Any, num_external_tokens: int
-    ) -> dict[Any, int] | None:
-        """Count the tokens of a hit by place. vLLM 0.32 and later call it after
-        `update_state_after_alloc`.
-        """
-        side = self._scheduler
-        tokens = side.hit_sources(request, num_external_tokens) if side is not None else {}
-        return compat.hit_sources(tokens, num_external_tokens)
-
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         side = self._scheduler
         if side is None:
@@ -164,11 +163,24 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return meta
 
     def update_connector_output(self, connector_output: Any) -> None:
+        self._hasten(connector_output)
         if (
             connector_output.finished_recving
             or getattr(connector_output, "kv_connector_worker_meta", None) is not None
         ):
             self._update(connector_output)
+
+    @answers(None)
+    def _hasten(self, connector_output: Any) -> None:
+        """Add the loads that are over by now to the report of a step that was made when the step
+        began, if the worker runs in this thread, as it does unless there are several: their
+        requests run a step earlier.
+        """
+        here = _workers.get(self._engine)
+        if here is None or here._worker is None or here._thread != threading.get_ident():
+            return
+        if done := here._worker.loads.succeeded():
+            connector_output.finished_recving = done | (connector_output.finished_recving or set())
 
     @answers(None)
     def _update(self, connector_output: Any) -> None:
@@ -272,6 +284,7 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             # The scheduler's half plans nothing any more.
             self._worker = None
             return
+        self._thread = threading.get_ident()
         worker.begin(meta)
 
     def has_connector_metadata(self) -> bool:

@@ -69,9 +69,7 @@ def _master(process: OffloadProcess, master: str, fd: int) -> Iterator[Finding]:
     try:
         process.call("open", seconds=SECONDS)
     except StoreDown as error:
-        advice = (
-            f"start mooncake_master there, or set offload.mooncake.master; {START} on this machine"
-        )
+        advice = f"start mooncake_master there, or set offload.mooncake.master; {START} here"
         if isinstance(error, StoreLost) or not process.alive or "timed out" in str(error):
             advice = (
                 "see whether that is the rpc_port of a mooncake_master, and not its "

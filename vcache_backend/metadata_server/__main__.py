@@ -17,9 +17,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m vcache_backend.metadata_server", description=__doc__
     )
-    parser.add_argument(
-        "--config", help="YAML configuration file (default: $VCACHE_CONFIG, else the defaults)"
-    )
+    parser.add_argument("--config", help="YAML configuration file (default: $VCACHE_CONFIG)")
     parser.add_argument("--socket", help="path of the Unix socket (overrides server.socket)")
     parser.add_argument("--log", type=Path, help="a log of bounded size in place of stderr")
     arguments = parser.parse_args()

@@ -24,8 +24,7 @@ def beside(path: Path, suffix: str) -> Path:
 
 
 def folder_fault(path: Path, trusted: Collection[int]) -> str:
-    """Explain why uids outside of `trusted` could put a file at `path`, and what to do; empty if
-    they cannot.
+    """Explain why others than `trusted` could put a file at `path`, and what to do; or empty.
 
     OSError if the folder does not exist."""
     folder = path.parent
@@ -44,15 +43,12 @@ def folder_fault(path: Path, trusted: Collection[int]) -> str:
     if status.st_mode & 0o022:
         shared = status.st_mode & stat.S_ISVTX  # such as /tmp, shared on purpose
         mend = other if shared else f"`chmod go-w {folder}`, or {other}, or remove {folder}"
-        return (
-            f"{folder} (mode {stat.S_IMODE(status.st_mode):04o}) can be written by others; {mend}"
-        )
+        return f"{folder} (mode {stat.S_IMODE(status.st_mode):04o}) others can write; {mend}"
     return ""
 
 
 class Endpoint:
-    """A listening socket with its lock, which keeps a second server away. ConfigError if it cannot
-    be made.
+    """A listening socket with its lock, which keeps other servers away. ConfigError if that fails.
 
     Only this user can reach the socket, or with `open_to_others` everybody: then `Admission` checks
     who connects."""

@@ -160,8 +160,7 @@ class Reported(msgspec.Struct, frozen=True, array_like=True):
 
 class Mismatch(msgspec.Struct, frozen=True, array_like=True):
     """A field in which connected instances of one model differ, so that they do not share.
-    `values`: each value with its instances. `advice`: what to do, if the field's name does not say
-    so."""
+    `values`: each value with its instances. `advice`: what to do, if the name does not say it."""
 
     model: str
     field: str
@@ -309,8 +308,7 @@ class Hello(Request, frozen=True, tag="hello"):
 
 
 class AddSegment(Request, frozen=True, tag="add_segment"):
-    """Register a segment by its fd → `Count` of chunks that it brings back from an earlier life of
-    the server.
+    """Register a segment by its fd → `Count` of chunks that it brings back from before a restart.
 
     `again`: an earlier server had the segment. Refused if this server does not know its contents:
     an earlier writer may still write to it."""
@@ -373,8 +371,7 @@ class Reserve(Request, frozen=True, tag="reserve"):
 
 
 class Commit(Request, frozen=True, tag="commit"):
-    """Publish a reservation whose copies are complete → `Count` of chunks now visible (0: it was
-    void).
+    """Publish a reservation whose copies are over → `Count` of visible chunks (0: it was void).
 
     `prefix`: the stored chunks before these. They become more recent than these, so that the end of
     a prefix is evicted first."""
@@ -408,11 +405,9 @@ class Release(Request, frozen=True, tag="release"):
 
 
 class Contains(Request, frozen=True, tag="contains"):
-    """Which of these chunks are in the pool? No lease, no effect on recency → `Present`. `where`:
-    also name the segments."""
+    """Which of these chunks are in the pool? No lease, no effect on recency → `Present`."""
 
     keys: Keys
-    where: bool = False
 
 
 class Touch(Request, frozen=True, tag="touch"):
@@ -434,8 +429,7 @@ class Clear(Request, frozen=True, tag="clear"):
     """Forget every chunk of a namespace (8 bytes), or of all namespaces with b"", including chunks
     being written → `Count` of chunks that were visible.
 
-    `reset`: the weights may have changed: also raise the epoch, so that chunks offloaded before are
-    not found again."""
+    `reset`: the weights may have changed: also raise the epoch, which voids offloaded chunks."""
 
     namespace: Annotated[bytes, msgspec.Meta(max_length=NAMESPACE_BYTES)] = b""
     reset: bool = False
@@ -518,8 +512,7 @@ class Retract(Request, frozen=True, tag="retract"):
 
 class Hint(Request, frozen=True, tag="hint"):
     """A load reads chunks in `instance`. keys: the prefix up to the last of them, of rank 0 →
-    `Count` of these chunks in the instance. Its scheduler hears of the read, and treats the chunks
-    as used."""
+    `Count` of these chunks in the instance. Its scheduler hears of it, and treats them as used."""
 
     instance: Named
     keys: Keys
@@ -581,8 +574,7 @@ class Stats(Request, frozen=True, tag="stats"):
 
 class Report(Request, frozen=True, tag="report"):
     """Send a line to the node's operator, such as why an instance caches nothing → `Count`: 1, or 0
-    if the server has kept this connection's text before. The server logs the line and keeps the
-    newest ones."""
+    if this connection has sent it before. The server logs and keeps the newest."""
 
     level: Level
     text: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_REPORT_CHARS)]
@@ -727,12 +719,10 @@ class Verdict(Reply, frozen=True, tag="verdict"):
 
 
 class Present(Reply, frozen=True, tag="present"):
-    """`epoch`: of the keys' namespace. `segments`: one for each key, if asked for; "" if the chunk
-    is not in the pool."""
+    """`epoch`: of the keys' namespace."""
 
     present: list[bool]
     epoch: int = 0
-    segments: list[str] = []
 
 
 class Latency(msgspec.Struct, frozen=True, array_like=True):

@@ -91,11 +91,9 @@ def lives(process: ProcessId) -> bool:
 
 
 def open_pidfd(process: ProcessId) -> int | None:
-    """Open a pidfd, which becomes readable when the process ends; None if the process has ended
-    already.
+    """Open a pidfd, which becomes readable when the process ends; None if it has ended.
 
-    OSError if the process is not visible, or descriptors are exhausted. It then counts as
-    running."""
+    OSError if the process is not visible or fds are exhausted: it counts as running."""
     try:
         pidfd = os.pidfd_open(process.pid)
     except ProcessLookupError:

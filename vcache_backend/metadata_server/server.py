@@ -1,5 +1,4 @@
-"""The server process: one thread with an epoll loop over its socket, connections and watched
-processes.
+"""The server process: one thread with an epoll loop over its socket and connections.
 
 Each turn of the loop reads and answers requests, then writes the ledger, then sends the answers. So
 the ledger holds every promise before its answer leaves."""
@@ -129,9 +128,7 @@ class Server:
         self._looked = now
         if reason := self._endpoint.lost():
             what = f"{self._config.path} does not lead to this server any more ({reason})"
-            raise ConfigError(
-                f"server.socket: {what}; it stops, since two servers must not use the same segments"
-            )
+            raise ConfigError(f"server.socket: {what}; it stops: two must not use one segment")
 
     def _tick(self) -> None:
         self._endpoint.keep_fresh()
@@ -168,8 +165,7 @@ class Server:
 
 
 def serve(config: ServerConfig) -> None:
-    """Run the server in this process until SIGTERM or SIGINT. ConfigError if the socket cannot be
-    used.
+    """Run the server here until SIGTERM or SIGINT. ConfigError if the socket cannot be used.
 
     The garbage collector is off: the directory breaks its cycles itself, and a collection over
     millions of chunks would stop the loop for a noticeable time."""

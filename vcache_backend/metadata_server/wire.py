@@ -32,7 +32,7 @@ def encode(message: Request | Reply) -> bytes:
     if len(data) > MAX_MESSAGE_BYTES:
         kind = type(message).__name__
         raise ProtocolError(
-            f"{kind} of {len(data):,} B exceeds the limit of {MAX_MESSAGE_BYTES:,} B a message"
+            f"{kind} of {len(data):,} B exceeds the limit of {MAX_MESSAGE_BYTES:,} B"
         )
     return data
 
@@ -45,8 +45,7 @@ class Receiver:
         self._view = memoryview(self._buffer)
 
     def receive(self, sock: socket.socket) -> tuple[memoryview, list[int]]:
-        """Read the next message, valid until the next call, and its fds (close-on-exec; the caller
-        closes them).
+        """Read the next message, valid until the next call, and its fds, which the caller closes.
 
         Empty at the end of the connection; no message is empty. Fewer fds arrive than were sent if
         this process reaches its limit of descriptors: the caller counts them. OSError from recvmsg;

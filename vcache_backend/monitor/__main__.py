@@ -32,12 +32,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m vcache_backend.monitor", description=__doc__)
     parser.add_argument("--socket", required=True, type=Path, help="the metadata server's socket")
     parser.add_argument("--listen", required=True, help="HOST:PORT")
-    parser.add_argument(
-        "--hosts", default="", help="names by which it may be reached, with commas between them"
-    )
-    parser.add_argument(
-        "--every", type=float, default=EVERY_SECONDS, help="seconds between questions"
-    )
+    parser.add_argument("--hosts", default="", help="its names, with commas between them")
+    parser.add_argument("--every", type=float, default=EVERY_SECONDS, help="between questions")
     parser.add_argument("--until-eof", action="store_true")
     arguments = parser.parse_args()
     if arguments.until_eof:

@@ -41,8 +41,7 @@ class OffloadProcess:
 
     def __init__(self, config: MooncakeConfig, memory: int = -1) -> None:
         """Start the process, which loads the library. memory: a memfd with all buffers that calls
-        name; it needs its size only for those calls. ConfigError if the library does not load,
-        StoreDown."""
+        name. ConfigError if the library does not load, StoreDown."""
         self._connection, theirs = Pipe()
         with theirs:
             fds = [theirs.fileno(), *([memory] if memory >= 0 else [])]

@@ -36,15 +36,12 @@ class CodecError(VCacheError):
 
 class Codec:
     """Encodes and decodes chunks as int8 or fp8. Any number of threads. Tensors are contiguous,
-    1-D, uint8, and all on the same device. Work is queued on the current stream; `encode` waits for
-    it."""
+    1-D, uint8, and all on the same device. Work runs on the current stream; `encode` waits."""
 
     def __init__(self, name: str, dtype: str, head_dim: int) -> None:
         """dtype: torch's name of the numbers' type. CodecError unless it has 16 or 32 bits."""
         if dtype not in DTYPES:
-            raise CodecError(
-                f"codec {name} is for {', '.join(DTYPES)}; this KV is {dtype}, use raw"
-            )
+            raise CodecError(f"codec {name} is for {', '.join(DTYPES)}; KV is {dtype}, use raw")
         if head_dim < 1:
             raise CodecError(f"codec {name} needs a head_dim, got {head_dim}")
         self.name, self._dtype, self._head_dim = name, DTYPES[dtype], head_dim
@@ -55,9 +52,7 @@ class Codec:
         vector = self._dtype.itemsize * self._head_dim
         if chunk_bytes <= 0 or chunk_bytes % vector:
             size = f"{self._head_dim} x {self._dtype.itemsize} B"
-            raise CodecError(
-                f"{chunk_bytes:,} B are no whole vectors of {size}, as {self.name} needs"
-            )
+            raise CodecError(f"{chunk_bytes:,} B are no whole vectors of {size} for {self.name}")
         return chunk_bytes // vector * (SCALE_BYTES + self._head_dim)
 
     def encode(self, chunk: torch.Tensor, payload: torch.Tensor) -> None:

@@ -42,8 +42,7 @@ class BadObject(VCacheError):
 def name(key: ChunkKey, epoch: int = 0) -> str:
     """Name the object of a chunk stored in `epoch`.
 
-    A reset raises the epoch. So if a process misses a reset, nobody asks for the objects that it
-    writes."""
+    A reset raises the epoch. Nobody asks for the objects of a process that misses it."""
     namespace, rest = key[:NAMESPACE_BYTES].hex(), key[NAMESPACE_BYTES:].hex()
     return f"{NAME_PREFIX}{namespace}.{epoch:x}/{rest}"
 
@@ -64,8 +63,7 @@ def digest(data: Buffer | bytes) -> int:
 def copy_and_hash(target: Buffer, source: Buffer) -> int:
     """Copy `source` into `target`, of the same length, and return the digest of the copy.
 
-    The copy is not split into pieces that stay in the L2 cache: each piece would wait 5 ms for the
-    GIL."""
+    It is not split into pieces that stay in the L2 cache: each would wait 5 ms for the GIL."""
     np.copyto(target, source)
     return digest(target)
 

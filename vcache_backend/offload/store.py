@@ -28,8 +28,7 @@ CLOSE_SECONDS = 1.0
 
 
 class Store:
-    """Calls the store. Any thread. No failure of the store raises. In a forked child the store is
-    never usable.
+    """Calls the store. Any thread. No failure of it raises. It is never usable in a forked child.
 
     `usable` turns False when the breaker opens or the process ends, and True again when the
     background thread has opened the store and got an answer."""

@@ -52,8 +52,7 @@ class OffloadTier(Index):
     def bind(
         self, config: Config, layout: Layout, device: Device, chunk_bytes: int, views: Views
     ) -> None:
-        """Make the buffers for chunks of these KV caches, once. views: returns the addresses of
-        slots.
+        """Make the buffers for chunks of these KV caches, once. views: maps slots.
 
         ConfigError if memory is lacking, CodecError if the codec does not fit."""
         if self._bound is not None:

@@ -50,8 +50,7 @@ class Mooncake:
     """The verbs. Objects have names, and the first writer wins; callers check the contents
     (objects.py). Any thread.
 
-    Calls block as long as the library does. All raise StoreDown. No call reaches the library before
-    `open`."""
+    Calls block as long as the library does. All raise StoreDown, and do so before `open`."""
 
     def __init__(self, config: MooncakeConfig, memory: int) -> None:
         """Load the library. memory: a memfd that objects are written from and read into; it may get

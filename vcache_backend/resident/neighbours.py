@@ -97,8 +97,7 @@ class Neighbour:
 
 
 class Neighbours:
-    """The KV caches that a worker on `device` can copy into its own `kv`. Any thread; no method
-    raises.
+    """The KV caches that a worker on `device` can copy into `kv`. Any thread; nothing raises.
 
     rank: this worker's rank; the worker reads only from the same rank. A thread waits for the
     owners' processes to end."""

@@ -81,8 +81,7 @@ def check_shape(shape: CacheShape, blocks: int, kv: PagedKV, device: Device) -> 
     """Raise LayoutError unless a cache of this shape, with `blocks` blocks of vLLM, can be copied
     into `kv` on `device` page by page.
 
-    The shape may come from a hostile peer. The check guarantees that all pages lie inside the
-    regions."""
+    The shape may come from a hostile peer. All its pages then lie inside the regions."""
     peer = (
         shape.layout,
         [(kind.layers, kind.parts, kind.page_bytes) for kind in shape.kinds],

@@ -61,9 +61,7 @@ class Unmapper:
             self._closing = True
         self._thread.join(seconds)
         if self._thread.is_alive():
-            log.warning(
-                "KV caches of other instances stay mapped until the copies out of them are over"
-            )
+            log.warning("other instances' KV caches stay mapped until copies out of them are over")
 
     # ---- the thread
 

@@ -33,9 +33,7 @@ def first_wanted(mask: object, size: int) -> int:
     except RuntimeError as error:  # a meta tensor, for example
         raise ValueError(f"mask cannot be read: {error}") from error
     if not prefix_only:
-        raise ValueError(
-            "mask must be False on a prefix and True on the rest; it has False after True"
-        )
+        raise ValueError("mask must be False on a prefix and then True; it has False after True")
     return size - wanted
 
 

@@ -49,8 +49,7 @@ Tokens = npt.NDArray[np.uint32]
 
 
 def as_tokens(tokens: Sequence[int] | Any) -> Tokens:
-    """Tokens as a 1-D uint32 array, from a sequence, numpy array or tensor (on a GPU: copied to the
-    host).
+    """Tokens as a 1-D uint32 array on the host, from a sequence, numpy array or tensor.
 
     ValueError unless `tokens` has one dimension and holds integers from 0 to 2^32 - 1."""
     if isinstance(tokens, list) and tokens:
@@ -62,9 +61,7 @@ def as_tokens(tokens: Sequence[int] | Any) -> Tokens:
         return cast(Tokens, ids)
     # One pass finds any bit above the 32, and a sign, too.
     if int(np.bitwise_or.reduce(ids)) >> 32:
-        raise ValueError(
-            f"tokens are from {ids.min()} to {ids.max()}; expected 0 to {(1 << 32) - 1}"
-        )
+        raise ValueError(f"tokens are {ids.min()} to {ids.max()}; expected 0 to {(1 << 32) - 1}")
     return ids.astype(np.uint32)
 
 
@@ -241,9 +238,7 @@ class TaggedHashKeys:
     def keys(self, keys: Sequence[TaggedHash]) -> list[ChunkKey]:
         """Make one key for each of `keys`. ValueError for keys of single layers."""
         if keys and getattr(keys[0], "layer_id", None) is not None:
-            raise ValueError(
-                "a key of one layer: LMCache runs with use_layerwise, which vcache does not support"
-            )
+            raise ValueError("a key of one layer: vcache does not support use_layerwise")
         return [self.of_request([key.chunk_hash], key.tags)[0] for key in keys]
 
     def of_request(self, hashes: Sequence[int], tags: Tags) -> list[ChunkKey]:

@@ -17,8 +17,7 @@ class Lease(msgspec.Struct, eq=False):
     """The right to read the chunks `keys` at `locations`.
 
     deadline: when the lease ends (time.monotonic), `seconds` after it was asked for or renewed.
-    connection: the number of the client's connection that granted the lease. The lease ends with
-    its connection."""
+    connection: the number of the client's connection, with which it ends."""
 
     id: int
     keys: list[ChunkKey]

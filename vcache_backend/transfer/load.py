@@ -95,8 +95,7 @@ class Load:
         self._failed = self._cancelled = self._over = False
 
     def advance(self) -> bool:
-        """Make progress without waiting for chunks or copies, but for the server's answers. Never
-        raises.
+        """Make progress, and wait for the server's answers only. Never raises.
 
         Returns whether the load is over; from then on always True."""
         if self._over:

@@ -30,8 +30,7 @@ TIMES = (
 )
 """Names of the latencies: first whole calls, then their parts, then the offload tier's.
 
-`lookup` is metadata time, too; `plan` is neither that nor data time. A put is one batch, in the
-background."""
+`lookup` is metadata time, too; `plan` is neither that nor data time. A put is one batch."""
 NOT_STORED = ("exists", "busy", "full", "no_slot", "backlog", "late", "changed")
 
 
@@ -176,8 +175,7 @@ class LoadStats:
         self.metadata_seconds = self.data_seconds = 0.0
 
     def pooled(self, first: int, own: int, count: int, tokens: int, seconds: float) -> None:
-        """Count `count` loaded chunks of the pool, from number `first` on, and their `tokens`
-        wanted tokens.
+        """Count `count` loaded chunks of the pool, from number `first` on, and wanted `tokens`.
 
         own: how many chunks lay on the reader's own device. seconds: the duration of the copy."""
         device = self._session.device

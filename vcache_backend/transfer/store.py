@@ -28,8 +28,7 @@ _SLICE_SECONDS = 0.05
 
 
 class PendingStore(NamedTuple):
-    """A running copy into the reserved slots of the chunks `keys`. prefix: keys of the chunks
-    before them.
+    """A running copy into the reserved slots of the chunks `keys`. prefix: those before them.
 
     keepalive: the slots' views, whose mapping must live until the copy is complete. holds: called
     after the copy; returns whether the copied bytes still belonged to `keys`."""

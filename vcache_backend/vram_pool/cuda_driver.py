@@ -35,8 +35,7 @@ class DriverError(SegmentError):
 
 @functools.cache
 def load() -> Driver:
-    """The driver of this process, initialised; the same object on every call, usable from every
-    thread.
+    """The driver of this process; the same object on every call, for every thread.
 
     Raises SegmentError if `cuda-bindings` or the NVIDIA driver is missing. A forked child of a
     process that called it cannot use it, nor CUDA."""
@@ -175,8 +174,7 @@ class Driver:
             yield
 
     def beside_captures(self) -> None:
-        """Let this thread, from now on, allocate and map memory while another thread captures a
-        CUDA graph.
+        """Let this thread allocate and map memory while another one captures a CUDA graph.
 
         vLLM captures in a mode in which such calls of any thread would fail otherwise, and the
         capture with them."""

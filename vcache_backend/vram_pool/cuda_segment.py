@@ -36,7 +36,7 @@ def allocate(device: Device, nbytes: int) -> tuple[int, int]:
     driver, ordinal = cuda_driver.load(), _ordinal(device)
     if not driver.shares_memory(ordinal):
         raise SegmentError(
-            f"{device}: no virtual memory management with POSIX fds; set pool.device: host"
+            f"{device}: no virtual memory management with fds; set pool.device: host"
         )
     with driver.on(ordinal), ExitStack() as undo:
         granule = driver.granularity(ordinal)
@@ -65,7 +65,7 @@ def map_fd(fd: int, nbytes: int, owner: str, reader: Device) -> torch.Tensor:
     seen = devices.visible_ordinal(owner)
     if seen is not None and not driver.can_access_peer(ordinal, seen):
         raise SegmentError(
-            f"GPU {reader.name} has no peer access to GPU {owner}: it cannot read segments there"
+            f"GPU {reader.name} has no peer access to GPU {owner}: it cannot read there"
         )
     try:
         whole = _Whole(driver, ordinal, fd, nbytes)
@@ -85,17 +85,14 @@ def check(fd: int, nbytes: int, granule: int) -> None:
     if kind is not None:
         raise SegmentError(f"fd {fd} is {kind}, not exported GPU memory")
     if nbytes % granule:
-        raise SegmentError(
-            f"a GPU segment of {nbytes:,} B is no multiple of the granularity of {granule:,} B"
-        )
+        raise SegmentError(f"a GPU segment of {nbytes:,} B is no multiple of {granule:,} B")
 
 
 class _Whole:
     """An imported allocation, mapped at one address of this process until the last reference to
     this object goes.
 
-    torch holds a reference for each storage made from it, so no tensor ever points at unmapped
-    memory."""
+    torch holds a reference for each storage, so no tensor ever points at unmapped memory."""
 
     def __init__(self, driver: Driver, ordinal: int, fd: int, nbytes: int) -> None:
         with ExitStack() as undo:
@@ -129,9 +126,7 @@ def view(whole: _Whole, ordinal: int) -> torch.Tensor:
     ):
         tensor = torch.as_tensor(whole, device=f"cuda:{ordinal}")
     if tensor.data_ptr() != whole.address:
-        raise SegmentError(
-            f"torch {torch.__version__} copied a mapped segment instead of viewing it"
-        )
+        raise SegmentError(f"torch {torch.__version__} copied a segment instead of viewing it")
     return tensor
 
 

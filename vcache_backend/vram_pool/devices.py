@@ -37,8 +37,7 @@ class Device(msgspec.Struct, frozen=True):
 
 
 def where(reader: Device, owner: str) -> Where:
-    """Where memory of the device named `owner` lies for `reader`: on its own GPU, on a peer's, or
-    in host memory.
+    """Where memory of the device named `owner` lies for `reader`: its GPU, a peer's, or the host.
 
     Without a GPU, host memory of another name counts as a peer's."""
     if reader.medium == "host" and (reader.ordinal is not None or owner == reader.name):
@@ -102,8 +101,7 @@ def gpus() -> list[Gpu]:
     """Every GPU that this process sees, in the order of their ordinals. Raises SegmentError without
     cuda-bindings or driver.
 
-    To ask for free memory it makes a CUDA context, for a moment, on each GPU where this process has
-    none."""
+    It makes a CUDA context, for a moment, on each GPU where this process has none."""
     driver = cuda_driver.load()
     uuids = [driver.uuid(ordinal) for ordinal in range(driver.count())]
     seen = []

@@ -15,8 +15,7 @@ from vcache_backend.seals import RESIZING, lacking
 
 
 def allocate(name: str, nbytes: int) -> int:
-    """A sealed memfd of exactly `nbytes` zero bytes, closed on exec; the caller closes it. Raises
-    OSError.
+    """A sealed memfd of `nbytes` zero bytes, which the caller closes. Raises OSError.
 
     Pages are allocated when first written, so a segment larger than the machine's memory fails in
     use, not here (`vcache doctor` compares the two)."""
@@ -33,8 +32,7 @@ def map_fd(fd: int, nbytes: int) -> torch.Tensor:
     """Map `nbytes` of `fd`, shared, as a 1-D uint8 tensor. The mapping lasts as long as the tensor
     or a view of it.
 
-    Raises SegmentError if the fd is no memfd, too small or not sealed; OSError if the kernel
-    refuses."""
+    SegmentError if the fd is no memfd, too small or not sealed; OSError."""
     check(fd, nbytes)
     memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     # torch keeps a reference to `memory` but exports no buffer, so `memory.close()` would unmap it

@@ -57,8 +57,7 @@ def alignment(*values: int) -> int:
 class Share(NamedTuple):
     """The part of a chunk that belongs to a group of layers with a block table of its own.
 
-    It has blocks of `block_size` tokens, of the chunk's last `tail` tokens only; 0: of all its
-    tokens."""
+    It has blocks of `block_size` tokens, of the chunk's last `tail` tokens; 0: of all."""
 
     block_size: int
     tail: int = 0

@@ -36,11 +36,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def allocate(name: str, nbytes: int) -> int:
-    """Like `host_segment.allocate`, with all pages allocated: some 0.3 s a GiB, in which other
-    threads go on.
+    """Like `host_segment.allocate`, with all pages allocated: some 0.3 s a GiB.
 
-    Raises SegmentError if less than `SPARE_BYTES` would be left, even after `GROW_SECONDS`;
-    OSError."""
+    SegmentError if less than `SPARE_BYTES` would be left after `GROW_SECONDS`; OSError."""
     with ExitStack() as undo:
         fd = host_segment.allocate(name, nbytes)
         undo.callback(os.close, fd)
@@ -104,7 +102,7 @@ def _register(driver: Driver, ordinal: int, address: int, nbytes: int) -> None:
         if (there := driver.on_device(address)) != address:
             where = f"{there:#x} for {address:#x}"
             raise SegmentError(
-                f"GPU {ordinal} has host memory at other addresses ({where}); set pool.device: auto"
+                f"GPU {ordinal} has host memory elsewhere ({where}); set pool.device: auto"
             )
         undo.pop_all()
 
@@ -128,8 +126,7 @@ def _populate(address: int, nbytes: int) -> None:
     """Allocate all pages of a mapping; large ones, which are locked faster, if the system gives
     them on request (`shmem_enabled: advise`).
 
-    Called through ctypes, since Python's own `madvise` would hold the interpreter's lock. Raises
-    OSError."""
+    Through ctypes, since Python's `madvise` would hold the interpreter's lock. OSError."""
     where, size = ctypes.c_void_p(address), ctypes.c_size_t(nbytes)
     _libc.madvise(where, size, mmap.MADV_HUGEPAGE)
     if _libc.madvise(where, size, _MADV_POPULATE_WRITE) == 0:

@@ -65,8 +65,7 @@ class Pool:
             log.debug("segments: %s", error)
 
     def slots(self, locations: Sequence[Location]) -> list[SlotView]:
-        """Views of the leading locations that this process can read. Maps segments that it has not
-        seen yet.
+        """Views of the leading locations that this process can read. Maps new segments.
 
         Each view keeps its mapping alive: keep them until the copy is over."""
         views: list[SlotView] = []

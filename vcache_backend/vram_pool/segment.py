@@ -73,8 +73,7 @@ class OwnedSegment(_WithDescriptor):
 
 
 class MappedSegment(_WithDescriptor):
-    """An allocation at an address of this process, for kernels and copies on one reader device. Any
-    thread.
+    """An allocation at an address of this process, for one reader device. Any thread.
 
     It has an fd of its own, so that the segment can be offered again if the metadata server has
     lost its fd. `close()` gives back the fd and the reference to the mapping, which goes with the
@@ -109,8 +108,7 @@ class MappedSegment(_WithDescriptor):
 def create(device: Device, nbytes: int) -> OwnedSegment:
     """Allocate a segment of at least `nbytes` on `device`, with a random id.
 
-    Raises SegmentError, and leaves nothing behind: impossible size, memory or fds exhausted, driver
-    missing."""
+    SegmentError, with nothing left behind: impossible size, no memory or fds, no driver."""
     id = SegmentId(secrets.token_hex(6))
     _check_claim(id, nbytes)
     with (
@@ -152,8 +150,6 @@ def map_segment(info: SegmentInfo, fd: int, reader: Device) -> MappedSegment:
 
 def _check_claim(id: SegmentId, nbytes: int) -> None:
     if not re.search(SEGMENT_ID, id):
-        raise SegmentError(
-            f"segment id {id!r} is not up to 64 letters, digits, '_', '.', ':' and '-'"
-        )
+        raise SegmentError(f"segment id {id!r} is not 1 to 64 letters, digits, '_', '.', ':', '-'")
     if not 1 <= nbytes <= MAX_SEGMENT_BYTES:
         raise SegmentError(f"segment {id} of {nbytes:,} B: expected 1 to {MAX_SEGMENT_BYTES:,}")

@@ -68,9 +68,9 @@ class Completions:
         output: vLLM's description of the step. unsure: blocks that may not be filled yet; chunks
         computed from them are stored by a later step."""
         self._unsure = unsure
-        self._offered = getattr(
-            getattr(output, "kv_connector_block_state", None), "boundary_state_offloads", {}
-        )
+        if self._groups.states:
+            state = getattr(output, "kv_connector_block_state", None)
+            self._offered = getattr(state, "boundary_state_offloads", {})
         # Running requests first: new requests may hit the blocks that they write in this step.
         self._plan_running(output, requests, meta)
         for new in output.scheduled_new_reqs:

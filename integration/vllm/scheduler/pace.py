@@ -15,10 +15,11 @@ LONGEST_SECONDS = 60.0
 """The longest time for a chunk or a step. It takes longer only if the process was stopped."""
 CHUNK_WEIGHT, STEP_WEIGHT = 0.3, 0.1
 """The weight of the newest measurement."""
-LOAD_STEPS = 2
-"""How many steps later the first token comes if its request loads: the step that begins the load,
-and the step that reports its end. With asynchronous scheduling the next step is planned before that
-report, so there is a third."""
+LOAD_STEPS = 1
+"""How many steps later the first token comes if its request loads: the step beside which it loads.
+With asynchronous scheduling the next step is planned before that step is over, so there is a
+second. Workers of other processes report the load's end with the step after it, so there is one
+more."""
 LONGEST_STEP_SECONDS = 1.0
 """A step that decodes takes longer only if the process was stopped, or other work came between."""
 MOST_DECODED = 8
@@ -36,13 +37,13 @@ class Pace:
 
     chunk_seconds: 0.0 before the first measurement."""
 
-    def __init__(self, live: Mapping[str, Tracked], asynchronous: bool) -> None:
+    def __init__(self, live: Mapping[str, Tracked], asynchronous: bool, several: bool) -> None:
         """live: the requests that have not ended. asynchronous: vLLM plans a step before the last
-        step is over."""
+        step is over. several: the instance has several workers."""
         self.chunk_seconds = 0.0
         self._measured: Tracked | None = None
         self._chunks, self._since = 0, 0.0
-        self._live, self._load_steps = live, LOAD_STEPS + asynchronous
+        self._live, self._load_steps = live, LOAD_STEPS + asynchronous + several
         self._step_seconds = self._planned_at = 0.0
         self._scheduled: Mapping[str, int] = {}
 

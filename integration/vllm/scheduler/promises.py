@@ -61,10 +61,10 @@ class OwnPromises:
 
     def begun(self, tracked: Tracked, computed: int) -> None:
         """Promise the request's chunks from token `computed` on: its first step with its present
-        blocks is planned."""
+        blocks is planned. Nothing if less than a chunk is left, as after a hit."""
         first, promise = computed // self._size, tracked.promise
         stop = self._whole(tracked) if promise.number else 0
-        if first >= stop and not promise.made:
+        if stop * self._size < computed + self._size and not promise.made:
             return
         if not self._lookups.name(tracked, stop):
             stop = 0

@@ -27,9 +27,9 @@ from ..model import compat, groups
 from ..telemetry import traces
 from ..telemetry.events import Announcer
 from ..telemetry.stats import Meter
-from . import hit_sources, request_params
+from . import request_params
 from .completions import Completions
-from .foreign_loads import ForeignLoads, beginning
+from .foreign_loads import Beginning, ForeignLoads, beginning
 from .introduction import Introduction
 from .load_specs import LoadSpecs
 from .lookups import Lookups
@@ -102,7 +102,8 @@ class SchedulerSide:
         self.lookups = Lookups(instance, self._size, meter, self._groups.parts)
         self._specs = LoadSpecs(config, stores, self._groups, instance)
         scheduling, self._numbers = vllm_config.scheduler_config, count(1)
-        self._pace = Pace(self._requests, bool(scheduling.async_scheduling))
+        several = instance.workers > 1
+        self._pace = Pace(self._requests, bool(scheduling.async_scheduling), several)
         step_tokens = scheduling.max_num_batched_tokens
         self._promises = OwnPromises(
             config, instance, self.lookups, self._pace, self._hashes, step_tokens
@@ -184,24 +185,6 @@ class SchedulerSide:
         self._loads.append(load)
         tracked.loading = True
 
-    def hit_sources(self, request: Any, external: int) -> dict[str, int]:
-        """Count the tokens of the request's last load by place: see `hit_sources.split`."""
-        load = next(
-            (
-                load
-                for load in reversed(self._loads)
-                if load.request_id == request.request_id and not load.lost
-            ),
-            None,
-        )
-        return (
-            {}
-            if load is None
-            else hit_sources.split(
-                self.instance, self._requests[load.request_id], load, external, self._size
-            )
-        )
-
     def lost(self, request: Any) -> None:
         """Have the workers report a failed load: `allocated` raised, but vLLM waits for
         the load.
@@ -217,34 +200,36 @@ class SchedulerSide:
         """Complete `meta` for the step that `output` describes: stores, and blocks with a new
         owner.
         """
-        # Mostly a step has nothing of this: keep it short.
-        meta.cancelled = self._cancelled
-        self._cancelled = set()
+        # Most steps have nothing of this, and there are many: keep it short.
+        requests, cached = self._requests, output.scheduled_cached_reqs
+        publications, begun = self.publications, list[Beginning]()
+        if self._cancelled:
+            meta.cancelled = self._cancelled
+            self._cancelled = set()
         if meta.loads:
             meta.fresh = [load.blocks for load in meta.loads]
         meta.idle = not output.total_num_scheduled_tokens
         if self.instance.keys is None:
             meta.introduce = not self.instance.over
-            if meta.introduce and self.publications is not None:
-                meta.instance = self.publications.instance
+            if meta.introduce and publications is not None:
+                meta.instance = publications.instance
         if self._resets.clearing:
             meta.flush = self._resets.number
         self._resets.learn()
         for request_id in output.preempted_req_ids or ():
-            if request_id in self._requests:
-                self._promises.ended(self._requests[request_id])
-        begun = beginning(output)
-        if begun:
-            meta.echo = self._foreign.begin(begun, self._requests)
-        self._completions.plan(output, self._requests, meta, self._foreign.blocks)
+            if request_id in requests:
+                self._promises.ended(requests[request_id])
+        if output.scheduled_new_reqs or cached.resumed_req_ids:
+            begun = beginning(output)
+            meta.echo = self._foreign.begin(begun, requests)
+        self._completions.plan(output, requests, meta, self._foreign.blocks)
         for request_id, computed, _ in begun:
-            if request_id in self._requests:
-                self._waits.over(self._requests[request_id])
-                self._promises.begun(self._requests[request_id], computed)
-        goes_on = bool(output.scheduled_cached_reqs.req_ids)
-        self._pace.planned(output.num_scheduled_tokens, goes_on)
-        if self.publications is not None:
-            self.publications.planned()
+            if request_id in requests:
+                self._waits.over(requests[request_id])
+                self._promises.begun(requests[request_id], computed)
+        self._pace.planned(output.num_scheduled_tokens, bool(cached.req_ids))
+        if publications is not None:
+            publications.planned()
         if self.victims is not None:
             self.victims.plan(meta)
 
@@ -458,7 +443,6 @@ class SchedulerSide:
                 self.publications.forget(tracked, tracked.local // self._groups.block)
         if lost and self.blocks is not None:
             self._evict(self.blocks, lost)
-        self.instance.reads(report.segments)
         self.instance.note(report.shards, report.links)
         if self.instance.announcer is not None:
             self.instance.announcer.note(report.stored)

@@ -151,9 +151,7 @@ class VCacheStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class Meter:
-    """Counts events between two calls of `take`. Any thread; `looked_up` only in the thread that
-    calls `take`.
-    """
+    """Counts events between two calls of `take`. Any thread."""
 
     def __init__(self, counts_tokens: bool = True) -> None:
         """counts_tokens: True for a single worker. All workers load and store shards of the same
@@ -162,35 +160,22 @@ class Meter:
         self._counts_tokens = counts_tokens
         self._lock = threading.Lock()
         self._stats: VCacheStats | None = None
-        self._asked = self._hit = 0
-        self._lookups: list[float] = []
 
     def take(self) -> VCacheStats | None:
         """Return the stats since the last call; None if there are none."""
-        if self._stats is None and not self._lookups:
+        if self._stats is None:
             return None
         with self._lock:
             taken = self._stats
             self._stats = None
-        if self._lookups:
-            looked_up = VCacheStats()
-            looked_up.count("lookup_asked_tokens", self._asked)
-            looked_up.count("lookup_hit_tokens", self._hit)
-            looked_up.observe("lookup_seconds", *self._lookups)
-            taken = looked_up if taken is None else taken.aggregate(looked_up)
-            self._asked = 0
-            self._hit = 0
-            self._lookups = []
-        return None if taken is None or taken.is_empty() else taken
+        return taken if taken.data else None
 
     def looked_up(self, asked: int, hit: int, seconds: float) -> None:
-        """Count a look-up: tokens asked for, tokens hit, seconds. It takes no lock, to save time
-        for every request.
-        """
-        self._asked += asked
-        self._hit += hit
-        if len(self._lookups) < MOST_OBSERVED:
-            self._lookups.append(seconds)
+        """Count a look-up: tokens asked for, tokens hit, seconds."""
+        with self._lock:
+            self._add("lookup_asked_tokens", asked, "")
+            self._add("lookup_hit_tokens", hit, "")
+            self._interval().observe("lookup_seconds", seconds)
 
     def count(self, name: str, amount: float, label: str = "") -> None:
         """Add to one of COUNTERS."""

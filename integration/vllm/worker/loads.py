@@ -44,13 +44,16 @@ class Loads:
         self._lost: list[LoadSpec] = []
         self._invalid: set[int] = set()
         self._failed: set[str] = set()
+        self._in_place: set[str] = set()
+        self._ended: set[str] = set()
+        """Requests whose load is over, with all bytes or without, until vLLM is told."""
 
     # ---- a step
 
     @property
     def over(self) -> bool:
         """Whether vLLM waits for no load of this worker."""
-        return not self._under_way and not self._lost
+        return not (self._under_way or self._lost or self._in_place or self._ended)
 
     def expect(self, specs: Iterable[LoadSpec]) -> None:
         """Note the loads that the step wants. Each load's end is reported, whatever happens,
@@ -74,14 +77,29 @@ class Loads:
         """Advance all loads. Returns the requests whose load is over, successful or not.
 
         idle: the step runs no model, so it waits for a load to end, within bounds."""
-        done = self._advance() | self._give_up()
+        self._advance()
+        done = self._in_place | self._ended | self._give_up()
         began = time.monotonic()
         while idle and self._under_way and not done:
             first = self._under_way[0]
             if time.monotonic() > began + (COPY_SECONDS if first.launched else IDLE_SECONDS):
                 break
             first.wait(IDLE_SECONDS)
-            done = self._advance()
+            self._advance()
+            done = self._in_place | self._ended
+        self._in_place, self._ended = set(), set()
+        return done
+
+    def succeeded(self) -> set[str]:
+        """Advance all loads. Returns the requests whose load brought all of its bytes, and that
+        `finished` has not returned. It returns the others, since a step tells vLLM of failures.
+
+        For the scheduler of the same process: between two steps it learns what the workers of other
+        processes tell it a step later."""
+        if self._under_way:
+            self._advance()
+        done = self._in_place
+        self._in_place = set()
         return done
 
     def invalid(self) -> set[int]:
@@ -118,8 +136,7 @@ class Loads:
 
     # ---- inside
 
-    def _advance(self) -> set[str]:
-        over = set()
+    def _advance(self) -> None:
         for loading in list(self._under_way):
             if loading.advance():
                 self._under_way.remove(loading)
@@ -127,11 +144,11 @@ class Loads:
                     self._note(loading)
                     if loading.spec.promote and not loading.cause:
                         self._stores.promote(loading, loading.spec)
-                    over.add(loading.spec.request_id)
+                    done = self._ended if loading.cause else self._in_place
+                    done.add(loading.spec.request_id)
                 except Exception:  # vLLM waits for the end of this one too
                     log.exception("vcache: a load's end could not be noted, so it counts as failed")
                     self._lost.append(loading.spec)
-        return over
 
     def _give_up(self) -> set[str]:
         """Report loads that never began as failed. Returns their requests."""

@@ -41,8 +41,7 @@ class Sent(Generic[R]):
     """A request whose answer is still to be read, by `answer` or by the next call on the channel.
 
     The next call reads the answer and discards it if nobody has asked for it. So call `answer` for
-    a lease, or the lease is held until its time is over. `received`: a list for the fds of the
-    answer."""
+    a lease, or it is held to its end. `received`: a list for the answer's fds."""
 
     def __init__(
         self, channel: Channel, request: m.Request, kind: type[R], received: list[int] | None = None

@@ -40,9 +40,7 @@ class ServerLink:
         Sends nothing before it knows the server's user. ledger: the previous server's, sent with
         the hello. The new server's ledger is put into `received`."""
         if fault := folder_fault(path, self._trusted):
-            raise ConnectionError(
-                f"{fault}, or name its user in client.server_uid if that is meant"
-            )
+            raise ConnectionError(f"{fault}, or name its user in client.server_uid if it is meant")
         self._socket.settimeout(max(deadline - time.perf_counter(), 1e-4))
         self._socket.connect(str(path))
         self._socket.setblocking(False)

@@ -16,9 +16,8 @@ RETRACT_LOOKS = 4096
 """How many of the newest publications a retraction examines. It drops all older publications
 unexamined; a chunk dropped without need is a miss."""
 CHUNK_BYTES, BLOCK_BYTES = 320, 136
-"""Bytes of server memory for each chunk, besides its block numbers and generations, and for
-each block of an instance. The block's part pays for `holders` and for both tables, which never
-shrink."""
+"""Bytes of server memory for each chunk, besides its block numbers and generations, and for each
+block of an instance. The latter pays for `holders` and both tables, which never shrink."""
 MAX_HINTS = 2048
 """The most chunks noted between two heartbeats of an instance. Beyond it the chunks read longest
 ago are dropped."""
@@ -78,8 +77,7 @@ class InstancePublications:
     def publish(self, rank: int, request: m.Publish, most: int) -> int:
         """Take chunks that a rank publishes. Returns how many were taken.
 
-        most: by how many the number of chunks may grow. At the limit a chunk is taken only in place
-        of another."""
+        most: by how many chunks it may grow. At the limit a chunk only takes another's place."""
         each, sequence = self.each, request.sequence
         numbers = self._numbers(rank, request)
         if sequence < self._floor:
@@ -141,7 +139,7 @@ class InstancePublications:
         suffix = rank.to_bytes(m.RANK_BYTES, "big")
         if not all(key.startswith(namespace) and key.endswith(suffix) for key in request.keys):
             raise Refuse(
-                f"publish: keys of other namespaces or ranks than {namespace.hex()} and {rank}"
+                f"publish: keys of other namespaces or ranks than {namespace.hex()}, {rank}"
             )
         if rank >= self.ranks:
             raise Refuse(f"publish: rank {rank} of an instance that joined with {self.ranks}")
@@ -229,8 +227,7 @@ class Recency:
     """Chunks of an instance that other instances have read lately. vLLM does not see these reads,
     so the server tells the instance's scheduler.
 
-    Holds each chunk once. Later chunks should stay longer: the first chunk of a prefix comes
-    last."""
+    Holds each chunk once. Later chunks should stay longer: a prefix's first one comes last."""
 
     def __init__(self) -> None:
         self._keys: dict[m.ChunkKey, None] = {}

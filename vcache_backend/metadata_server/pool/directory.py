@@ -63,9 +63,8 @@ class Directory(SegmentDirectory):
         return answer
 
     def lacking(self, request: m.Find | m.Promise, keys: list[m.ChunkKey]) -> dict[m.ChunkKey, int]:
-        """Those of `keys` (of rank 0) that the request's instance has not published, and that are
-        not in the pool for all of the request's ranks. Each with a bit for every rank whose part is
-        in the pool."""
+        """Those of `keys` (of rank 0) that the request's instance has not published, and that the
+        pool lacks for some of its ranks. Each with a bit for every rank that the pool has."""
         own, whole = self.residents.of(request.instance), (1 << request.ranks) - 1
         stored = dict.fromkeys((key for key in keys if key not in own), 0)
         if not len(self.contents.live):
@@ -85,11 +84,6 @@ class Directory(SegmentDirectory):
 
     def contains(self, keys: list[m.ChunkKey]) -> list[bool]:
         return list(map(self.contents.live.among(keys).__contains__, keys))
-
-    def segments_of(self, keys: list[m.ChunkKey]) -> list[str]:
-        """The segment of each key's chunk; "" if the chunk is not in the pool."""
-        table = self.contents.live.among(keys)
-        return [entry.segment.id if (entry := table.get(key)) is not None else "" for key in keys]
 
     def acquire(self, client: Peer, keys: list[m.ChunkKey]) -> m.Leased:
         """Lease the leading chunks. At its end they become recent, the first the most."""
@@ -189,8 +183,7 @@ class Directory(SegmentDirectory):
         return self._give_back(reservation)
 
     def remove(self, keys: list[m.ChunkKey], force: bool = True) -> int:
-        """Forget chunks. Returns how many. The slot of a leased chunk is freed when its last lease
-        ends.
+        """Forget chunks. Returns how many. A leased chunk's slot is freed when its last lease ends.
 
         Without `force`, leased and resting chunks stay."""
         entries = self.contents.live_entries(keys)
@@ -291,8 +284,7 @@ class Directory(SegmentDirectory):
     def still(self, record: records.Record) -> Iterator[records.Record]:
         """Yield the parts of an earlier record that still hold, for a compacted ledger.
 
-        The new ledger also gets every change since the turn in which its first record was
-        written."""
+        The new ledger also gets every change since the turn of its first record."""
         match record:
             case records.Counted():  # begins the ledger of this or of an earlier server
                 yield records.Counted(next(self.contents.placement.generations))
@@ -388,15 +380,8 @@ def _answers(
         elif key in stored:
             slots.append(int(m.Refusal.EXISTS))
         else:
-            slots.append(
-                int(
-                    m.Refusal.BUSY
-                    if key in busy
-                    else m.Refusal.FULL
-                    if refusal is None
-                    else refusal
-                )
-            )
+            full = m.Refusal.FULL if refusal is None else refusal
+            slots.append(int(m.Refusal.BUSY if key in busy else full))
     return slots
 
 

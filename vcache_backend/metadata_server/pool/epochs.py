@@ -12,8 +12,7 @@ _RANDOM_BITS = 40
 
 
 class Epochs:
-    """The epoch of each namespace. A reset raises it; chunks offloaded in earlier epochs are then
-    not found.
+    """The epoch of each namespace. A reset raises it; chunks offloaded earlier are then not found.
 
     An epoch is 0 until the first reset, so nodes without resets share what they offload. Later
     epochs consist of a count and 40 random bits. They grow, and no two nodes, whose weights may

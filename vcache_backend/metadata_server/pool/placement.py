@@ -40,8 +40,7 @@ class Entry(msgspec.Struct, gc=False, eq=False):
     """An occupied slot of `size` bytes. `reservation`: 0 once its chunk is committed. `doomed`: the
     chunk was removed while leased. `tenant`: for whom it counts, if a share limits that.
 
-    `use` grows with every use. `older` and `newer`: the neighbours in the segment's `Order`, None
-    outside of it."""
+    `use` grows with every use. `older`, `newer`: the neighbours in its `Order`, or None."""
 
     key: ChunkKey
     location: Location
@@ -162,19 +161,14 @@ class SlotTable:
 
 
 class Segment:
-    """A segment: its holes, its occupants by offset and by end, and the numbers of reserved and of
-    leased ones.
+    """A segment: its holes, its occupants by offset and by end, how many are reserved or leased.
 
     `state`: live; absent, from before a restart, until a client offers its fd again; or draining,
     until its last reader and writer are gone."""
 
     def __init__(self, info: SegmentInfo) -> None:
-        self.id, self.device, self.medium, self.nbytes = (
-            info.id,
-            info.device,
-            info.medium,
-            info.nbytes,
-        )
+        self.id, self.nbytes = info.id, info.nbytes
+        self.device, self.medium = info.device, info.medium
         self.state: SegmentState = info.state
         self.capacity = info.nbytes // ALIGNMENT * ALIGNMENT
         self.extents = Extents(info.nbytes)

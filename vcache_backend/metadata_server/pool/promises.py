@@ -1,5 +1,4 @@
-"""The chunks that instances are computing and have promised, so that others wait for them. A pure
-state machine.
+"""The chunks that instances are computing and have promised, so that others wait for them. Pure.
 
 A promise is made by a look-up and confirmed when the request's first step is planned. It is only a
 reason to wait: whoever waits for a broken promise computes the chunks."""

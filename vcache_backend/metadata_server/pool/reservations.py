@@ -4,8 +4,7 @@ has surely finished. Pure.
 Claims: a worker claims bytes before it allocates memory for the pool, since memory that is
 allocated and then refused is wasted, and on a GPU may be too much.
 
-A hostile client can make many reservations, so all look-ups by client, process and time are
-indexed."""
+A hostile client can make many, so all look-ups by client, process and time are indexed."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ class Reservation(msgspec.Struct, gc=False):
     """Slots that one client writes. `client` is None once the reservation is void: after
     `deadline`, a lost connection, a clear or a restart of the server.
 
-    Void slots wait in quarantine until the writer answers for them or its process ends, however
-    long that takes."""
+    Void slots wait in quarantine until the writer answers for them or its process ends."""
 
     client: int | None
     process: ProcessId

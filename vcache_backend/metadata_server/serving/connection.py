@@ -96,8 +96,7 @@ class Connection:
 
 
 class Turns:
-    """Connections with requests, the connection with the least recent work first (start-time fair
-    queueing).
+    """Connections with requests, that with the least work first (start-time fair queueing).
 
     Each connection is charged for the time of its requests. A quiet connection starts level with
     the others, so it waits for one request of each, however many they sent."""

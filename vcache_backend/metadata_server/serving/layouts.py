@@ -83,8 +83,7 @@ class Layouts:
                 del self.hits[next(iter(self.hits))]
 
     def through_pool(self, in_place: Container[ProcessId]) -> list[m.InstanceStats]:
-        """The instances that share through the pool only. in_place: the processes that share in
-        place.
+        """The instances that share through the pool only. in_place: the others' processes.
 
         Children of an instance's process that sent no layout are its workers. Processes with the
         same parent and name are one instance."""

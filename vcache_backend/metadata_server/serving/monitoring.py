@@ -35,7 +35,7 @@ class MonitorProcess:
             if status is None:
                 return
             log.error(
-                "server.metrics: their process ended with status %d and is started again", status
+                "server.metrics: its process ended with status %d; it is started again", status
             )
             self.close()
         self._again_at = time.monotonic() + AGAIN_SECONDS

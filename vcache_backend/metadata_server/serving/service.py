@@ -26,11 +26,6 @@ log = logging.getLogger(__name__)
 
 MAX_SEGMENTS = 400
 """The most segments: one message lists them all."""
-_LOG_LEVELS: dict[m.Level, int] = {
-    "info": logging.INFO,
-    "warn": logging.WARNING,
-    "error": logging.ERROR,
-}
 
 
 class Service:
@@ -99,9 +94,8 @@ class Service:
                 return m.Count(directory.abort(client, reservation))
             case m.Renew(lease):
                 return m.Verdict(directory.renew(lease))
-            case m.Contains(keys, where):
-                segments = directory.segments_of(keys) if where else []
-                return m.Present(directory.contains(keys), directory.epochs.of(keys), segments)
+            case m.Contains(keys):
+                return m.Present(directory.contains(keys), directory.epochs.of(keys))
             case m.Touch(keys):
                 return m.Count(directory.touch(keys))
             case m.Remove(keys, force):
@@ -276,13 +270,8 @@ class Service:
     def _report(self, client: Peer, level: m.Level, text: str) -> m.Count:
         reported = self.reports.add(client, level, text)
         if reported is not None:
-            log.log(
-                _LOG_LEVELS[level],
-                "pid %d on %s reports: %s",
-                reported.pid,
-                reported.device,
-                reported.text,
-            )
+            said = reported.pid, reported.device, reported.text
+            log.log(getattr(logging, level.upper()), "pid %d on %s reports: %s", *said)
         return m.Count(int(reported is not None))
 
 

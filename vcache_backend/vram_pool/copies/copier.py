@@ -52,8 +52,7 @@ class Mark(Protocol):
 
 
 class Copier(Protocol):
-    """Moves bytes into and out of one KV cache. Used by one worker; may be called from several of
-    its threads.
+    """Moves bytes into and out of one KV cache. Used by one worker, in any of its threads.
 
     slots: the request's, in the order of the plan's slot indices. `gather` and `scatter` raise
     LayoutError, and move nothing, if a slot is missing or smaller than a chunk, or the plan or the
@@ -198,7 +197,7 @@ def check(kv: PagedKV, plan: CopyPlan, slots: Sequence[SlotView]) -> None:
     """Raise LayoutError unless every byte of the plan lies inside of its slot."""
     if plan.block_size != kv.block_size:
         raise LayoutError(
-            f"the plan is for blocks of {plan.block_size} tokens, the KV cache has {kv.block_size}"
+            f"the plan has blocks of {plan.block_size} tokens, the cache {kv.block_size}"
         )
     need = kv.chunk_bytes(plan.chunk_size)
     last = int(np.maximum.reduce(plan.blocks[:, 0], initial=-1))

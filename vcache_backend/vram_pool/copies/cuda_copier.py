@@ -44,8 +44,7 @@ class CudaMark(NamedTuple):
 class CudaCompletion:
     """A copy on a stream of `device`, over once `end` is reached. Any thread.
 
-    held: what the copy uses, kept until then. give_back: called once, by whoever first finds the
-    copy over."""
+    held: what the copy uses, kept until then. give_back: called once, when it is over."""
 
     def __init__(
         self,
@@ -107,13 +106,8 @@ class _Rows:
         self, kv: PagedKV, rows: Int64s, origins: Int64s, keep: object, local: bool
     ) -> None:
         check_rows(kv, rows, origins)
-        self.kv, self.blocks, self.origins, self.local, self.host = (
-            kv,
-            len(rows),
-            len(origins),
-            local,
-            False,
-        )
+        self.kv, self.blocks, self.origins = kv, len(rows), len(origins)
+        self.local, self.host = local, False
         self._rows, self._bases, self._keep = rows, origins, keep
 
     def fill(self, table: Int64s, parts: Sequence[kernels.TablePart]) -> list[int]:
@@ -186,9 +180,7 @@ class CudaCopier:
         if isinstance(copy, CudaCompletion):
             torch.cuda.current_stream(self.device).wait_event(copy.end)
         elif not isinstance(copy, Finished):
-            raise TypeError(
-                f"a {type(copy).__name__} is no copy of this copier: nothing would wait for it"
-            )
+            raise TypeError(f"a {type(copy).__name__} is no copy of this copier: nothing waits")
 
     def close(self) -> None:
         for stream in (self._gathers, self._scatters):
@@ -205,7 +197,7 @@ class CudaCopier:
         kv = job.kv
         if kv.device != self.device:
             raise LayoutError(
-                f"the KV cache is on {kv.device} but this copier drives {self.device}"
+                f"the KV cache is on {kv.device}, but this copier is of {self.device}"
             )
         if not job.blocks:
             return Finished(0.0)

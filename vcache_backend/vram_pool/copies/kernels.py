@@ -180,7 +180,7 @@ def launch(
     if pieces + 2 * tuning.ctas >= 1 << 31:
         nbytes = blocks * planes * kv.page_bytes
         raise LayoutError(
-            f"a copy of {nbytes:,} B in {pieces:,} pieces is too large; move fewer chunks at once"
+            f"a copy of {nbytes:,} B in {pieces:,} pieces is too large; move fewer chunks"
         )
     grid = (max(1, min(tuning.ctas, pieces)), 1, 1)
     if kernel.compiled is None:  # Triton's interpreter

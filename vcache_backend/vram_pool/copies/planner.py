@@ -17,8 +17,7 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class CopyPlan:
-    """What one launch moves between slots and a KV cache, in either direction. Immutable; any
-    thread.
+    """What one launch moves between slots and a KV cache. Immutable; any thread.
 
     blocks: (n, 3) int64: slot index, byte offset in the slot of the block's first page (layer 0,
     part 0, of the first kind), block id in the KV cache. nbytes: bytes read, and as many are

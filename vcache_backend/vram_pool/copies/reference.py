@@ -1,5 +1,4 @@
-"""The copies in plain torch and numpy: the kernels are tested against them, and `HostCopier` copies
-with them.
+"""The copies in plain torch and numpy, for tests of the kernels and for `HostCopier`.
 
 In host memory a copy is over when the call returns; on a GPU it runs in order on the current
 stream. `slots` are contiguous 1-D uint8 tensors, one for each slot index of the plan, each at least

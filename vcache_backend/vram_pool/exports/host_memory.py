@@ -1,5 +1,4 @@
-"""Host memory for vLLM's KV cache that other processes can read: sealed memfds instead of malloc's
-memory.
+"""Host memory for vLLM's KV cache that other processes can read: sealed memfds.
 
 It replaces `torch.zeros` of int8 only, with which every known vLLM allocates its KV cache. The
 alternative was to map a memfd over pages from malloc, but those may begin within a tensor or belong

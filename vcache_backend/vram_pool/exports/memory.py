@@ -1,8 +1,6 @@
-"""Memory for torch's tensors that other processes can map. vLLM's KV cache is made of it if it is
-shared in place.
+"""Memory for torch's tensors that other processes can map, such as a KV cache's.
 
-torch allocates, uses and frees it as always. Every allocation has a descriptor that lives as long
-as the memory."""
+torch uses it as always. Every allocation has a descriptor that lives as long."""
 
 from __future__ import annotations
 
@@ -11,8 +9,7 @@ from typing import NamedTuple, Protocol
 
 
 class Region(NamedTuple):
-    """One exported allocation of this process: `nbytes` bytes at `address`. A reader maps all of it
-    by `fd`.
+    """One exported allocation: `nbytes` bytes at `address`. Readers map all of it by `fd`.
 
     The fd is open for as long as the memory lives; the caller must not close it."""
 
