@@ -98,7 +98,8 @@ def test_every_request_and_its_answer(
     assert worker.ask("abort", worker.ask("reserve", [C], KIB)[1]) == ["count", 1]
     assert worker.ask("reserve", [A, C], 5 * KIB)[3] == [m.Refusal.EXISTS, m.Refusal.TOO_LARGE]
     assert worker.ask("find", [A, B, C])[:3] == ["found", b"\1\1", []]
-    assert worker.ask("contains", [A, D]) == ["present", [True, False], 0]
+    assert worker.ask("contains", [A, D]) == ["present", [True, False], 0, []]
+    assert worker.ask("contains", [A, D], True) == ["present", [True, False], 0, ["s0", ""]]
     name, lease, seconds, locations, _ = worker.ask("acquire", [A, B, C])
     assert (name, seconds, locations) == ("leased", 10.0, slots)
     assert (
@@ -259,7 +260,7 @@ def test_a_look_up_of_too_many_keys_and_ranks_is_refused_with_its_size(worker: R
     reply = worker.ask("find", [A] * 2048, 4096)
     assert reply == [
         "error",
-        "find: 2,048 keys of 4,096 ranks; at most 16,384 keys times ranks at once",
+        "find: 2,048 keys of 4,096 ranks; at most 16,384 keys times ranks",
         False,
     ]
     assert worker.ask("find", [A] * 2048, 8)[:2] == ["found", b""]

@@ -96,7 +96,8 @@ class Side:
         shards = {
             (0, rank): Shard(ShardSpec(pp_rank=0, tp_rank=rank, **sizes)) for rank in range(ranks)
         }
-        self.report(shards=shards)
+        self.segments = {segment.id: "host" for segment in self.client.list_segments()}
+        self.report(shards=shards, segments=dict.fromkeys(range(ranks), self.segments))
         assert self.half.instance.open()
         if state:
             self.half.watch(SimpleNamespace(get_num_free_blocks=lambda: 64))

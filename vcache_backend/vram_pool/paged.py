@@ -261,8 +261,7 @@ class PagedKV:
                 )
                 if self.parts > 1 or not fits or not alike:
                     raise LayoutError(
-                        f"the state of {layer} does not lie in pages of {room} B where other "
-                        "layers' tokens do"
+                        f"the state of {layer} does not lie in pages of {room} B beside others"
                     )
         planes = np.array([(page.data_ptr(), page.stride(0)) for page in pages], dtype=np.int64)
         return replace(self, layers=len(pages) // self.parts, pages=tuple(pages), planes=planes)

@@ -27,7 +27,7 @@ from ..model import compat, groups
 from ..telemetry import traces
 from ..telemetry.events import Announcer
 from ..telemetry.stats import Meter
-from . import request_params
+from . import hit_sources, request_params
 from .completions import Completions
 from .foreign_loads import Beginning, ForeignLoads, beginning
 from .introduction import Introduction
@@ -184,6 +184,24 @@ class SchedulerSide:
         # Last: if anything before raises, `lost` describes this load to the workers instead.
         self._loads.append(load)
         tracked.loading = True
+
+    def hit_sources(self, request: Any, external: int) -> dict[str, int]:
+        """Count the tokens of the request's last load by place: see `hit_sources.split`."""
+        load = next(
+            (
+                load
+                for load in reversed(self._loads)
+                if load.request_id == request.request_id and not load.lost
+            ),
+            None,
+        )
+        return (
+            {}
+            if load is None
+            else hit_sources.split(
+                self.instance, self._requests[load.request_id], load, external, self._size
+            )
+        )
 
     def lost(self, request: Any) -> None:
         """Have the workers report a failed load: `allocated` raised, but vLLM waits for
@@ -443,6 +461,7 @@ class SchedulerSide:
                 self.publications.forget(tracked, tracked.local // self._groups.block)
         if lost and self.blocks is not None:
             self._evict(self.blocks, lost)
+        self.instance.reads(report.segments)
         self.instance.note(report.shards, report.links)
         if self.instance.announcer is not None:
             self.instance.announcer.note(report.stored)

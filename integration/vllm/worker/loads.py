@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
+import torch
+
 from vcache_backend.transfer import load as transfer
 
 from ..metadata import LoadSpan, LoadSpec, StepMetadata
@@ -97,7 +99,9 @@ class Loads:
         For the scheduler of the same process: between two steps it learns what the workers of other
         processes tell it a step later."""
         if self._under_way:
-            self._advance()
+            # As in the worker's own calls.
+            with torch.inference_mode():
+                self._advance()
         done = self._in_place
         self._in_place = set()
         return done

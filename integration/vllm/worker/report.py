@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from vcache_backend.metadata_server.messages import ChunkKey, of_rank
+from vcache_backend.metadata_server.messages import ChunkKey, SegmentId, of_rank
 from vcache_backend.transfer.session import Session
+from vcache_backend.vram_pool.devices import Where
 
 from ..metadata import Link, LoadSpan, Shard, WorkerReport
 from ..model.spec import ShardSpec
@@ -42,6 +43,7 @@ class Reporter:
         self.refuse("it was given no KV caches")
         self.failed, self.echoes, self.spans = set[str](), set[int](), list[LoadSpan]()
         self.introduce, self.flushed = False, 0
+        self._segments: dict[SegmentId, Where] = {}
         self._link = Link()
         self._stored: deque[ChunkKey] = deque(maxlen=MOST_STORED)
 
@@ -49,6 +51,7 @@ class Reporter:
         """The worker has joined the pool."""
         self._session = session
         self._shard = shard
+        self._segments = self._readable()
         if self._events:
             session.on_stored.append(lambda keys: self._stored.extend(of_rank(keys, 0)))
 
@@ -61,17 +64,19 @@ class Reporter:
 
     def take(self) -> WorkerReport | None:
         """Return the report since the last call; None if it would be empty."""
-        link = self._reached()
+        segments, link, introduce = self._readable(), self._reached(), self.introduce
+        new_segments = introduce or segments != self._segments
         new_link = link != self._link
         told = self.failed or self.echoes or self.spans or self.flushed or self._stored
-        if not (told or self.introduce or new_link):
+        if not (told or new_segments or new_link):
             return None
         stored = [self._stored.popleft() for _ in range(len(self._stored))]
         report = WorkerReport(
             self.failed,
             self.flushed,
+            {self.number: segments} if new_segments else {},
             {self.number: link} if new_link else {},
-            {self._place: self._shard} if self.introduce else {},
+            {self._place: self._shard} if introduce else {},
             {self._rank: stored} if stored else {},
             self.echoes,
             self.spans,
@@ -79,12 +84,22 @@ class Reporter:
         self.failed = set()
         self.echoes = set()
         self.spans = []
+        self._segments = segments
         self._link = link
         self.flushed = 0
         self.introduce = False
         return report
 
     # ---- inside
+
+    def _readable(self) -> dict[SegmentId, Where]:
+        if self._session is None:
+            return self._segments
+        try:
+            return self._session.segments()
+        except Exception as error:  # noqa: BLE001 - the rest of the report must get through
+            self._session.miss("segments", error)
+            return self._segments
 
     def _reached(self) -> Link:
         """This worker's connection to the offload tier. A small change of bandwidth leaves the last

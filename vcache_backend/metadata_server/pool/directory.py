@@ -85,6 +85,11 @@ class Directory(SegmentDirectory):
     def contains(self, keys: list[m.ChunkKey]) -> list[bool]:
         return list(map(self.contents.live.among(keys).__contains__, keys))
 
+    def segments_of(self, keys: list[m.ChunkKey]) -> list[str]:
+        """The segment of each key's chunk; "" if the chunk is not in the pool."""
+        table = self.contents.live.among(keys)
+        return [entry.segment.id if (entry := table.get(key)) is not None else "" for key in keys]
+
     def acquire(self, client: Peer, keys: list[m.ChunkKey]) -> m.Leased:
         """Lease the leading chunks. At its end they become recent, the first the most."""
         entries = (
@@ -389,7 +394,4 @@ def _full(nbytes: int, medium: m.Medium, tenant: Tenant | None) -> str:
     share = "" if tenant is None else f", or the share of tenant {tenant.name!r},"
     full = f"every {medium} segment{share} is full"
     taken = f"{full} of chunks that are leased, reserved or beside such"
-    return (
-        f"no slot of {nbytes:,} B: {taken}, or more than {MAX_SEARCH:,} of them would have "
-        "to go at once"
-    )
+    return f"no slot of {nbytes:,} B: {taken}, or more than {MAX_SEARCH:,} would have to go at once"
