@@ -15,36 +15,32 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import signal
 import statistics
 import sys
 import tempfile
 import traceback
-import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import msgspec
 
 from .options import end_in_time, names_of, parser
-from .processes import HOST, ChildFailed, until
+from .processes import ChildFailed
 from .results import Clock, Report, Row, fraction, row
-from .serving.client import Answer, complete
+from .serving.client import Answer
+from .serving.ranks import LOGPROBS, RANKS, TOKENS, Pair, Said
 from .serving.servers import Servers
-from .serving.systems import MODEL, SIZES, Sizes
+from .serving.systems import SIZES, Sizes
 from .vllm.instances import KINDS
-from .vllm.parts.groups import Ended
 from .vllm.prompts import Hit
 from .vllm.weights import write_model
 
 SHAPES = {"v3": "inplace_dp", "oss20b": "vcache_dp"}
 """The system each is shared by."""
-RANKS = 2
 COUNTS = {"1k": 6, "4k": 4, "16k": 2}
 """How many hits of each length are compared."""
 CONTROLS = 4
@@ -52,95 +48,13 @@ CONTROLS = 4
 LONG, WARM = "16k", 2
 ALLOWED = 0.2
 """TTFT of a hit ÷ of computing."""
-TOKENS, LOGPROBS = 32, 5
-ANSWER_SECONDS, SHARED_SECONDS = 60.0, 5.0
+BESIDE, BESIDE_ROUNDS, ALLOWED_BESIDE = 4, 4, 1.05
+"""Prompts that a rank loads while the other one's tokens are timed, and how often; and by how much
+they may take longer."""
 NEEDED_SECONDS = 50.0
 """What a shape takes once it is up: so long before the end its server has to be."""
 LEAST_SECONDS = 15.0
 """With less left nothing more is begun."""
-
-
-class Said(NamedTuple):
-    """An answer. steps: of each token the log probabilities, as the server writes them."""
-
-    tokens: list[int]
-    steps: list[dict[str, float]]
-    cached: int
-
-
-class Pair:
-    """The ranks of one server."""
-
-    def __init__(self, shape: str, sizes: Sizes, servers: Servers) -> None:
-        self.shape, self.scale, self.servers = shape, sizes.scale, servers
-        self.prompts = Ended(
-            msgspec.structs.replace(sizes.scale, whole_blocks=True), seed=list(SHAPES).index(shape)
-        )
-
-    def ask(self, rank: int, tokens: list[int], salt: str, count: int = TOKENS) -> Said:
-        """Have a rank answer. salt: requests with another one, or none, share nothing with it."""
-        asked = {
-            "model": MODEL,
-            "prompt": tokens,
-            "max_tokens": count,
-            "temperature": 0,
-            "ignore_eos": True,
-            **({"cache_salt": salt} if salt else {}),
-            "logprobs": LOGPROBS,
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
-        }
-        headers = {"Content-Type": "application/json", "X-data-parallel-rank": str(rank)}
-        url = f"http://{HOST}:{self.servers.ports[0]}/v1/completions"
-        request = urllib.request.Request(url, json.dumps(asked).encode(), headers)
-        try:
-            with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as reply:
-                answer: dict[str, Any] = json.load(reply)
-        except urllib.error.HTTPError as error:
-            said = error.read(2000).decode(errors="replace")
-            raise ChildFailed(f"rank {rank}: {error}: {said}") from error
-        (choice,) = answer["choices"]
-        details = answer["usage"]["prompt_tokens_details"] or {}
-        steps = choice["logprobs"]["top_logprobs"]
-        return Said(choice["token_ids"], steps, details.get("cached_tokens") or 0)
-
-    def timed(self, rank: int, tokens: list[int]) -> Answer:
-        """Have a rank answer with one token, and take the time until it comes."""
-        body = {"model": MODEL, "prompt": tokens, "max_tokens": 1, "temperature": 0}
-        body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
-        answer = Answer()
-        asked = complete(self.servers.ports[0], msgspec.json.encode(body), answer, rank)
-        asyncio.run(asyncio.wait_for(asked, ANSWER_SECONDS))
-        return answer
-
-    def reset(self) -> None:
-        """Empty all caches. Through a pool a reset is over after a rank's next step; and a rank
-        shares nothing before its first one, in which its worker describes itself.
-        """
-        self.servers.reset()
-        for rank in (*range(RANKS), *range(RANKS)):
-            self.ask(rank, self.prompts.new(self.scale.block), "", 1)
-
-    def came(self, before: int, tokens: list[int]) -> None:
-        """Wait until the chunks of a prompt that a rank has just computed can be read by the other.
-        before: chunks that could be by then. ChildFailed if no further one can be.
-        """
-        due = before + len(tokens) // self.scale.chunk
-        if not until(lambda: self.servers.shared() >= due, SHARED_SECONDS):
-            shared = self.servers.shared()
-            said = f"{shared} chunks can be read where {due} were due; {self.servers.said()}"
-            if shared <= before:
-                raise ChildFailed(said)
-            print(f"  {said}", flush=True)
-
-    def computed(self, rank: int, tokens: list[int], salt: str) -> None:
-        """Have a rank compute a prompt that the other can read then."""
-        before = self.servers.shared()
-        self.ask(rank, tokens, salt, 1)
-        self.came(before, tokens)
-
-    def rows(self, name: str, good: Sequence[bool], what: str) -> list[Row]:
-        return [fraction(f"ep_dp_{name}_{self.shape}", good, what)]
 
 
 def equal(pair: Pair, clock: Clock) -> list[Row]:
@@ -179,10 +93,12 @@ def equal(pair: Pair, clock: Clock) -> list[Row]:
         f"by length: {dict(sorted(kinds.items()))}"
     )
     return [
-        *pair.rows("hit_equal", good, what),
-        *pair.rows("ranks_agree", same, "prompts that both ranks compute alike without any cache"),
-        *pair.rows("own_repeats", repeated, "a rank's own prefix-cache hit twice, bit for bit"),
-        *pair.rows("first_token_matters", changed, "hits whose logprobs change with token 0"),
+        *_rows(pair, "hit_equal", good, what),
+        *_rows(
+            pair, "ranks_agree", same, "prompts that both ranks compute alike without any cache"
+        ),
+        *_rows(pair, "own_repeats", repeated, "a rank's own prefix-cache hit twice, bit for bit"),
+        *_rows(pair, "first_token_matters", changed, "hits whose logprobs change with token 0"),
     ]
 
 
@@ -210,8 +126,51 @@ def first_token(pair: Pair, clock: Clock, rounds: int) -> list[Row]:
     most = None if pair.scale.cpu else ALLOWED
     return [
         row(f"ep_dp_ttft_{LONG}_{pair.shape}", "ms", hits, computed, what=what, at_most=most),
-        *pair.rows("hits", whole, "timed prompts that were whole hits"),
+        *_rows(pair, "hits", whole, "timed prompts that were whole hits"),
     ]
+
+
+def beside(pair: Pair, clock: Clock) -> list[Row]:
+    """The time between tokens of one rank while the other loads one prompt after the other,
+    against while that one has them in its own cache.
+    """
+    loads, own = list[float](), list[float]()
+    for turn in range(BESIDE_ROUNDS + 1):
+        if loads and clock.left < LEAST_SECONDS:
+            break
+        pair.reset()
+        hits = [pair.prompts.whole(pair.scale.lengths[LONG]) for _ in range(BESIDE)]
+        for hit in hits:
+            pair.computed(0, hit.first)
+        for times in (loads, own):
+            gaps = asyncio.run(_gaps(pair, hits))
+            # In the first round kernels are compiled.
+            times += [1e3 * statistics.mean(gaps)] if turn else []
+    what = (
+        f"ms between tokens of a request of one rank, while the other loads {BESIDE} prompts of "
+        f"{pair.scale.lengths[LONG]} tokens in turn; reference: while it has them itself"
+    )
+    most = None if pair.scale.cpu else ALLOWED_BESIDE
+    return [row(f"ep_dp_beside_{pair.shape}", "ms", loads, own, what=what, at_most=most)]
+
+
+async def _gaps(pair: Pair, hits: Sequence[Hit]) -> list[float]:
+    """The seconds between tokens of rank 0 while rank 1 is asked."""
+    running, room = Answer(), pair.scale.max_model_len // 2
+    task = asyncio.ensure_future(pair.stream(0, pair.prompts.new(pair.scale.block), room, running))
+    while not running.times and not task.done():
+        await asyncio.sleep(0.001)
+    begun = len(running.times)
+    for hit in hits:
+        await pair.stream(1, hit.then, 1, Answer())
+    times = running.times[begun - 1 :]
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return [later - earlier for earlier, later in pairwise(times)]
+
+
+def _rows(pair: Pair, name: str, good: Sequence[bool], what: str) -> list[Row]:
+    return [fraction(f"ep_dp_{name}_{pair.shape}", good, what)]
 
 
 def _difference(own: Said, got: Said, hit: Hit) -> str:
@@ -243,6 +202,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 report.add(equal(pair, clock))
                 clock.check(LEAST_SECONDS)
                 report.add(first_token(pair, clock, options.rounds))
+                clock.check(LEAST_SECONDS)
+                report.add(beside(pair, clock))
                 print(f"{pair.shape}: {pair.servers.counters()}; {clock.spent:.0f} s", flush=True)
             except Exception as error:  # noqa: BLE001 - the other shapes' rows count
                 _note(pair.shape, error, failed)
@@ -264,7 +225,7 @@ def _start(
         model = write_model(options.cache / f"model_{shape}_{sizes.scale.name}", sizes.scale)
         more = {"connector.share": "auto", **dict(options.set)}
         servers = Servers(SHAPES[shape], sizes, options.gpus, model, folder, options.cache, more)
-        return Pair(shape, sizes, undo.enter_context(servers))
+        return Pair(shape, list(SHAPES).index(shape), sizes, undo.enter_context(servers))
     except Exception as error:  # noqa: BLE001 - the other shapes' rows count
         _note(shape, error, failed)
         return None

@@ -191,6 +191,21 @@ def test_nothing_that_lies_here_alone_leaves_before_a_copy_does(
             copies, going = [], set()
 
 
+def test_after_a_reset_no_copy_leaves_before_the_empty_blocks(watched: Watched) -> None:
+    """However many blocks were handed out before it."""
+    pool = watched.pool
+    for _ in range(3):
+        blocks, _ = watched.take(BLOCKS - 1)
+        watched.known(blocks)
+        pool.free_blocks(blocks)
+    assert pool.reset_prefix_cache()
+    tracked, copies = watched.read([0])
+    pool.free_blocks(reversed(copies))
+    watched.duplicates.finished(tracked, 4)
+    watched.take(BLOCKS - 1 - EACH)
+    assert all(block.block_hash is not None for block in copies)
+
+
 def test_copies_of_before_resets_are_forgotten(watched: Watched) -> None:
     """Where weights change again and again, and vLLM has blocks that hold nothing."""
     for _ in range(30):

@@ -112,20 +112,14 @@ def _instance_reasons(lm_config: Any, instance: Instance) -> Iterator[str | None
 def remarks(lm_config: Any, instance: Instance) -> Iterator[str]:
     """Warn of settings with which the plugin works, but perhaps not as the user expects."""
     if getattr(lm_config, "save_unfull_chunk", False):
-        yield (
-            "save_unfull_chunk is true, but vcache keeps whole chunks only: set "
-            "save_unfull_chunk: false"
-        )
+        yield ("vcache keeps whole chunks only: set save_unfull_chunk: false")
     if (host := getattr(lm_config, "max_local_cpu_size", 0)) > 0:
         yield (
             f"LMCache takes {host:g} GiB of host memory, which nothing uses: set local_cpu: "
             "false and max_local_cpu_size: 0"
         )
     if getattr(lm_config, "pre_caching_hash_algorithm", "builtin") == "builtin":
-        yield (
-            "Python's own hash can be made to collide on purpose: set "
-            "pre_caching_hash_algorithm: sha256"
-        )
+        yield ("Python's hash can be made to collide: set pre_caching_hash_algorithm: sha256")
     if instance.load_failure_policy == "fail":
         yield (
             "kv_load_failure_policy is fail, so that a chunk lost between look-up and load "

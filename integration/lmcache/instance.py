@@ -101,8 +101,7 @@ def discover(metadata: Any, settings: Settings) -> Instance:
         return _under_vllm(metadata, settings, group, adapter)
     if not settings.block_size:
         raise ConfigError(
-            "no vLLM here to ask for the KV block size: set vcache.block_size in LMCache's "
-            "extra_config"
+            "no vLLM to ask for the block size: set vcache.block_size in LMCache's extra_config"
         )
     ranks = 1 if metadata.use_mla else metadata.world_size
     dtype = model_spec.plain(metadata.kv_dtype)

@@ -47,8 +47,7 @@ def read(extra_config: Mapping[str, Any], chunk_size: int) -> Settings:
     ConfigError names an unknown key, an impossible value, or another chunk size."""
     if "vcache" in extra_config:
         raise ConfigError(
-            f"{SOURCE}: vcache: write flat keys, such as vcache.server.socket, not a mapping "
-            "under vcache"
+            f"{SOURCE}: vcache: write flat keys, such as vcache.server.socket, no mapping"
         )
     given = {
         key.removeprefix(PREFIX): value

@@ -62,8 +62,7 @@ def _pairs(gpus: list[Gpu]) -> Iterator[Finding]:
                 yield warn(check, "PCIe, no NVLink", advice)
             else:
                 advice = (
-                    "they cannot share hits; see `nvidia-smi topo -p2p r`, and IOMMU and "
-                    "ACS settings"
+                    "they cannot share hits; see `nvidia-smi topo -p2p r`, IOMMU and ACS settings"
                 )
                 yield fail(check, f"no peer access from {gpu.uuid} to {peer}", advice)
 

@@ -85,8 +85,7 @@ def _start(config: Config, path: Path, deadline: float) -> str:
     if not processes.lives(server):
         return f"the metadata server at {path} was started by somebody else"
     return (
-        f"metadata server started at {path}, pid {server.pid}, log {log}; it stays when "
-        "this process ends"
+        f"metadata server started at {path}, pid {server.pid}, log {log}; it outlives this process"
     )
 
 

@@ -71,8 +71,7 @@ class Unmapper:
                 self._turn()
         except Exception:  # the thread's last line of defence
             log.exception(
-                "KV caches of other instances are not read any more: their ends would not be "
-                "noticed"
+                "other instances' KV caches are not read any more: their ends would go unnoticed"
             )
         finally:
             with self._lock:

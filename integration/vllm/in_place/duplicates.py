@@ -121,6 +121,8 @@ class Duplicates:
 
         Never raises.
         """
+        if self._pool.uncached:
+            self._ahead = self._pool.free
         self._ahead -= count
         if self._ahead >= 0:
             return

@@ -21,13 +21,14 @@ from vcache_backend.errors import LayoutError, SegmentError, VCacheError
 from vcache_backend.resident.generations import MACHINE
 from vcache_backend.vram_pool.exports.cuda_memory import CudaExportable
 from vcache_backend.vram_pool.exports.host_memory import HostExportable
-from vcache_backend.vram_pool.exports.memory import Exportable, Region
+from vcache_backend.vram_pool.exports.memory import Region
 
 from ..model.groups import several
 from ..model.spec import ModelSpec
 
 log = logging.getLogger("vllm.vcache")
 
+Exportable = CudaExportable | HostExportable
 _POOL = "connector.share: pool"
 _SEVERAL = (
     "a model with several block tables, or with one of a sliding window, is shared "

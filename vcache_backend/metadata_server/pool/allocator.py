@@ -37,8 +37,7 @@ class Extents:
         for start, size in sorted(taken):
             if start < at or start + size > end:
                 raise ValueError(
-                    f"slot [{start}, {start + size}) overlaps another one or leaves the segment "
-                    f"of {nbytes} B"
+                    f"slot [{start}, {start + size}) overlaps another or leaves {nbytes} B"
                 )
             self._add(at, start)
             at = start + size

@@ -394,7 +394,4 @@ def _full(nbytes: int, medium: m.Medium, tenant: Tenant | None) -> str:
     share = "" if tenant is None else f", or the share of tenant {tenant.name!r},"
     full = f"every {medium} segment{share} is full"
     taken = f"{full} of chunks that are leased, reserved or beside such"
-    return (
-        f"no slot of {nbytes:,} B: {taken}, or more than {MAX_SEARCH:,} of them would have "
-        "to go at once"
-    )
+    return f"no slot of {nbytes:,} B: {taken}, or more than {MAX_SEARCH:,} would have to go at once"

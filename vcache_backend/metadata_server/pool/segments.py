@@ -119,10 +119,7 @@ class SegmentDirectory:
     def _not_now(self, client: Peer) -> str:
         """Explain why this client can reserve nothing at present; empty if it can."""
         if self.reservations.full(client.id):
-            return (
-                f"{MAX_RESERVATIONS_PER_CLIENT} reservations of this client are open; "
-                "commit or abort some"
-            )
+            return f"this client has {MAX_RESERVATIONS_PER_CLIENT} open reservations; commit some"
         return (
             "the server has just started again; try later"
             if self._now() < self._reserves_from

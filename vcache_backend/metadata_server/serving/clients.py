@@ -187,8 +187,7 @@ class Clients:
         if request.version != m.PROTOCOL_VERSION:
             theirs, ours = request.version, m.PROTOCOL_VERSION
             raise ProtocolError(
-                f"the client speaks protocol {theirs}, this server {ours}; install the same "
-                "vcache-backend"
+                f"the client speaks protocol {theirs}, this server {ours}; install one version"
             )
         uid, pid = connection.caller
         process = processes.identity(pid, request.token)

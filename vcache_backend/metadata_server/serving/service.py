@@ -207,8 +207,7 @@ class Service:
             )
         if segment and not request.again:
             raise Refuse(
-                f"segment {id_} is known from before a restart: offer it again, or make "
-                "one with another id"
+                f"segment {id_} is known from before a restart: offer it again, or make a new one"
             )
         if segment is None and len(self.directory.segments) >= MAX_SEGMENTS:
             raise Refuse(f"{MAX_SEGMENTS} segments are there, the most there can be")
@@ -225,8 +224,7 @@ class Service:
         segment = self.directory.segments.get(id_)
         if segment is None or id_ not in self.fds:
             raise Refuse(
-                f"segment {id_} is not here: it was dropped, or nobody offered it since the "
-                "server's restart"
+                f"segment {id_} is not here: it was dropped, or not offered since a restart"
             )
         return m.Opened(segment.info()), [self.fds[id_]]
 
@@ -280,8 +278,7 @@ def _check_ranks(keys: list[m.ChunkKey], ranks: int) -> None:
     """Refuse a look-up that would take too long."""
     if len(keys) * ranks > m.MAX_LOOKED_UP:
         raise Refuse(
-            f"{len(keys):,} keys of {ranks:,} ranks; at most {m.MAX_LOOKED_UP:,} keys times "
-            "ranks at once"
+            f"{len(keys):,} keys of {ranks:,} ranks; at most {m.MAX_LOOKED_UP:,} keys times ranks"
         )
 
 

@@ -166,8 +166,7 @@ class HostCopier:
         check_rows(kv, rows, origins)
         if kv.device.type != "cpu":
             raise LayoutError(
-                f"the KV cache is on {kv.device}, and this copier knows addresses of host "
-                "memory only"
+                f"the KV cache is on {kv.device}, and this copier only knows host memory"
             )
         started = time.perf_counter()
         reference.pull(kv, rows, origins)

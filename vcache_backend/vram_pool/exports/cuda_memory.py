@@ -41,8 +41,8 @@ class _MappedRegion(NamedTuple):
 
 
 class CudaExportable:
-    """An `exportable.Exportable` in GPU memory. It must live as long as the process, since torch
-    may free its memory at any time."""
+    """Like `HostExportable`, in GPU memory. It must live as long as the process, since torch may
+    free its memory at any time."""
 
     def __init__(self, ordinal: int) -> None:
         """Raises SegmentError if GPU `ordinal` cannot export memory."""

@@ -30,7 +30,8 @@ _MADV_POPULATE_WRITE = 23
 
 
 class HostExportable:
-    """An `exportable.Exportable` in host memory."""
+    """Host memory that others can map, from which torch allocates within `context`. problem: why an
+    allocation did not become exportable; empty if all did."""
 
     def __init__(self) -> None:
         self._live: dict[int, Region] = {}
@@ -39,7 +40,7 @@ class HostExportable:
     @contextmanager
     def context(self) -> Iterator[None]:
         """A context in which this thread's `torch.zeros` of int8 on the CPU are exportable;
-        ordinary memory if that fails."""
+        ordinary memory if that fails. May be left from another thread, and before later ones."""
         mode = _Zeros(self._zeros)
         overrides._push_mode(mode)
         try:

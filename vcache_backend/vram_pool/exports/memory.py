@@ -4,8 +4,7 @@ torch uses it as always. Every allocation has a descriptor that lives as long.""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 
 class Region(NamedTuple):
@@ -16,20 +15,3 @@ class Region(NamedTuple):
     fd: int
     nbytes: int
     address: int
-
-
-class Exportable(Protocol):
-    """A source of exportable memory, from which torch allocates within `context`."""
-
-    def context(self) -> AbstractContextManager[None]:
-        """A context in which this thread's allocations are exportable if they could be a KV cache.
-        For lack of memory torch raises.
-
-        May be left from another thread, and before contexts that were entered later."""
-
-    def allocations(self) -> list[Region]:
-        """The allocations that are alive."""
-
-    @property
-    def problem(self) -> str:
-        """Why an allocation did not become exportable; empty if all did."""
