@@ -115,10 +115,12 @@ def pytest_configure_node(node: Any) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: Any) -> bool | None:
     """To import vLLM takes some 12 s of a core, so that the first of pytest's processes has all
-    files that do.
+    files that do; and whoever comes in place of one that has ended.
     """
-    dist = getattr(config, "workerinput", {}).get("dist")
-    if dist != "loadfile" or PROCESS == "gw0" or not collection_path.match("test_*.py"):
+    given = getattr(config, "workerinput", {"dist": "no"})
+    if given["dist"] != "loadfile" or not collection_path.match("test_*.py"):
+        return None
+    if not 0 < int(PROCESS.removeprefix("gw")) < given["workercount"]:
         return None
     return _IMPORTS_VLLM.search(collection_path.read_text()) is not None or None
 

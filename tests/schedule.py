@@ -25,6 +25,10 @@ class Schedule(LoadFileScheduling):  # type: ignore[misc]
         for node in self.nodes:
             self._reschedule(node)
 
+    def add_node_collection(self, node: Any, collection: Any) -> None:
+        """Not all have the same."""
+        self.registered_collections[node] = list(collection)
+
     def _reschedule(self, node: Any) -> None:
         """Give the process files until it knows the next test beside those it runs."""
         while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 3:

@@ -112,5 +112,5 @@ def test_a_token_beyond_32_bits_is_refused_rather_than_taken_for_another(
     kind: Any, value: int
 ) -> None:
     assert len(hasher().keys(kind([(1 << 32) - 1] * CHUNK))) == 1
-    with pytest.raises(ValueError, match=rf"from .*{value}.*expected 0 to 4294967295"):
+    with pytest.raises(ValueError, match=rf"{value}.*expected 0 to 4294967295"):
         hasher().keys(kind([7] * (CHUNK - 1) + [value]))

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from vcache_backend.errors import LayoutError
-from vcache_backend.vram_pool.paged import DTYPES, PagedKV, Share
+from vcache_backend.vram_pool.layers import DTYPES
+from vcache_backend.vram_pool.paged import PagedKV, Share
 
 BLOCKS, BLOCK, HEADS, DIM = 10, 16, 8, 64
 PAGE = BLOCK * HEADS * DIM * 2

@@ -29,7 +29,6 @@ MINUTES = 5
 """For one of them."""
 LACKS = (
     ("sharing", "go_on_in_the_pool", (0, 32), "counts hits by their source"),
-    ("connector", "whose_segment", (0, 32), "counts hits by their source"),
     ("modes", "a_model_with_states", (0, 32), "runs short convolutions of 3 tokens on CPUs"),
     (
         "groups",

@@ -43,9 +43,11 @@ log = logging.getLogger("vllm.vcache")
 
 
 class SchedulerSide:
-    """Answers vLLM's scheduler, in the scheduler's thread. For how long methods wait at most, see
-    `Lookups`.
-    """
+    """Answers vLLM's scheduler, in the scheduler's thread.
+
+    `arrived` and `matched` wait for the server as `Lookups` says, `hit_sources` for one call,
+    `reset` for two, of which one may take `client.control_seconds`. The step in which the namespace
+    becomes known waits for the connection. `close` waits for its threads. Nothing else waits."""
 
     def __init__(
         self,
