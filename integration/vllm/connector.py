@@ -37,7 +37,8 @@ from .worker.side import WorkerSide
 log = logging.getLogger("vllm.vcache")
 
 _workers: WeakValueDictionary[str, VCacheConnector] = WeakValueDictionary()
-"""The worker's half of each instance with one worker, by vLLM's name of the engine."""
+"""The worker's half of each instance whose only worker runs in the scheduler's process, by vLLM's
+name of the engine. Workers of data parallel ranks have processes of their own."""
 
 
 class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -70,8 +71,10 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             # vLLM's scheduler reads the policy after this constructor has run.
             transfer.kv_load_failure_policy = config.connector.kv_load_failure_policy
             loads, stores = transfer.is_kv_consumer, transfer.is_kv_producer
+            # vLLM makes the workers first.
+            apart = self._engine not in _workers
             self._half = self._scheduler = SchedulerSide(
-                vllm_config, kv_cache_config, config, loads, stores, self._meter
+                vllm_config, kv_cache_config, config, loads, stores, self._meter, apart
             )
             if self._scheduler.instance.refused:
                 self._scheduler = None
@@ -179,14 +182,13 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @answers(None)
     def _hasten(self, connector_output: Any) -> None:
         """Add the loads that are over by now to the report of a step that was made when the step
-        began, if the worker runs in this thread, as it does unless there are several: their
-        requests run a step earlier.
+        began, if the worker runs in this thread. Their requests run a step earlier.
         """
         here = _workers.get(self._engine)
         if here is None or here._worker is None or here._thread != threading.get_ident():
             return
         if done := here._worker.loads.succeeded():
-            connector_output.finished_recving = done | (connector_output.finished_recving or set())
+            connector_output.finished_recving = done.union(connector_output.finished_recving or ())
 
     def request_finished(
         self, request: Any, block_ids: list[int]
