@@ -27,7 +27,7 @@
 #   three    an owner that three instances read from: gaps between its tokens, in place and through a pool; CUDA_VISIBLE_DEVICES=0,1,2,3   3 minutes
 #   ranks    one server of two data parallel ranks, alone and in place: WORKLOADS=...               8 minutes; nothing beside it
 #   ep       two expert and data parallel ranks of one server: hits of the other rank equal to the own ones, and their TTFT, of a
-#            DeepSeek V3 shape in place and of gpt-oss-20b's through a pool (needs moe.tar.xz)      5 minutes; nothing beside it
+#            DeepSeek V3 shape in place and of gpt-oss-20b's through a pool (needs moe.tar.xz); SHAPES=v3 or oss20b: one of them   5 minutes; nothing beside it
 #   ep_chat  the same ranks of the DeepSeek V3 shape, alone and in place, on chat                   5 minutes; nothing beside it
 #   states   hit rate of chat of Granite 4, LFM 2 and Qwen3-Next, two servers and a pool against one vLLM with all requests   4 minutes
 #

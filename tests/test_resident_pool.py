@@ -216,6 +216,13 @@ def test_copies_of_before_resets_are_forgotten(watched: Watched) -> None:
     assert watched.duplicates.count <= BLOCKS // EACH
 
 
+def test_no_more_copies_are_kept_than_chunks_can_be_intact(watched: Watched) -> None:
+    tracked, _ = watched.read([0, 1])
+    for _ in range(30):
+        watched.duplicates.finished(tracked, 4)
+    assert watched.duplicates.count == BLOCKS // EACH
+
+
 def test_a_dead_owner_s_copies_are_passed_over_a_few_at_a_time(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:

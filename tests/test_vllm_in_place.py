@@ -22,9 +22,8 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installe
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vcache_backend.integration.vllm.in_place.replicas import by_chunk
+from vcache_backend.integration.vllm.in_place.replicas import unpacked
 from vcache_backend.integration.vllm.metadata import LoadSpec, StepMetadata, WorkerReport
-from vcache_backend.transfer.resident import ResidentChunk
 
 __all__ = ["engine", "here", "make"]
 pytestmark = needs_vllm
@@ -300,9 +299,9 @@ class Written(Engine):
     def load(self, spec: LoadSpec, owner: Engine) -> bool:
         """As a worker does."""
         counters, right = owner.half.publications.generations.counters, True
-        replicas = by_chunk(spec.residents)
+        chunks = unpacked(spec.residents)
         for chunk in range(len(spec.keys)):
-            one = ResidentChunk.unpacked(*replicas[chunk])
+            one = chunks[chunk]
             right &= bool((counters[one.blocks] == one.generations).all())
             at = np.arange(chunk * EACH, min(len(spec.blocks), (chunk + 1) * EACH))
             at = at[np.array(spec.blocks)[at] >= 0]

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-import numpy as np
 import pytest
 from engine_cases import Node
 from in_place_cases import BLOCK, CHUNK, EACH, Engine, engines, here, new_tokens, scheduling
@@ -21,7 +20,7 @@ from vllm.v1.request import Request
 
 from vcache_backend.errors import Refused
 from vcache_backend.integration.vllm.in_place import hints
-from vcache_backend.integration.vllm.in_place.replicas import by_chunk
+from vcache_backend.integration.vllm.in_place.replicas import unpacked
 from vcache_backend.integration.vllm.metadata import StepMetadata, WorkerReport
 from vcache_backend.integration.vllm.scheduler.promises import LATER_SECONDS
 from vcache_backend.metadata_server.instances.publications import BLOCK_BYTES
@@ -46,8 +45,8 @@ def shared(here: Node) -> Iterator[Callable[[], Engine]]:
 def owners(meta: StepMetadata) -> list[bytes]:
     """Of the chunks of the only load of a step, in order."""
     (load,) = meta.loads
-    replicas = by_chunk(load.residents)
-    return [replicas[chunk][0] for chunk in range(len(load.keys))]
+    chunks = unpacked(load.residents)
+    return [chunks[chunk].instance for chunk in range(len(load.keys))]
 
 
 def computed(engine: Engine, tokens: list[int]) -> Request:
@@ -71,10 +70,9 @@ def test_a_hit_is_loaded_from_where_it_was_published_and_published_again(
     (load,) = loading.loads
     assert owners(loading) == [owner.half.publications.instance] * 3
     published = [one for meta in owner.metas for one in owner.published(source, meta)]
-    assert [
-        np.frombuffer(by_chunk(load.residents)[one.number][1], dtype="<u4").tolist()
-        for one in published
-    ] == [one.blocks for one in published]
+    assert [unpacked(load.residents)[one.number].blocks.tolist() for one in published] == [
+        one.blocks for one in published
+    ]
     assert reader.step().publications == [], "nothing of it is there"
     reader.step(finished_recving={request.request_id})
     assert reader.numbers(request, reader.step()) == [0, 1, 2]

@@ -227,6 +227,22 @@ def side(make: Callable[..., Side]) -> Side:
     return make()
 
 
+def test_the_end_of_a_load_that_was_told_is_not_cancelled_in_a_later_request_of_that_name(
+    side: Side,
+) -> None:
+    """vLLM aborts the first one while its last step runs; the worker would report the load of the
+    second one, whose bytes never came, as over."""
+    request = new_request()
+    side.put(request)
+    for _ in range(2):
+        assert side.matched(request) == (CHUNKS * CHUNK, True)
+        side.allocated(request)
+        meta = side.step()
+        assert (len(meta.loads), meta.cancelled) == (1, set())
+        side.half.finished(request)
+        side.half.update(KVConnectorOutput(finished_recving={request.request_id}))
+
+
 # ---- when an answer counts
 
 

@@ -7,9 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 
-import numpy as np
-
-from integration.vllm.in_place.replicas import Replica, by_chunk, choose
+from integration.vllm.in_place.replicas import choose, unpacked
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server.messages import ChunkKey, Find, Found
 from vcache_backend.resident.neighbours import Neighbours
@@ -48,7 +46,7 @@ class Reader(Instance):
         if not count:
             outcomes.misses += 1
             return
-        keys, chosen = keys[:count], by_chunk(runs)
+        keys, chosen = keys[:count], unpacked(runs)
         blocks, generations = self.allocate(count)
         # A byte that a copy does not write is noticed.
         self.words[:, blocks] = POISON
@@ -73,13 +71,15 @@ class Reader(Instance):
             self.publish(keys[:loaded], blocks[mine], generations[mine], Written(over=True))
         self.pool.free_blocks(blocks)
 
-    def _load(self, keys: list[ChunkKey], blocks: list[int], chosen: Mapping[int, Replica]) -> Load:
+    def _load(
+        self, keys: list[ChunkKey], blocks: list[int], chosen: Mapping[int, ResidentChunk]
+    ) -> Load:
         return Load(
             self.session,
             BlockPlaces(self.kv, self.session.chunk_size, blocks, self.kv.block_size),
             keys,
             mark=self.session.copier.mark(),
-            residents={n: ResidentChunk.unpacked(*chosen[n]) for n in range(len(keys))},
+            residents=chosen,
             neighbours=self.neighbours,
         )
 
@@ -97,21 +97,20 @@ class Reader(Instance):
         return found
 
     def _describe(
-        self, keys: Sequence[ChunkKey], blocks: Sequence[int], chosen: Mapping[int, Replica]
+        self, keys: Sequence[ChunkKey], blocks: Sequence[int], chosen: Mapping[int, ResidentChunk]
     ) -> str:
         """A description of the first wrong chunk. Call it before anything overwrites the blocks."""
         number = next(
             n for n, key in enumerate(keys) if self.memory.wrong(blocks[n * EACH :], [key])
         )
         got = self.words[:, blocks[number * EACH : (number + 1) * EACH]]
-        instance, theirs, generations = chosen[number]
+        instance, ids, generations = chosen[number]
         view = self.tables.view(instance)
-        ids = np.frombuffer(theirs, dtype="<u4")
         now = "gone" if view is None else view.counters[ids].tolist()
         return (
             f"chunk {number} of {len(keys)}, key {bytes(keys[number]).hex()}, in "
             f"{instance.hex()}'s blocks {ids.tolist()}, generations "
-            f"{np.frombuffer(generations, dtype='<u8').tolist()}, now {now}; "
+            f"{generations.tolist()}, now {now}; "
             f"{int((got == POISON).sum())} of {got.size} words are poison, "
             f"{int((got == 0).sum())} zero"
         )

@@ -37,7 +37,8 @@ from .worker.side import WorkerSide
 log = logging.getLogger("vllm.vcache")
 
 _workers: WeakValueDictionary[str, VCacheConnector] = WeakValueDictionary()
-"""The worker's half of each instance with one worker, by vLLM's name of the engine."""
+"""The worker's half of each instance whose only worker runs in the scheduler's process, by vLLM's
+name of the engine. Workers of data parallel ranks have processes of their own."""
 
 
 class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -70,8 +71,10 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             # vLLM's scheduler reads the policy after this constructor has run.
             transfer.kv_load_failure_policy = config.connector.kv_load_failure_policy
             loads, stores = transfer.is_kv_consumer, transfer.is_kv_producer
+            # vLLM makes the workers first.
+            apart = self._engine not in _workers
             self._half = self._scheduler = SchedulerSide(
-                vllm_config, kv_cache_config, config, loads, stores, self._meter
+                vllm_config, kv_cache_config, config, loads, stores, self._meter, apart
             )
             if self._scheduler.instance.refused:
                 self._scheduler = None
@@ -101,13 +104,10 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # ---- in the scheduler
 
+    @answers(None)
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         if self._scheduler is not None:
-            self._watch(self._scheduler, gpu_block_pool)
-
-    @answers(None)
-    def _watch(self, scheduler: SchedulerSide, pool: Any) -> None:
-        scheduler.watch(pool)
+            self._scheduler.watch(gpu_block_pool)
 
     @answers(None)
     def on_new_request(self, request: Any) -> None:
@@ -173,30 +173,22 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.note_failure("build_connector_meta", error)
         return meta
 
+    @answers(None)
     def update_connector_output(self, connector_output: Any) -> None:
         self._hasten(connector_output)
-        if (
-            connector_output.finished_recving
-            or getattr(connector_output, "kv_connector_worker_meta", None) is not None
-        ):
-            self._update(connector_output)
+        if self._scheduler is not None:
+            self._scheduler.update(connector_output)
 
     @answers(None)
     def _hasten(self, connector_output: Any) -> None:
         """Add the loads that are over by now to the report of a step that was made when the step
-        began, if the worker runs in this thread, as it does unless there are several: their
-        requests run a step earlier.
+        began, if the worker runs in this thread. Their requests run a step earlier.
         """
         here = _workers.get(self._engine)
         if here is None or here._worker is None or here._thread != threading.get_ident():
             return
         if done := here._worker.loads.succeeded():
-            connector_output.finished_recving = done | (connector_output.finished_recving or set())
-
-    @answers(None)
-    def _update(self, connector_output: Any) -> None:
-        if self._scheduler is not None:
-            self._scheduler.update(connector_output)
+            connector_output.finished_recving = done.union(connector_output.finished_recving or ())
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -284,19 +276,18 @@ class VCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 settings.other_policy(policy, wanted, outermost._kv_transfer_config.kv_connector),
             )
 
+    @answers(None)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        if self._worker is not None and isinstance(connector_metadata, StepMetadata):
-            self._begin(self._worker, connector_metadata)
-
-    @answers(None)
-    def _begin(self, worker: WorkerSide, meta: StepMetadata) -> None:
-        if meta is REFUSED and worker.loads.over:
+        worker = self._worker
+        if worker is None or not isinstance(connector_metadata, StepMetadata):
+            return
+        if connector_metadata is REFUSED and worker.loads.over:
             # The scheduler's half plans nothing any more.
             self._worker = None
             return
         self._thread = threading.get_ident()
-        worker.begin(meta)
+        worker.begin(connector_metadata)
 
     def has_connector_metadata(self) -> bool:
         """False, so that vLLM leaves out the two calls for each layer below, which do nothing."""

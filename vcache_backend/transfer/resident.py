@@ -30,12 +30,6 @@ class ResidentChunk(NamedTuple):
     generations: UInt64s
 
     @classmethod
-    def unpacked(cls, instance: bytes, blocks: bytes, generations: bytes) -> Self:
-        """Unpack little-endian numbers, as in the protocol. ValueError for broken numbers."""
-        numbers = np.frombuffer(blocks, dtype=_NUMBER)
-        return cls(instance, numbers, np.frombuffer(generations, dtype=_GENERATION))
-
-    @classmethod
     def many(cls, instance: bytes, count: int, blocks: bytes, generations: bytes) -> list[Self]:
         """Unpack `count` equally long chunks of one instance, packed together. ValueError."""
         rows = np.frombuffer(blocks, dtype=_NUMBER).reshape(count, -1)

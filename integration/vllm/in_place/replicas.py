@@ -9,18 +9,15 @@ from typing import NamedTuple
 
 from vcache_backend.metadata_server.messages import GENERATION_BYTES, NUMBER_BYTES, Found, Resident
 from vcache_backend.resident.tables import Tables
-
-Replica = tuple[bytes, bytes, bytes]
-"""A chunk in a KV cache: the instance, the blocks (uint32) and their generations (uint64), packed
-as in the protocol.
-"""
+from vcache_backend.transfer.resident import ResidentChunk
 
 
 class Run(NamedTuple):
     """Consecutive chunks in one instance's KV cache: `chunks` of them from number `first` on. They
     travel together, so that a long hit costs as much as a short one.
 
-    blocks, generations: of all chunks, one chunk after the other, packed as in `Replica`."""
+    blocks, generations: of all chunks, one chunk after the other, packed as in
+    the protocol."""
 
     first: int
     chunks: int
@@ -42,17 +39,13 @@ def within(runs: Iterable[Run], first: int, stop: int) -> list[Run]:
     return cut
 
 
-def by_chunk(runs: Iterable[Run]) -> dict[int, Replica]:
+def unpacked(runs: Iterable[Run]) -> dict[int, ResidentChunk]:
     """Split runs into chunks, by chunk number."""
-    return {
-        run.first + at: (
-            run.instance,
-            _part(run.blocks, run.chunks, at, 1),
-            _part(run.generations, run.chunks, at, 1),
-        )
-        for run in runs
-        for at in range(run.chunks)
-    }
+    chunks = dict[int, ResidentChunk]()
+    for run in runs:
+        many = ResidentChunk.many(run.instance, run.chunks, run.blocks, run.generations)
+        chunks.update(enumerate(many, run.first))
+    return chunks
 
 
 def choose(found: Found, tables: Tables, each: int, first: int) -> tuple[int, list[Run]]:

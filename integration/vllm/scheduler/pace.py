@@ -37,13 +37,13 @@ class Pace:
 
     chunk_seconds: 0.0 before the first measurement."""
 
-    def __init__(self, live: Mapping[str, Tracked], asynchronous: bool, several: bool) -> None:
+    def __init__(self, live: Mapping[str, Tracked], asynchronous: bool, apart: bool) -> None:
         """live: the requests that have not ended. asynchronous: vLLM plans a step before the last
-        step is over. several: the instance has several workers."""
+        step is over. apart: workers run in other processes."""
         self.chunk_seconds = 0.0
         self._measured: Tracked | None = None
         self._chunks, self._since = 0, 0.0
-        self._live, self._load_steps = live, LOAD_STEPS + asynchronous + several
+        self._live, self._load_steps = live, LOAD_STEPS + asynchronous + apart
         self._step_seconds = self._planned_at = 0.0
         self._scheduled: Mapping[str, int] = {}
 

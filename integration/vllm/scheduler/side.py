@@ -43,9 +43,11 @@ log = logging.getLogger("vllm.vcache")
 
 
 class SchedulerSide:
-    """Answers vLLM's scheduler, in the scheduler's thread. For how long methods wait at most, see
-    `Lookups`.
-    """
+    """Answers vLLM's scheduler, in the scheduler's thread.
+
+    `arrived` and `matched` wait for the server as `Lookups` says, `hit_sources` for one call,
+    `reset` for two, of which one may take `client.control_seconds`. The step in which the namespace
+    becomes known waits for the connection. `close` waits for its threads. Nothing else waits."""
 
     def __init__(
         self,
@@ -55,8 +57,10 @@ class SchedulerSide:
         loads: bool,
         stores: bool,
         meter: Meter,
+        apart: bool = True,
     ) -> None:
-        """loads, stores: the instance's role allows them."""
+        """loads, stores: the instance's role allows them. apart: workers run in other processes."""
+        self._apart = apart
         model = compat.read_model(vllm_config, kv_cache_config, config.connector)
         config = exportable.decide(config, vllm_config, kv_cache_config, model)
         self._loads_allowed = loads
@@ -102,8 +106,7 @@ class SchedulerSide:
         self.lookups = Lookups(instance, self._size, meter, self._groups.parts)
         self._specs = LoadSpecs(config, stores, self._groups, instance)
         scheduling, self._numbers = vllm_config.scheduler_config, count(1)
-        several = instance.workers > 1
-        self._pace = Pace(self._requests, bool(scheduling.async_scheduling), several)
+        self._pace = Pace(self._requests, bool(scheduling.async_scheduling), self._apart)
         step_tokens = scheduling.max_num_batched_tokens
         self._promises = OwnPromises(
             config, instance, self.lookups, self._pace, self._hashes, step_tokens
@@ -273,6 +276,8 @@ class SchedulerSide:
             if self._spans is not None:
                 self._spans.loaded(report.spans)
         for request_id in output.finished_recving or ():
+            # Else a later request of this name would be cancelled.
+            self._cancelled.discard(request_id)
             if request_id in self._requests:
                 self._requests[request_id].loading = False
 

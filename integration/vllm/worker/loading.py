@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from vcache_backend.resident.neighbours import Neighbours
 from vcache_backend.transfer import load as transfer
 from vcache_backend.transfer.places import BlockPlaces
-from vcache_backend.transfer.resident import ResidentChunk
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copies.copier import Mark
 from vcache_backend.vram_pool.paged import PagedKV
 
-from ..in_place.replicas import Run
+from ..in_place.replicas import unpacked
 from ..metadata import LoadSpec
 
 
@@ -67,11 +65,3 @@ class Loading(transfer.Load):
         """The cause of a failure, as the metrics count it."""
         absent = "store" if self.spec.offload else "changed" if self.in_place else "lease_lost"
         return absent if self.cause == transfer.ABSENT else self.cause
-
-
-def unpacked(residents: Iterable[Run]) -> dict[int, ResidentChunk]:
-    chunks = dict[int, ResidentChunk]()
-    for run in residents:
-        many = ResidentChunk.many(run.instance, run.chunks, run.blocks, run.generations)
-        chunks.update(enumerate(many, run.first))
-    return chunks

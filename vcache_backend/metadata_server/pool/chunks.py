@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import cast
 
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey, of_rank
-from vcache_backend.metadata_server.pool.placement import Entry
+from vcache_backend.metadata_server.pool.slots import Entry
 
 Space = dict[ChunkKey, Entry]
 """The chunks of one namespace."""

@@ -13,15 +13,9 @@ from vcache_backend.metadata_server.messages import ChunkKey, Location, SegmentI
 from vcache_backend.metadata_server.pool.allocator import padded
 from vcache_backend.metadata_server.pool.backlog import Steps
 from vcache_backend.metadata_server.pool.chunks import Chunks, Space
-from vcache_backend.metadata_server.pool.placement import (
-    MAX_SEARCH,
-    Entry,
-    Peer,
-    Placement,
-    Segment,
-    remove,
-)
+from vcache_backend.metadata_server.pool.placement import MAX_SEARCH, Peer, Placement
 from vcache_backend.metadata_server.pool.quotas import Tenant
+from vcache_backend.metadata_server.pool.slots import Entry, Segment, remove
 from vcache_backend.metadata_server.records import Cleared, Gone, LedgerState, Live, Record
 
 

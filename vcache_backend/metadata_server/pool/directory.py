@@ -17,10 +17,11 @@ from vcache_backend.metadata_server.instances.resident_chunks import ResidentDir
 from vcache_backend.metadata_server.pool.backlog import Steps
 from vcache_backend.metadata_server.pool.epochs import Epochs
 from vcache_backend.metadata_server.pool.leases import Leases
-from vcache_backend.metadata_server.pool.placement import MAX_SEARCH, Entry, Peer
+from vcache_backend.metadata_server.pool.placement import MAX_SEARCH, Peer
 from vcache_backend.metadata_server.pool.promises import Promises
 from vcache_backend.metadata_server.pool.quotas import Quotas, Tenant
 from vcache_backend.metadata_server.pool.segments import SegmentDirectory, added
+from vcache_backend.metadata_server.pool.slots import Entry
 
 _ENOUGH = f"one request reserves at most {m.MAX_SLOTS:,} slots; reserve the others with another one"
 

@@ -15,7 +15,7 @@ from itertools import islice, takewhile
 import msgspec
 
 from vcache_backend.metadata_server.messages import NAMESPACE_BYTES, ChunkKey
-from vcache_backend.metadata_server.pool.placement import Entry
+from vcache_backend.metadata_server.pool.slots import Entry
 from vcache_backend.metadata_server.records import ProcessId
 
 MAX_RESERVATIONS_PER_CLIENT = 1024

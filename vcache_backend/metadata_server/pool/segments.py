@@ -10,13 +10,14 @@ from vcache_backend.metadata_server import messages as m
 from vcache_backend.metadata_server import records
 from vcache_backend.metadata_server.pool.backlog import Backlog, Steps
 from vcache_backend.metadata_server.pool.contents import Contents
-from vcache_backend.metadata_server.pool.placement import Peer, Segment
+from vcache_backend.metadata_server.pool.placement import Peer
 from vcache_backend.metadata_server.pool.quotas import Tenant
 from vcache_backend.metadata_server.pool.reservations import (
     MAX_RESERVATIONS_PER_CLIENT,
     Claims,
     Reservations,
 )
+from vcache_backend.metadata_server.pool.slots import Segment
 
 MAX_AVOIDED = 1024
 """At this length, a client's list of segments that it cannot map is cleared of removed segments."""
