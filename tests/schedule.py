@@ -32,7 +32,9 @@ class Schedule(LoadFileScheduling):  # type: ignore[misc]
     def _reschedule(self, node: Any) -> None:
         """Give the process files until it knows the next test beside those it runs."""
         while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 3:
-            has = set(map(self._split_scope, self.registered_collections.get(node, ())))
+            if node not in self.registered_collections:
+                return  # It still collects. `schedule` comes again.
+            has = set(map(self._split_scope, self.registered_collections[node]))
             files = [file for file in self.workqueue if file in has]
             if not files:
                 node.shutdown()

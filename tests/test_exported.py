@@ -117,6 +117,9 @@ def test_what_was_shown_can_be_read_into_a_cache_of_the_same_layout_and_another_
         ({"kinds": [LayerKind(3, 2, 2048, 2047)]}, "pages of 2,048 B every 2,047 B"),
         ({"planes": [(0, 0)] * 5}, "5 planes, but its layers have 6"),
         ({"planes": [(0, 0)] * 5 + [(0, -1)]}, "plane 5 lies at bytes -1 to .* of region 0"),
+        ({"planes": [(0, 0)] * 5 + [(2, 0)]}, "plane 5 lies in region 2 of 2"),
+        ({"planes": [(0, 0)] * 5 + [(0, 1 << 60)]}, "of region 0, which has"),
+        ({"num_blocks": 48}, "plane . lies at bytes .* which has"),
     ],
 )
 def test_a_shape_that_does_not_fit_is_refused(

@@ -114,6 +114,15 @@ def test_nobody_but_its_owner_can_write_it_or_change_its_size(table: Generations
         fcntl.fcntl(table.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
 
 
+def test_ends_that_are_void_or_outside_of_the_cache_are_not_chosen(
+    table: Generations, view: GenerationView
+) -> None:
+    table.void([1])
+    void = int(table.counters[1])
+    for block, number in ((1, void), (BLOCKS, 2), ((1 << 32) - 1, 2)):
+        assert view.leading_ends(struct.pack("<I", block), struct.pack("<Q", number), 1) == 0
+
+
 def test_a_view_cannot_write(view: GenerationView) -> None:
     with pytest.raises(ValueError, match="read-only"):
         view.counters[0] = 4
@@ -125,15 +134,18 @@ def test_a_view_cannot_write(view: GenerationView) -> None:
 @contextmanager
 def forged(kind: str) -> Iterator[int]:
     size = 2 * mmap.PAGESIZE
-    if kind == "plain":
+    if kind == "pipe":
+        fd, other = os.pipe()
+        os.close(other)
+    elif kind == "plain":
         fd, path = tempfile.mkstemp(dir="/var/tmp")
         os.unlink(path)
         os.ftruncate(fd, size)
     else:
         fd = os.memfd_create("forged", os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, mmap.PAGESIZE if kind == "short" else size)
-        version = 2 if kind == "version" else 3
-        os.pwrite(fd, struct.pack("<8sII16sQ", generations.MAGIC, version, 0, ME, BLOCKS), 0)
+        version, count = 2 if kind == "version" else 3, BLOCKS - (kind == "count")
+        os.pwrite(fd, struct.pack("<8sII16sQ", generations.MAGIC, version, 0, ME, count), 0)
         missing = {"shrinking": fcntl.F_SEAL_SHRINK, "writable": FUTURE_WRITE}.get(kind, 0)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS & ~missing)
     try:
@@ -145,11 +157,13 @@ def forged(kind: str) -> Iterator[int]:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
+        ("pipe", "is no memfd but p"),
         ("plain", "plain file|it has 0x1, needs"),
         ("shrinking", "it has 0x15, needs 0x17"),
         ("writable", "others' writing .it has 0x7, needs 0x17"),
         ("short", "holds 4,096 B, but one of 64 blocks has 8,192"),
         ("version", r"begins with b'vcache-g', version 2, not b'vcache-g', 3"),
+        ("count", "with 63 blocks, not of .* with 64"),
     ],
 )
 def test_what_is_no_table_is_refused_with_the_figures_and_leaves_nothing(

@@ -176,6 +176,18 @@ def test_wrong_bytes_in_the_pool_are_wrong_tokens(
     assert reader.again(tokens).agrees(computed)
 
 
+def test_a_prompt_that_is_rated_is_computed(
+    here: Node, a: Instance, reader: Instance, aside: Instance
+) -> None:
+    """Its own log probabilities are wanted for every token, so none may come from the pool."""
+    tokens = new_tokens(HITS + 5)
+    here.keep(a, tokens)
+    alone, rated = aside.one(tokens, rate=True), reader.one(tokens, rate=True)
+    assert (rated.cached, len(rated.logprobs)) == (0, len(tokens) - 1 + len(rated.tokens))
+    assert rated.said == alone.said
+    assert reader.again(tokens).cached == HITS
+
+
 # ---- who shares with whom
 
 

@@ -122,6 +122,10 @@ class Side:
     def matched(self, request: Request, local: int = 0) -> tuple[int | None, bool]:
         return self.half.matched(request, local)
 
+    def waiting(self, request: Request) -> bool:
+        wait = self.half._track(request).wait
+        return bool(wait.since) and not wait.over
+
     def allocated(
         self, request: Request, external: int = CHUNKS * CHUNK, end: int = CHUNKS * CHUNK
     ) -> None:
@@ -310,6 +314,23 @@ def test_a_request_waits_one_deadline_for_a_server_that_does_not_answer(
         eventually(lambda: side.matched(request) == (0, False))
         assert time.monotonic() > began + 0.2
     eventually(lambda: side.matched(request) == (CHUNKS * CHUNK, True))
+
+
+def test_a_wait_ends_at_its_bound_though_the_server_does_not_answer(
+    here: Node, side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookups, "LATE_SECONDS", 0.001)
+    client, request = side.half.instance.client, new_request()
+    assert client is not None
+    patient = msgspec.structs.replace(client._config, request_seconds=100 * SECONDS)
+    monkeypatch.setattr(client, "_config", patient)
+    with here.client() as owner:
+        keys = side.keys(request)
+        owner.promise(1, keys, epoch=owner.find(Find(keys)).epoch, chunk_seconds=0.2)
+        eventually(lambda: side.matched(request) == (None, False) and side.waiting(request))
+        with here.server.stopped():
+            eventually(lambda: side.matched(request) == (0, False))
+    assert not side.waiting(request)
 
 
 def test_what_workers_say_of_a_reset_does_not_end_a_later_one(side: Side) -> None:

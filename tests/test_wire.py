@@ -220,7 +220,7 @@ def test_a_message_that_is_too_long_is_answered_and_the_door_closed(
     [
         (
             ["hello", 999, "host", "host", {}],
-            f"speaks protocol 999, this server {m.PROTOCOL_VERSION}; install one version",
+            f"protocol 999, server: {m.PROTOCOL_VERSION}; install the same vcache-backend",
         ),
         (
             ["hello", m.PROTOCOL_VERSION + 1, {"everything": "changed"}],

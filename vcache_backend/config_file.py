@@ -76,6 +76,10 @@ def explained(error: str, kind: type, where: dict[str, int], values: object) -> 
         path += f".{unknown[1]}"
     elif get_origin(expected) is Literal:
         hint = f"; expected {' or '.join(map(str, get_args(expected)))}"
+    elif "got `null`" in error and names:
+        hint = "; nothing stands under it: remove it"
+    elif "`float" in error and "got `str`" in error:
+        hint = "; write digits, without quotes, 0.001 for 1e-3"
     elif named := [word for word in re.findall(r"\w+", error) if word in names]:
         # The error of a section's own check names one or two of its keys: the line is that of the
         # first which the file has.

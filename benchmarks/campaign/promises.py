@@ -123,7 +123,8 @@ class Promising(Whole):
         """vLLM asked for the request at the time `began`, and was told that it waits. Past its
         bound one such answer asks the server, and the next one must end the wait. A reset in
         between drops the question."""
-        if not wait.since or wait.over or began <= wait.until + self._waits.AGAIN_SECONDS:
+        late = self._waits.AGAIN_SECONDS + self._waits.LAST_SECONDS
+        if not wait.since or wait.over or began <= wait.until + late:
             return
         self._overdue[name] += 1
         self.told.outcomes.overdue += self._overdue[name] == 3

@@ -130,7 +130,7 @@ class PoolWorker:
         )
 
     def settle(self, block_size: int) -> set[int]:
-        """Wait for the launched loads. Returns the KV blocks, of `block_size`, left unfilled."""
+        """Wait for the launched loads. Returns the unfilled KV blocks, of `block_size` tokens."""
         loads, self._launched = self._launched, []
         bad: set[int] = set()
         for load, slots, starts, skip in loads:

@@ -45,7 +45,7 @@ class Client(InstanceCalls):
 
         layout, name: the instance's, for the hello."""
         self.on_segments: Callable[[list[m.SegmentInfo]], None] = lambda segments: None
-        """Called with the server's segments every `heartbeat_seconds`."""
+        """Called with the server's segments every `heartbeat_seconds` and after a reconnection."""
         self._untold = [0] * 4
         """The counts of the next `ListSegments`."""
         self._telling = threading.Lock()

@@ -1,7 +1,7 @@
 """The protocol: all messages on the socket, and nothing else.
 
 A message is one packet of a Unix socket (SOCK_SEQPACKET): a MessagePack array that starts with the
-message's name, `["lookup", [key, ...], ranks]`. The server answers the requests of a connection in
+message's name, `["find", [key, ...], ranks]`. The server answers the requests of a connection in
 order, each with the reply type after the arrow in the request's docstring, or with `Error`. Fds
 travel with their message as SCM_RIGHTS, `MAX_FDS` at most. A message with the wrong number of fds
 is refused, and all of its fds are closed."""
@@ -684,7 +684,8 @@ class Coming(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class Found(Reply, frozen=True, tag="found"):
     """For each leading chunk, whether it is in the pool (a byte, 0 or 1), and its copies in
-    instances: at most `MAX_REPLICAS`, first the copy in the instance that has the chunk before.
+    instances (no lists with `pool_only`): at most `MAX_REPLICAS`, first the copy in the instance
+    that has the chunk before.
     `epoch`: of the keys' namespace. `cut`: the answer is full; ask again for the remaining keys.
     `coming`: None if no other instance has promised the next chunk."""
 

@@ -45,7 +45,8 @@ class Receiver:
         self._view = memoryview(self._buffer)
 
     def receive(self, sock: socket.socket) -> tuple[memoryview, list[int]]:
-        """Read the next message, valid until the next call, and its fds, which the caller closes.
+        """Read the next message, valid until the next call, and its fds, closed on exec, which the
+        caller closes.
 
         Empty at the end of the connection; no message is empty. Fewer fds arrive than were sent if
         this process reaches its limit of descriptors: the caller counts them. OSError from recvmsg;

@@ -22,7 +22,8 @@ ANSWER_SECONDS = 2.0
 class Point(NamedTuple):
     """What is kept of one answer. Counts are since the server's start.
 
-    at: monotonic seconds. asked, found: prompt tokens of all instances' look-ups."""
+    at: monotonic seconds. asked, found: prompt tokens that all instances looked up, and those that
+    were there."""
 
     at: float
     epoch: int

@@ -20,7 +20,8 @@ from vcache_backend.errors import VCacheError
 
 RAW_ID: Final = 1
 KINDS: Final = {"int8": (4, torch.int8, 127.0), "fp8": (5, torch.float8_e4m3fn, 448.0)}
-"""By name: id, type and largest number of a byte. Stored objects contain the ids."""
+"""By name: id, type and largest number of a byte. Stored objects contain the ids: never
+change one."""
 DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SCALE_BYTES: Final = 2
 LEAST_SCALE: Final = torch.finfo(torch.bfloat16).tiny

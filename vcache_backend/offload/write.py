@@ -76,7 +76,10 @@ class Writer:
             self._workers.submit(partial(self._run, buffers))
 
     def offer(self, keys: Sequence[ChunkKey]) -> None:
-        """Queue chunks that are in the pool. Never blocks: a full queue drops and counts them."""
+        """Queue chunks that are in the pool. Never blocks: a full queue drops and counts them. Does
+        nothing once it is closed."""
+        if self._stop.is_set():
+            return
         with self._changed:
             room = max(MOST_WAITING - len(self._waiting), 0)
             self._waiting += keys[:room]

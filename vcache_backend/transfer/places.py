@@ -136,4 +136,5 @@ class SlotPlaces:
 
 
 Places = BlockPlaces | SlotPlaces
-"""The places of chunks, numbered from 0, in the KV cache `kv`."""
+"""The places of chunks, numbered from 0, in the KV cache `kv`. Plans raise LayoutError for places
+outside the KV cache."""

@@ -15,7 +15,7 @@ from vcache_backend.seals import RESIZING, lacking
 
 
 def allocate(name: str, nbytes: int) -> int:
-    """A sealed memfd of `nbytes` zero bytes, which the caller closes. Raises OSError.
+    """A sealed memfd of `nbytes` zero bytes, closed on exec, which the caller closes. OSError.
 
     Pages are allocated when first written, so a segment larger than the machine's memory fails in
     use, not here (`vcache doctor` compares the two)."""

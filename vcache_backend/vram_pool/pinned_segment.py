@@ -36,7 +36,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def allocate(name: str, nbytes: int) -> int:
-    """Like `host_segment.allocate`, with all pages allocated: some 0.3 s a GiB.
+    """Like `host_segment.allocate`, with all pages allocated: some 0.3 s a GiB, in which
+    other threads go on.
 
     SegmentError if less than `SPARE_BYTES` would be left after `GROW_SECONDS`; OSError."""
     with ExitStack() as undo:

@@ -21,7 +21,7 @@ class SlotView(NamedTuple):
 
     @property
     def tensor(self) -> Tensor:
-        """The bytes as 1-D uint8. Made on demand, since kernels need only the address."""
+        """The bytes as contiguous 1-D uint8. Made on demand: kernels need only the address."""
         return self.whole[self.offset : self.offset + self.nbytes]
 
     @classmethod

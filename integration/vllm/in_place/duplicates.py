@@ -121,17 +121,16 @@ class Duplicates:
 
         Never raises.
         """
-        if self._pool.uncached:
-            self._ahead = self._pool.free
-        self._ahead -= count
-        if self._ahead >= 0:
-            return
-        needed = -(self._ahead // self._each)
-        self._ahead = 0
-        if not self._copies:
-            return
         try:
-            self._give_way(needed)
+            if self._pool.uncached:
+                self._ahead = self._pool.free
+            self._ahead -= count
+            if self._ahead >= 0:
+                return
+            needed = -(self._ahead // self._each)
+            self._ahead = 0
+            if self._copies:
+                self._give_way(needed)
         except Exception:  # vLLM goes on with the present order
             self._copies.clear()
             self.count = 0

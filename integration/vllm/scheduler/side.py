@@ -411,7 +411,7 @@ class SchedulerSide:
             return None
         answer = self.lookups.find(tracked, first, chunks)
         if answer is None:
-            return None
+            return 0 if waits.expired(tracked) else None
         if self._computes(tracked, max(answer.hits, answer.comes_to) - first):
             return 0
         if waits.holds(tracked, answer, chunks):

@@ -21,6 +21,8 @@ log = logging.getLogger("vllm.vcache")
 
 AGAIN_SECONDS = 0.005
 """The time between two look-ups of a request that waits."""
+LAST_SECONDS = 0.02
+"""How long past a wait's bound the server's last answer may take."""
 LONGER = 1.1
 """A request waits at most so many times as long as it would take to compute the chunks here."""
 WAY_SECONDS = 0.01
@@ -107,6 +109,16 @@ class Waits:
             self._distrust(answer.coming, now)
         self.over(tracked, why, answer.hits)
         return False
+
+    def expired(self, tracked: Tracked) -> bool:
+        """End the request's wait if its bound has passed and the server's last answer is late, too.
+        Returns whether it did: then the request computes."""
+        wait = tracked.wait
+        late = AGAIN_SECONDS + LAST_SECONDS
+        if not wait.since or wait.over or monotonic() <= wait.until + late:
+            return False
+        self.over(tracked, "late")
+        return True
 
     def loads(self, tracked: Tracked) -> None:
         """Note that the request loads the chunks behind those of vLLM's cache."""

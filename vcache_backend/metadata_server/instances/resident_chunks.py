@@ -186,7 +186,7 @@ class ResidentDirectory:
             answer = _assemble(_present(keys, request.ranks, pooled), columns, each)
         else:
             chunks = pooled.leading_of_all(keys, request.ranks)
-            answer = m.Found(b"\1" * chunks, [], [[]] * chunks)
+            answer = m.Found(b"\1" * chunks, [], [] if request.pool_only else [[]] * chunks)
         return (
             msgspec.structs.replace(answer, cut=True)
             if len(answer.pooled) == len(keys) < len(request.keys)

@@ -187,7 +187,7 @@ class Clients:
         if request.version != m.PROTOCOL_VERSION:
             theirs, ours = request.version, m.PROTOCOL_VERSION
             raise ProtocolError(
-                f"the client speaks protocol {theirs}, this server {ours}; install one version"
+                f"client: protocol {theirs}, server: {ours}; install the same vcache-backend"
             )
         uid, pid = connection.caller
         process = processes.identity(pid, request.token)
