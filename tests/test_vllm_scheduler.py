@@ -89,7 +89,7 @@ class Side:
         named = [KVCacheGroupSpec(["layer"], one) for one in (*specs, FullAttentionSpec(**sizes))]
         caches = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=named)
         self.vllm, self.caches, self.config = vllm, caches, config
-        self.half = SchedulerSide(vllm, caches, config, True, True, self.meter)
+        self.half = SchedulerSide(vllm, caches, config, True, True, self.meter, apart=True)
         undo.callback(self.half.close)
         self.client.clear()
         sizes = {"dtype": "bfloat16", "kv_layout": "x", "layers": 1, "block_size": BLOCK}

@@ -16,8 +16,8 @@ class Run(NamedTuple):
     """Consecutive chunks in one instance's KV cache: `chunks` of them from number `first` on. They
     travel together, so that a long hit costs as much as a short one.
 
-    blocks, generations: of all chunks, one chunk after the other, packed as in
-    the protocol."""
+    blocks, generations: of all chunks, one chunk after the other, packed as in the
+    protocol."""
 
     first: int
     chunks: int

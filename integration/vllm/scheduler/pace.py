@@ -82,10 +82,10 @@ class Pace:
     def computes(self, chunks: int) -> bool:
         """Whether a request has its first token sooner if it computes a hit of `chunks` chunks.
 
-        A load does not take long, but its request waits for `LOAD_STEPS` more steps. While other
-        requests run, these take some milliseconds each, in which a chunk or two are computed:
+        A load does not take long, but its request waits for more steps: see `LOAD_STEPS`. While
+        other requests run, these take some milliseconds each, in which a chunk or two are computed:
 
-            chunks * chunk_seconds < LOAD_STEPS * mean time of a step
+            chunks * chunk_seconds < these steps * mean time of a step
 
         On an idle instance the steps of a load run no model and are short, so every hit is loaded,
         and so it is before both times are measured."""

@@ -57,10 +57,9 @@ class SchedulerSide:
         loads: bool,
         stores: bool,
         meter: Meter,
-        apart: bool = True,
+        apart: bool,
     ) -> None:
         """loads, stores: the instance's role allows them. apart: workers run in other processes."""
-        self._apart = apart
         model = compat.read_model(vllm_config, kv_cache_config, config.connector)
         config = exportable.decide(config, vllm_config, kv_cache_config, model)
         self._loads_allowed = loads
@@ -91,12 +90,18 @@ class SchedulerSide:
         self.instance = Introduction(
             config, model, self._hash_block, refused, self.publications, name
         )
-        self._make_parts(vllm_config, kv_cache_config, config, stores, meter)
+        self._make_parts(vllm_config, kv_cache_config, config, stores, meter, apart)
 
     def _make_parts(
-        self, vllm_config: Any, kv_cache_config: Any, config: Config, stores: bool, meter: Meter
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        config: Config,
+        stores: bool,
+        meter: Meter,
+        apart: bool,
     ) -> None:
-        """Make the parts that need `instance`. stores: the instance's role allows stores."""
+        """Make the parts that need `instance`. stores, apart: see the constructor."""
         instance = self.instance
         # Chunks shared in place need no events of ours: vLLM announces what its own KV cache holds.
         if compat.publishes_events(vllm_config) and (
@@ -106,7 +111,7 @@ class SchedulerSide:
         self.lookups = Lookups(instance, self._size, meter, self._groups.parts)
         self._specs = LoadSpecs(config, stores, self._groups, instance)
         scheduling, self._numbers = vllm_config.scheduler_config, count(1)
-        self._pace = Pace(self._requests, bool(scheduling.async_scheduling), self._apart)
+        self._pace = Pace(self._requests, bool(scheduling.async_scheduling), apart)
         step_tokens = scheduling.max_num_batched_tokens
         self._promises = OwnPromises(
             config, instance, self.lookups, self._pace, self._hashes, step_tokens

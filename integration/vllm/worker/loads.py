@@ -46,16 +46,17 @@ class Loads:
         self._lost: list[LoadSpec] = []
         self._invalid: set[int] = set()
         self._failed: set[str] = set()
-        self._in_place: set[str] = set()
-        self._ended: set[str] = set()
-        """Requests whose load is over, with all bytes or without, until vLLM is told."""
+        self._succeeded: set[str] = set()
+        """Requests whose load is over and brought all of its bytes, until vLLM is told."""
+        self._others: set[str] = set()
+        """Requests whose load is over, and failed or was cancelled, until vLLM is told."""
 
     # ---- a step
 
     @property
     def over(self) -> bool:
         """Whether vLLM waits for no load of this worker."""
-        return not (self._under_way or self._lost or self._in_place or self._ended)
+        return not (self._under_way or self._lost or self._succeeded or self._others)
 
     def expect(self, specs: Iterable[LoadSpec]) -> None:
         """Note the loads that the step wants. Each load's end is reported, whatever happens,
@@ -80,7 +81,7 @@ class Loads:
 
         idle: the step runs no model, so it waits for a load to end, within bounds."""
         self._advance()
-        done = self._in_place | self._ended | self._give_up()
+        done = self._succeeded | self._others | self._give_up()
         began = time.monotonic()
         while idle and self._under_way and not done:
             first = self._under_way[0]
@@ -88,8 +89,8 @@ class Loads:
                 break
             first.wait(IDLE_SECONDS)
             self._advance()
-            done = self._in_place | self._ended
-        self._in_place, self._ended = set(), set()
+            done = self._succeeded | self._others
+        self._succeeded, self._others = set(), set()
         return done
 
     def succeeded(self) -> set[str]:
@@ -102,8 +103,8 @@ class Loads:
             # As in the worker's own calls.
             with torch.inference_mode():
                 self._advance()
-        done = self._in_place
-        self._in_place = set()
+        done = self._succeeded
+        self._succeeded = set()
         return done
 
     def invalid(self) -> set[int]:
@@ -148,7 +149,7 @@ class Loads:
                     self._note(loading)
                     if loading.spec.promote and not loading.cause:
                         self._stores.promote(loading, loading.spec)
-                    done = self._ended if loading.cause else self._in_place
+                    done = self._others if loading.cause else self._succeeded
                     done.add(loading.spec.request_id)
                 except Exception:  # vLLM waits for the end of this one too
                     log.exception("vcache: a load's end could not be noted, so it counts as failed")
