@@ -67,3 +67,13 @@ if current_platform.is_cpu():
     CpuCommunicator.all_gatherv = _all_gatherv
     CpuCommunicator.reduce_scatterv = _reduce_scatterv
     CPUUnquantizedExperts.apply = _local(CPUUnquantizedExperts.apply)
+else:
+    # vLLM 0.33 disables its NCCL communicator without these two, which put one to sleep, and says
+    # nothing. torch 2.11 of the GPU hosts brings an older NCCL. Expert parallel ranks need the rest.
+    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+
+    NCCLLibrary.exported_functions = [
+        function
+        for function in NCCLLibrary.exported_functions
+        if function.name not in ("ncclCommSuspend", "ncclCommResume")
+    ]
