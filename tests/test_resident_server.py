@@ -383,39 +383,40 @@ def test_a_reset_forgets_what_is_resident_and_what_was_published_before_it(
         reader.listen(A)
 
 
-# ---- what others read
+# ---- what others hold as well
 
 
-def test_an_owner_hears_what_others_read_each_once_and_a_prefix_s_first_chunk_last(
+def copies(instance: m.InstanceId, *numbers: int) -> list[m.Copy]:
+    """News of chunks with these numbers, which `instance` has as `publish` says."""
+    return [m.Copy(keys(1, start=at)[0], instance, 4 * at + EACH - 1, 2) for at in numbers]
+
+
+def test_two_that_hold_a_chunk_hear_of_each_other_once(
     alone: Stage, reader: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner = alone.client()
-    join(owner, A)
-    show(owner, A)
-    publish(owner, A, keys(6))
-
-    def heard() -> list[bytes]:
-        blocks = owner.listen(A).blocks
-        return [blocks[at : at + 4 * EACH] for at in range(0, len(blocks), 4 * EACH)]
-
-    assert reader.hint(A, keys(3)) == 3
-    assert reader.hint(A, [*keys(2), *keys(9, start=5)]) == 3
-    assert reader.hint(B, keys(3)) == 0
-    assert owner.listen(A).generations == chunk_generations(2, 4)
-    assert heard() == []
-    reader.hint(A, keys(3))
-    reader.hint(A, [*keys(2), *keys(1, start=5)])
-    assert heard() == [chunk_blocks(4 * at) for at in (2, 5, 1, 0)]
-    monkeypatch.setattr(residence, "MAX_HINTS", 2)
+    """With any answer to their schedulers, not to others who use their name."""
+    a, b = alone.client(), alone.client()
+    for client, name, count in ((a, A, 3), (b, B, 2)):
+        join(client, name)
+        show(client, name)
+        publish(client, name, keys(count))
+    assert reader.find(m.Find(keys(1), 1, A)).copies == []
+    assert a.listen(A).copies == copies(B, 0, 1)
+    assert b.find(m.Find(keys(9, start=9), 1, B)).copies == copies(A, 0, 1)
+    assert a.listen(A).copies == b.listen(B).copies == []
+    publish(b, B, keys(1, start=2), first=8, sequence=2)
+    b.retract(B, 3)
+    assert a.listen(A).copies == []
+    assert b.listen(B).copies == copies(A, 2)
+    monkeypatch.setattr(residence, "MAX_COPIES", 2)
     alone.servers[0].close()
     with running(alone.path):
-        owner = alone.client()
-        join(owner, A)
-        show(owner, A)
-        publish(owner, A, keys(6))
-        owner.hint(A, keys(6))
-        publish(owner, A, keys(1, start=7), first=0, sequence=2)
-        assert heard() == [chunk_blocks(4)]
+        a, b = alone.client(), alone.client()
+        for client, name in ((a, A), (b, B)):
+            join(client, name)
+            show(client, name)
+            publish(client, name, keys(3))
+        assert a.listen(A).copies == copies(B, 1, 2)
 
 
 # ---- what cannot be

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installe
 from vllm.v1.request import Request
 
 from vcache_backend.errors import Refused
-from vcache_backend.integration.vllm.in_place import hints
+from vcache_backend.integration.vllm.in_place import duplicates
 from vcache_backend.integration.vllm.in_place.replicas import unpacked
 from vcache_backend.integration.vllm.metadata import StepMetadata, WorkerReport
 from vcache_backend.integration.vllm.scheduler.promises import LATER_SECONDS
@@ -129,48 +130,78 @@ def read(reader: Engine, tokens: list[int], answer: int = 1) -> Request:
     return request
 
 
+def hear(engine: Engine) -> None:
+    """What the next heartbeat brings."""
+    client = engine.half.instance.client
+    assert client is not None
+    heard = client.listen(engine.half.publications.instance)
+    engine.half.publications.hear(heard.epoch, heard.copies)
+
+
+def take_more(engine: Engine) -> None:
+    """Three blocks more than those that hold nothing."""
+    queue = engine.scheduler.kv_cache_manager.block_pool.free_block_queue
+    empty = sum(block.block_hash is None for block in queue.get_all_free_blocks())
+    other = computed(engine, new_tokens((empty + 3) * BLOCK))
+    assert other.num_computed_tokens >= (empty + 3) * BLOCK
+
+
+def has(engine: Engine, tokens: list[int]) -> bool:
+    """Whether vLLM's own cache has all whole chunks."""
+    request = engine.add(tokens, load=False)
+    found: int = engine.scheduler.kv_cache_manager.get_computed_blocks(request)[1]
+    return found == len(tokens) // CHUNK * CHUNK
+
+
 @pytest.mark.parametrize(
     ("then", "keeps_own", "keeps_copy"),
     [
         ("nothing", True, False),
-        ("it was used since", False, True),
         ("its owner lost it", False, True),
-        ("it went on", False, True),
     ],
 )
 def test_what_lies_in_two_kv_caches_leaves_the_readers_before_what_lies_in_its_own_alone(
-    shared: Callable[[], Engine], then: str, keeps_own: bool, keeps_copy: bool
+    shared: Callable[[], Engine],
+    then: str,
+    keeps_own: bool,
+    keeps_copy: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else both have the same, and half as much. Until then there are blocks that hold nothing, and
     it stays.
     """
+    monkeypatch.setattr(duplicates, "YOUNG", inf)
     owner = shared()
     reader = shared()
     own = new_tokens(2 * CHUNK + 1)
     both = new_tokens(4 * CHUNK + 1)
     computed(owner, both)
     computed(reader, own)
-    read(reader, both, answer=CHUNK if then == "it went on" else 1)
-    if then == "it was used since":
-        again = reader.add(both, max_tokens=2)
-        assert reader.step().loads == []
-        assert reader.hit(again) == 4 * CHUNK
-        reader.finish(again)
-    elif then == "its owner lost it":
+    read(reader, both)
+    if then == "its owner lost it":
         assert owner.half.publications.duplicates is not None
         owner.half.publications.generations.void_all()
-    queue = reader.scheduler.kv_cache_manager.block_pool.free_block_queue
-    empty = sum(block.block_hash is None for block in queue.get_all_free_blocks())
-    other = computed(reader, new_tokens((empty + 3) * BLOCK))
-    assert other.num_computed_tokens >= (empty + 3) * BLOCK
+    hear(reader)
+    take_more(reader)
+    assert (has(reader, own), has(reader, both)) == (keeps_own, keeps_copy)
 
-    def local(tokens: list[int]) -> int:
-        found: int = reader.scheduler.kv_cache_manager.get_computed_blocks(
-            reader.add(tokens, load=False)
-        )[1]
-        return found
 
-    assert (local(own) == 2 * CHUNK, local(both) == 4 * CHUNK) == (keeps_own, keeps_copy)
+def test_one_of_two_that_have_the_same_gives_it_up_and_the_other_then_keeps_it(
+    shared: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is short of blocks first: here the one that has computed it."""
+    monkeypatch.setattr(duplicates, "YOUNG", inf)
+    owner, reader = shared(), shared()
+    own, both, last = new_tokens(2 * CHUNK + 1), new_tokens(4 * CHUNK + 1), new_tokens(CHUNK + 1)
+    computed(owner, own)
+    computed(owner, both)
+    read(reader, both)
+    computed(reader, last)
+    for engine in (owner, reader):
+        hear(engine)
+        take_more(engine)
+    assert (has(owner, own), has(owner, both)) == (True, False)
+    assert (has(reader, both), has(reader, last)) == (False, True)
 
 
 def test_what_two_requests_have_computed_is_found_as_long_as_one_of_them_has_it(
@@ -264,41 +295,6 @@ def test_a_block_that_its_owner_uses_again_is_not_asked_for(shared: Callable[[],
     names = owner.half.publications.instance, other.half.publications.instance
     reader.add(tokens)
     assert owners(reader.step()) in [[name, names[1]] for name in names]
-
-
-def test_what_others_read_leaves_its_owner_last_and_of_a_prefix_the_end_first(
-    shared: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A few blocks at a time; not those in use, nor one that was handed out meanwhile."""
-    monkeypatch.setattr(hints, "MOST_BLOCKS", 3)
-    owner, reader, tokens = shared(), shared(), new_tokens(4 * CHUNK + 5)
-    source = computed(owner, tokens)
-    blocks = [block for one in owner.published(source, owner.metas[0]) for block in one.blocks]
-    running = owner.add(tokens[: CHUNK + 1], max_tokens=2 * CHUNK)
-    owner.step()
-    computed(owner, new_tokens(3 * CHUNK))
-
-    def last() -> list[int]:
-        free = owner.scheduler.kv_cache_manager.block_pool.free_block_queue.get_all_free_blocks()
-        return [block.block_id for block in free][-5:]
-
-    assert not {*blocks} & {*last()}
-    # vLLM takes it back with every engine.
-    monkeypatch.setattr(hints.log.parent, "propagate", True)
-    reader.add(tokens)
-    assert owners(reader.step()) == [owner.half.publications.instance] * 4
-    waiting = owner.half.publications.hints.waiting
-    eventually(lambda: waiting)
-    owner.half.publications.generations.void(blocks[4:5])
-    for _ in range(3):
-        assert waiting
-        owner.half.publications.learn()
-        owner.step()
-    assert not waiting
-    assert last() == [blocks[number] for number in (7, 6, 5, 3, 2)]
-    assert "ERROR" not in {record.levelname for record in caplog.records}
-    owner.finish(running)
-    assert last()[-2:] == [blocks[1], blocks[0]]
 
 
 def test_what_a_reset_made_void_is_not_found(shared: Callable[[], Engine]) -> None:

@@ -30,7 +30,6 @@ from vllm.v1.request import Request
 
 from vcache_backend.config import ConnectorConfig
 from vcache_backend.engine import VCacheEngine
-from vcache_backend.integration.vllm.in_place import hints
 from vcache_backend.integration.vllm.metadata import Shard, StepMetadata, WorkerReport
 from vcache_backend.integration.vllm.model import versions
 from vcache_backend.integration.vllm.model.spec import ShardSpec
@@ -508,7 +507,7 @@ def test_a_load_of_which_an_exception_comes_late_is_told_once(
     request = new_request()
     side.put(request)
     assert side.matched(request) == (CHUNKS * CHUNK, True)
-    monkeypatch.setattr(hints, "tell", lambda *_: 1 / 0)
+    monkeypatch.setattr(side.half, "_stands", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         side.allocated(request)
     side.half.lost(request)

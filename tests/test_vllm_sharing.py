@@ -198,18 +198,6 @@ def test_blocks_that_are_used_again_while_they_are_read_are_computed(
     assert b.one(tokens).agrees(aside.one(tokens))
 
 
-def test_what_a_peer_reads_again_and_again_stays_while_its_owner_computes_other_things(
-    here: Node, a: Instance, b: Instance, tiny: Instance
-) -> None:
-    """It has blocks for three such prompts, and vLLM there never uses the first one again."""
-    tokens, leaving_no_trace = new_tokens(2 * CHUNK + 1), {"vcache": {"store": False}}
-    keep(tiny, tokens)
-    for _ in range(4):
-        assert b.again(tokens, params=leaving_no_trace).cached == 2 * CHUNK
-        eventually(lambda: tiny.ask("hinted"))
-        tiny.one(new_tokens(2 * CHUNK + 1))
-
-
 def survived(
     owner: Instance, reader: Instance, aside: Instance, prompts: list[Prompt], answers: list[Answer]
 ) -> None:

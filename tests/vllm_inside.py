@@ -251,11 +251,6 @@ class Serving:
             and worker._worker.session.flush(PATIENCE_SECONDS)
         )
 
-    def hinted(self) -> bool:
-        """Whether it has heard of others' reads, for its next step."""
-        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
-        return bool(scheduler.connector._scheduler.publications.hints.waiting)
-
     def scheduler(self, name: str) -> bool:
         """What vLLM's scheduler has decided by its configuration."""
         return bool(getattr(self.llm.llm_engine.engine_core.engine_core.scheduler, name))

@@ -69,7 +69,7 @@ if current_platform.is_cpu():
     CPUUnquantizedExperts.apply = _local(CPUUnquantizedExperts.apply)
 else:
     # vLLM 0.33 disables its NCCL communicator without these two, which put one to sleep, and says
-    # nothing. torch 2.11 of the GPU hosts brings an older NCCL. Expert parallel ranks need the rest.
+    # nothing. torch 2.11 of the GPU hosts brings an older NCCL. Expert ranks need the rest of it.
     from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
     NCCLLibrary.exported_functions = [

@@ -14,7 +14,7 @@ from typing import Annotated, Literal, NewType
 
 import msgspec
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 MAX_MESSAGE_BYTES = 200_000
 """Linux sends a packet of this size with a socket's ordinary buffer. A client that sends a larger
 packet is disconnected."""
@@ -512,14 +512,6 @@ class Retract(Request, frozen=True, tag="retract"):
     sequence: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
-class Hint(Request, frozen=True, tag="hint"):
-    """A load reads chunks in `instance`. keys: the prefix up to the last of them, of rank 0 →
-    `Count` of these chunks in the instance. Its scheduler hears of it, and treats them as used."""
-
-    instance: Named
-    keys: Keys
-
-
 class Listen(Request, frozen=True, tag="listen"):
     """Fetch news for an instance's scheduler, on the connection with which it joined → `Heard`."""
 
@@ -682,12 +674,23 @@ class Coming(msgspec.Struct, frozen=True, array_like=True, gc=False):
     step_seconds: float
 
 
+class Copy(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A chunk (key of rank 0) of which `instance` has a copy, too. `block`, `generation`: of the
+    chunk's last block there, as published."""
+
+    key: ChunkKey
+    instance: InstanceId
+    block: int
+    generation: int
+
+
 class Found(Reply, frozen=True, tag="found"):
     """For each leading chunk, whether it is in the pool (a byte, 0 or 1), and its copies in
     instances (no lists with `pool_only`): at most `MAX_REPLICAS`, first the copy in the instance
     that has the chunk before.
     `epoch`: of the keys' namespace. `cut`: the answer is full; ask again for the remaining keys.
-    `coming`: None if no other instance has promised the next chunk."""
+    `coming`: None if no other instance has promised the next chunk. `copies`: as in `Heard`, if the
+    asker is the instance's scheduler."""
 
     pooled: bytes
     instances: list[InstanceId]
@@ -695,15 +698,15 @@ class Found(Reply, frozen=True, tag="found"):
     epoch: int = 0
     cut: bool = False
     coming: Coming | None = None
+    copies: list[Copy] = []
 
 
 class Heard(Reply, frozen=True, tag="heard"):
-    """`epoch`: of the instance's namespace. `blocks`, `generations`: of the chunks, as published,
-    that others have read there since the last `Listen`. The chunk to keep longest comes last."""
+    """`epoch`: of the instance's namespace. `copies`: chunks of the instance that another one holds
+    as well, as far as nobody was told."""
 
     epoch: int
-    blocks: bytes = b""
-    generations: bytes = b""
+    copies: list[Copy] = []
 
 
 class Count(Reply, frozen=True, tag="count"):
@@ -780,7 +783,7 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
 
 
 OfChunks = Reserve | Commit | Abort | Acquire | Renew | Release | Contains | Touch | Remove | Clear
-OfResidents = Find | Publish | Promise | Retract | Hint | Listen | ShowReads | CloseInstance
+OfResidents = Find | Publish | Promise | Retract | Listen | ShowReads | CloseInstance
 _OfSegments = AddSegment | Lend | OpenSegment | Unusable | DropSegment | ListSegments
 _OfInstances = Join | ShowCache | OpenInstance | OpenCache
 OfOthers = Hello | _OfSegments | _OfInstances | Stats | Report

@@ -64,15 +64,6 @@ class Outbox:
             _Message(lambda before: self._client.retract(instance, before), sequence, again=True)
         )
 
-    def hint(self, instance: bytes, keys: list[ChunkKey]) -> None:
-        """Tell the owner `instance` that a load reads the last of these chunks, and perhaps earlier
-        ones. Goes out with the next message, or within a second, because waking the thread would
-        delay the caller."""
-        with self._changed:
-            self._messages.append(
-                _Message(lambda prefix: self._client.hint(instance, prefix), keys)
-            )
-
     def flush(self, timeout: float) -> bool:
         """Wait until all work is done or given up; False after `timeout` seconds. Messages that
         wait for a connection do not count."""

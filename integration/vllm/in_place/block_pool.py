@@ -5,7 +5,7 @@ its bytes change meaning.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
@@ -65,15 +65,14 @@ class KVBlocks:
             block = block.next_free_block
         return numbers
 
-    def to_end(self, numbers: Iterable[int]) -> None:
-        """Have vLLM hand out these blocks last, as if just used. Blocks in use stay
-        where they are.
-        """
-        queue, blocks = self.pool.free_block_queue, self.pool.blocks
-        for block in (blocks[number] for number in numbers):
-            if not block.ref_cnt:
-                queue.remove(block)
-                queue.append(block)
+    def vacant(self, most: int) -> int:
+        """How many of the next blocks, at most `most`, hold nothing that vLLM's cache finds."""
+        count, block = 0, self._first
+        end = self.pool.free_block_queue.fake_free_list_tail
+        while count < most and block is not end and block.block_hash is None:
+            count += 1
+            block = block.next_free_block
+        return count
 
     def to_head(self, first: Sequence[int], last: Sequence[int], length: int) -> list[bool]:
         """Have vLLM hand out these rows of `length` free blocks first, in this order.

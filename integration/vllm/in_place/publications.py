@@ -17,7 +17,7 @@ from vcache_backend.metadata_server.messages import (
     MAX_PUBLISHED,
     NUMBER_BYTES,
     ChunkKey,
-    Heard,
+    Copy,
     InstanceId,
 )
 from vcache_backend.resident.generations import (
@@ -32,7 +32,6 @@ from ..metadata import PublicationSpec
 from ..scheduler.tracked import NEVER, Tracked
 from .block_pool import GENERATIONS, NUMBERS, KVBlocks, ResidentPool
 from .duplicates import Duplicates
-from .hints import Hints
 
 
 class Publications:
@@ -41,8 +40,7 @@ class Publications:
 
     instance: a random name, new at each start of the engine. each: vLLM's blocks of a chunk.
     sequence: the number of the next publication; a reset voids all lower numbers. epoch: the epoch
-    of everything published. heard: the namespace's epoch as the server last said. hints: None until
-    vLLM has shown its pool."""
+    of everything published. heard: the namespace's epoch as the server last said."""
 
     def __init__(self, blocks: int, each: int) -> None:
         """blocks: how many blocks vLLM's pool has. each: vLLM's blocks of a chunk. SegmentError if
@@ -62,7 +60,6 @@ class Publications:
         filled yet.
         """
         self._pool: ResidentPool | None = None
-        self.hints: Hints | None = None
         self.duplicates: Duplicates | None = None
         """Made when vLLM has shown its pool."""
         self.view: Callable[[bytes], GenerationView | None] = lambda instance: None
@@ -84,31 +81,30 @@ class Publications:
         if pool.count != self.blocks:
             raise ValueError(f"vLLM's pool has {pool.count} blocks, its KV cache {self.blocks}")
         self.duplicates = Duplicates(
-            pool, self.generations, self.each, lambda instance: self.view(instance)
+            pool, self.generations, self.each, lambda instance: self.view(instance), self._place
         )
         self._pool = ResidentPool(
             pool.pool, self.generations, self._reset, self.duplicates.give_way
         )
-        self.hints = Hints(pool, self.generations, self.each)
 
     def reset(self) -> None:
         """Void all that was published, and all that the steps under way compute."""
         self._void_all()
         self._reset()
 
-    def hear(self, heard: Heard) -> None:
-        """Note what the server says, for the next `learn`. Any thread."""
-        self.heard = heard.epoch
-        if self.hints is not None:
-            self.hints.hear(heard)
+    def hear(self, epoch: int, copies: list[Copy]) -> None:
+        """Note what the server says, for the next `learn`: see `Heard`. Any thread."""
+        self.heard = epoch
+        if self.duplicates is not None:
+            self.duplicates.hear(copies)
 
     def learn(self) -> bool:
         """Act on what `hear` noted. True if the namespace was reset.
 
         After a reset others no longer find chunks from before, though vLLM's own cache may still
         hit them."""
-        if self.hints is not None and self.hints.waiting:
-            self.hints.apply()
+        if self.duplicates is not None:
+            self.duplicates.learn()
         heard = self.heard
         if heard == self.epoch:
             return False
@@ -164,9 +160,8 @@ class Publications:
         """Show others the blocks that the step fills. The step is planned and has all
         its blocks.
         """
-        if self._pool is not None and self.hints is not None:
+        if self._pool is not None:
             self._fill()
-            self.hints.planned()
 
     def complete(
         self, tracked: Tracked, first: int, ready: int, loaded: bool
@@ -255,12 +250,21 @@ class Publications:
 
     def _is_told(self, tracked: Tracked, chunk: int) -> bool:
         """Whether the request's chunk is published at this place, and at no other since."""
-        blocks, generations, at = self._told.get(tracked.lookup.keys[chunk], (b"", b"", 0))
+        return self._place(tracked.lookup.keys[chunk]) == (
+            self._packed(tracked.store.rows[0], [chunk]),
+            self._packed(tracked.resident.generations, [chunk]),
+        )
+
+    def _place(self, key: ChunkKey) -> tuple[bytes, bytes] | None:
+        """The blocks and generations with which a chunk was published last, packed; None if it was
+        not."""
+        if key not in self._told:
+            return None
+        blocks, generations, at = self._told[key]
         number, counter = self.each * NUMBER_BYTES, self.each * GENERATION_BYTES
         return (
-            self._packed(tracked.store.rows[0], [chunk]) == blocks[at * number : (at + 1) * number]
-            and self._packed(tracked.resident.generations, [chunk])
-            == generations[at * counter : (at + 1) * counter]
+            blocks[at * number : (at + 1) * number],
+            generations[at * counter : (at + 1) * counter],
         )
 
     def _tell(self, tracked: Tracked, chunks: Sequence[int], loaded: bool) -> PublicationSpec:

@@ -215,14 +215,15 @@ class Introduction:
             self._listen()
 
     def _listen(self) -> None:
-        """Ask for resets by others, and for chunks that others have read here. Runs in either
+        """Ask for resets by others, and for chunks that others hold as well. Runs in either
         thread.
         """
         publications, client = self.publications, self.client
         if publications is None or client is None:
             return
         try:
-            publications.hear(client.listen(publications.instance))
+            heard = client.listen(publications.instance)
+            publications.hear(heard.epoch, heard.copies)
         except VCacheError as error:
             log.debug("listen: %s", error)
 

@@ -18,7 +18,6 @@ from vcache_backend.metadata_server.pool import quotas
 
 from ...served_at import data_parallel_rank, served_at
 from ..in_place import exporter as exportable
-from ..in_place import hints
 from ..in_place.block_pool import NUMBERS, KVBlocks
 from ..in_place.publications import Publications
 from ..in_place.victims import Victims
@@ -185,7 +184,6 @@ class SchedulerSide:
         tracked, rows = self._requests[request.request_id], blocks.get_block_ids()
         tracked.supplied = tracked.local + external
         load, first = self._specs.of(tracked, rows), tracked.local // self._size
-        hints.tell(self.instance.outbox, tracked.lookup.keys, first, load.residents)
         self._stands(tracked, load, first)
         if self._spans is not None:
             self._spans.loading(tracked, external)
@@ -446,8 +444,6 @@ class SchedulerSide:
         else:
             # Once loaded, these chunks are published as if computed here.
             self.publications.loads(tracked, tracked.local // self._groups.block)
-            if self.publications.duplicates is not None:
-                self.publications.duplicates.note(tracked, load, first)
         if partial:
             self._completions.expect(tracked, first, end)
 

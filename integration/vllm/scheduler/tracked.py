@@ -173,8 +173,7 @@ class Tracked(msgspec.Struct):
     tenant: for whom its chunks count in the pool, see `quotas.tenant_id`; empty: for nobody. loads:
     the request may load chunks. local: tokens in vLLM's own cache when vLLM last asked for
     hits. supplied: `local` and the tokens that we load. loading: a load is under way. due: a step
-    that reaches fewer tokens completes nothing; only `Completions` writes it. copies: the chunks
-    that the load reads in other KV caches; only `Duplicates` writes them."""
+    that reaches fewer tokens completes nothing; only `Completions` writes it."""
 
     request: Any
     params: RequestParams
@@ -190,4 +189,3 @@ class Tracked(msgspec.Struct):
     leftover: LeftoverState = msgspec.field(default_factory=LeftoverState)
     promise: PromiseState = msgspec.field(default_factory=PromiseState)
     wait: WaitState = msgspec.field(default_factory=WaitState)
-    copies: list[Run] = []

@@ -74,11 +74,6 @@ class InstanceCalls(Channel):
 
     # ---- a reader's
 
-    def hint(self, instance: bytes, keys: list[m.ChunkKey]) -> int:
-        """Say that a load reads this prefix in `instance`, so that its scheduler keeps the chunks.
-        Returns how many of the chunks the instance holds."""
-        return self._call(m.Hint(m.InstanceId(instance), keys[: m.MAX_KEYS]), m.Count).count
-
     def find(self, whole: m.Find) -> m.Found:
         """Find chunks; see `Find`. Sends several requests for many keys."""
         deadline = time.perf_counter() + self._config.request_seconds
@@ -158,4 +153,5 @@ def _joined(first: m.Found, then: m.Found) -> m.Found:
         then.epoch,
         then.cut,
         then.coming,
+        first.copies + then.copies,
     )

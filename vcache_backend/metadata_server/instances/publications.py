@@ -1,9 +1,8 @@
-"""The chunks that one instance has published, and the chunks that others have read lately. Pure."""
+"""The chunks that one instance has published, and those of them that others hold as well. Pure."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Container
 from itertools import islice, repeat
 
 import msgspec
@@ -18,9 +17,9 @@ unexamined; a chunk dropped without need is a miss."""
 CHUNK_BYTES, BLOCK_BYTES = 320, 136
 """Bytes of server memory for each chunk, besides its block numbers and generations, and for each
 block of an instance. The latter pays for `holders` and both tables, which never shrink."""
-MAX_HINTS = 2048
-"""The most chunks noted between two heartbeats of an instance. Beyond it the chunks read longest
-ago are dropped."""
+MAX_COPIES = 2048
+"""The most copies of an instance's chunks that it has yet to be told of. Beyond it the oldest are
+dropped."""
 _FIRST_RANK = bytes(m.RANK_BYTES)
 
 
@@ -33,6 +32,13 @@ class PublishedChunk(msgspec.Struct, gc=False, eq=False):
     generations: bytes
     sequence: int
     agreed: int
+
+    def end(self) -> tuple[int, int]:
+        """The number and the generation of its last block."""
+        return (
+            int.from_bytes(self.blocks[-m.NUMBER_BYTES :], "little"),
+            int.from_bytes(self.generations[-m.GENERATION_BYTES :], "little"),
+        )
 
 
 Table = dict[m.ChunkKey, PublishedChunk]
@@ -54,7 +60,7 @@ class InstancePublications:
         self.holders: list[PublishedChunk | None] = [None] * self.blocks
         """For each block the last publication that named it. A publication that is in neither table
         is void."""
-        self.recency = Recency()
+        self.copies = Copies()
         self.chunk_bytes = CHUNK_BYTES + self.each * (m.NUMBER_BYTES + m.GENERATION_BYTES)
         self.closed = False
         self.counted = 0
@@ -223,28 +229,19 @@ def _split(table: Table, sequence: int) -> tuple[Table, Table]:
     return table, void
 
 
-class Recency:
-    """Chunks of an instance that other instances have read lately. vLLM does not see these reads,
-    so the server tells the instance's scheduler.
-
-    Holds each chunk once. Later chunks should stay longer: a prefix's first one comes last."""
+class Copies:
+    """Chunks of an instance that another one holds as well, of which it has yet to be told."""
 
     def __init__(self) -> None:
-        self._keys: dict[m.ChunkKey, None] = {}
+        self._others: dict[m.ChunkKey, m.InstanceId] = {}
 
-    def note(self, keys: list[m.ChunkKey], resident: Container[m.ChunkKey]) -> int:
-        """Note reads of these chunks, in prefix order, as far as `resident` contains them. Returns
-        how many were noted."""
-        before, noted = self._keys, [key for key in reversed(keys) if key in resident]
-        for key in noted:
-            before.pop(key, None)
-            before[key] = None
-        for key in list(islice(before, max(0, len(before) - MAX_HINTS))):
-            del before[key]
-        return len(noted)
+    def note(self, key: m.ChunkKey, other: m.InstanceId) -> None:
+        """Note that `other` has the chunk, too."""
+        self._others[key] = other
+        if len(self._others) > MAX_COPIES:
+            del self._others[next(iter(self._others))]
 
-    def take(self, most: int) -> list[m.ChunkKey]:
-        taken = list(islice(self._keys, most))
-        for key in taken:
-            del self._keys[key]
-        return taken
+    def take(self, most: int) -> dict[m.ChunkKey, m.InstanceId]:
+        """Take the oldest notes, at most `most`: who else has each chunk."""
+        keys = list(islice(self._others, most))
+        return {key: self._others.pop(key) for key in keys}

@@ -29,7 +29,11 @@ MAX_BYTES = 1 << 30
 """About the most server memory for all instances together."""
 MAX_CELLS = 16_384
 """The most keys times instances in one look-up. Keys beyond it need another look-up."""
-FOUND_BYTES = m.MAX_MESSAGE_BYTES - 8192
+COPY_BYTES = m.KEY_BYTES + m.INSTANCE_BYTES + m.NUMBER_BYTES + m.GENERATION_BYTES + 8
+"""The most bytes of a `Copy` in a message."""
+MOST_COPIES = 256
+"""The most copies in one answer."""
+FOUND_BYTES = m.MAX_MESSAGE_BYTES - 8192 - MOST_COPIES * COPY_BYTES
 """Bytes for the resident chunks in one answer; the rest of the message is for its other fields."""
 _RESIDENT_BYTES = 16
 """The most bytes of a resident chunk in a message, besides its blocks and generations."""
@@ -103,7 +107,9 @@ class ResidentDirectory:
         taken = publications.publish(rank, request, max(0, most))
         self._settle(publications)
         self._counters["published"] += taken
-        self._arrived(key for key in of_rank(request.keys, 0) if key in publications.complete)
+        there = [key for key in of_rank(request.keys, 0) if key in publications.complete]
+        self._arrived(there)
+        self._note_copies(request.instance, publications, there)
         return taken
 
     def retract(self, instance: m.InstanceId, sequence: int) -> int:
@@ -142,32 +148,43 @@ class ResidentDirectory:
         self.nbytes += publications.nbytes - publications.counted
         publications.counted = publications.nbytes
 
-    # ---- what others read
+    # ---- chunks that two instances hold
 
-    def hint(self, instance: m.InstanceId, keys: list[m.ChunkKey]) -> int:
-        """Note that a client reads the prefix of these chunks in an instance. Returns how many of
-        the chunks the instance holds."""
+    def copies(self, instance: m.InstanceId) -> list[m.Copy]:
+        """Take the oldest news for an instance's scheduler: chunks that another instance holds as
+        well. At most `MOST_COPIES`."""
         publications = self._of.get(instance)
-        noted = (
-            publications.recency.note(keys, publications.complete)
-            if publications is not None
-            else 0
-        )
-        self._counters["hints"] += noted
-        return noted
+        taken = publications.copies.take(MOST_COPIES) if publications is not None else {}
+        copies = list[m.Copy]()
+        for key, other in taken.items():
+            holder = self._of.get(other)
+            chunk = holder.complete.get(key) if holder is not None else None
+            if chunk is not None:
+                copies.append(m.Copy(key, other, *chunk.end()))
+        return copies
 
-    def heard(self, instance: m.InstanceId, epoch: int) -> m.Heard:
-        """Collect the news for an instance's scheduler, with as many hints as the message holds."""
-        publications = self._of[instance]
-        keys = publications.recency.take(
-            FOUND_BYTES // (publications.each * (m.NUMBER_BYTES + m.GENERATION_BYTES))
-        )
-        chunks = [chunk for key in keys if (chunk := publications.complete.get(key)) is not None]
-        return m.Heard(
-            epoch,
-            b"".join(chunk.blocks for chunk in chunks),
-            b"".join(chunk.generations for chunk in chunks),
-        )
+    def _note_copies(
+        self, instance: m.InstanceId, publications: InstancePublications, keys: list[m.ChunkKey]
+    ) -> None:
+        """Note which of these chunks, which an instance has just published, others have, too: both
+        are told."""
+        others = self._alike(instance, publications.namespace, publications.ranks)
+        for other, there in others[: MAX_CELLS // max(1, len(keys))]:
+            for key in keys:
+                if key in there.complete:
+                    there.copies.note(key, instance)
+                    publications.copies.note(key, other)
+
+    def _alike(
+        self, instance: m.InstanceId, namespace: bytes, ranks: int
+    ) -> list[tuple[m.InstanceId, InstancePublications]]:
+        """The instances besides `instance` whose chunks it may read."""
+        return [
+            (other, there)
+            for other, there in self._of.items()
+            if there.complete and there.whole and there.namespace == namespace
+            if there.ranks == ranks and other != instance
+        ]
 
     # ---- look-up
 
@@ -199,16 +216,10 @@ class ResidentDirectory:
         """List the instances that may hold some of the keys, with their chunks, in random order."""
         if not self._of or not request.keys:
             return []
-        namespace, ranks, asker = (
-            request.keys[0][: m.NAMESPACE_BYTES],
-            request.ranks,
-            request.instance,
-        )
+        namespace = request.keys[0][: m.NAMESPACE_BYTES]
         others = [
             (instance, publications.complete)
-            for instance, publications in self._of.items()
-            if publications.complete and publications.whole and publications.namespace == namespace
-            if publications.ranks == ranks and instance != asker
+            for instance, publications in self._alike(request.instance, namespace, request.ranks)
         ]
         random.shuffle(others)
         return others

@@ -124,9 +124,7 @@ class Service:
                 return instances.retract(client, request)
             case m.Listen(instance):
                 epoch = directory.epochs.of([m.ChunkKey(instances.listens(client, instance))])
-                return directory.residents.heard(instance, epoch)
-            case m.Hint(instance, keys):
-                return m.Count(directory.residents.hint(instance, keys))
+                return m.Heard(epoch, directory.residents.copies(instance))
             case m.ShowReads():
                 return instances.note_reads(client, request)
             case m.CloseInstance(instance):
@@ -240,9 +238,12 @@ class Service:
         elif request.promise and missing:
             lacking = directory.lacking(request, missing)
             directory.promises.intend(client, request.promise, lacking, request.ranks)
-        if coming is None and not epoch:
+        copies = list[m.Copy]()
+        if request.instance and self.instances.owns(client, request.instance, m.SCHEDULER):
+            copies = directory.residents.copies(request.instance)
+        if coming is None and not epoch and not copies:
             return answer
-        return msgspec.structs.replace(answer, epoch=epoch, coming=coming)
+        return msgspec.structs.replace(answer, epoch=epoch, coming=coming, copies=copies)
 
     def _clear(self, namespace: bytes, reset: bool) -> m.Count:
         if len(namespace) not in (0, m.NAMESPACE_BYTES):
