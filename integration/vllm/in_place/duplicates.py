@@ -5,10 +5,10 @@ its copy.
 from __future__ import annotations
 
 import logging
-from array import array
 from collections import deque
-from collections.abc import Callable
-from itertools import islice
+from collections.abc import Callable, Iterator
+from itertools import compress, islice
+from operator import not_
 from time import monotonic
 from typing import NamedTuple
 
@@ -18,11 +18,9 @@ from vcache_backend.metadata_server.messages import ChunkKey, Copy
 from vcache_backend.resident.generations import Generations, GenerationView
 
 from ..scheduler.tracked import Tracked
-from .block_pool import NUMBERS, KVBlocks
+from .block_pool import KVBlocks
 
 log = logging.getLogger("vllm.vcache")
-
-FAILED = "vcache: blocks that other instances have, too, are not evicted first"
 
 YOUNG = 32
 """A duplicate stays if the block that would leave instead was last used more than `YOUNG` times as
@@ -40,16 +38,18 @@ chunks leave the cache later."""
 
 
 class Duplicate(NamedTuple):
-    """A chunk in this and in another KV cache.
+    """A chunk in this and in another KV cache. blocks: here, packed. generation: of the last one.
+    copy: the other one."""
 
-    blocks: here. generation: of the last one. instance, block, their_generation: the other KV cache
-    and the last block there."""
-
-    blocks: array[int]
+    blocks: bytes
     generation: int
-    instance: bytes
-    block: int
-    their_generation: int
+    copy: Copy
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Its last and its first block: vLLM frees the last one first."""
+        numbers = memoryview(self.blocks).cast("I")
+        return numbers[-1], numbers[0]
 
 
 class Duplicates:
@@ -66,18 +66,18 @@ class Duplicates:
         view: Callable[[bytes], GenerationView | None],
         place: Callable[[ChunkKey], tuple[bytes, bytes] | None],
     ) -> None:
-        """pool: vLLM's. each: blocks of a chunk. view: another instance's
-        generations; None if it is gone. place: the blocks and generations with which this instance
-        has published a chunk last, packed; None if it has not.
+        """pool: vLLM's. each: blocks of a chunk. view: another instance's generations; None if it
+        is gone. place: the blocks and generations with which this instance has published a chunk
+        last, packed; None if it has not.
         """
         self._pool, self._generations, self._each = pool, generations, each
         self._view, self._place = view, place
         self._waiting = deque[list[Copy]](maxlen=MOST_WAITING)
-        self._known: dict[int, Duplicate] = {}
-        """By the chunk's last block here."""
-        self._order: dict[int, None] = {}
-        """The last blocks of those that may be given up, the first one first: in the order in which
-        the requests ended that used them. Those in use may be missing."""
+        self._copies: dict[ChunkKey, tuple[Copy, float]] = {}
+        """Those that may be given up, the first one first, and when each came to its place in this
+        order."""
+        self._in_use: dict[int, Copy] = {}
+        """Those that were in use when they were to be given up, by their last block here."""
         self._used = np.zeros(generations.blocks)
         """By block: when the last request ended that used it (`monotonic`)."""
         self._ahead = 0
@@ -87,7 +87,7 @@ class Duplicates:
     @property
     def count(self) -> int:
         """How many chunks may be given up."""
-        return len(self._order)
+        return len(self._copies)
 
     def hear(self, copies: list[Copy]) -> None:
         """Note which chunks others hold as well, for the next `learn`. Any thread."""
@@ -96,26 +96,22 @@ class Duplicates:
 
     def learn(self) -> None:
         """Act on what `hear` noted, a message at a time. Never raises."""
-        if not self._waiting:
-            return
-        try:
+        if self._waiting:
+            now = monotonic()
             for copy in self._waiting.popleft():
-                self._note(copy)
-        except Exception:  # vLLM goes on with the present order
-            self._forget()
-            log.exception(FAILED)
+                self._add(copy, now)
 
     def finished(self, tracked: Tracked, block_size: int) -> None:
         """Note that a request has ended. block_size: in tokens."""
-        row = tracked.store.rows[0]
+        row, now = tracked.store.rows[0], monotonic()
         # Some of those that it found here may have been at the head.
         self._ahead = max(0, self._ahead - tracked.local // block_size)
-        self._used[np.frombuffer(row, np.uint32)] = monotonic()
-        # A prefix is given up from its end.
-        for last in row[self._each - 1 :: self._each][::-1]:
-            if last in self._known:
-                self._order.pop(last, None)
-                self._order[last] = None
+        self._used[np.frombuffer(row, np.uint32)] = now
+        if self._in_use:
+            # A prefix is given up from its end.
+            for last in row[self._each - 1 :: self._each][::-1]:
+                if last in self._in_use:
+                    self._add(self._in_use.pop(last), now)
 
     def give_way(self, count: int) -> None:
         """Put duplicates at the head of the free queue if vLLM, about to hand out `count` blocks,
@@ -130,70 +126,70 @@ class Duplicates:
             if self._ahead < count:
                 # The look-up for these blocks may have brought news.
                 self.learn()
-                if self._order:
+                if self._copies:
                     needed = -((self._ahead - count) // self._each)
                     self._ahead += self._each * self._give_way(needed)
             self._ahead = max(self._ahead - count, 0)
         except Exception:  # vLLM goes on with the present order
-            self._forget()
-            log.exception(FAILED)
+            self._copies.clear()
+            self._in_use.clear()
+            log.exception("vcache: blocks that other instances have, too, are not evicted first")
 
     # ---- inside
 
-    def _note(self, copy: Copy) -> None:
-        place = self._place(copy.key)
-        if place is None:
-            return
-        blocks, generations = array(NUMBERS, place[0]), memoryview(place[1]).cast("Q")
-        last = blocks[-1]
-        self._known[last] = Duplicate(
-            blocks, generations[-1], copy.instance, copy.block, copy.generation
-        )
-        self._order.pop(last, None)
-        self._order[last] = None
+    def _add(self, copy: Copy, now: float) -> None:
+        self._copies.pop(copy.key, None)
+        self._copies[copy.key] = copy, now
 
     def _give_way(self, needed: int) -> int:
         """Move `needed` chunks to the head of the free queue. Returns how many were moved."""
-        moved, left, now = 0, MOST_LOOKED + needed, monotonic()
+        now = monotonic()
         oldest = float(self._used[self._pool.head(1)].max(initial=0.0))
         latest = now - (now - oldest) / YOUNG
-        views: dict[bytes, GenerationView | None] = {}
-        while moved < needed and left > 0:
-            chosen, looked = list[Duplicate](), list(islice(self._order, min(needed - moved, left)))
-            for last in looked:
-                if self._used[last] > latest:
-                    left = 0
-                    break
-                del self._order[last]
-                duplicate = self._known[last]
-                if self._intact(last, duplicate, views):
-                    chosen.append(duplicate)
-                else:
-                    del self._known[last]
-            left = left - len(looked) if looked else 0
-            # vLLM frees a request from its last block on. Leaves out what is in use.
-            first = [duplicate.blocks[-1] for duplicate in chosen]
-            then = [duplicate.blocks[0] for duplicate in chosen]
-            moved += sum(self._pool.to_head(first, then, self._each))
+        moved, look = 0, self._look(latest)
+        while chosen := list(islice(look, needed - moved)):
+            first, then = zip(*[duplicate.ends for duplicate in chosen], strict=True)
+            whole = self._pool.to_head(first, then, self._each)
+            moved += sum(whole)
+            for duplicate in compress(chosen, map(not_, whole)):
+                self._in_use[duplicate.ends[0]] = duplicate.copy
         return moved
 
-    def _intact(
-        self, last: int, duplicate: Duplicate, views: dict[bytes, GenerationView | None]
-    ) -> bool:
-        """Whether a chunk is unchanged here and in the other KV cache, as far as its last block
-        says, which leaves first. views: those looked at so far."""
-        instance = duplicate.instance
-        if instance not in views:
-            view = self._view(instance)
-            views[instance] = view if view is None or not view.dead else None
-        view, block = views[instance], duplicate.block
-        return (
-            view is not None
-            and block < view.blocks
-            and view.counters.data[block] == duplicate.their_generation
-            and self._generations.counters.data[last] == duplicate.generation
-        )
+    def _look(self, latest: float) -> Iterator[Duplicate]:
+        """Take duplicates that are intact and were not used after `latest`. Ends after
+        `MOST_LOOKED` others."""
+        copies, looks = self._copies, MOST_LOOKED
+        views: dict[bytes, GenerationView | None] = {}
+        while copies and looks > 0:
+            key, (copy, since) = next(iter(copies.items()))
+            place = self._place(key)
+            duplicate = self._intact(copy, place, views) if place is not None else None
+            used = float(self._used[duplicate.ends[0]]) if duplicate is not None else 0.0
+            if used > latest:
+                return
+            del copies[key]
+            if duplicate is not None and used <= since:
+                yield duplicate
+                continue
+            looks -= 1
+            if duplicate is not None:
+                copies[key] = copy, used
 
-    def _forget(self) -> None:
-        self._known.clear()
-        self._order.clear()
+    def _intact(
+        self, copy: Copy, place: tuple[bytes, bytes], views: dict[bytes, GenerationView | None]
+    ) -> Duplicate | None:
+        """The chunk if it is unchanged at `place`, here, and in the other KV cache, as far as its
+        last block says, which leaves first. views: those looked at so far."""
+        if copy.instance not in views:
+            view = self._view(copy.instance)
+            views[copy.instance] = view if view is None or not view.dead else None
+        view = views[copy.instance]
+        generation = memoryview(place[1]).cast("Q")[-1]
+        duplicate = Duplicate(place[0], generation, copy)
+        intact = (
+            view is not None
+            and copy.block < view.blocks
+            and view.counters.data[copy.block] == copy.generation
+            and self._generations.counters.data[duplicate.ends[0]] == generation
+        )
+        return duplicate if intact else None
