@@ -96,7 +96,6 @@ class Completions:
         """
         if anew:
             tracked.store.rows = [array(NUMBERS, row) for row in rows]
-            tracked.due = 0
         else:
             for own, row in zip(tracked.store.rows, rows, strict=True):
                 own.extend(row)
