@@ -39,7 +39,7 @@ def test_a_writer_that_hangs_in_its_copy_keeps_its_slot_until_it_is_done(here: N
     here.serve(reservation_seconds=1.0)
     mine, theirs = Cache(), Cache()
     other = here.engine("host:a", 2 * mine.chunk_bytes, layout_of(mine))
-    writer = here.worker("host:b", copier="pausing")
+    writer = here.worker("host:b", pauses=True)
     client = here.client()
     writer.until_paused("store", prompt(CHUNK), places(SMALL, CHUNK))
     writer.stop()
@@ -146,7 +146,7 @@ def test_a_reader_that_outlives_its_lease_counts_nothing(here: Node, trusting: b
     mine = Cache()
     writer = here.engine("host:a", 2 * mine.chunk_bytes, layout_of(mine))
     put(writer, mine, prompt(2 * CHUNK))
-    reader = here.worker("host:b", copier="pausing", trusting=trusting)
+    reader = here.worker("host:b", pauses=True, trusting=trusting)
     client = here.client()
     reader.until_paused("retrieve", prompt(2 * CHUNK), places(SMALL, 2 * CHUNK))
     with reader.stopped():

@@ -140,8 +140,8 @@ def test_a_consumer_loads_and_stores_nothing(here: Node, a: Instance, start: Sta
 def test_tokens_guessed_ahead_are_not_stored_unless_they_were_right(
     here: Node, start: Start
 ) -> None:
-    """Speculative decoding: what an answer leaves to others is as good as what it leaves in vLLM's
-    own cache.
+    """Speculative decoding: what an answer leaves to others, here to one that guesses nothing, is as
+    good as what it leaves in vLLM's own cache.
     """
     guesses = {
         "method": "ngram",
@@ -149,9 +149,8 @@ def test_tokens_guessed_ahead_are_not_stored_unless_they_were_right(
         "prompt_lookup_max": 3,
         "prompt_lookup_min": 1,
     }
-    b, reader = (
-        start({"connector": {"share": "in_place"}}, speculative_config=guesses) for _ in range(2)
-    )
+    in_place = {"connector": {"share": "in_place"}}
+    b, reader = start(in_place, speculative_config=guesses), start(in_place)
     prompt, before = new_tokens(40) * 3 + new_tokens(5), here.chunks()
     following = prompt + b.one(prompt, max_tokens=3 * CHUNK + 17 - len(prompt)).tokens
     whole = 3 * CHUNK

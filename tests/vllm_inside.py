@@ -242,14 +242,10 @@ class Serving:
         return int((sum(written) >= (len(written) if everywhere else 1)).sum())
 
     def told(self) -> bool:
-        """Wait until what the steps so far have written, or saved, is known to the server, where
-        the KV cache is shared in place.
-        """
+        """Wait until what the steps so far have written, stored or saved is known to the server."""
         worker = get_kv_transfer_group()._worker
-        return bool(
-            worker.in_place.publisher.flush(PATIENCE_SECONDS)
-            and worker._worker.session.flush(PATIENCE_SECONDS)
-        )
+        told = worker.in_place is None or worker.in_place.publisher.flush(PATIENCE_SECONDS)
+        return bool(told and worker._worker.session.flush(PATIENCE_SECONDS))
 
     def scheduler(self, name: str) -> bool:
         """What vLLM's scheduler has decided by its configuration."""
