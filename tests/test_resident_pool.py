@@ -337,6 +337,27 @@ def test_a_server_may_say_anything_of_copies(watched: Watched) -> None:
     assert watched.duplicates.count <= BLOCKS // EACH
 
 
+def test_copies_in_use_are_passed_over_a_few_at_a_time_and_then_leave_as_others_do(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(duplicates, "MOST_LOOKED", 2)
+    tracked, blocks = watched.read([0, 1, 2, 3])
+    own = fill_up(watched, BLOCKS - 1 - len(blocks))
+    watched.take(1)
+    assert watched.duplicates.count == 2
+    watched.take(1)
+    assert watched.duplicates.count == 0
+    watched.duplicates.finished(tracked, 4)
+    watched.pool.free_blocks(reversed(blocks))
+    watched.take(1)
+    assert [block.block_hash is None for block in own + blocks] == [
+        *[False] * (len(own) - 2),
+        *[True] * 2,
+        *[False] * (len(blocks) - 1),
+        True,
+    ]
+
+
 def test_a_block_that_is_freed_and_hit_again_keeps_its_generation(watched: Watched) -> None:
     """Its bytes are the same, and so is what they mean: what was published of it counts."""
     blocks, _ = watched.take(2)
