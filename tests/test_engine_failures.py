@@ -132,9 +132,6 @@ def test_whatever_a_copier_raises_is_a_miss(here: Node, caplog: pytest.LogCaptur
     assert other.lookup(prompt(CHUNK, 2)) == 0
 
 
-# ---- workers that start together
-
-
 # ---- readers that die or hang
 
 

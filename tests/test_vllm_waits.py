@@ -10,8 +10,18 @@ from typing import Any
 
 import pytest
 from processes import eventually
-from test_vllm_sharing import IN_PLACE, PULL
-from vllm_cases import CHUNK, SCATTER, Answer, Instance, Node, meddled, needs_vllm, new_tokens
+from vllm_cases import (
+    CHUNK,
+    IN_PLACE,
+    PULL,
+    SCATTER,
+    Answer,
+    Instance,
+    Node,
+    meddled,
+    needs_vllm,
+    new_tokens,
+)
 from vllm_cases import quick as here
 
 __all__ = ["here"]

@@ -15,6 +15,7 @@ import pytest
 from processes import eventually
 from vllm_cases import (
     CHUNK,
+    PULL,
     SCATTER,
     Answer,
     Instance,
@@ -31,8 +32,6 @@ __all__ = ["here"]
 pytestmark = needs_vllm
 
 MODELS = 4
-PULL = "vcache_backend.vram_pool.copies.copier:HostCopier.pull"
-"""A copy out of another instance's KV cache begins."""
 _numbers = count()
 
 
