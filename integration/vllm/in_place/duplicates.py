@@ -14,7 +14,7 @@ from time import monotonic
 import numpy as np
 
 from vcache_backend.metadata_server.messages import ChunkKey, Copy
-from vcache_backend.resident.generations import Generations, GenerationView
+from vcache_backend.resident.generations import VOID, Generations, GenerationView
 
 from ..scheduler.tracked import Tracked
 from .block_pool import KVBlocks
@@ -143,33 +143,42 @@ class Duplicates:
         latest = now - (now - float(self._used[instead])) / YOUNG
         moved, torn, look = 0, 0, self._look(latest)
         while torn < MOST_LOOKED and (chosen := list(islice(look, needed - moved))):
-            last, first, copies = zip(*chosen, strict=True)
+            ends, copies = zip(*chosen, strict=True)
+            last, generations, first = zip(*ends, strict=True)
             whole = self._pool.to_head(last, first, self._each)
             moved += sum(whole)
             if not all(whole):
                 torn += whole.count(False)
-                self._in_use.update(compress(zip(last, copies, strict=True), map(not_, whole)))
+                kept = zip(last, generations, copies, strict=True)
+                for end, generation, copy in compress(kept, map(not_, whole)):
+                    self._generations.counters.data[end] = generation
+                    self._in_use[end] = copy
         return moved
 
-    def _look(self, latest: float) -> Iterator[tuple[int, int, Copy]]:
-        """Take duplicates that are intact, free and were not used after `latest`, with their last
-        and first blocks here. Ends after `MOST_LOOKED` others."""
+    def _look(self, latest: float) -> Iterator[tuple[Ends, Copy]]:
+        """Take duplicates that are intact, free and were not used after `latest`, and void their
+        last blocks. Ends after `MOST_LOOKED` others."""
         copies, views = self._copies, dict[bytes, GenerationView | None]()
         looks, young = MOST_LOOKED, MOST_YOUNG
         own, used = self._generations.counters.data, self._used.data
         while copies and looks and young:
             key, (copy, since) = copies.popitem(last=False)
             ends = self._ends(key)
-            if ends is not None and own[ends[0]] == ends[1] and self._keeps(copy, views):
-                last, _, first = ends
+            if ends is not None and own[ends[0]] == ends[1]:
+                last, generation, _ = ends
                 if not self._pool.is_free(last):
                     self._in_use[last] = copy
-                elif used[last] <= min(since, latest):
-                    yield last, first, copy
-                    continue
-                else:
+                elif used[last] > min(since, latest):
                     copies[key] = copy, used[last]
                     young -= used[last] > latest
+                else:
+                    # Void it first: if the other gives its copy up now, one of both sees that.
+                    own[last] = VOID
+                    if self._keeps(copy, views):
+                        yield ends, copy
+                        continue
+                    # Nobody has written it since.
+                    own[last] = generation
             looks -= 1
 
     def _keeps(self, copy: Copy, views: dict[bytes, GenerationView | None]) -> bool:
