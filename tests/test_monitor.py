@@ -423,7 +423,6 @@ def test_slow_connections_keep_nobody_away(
     vain restarts the server.
     """
     monkeypatch.setattr(web, "MOST_AT_ONCE", 32)
-    monkeypatch.setattr(web, "BACKLOG", 8)
     sources = ["127.0.0.1"] * 30 + [f"127.0.0.{last}" for last in range(2, 7)] * 3
 
     def what(served: web.Web) -> None:

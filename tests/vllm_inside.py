@@ -300,7 +300,10 @@ class Serving:
         """Deadlines for the metadata server's answers, from now on."""
         from vcache_backend.metadata_server.client import Client
 
-        for client in (one for one in gc.get_objects() if type(one) is Client):
+        gc.unfreeze()  # vLLM hides from it all that it has made at its start
+        clients = [one for one in gc.get_objects() if type(one) is Client]
+        assert clients
+        for client in clients:
             client._config = msgspec.structs.replace(
                 client._config, connect_seconds=connect_seconds, request_seconds=request_seconds
             )
