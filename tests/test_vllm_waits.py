@@ -73,9 +73,16 @@ def counted(instance: Instance, end: str, tokens: int) -> Iterator[None]:
     assert counts() == (before[0] + 1, before[1] + tokens)
 
 
-def promised(here: Node) -> int:
-    """How many chunks instances have promised so far."""
-    return int(here.stats().counters.get("promised_chunks", 0))
+def asks_first(here: Node, owner: Instance, tokens: list[int]) -> None:
+    """It gets a request, and the server has its question, before another may ask: of two questions
+    that lie there at once the server may take either."""
+
+    def promised() -> int:
+        return int(here.stats().counters.get("promised_chunks", 0))
+
+    before = promised()
+    owner.add("first", tokens)
+    eventually(lambda: promised() > before)
 
 
 def computes(here: Node, owner: Instance, steps: int) -> None:
@@ -112,7 +119,7 @@ def test_of_two_that_begin_together_one_waits_before_either_has_computed_anythin
     here: Node, a: Instance, b: Instance, aside: Instance
 ) -> None:
     tokens = new_tokens(LONG)
-    a.add("first", tokens)
+    asks_first(here, a, tokens)
     b.add("second", tokens)
     with counted(b, "kept", 10 * CHUNK):
         assert b.step(3) == {}
@@ -150,10 +157,8 @@ def test_what_an_owner_does_not_compute_any_more_is_computed_at_once(
 ) -> None:
     """It aborts the request, in its queue and in the middle; the reader has what came by then."""
     for steps, came in ((0, 0), (2, 4)):
-        tokens, before = new_tokens(LONG), promised(here)
-        a.add("first", tokens)
-        # Else the server may see the reader's question first, and the reader promises them.
-        eventually(lambda before=before: promised(here) > before)  # type: ignore[misc]
+        tokens = new_tokens(LONG)
+        asks_first(here, a, tokens)
         computes(here, a, steps)
         b.add("second", tokens)
         with counted(b, "withdrawn", 0):
