@@ -7,6 +7,7 @@ contiguous bytes. All bytes are compared before any timing."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -194,6 +195,20 @@ def engine_seconds(work: Callable[[], object]) -> float:
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3
+
+
+def peer_speed(nbytes: int) -> float:
+    """GB/s of the copy engine pulling `nbytes` from a segment of GPU 0 to GPU 1, or within a single
+    GPU: the median of RUNS.
+    """
+    owner, reader = resolve("cuda:0"), resolve(f"cuda:{min(1, torch.cuda.device_count() - 1)}")
+    torch.cuda.set_device(reader.ordinal)
+    with segment.create(owner, nbytes) as owned:
+        mapped = segment.map_segment(owned.info, owned.fd, reader)
+    target = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{reader.ordinal}")
+    source = mapped.tensor(0, nbytes)
+    pull = partial(target.copy_, source, non_blocking=True)
+    return nbytes / statistics.median([engine_seconds(pull) for _ in range(RUNS + 3)][3:]) / 1e9
 
 
 def copier_seconds(work: Callable[[], Completion]) -> float:

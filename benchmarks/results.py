@@ -174,10 +174,6 @@ class Report:
         if self._path is not None:
             write(self._path, document(list(self.rows.values()), self._commit))
 
-    def table(self) -> str:
-        """All rows, for people."""
-        return "\n".join(line(row) for row in self.rows.values())
-
 
 def line(row: Row) -> str:
     """One row of a table."""

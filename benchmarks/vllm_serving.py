@@ -27,18 +27,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from .options import end_in_time, names_of, parser
+from .options import Measurement, names_of, parser
 from .processes import ChildFailed
 from .results import Clock, Report, Row, none
 from .serving.client import Balancer, Job, Run
@@ -98,41 +95,30 @@ class Load(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the module's text. 1 if a row missed its limit or a system failed."""
     options = _options(arguments)
-    report = Report(options.out, options.commit)
-    end_in_time(options.seconds)
-    sizes, clock, failed = _sizes(options), Clock(options.seconds), list[str]()
-    loads = dict[str, list[Load]]()
     check_installed(options.arms)
-    folder = options.logs or Path(tempfile.mkdtemp(prefix="vcache-serving-logs-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    print(f"logs in {folder}", flush=True)
+    sizes, made, loads = _sizes(options), Measurement(options), dict[str, list[Load]]()
     named = joined("model", options.shape, sizes.scale.name)
     model = write_model(options.cache / named, sizes.scale)
-    more = dict(options.set)
+    place = options.gpus, model, made.folder, options.cache, dict(options.set)
     for system in dict.fromkeys(arm.system for arm in options.arms):
         arms = [arm for arm in options.arms if arm.system == system]
         own = msgspec.structs.replace(sizes, kv_events=any(a.policy == "kv_aware" for a in arms))
-        try:
-            clock.check(LEAST_SECONDS)
-            with Servers(system, own, options.gpus, model, folder, options.cache, more) as servers:
+        with made.part(system):
+            made.clock.check(LEAST_SECONDS)
+            with Servers(system, own, *place) as servers:
                 # While the servers start.
                 loads = loads or _loads(options.workloads, options.shape, sizes, options.runs)
-                _start(servers, own, clock)
+                _start(servers, own, made.clock)
                 for name, runs in loads.items():
                     for arm in arms:
-                        clock.check(LEAST_SECONDS)
-                        _measure(arm, servers, own, runs, clock, report, folder)
-                    report.add(_compared(report, name, options))
-        except Exception as error:  # noqa: BLE001 - the other systems' rows count
-            failed.append(system)
-            print(f"{system}: FAILED: {type(error).__name__}: {error}", flush=True)
-    signal.alarm(0)
+                        made.clock.check(LEAST_SECONDS)
+                        _measure(arm, servers, own, runs, made)
+                    made.report.add(_compared(made.report, name, options))
     for name in (joined(name, options.shape) for name in options.workloads):
         if not options.arms:
-            report.add(_compared(report, name, options))
-        print(tables(report.rows, name))
-    print(f"{clock.spent:.0f} s{'; failed: ' + ', '.join(failed) if failed else ''}", flush=True)
-    return int(bool(failed) or report.missed)
+            made.report.add(_compared(made.report, name, options))
+        print(tables(made.report.rows, name))
+    return made.end()
 
 
 def _compared(report: Report, workload: str, options: argparse.Namespace) -> list[Row]:
@@ -199,13 +185,7 @@ def _start(servers: Servers, sizes: Sizes, clock: Clock) -> None:
 
 
 def _measure(
-    arm: Arm,
-    servers: Servers,
-    sizes: Sizes,
-    runs: Sequence[Load],
-    clock: Clock,
-    report: Report,
-    folder: Path,
+    arm: Arm, servers: Servers, sizes: Sizes, runs: Sequence[Load], made: Measurement
 ) -> None:
     """All runs of one workload through one arm. Raises ChildFailed, OutOfTime."""
     name, found, undecoded = runs[0].name, list[Figures](), 0
@@ -213,14 +193,14 @@ def _measure(
         servers.reset()
         _step(servers.ports)
         time.sleep(SETTLES)
-        with way(arm, servers, sizes.scale.block, folder) as to:
+        with way(arm, servers, sizes.scale.block, made.folder) as to:
             before = servers.counters()["preemptions"]
-            found.append(_answered(to, servers, load, clock))
+            found.append(_answered(to, servers, load, made.clock))
             preempted = servers.counters()["preemptions"] - before
             undecoded += to.undecoded
         print(
-            f"{clock.spent:4.0f} s  {arm.name} {name}: {found[-1].throughput:.2f} requests/s in "
-            f"{found[-1].duration:.1f} s, {found[-1].errors} errors, hit rate "
+            f"{made.clock.spent:4.0f} s  {arm.name} {name}: {found[-1].throughput:.2f} requests/s "
+            f"in {found[-1].duration:.1f} s, {found[-1].errors} errors, hit rate "
             f"{found[-1].hit_rate:.3f} of {load.ceilings.shared:.3f}, {preempted:.0f} preemptions",
             flush=True,
         )
@@ -231,7 +211,7 @@ def _measure(
     if arm.policy == "kv_aware":
         text = f"{label}: KV events that the router did not understand"
         rows.append(none(case(arm.name, name, "undecoded_events"), "events", undecoded, text))
-    report.add(rows)
+    made.report.add(rows)
 
 
 def _answered(to: Way, servers: Servers, load: Load, clock: Clock) -> Figures:

@@ -55,10 +55,6 @@ added up. Where there is none, it is 0.
 """
 _STARTED = itertools.count()
 """Servers of this process, whose ports lie apart from those of other processes."""
-_STEPPED = (
-    ["--scheduler-cls", "benchmarks.vllm.steps.stepped"] if "VCACHE_STEPS" in os.environ else []
-)
-"""Of a server whose steps are timed: see `vllm.steps`."""
 
 
 class Servers:
@@ -95,15 +91,9 @@ class Servers:
             side = self._start_beside() | {"more": more}
             for index, port in enumerate(self.ports):
                 given = {**side, "index": index, "events": f"tcp://*:{self.events[index]}"}
-                arguments = serve_arguments(name, sizes, model, port, given) + _STEPPED
+                arguments = serve_arguments(name, sizes, model, port, given)
                 command = module("vllm.entrypoints.openai.api_server", *arguments)
-                log = folder / f"{name}_{index}.log"
-                environment = self._environment(index)
-                if _STEPPED:
-                    # Each server's steps in a file of its own, in the folder that the user named.
-                    file = Path(environment["VCACHE_STEPS"], f"{name}_{index}.jsonl")
-                    file.parent.mkdir(parents=True, exist_ok=True)
-                    environment["VCACHE_STEPS"] = str(file)
+                log, environment = folder / f"{name}_{index}.log", self._environment(index)
                 self._servers.append(Program(f"{name}_{index}", command, log, environment))
             self._undo = undo.pop_all()
 

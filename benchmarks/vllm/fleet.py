@@ -45,25 +45,19 @@ class Fleet:
     """Starts the processes that are asked for; the context manager ends all of them.
 
     folder: for logs and settings. cache: for vLLM's compiled code and the models, kept for the next
-    run. more: settings of vcache, by `SECTION.KEY`. integration: `lmcache`, vcache as a
-    plugin under LMCacheConnectorV1, or `vllm`, our own connector; rows begin with it. in_place:
-    nobody lends to the pool, and others read vLLM's own KV cache; rows begin with `inplace`."""
+    run. more: settings of vcache, by `SECTION.KEY`. way: `lmcache`, vcache as a plugin under
+    LMCacheConnectorV1; `vllm`, our own connector; or `inplace`, the same, but nobody lends to the
+    pool, and others read vLLM's own KV cache. Rows begin with it."""
 
     def __init__(
-        self,
-        scale: Scale,
-        folder: Path,
-        cache: Path,
-        more: dict[str, str],
-        integration: str,
-        in_place: bool,
+        self, scale: Scale, folder: Path, cache: Path, more: dict[str, str], way: str
     ) -> None:
-        self.scale = msgspec.structs.replace(scale, whole_blocks=integration == "vllm")
-        if in_place:
+        self.rows, self.lmcache, self.in_place = way, way == "lmcache", way == "inplace"
+        self.scale = msgspec.structs.replace(scale, whole_blocks=not self.lmcache)
+        if self.in_place:
             self.scale = msgspec.structs.replace(self.scale, pool_bytes=0)
             more = {"connector.share": "in_place", **more}
-        self.folder, self.cache, self.integration, self.more = folder, cache, integration, more
-        self.in_place, self.rows = in_place, "inplace" if in_place else integration
+        self.folder, self.cache, self.more = folder, cache, more
         self._children: dict[str, Child] = {}
         self._failed: dict[str, str] = {}
         self._waiting: dict[str, float] = {}
@@ -135,7 +129,7 @@ class Fleet:
         """An instance's `kv_transfer_config`; empty: it has none."""
         if spec.alone:
             return {}
-        if self.integration == "lmcache":
+        if self.lmcache:
             return {"kv_connector": "LMCacheConnectorV1", **BOTH}
         more = self.more | KINDS[spec.kind].settings
         return our_connector(self._socket, scale.pool_bytes, scale.chunk, more)
@@ -283,16 +277,6 @@ class Fleet:
         count = stats.chunks + len(stats.segments)
         return none(f"{self.rows}_pooled_chunks", "chunks", count, what)
 
-    def helper(self) -> Child:
-        """The process that can write into the pool's memory, see `memory`."""
-        if "memory" not in self._children:
-            command = module(f"{__package__}.memory", str(self._socket))
-            log, environment = self.folder / "memory.log", {**os.environ, **ENVIRONMENT}
-            child = Child("memory", command, log, environment)
-            child.answer(START_SECONDS)
-            self._children["memory"] = child
-        return self._children["memory"]
-
     def _environment(self, name: str, spec: Spec) -> dict[str, str]:
         given = {
             **os.environ,
@@ -300,7 +284,7 @@ class Fleet:
             "VLLM_CACHE_ROOT": str(self.cache),
             "VLLM_PORT": str(next(self._ports)),
         }
-        if self.integration == "lmcache" and not spec.alone:
+        if self.lmcache and not spec.alone:
             file = self.folder / f"{name}.yaml"
             settings = lmcache_file(self.scale, self._socket, self.more)
             file.write_text(json.dumps(settings, indent=1))
@@ -310,6 +294,6 @@ class Fleet:
             several = str(int(kind.ranks > 1))
             return given | CPU_ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": several}
         gpus = visible(spec.gpu)
-        if self.integration == "vllm" and kind.ranks == 1:
+        if not self.lmcache and kind.ranks == 1:
             gpus = gpus.split(",")[0]
         return given | {"CUDA_VISIBLE_DEVICES": gpus} | kind.environment
