@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..processes import answer_commands
-from .weights import change_weights, flip_kv, flip_states, order_choices, scale_weights
+from .weights import change_weights, flip_kv, order_choices, scale_weights
 
 SECONDS = 120.0
 
@@ -130,13 +130,6 @@ class Serving:
     def flip(self, offset: int, mask: int) -> None:
         """A byte of every block of the KV cache's first layer, exclusive or `mask`."""
         self._llm.collective_rpc(flip_kv, args=(offset, mask))
-
-    def turn_states(self) -> int:
-        """A bit of every byte of the states of a layer in vLLM's own prefix cache; a second time
-        takes it back. Of so many blocks.
-        """
-        (blocks,) = self._llm.collective_rpc(flip_states)
-        return int(blocks)
 
     def new_weights(self, seed: int, version: str) -> None:
         """Give the model other weights, as a trainer does between steps: nothing runs. version:
