@@ -23,9 +23,9 @@ import msgspec
 
 from vcache_backend.metadata_server.client import Client
 
-from ..processes import PATIENT, Child, ChildFailed, MetadataServer, free_ports, module, until
+from ..processes import PATIENT, Child, ChildFailed, MetadataServer, module, until
 from ..results import Row, none
-from .environment import CPU_ENVIRONMENT, ENVIRONMENT, descends, visible
+from .environment import ENVIRONMENT, descends, environment, visible
 from .instances import INSTANCES, KINDS, Spec, joined
 from .scale import Scale
 from .settings import BOTH, arguments, lmcache_file, our_connector
@@ -62,7 +62,6 @@ class Fleet:
         self._failed: dict[str, str] = {}
         self._waiting: dict[str, float] = {}
         self._compiled: set[tuple[str, bool]] = set()
-        self._ports = iter(range(free_ports(1)[0], 60_000, 200))
         for each in (folder, cache):
             each.mkdir(parents=True, exist_ok=True)
         with ExitStack() as undo:
@@ -241,8 +240,10 @@ class Fleet:
         while (found := self.chunks(writer)) < chunks:
             if time.monotonic() > deadline:
                 if self.in_place and not found:
-                    known = f"instances: {self.pool.stats().instances}; {self._said(writer)}"
-                    raise ChildFailed(f"{writer} shares nothing; {known}")
+                    said = " | ".join(self.instance(writer).said()[-5:])
+                    raise ChildFailed(
+                        f"{writer} shares nothing: {self.pool.stats().instances}; {said}"
+                    )
                 return False
             time.sleep(0.005)
         while keeps_states and time.monotonic() < deadline:
@@ -251,12 +252,6 @@ class Fleet:
             if found == before > chunks:
                 break
         return True
-
-    def _said(self, name: str) -> str:
-        """vcache's last line in an instance's log."""
-        lines = (self.folder / f"{name}.log").read_text(errors="replace").splitlines()
-        ours = [line for line in lines if "vcache" in line.lower()]
-        return " | ".join([line for line in ours if "WARN" in line or "ERROR" in line][-5:])
 
     def make_room(self, tokens: int) -> None:
         """Empty the pool if so many tokens would make it evict: later chunks would lie on the
@@ -278,21 +273,14 @@ class Fleet:
         return none(f"{self.rows}_pooled_chunks", "chunks", count, what)
 
     def _environment(self, name: str, spec: Spec) -> dict[str, str]:
-        given = {
-            **os.environ,
-            **ENVIRONMENT,
-            "VLLM_CACHE_ROOT": str(self.cache),
-            "VLLM_PORT": str(next(self._ports)),
-        }
+        kind, given = KINDS[spec.kind], environment(self.scale.cpu, self.cache)
         if self.lmcache and not spec.alone:
             file = self.folder / f"{name}.yaml"
             settings = lmcache_file(self.scale, self._socket, self.more)
             file.write_text(json.dumps(settings, indent=1))
             given["LMCACHE_CONFIG_FILE"] = str(file)
-        kind = KINDS[spec.kind]
         if self.scale.cpu:
-            several = str(int(kind.ranks > 1))
-            return given | CPU_ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": several}
+            return given | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(kind.ranks > 1))}
         gpus = visible(spec.gpu)
         if not self.lmcache and kind.ranks == 1:
             gpus = gpus.split(",")[0]
