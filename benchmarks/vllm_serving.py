@@ -41,7 +41,7 @@ from .results import Clock, Report, Row, none
 from .serving.client import Balancer, Job, Run
 from .serving.router import POLICIES, Arm, Way, check_installed, way
 from .serving.servers import START_SECONDS, Servers
-from .serving.summary import Counted, Figures, case, compared, rows_of, tables
+from .serving.summary import Figures, case, compared, rows_of, tables
 from .serving.systems import MODEL, SIZES, SYSTEMS, Sizes, memory
 from .serving.trace import conversations
 from .serving.workloads import (
@@ -216,7 +216,7 @@ def _measure(
 
 def _answered(to: Way, servers: Servers, load: Load, clock: Clock) -> Figures:
     """One run of a workload, phase by phase."""
-    counted = Counted()
+    figures = Figures(load.ceilings)
     for phase, jobs in zip(load.phases, load.jobs, strict=True):
         if phase.restart:
             servers.restart(min(START_SECONDS, clock.left))
@@ -226,8 +226,8 @@ def _answered(to: Way, servers: Servers, load: Load, clock: Clock) -> Figures:
         for error in sorted({answer.error for answer in run.answers if answer.error})[:3]:
             print(f"  {load.name}: {error}", flush=True)
         if phase.counted:
-            counted.add(run.answers, bool(phase.seconds), before, servers.counters())
-    return counted.figures(load.ceilings)
+            figures.add(run.answers, bool(phase.seconds), before, servers.counters())
+    return figures
 
 
 def _warm(ports: Sequence[int], plan: Plan) -> list[str]:
@@ -274,39 +274,20 @@ def _sizes(options: argparse.Namespace) -> Sizes:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     made = parser("vllm_serving", __doc__, 540.0)
-    made.add_argument(
-        "--arms",
-        type=_arms,
-        default="alone:turn,inplace:turn",
-        help=f"SYSTEM:POLICY with commas between; systems: {', '.join(SYSTEMS)}; policies: "
-        f"{', '.join(POLICIES)}; '': only compare and print (default: %(default)s)",
+    option = made.add_argument
+    arms = (
+        f"SYSTEM:POLICY with commas between; systems: {', '.join(SYSTEMS)}; policies: "
+        f"{', '.join(POLICIES)}; '': only compare and print (default: %(default)s)"
     )
-    made.add_argument(
-        "--workloads",
-        type=names_of(WORKLOADS),
-        default=["prefix", "hot", "fork", "contention", "chat"],
-        help=f"of {', '.join(WORKLOADS)}",
-    )
-    made.add_argument("--scale", choices=SIZES, default="full")
-    made.add_argument("--shape", choices=KINDS, default="", help="the model, if not Llama's")
-    made.add_argument(
-        "--gpus",
-        type=_numbers,
-        default=[0, 1],
-        help="one for each server; 0,0: two on one GPU; default: 0,1",
-    )
-    made.add_argument(
-        "--memory",
-        type=float,
-        default=1.0,
-        help="of the scale's KV caches and host memory; default: all",
-    )
-    made.add_argument(
-        "--runs",
-        type=_numbers,
-        default=[0],
-        help="numbers of the runs to make, each with other prompts; default: 0",
-    )
+    option("--arms", type=_arms, default="alone:turn,inplace:turn", help=arms)
+    usual = "prefix,hot,fork,contention,chat"
+    names = names_of(WORKLOADS)
+    option("--workloads", type=names, default=usual, help=f"of {', '.join(WORKLOADS)}")
+    option("--scale", choices=SIZES, default="full")
+    option("--shape", choices=KINDS, default="", help="the model, if not Llama's")
+    option("--gpus", type=_numbers, default="0,1", help="one for each server; 0,0: two on one GPU")
+    option("--memory", type=float, default=1.0, help="of the scale's KV caches and host memory")
+    option("--runs", type=_numbers, default="0", help="numbers of runs, each with other prompts")
     load = made.add_argument_group("workloads, see `serving.workloads.Plan`; default: the scale's")
     for name in PLANNED:
         kind = type(getattr(SIZES["full"].plan, name))
