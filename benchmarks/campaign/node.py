@@ -55,20 +55,10 @@ class Node:
         assert self._server is not None
         return self._server.pid
 
-    def start(self, descriptors: int = 0) -> bool:
-        """Start a new server; False if it ended, or did not answer within START_SECONDS.
-        descriptors: the most that it may have; 0: as many as this process."""
-        try:
-            self._start(descriptors)
-        except ChildFailed:
-            return False
-        return True
-
-    def _start(self, descriptors: int = 0) -> None:
+    def _start(self) -> None:
+        """Start a new server. ChildFailed if it does not answer within START_SECONDS, or ends."""
         options = ["--socket", str(self.path), "--config", str(self._config)]
         command = [sys.executable, "-c", _LAUNCHER, str(self.clock), *options]
-        if descriptors:
-            command = ["bash", "-c", 'ulimit -n "$0"; exec "$@"', str(descriptors), *command]
         server = Program("metadata server", command, self._log)
         server.until(lambda: _answers(self.path, server.pid), START_SECONDS)
         self._server = server
@@ -105,7 +95,9 @@ class Node:
         the first one is killed at the block's end, unless it has ended by itself, as it should; if
         not, the second one has ended."""
         first = self._server
-        if not self.start():
+        try:
+            self._start()
+        except ChildFailed:
             yield False
             return
         try:

@@ -100,19 +100,14 @@ class Reader(Instance):
         self, keys: Sequence[ChunkKey], blocks: Sequence[int], chosen: Mapping[int, ResidentChunk]
     ) -> str:
         """A description of the first wrong chunk. Call it before anything overwrites the blocks."""
-        number = next(
-            n for n, key in enumerate(keys) if self.memory.wrong(blocks[n * EACH :], [key])
-        )
-        got = self.words[:, blocks[number * EACH : (number + 1) * EACH]]
+        wrong = [self.memory.wrong(blocks[n * EACH :], [key]) for n, key in enumerate(keys)]
+        number = next(n for n, count in enumerate(wrong) if count)
         instance, ids, generations = chosen[number]
         view = self.tables.view(instance)
         now = "gone" if view is None else view.counters[ids].tolist()
         return (
-            f"chunk {number} of {len(keys)}, key {bytes(keys[number]).hex()}, in "
-            f"{instance.hex()}'s blocks {ids.tolist()}, generations "
-            f"{generations.tolist()}, now {now}; "
-            f"{int((got == POISON).sum())} of {got.size} words are poison, "
-            f"{int((got == 0).sum())} zero"
+            f"chunk {number} of {len(keys)}, {wrong[number]} bytes, from {instance.hex()}'s blocks "
+            f"{ids.tolist()}, generations {generations.tolist()}, now {now}"
         )
 
 

@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Self
 
@@ -49,14 +48,6 @@ anything was loaded or answered.
 NOWHERE = Path()
 
 
-class Instance(Forked):
-    """An instance's process. `settings.number` stays the same when it is started again."""
-
-    def __init__(self, life: Callable[[Settings, Connection], None], settings: Settings) -> None:
-        super().__init__(life, settings, Path(settings.log))
-        self.settings = settings
-
-
 class Result(msgspec.Struct):
     """The result of one run. ended: how many processes ended by themselves or fell silent."""
 
@@ -82,7 +73,7 @@ class Campaign:
             self._node = Node(self._folder / "node", self._folder / "server.log")
             undo.callback(self._node.kill)
             self._node.restart()
-            self._here: list[Instance] = []
+            self._here: list[Forked[Settings]] = []
             undo.callback(self._kill_all)
             for role in [role for role, count in level.counts.items() for _ in range(count)]:
                 self._here.append(self._start(role, len(self._here)))
@@ -143,7 +134,7 @@ class Campaign:
                 self._has_ended(instance)
             self._here[number] = self._start(instance.settings.role, number)
 
-    def _has_ended(self, instance: Instance) -> None:
+    def _has_ended(self, instance: Forked[Settings]) -> None:
         """A process ended by itself. Raises ChildFailed if that were too many."""
         self.ended += 1
         print(instance.tail(), file=sys.stderr, flush=True)
@@ -163,7 +154,7 @@ class Campaign:
 
     # ---- processes
 
-    def _start(self, role: Role, number: int) -> Instance:
+    def _start(self, role: Role, number: int) -> Forked[Settings]:
         """Start an instance with a new name."""
         self._starts += 1
         level = self._level
@@ -186,7 +177,7 @@ class Campaign:
             number=number,
             start=self._starts,
         )
-        return Instance(level.life, settings)
+        return Forked(level.life, settings, Path(settings.log))
 
     def _pids(self, role: str = "") -> list[int]:
         """The pids of the instances of a role, or of all."""
