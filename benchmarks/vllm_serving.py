@@ -30,6 +30,7 @@ import gc
 import sys
 import time
 from collections.abc import Sequence
+from itertools import product
 from typing import NamedTuple
 
 import msgspec
@@ -107,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             made.clock.check(LEAST_SECONDS)
             with Servers(system, own, *place) as servers:
                 # While the servers start.
-                loads = loads or _loads(options.workloads, options.shape, sizes, options.runs)
+                loads = loads or _loads(options, sizes)
                 _start(servers, own, made.clock)
                 for name, runs in loads.items():
                     for arm in arms:
@@ -132,28 +133,21 @@ def _compared(report: Report, workload: str, options: argparse.Namespace) -> lis
     ]
 
 
-def _loads(
-    names: Sequence[str], shape: str, sizes: Sizes, runs: Sequence[int]
-) -> dict[str, list[Load]]:
-    loads = {
-        joined(name, shape): [_load(name, shape, sizes, run) for run in runs] for name in names
-    }
+def _loads(options: argparse.Namespace, sizes: Sizes) -> dict[str, list[Load]]:
+    """By workload its runs. Each has a seed of its own."""
+    loads = dict[str, list[Load]]()
+    for workload, run in product(options.workloads, options.runs):
+        plan = msgspec.structs.replace(sizes.plan, seed=sizes.plan.seed + run)
+        phases, what = WORKLOADS[workload](plan)
+        jobs = [
+            [Job(_body(each), each.at, each.conversation) for each in phase.requests]
+            for phase in phases
+        ]
+        name, most = joined(workload, options.shape), ceilings(phases, plan.block, sizes.instances)
+        loads.setdefault(name, []).append(Load(name, phases, jobs, what, most))
     gc.collect()
     gc.freeze()
     return loads
-
-
-def _load(name: str, shape: str, sizes: Sizes, run: int) -> Load:
-    """run: each has a seed of its own."""
-    plan = msgspec.structs.replace(sizes.plan, seed=sizes.plan.seed + run)
-    phases, what = WORKLOADS[name](plan)
-    jobs = [
-        [Job(_body(each), each.at, each.conversation) for each in phase.requests]
-        for phase in phases
-    ]
-    return Load(
-        joined(name, shape), phases, jobs, what, ceilings(phases, plan.block, sizes.instances)
-    )
 
 
 def _body(request: Request) -> bytes:
@@ -263,7 +257,6 @@ def _sizes(options: argparse.Namespace) -> Sizes:
         pool_bytes=int(sizes.pool_bytes * options.memory),
         host_gib=sizes.host_gib * options.memory,
         instances=len(options.gpus),
-        one_gpu=len(set(options.gpus)) == 1,
     )
     if not plan.contention_documents:
         document = (plan.contention_tokens + plan.suffix) * sizes.scale.token_bytes
@@ -285,7 +278,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     option("--workloads", type=names, default=usual, help=f"of {', '.join(WORKLOADS)}")
     option("--scale", choices=SIZES, default="full")
     option("--shape", choices=KINDS, default="", help="the model, if not Llama's")
-    option("--gpus", type=_numbers, default="0,1", help="one for each server; 0,0: two on one GPU")
+    option("--gpus", type=_numbers, default="0,1", help="one for each server")
     option("--memory", type=float, default=1.0, help="of the scale's KV caches and host memory")
     option("--runs", type=_numbers, default="0", help="numbers of runs, each with other prompts")
     load = made.add_argument_group("workloads, see `serving.workloads.Plan`; default: the scale's")
