@@ -20,11 +20,12 @@ from typing import Any
 import msgspec
 
 from ...processes import Child
-from ...results import Clock, OutOfTime, Row, fraction
+from ...results import OutOfTime, Row, fraction
 from ..environment import peer
 from ..fleet import Fleet
 from ..instances import joined
 from ..prompts import Hit, Prompts
+from ..run import Run
 
 LOGPROBS = 5
 SECONDS = 60.0
@@ -103,10 +104,9 @@ class Pair:
         return expected, got
 
 
-def equal(
-    fleet: Fleet, clock: Clock, hits: Sequence[Hit], prompts: Prompts, kind: str = ""
-) -> list[Row]:
+def equal(run: Run, hits: Sequence[Hit], kind: str = "") -> list[Row]:
     """The row over all `hits`, or over those before the time was up. kind: of the instances."""
+    fleet, clock, prompts, _ = run
     pair, wrong, good = Pair(fleet, kind), Counter[str](), list[bool]()
     pair.soil(prompts)
     for hit in hits:
@@ -138,11 +138,12 @@ def equal(
     return [row]
 
 
-def agreeing(fleet: Fleet, prompts: Prompts, kind: str = "") -> list[Row]:
+def agreeing(run: Run, kind: str = "") -> list[Row]:
     """The control of `equal`: A, B and the reference compute the same bits from the same prompt.
 
     They would not if each compiled for itself, since compilation times kernels and keeps the
     faster; so they share one's code (`fleet`)."""
+    fleet, prompts = run.fleet, run.prompts
     pair, lengths, same = Pair(fleet, kind), fleet.scale.few, list[bool]()
     children = {"a": pair.a, "b": pair.b, "reference": pair.alone}
     for prompt in map(prompts.new, lengths):
@@ -157,10 +158,11 @@ def agreeing(fleet: Fleet, prompts: Prompts, kind: str = "") -> list[Row]:
     return [fraction(joined(fleet.rows, "instances_agree", kind), same, what)]
 
 
-def sensitive(fleet: Fleet, prompts: Prompts, kind: str = "", times: int = 2) -> list[Row]:
+def sensitive(run: Run, kind: str = "", times: int = 2) -> list[Row]:
     """The control of the other comparisons: an early token changes the output, and the reference
     repeats itself.
     """
+    fleet, prompts = run.fleet, run.prompts
     alone, few = fleet.instance(joined(kind, "alone")), fleet.scale.few
     changed, repeated, tokens = list[bool](), list[bool](), 0
 
@@ -187,12 +189,12 @@ def sensitive(fleet: Fleet, prompts: Prompts, kind: str = "", times: int = 2) ->
     ]
 
 
-def flipped(fleet: Fleet, prompts: Prompts) -> list[Row]:
+def flipped(run: Run) -> list[Row]:
     """Flip a byte of each block of A's KV cache, from which B's answer comes in place: the
     comparison must see it, and must see nothing before and after.
     """
-    pair, scale = Pair(fleet), fleet.scale
-    hit = prompts.whole(scale.few[-1] if scale.few[-1] < 2048 else scale.few[2])
+    fleet, scale, pair = run.fleet, run.fleet.scale, Pair(run.fleet)
+    hit = run.prompts.whole(scale.few[-1] if scale.few[-1] < 2048 else scale.few[2])
     fleet.pool.clear()
     pair.store(hit)
     expected, got = pair.both(hit)
@@ -216,10 +218,11 @@ def flipped(fleet: Fleet, prompts: Prompts) -> list[Row]:
     return [fraction(f"{fleet.rows}_flipped_byte_caught", [right], what)]
 
 
-def restart(fleet: Fleet, prompts: Prompts) -> list[Row]:
+def restart(run: Run) -> list[Row]:
     """Kill B and start it again: its first request must hit what A stored, its second what B itself
     had stored.
     """
+    fleet, prompts = run.fleet, run.prompts
     pair, few = Pair(fleet), fleet.scale.few
     fleet.pool.clear()
     hits, expected = [prompts.whole(few[1]), prompts.whole(few[2])], []

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from ...processes import Child
 from ...results import Clock, Row, none
 from ..fleet import ANSWER_SECONDS, Fleet
-from ..prompts import Prompts
+from ..run import Run
 
 KIND = "versions"
 UPDATES, WRONGLY_NAMED = 50, 5
@@ -24,20 +24,21 @@ tokens of an answer."""
 Said = list[tuple[int, ...]]
 
 
-def measure(fleet: Fleet, clock: Clock, source: Prompts) -> list[Row]:
+def measure(run: Run) -> list[Row]:
     """The rows `weights_wrong`, its control, and `weights_hits`."""
+    fleet, clock, source, _ = run
     scale = fleet.of(KIND)
     prompts = [source.new((2 + number % 4) * scale.chunk + 1) for number in range(PROMPTS)]
-    run, first = _Run(fleet, prompts), UPDATES + 1
-    right = run.updates(clock, range(1, first), lambda step: f"step {step}")
-    control = run.updates(clock, range(first, first + WRONGLY_NAMED), lambda _: "always this")
+    instances, first = _Instances(fleet, prompts), UPDATES + 1
+    right = instances.updates(clock, range(1, first), lambda step: f"step {step}")
+    control = instances.updates(clock, range(first, first + WRONGLY_NAMED), lambda _: "always this")
     rows, answers, hits = fleet.rows, right["answers"], right["hits"]
     what = (
         f"of {answers} answers over {UPDATES} updates of two instances, one after the other, "
         f"{hits} with hits: those that an instance of the same weights does not give"
     )
-    of = f"of {control['answers']} answers over {WRONGLY_NAMED} updates with one name for all"
-    seen = f"{control['wrong']} {of} were wrong: 0 if any was"
+    answered = f"of {control['answers']} answers over {WRONGLY_NAMED} updates with one name for all"
+    seen = f"{control['wrong']} {answered} were wrong: 0 if any was"
     unseen, lacking = int(not control["wrong"]), int(hits < answers // 4)
     return [
         none(f"{rows}_weights_wrong", "answers", right["wrong"], what, answers),
@@ -46,7 +47,7 @@ def measure(fleet: Fleet, clock: Clock, source: Prompts) -> list[Row]:
     ]
 
 
-class _Run:
+class _Instances:
     """The two instances, the reference, and what the reference says of each prompt: computed, and
     after a hit of its own."""
 
