@@ -38,39 +38,26 @@ import numpy as np
 
 from .options import Measurement, names_of, parser
 from .processes import ChildFailed
-from .results import Clock, Report, Row, none
+from .results import Clock, none
+from .serving import workloads
 from .serving.client import Balancer, Job, Run
 from .serving.router import POLICIES, Arm, Way, check_installed, way
 from .serving.servers import START_SECONDS, Servers
 from .serving.summary import Figures, case, compared, rows_of, tables
 from .serving.systems import MODEL, SIZES, SYSTEMS, Sizes, memory
 from .serving.trace import conversations
-from .serving.workloads import (
-    FIRST,
-    Ceilings,
-    Phase,
-    Plan,
-    Request,
-    ceilings,
-    chat,
-    cold,
-    contention,
-    fork,
-    hot,
-    prefix_repetition,
-    warm_up,
-)
+from .serving.workloads import FIRST, Ceilings, Phase, Plan, Request
 from .vllm.instances import KINDS, joined
 from .vllm.weights import write_model
 
 WORKLOADS = {
-    "prefix": prefix_repetition,
+    "prefix": workloads.prefix_repetition,
     "trace": conversations,
-    "hot": hot,
-    "fork": fork,
-    "contention": contention,
-    "cold": cold,
-    "chat": chat,
+    "hot": workloads.hot,
+    "fork": workloads.fork,
+    "contention": workloads.contention,
+    "cold": workloads.cold,
+    "chat": workloads.chat,
 }
 WARM_SECONDS, LOAD_SECONDS, LEAST_SECONDS = 60.0, 300.0, 20.0
 """When the warm-up and a phase are cut: what is not answered by then is an error. With less left
@@ -100,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes, made, loads = _sizes(options), Measurement(options), dict[str, list[Load]]()
     named = joined("model", options.shape, sizes.scale.name)
     model = write_model(options.cache / named, sizes.scale)
+    four = len(options.gpus) == 4
     place = options.gpus, model, made.folder, options.cache, dict(options.set)
     for system in dict.fromkeys(arm.system for arm in options.arms):
         arms = [arm for arm in options.arms if arm.system == system]
@@ -114,23 +102,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     for arm in arms:
                         made.clock.check(LEAST_SECONDS)
                         _measure(arm, servers, own, runs, made)
-                    made.report.add(_compared(made.report, name, options))
+                    made.report.add(compared(made.report.rows, name, four))
     for name in (joined(name, options.shape) for name in options.workloads):
         if not options.arms:
-            made.report.add(_compared(made.report, name, options))
+            made.report.add(compared(made.report.rows, name, four))
         print(tables(made.report.rows, name))
     return made.end()
-
-
-def _compared(report: Report, workload: str, options: argparse.Namespace) -> list[Row]:
-    """See `compared`. With four GPUs rows begin with x4_."""
-    rows = compared(report.rows, workload)
-    if len(options.gpus) != 4:
-        return rows
-    return [
-        msgspec.structs.replace(each, case=f"x4_{each.case.removeprefix('routed_')}")
-        for each in rows
-    ]
 
 
 def _loads(options: argparse.Namespace, sizes: Sizes) -> dict[str, list[Load]]:
@@ -143,8 +120,9 @@ def _loads(options: argparse.Namespace, sizes: Sizes) -> dict[str, list[Load]]:
             [Job(_body(each), each.at, each.conversation) for each in phase.requests]
             for phase in phases
         ]
-        name, most = joined(workload, options.shape), ceilings(phases, plan.block, sizes.instances)
-        loads.setdefault(name, []).append(Load(name, phases, jobs, what, most))
+        name = joined(workload, options.shape)
+        ceilings = workloads.ceilings(phases, plan.block, sizes.instances)
+        loads.setdefault(name, []).append(Load(name, phases, jobs, what, ceilings))
     gc.collect()
     gc.freeze()
     return loads
@@ -228,7 +206,7 @@ def _warm(ports: Sequence[int], plan: Plan) -> list[str]:
     """Prompts of the warm-up to a server, then to the next, twice: misses, and hits of what the
     other one has. The errors.
     """
-    prompts, errors = warm_up(plan), []
+    prompts, errors = workloads.warm_up(plan), []
     for turn in range(4):
         half = prompts[turn // 2 :: 2]
         shifted = [ports[(index + turn) % len(ports)] for index in range(len(ports))]

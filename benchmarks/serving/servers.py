@@ -57,7 +57,7 @@ class Servers:
     """Starts at once; `wait` until they answer.
 
     gpus: one for each server, or for each rank of the only one, by ordinal; a server sees all of
-    them, its own first. One that is named twice has two servers. folder: for logs. cache: for
+    them, its own first. folder: for logs. cache: for
     vLLM's compiled code. more: settings of vcache."""
 
     def __init__(
@@ -89,8 +89,9 @@ class Servers:
                 given = {**side, "index": index, "events": f"tcp://*:{self.events[index]}"}
                 arguments = serve_arguments(name, sizes, model, port, given)
                 command = module("vllm.entrypoints.openai.api_server", *arguments)
-                log, environment = folder / f"{name}_{index}.log", self._environment(index)
-                self._servers.append(Program(f"{name}_{index}", command, log, environment))
+                called = f"{name}_{index}"
+                log, given = folder / f"{called}.log", self._environment(index)
+                self._servers.append(Program(called, command, log, given))
             self._undo = undo.pop_all()
 
     def __enter__(self) -> Servers:

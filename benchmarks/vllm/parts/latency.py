@@ -31,7 +31,6 @@ MS = 1e3
 ALLOWED_MS = 4.0
 """A load takes a step of vLLM's more than a hit in its own prefix cache."""
 ALLOWED_COPY = 1.15
-VS_RECOMPUTE = {"4k": 4.0, "16k": 15.0, "32k": 30.0}
 TPOT = {"lmcache": 1.10, "vllm": 1.05, "inplace": 1.03}
 MISS, MISS_IN_PLACE = {"4k": 1.01, "16k": 1.01}, {"16k": 1.003}
 """Limits for the ratio of a miss."""
@@ -132,8 +131,6 @@ def _rows(
         rows.append(row(f"{begin}_copy_engine", "GB/s", speed, speed, what=what))
     missed = f"; not full hits, left out: {', '.join(partial)}" if partial else ""
     where = f"{gpus} peer GPUs" if gpus > 1 else peer()
-    how = "in place" if fleet.in_place else "through the pool"
-    computed = f"TTFT recomputing; reference: a hit on {peer()} {how}"
     ttft = "ttft" if fleet.lmcache else "async_ttft"
     for name, length in _lengths(fleet, kind).items():
         held = {each: [MS * value for value in samples[each, name]] for each in VARIANTS}
@@ -152,12 +149,8 @@ def _rows(
             f"TTFT of a hit on {where}; reference: own prefix-cache hit {floor:.2f} ms + "
             f"{nbytes >> 20} MiB / {speed:.0f} GB/s x {ALLOWED_COPY} + {ALLOWED_MS:g} ms{missed}"
         )
-        least, ours = None if kind else VS_RECOMPUTE.get(name), held["vcache"]
-        again, case = held["recompute"], f"{begin}_vs_recompute_{name}"
-        rows += [
-            row(f"{begin}_{ttft}_{name}", "ms", ours, most, what=hit, at_most=1.0),
-            row(case, "ms", again, ours, what=computed, at_least=least),
-        ]
+        case = f"{begin}_{ttft}_{name}"
+        rows.append(row(case, "ms", held["vcache"], most, what=hit, at_most=1.0))
     return rows
 
 
