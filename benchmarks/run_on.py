@@ -37,7 +37,6 @@ WHAT = {
     "in place: hits equal to the bit": r"inplace_equal",
     "in place: fp8 KV, MLA, n-gram drafts": r"inplace_equal_(fp8|mla|ngram)",
     "in place: pages of several sizes in one table": r"inplace_equal_(head|sparse|sparse_fp8)",
-    "in place: KV caches used again while they are read": r"inplace_wrong_(vllm|gpu)",
     "in place: tensor parallel 2": r"inplace_equal_tp2",
     "expert and data parallel ranks": r"ep_dp_(hit_equal|ranks_agree|hits)_\w+",
     "in place: pipeline parallel 2": r"inplace_equal_pp2",

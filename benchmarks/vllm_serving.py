@@ -41,7 +41,7 @@ from .processes import ChildFailed
 from .results import Clock, none
 from .serving import workloads
 from .serving.client import Balancer, Job, Run
-from .serving.router import POLICIES, Arm, Way, check_installed, way
+from .serving.router import POLICIES, Arm, Way, way
 from .serving.servers import START_SECONDS, Servers
 from .serving.summary import Figures, case, compared, rows_of, tables
 from .serving.systems import MODEL, SIZES, SYSTEMS, Sizes, memory
@@ -83,7 +83,6 @@ class Load(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the module's text. 1 if a row missed its limit or a system failed."""
     options = _options(arguments)
-    check_installed(options.arms)
     sizes, made, loads = _sizes(options), Measurement(options), dict[str, list[Load]]()
     named = joined("model", options.shape, sizes.scale.name)
     model = write_model(options.cache / named, sizes.scale)

@@ -10,8 +10,8 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from typing import ClassVar
 
 from vcache_backend.metadata_server import messages as m
@@ -160,37 +160,33 @@ class Mishaps:
 
     def _refuse_memory(self) -> None:
         """Let the ledger grow no more, for a while. Half of the servers end before that is over."""
-        limits = resource.prlimit(self._node.pid, resource.RLIMIT_FSIZE)
-        with ExitStack() as undo:
-            undo.callback(self._lift, self._node.pid, resource.RLIMIT_FSIZE, limits)
-            most = self._dice.randrange(1 << 17)
-            resource.prlimit(self._node.pid, resource.RLIMIT_FSIZE, (most, limits[1]))
+        with self._limited(resource.RLIMIT_FSIZE, self._dice.randrange(1 << 17)):
             self._over.wait(self._dice.uniform(0.1, 1.5))
         if self._dice.random() < 0.5:
             self._node.restart()
 
-    # ---- its descriptors
-
     def _take_descriptors(self) -> None:
         """Limit the server's descriptors to as many as it has, or a few more; clients connect and
         stay, or leave it its last one. A worker is stopped meanwhile."""
-        pid = self._node.pid
-        before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-        used = len(os.listdir(f"/proc/{pid}/fd"))
-        with ExitStack() as undo:
-            undo.callback(self._lift, pid, resource.RLIMIT_NOFILE, before)
-            resource.prlimit(
-                pid, resource.RLIMIT_NOFILE, (used + self._dice.choice([0, 1, 1, 2]), before[1])
-            )
+        most = len(os.listdir(f"/proc/{self._node.pid}/fd")) + self._dice.choice([0, 1, 1, 2])
+        with ExitStack() as undo, self._limited(resource.RLIMIT_NOFILE, most):
             for _ in range(self._dice.choice([0, 8])):
                 self._connect(undo)
             if self._dice.random() < 0.5:
                 self._hit(self._dice.choice(self._pids("worker")), "stopped")
             self._over.wait(self._dice.uniform(0.3, 2.5))
 
-    def _lift(self, pid: int, what: int, limits: tuple[int, int]) -> None:
-        with suppress(ProcessLookupError):
-            resource.prlimit(pid, what, limits)
+    @contextmanager
+    def _limited(self, what: int, most: int) -> Iterator[None]:
+        """Limit what the server may have of a resource while the context lasts."""
+        pid = self._node.pid
+        before = resource.prlimit(pid, what)
+        resource.prlimit(pid, what, (most, before[1]))
+        try:
+            yield
+        finally:
+            with suppress(ProcessLookupError):
+                resource.prlimit(pid, what, before)
 
     def _connect(self, undo: ExitStack) -> socket.socket | None:
         made = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))

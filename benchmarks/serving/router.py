@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from ..processes import HOST, ChildFailed, Program, free_ports, module
+from ..processes import HOST, Program, free_ports, module
 from .client import Balancer
 from .servers import Servers, healthy
 from .systems import MODEL, SYSTEMS
@@ -112,12 +112,3 @@ def _arguments(arm: Arm, servers: Servers, block: int) -> list[str]:
         for url, events in zip(urls, servers.events, strict=True):
             given += ["--kv-event-source", f"{url}=tcp://{HOST}:{events}"]
     return given
-
-
-def check_installed(arms: Sequence[Arm]) -> None:
-    """Raises ChildFailed if an arm needs the router, and it is not installed."""
-    if any(arm.policy in ("cache_aware", "kv_aware") for arm in arms):
-        try:
-            importlib.metadata.version("vllm-router")
-        except importlib.metadata.PackageNotFoundError:
-            raise ChildFailed("no vllm-router here: pip install vllm-router==0.1.17") from None

@@ -29,7 +29,7 @@ from ..run import Run
 
 LOGPROBS = 5
 SECONDS = 60.0
-MASKS = (0x01, 0x40, 0xFF)
+MASK = 0x01
 
 
 def said(answer: dict[str, Any]) -> str:
@@ -199,20 +199,16 @@ def flipped(run: Run) -> list[Row]:
     pair.store(hit)
     expected, got = pair.both(hit)
 
-    def again(mask: int) -> str:
+    def again() -> str:
         # V of a token's first head follows its K.
-        pair.a.ask("flip", offset=2 * scale.model["head_dim"] + 1, mask=mask)
+        pair.a.ask("flip", offset=2 * scale.model["head_dim"] + 1, mask=MASK)
         pair.b.ask("reset")
         return difference(expected, _asked(pair.b, fleet, hit.then), hit)
 
-    before, caught, after = difference(expected, got, hit), "", ""
-    for mask in MASKS:
-        caught, after = again(mask), again(mask)
-        if caught or after:
-            break
+    before, caught, after = difference(expected, got, hit), again(), again()
     what = (
         "a byte of each block of layer 0 in the owner's KV cache exclusive or "
-        f"0x{mask:02x}: {caught or 'equal'}; {before or 'equal'} before, {after or 'equal'} after"
+        f"0x{MASK:02x}: {caught or 'equal'}; {before or 'equal'} before, {after or 'equal'} after"
     )
     right = caught.startswith("differs") and not before and not after
     return [fraction(f"{fleet.rows}_flipped_byte_caught", [right], what)]
