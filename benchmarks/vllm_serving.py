@@ -46,7 +46,7 @@ from .serving.servers import START_SECONDS, Servers
 from .serving.summary import Figures, case, compared, rows_of, tables
 from .serving.systems import MODEL, SIZES, SYSTEMS, Sizes, memory
 from .serving.trace import conversations
-from .serving.workloads import FIRST, Ceilings, Phase, Plan, Request
+from .serving.workloads import FIRST, Phase, Plan, Request
 from .vllm.instances import KINDS, joined
 from .vllm.weights import write_model
 
@@ -77,7 +77,7 @@ class Load(NamedTuple):
     phases: list[Phase]
     jobs: list[list[Job]]
     what: str
-    ceilings: Ceilings
+    ceiling: float
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -120,8 +120,8 @@ def _loads(options: argparse.Namespace, sizes: Sizes) -> dict[str, list[Load]]:
             for phase in phases
         ]
         name = joined(workload, options.shape)
-        ceilings = workloads.ceilings(phases, plan.block, sizes.instances)
-        loads.setdefault(name, []).append(Load(name, phases, jobs, what, ceilings))
+        ceiling = workloads.ceiling(phases, plan.block)
+        loads.setdefault(name, []).append(Load(name, phases, jobs, what, ceiling))
     gc.collect()
     gc.freeze()
     return loads
@@ -172,7 +172,7 @@ def _measure(
         print(
             f"{made.clock.spent:4.0f} s  {arm.name} {name}: {found[-1].throughput:.2f} requests/s "
             f"in {found[-1].duration:.1f} s, {found[-1].errors} errors, hit rate "
-            f"{found[-1].hit_rate:.3f} of {load.ceilings.shared:.3f}, {preempted:.0f} preemptions",
+            f"{found[-1].hit_rate:.3f} of {load.ceiling:.3f}, {preempted:.0f} preemptions",
             flush=True,
         )
     label = f"{SYSTEMS[arm.system].label}, {arm.said}"
@@ -187,7 +187,7 @@ def _measure(
 
 def _answered(to: Way, servers: Servers, load: Load, clock: Clock) -> Figures:
     """One run of a workload, phase by phase."""
-    figures = Figures(load.ceilings)
+    figures = Figures(load.ceiling)
     for phase, jobs in zip(load.phases, load.jobs, strict=True):
         if phase.restart:
             servers.restart(min(START_SECONDS, clock.left))

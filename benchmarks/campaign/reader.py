@@ -58,7 +58,6 @@ class Reader(Instance):
         after = self.session.stats.counted("chunks_")
         stale, refused = (after.get(name, 0) - before.get(name, 0) for name in ("stale", "refused"))
         outcomes.loads += bool(loaded)
-        outcomes.nbytes += loaded * self.kv.chunk_bytes(self.session.chunk_size)
         outcomes.stale += bool(stale)
         outcomes.causes[load.cause] += 1
         outcomes.reuse_hits += bool(refused)

@@ -137,7 +137,6 @@ class Whole(Living):
         outcomes, loaded = self.told.outcomes, self._loaded.pop(output.request_id, 0)
         outcomes.answers += 1
         outcomes.loads += bool(loaded)
-        outcomes.nbytes += loaded * TINY.token_bytes
         outcomes.misses += not answer.cached
         if answer.differs(right):
             what = (

@@ -14,7 +14,6 @@ import msgspec
 from ..results import Row, none, percentile, row
 from ..vllm.instances import joined
 from .client import LATE, Answer
-from .workloads import Ceilings
 
 MS = 1e3
 PLAIN, OURS = "alone", ("inplace", "inplace_host")
@@ -49,8 +48,9 @@ class Figures:
     the answers, in ms. hit_rate: cached tokens ÷ prompt tokens, as the servers report them for each
     request."""
 
-    def __init__(self, ceilings: Ceilings) -> None:
-        self.ceilings = ceilings
+    def __init__(self, ceiling: float) -> None:
+        """ceiling: the hit rate of one shared cache without bounds."""
+        self.ceiling = ceiling
         self.requests, self.errors, self.duration = 0, 0, 0.0
         self.ttft, self.tpot = list[float](), list[float]()
         self._prompt = self._cached = 0
@@ -104,8 +104,8 @@ class Figures:
             "resident": resident,
             "pooled": external - resident,
             "waited": counted["waited"] / asked,
-            "held": max(0.0, self.ceilings.shared - own - external),
-            "new": 1 - max(self.ceilings.shared, own + external),
+            "held": max(0.0, self.ceiling - own - external),
+            "new": 1 - max(self.ceiling, own + external),
         }
 
 
@@ -126,13 +126,7 @@ def rows_of(
         return row(case(arm, workload, figure), unit, values, against, what=said + more)
 
     errors, requests = sum(run.errors for run in runs), sum(run.requests for run in runs)
-    shared, single = (
-        [getattr(run.ceilings, which) for run in runs] for which in ("shared", "single")
-    )
-    about = (
-        f"; reference: one shared cache without bounds ({sum(single) / len(runs):.3f}: one a "
-        "server, in turn)"
-    )
+    shared, about = [run.ceiling for run in runs], "; reference: one shared cache without bounds"
     times = {"ttft": [run.ttft for run in runs], "tpot": [run.tpot for run in runs]}
     fates = [run.fates for run in runs]
     return [

@@ -21,7 +21,6 @@ import msgspec
 
 from ...processes import Child
 from ...results import OutOfTime, Row, fraction
-from ..environment import peer
 from ..fleet import Fleet
 from ..instances import joined
 from ..prompts import Hit, Prompts
@@ -125,7 +124,7 @@ def equal(run: Run, hits: Sequence[Hit], kind: str = "") -> list[Row]:
     kinds = Counter("partial" if "+" in hit.kind else hit.kind for hit in hits[: len(good)])
     what = (
         f"{fleet.scale.answer} greedy tokens and {LOGPROBS} logprobs each after a hit stored by an "
-        f"instance on {peer()}, bit for bit against vLLM's own prefix-cache hit of the same "
+        f"instance on another GPU, bit for bit against vLLM's own prefix-cache hit of the same "
         f"length; prompts by length: {dict(sorted(kinds.items()))}"
     )
     what += f"; wrong: {dict(wrong)}" if wrong else ""

@@ -21,7 +21,6 @@ from typing import Any
 
 from ...copies import peer_speed
 from ...results import Row, percentile, row
-from ..environment import peer
 from ..fleet import Fleet
 from ..instances import KINDS, joined
 from ..run import Run
@@ -127,10 +126,10 @@ def _rows(
     scale, begin, gpus = fleet.of(kind), joined(fleet.rows, kind), KINDS[kind].ranks
     rows = list[Row]()
     if not scale.cpu:
-        what = f"the copy engine from {peer()} in this run"
+        what = "the copy engine between the GPUs in this run"
         rows.append(row(f"{begin}_copy_engine", "GB/s", speed, speed, what=what))
     missed = f"; not full hits, left out: {', '.join(partial)}" if partial else ""
-    where = f"{gpus} peer GPUs" if gpus > 1 else peer()
+    where = f"{gpus} peer GPUs" if gpus > 1 else "the peer GPU"
     ttft = "ttft" if fleet.lmcache else "async_ttft"
     for name, length in _lengths(fleet, kind).items():
         held = {each: [MS * value for value in samples[each, name]] for each in VARIANTS}
@@ -273,7 +272,7 @@ def _gaps(run: Run, loads: Sequence[list[int]], watched: str, *readers: str) -> 
         cached += answer["cached"]
     full = cached.count(scale.hit(len(loads[0])))
     who = f"{len(readers)} instances read" if readers[1:] else "another instance reads"
-    while_ = f"{who} from this one's GPU" if readers else f"another loads from {peer()}"
+    while_ = f"{who} from this one's GPU" if readers else "another loads from the peer GPU"
     what = (
         f"p99 of gaps between tokens of {scale.running} running requests while {while_} once a "
         f"second: {len(cached)} loads of {len(loads[0])} tokens ({full} full hits); reference: "
