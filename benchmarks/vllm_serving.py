@@ -41,7 +41,7 @@ from .processes import ChildFailed
 from .results import Clock, none
 from .serving import workloads
 from .serving.client import Balancer, Job, Run
-from .serving.router import POLICIES, Arm, Way, way
+from .serving.router import POLICIES, Arm, undecoded, way
 from .serving.servers import START_SECONDS, Servers
 from .serving.summary import Figures, case, compared, rows_of, tables
 from .serving.systems import MODEL, SIZES, SYSTEMS, Sizes, memory
@@ -159,7 +159,7 @@ def _measure(
     arm: Arm, servers: Servers, sizes: Sizes, runs: Sequence[Load], made: Measurement
 ) -> None:
     """All runs of one workload through one arm. Raises ChildFailed, OutOfTime."""
-    name, found, undecoded = runs[0].name, list[Figures](), 0
+    name, found, strange = runs[0].name, list[Figures](), 0
     for load in runs:
         servers.reset()
         _step(servers.ports)
@@ -168,7 +168,7 @@ def _measure(
             before = servers.counters()["preemptions"]
             found.append(_answered(to, servers, load, made.clock))
             preempted = servers.counters()["preemptions"] - before
-            undecoded += to.undecoded
+        strange += undecoded(arm, made.folder) if arm.policy == "kv_aware" else 0
         print(
             f"{made.clock.spent:4.0f} s  {arm.name} {name}: {found[-1].throughput:.2f} requests/s "
             f"in {found[-1].duration:.1f} s, {found[-1].errors} errors, hit rate "
@@ -181,18 +181,18 @@ def _measure(
     rows = rows_of(arm.name, name, found, label, memory(arm.system, sizes), what)
     if arm.policy == "kv_aware":
         text = f"{label}: KV events that the router did not understand"
-        rows.append(none(case(arm.name, name, "undecoded_events"), "events", undecoded, text))
+        rows.append(none(case(arm.name, name, "undecoded_events"), "events", strange, text))
     made.report.add(rows)
 
 
-def _answered(to: Way, servers: Servers, load: Load, clock: Clock) -> Figures:
+def _answered(to: Balancer, servers: Servers, load: Load, clock: Clock) -> Figures:
     """One run of a workload, phase by phase."""
     figures = Figures(load.ceiling)
     for phase, jobs in zip(load.phases, load.jobs, strict=True):
         if phase.restart:
             servers.restart(min(START_SECONDS, clock.left))
         before = servers.counters()
-        run = Run(jobs, to.balancer)
+        run = Run(jobs, to)
         asyncio.run(run.go(phase.concurrency, min(phase.seconds or LOAD_SECONDS, clock.left)))
         for error in sorted({answer.error for answer in run.answers if answer.error})[:3]:
             print(f"  {load.name}: {error}", flush=True)

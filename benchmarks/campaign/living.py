@@ -52,17 +52,13 @@ class Outcomes(msgspec.Struct):
 
     loads: loads that brought something, all of it compared; with whole vLLMs, requests for which
     something was loaded. reuse_hits: loads whose verdict refused some chunks, since a block changed
-    or a lease ended between launch and verdict. differed: those of them whose refused chunks did
-    hold other bytes. stale: loads that found a chunk gone before the launch. misses: look-ups that
-    found nothing. by_step: how often a process stopped
-    itself, by the step of the protocol. answers: vLLM's, to whole requests. waits: of requests for
-    what others computed, by their end. overdue: requests that waited longer than their bound."""
+    or a lease ended between launch and verdict. causes: why loads brought less. by_step: how often
+    a process stopped itself, by the step of the protocol. answers: vLLM's, to whole requests.
+    waits: of requests for what others computed, by their end. overdue: requests that waited longer
+    than their bound."""
 
     loads: int = 0
     reuse_hits: int = 0
-    differed: int = 0
-    stale: int = 0
-    misses: int = 0
     raised: int = 0
     wrong: int = 0
     wrong_bytes: int = 0

@@ -44,25 +44,20 @@ class Reader(Instance):
         self.step("looked up")
         count, runs = choose(found, self.tables, EACH, 0)
         if not count:
-            outcomes.misses += 1
             return
         keys, chosen = keys[:count], unpacked(runs)
         blocks, generations = self.allocate(count)
         # A byte that a copy does not write is noticed.
         self.words[:, blocks] = POISON
         self.step("before launch")
-        before = self.session.stats.counted("chunks_")
+        stats = self.session.stats
+        before = stats.counted("chunks_").get("refused", 0)
         load = self._load(keys, blocks, chosen)
         loaded = load.run(PATIENCE_SECONDS)
         self.step("behind the verdict")
-        after = self.session.stats.counted("chunks_")
-        stale, refused = (after.get(name, 0) - before.get(name, 0) for name in ("stale", "refused"))
         outcomes.loads += bool(loaded)
-        outcomes.stale += bool(stale)
         outcomes.causes[load.cause] += 1
-        outcomes.reuse_hits += bool(refused)
-        after_loaded, others = blocks[loaded * EACH :], keys[loaded : loaded + refused]
-        outcomes.differed += bool(self.memory.wrong(after_loaded, others))
+        outcomes.reuse_hits += stats.counted("chunks_").get("refused", 0) > before
         if nbytes := self.memory.wrong(blocks, keys[:loaded]):
             self.loaded_wrong(nbytes, self._describe(keys[:loaded], blocks, chosen))
         elif loaded:

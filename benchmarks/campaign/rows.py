@@ -42,8 +42,7 @@ def rows(result: Result, loads: int, name: str, level: Level) -> list[Row]:
         none(_case("failed", name), "times", ended, why),
     ]
     if level.reuse_hits:
-        differed = "" if level.answers else f", {seen.differed:,} of which had read other bytes"
-        hits = f"loads refused by their verdict{differed}; before launch: {seen.stale:,}"
+        hits = "loads refused by their verdict"
         made.append(least("reuse_hits", "loads", seen.reuse_hits, level.reuse_hits * loads, hits))
     if level.least_pauses:
         what = "readers stopped between a load's launch and its verdict"

@@ -137,7 +137,6 @@ class Whole(Living):
         outcomes, loaded = self.told.outcomes, self._loaded.pop(output.request_id, 0)
         outcomes.answers += 1
         outcomes.loads += bool(loaded)
-        outcomes.misses += not answer.cached
         if answer.differs(right):
             what = (
                 f"request {output.request_id}: prompt {family}, {chunks} chunks, {answer.cached} "
@@ -159,7 +158,6 @@ class Whole(Living):
             self._loaded[name.rpartition("-")[0] or name] += loading.stats.tokens.total()
             outcomes.causes[loading.cause] += 1
             outcomes.reuse_hits += loading.cause in ("changed", "lease_lost")
-            outcomes.stale += loading.cause == "absent"
 
         worker.loads._note = noted
         self.stops_behind(scheduler.connector, "get_num_new_matched_tokens", "looked up")

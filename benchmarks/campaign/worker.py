@@ -77,7 +77,6 @@ class Worker(Living):
         poison elsewhere."""
         outcomes, words, loaded = self.told.outcomes, self._memory.words, len(keys) * EACH
         outcomes.loads += bool(keys)
-        outcomes.misses += not keys
         # A load that was refused may have left something in the blocks that do not count.
         words[:, blocks[loaded:]] = POISON
         want = words.copy()

@@ -126,12 +126,13 @@ class Servers:
     def reset(self) -> None:
         """Empty all caches: vLLM's, what its connector reads, and our pool. Raises ChildFailed."""
         # Without a connector vLLM has none to reset, and would say that it failed.
-        external = SYSTEMS[self.name].connector
-        path = f"/reset_prefix_cache?reset_external={str(external).lower()}"
+        system = SYSTEMS[self.name]
+        external = str(system.ours or system.host).lower()
+        path = f"/reset_prefix_cache?reset_external={external}"
         for port in self.ports:
             if not until(partial(_reset, port, path), RESET_SECONDS, 0.2):
                 raise ChildFailed(f"{self.name} does not reset its caches; {self.said()}")
-        if SYSTEMS[self.name].ours:
+        if system.ours:
             with self._client() as client:
                 client.clear()
 

@@ -120,11 +120,6 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
     ranks: bool = False
     single: bool = False
 
-    @property
-    def connector(self) -> bool:
-        """Whether its servers have a connector."""
-        return self.ours or self.host
-
 
 SYSTEMS = {
     "alone": System(label="vLLM alone"),
