@@ -28,6 +28,8 @@ SUBJECTS: dict[str, Callable[[], list[Row]]] = {
     "copies": copies.run,
     "engine": engine.run,
 }
+NEEDED = {"copies": 1, "engine": 2}
+"""GPUs."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, msgspec.MsgspecError, LookupError, TypeError) as error:
         parser.error(f"argument --out: {options.out}: {error}")
     for name in options.only or SUBJECTS:
-        if name == "copies" and not torch.cuda.is_available():
-            print("copies: skipped, no GPU here", file=sys.stderr)
+        if (gpus := torch.cuda.device_count()) < NEEDED.get(name, 0):
+            print(f"{name}: skipped, {gpus} GPUs here", file=sys.stderr)
             continue
         print(f"{name}:", file=sys.stderr, flush=True)
         try:

@@ -198,14 +198,12 @@ class Servers:
         return {}
 
     def _environment(self, index: int) -> dict[str, str]:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        # Of those that this process sees: another run may have the others of the host.
-        gpus = [
-            visible[gpu] if gpu < len(visible) and visible[gpu] else str(gpu) for gpu in self._gpus
-        ]
         own = {"VLLM_SERVER_DEV_MODE": "1", **self._sizes.kind.environment}  # for `reset`
         if not (cpu := self._sizes.scale.cpu):
-            own["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys([gpus[index], *gpus]))
+            # Of those that this process sees: another run may have the others of the host.
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")
+            gpus = [visible[gpu] for gpu in (self._gpus[index], *self._gpus)]
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(gpus))
         return environment(cpu, self._cache, **own)
 
     def _end(self) -> None:

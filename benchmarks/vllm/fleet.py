@@ -68,8 +68,8 @@ class Fleet:
             # A folder apart from the logs, which may be another run's too.
             own = undo.enter_context(tempfile.TemporaryDirectory(prefix="vcache-vllm-"))
             self._socket = Path(own, "vcache.sock")
-            log, environment = folder / "server.log", {**os.environ, **ENVIRONMENT}
-            undo.enter_context(MetadataServer(self._socket, log, environment))
+            given = {**os.environ, **ENVIRONMENT}
+            undo.enter_context(MetadataServer(self._socket, folder / "server.log", given))
             self.pool = undo.enter_context(Client(self._socket, PATIENT))
             self.pool.require()
             self._undo = undo.pop_all()
