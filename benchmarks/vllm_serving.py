@@ -263,8 +263,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         kind = type(getattr(SIZES["full"].plan, name))
         load.add_argument(f"--{name.replace('_', '-')}", type=kind)
     options = made.parse_args(arguments)
-    if len(options.gpus) < 2:
-        made.error(f"it takes two servers, and --gpus names a GPU for {len(options.gpus)}")
     if "trace" in options.workloads and not options.trace:
         made.error("the workload `trace` needs --trace FILE")
     return options

@@ -20,11 +20,10 @@ import msgspec
 
 from .options import Measurement, names_of, parser
 from .results import Row
-from .vllm.fleet import Fleet
+from .vllm.fleet import Fleet, Run
 from .vllm.instances import KINDS, joined
 from .vllm.parts import equality, groups, latency, scheduling, versions
 from .vllm.prompts import Prompts
-from .vllm.run import Run
 from .vllm.scale import GIB, SCALES
 
 OURS, POOL = ("vllm", "inplace"), ("lmcache", "vllm")

@@ -61,7 +61,6 @@ class Outcomes(msgspec.Struct):
     reuse_hits: int = 0
     raised: int = 0
     wrong: int = 0
-    wrong_bytes: int = 0
     answers: int = 0
     overdue: int = 0
     waits: Counter[str] = msgspec.field(default_factory=Counter)
@@ -109,10 +108,9 @@ class Living:
             stop_self()
             self.told.outcomes.by_step[name] += 1
 
-    def loaded_wrong(self, nbytes: int, what: str) -> None:
+    def loaded_wrong(self, what: str) -> None:
         """A load brought wrong bytes."""
         self.told.outcomes.wrong += 1
-        self.told.outcomes.wrong_bytes += nbytes
         self.told.wrong.append(f"process {os.getpid()}: {what}")
 
     def close(self) -> None:

@@ -58,8 +58,8 @@ class Reader(Instance):
         outcomes.loads += bool(loaded)
         outcomes.causes[load.cause] += 1
         outcomes.reuse_hits += stats.counted("chunks_").get("refused", 0) > before
-        if nbytes := self.memory.wrong(blocks, keys[:loaded]):
-            self.loaded_wrong(nbytes, self._describe(keys[:loaded], blocks, chosen))
+        if self.memory.wrong(blocks, keys[:loaded]):
+            self.loaded_wrong(self._describe(keys[:loaded], blocks, chosen))
         elif loaded:
             mine = slice(loaded * EACH)
             self.publish(keys[:loaded], blocks[mine], generations[mine], Written(over=True))

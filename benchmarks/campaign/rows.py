@@ -75,8 +75,7 @@ def _case(figure: str, name: str) -> str:
 def control_row(control: Control, its: Result, name: str) -> Row:
     """A control's row: how much it saw go wrong."""
     seen, case = its.outcomes, _case(CONTROLS[control], name)
-    loads = f"{seen.wrong_bytes:,} wrong bytes in {seen.loads:,} loads"
-    told = json.dumps(msgspec.to_builtins(seen)) if seen.answers else loads
+    told = json.dumps(msgspec.to_builtins(seen))
     what = f"{control}; {told} in {its.seconds:.0f} s; seed {its.seed}; reference 1"
     unit, runs = ("answers", seen.answers) if seen.answers else ("loads", seen.loads)
     return row(case, unit, caught(control, seen), 1, what=what, at_least=1, runs=runs)

@@ -143,7 +143,7 @@ class Whole(Living):
                 f"tokens cached, {loaded} of them loaded for it: {answer}, where vLLM alone "
                 f"says {right}"
             )
-            self.loaded_wrong(0, what)
+            self.loaded_wrong(what)
 
     def watch(self, worker: Any) -> None:
         """See each load, and slow some down. worker: our connector's half in the worker."""

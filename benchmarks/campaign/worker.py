@@ -85,7 +85,7 @@ class Worker(Living):
         if nbytes := memory.differing(words, want):
             plane, block, word = (int(each[0]) for each in (words != want).nonzero())
             where = f"plane {plane}, block {block}, word {word}"
-            self.loaded_wrong(nbytes, f"{nbytes:,} bytes, the first in {where}")
+            self.loaded_wrong(f"{nbytes:,} bytes, the first in {where}")
 
 
 def live(settings: Settings, pipe: Connection) -> None:

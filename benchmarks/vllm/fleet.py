@@ -17,16 +17,17 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from vcache_backend.metadata_server.client import Client
 
 from ..processes import PATIENT, Child, ChildFailed, MetadataServer, module, until
-from ..results import Row, none
+from ..results import Clock, Row, none
 from .environment import ENVIRONMENT, descends, environment, visible
 from .instances import INSTANCES, KINDS, Spec, joined
+from .prompts import Prompts
 from .scale import Scale
 from .settings import BOTH, arguments, lmcache_file, our_connector
 from .weights import write_model
@@ -285,3 +286,12 @@ class Fleet:
         if not self.lmcache and kind.ranks == 1:
             gpus = gpus.split(",")[0]
         return given | {"CUDA_VISIBLE_DEVICES": gpus} | kind.environment
+
+
+class Run(NamedTuple):
+    """What a part of `vllm_ttft` works with. rounds: prompts of each length that are timed."""
+
+    fleet: Fleet
+    clock: Clock
+    prompts: Prompts
+    rounds: int

@@ -21,10 +21,9 @@ import msgspec
 
 from ...processes import Child
 from ...results import OutOfTime, Row, fraction
-from ..fleet import Fleet
+from ..fleet import Fleet, Run
 from ..instances import joined
 from ..prompts import Hit, Prompts
-from ..run import Run
 
 LOGPROBS = 5
 SECONDS = 60.0
@@ -119,8 +118,6 @@ def equal(run: Run, hits: Sequence[Hit], kind: str = "") -> list[Row]:
         if how:
             wrong[hit.kind] += 1
             print(f"  {hit.kind}: {how}", flush=True)
-        if len(good) % 20 == 0:
-            print(f"  {len(good)} of {len(hits)} prompts, {sum(good)} equal", flush=True)
     kinds = Counter("partial" if "+" in hit.kind else hit.kind for hit in hits[: len(good)])
     what = (
         f"{fleet.scale.answer} greedy tokens and {LOGPROBS} logprobs each after a hit stored by an "

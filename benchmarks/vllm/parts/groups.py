@@ -11,9 +11,9 @@ import msgspec
 
 from ...processes import ChildFailed
 from ...results import Row
+from ..fleet import Run
 from ..instances import KINDS, joined
 from ..prompts import Hit, Prompts
-from ..run import Run
 from . import equality, latency
 
 LENGTHS = {"1k": 12, "4k": 12, "16k": 8}

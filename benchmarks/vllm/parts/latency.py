@@ -21,9 +21,8 @@ from typing import Any
 
 from ...copies import peer_speed
 from ...results import Row, percentile, row
-from ..fleet import Fleet
+from ..fleet import Fleet, Run
 from ..instances import KINDS, joined
-from ..run import Run
 
 SECONDS, COPY_SECONDS = 60.0, 90.0
 MS = 1e3

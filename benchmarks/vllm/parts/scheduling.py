@@ -10,7 +10,7 @@ from collections import Counter
 import msgspec
 
 from ...results import Row, percentile, row
-from ..run import Run
+from ..fleet import Run
 
 SECONDS = 120.0
 ALLOWED_US = {"vllm": 250.0, "inplace": 600.0}

@@ -13,8 +13,7 @@ from collections.abc import Callable
 
 from ...processes import Child
 from ...results import Clock, Row, none
-from ..fleet import ANSWER_SECONDS, Fleet
-from ..run import Run
+from ..fleet import ANSWER_SECONDS, Fleet, Run
 
 KIND = "versions"
 UPDATES, WRONGLY_NAMED = 50, 5
