@@ -5,7 +5,8 @@ its bytes change meaning.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
@@ -105,6 +106,43 @@ class KVBlocks:
     @property
     def _first(self) -> Any:
         return self.pool.free_block_queue.fake_free_list_head.next_free_block
+
+
+class FreedBlocks:
+    """The blocks that vLLM has freed lately. Steps that were planned before may still write them,
+    for example the step that was planned before its request's last token was known.
+
+    Runs in the scheduler's thread."""
+
+    def __init__(self, pool: Any, steps: int) -> None:
+        """pool: vLLM's `BlockPool`, before it has handed out a block. steps: how many steps vLLM
+        has under way at most, see `max_concurrent_batches`. AttributeError if the pool has no such
+        queue."""
+        self._freed = deque[list[Any]]([[]], maxlen=steps)
+        """By step, the newest last: the blocks freed since the step before was planned."""
+        queue = pool.free_block_queue
+        # Whatever frees blocks ends in one of these.
+        for name in ("append", "append_n", "prepend_n"):
+            setattr(queue, name, self._noting(getattr(queue, name)))
+
+    def planned(self) -> None:
+        """Note that a step is planned."""
+        self._freed.append([])
+
+    def among(self, numbers: Iterable[int]) -> bool:
+        """Whether some of these blocks were freed since the oldest step under way was planned, or
+        in the step before it, whose last kernels may still run."""
+        return not {block.block_id for part in self._freed for block in part}.isdisjoint(numbers)
+
+    def _noting(self, put: Callable[[Any], None]) -> Callable[[Any], None]:
+        def noted(blocks: Any) -> None:
+            if isinstance(blocks, list):
+                self._freed[-1].extend(blocks)
+            else:
+                self._freed[-1].append(blocks)
+            put(blocks)
+
+        return noted
 
 
 class ResidentPool:

@@ -65,6 +65,11 @@ def hit_sources(tokens: Mapping[str, int], external: int) -> dict[Any, int]:
     return named | ({CacheHitSource.EXTERNAL_UNSPECIFIED: rest} if rest else {})
 
 
+def steps_under_way(vllm_config: Any) -> int:
+    """How many steps vLLM has under way at most; 0 if it does not say."""
+    return int(getattr(vllm_config, "max_concurrent_batches", 0))
+
+
 def publishes_events(vllm_config: Any) -> bool:
     """Whether vLLM publishes KV events."""
     return bool(getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False))
